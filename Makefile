@@ -1,0 +1,31 @@
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8888
+NOTEBOOKS = $(sort $(wildcard notebooks/*.ipynb))
+BIN = .venv/bin
+# JupyterLab refuses to run as root, as in a container, unless told to.
+ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.PHONY: lab test notebooks clean
+
+lab: .venv/installed
+	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) notebooks/00_start_here.ipynb
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest
+	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
+
+# Run every notebook from top to bottom and keep its outputs.
+notebooks: .venv/installed
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
+		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[course]
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,6 @@
+"""sage_ref: trainable low-bit attention (SageBwd, SLA2) in plain PyTorch, to be read beside the papers."""
+
+from sage_ref.ops import sagebwd_attention
+from sage_ref.smoothing import QKNorm
+
+__all__ = ["QKNorm", "sagebwd_attention"]

@@ -1,0 +1,105 @@
+"""`python -m sage_ref info|table1|table2`: the papers' tables and what they run on."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from sage_ref.ops import _triton_obstacle
+from sage_ref.recorded import RECORDED, Record, markdown_table, provenance, replaced, write_record
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m sage_ref", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, run, add_options, description in COMMANDS:
+        command = commands.add_parser(name, help=description, description=description)
+        add_options(command)
+        command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+        command.set_defaults(run=run)
+    options = parser.parse_args(arguments)
+    options.command = "python -m sage_ref " + shlex.join(sys.argv[1:] if arguments is None else arguments)
+    options.run(options)
+
+
+def info(options: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = provenance(options.command)
+    facts["backend chosen by auto"] = f"reference, because {o}" if (o := _triton_obstacle(device)) else "triton"
+    print(markdown_table(("what", "here"), facts.items()))
+    if options.json:
+        with replaced(options.json) as temporary:
+            temporary.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def table1(options: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from sage_ref import tables
+
+    blocks = [tuple(map(int, pair.split("x"))) for pair in options.blocks]
+    sweep = tables.Table1Sweep(options.n, options.head_dim, blocks, options.granularity, range(options.seeds))
+    checkpoint = (options.json or Path("runs/table1.json")).with_suffix(".partial")
+    total = len(sweep.lengths) * len(sweep.head_dims) * len(tables.PAPER_TABLE1)
+    rows = [row for found in tqdm(tables.table1_sweep(sweep, checkpoint, options.device), total=total) for row in found]
+    record = Record({}, rows)
+    best = tables.closest_setting(record)
+    print(f"Closest to the paper over all rows: {describe(best)}")
+    header = ("sigma", *tables.TENSORS, "largest deviation", "closest setting for this row")
+    lines = []
+    for sigma, setting in tables.closest_setting_per_sigma(record).items():
+        found = record.select(sigma=sigma, **best)
+        cells = [f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" for row in found]
+        lines.append((sigma, *cells, f"{max(map(tables.deviation, found)):.0%}", describe(setting)))
+    print("\nRelative L2 error at that setting, mean over seeds:\n\n" + markdown_table(header, lines))
+    if options.json:
+        write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
+    checkpoint.unlink()
+
+
+def describe(setting: dict) -> str:
+    return "N={n} D={head_dim} tiles {block_q}x{block_kv}, scales per {granularity}".format(**setting)
+
+
+def table2(options: argparse.Namespace) -> None:
+    from sage_ref import tables
+    from sage_ref.sagebwd import SageBwdSettings
+    from sage_ref.training.capture import read_capture
+
+    capture = read_capture(options.capture)
+    settings = SageBwdSettings(is_causal=True, granularity=options.granularity)
+    rows = tables.table2_rows(capture.layers, settings)
+    header = ("layer", "tensor", "cosine", "relative L2", "RMS", "bound on RMS", "paper: cosine", "relative L2")
+    print(markdown_table(header, [["" if x is None else x for x in row.values()] for row in rows]))
+    if options.json:
+        write_record(options.json, rows, command=options.command, capture=capture.provenance)
+
+
+def add_table1_options(parser: argparse.ArgumentParser) -> None:
+    from sage_ref.tables import Table1Sweep
+
+    default = Table1Sweep()
+    parser.add_argument("--n", type=int, nargs="+", default=default.lengths, help="sequence lengths")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=default.head_dims)
+    parser.add_argument("--blocks", nargs="+", default=[f"{q}x{kv}" for q, kv in default.blocks], metavar="BQxBKV")
+    parser.add_argument("--granularity", nargs="+", default=default.granularities, choices=("block", "row"))
+    parser.add_argument("--seeds", type=int, default=len(default.seeds), help="number of seeds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def add_table2_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--capture", type=Path, default=RECORDED / "capture_cpu.safetensors")
+    parser.add_argument("--granularity", default="block", choices=("block", "row"))
+
+
+COMMANDS = (
+    ("info", info, lambda parser: None, "this machine, the versions, and the backend that 'auto' would choose"),
+    ("table1", table1, add_table1_options, "the paper's Table 1, swept over what it leaves open"),
+    ("table2", table2, add_table2_options, "the paper's Table 2 on captured activations"),
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""psi, the INT8 quantiser of both papers, and the exact integer matmul it feeds.
+
+psi(X) = (s, X^):   s = max|X| / 127 over one block,   X^ = round(X / s) in [-127, 127].
+
+A block is any rectangle of the last two axes: a tile, a token (one row), a channel (one column) or
+the whole matrix. An INT8 matmul can use a scale only if it is constant along the contraction:
+(s_a A^)(s_b B^) = s_a s_b (A^ B^) leaves the integers alone just then.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INT8_MAX = 127
+ROUNDINGS = ("nearest", "stochastic")
+# float32 holds every integer up to 2^24, so a dot product of at most this many INT8 pairs is exact in it.
+EXACT_FLOAT32_CONTRACTION = 2**24 // 128**2
+BlockShape = tuple[int | None, int | None]  # (rows, columns) that share a scale; None: the whole axis
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """X ~ scale * values. values: int8 [..., R, C]; scale: float [..., ceil(R/rows), ceil(C/columns)]."""
+
+    values: Tensor
+    scale: Tensor
+    block_shape: tuple[int, int]
+
+    @property
+    def mT(self) -> "QuantizedTensor":
+        """The transpose, scales and all."""
+        return QuantizedTensor(self.values.mT, self.scale.mT, self.block_shape[::-1])
+
+    def dequantize(self) -> Tensor:
+        """scale * values, [..., R, C] in the dtype of scale."""
+        rows, columns = self.values.shape[-2:]
+        return self.values.to(self.scale.dtype) * _spread(self.scale, self.block_shape, rows, columns)
+
+
+def quantize(
+    x: Tensor,
+    block_shape: BlockShape = (None, None),
+    rounding: str = "nearest",
+    generator: torch.Generator | None = None,
+) -> QuantizedTensor:
+    """psi(X): one scale per block of x [..., R, C], values in INT8.
+
+    rounding: "nearest" (ties to even) or "stochastic": up with probability equal to the fraction, so that
+    the expected value is X itself; draws come from `generator`, or torch's global one if None.
+    A block of zeros gets scale 0. A block that holds a NaN or an infinity gets a scale that makes every
+    value of the block NaN when dequantised; other blocks don't notice.
+    """
+    integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
+    return QuantizedTensor(integers.to(torch.int8), scale, block_shape)
+
+
+def fake_quantize(
+    x: Tensor,
+    block_shape: BlockShape = (None, None),
+    rounding: str = "nearest",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """quantize(x, ...).dequantize() without the detour through int8: x rounded to its own INT8 grid."""
+    integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
+    return integers.mul_(_spread(scale, block_shape, *x.shape[-2:]))
+
+
+def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """A^ B^ of two int8 tensors [..., M, K] x [..., K, N] -> int32 [..., M, N], exactly.
+
+    Float32 units do the work: no dot product of 1024 int8 pairs exceeds 2^24, the last integer before
+    float32 has gaps. Longer contractions are summed in int32, piece by piece.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype != torch.int8:
+            raise TypeError(f"{name}: expected dtype torch.int8, got {x.dtype}")
+    if a.shape[-1] * 128**2 >= 2**31:
+        raise ValueError(f"a: expected at most {2**31 // 128**2 - 1} columns (int32 range), got {a.shape[-1]}")
+    pieces = zip(a.split(EXACT_FLOAT32_CONTRACTION, dim=-1), b.split(EXACT_FLOAT32_CONTRACTION, dim=-2), strict=True)
+    return sum((x.float() @ y.float()).to(torch.int32) for x, y in pieces)
+
+
+def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    """MM(A^, B^) s_A s_B: an exact integer matmul, then the two scales.
+
+    a [..., M, K], b [..., K, N]; each scale must be constant along K, else ValueError.
+    """
+    for name, scale_count in (("a", a.scale.shape[-1]), ("b", b.scale.shape[-2])):
+        if scale_count != 1:
+            raise ValueError(f"{name}: expected one scale along the contraction, got {scale_count}")
+    rows, columns = a.values.shape[-2], b.values.shape[-1]
+    s_a = _spread(a.scale, (a.block_shape[0], 1), rows, 1)
+    s_b = _spread(b.scale, (1, b.block_shape[1]), 1, columns)
+    return integer_matmul(a.values, b.values) * s_a * s_b
+
+
+def _round_to_grid(x, block_shape, rounding, generator):
+    """(round(X / s) as floats, s, the block shape with None replaced)."""
+    rows, columns = (size if block is None else block for size, block in zip(x.shape[-2:], block_shape, strict=True))
+    scale = _block_max(x, rows, columns) / INT8_MAX
+    divisor = torch.where(scale == 0, 1, scale)
+    ratio = x / _spread(divisor, (rows, columns), *x.shape[-2:])
+    if rounding == "nearest":
+        integers = ratio.round_()
+    elif rounding == "stochastic":
+        noise = torch.rand(ratio.shape, dtype=ratio.dtype, device=ratio.device, generator=generator)
+        integers = ratio.add_(noise).floor_().clamp_(-INT8_MAX, INT8_MAX)
+    else:
+        raise ValueError(f"rounding: expected one of {ROUNDINGS}, got {rounding!r}")
+    # An infinity divides to NaN and a NaN has no integer: the block's scale carries both.
+    return torch.nan_to_num_(integers, nan=0.0), torch.where(scale.isfinite(), scale, torch.nan), (rows, columns)
+
+
+def _block_max(x, rows, columns):
+    """max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; the last blocks may be partial."""
+    pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if pad_rows or pad_columns:
+        x = F.pad(x, (0, pad_columns, 0, pad_rows))
+    blocks = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [..., R/rows, rows, C/columns, columns]
+    return blocks.abs().amax((-3, -1))
+
+
+def _spread(scale, block_shape, rows, columns):
+    """scale [..., blocks, blocks] repeated over its blocks and cut to [..., rows, columns]; size 1 broadcasts."""
+    for axis, block, size in ((-2, block_shape[0], rows), (-1, block_shape[1], columns)):
+        if scale.shape[axis] not in (1, size):
+            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+    return scale

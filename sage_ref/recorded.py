@@ -1,0 +1,120 @@
+"""Measured results on disk: rows and where they come from, written in one step so that a kill leaves no half file.
+
+A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
+Only the program that measured something writes one; prose, figures and tables read it.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECORDED = REPOSITORY / "notebooks" / "recorded"
+Row = dict[str, Any]
+
+
+class Record(NamedTuple):
+    provenance: dict[str, Any]
+    rows: list[Row]
+
+    def select(self, **values: Any) -> list[Row]:
+        """The rows whose named columns have these values."""
+        return [row for row in self.rows if all(row[name] == value for name, value in values.items())]
+
+    @property
+    def caption(self) -> str:
+        """Device, date and commit in one line, for a figure."""
+        device = self.provenance["gpu"] or self.provenance["cpu"]
+        return f"measured on {device}, {self.provenance['date'][:10]}, commit {self.provenance['commit'][:7]}"
+
+
+def read_record(name: str | Path) -> Record:
+    """A record by its name in notebooks/recorded ("table1_sweep") or by its path."""
+    path = Path(name) if Path(name).suffix else RECORDED / f"{name}.json"
+    if not path.exists():
+        raise FileNotFoundError(f"name: expected a record at {path}, found none")
+    content = json.loads(path.read_text())
+    return Record(content["provenance"], content["rows"])
+
+
+def write_record(path: Path, rows: Sequence[Row], *, command: str, **facts: Any) -> None:
+    """Write rows with their provenance; `command` reproduces them, `facts` (seeds, ...) join the provenance."""
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    header = json.dumps(provenance(command) | facts, indent=1)
+    with replaced(path) as temporary:
+        temporary.write_text(f'{{"provenance": {header},\n "rows": [\n  {lines}\n]}}\n')
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """What a reader needs to judge or repeat a measurement."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`; when the block ends without an error it becomes `path` in one step."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A GitHub table; cells are converted with str."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _commit() -> str:
+    """The commit that measured, marked -dirty if sources differ from it; SAGE_REF_COMMIT where there is no git."""
+    commit = os.environ.get("SAGE_REF_COMMIT") or _output("git", "rev-parse", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "sage_ref", "kernels")
+    return (commit or "unknown") + ("-dirty" if changed else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

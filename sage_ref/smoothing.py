@@ -1,0 +1,67 @@
+"""Making Q and K easier to quantise: K-smoothing, Q-smoothing, QK-norm.
+
+Queries and keys carry offsets that all tokens share. An offset widens a block's scale and so costs precision,
+yet the softmax ignores most of it.
+
+K-smoothing, K_sm = K - 1 mu_K^T with mu_K the mean over tokens, is exact: it subtracts q_i . mu_K from every
+score of row i, which the softmax cancels. dQ = c dS K_sm too, since rows of dS sum to zero.
+Q-smoothing, Q_sm = Q - 1 mu_Q^T with mu_Q the mean of one query block, is not free: mu_Q K^T differs from key
+to key, so it is added back to the scores, and dK gains a second branch (see `query_mean_grad_key`).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from sage_ref.quantization import _spread
+
+
+def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
+    """K_sm = K - mu_K and mu_K. key [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
+
+    The mean runs over the whole sequence. In causal attention that includes future keys: nothing leaks in exact
+    arithmetic, a trace the size of the rounding error does in INT8.
+    """
+    mean = key.mean(-2, keepdim=True)
+    return key - mean, mean
+
+
+def key_mean_scores(query: Tensor, key_mean: Tensor, scale: float) -> Tensor:
+    """What K-smoothing takes from every score of a row: c Q mu_K^T, [..., Nq, 1].
+
+    Added to the log-sum-exp of the smoothed scores it gives that of the scores themselves.
+    """
+    return query @ key_mean.mT * scale
+
+
+def smooth_query(query: Tensor, block_q: int) -> tuple[Tensor, Tensor]:
+    """Q_sm = Q - mu_Q and mu_Q, the mean of each block of block_q queries (the last block may be partial).
+
+    query [..., Nq, D] -> ([..., Nq, D], [..., Nq, D]): the mean stands in every row of its block.
+    """
+    means = torch.stack([block.mean(-2) for block in query.split(block_q, dim=-2)], dim=-2)
+    mean = _spread(means, (block_q, 1), *query.shape[-2:])
+    return query - mean, mean
+
+
+def query_mean_grad_key(grad_scores: Tensor, query_mean: Tensor, scale: float) -> Tensor:
+    """The branch of dK that goes through mu_Q: dK = c dS^T Q_sm + c dS^T (1 mu_Q^T). Here the second term.
+
+    grad_scores [..., Nq, Nk], query_mean [..., Nq, D] as `smooth_query` returns it -> [..., Nk, D].
+    """
+    return grad_scores.mT @ query_mean * scale
+
+
+class QKNorm(nn.Module):
+    """RMS-normalise every query and every key: x * gamma / sqrt(mean(x^2) + 1e-6), with learned gains.
+
+    forward(query [..., Nq, D], key [..., Nk, D]) -> the same two shapes and dtypes. With gamma = 1, |q_i . k_j| <= D:
+    no outlier can widen a block's scale, which keeps INT8 training stable at large tokens-per-step.
+    """
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
+        self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_norm(query), self.key_norm(key)
