@@ -1,4 +1,4 @@
-"""`python -m sage_ref info|table1|table2`: the papers' tables and what they run on."""
+"""`python -m sage_ref info|table1|table2|capture|readme`: the papers' tables, and what they run on."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sage_ref.ops import _triton_obstacle
+from sage_ref.ops import triton_obstacle
 from sage_ref.recorded import RECORDED, Record, markdown_table, provenance, replaced, write_record
 
 
@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
 def info(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = provenance(options.command)
-    facts["backend chosen by auto"] = f"reference, because {o}" if (o := _triton_obstacle(device)) else "triton"
+    example = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device)
+    facts["backend chosen by auto"] = f"reference, because {o}" if (o := triton_obstacle(example)) else "triton"
     print(markdown_table(("what", "here"), facts.items()))
     if options.json:
         with replaced(options.json) as temporary:
@@ -40,8 +41,7 @@ def table1(options: argparse.Namespace) -> None:
 
     from sage_ref import tables
 
-    blocks = [tuple(map(int, pair.split("x"))) for pair in options.blocks]
-    sweep = tables.Table1Sweep(options.n, options.head_dim, blocks, options.granularity, range(options.seeds))
+    sweep = tables.Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
     checkpoint = (options.json or Path("runs/table1.json")).with_suffix(".partial")
     total = len(sweep.lengths) * len(sweep.head_dims) * len(tables.PAPER_TABLE1)
     rows = [row for found in tqdm(tables.table1_sweep(sweep, checkpoint, options.device), total=total) for row in found]
@@ -78,15 +78,78 @@ def table2(options: argparse.Namespace) -> None:
         write_record(options.json, rows, command=options.command, capture=capture.provenance)
 
 
+def capture(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from sage_ref.models.llama import LlamaConfig
+    from sage_ref.training.capture import (
+        Capture,
+        Training,
+        TrainingSettings,
+        attention_tensors,
+        train,
+        write_capture,
+    )
+    from sage_ref.training.corpus import read_corpus
+
+    corpus = read_corpus(options.corpus)
+    print(f"corpus: {corpus.name}, {len(corpus.tokens):,} tokens, sha256 {corpus.sha256}")
+    config = LlamaConfig(vocab_size=corpus.vocab_size, qk_norm=options.qk_norm)
+    training = Training(corpus, config, TrainingSettings(steps=options.steps))
+    train(training, options.checkpoint)
+    batch = training.validation_corpus.batch(1, config.context, seed=0, step=0)
+    loss, layers = attention_tensors(training.model, *batch, sorted(set(options.layers)))
+    facts = {
+        "corpus": {"name": corpus.name, "tokens": len(corpus.tokens), "sha256": corpus.sha256},
+        "model": asdict(config),
+        "training": asdict(training.settings) | {"minutes": round(training.seconds / 60, 1)},
+        "threads": torch.get_num_threads(),
+        "losses": training.losses,
+        "captured": "one validation sequence",
+        "loss": loss,
+        "loss_normalisation": f"mean over {batch[0].numel()} tokens",
+    }
+    write_capture(options.out, Capture(provenance(options.command) | facts, layers))
+    print(f"layers {', '.join(map(str, layers))} of a sequence with loss {loss:.3f}: {options.out}")
+    if options.json:
+        write_record(options.json, training.losses, command=options.command, **facts)
+
+
+def readme(options: argparse.Namespace) -> None:
+    from sage_ref.plotting import overview_figure
+    from sage_ref.readme import OVERVIEW, rewrite
+
+    overview_figure().savefig(OVERVIEW, dpi=150)
+    changed = [str(path) for path in rewrite()]
+    print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
+    if options.json:
+        with replaced(options.json) as temporary:
+            temporary.write_text(json.dumps(changed) + "\n")
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
+def tile_size(text: str) -> tuple[int, int]:
+    try:
+        block_q, block_kv = map(positive, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two numbers as in 128x64, got {text!r}") from None
+    return block_q, block_kv
+
+
 def add_table1_options(parser: argparse.ArgumentParser) -> None:
     from sage_ref.tables import Table1Sweep
 
     default = Table1Sweep()
-    parser.add_argument("--n", type=int, nargs="+", default=default.lengths, help="sequence lengths")
-    parser.add_argument("--head-dim", type=int, nargs="+", default=default.head_dims)
-    parser.add_argument("--blocks", nargs="+", default=[f"{q}x{kv}" for q, kv in default.blocks], metavar="BQxBKV")
+    parser.add_argument("--n", type=positive, nargs="+", default=default.lengths, help="sequence lengths")
+    parser.add_argument("--head-dim", type=positive, nargs="+", default=default.head_dims)
+    parser.add_argument("--blocks", type=tile_size, nargs="+", default=default.blocks, metavar="BQxBKV")
     parser.add_argument("--granularity", nargs="+", default=default.granularities, choices=("block", "row"))
-    parser.add_argument("--seeds", type=int, default=len(default.seeds), help="number of seeds")
+    parser.add_argument("--seeds", type=positive, default=len(default.seeds), help="number of seeds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -95,10 +158,24 @@ def add_table2_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--granularity", default="block", choices=("block", "row"))
 
 
+def add_capture_options(parser: argparse.ArgumentParser) -> None:
+    from sage_ref.models.llama import LlamaConfig
+
+    depth = LlamaConfig.layers
+    parser.add_argument("--corpus", type=Path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens")
+    parser.add_argument("--steps", type=positive, default=600)
+    parser.add_argument("--layers", type=int, nargs="+", default=(0, depth // 2, depth - 1), choices=range(depth))
+    parser.add_argument("--qk-norm", action="store_true", help="normalise queries and keys")
+    parser.add_argument("--out", type=Path, default=Path("runs/capture.safetensors"), metavar="FILE")
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/capture.pt"), metavar="FILE")
+
+
 COMMANDS = (
     ("info", info, lambda parser: None, "this machine, the versions, and the backend that 'auto' would choose"),
     ("table1", table1, add_table1_options, "the paper's Table 1, swept over what it leaves open"),
     ("table2", table2, add_table2_options, "the paper's Table 2 on captured activations"),
+    ("readme", readme, lambda parser: None, "write the READMEs' measured tables and figure from the records"),
+    ("capture", capture, add_capture_options, "train a small Llama on a CPU and save what enters its attention"),
 )
 
 if __name__ == "__main__":

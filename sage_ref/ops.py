@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sage_ref.attention import softmax_scale
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
 
 BACKENDS = ("auto", "reference", "triton")
@@ -40,7 +41,7 @@ def sagebwd_attention(
         with one warning that says why.
 
     Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key and value. Under autocast,
-    float32 inputs are cast as SDPA's are.
+    inputs are cast as SDPA's are: all but float64, to the autocast dtype.
 
     NaN and infinity: a scale is shared by a block, so a NaN in a query gives NaN in that query's block, and a NaN in
     a value NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
@@ -49,14 +50,16 @@ def sagebwd_attention(
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
-    _check_tensors(query, key, value, enable_gqa)
-    _check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    _check_each(query=query, key=key, value=value)
     query, key, value = _autocast(query, key, value)
-    settings = SageBwdSettings(is_causal=is_causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q)
-    if _chosen_backend(backend, query.device.type) == "triton":
+    _check_together(query, key, value, enable_gqa)
+    _check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    if _chosen_backend(backend, query, smooth_q) == "triton":
         from sage_kernels.ops import sagebwd_attention as triton_attention
 
-        return triton_attention(query, key, value, settings)
+        scale = softmax_scale(scale, query.shape[3])
+        return triton_attention(query, key, value, is_causal=is_causal, scale=scale, smooth_k=smooth_k)
+    settings = SageBwdSettings(is_causal=is_causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q)
     return reference_attention(query, key, value, settings)
 
 
@@ -65,12 +68,11 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: Sag
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    with torch.autocast(query.device.type, enabled=False):
-        return SageBwdFunction.apply(query, key, value, settings)
+    return SageBwdFunction.apply(query, key, value, settings)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def _check_each(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
         if x.dtype not in DTYPES:
@@ -81,6 +83,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise ValueError(f"{name}: expected 4 dimensions (B, H, N, D), got shape {tuple(x.shape)}")
         if 0 in x.shape:
             raise ValueError(f"{name}: expected no dimension of size zero, got shape {tuple(x.shape)}")
+
+
+def _check_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
@@ -117,13 +122,13 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _chosen_backend(backend: str, device: str) -> str:
+def _chosen_backend(backend: str, query: Tensor, smooth_q: bool) -> str:
     if backend == "reference":
         return backend
-    obstacle = _triton_obstacle(device)
+    obstacle = triton_obstacle(query, smooth_q)
     if obstacle is None:
         return "triton"
     if backend == "triton":
@@ -132,14 +137,14 @@ def _chosen_backend(backend: str, device: str) -> str:
     return "reference"
 
 
-def _triton_obstacle(device: str) -> str | None:
-    """Why the Triton kernels can't run on this device, or None if they can."""
+def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:
+    """Why the Triton kernels can't take this call, or None if they can."""
     for package in ("triton", "sage_kernels"):
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed"
     from sage_kernels.ops import obstacle
 
-    return obstacle(device)
+    return obstacle(query, smooth_q)
 
 
 @cache

@@ -22,7 +22,7 @@ BlockShape = tuple[int | None, int | None]  # (rows, columns) that share a scale
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """X ~ scale * values. values: int8 [..., R, C]; scale: float [..., ceil(R/rows), ceil(C/columns)]."""
+    """X ~ scale * values. values: int8 [..., R, C]; scale: float32 or wider [..., ceil(R/rows), ceil(C/columns)]."""
 
     values: Tensor
     scale: Tensor
@@ -49,8 +49,9 @@ def quantize(
 
     rounding: "nearest" (ties to even) or "stochastic": up with probability equal to the fraction, so that
     the expected value is X itself; draws come from `generator`, or torch's global one if None.
-    A block of zeros gets scale 0. A block that holds a NaN or an infinity gets a scale that makes every
-    value of the block NaN when dequantised; other blocks don't notice.
+    A block of zeros gets scale 0; one so small that its scale is no normal number becomes zeros. A block that holds
+    a NaN or an infinity gets a scale that makes every value of the block NaN when dequantised; other blocks don't
+    notice.
     """
     integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
     return QuantizedTensor(integers.to(torch.int8), scale, block_shape)
@@ -99,8 +100,10 @@ def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 def _round_to_grid(x, block_shape, rounding, generator):
     """(round(X / s) as floats, s, the block shape with None replaced)."""
     rows, columns = (size if block is None else block for size, block in zip(x.shape[-2:], block_shape, strict=True))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # in float16, s of a small gradient underflows
     scale = _block_max(x, rows, columns) / INT8_MAX
-    divisor = torch.where(scale == 0, 1, scale)
+    # A subnormal s has too few digits: X / s would leave the INT8 range.
+    divisor = torch.where(scale < torch.finfo(scale.dtype).tiny, 1, scale)
     ratio = x / _spread(divisor, (rows, columns), *x.shape[-2:])
     if rounding == "nearest":
         integers = ratio.round_()

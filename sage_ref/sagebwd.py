@@ -96,6 +96,7 @@ def smooth(query: Tensor, key: Tensor, settings: SageBwdSettings) -> SmoothedInp
 
 def tiled_forward(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> tuple[Tensor, Tensor]:
     """Algorithm 1. query [..., Nq, D], key, value [..., Nk, D] -> O [..., Nq, D], L [..., Nq] of the unsmoothed S."""
+    require_paper_matmuls(settings)
     q, k, q_mean, offset = smooth(query, key, settings)
     v = value.to(q.dtype)
     o, log_sum_exp = torch.empty_like(q), q.new_empty((*q.shape[:-1], 1))
@@ -133,6 +134,7 @@ def tiled_backward(
     settings: SageBwdSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2: dQ, dK, dV from dO [..., Nq, D] and the forward's O and L."""
+    require_paper_matmuls(settings)
     c = softmax_scale(settings.scale, query.shape[-1])
     q, k, q_mean, offset = smooth(query, key, settings)
     v, do, o = (x.to(q.dtype) for x in (value, grad_output, output))
@@ -153,7 +155,7 @@ def tiled_backward(
             # The one matmul in 16 bit: dO and V as they came.
             dp_ij = do[..., rows, :] @ v[..., columns, :].mT
             ds_ij = p_ij * (dp_ij - delta[..., rows, :])
-            # With granularity "block" these are one and the same dS^_ij.
+            # With granularity "block" and rounding to nearest these are one and the same dS^_ij.
             ds_hat_ij = quantize(ds_ij, settings.per_query, settings.ds_rounding, settings.generator)
             ds_hat_ij_per_key = quantize(ds_ij, settings.per_key, settings.ds_rounding, settings.generator)
             dq[..., rows, :] += quantized_matmul(ds_hat_ij, k_hat_j) * c
@@ -212,21 +214,30 @@ class SageBwdFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, settings):
-        output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings)
+        with torch.autocast(query.device.type, enabled=False):
+            output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.settings = settings
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
-        gradients = sagebwd_backward(grad_output, *ctx.saved_tensors, ctx.settings)
+        # torch's once_differentiable notices a second derivative only if dO needs one too; else it is silently dropped.
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph: expected False, as SageBwd's gradients have no derivative; got True")
+        with torch.autocast(grad_output.device.type, enabled=False):
+            gradients = sagebwd_backward(grad_output, *ctx.saved_tensors, ctx.settings)
         return gradients.grad_query, gradients.grad_key, gradients.grad_value, None
 
 
 def tiles(length: int, block: int) -> list[slice]:
     """[0, block), [block, 2 block), ... up to length; the last tile may be partial."""
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
+
+
+def require_paper_matmuls(settings: SageBwdSettings) -> None:
+    if settings.exact_matmuls != ("dP",):
+        raise ValueError(f"exact_matmuls: the tiled form takes ('dP',) alone, got {settings.exact_matmuls}")
 
 
 def is_skipped(rows: slice, columns: slice, settings: SageBwdSettings) -> bool:

@@ -10,9 +10,8 @@ to key, so it is added back to the scores, and dK gains a second branch (see `qu
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-from sage_ref.quantization import _spread
 
 
 def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +37,8 @@ def smooth_query(query: Tensor, block_q: int) -> tuple[Tensor, Tensor]:
 
     query [..., Nq, D] -> ([..., Nq, D], [..., Nq, D]): the mean stands in every row of its block.
     """
-    means = torch.stack([block.mean(-2) for block in query.split(block_q, dim=-2)], dim=-2)
-    mean = _spread(means, (block_q, 1), *query.shape[-2:])
+    blocks = query.split(block_q, dim=-2)
+    mean = torch.cat([block.mean(-2, keepdim=True).expand_as(block) for block in blocks], dim=-2)
     return query - mean, mean
 
 
@@ -54,8 +53,9 @@ def query_mean_grad_key(grad_scores: Tensor, query_mean: Tensor, scale: float) -
 class QKNorm(nn.Module):
     """RMS-normalise every query and every key: x * gamma / sqrt(mean(x^2) + 1e-6), with learned gains.
 
-    forward(query [..., Nq, D], key [..., Nk, D]) -> the same two shapes and dtypes. With gamma = 1, |q_i . k_j| <= D:
-    no outlier can widen a block's scale, which keeps INT8 training stable at large tokens-per-step.
+    forward(query [..., Nq, D], key [..., Nk, D]) -> the same two shapes and dtypes; ValueError if D is not head_dim.
+    With gamma = 1, |q_i . k_j| <= D: no outlier can widen a block's scale, which keeps INT8 training stable at large
+    tokens-per-step.
     """
 
     def __init__(self, head_dim: int):
@@ -64,4 +64,12 @@ class QKNorm(nn.Module):
         self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return self.query_norm(query), self.key_norm(key)
+        return _normalise("query", query, self.query_norm), _normalise("key", key, self.key_norm)
+
+
+def _normalise(name: str, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """norm(x) in the wider of the dtypes of x and the gain, returned in that of x."""
+    if x.shape[-1:] != norm.normalized_shape:
+        raise ValueError(f"{name}: expected head size {norm.normalized_shape[0]}, got shape {tuple(x.shape)}")
+    wide = torch.promote_types(x.dtype, norm.weight.dtype)
+    return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps).to(x.dtype)

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib import metadata, util
 
 import torch
@@ -27,10 +28,10 @@ def compare(question: str, measured: float, digits: int = 3) -> None:
     """Put the stored guess beside the measured value."""
     if question not in _guesses:
         raise ValueError(f"question: expected one of {sorted(_guesses)}, got {question!r}")
-    guess = _guesses[question]
+    guess, shown = _guesses[question], round(measured, digits)
     line = f"{question}: predicted {guess}, measured {measured:.{digits}f}"
-    if isinstance(guess, int | float) and guess and measured:
-        ratio = max(abs(guess / measured), abs(measured / guess))
+    if isinstance(guess, int | float) and guess * shown > 0:
+        ratio = max(guess / shown, shown / guess)
         line += f" (a factor of {ratio:.1f} apart)" if ratio >= 1.05 else " (spot on)"
     print(line)
 
@@ -48,3 +49,36 @@ def triton_device() -> str | None:
         raise RuntimeError("triton_device: expected to run before triton is imported; restart the kernel")
     os.environ["TRITON_INTERPRET"] = "1"
     return "cpu"
+
+
+def letter_inputs(
+    text: str, *, sharpness: float = 0.5, key_offset: float = 0.0, head_dim: int = 64, seed: int = 0
+) -> list[torch.Tensor]:
+    """Q, K, V, dO, float32 [1, 1, N, D], of a made-up head with one token per letter of `text`.
+
+    A query matches the keys of the same letter, best where the letter before agrees too, so a repeated word finds
+    itself. sharpness multiplies Q; key_offset times one random vector is added to every key. V and dO are random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    letters = sorted(set(text))
+    here = torch.tensor([letters.index(letter) for letter in text])
+    embedding, embedding_before = torch.randn(2, len(letters), head_dim, generator=generator)
+    token = (embedding[here] + 0.8 * embedding_before[here.roll(1)]) / 1.3
+    query_noise, key_noise, value, grad_output = torch.randn(4, len(text), head_dim, generator=generator)
+    offset = torch.randn(head_dim, generator=generator)
+    query = sharpness * (token + 0.5 * query_noise)
+    key = token + 0.5 * key_noise + key_offset * offset
+    return [x[None, None] for x in (query, key, value, grad_output)]
+
+
+def bytes_kept_for_backward(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> int:
+    """Bytes that autograd holds on to between function(*inputs) and its backward pass, each storage counted once."""
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        _output = function(*(x.detach().requires_grad_() for x in inputs))  # alive, so that no address is used twice
+    return sum(kept.values())

@@ -1,0 +1,1 @@
+"""sage_kernels: SageBwd in Triton, level by level, from FlashAttention to INT8."""

@@ -1,0 +1,86 @@
+"""`python -m sage_kernels bench|compile`: time the kernels on a GPU, or compile them for GPUs that aren't there."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from sage_ref.recorded import markdown_table, replaced, write_record
+
+HERE = Path(__file__).parent
+COMPILE_RECORD = HERE / "compile_record.json"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m sage_kernels", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    bench_parser = commands.add_parser("bench", help="time every level and the peers on this GPU")
+    bench_parser.add_argument("--record", "--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    bench_parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
+    bench_parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
+    bench_parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
+    bench_parser.set_defaults(run=bench)
+    compile_parser = commands.add_parser("compile", help="compile every level for sm_80 to sm_120 and check the result")
+    compile_parser.add_argument("--capability", type=int, nargs="+", help="only these, for example 90")
+    compile_parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
+    compile_parser.add_argument("--json", type=Path, metavar="FILE")
+    compile_parser.add_argument("--workers", type=int, default=2)
+    compile_parser.set_defaults(run=compile_levels)
+    options = parser.parse_args(arguments)
+    options.command = "python -m sage_kernels " + shlex.join(sys.argv[1:] if arguments is None else arguments)
+    options.run(options)
+
+
+def bench(options: argparse.Namespace) -> None:
+    from sage_kernels import bench, tuning
+
+    if not torch.cuda.is_available():
+        sys.exit("bench: expected a CUDA device, found none (the recorded results are in notebooks/recorded)")
+    torch.manual_seed(0)
+    if options.tune:
+        rows = list(tuning.rows(options.workers))
+        print(markdown_table(rows[0], [row.values() for row in rows]))
+        write_record(options.record or HERE / "launch_hopper.json", rows, command=options.command)
+        return
+    rows = []
+    for shape in bench.SHAPES:
+        if options.n and shape.n not in options.n:
+            continue
+        found = list(bench.bench_shape(shape))
+        rows += found
+        print(f"\n{shape}\n")
+        columns = ("provider", "level", "scope", "direction", "ms_median", "tops", "rel_l2")
+        print(markdown_table(columns, [[row[column] for column in columns] for row in found]), flush=True)
+        if options.record:
+            write_record(options.record, rows, command=options.command, seeds=[0])
+
+
+def compile_levels(options: argparse.Namespace) -> None:
+    from sage_kernels import compile
+
+    wanted = [case for case in compile.cases() if not options.capability or case.capability in options.capability]
+    recorded = json.loads(COMPILE_RECORD.read_text()) if COMPILE_RECORD.exists() else {}
+    rows, complaints = [], []
+    for case, compiled in compile.compile_all(wanted, options.workers):
+        name = f"sm_{case.capability} {case.name}"
+        complaint = compile.complaint(case, compiled, 10**6 if options.update else recorded.get(name, 0))
+        rows.append({"kernel": name} | compiled._asdict())
+        recorded[name] = compiled.spills
+        if complaint:
+            complaints.append(f"{name}: {complaint}")
+    print(markdown_table(rows[0], [row.values() for row in rows]))
+    if options.json:
+        write_record(options.json, rows, command=options.command)
+    if options.update:
+        with replaced(COMPILE_RECORD) as temporary:
+            temporary.write_text(json.dumps(recorded, indent=1) + "\n")
+    if complaints:
+        sys.exit("compile: " + "\ncompile: ".join(complaints))
+    print(f"{len(rows)} kernels compiled; none spills more than recorded, every INT8 level uses INT8 tensor cores.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Backward kernels, one idea per level; `program.py` holds what they share."""

@@ -1,0 +1,162 @@
+"""Time every level of both ladders and the peers a user could pick instead, in one process, and record it.
+
+Peers: PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN. Three scopes: "kernel" (inputs
+already quantised), "op" (with smoothing, quantisation and every copy), "autograd" (the public function). A
+level is timed only after its output on fresh random inputs was compared with exact attention.
+
+TOPS = 4 B H Nq Nk D / seconds forward, 2.5 times that backward, half of it if causal.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sage_ref
+from sage_kernels.ladder import (
+    BACKWARD_LEVELS,
+    FORWARD_LEVELS,
+    prepare_backward,
+    prepare_forward,
+    run_backward,
+    run_forward,
+)
+from sage_kernels.ops import BACKWARD_LEVEL, FORWARD_LEVEL
+from sage_ref.attention import attention_backward, attention_forward
+
+PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+# Errors of INT8 attention on standard normal inputs are 2 to 4 per cent; ten is a broken kernel.
+LARGEST_ERROR = 0.1
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    n: int
+    head_dim: int
+    causal: bool
+
+
+SHAPES = tuple(
+    Shape(4, 16 * 128 // head_dim, n, head_dim, causal)
+    for head_dim, n, causal in itertools.product((128, 64), (1024, 2048, 4096, 8192, 16384), (False, True))
+)
+
+
+class Timing(NamedTuple):
+    ms_median: float
+    ms_p20: float
+    ms_p80: float
+
+
+def measure(run: Callable[[], object]) -> Timing:
+    """Median, 20th and 80th percentile of run() in milliseconds."""
+    return Timing(*triton.testing.do_bench(run, warmup=20, rep=60, quantiles=[0.5, 0.2, 0.8]))
+
+
+def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[dict]:
+    """Rows for one shape: peers, then every level of the ladders, then the registered operation."""
+    size = (shape.batch, shape.heads, shape.n, shape.head_dim)
+    query, key, value, grad_output = (torch.randn(size, device="cuda", dtype=dtype) for _ in range(4))
+    options = {"is_causal": shape.causal, "scale": 1 / math.sqrt(shape.head_dim)}
+    # One head of one sample in float64 is the judge of all.
+    exact = exact_head(query, key, value, grad_output, **options)
+
+    def row(provider, level, scope, direction, timing, error):
+        operations = 4 * math.prod(size) * shape.n / (2 if shape.causal else 1)
+        operations *= {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}[direction]
+        return {
+            "op": "attention" if provider in PEERS else "sagebwd", "level": level, "provider": provider,
+            "dtype": str(dtype).removeprefix("torch."), "batch": shape.batch, "heads": shape.heads,
+            "kv_heads": shape.heads, "n_q": shape.n, "n_k": shape.n, "head_dim": shape.head_dim,
+            "causal": shape.causal, "sparsity": 0.0, "scope": scope, "direction": direction,
+            **{name: round(value, 5) for name, value in timing._asdict().items()},
+            "tops": round(operations / timing.ms_median / 1e9, 1), "rel_l2": float(f"{error:.3g}"),
+        }  # fmt: skip
+
+    for peer, backend in PEERS.items():
+        with sdpa_kernel(backend):
+            yield from _autograd_rows(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal),
+                (query, key, value, grad_output), exact, lambda *columns, peer=peer: row(peer, None, *columns),
+            )  # fmt: skip
+
+    for level in range(len(FORWARD_LEVELS)):
+        prepare = {"scale": options["scale"], "smooth_k": True}
+
+        def op(level=level, prepare=prepare):
+            return run_forward(prepare_forward(query, key, value, level, **prepare), level, **options)
+
+        inputs = prepare_forward(query, key, value, level, **prepare)
+        error = checked(run_forward(inputs, level, **options)[0], exact[0])
+        timing = measure(lambda inputs=inputs, level=level: run_forward(inputs, level, **options))
+        yield row("sage_kernels", level, "kernel", "fwd", timing, error)
+        yield row("sage_kernels", level, "op", "fwd", measure(op), error)
+
+    forward_inputs = prepare_forward(query, key, value, FORWARD_LEVEL, **prepare)
+    output, log_sum_exp = run_forward(forward_inputs, FORWARD_LEVEL, **options)
+    exact_output, exact_log_sum_exp = run_forward(prepare_forward(query, key, value, 0, **prepare), 0, **options)
+    for level, chosen in enumerate(BACKWARD_LEVELS):
+        saved = (output, log_sum_exp) if chosen.int8 else (exact_output, exact_log_sum_exp)
+        hats = {"q_hat": forward_inputs.q_hat, "k_hat": forward_inputs.k_hat}
+
+        def op(level=level, saved=saved, hats=hats):
+            inputs = prepare_backward(grad_output, query, key, value, *saved, level, **hats)
+            return run_backward(inputs, level, **options)
+
+        inputs = prepare_backward(grad_output, query, key, value, *saved, level, **hats)
+        gradients = run_backward(inputs, level, **options)
+        error = max(checked(found, expected) for found, expected in zip(gradients, exact[1:], strict=True))
+        timing = measure(lambda inputs=inputs, level=level: run_backward(inputs, level, **options))
+        yield row("sage_kernels", level, "kernel", "bwd", timing, error)
+        yield row("sage_kernels", level, "op", "bwd", measure(op), error)
+
+    yield from _autograd_rows(
+        lambda q, k, v: sage_ref.sagebwd_attention(q, k, v, is_causal=shape.causal, backend="triton"),
+        (query, key, value, grad_output), exact,
+        lambda *columns: row("sage_kernels", f"{FORWARD_LEVEL}/{BACKWARD_LEVEL}", *columns),
+    )  # fmt: skip
+
+
+def _autograd_rows(attention: Callable, inputs: tuple[Tensor, ...], exact: tuple[Tensor, ...], row: Callable):
+    *operands, grad_output = inputs
+    leaves = [x.detach().requires_grad_() for x in operands]
+    output = attention(*leaves)
+    gradients = torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+    error = max(checked(found, expected) for found, expected in zip((output, *gradients), exact, strict=True))
+
+    def backward():
+        return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+
+    def both():
+        return torch.autograd.grad(attention(*leaves), leaves, grad_output)
+
+    yield row("autograd", "fwd", measure(lambda: attention(*operands)), error)
+    yield row("autograd", "bwd", measure(backward), error)
+    yield row("autograd", "fwd+bwd", measure(both), error)
+
+
+def exact_head(query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *, is_causal: bool, scale: float):
+    """O, dQ, dK, dV of the first head of the first sample, in float64 where memory allows, else float32."""
+    dtype = torch.float64 if query.shape[2] <= 8192 else torch.float32
+    q, k, v, do = (x[:1, :1].to(dtype) for x in (query, key, value, grad_output))
+    forward = attention_forward(q, k, v, is_causal=is_causal, scale=scale)
+    backward = attention_backward(
+        do, q, k, v, forward.output, forward.log_sum_exp, is_causal=is_causal, scale=scale
+    )  # fmt: skip
+    return forward.output, backward.grad_query, backward.grad_key, backward.grad_value
+
+
+def checked(found: Tensor, exact: Tensor) -> float:
+    """Relative L2 error of the first head; a wrong or non-finite result must not be timed."""
+    found = found[:1, :1].to(exact.dtype)
+    error = ((found - exact).norm() / exact.norm()).item()
+    if not error < LARGEST_ERROR:
+        raise RuntimeError(f"bench: expected a relative L2 error below {LARGEST_ERROR}, got {error}")
+    return error

@@ -1,0 +1,1 @@
+"""Forward kernels, one idea per level; `program.py` holds what they share."""

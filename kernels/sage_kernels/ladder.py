@@ -1,0 +1,140 @@
+"""The two ladders by level: prepare a level's inputs, then run its kernels.
+
+Every level takes the same 16-bit tensors and gives the same results up to quantisation, so a notebook, a test or the
+benchmark walks from FlashAttention to the fastest INT8 kernel by changing one number.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_kernels.backward import level0_16bit, level1_int8
+from sage_kernels.backward import level3_folded as backward_level3_folded
+from sage_kernels.backward.program import BackwardInputs, run_dkdv, run_dq
+from sage_kernels.forward import level0_flash_attention, level1_int8_scores, level2_int8, level3_folded, level4_grouped
+from sage_kernels.forward.program import ForwardInputs, run
+from sage_kernels.launch import Launch, choose_launch
+from sage_kernels.quantize import (
+    BLOCK_KV,
+    BLOCK_Q,
+    Quantized,
+    last_axis_contiguous,
+    padded_head_dim,
+    padded_length,
+    quantize,
+    transpose,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+class ForwardLevel(NamedTuple):
+    name: str
+    key_tile: object
+    int8: str  # which of Q, K, V are read in INT8
+    grouped: bool = False  # V^T in the order of tiles.group_columns
+
+
+class BackwardLevel(NamedTuple):
+    name: str
+    query_rows: object
+    key_rows: object
+    int8: bool = True
+    per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
+    grouped: bool = False  # the transposed copies in the order of tiles.group_columns
+    split_from: int = 256  # padded head size from which dK and dV take a program each
+
+    def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
+        """The programs it takes, by their names in `launch.CANDIDATES`; the name's start says what they compute."""
+        parts = ("dq", "dkdv") if padded_head_dim < self.split_from else ("dq", "dk", "dv")
+        suffix = "" if self.int8 else "_16bit"
+        return tuple(part + ("_per_block" if self.per_block else suffix) for part in parts)
+
+
+FORWARD_LEVELS = (
+    ForwardLevel("FlashAttention, 16 bit", level0_flash_attention.key_tile, ""),
+    ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, "QK"),
+    ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, "QKV"),
+    ForwardLevel("no conversions", level3_folded.key_tile, "QKV"),
+    ForwardLevel("no shuffles", level4_grouped.key_tile, "QKV", grouped=True),
+)
+BACKWARD_LEVELS = (
+    BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
+    BackwardLevel("INT8, scales per row", level1_int8.query_rows, level1_int8.key_rows),
+    BackwardLevel("INT8, scales per block", level1_int8.query_rows, level1_int8.key_rows, per_block=True),
+    BackwardLevel(
+        "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
+        grouped=True, split_from=128,
+    ),
+)  # fmt: skip
+
+
+def prepare_forward(
+    query: Tensor, key: Tensor, value: Tensor, level: int, *, scale: float, smooth_k: bool
+) -> ForwardInputs:
+    """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D]."""
+    int8 = FORWARD_LEVELS[level].int8
+    query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
+    q_hat = k_hat = v_hat = None
+    if "Q" in int8:
+        # The running maximum of levels 3 and 4 wants s_Q >= 0, so Q takes the sign of c.
+        q_hat, _ = quantize(query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E)
+        k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
+        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+    if "V" in int8:
+        v_hat, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
+    return ForwardInputs(query, key, value, q_hat, k_hat, v_hat)
+
+
+def run_forward(
+    inputs: ForwardInputs, level: int, *, is_causal: bool, scale: float, launch: Launch | None = None
+) -> tuple[Tensor, Tensor]:
+    """(O, L) of forward level `level`; see `forward.program.run`."""
+    head_dim = padded_head_dim(inputs.query.shape[3])
+    launch = launch or choose_launch("forward", level, head_dim, is_causal, inputs.query.device)
+    return run(inputs, FORWARD_LEVELS[level].key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
+
+
+def prepare_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    level: int,
+    *,
+    q_hat: Quantized | None = None,
+    k_hat: Quantized | None = None,
+) -> BackwardInputs:
+    """What backward level `level` reads: delta, dO and its copies, and the transposes of the forward's Q^ and K^.
+
+    An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes.
+    """
+    grad_output, query, key, value = (last_axis_contiguous(x) for x in (grad_output, query, key, value))
+    if not BACKWARD_LEVELS[level].int8:
+        delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
+        delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
+        return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None)
+    grouped = BACKWARD_LEVELS[level].grouped
+    do_hat, delta = quantize(grad_output, BLOCK_Q, row_sum_with=output, values=False, transposed=True, grouped=grouped)
+    q_hat, k_hat = (x._replace(transposed=transpose(x.values, grouped)) for x in (q_hat, k_hat))
+    return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat)
+
+
+def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) of backward level `level`. Deterministic: no atomic operations."""
+    chosen, head_dim = BACKWARD_LEVELS[level], padded_head_dim(inputs.query.shape[3])
+    options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
+    gradients = {}
+    for kernel in chosen.kernels(head_dim):
+        launch = choose_launch(kernel, level, head_dim, is_causal, inputs.query.device)
+        outputs = kernel.partition("_")[0]
+        if outputs == "dq":
+            gradients["dq"] = run_dq(inputs, chosen.query_rows, launch, **options)
+            continue
+        dk, dv = run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options)
+        gradients |= {name: x for name, x in (("dk", dk), ("dv", dv)) if name in outputs}
+    return gradients["dq"], gradients["dk"], gradients["dv"]

@@ -1,0 +1,107 @@
+"""SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
+
+Forward level 4 and backward level 3; both are deterministic. Saved for the backward pass, per token and head: Q^ and K^
+in INT8, V and O in 16 bit, one float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves
+8 D + 4.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from sage_kernels.ladder import prepare_backward, prepare_forward, run_backward, run_forward
+from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim, padded_length
+
+FORWARD_LEVEL, BACKWARD_LEVEL = 4, 3
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
+
+
+def interpreted() -> bool:
+    """True if Triton runs kernels on the CPU, one operation at a time."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def obstacle(query: Tensor, smooth_q: bool) -> str | None:
+    """Why these kernels can't take this call, or None if they can."""
+    dtypes = (torch.float16,) if interpreted() else (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda" and not (interpreted() and query.device.type == "cpu"):
+        return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "the kernels need a GPU of compute capability 8.0 or later"
+    if query.dtype not in dtypes:
+        return f"the kernels need dtype {' or '.join(map(str, dtypes))}, and query has {query.dtype}"
+    if not MIN_HEAD_DIM <= query.shape[3] <= MAX_HEAD_DIM:
+        return f"the kernels need a head size from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, and query has {query.shape[3]}"
+    if smooth_q:
+        return "the kernels don't smooth Q"
+    return None
+
+
+@torch.library.custom_op("sage_kernels::forward", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale."""
+    inputs = prepare_forward(query, key, value, FORWARD_LEVEL, scale=scale, smooth_k=smooth_k)
+    output, log_sum_exp = run_forward(inputs, FORWARD_LEVEL, is_causal=is_causal, scale=scale)
+    return output, log_sum_exp, inputs.q_hat.values, inputs.q_hat.scale, inputs.k_hat.values, inputs.k_hat.scale
+
+
+@forward.register_fake
+def _(query, key, value, is_causal, scale, smooth_k):
+    def hat(x, block):
+        padded = padded_length(x.shape[2])
+        values = x.new_empty(*x.shape[:2], padded, padded_head_dim(x.shape[3]), dtype=torch.int8)
+        return values, x.new_empty(*x.shape[:2], padded // block, dtype=torch.float32)
+
+    log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
+    return query.new_empty(query.shape), log_sum_exp, *hat(query, BLOCK_Q), *hat(key, BLOCK_KV)
+
+
+@torch.library.custom_op("sage_kernels::backward", mutates_args=())
+def backward(
+    grad_output: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    q_values: Tensor,
+    q_scale: Tensor,
+    k_values: Tensor,
+    k_scale: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV."""
+    # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
+    inputs = prepare_backward(
+        grad_output, grad_output, value, value, output, log_sum_exp, BACKWARD_LEVEL,
+        q_hat=Quantized(q_values, None, q_scale), k_hat=Quantized(k_values, None, k_scale),
+    )  # fmt: skip
+    return run_backward(inputs, BACKWARD_LEVEL, is_causal=is_causal, scale=scale)
+
+
+@backward.register_fake
+def _(grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, is_causal, scale):
+    return grad_output.new_empty(grad_output.shape), value.new_empty(value.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    _, _, value, ctx.is_causal, ctx.scale, _ = inputs
+    result, *for_backward = output
+    ctx.save_for_backward(value, result, *for_backward)
+
+
+def _backward(ctx, grad_output, *_):
+    gradients = backward(grad_output, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+    return *gradients, None, None, None
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def sagebwd_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, smooth_k: bool
+) -> Tensor:
+    """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
+    return forward(query, key, value, is_causal, scale, smooth_k)[0]

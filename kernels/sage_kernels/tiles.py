@@ -1,0 +1,104 @@
+"""Tile helpers that several kernels mean in the same way: masks, rounding, integer products."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_INT8_MAX = tl.constexpr(6.988684686772166)
+# 1.5 * 2^23: float32 numbers around it are 1 apart, so adding it rounds to the nearest integer (ties to even) and
+# leaves that integer in the low bits. Its own bit pattern is 0x4B400000.
+ROUNDER = tl.constexpr(12582912.0)
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+# A running maximum that stands for "no key seen yet" without being -inf, whose difference with itself is NaN.
+NO_KEY = tl.constexpr(-1.0e30)
+TINY = tl.constexpr(1.0e-30)
+
+
+@triton.jit
+def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
+    """bool tile: key j exists and, if causal, j <= i. query and key are index vectors shaped to broadcast."""
+    visible = key < n_k
+    if IS_CAUSAL:
+        visible = visible & (key <= query)
+    return visible
+
+
+@triton.jit
+def key_tile_range(first_query, n_k, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """(full, end): for these queries key tiles [0, full) need no mask, [full, end) do, later ones are skipped."""
+    full = n_k // BLOCK_KV
+    end = tl.cdiv(n_k, BLOCK_KV)
+    if IS_CAUSAL:
+        full = tl.minimum(full, (first_query + 1) // BLOCK_KV)
+        end = tl.minimum(end, tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))
+    return full, end
+
+
+@triton.jit
+def load_tokens(x_ptr, token, stride_n, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.constexpr):
+    """[tokens, DP] of a 16-bit tensor [N, D]; zeros past D, and past N if IS_MASKED."""
+    d = tl.arange(0, DP)
+    pointers = x_ptr + token[:, None].to(tl.int64) * stride_n + d[None, :]
+    if IS_MASKED:
+        x = tl.load(pointers, mask=(token[:, None] < n) & (d[None, :] < D), other=0.0)
+    elif D == DP:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=d[None, :] < D, other=0.0)
+    return x
+
+
+@triton.jit
+def load_padded(x_ptr, row, row_stride, COLUMNS: tl.constexpr):
+    """[rows, COLUMNS] of a padded int8 copy, contiguous along columns: no mask needed."""
+    return tl.load(x_ptr + row[:, None] * row_stride + tl.arange(0, COLUMNS)[None, :])
+
+
+@triton.jit
+def integer_dot(a, b):
+    """A^ B^ of two int8 tiles, as float32."""
+    return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+
+
+@triton.jit
+def offset_dot(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """ROUNDER + A^ B^ as float32 without a conversion: the int32 accumulator starts at ROUNDER's bit pattern.
+
+    Exact while |A^ B^| < 2^22, that is for contractions of at most 256 int8 pairs.
+    """
+    start = tl.full([ROWS, COLUMNS], ROUNDER_BITS, tl.int32)
+    return tl.dot(a, b, start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_int8(x):
+    """round(x), ties up, as int8, with the conversion instruction."""
+    return tl.floor(x + 0.5).to(tl.int8)
+
+
+@triton.jit
+def low_byte(x):
+    """round(x) for |x| <= 127, ties to even, as int8: one addition and the low byte, no conversion instruction."""
+    return (x + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def group_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns reordered in groups of 16: (half, quad, pair) -> (quad, half, pair).
+
+    A thread of a matmul's result holds columns 2t, 2t+1, 2t+8, 2t+9 of each group; as an 8-bit operand it must hold
+    4t ... 4t+3. After this reordering those are the same four, and no data crosses threads. The other operand's
+    rows must be stored in the same order; a sum doesn't mind.
+    """
+    return x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def row_scale(x, PER_BLOCK: tl.constexpr):
+    """(s, 1/s) with s = max|x| / 127: one per row of the tile, or with PER_BLOCK the tile's in every row."""
+    largest = tl.max(tl.abs(x), 1)
+    if PER_BLOCK:
+        largest = tl.zeros_like(largest) + tl.max(largest, 0)
+    largest = tl.maximum(largest, TINY)
+    return largest * (1 / 127.0), 127.0 / largest

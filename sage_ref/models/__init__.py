@@ -1,0 +1,1 @@
+"""Models small enough to read in one sitting, with attention chosen by name."""

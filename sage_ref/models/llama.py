@@ -1,0 +1,176 @@
+"""A Llama whose attention is chosen by name: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+x <- x + Attention(RMSNorm(x));  x <- x + W_down(silu(W_gate h) * W_up h) with h = RMSNorm(x).
+
+Queries and keys are normalised (optional QK-norm), then rotated, then meet in `AttentionCore`. What enters and leaves
+that one module is what the papers measure: its inputs are Q, K, V and the gradient of its output is dO.
+Input embedding and output projection share one matrix.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_ref.ops import sagebwd_attention
+from sage_ref.smoothing import QKNorm
+
+ATTENTIONS = ("exact", "sagebwd")
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of the model. kv_heads < heads is grouped-query attention; smooth_k, smooth_q and backend are SageBwd's."""
+
+    vocab_size: int
+    context: int = 512
+    layers: int = 5
+    width: int = 256
+    heads: int = 4
+    kv_heads: int = 4
+    qk_norm: bool = False
+    attention: str = "exact"
+    smooth_k: bool = True
+    smooth_q: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "context", "layers", "width", "heads", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width: expected an even number for each of the {self.heads} heads, got {self.width}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: expected a number that divides heads={self.heads}, got {self.kv_heads}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """8/3 of the width, so that SwiGLU's three matrices cost as much as two of 4x; a multiple of 64."""
+        return -(-8 * self.width // (3 * 64)) * 64
+
+
+class RotaryEmbedding(nn.Module):
+    """Turn each pair of features (x_i, x_(i + D/2)) of token n by the angle n / 10000^(2i/D).
+
+    A query at m and a key at n then meet at an angle that depends on m - n alone.
+    forward(x [..., N, D]) -> [..., N, D], N <= context.
+    """
+
+    def __init__(self, head_dim: int, context: int):
+        super().__init__()
+        frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angle = torch.arange(context)[:, None] * frequency  # [context, D/2]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class AttentionCore(nn.Module):
+    """forward(query [B, H, N, D], key, value [B, Hkv, N, D]) -> O [B, H, N, D]: causal attention and nothing else."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        options = {"is_causal": True, "enable_gqa": self.config.kv_heads < self.config.heads}
+        if self.config.attention == "exact":
+            return F.scaled_dot_product_attention(query, key, value, **options)
+        smoothing = {"smooth_k": self.config.smooth_k, "smooth_q": self.config.smooth_q}
+        return sagebwd_attention(query, key, value, **options, **smoothing, backend=self.config.backend)
+
+
+class Attention(nn.Module):
+    """Project, normalise, rotate, attend, project back. forward(x [B, N, width]) -> [B, N, width]."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.query = nn.Linear(config.width, config.heads * config.head_dim, bias=False)
+        self.key = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.qk_norm = QKNorm(config.head_dim) if config.qk_norm else None
+        self.rotary = RotaryEmbedding(config.head_dim, config.context)
+        self.core = AttentionCore(config)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [B, H, N, D], [B, Hkv, N, D], [B, Hkv, N, D]
+        q, k, v = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
+        # Under autocast q and k come in 16 bit; gains and angles are float32, and rounding once is enough.
+        q, k = q.to(self.rotary.cos.dtype), k.to(self.rotary.cos.dtype)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        q, k = self.rotary(q).to(v.dtype), self.rotary(k).to(v.dtype)
+        return self.output(self.core(q, k, v).transpose(1, 2).flatten(-2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, N, H * D] -> [B, H, N, D]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """W_down(silu(W_gate x) * W_up x)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.mlp_width, bias=False)
+        self.up = nn.Linear(config.width, config.mlp_width, bias=False)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each on a normalised copy of the residual stream and added back to it."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """forward(tokens, int64 [B, N], N <= context) -> logits [B, N, vocab_size].
+
+    Weights start from N(0, 0.02^2); those that write to the residual stream, two per layer, are smaller by
+    sqrt(2 layers), which keeps its variance the same at any depth.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[-1] > self.config.context:
+            raise ValueError(f"tokens: expected at most {self.config.context} per sequence, got {tokens.shape[-1]}")
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)

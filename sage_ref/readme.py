@@ -1,0 +1,137 @@
+"""The parts of README.md and kernels/README.md that are measured: written from the records, never by hand.
+
+`python -m sage_ref readme` rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from sage_ref import tables
+from sage_ref.recorded import REPOSITORY, Record, Row, markdown_table, read_record
+
+BENCH = "bench_h200"
+OVERVIEW = REPOSITORY / "notebooks" / "figures" / "overview.png"
+HEAD_DIMS, CAUSAL = (128, 64), (False, True)
+README_N = 8192
+
+
+def courses() -> str:
+    """The course map: title and minutes of every notebook, from the notebook's own first cell."""
+    lines = []
+    for path in sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        first_cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        title = re.search(r"# \d+ · (.+)", first_cell)[1]
+        minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)[1]
+        lines.append((path.name[:2], f"[{title}](notebooks/{path.name})", minutes))
+    return markdown_table(("", "notebook", "minutes"), lines)
+
+
+def table1() -> str:
+    """The paper's Table 1 beside ours at the closest setting of the sweep."""
+    record = read_record("table1_sweep")
+    best = tables.closest_setting(record)
+    lines = []
+    for sigma in tables.PAPER_TABLE1:
+        rows = record.select(sigma=sigma, **best)
+        cells = [f"{row['rel_l2']:.4f} ({row['paper_rel_l2']:.4f})" for row in rows]
+        lines.append((sigma, *cells, f"{max(map(tables.deviation, rows)):.0%}"))
+    header = ("sigma", *tables.TENSORS, "largest deviation")
+    setting = "N={n}, D={head_dim}, tiles {block_q}x{block_kv}, one scale per {granularity} of P and dS".format(**best)
+    return f"{markdown_table(header, lines)}\n\n{setting}; mean of {len(record.provenance['seeds'])} seeds."
+
+
+def table2() -> str:
+    """The paper's Table 2 beside ours on the most error-prone layer of the committed capture."""
+    record = read_record("table2_cpu")
+    layer = max({row["layer"] for row in record.rows}, key=lambda n: record.select(layer=n, tensor="dQ")[0]["rel_l2"])
+    rows = record.select(layer=layer)
+    lines = [
+        ("here", *(f"{row['rel_l2']:.4f}" for row in rows)),
+        ("paper", *(f"{row['paper_rel_l2']:.4f}" for row in rows)),
+    ]
+    header = ("relative L2", *(row["tensor"] for row in rows))
+    return f"{markdown_table(header, lines)}\n\nLayer {layer} of the capture, its most error-prone."
+
+
+def speed() -> str:
+    """The registered operation and its peers on the H200, in milliseconds and as a ratio to FlashAttention-2."""
+    record = read_record(BENCH)
+    lines = []
+    for head_dim in HEAD_DIMS:
+        for causal in CAUSAL:
+            shape = {"n_q": README_N, "head_dim": head_dim, "causal": causal, "scope": "autograd"}
+            for direction in ("fwd", "fwd+bwd"):
+                flash, cudnn, sage = (
+                    record.select(provider=provider, direction=direction, **shape)[0]["ms_median"]
+                    for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
+                )
+                name = f"D={head_dim}{', causal' if causal else ''}, {direction}"
+                lines.append((name, f"{flash:.2f}", f"{cudnn:.2f}", f"{sage:.2f}", f"{flash / sage:.2f}x"))
+    header = (f"N={README_N}, ms", "FlashAttention-2", "cuDNN", "sage_kernels, quantisation included", "against FA-2")
+    return f"{markdown_table(header, lines)}\n\nbfloat16, batch 4, 2048 / D heads; {record.caption}."
+
+
+def ladder(direction: str) -> str:
+    """Every level of a ladder: the kernel alone, and with quantisation, at N = 8192."""
+    record = read_record(BENCH)
+    lines = []
+    levels = sorted({row["level"] for row in record.select(scope="kernel", direction=direction)})
+    for level in levels:
+        cells = [cell for head_dim in HEAD_DIMS for cell in _ladder_cells(record, direction, level, head_dim)]
+        lines.append((level, *cells))
+    for provider, name in (("sdpa_flash", "FlashAttention-2"), ("sdpa_cudnn", "cuDNN")):
+        cells = []
+        for head_dim in HEAD_DIMS:
+            found = [_row(record, direction, head_dim, causal, provider=provider) for causal in CAUSAL]
+            cells += [f"{row['ms_median']:.2f} ({row['tops']:.0f})" for row in found] + ["", f"{found[0]['rel_l2']:.4f}"]
+        lines.append((name, *cells))
+    columns = [
+        f"D={d} {what}" for d in HEAD_DIMS for what in ("kernel", "kernel, causal", "with quantisation", "rel. L2")
+    ]
+    table = markdown_table(("level", *columns), lines)
+    return f"{table}\n\nMilliseconds (TOPS), N={README_N}, bfloat16, batch 4, 2048 / D heads; {record.caption}."
+
+
+def _ladder_cells(record: Record, direction: str, level: int, head_dim: int) -> list[str]:
+    kernel = [
+        _row(record, direction, head_dim, causal, level=level, scope="kernel", provider="sage_kernels")
+        for causal in CAUSAL
+    ]
+    op = _row(record, direction, head_dim, False, level=level, scope="op", provider="sage_kernels")
+    timed = [f"{row['ms_median']:.2f} ({row['tops']:.0f})" for row in kernel]
+    return [*timed, f"{op['ms_median']:.2f}", f"{kernel[0]['rel_l2']:.4f}"]
+
+
+def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) -> Row:
+    return record.select(n_q=README_N, direction=direction, head_dim=head_dim, causal=causal, **values)[0]
+
+
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"course": courses, "table1": table1, "table2": table2, "speed": speed},
+    "kernels/README.md": {"forward": lambda: ladder("fwd"), "backward": lambda: ladder("bwd")},
+}
+
+
+def rewritten(name: str) -> str:
+    """The text of SECTIONS' file `name` with its measured parts as the records have them now."""
+    text = (REPOSITORY / name).read_text()
+    for section, write in SECTIONS[name].items():
+        begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"name: expected one {begin} and one {end} in {name}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{write()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def rewrite() -> list[Path]:
+    """Bring every file of SECTIONS up to date; returns those that changed."""
+    changed = []
+    for name in SECTIONS:
+        path, text = REPOSITORY / name, rewritten(name)
+        if text != path.read_text():
+            path.write_text(text)
+            changed.append(path)
+    return changed

@@ -1,0 +1,1 @@
+"""Text as tokens, training, and what is captured from it. Needs the extra packages of `sage-ref[training]`."""
