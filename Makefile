@@ -17,10 +17,11 @@ test: .venv/installed
 	$(BIN)/pytest
 	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
 
-# Run every notebook from top to bottom and keep its outputs.
+# Run every notebook from top to bottom and keep its outputs, but no widget state: GitHub doesn't show it.
 notebooks: .venv/installed
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
-		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
+		--ClearMetadataPreprocessor.enabled=True --ClearMetadataPreprocessor.clear_cell_metadata=False \
+		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='[("kernelspec",), ("language_info", "name")]' $(NOTEBOOKS)
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

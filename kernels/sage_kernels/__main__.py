@@ -1,4 +1,4 @@
-"""`python -m sage_kernels bench|compile`: time the kernels on a GPU, or compile them for GPUs that aren't there."""
+"""`python -m sage_kernels bench|accuracy|compile`: time and check the kernels, or compile them without a GPU."""
 
 import argparse
 import json
@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> None:
     bench_parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
     bench_parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
     bench_parser.set_defaults(run=bench)
+    accuracy_parser = commands.add_parser("accuracy", help="compare the kernels with the reference on this GPU")
+    accuracy_parser.add_argument("--record", "--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    accuracy_parser.set_defaults(run=accuracy)
     compile_parser = commands.add_parser("compile", help="compile every level for sm_80 to sm_120 and check the result")
     compile_parser.add_argument("--capability", type=int, nargs="+", help="only these, for example 90")
     compile_parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
@@ -37,9 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
 def bench(options: argparse.Namespace) -> None:
     from sage_kernels import bench, tuning
 
-    if not torch.cuda.is_available():
-        sys.exit("bench: expected a CUDA device, found none (the recorded results are in notebooks/recorded)")
-    torch.manual_seed(0)
+    require_gpu()
     if options.tune:
         rows = list(tuning.rows(options.workers))
         print(markdown_table(rows[0], [row.values() for row in rows]))
@@ -56,6 +57,30 @@ def bench(options: argparse.Namespace) -> None:
         print(markdown_table(columns, [[row[column] for column in columns] for row in found]), flush=True)
         if options.record:
             write_record(options.record, rows, command=options.command, seeds=[0])
+
+
+def accuracy(options: argparse.Namespace) -> None:
+    from sage_kernels import accuracy
+
+    require_gpu()
+    shapes, table1 = list(accuracy.shape_rows()), list(accuracy.table1_rows())
+    worst = accuracy.largest(shapes)
+    print(f"{len(shapes)} shapes, largest relative L2 against the simulating reference:\n")
+    print(markdown_table(worst, [worst.values()]))
+    print("\nTable 1, relative L2 against exact attention:\n")
+    columns = ("sigma", "tensor", "kernel_rel_l2", "reference_rel_l2", "paper_rel_l2")
+    print(markdown_table(columns, [[row[column] for column in columns] for row in table1]))
+    equal = accuracy.repeats_are_equal()
+    print(f"\n100 repeats bitwise equal: {equal}")
+    if options.record:
+        facts = {"seeds": [0], "repeats_bitwise_equal": equal}
+        write_record(options.record, shapes + table1, command=options.command, **facts)
+
+
+def require_gpu() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("expected a CUDA device, found none (recorded results are in notebooks/recorded)")
+    torch.manual_seed(0)
 
 
 def compile_levels(options: argparse.Namespace) -> None:

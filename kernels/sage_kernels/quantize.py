@@ -38,7 +38,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _quantize_kernel(
     x_ptr, stride_b, stride_h, stride_n, mean_ptr, other_ptr, other_stride_b, other_stride_h, other_stride_n,
     values_ptr, transposed_ptr, scale_ptr, row_sum_ptr, heads, n, n_padded,

@@ -99,6 +99,6 @@ def row_scale(x, PER_BLOCK: tl.constexpr):
     """(s, 1/s) with s = max|x| / 127: one per row of the tile, or with PER_BLOCK the tile's in every row."""
     largest = tl.max(tl.abs(x), 1)
     if PER_BLOCK:
-        largest = tl.zeros_like(largest) + tl.max(largest, 0)
+        largest = tl.zeros_like(largest) + tl.max(tl.abs(x))
     largest = tl.maximum(largest, TINY)
     return largest * (1 / 127.0), 127.0 / largest

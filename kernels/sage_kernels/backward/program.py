@@ -37,7 +37,7 @@ class BackwardInputs(NamedTuple):
     do_hat: Quantized | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_q", "n_k"])
 def dq_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, kt_ptr,
@@ -83,7 +83,7 @@ def dq_program(
     tl.store(dq_ptrs, (dq_i * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_q", "n_k"])
 def dkdv_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr, qt_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,

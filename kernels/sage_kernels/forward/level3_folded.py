@@ -18,8 +18,8 @@ def folded_softmax(s_ij, s_qk, m, l):
 
     S - m_ij + log2(127) is one multiply-add: s_ij s_qk - taken_out. taken_out is large, so it is rounded; m_ij becomes
     the maximum that the rounded value stands for, which is just as good a reference point while s_qk << 1. From
-    s_qk = 0.0065 on that rounding (up to 0.88 s_qk) could lift 127 P above 127.5, which wraps around in INT8: there
-    one s_qk more is taken out.
+    s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
+    there on a little more is taken out.
     """
     s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
     m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)

@@ -29,7 +29,7 @@ class ForwardInputs(NamedTuple):
     v_hat: Quantized | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_q", "n_k"])  # one compilation for every length
 def forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,

@@ -1,0 +1,32 @@
+"""What several tests share: reproducible hypothesis runs, and seeded inputs."""
+
+import hypothesis
+import pytest
+import torch
+
+from sage_ref.teaching import triton_device
+
+hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
+hypothesis.settings.load_profile("course")
+torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
+triton_device()  # without a GPU it turns Triton's interpreter on, which must happen before triton is imported
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def inputs():
+    """inputs(n_q, n_k, d) -> seeded Gaussian Q [1, 2, Nq, D], K, V [1, 2, Nk, D] and dO like Q, in float64."""
+
+    def draw(n_q, n_k, head_dim, *, seed=0, dtype=torch.float64, heads=2, kv_heads=None):
+        generator = torch.Generator().manual_seed(seed)
+        q_shape, kv_shape = (1, heads, n_q, head_dim), (1, kv_heads or heads, n_k, head_dim)
+        shapes = (q_shape, kv_shape, kv_shape, q_shape)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+    return draw

@@ -1,0 +1,272 @@
+"""What the kernel tests share: where they run, cases, and what the oracles say of a case.
+
+G is exact attention in float64, S the reference simulating the same quantisation in float32, E attention as PyTorch's
+16-bit operations compute it. On a GPU cases have full sizes and both 16-bit types; elsewhere Triton's interpreter runs
+a few small ones in float16 (its bfloat16 matmul returns garbage).
+"""
+
+import math
+import os
+from concurrent.futures import ProcessPoolExecutor, wait
+from functools import lru_cache
+from itertools import product
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from sage_kernels.ladder import (  # noqa: E402
+    BACKWARD_LEVELS,
+    FORWARD_LEVELS,
+    prepare_backward,
+    prepare_forward,
+    run_backward,
+    run_forward,
+)
+from sage_kernels.ops import FORWARD_LEVEL  # noqa: E402
+from sage_kernels.quantize import BLOCK_KV, BLOCK_Q  # noqa: E402
+
+from sage_ref.attention import attention_forward, causal_mask, softmax_scale  # noqa: E402
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward  # noqa: E402
+from sage_ref.smoothing import key_mean_scores, smooth_key  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
+# For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
+MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
+
+
+class Case(NamedTuple):
+    n_q: int
+    n_k: int
+    head_dim: int = 64
+    heads: int = 2
+    kv_heads: int = 2
+    is_causal: bool = False
+    dtype: torch.dtype = torch.float16
+    batch: int = 1
+    scale: float | None = None
+    smooth_k: bool = True
+    std: float = 1.0  # of Q and K
+    key_offset: float = 0.0  # times one random vector, added to every key
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}of{self.kv_heads}"
+        name = f"{self.n_q}x{self.n_k}-D{self.head_dim}-{heads}-{'causal' if self.is_causal else 'full'}"
+        rest = [f"{field}={self[i]}" for i, field in enumerate(self._fields) if i > 6 and self[i] != DEFAULTS[field]]
+        return "-".join([name, str(self.dtype).removeprefix("torch."), *rest])
+
+    @property
+    def c(self) -> float:
+        return softmax_scale(self.scale, self.head_dim)
+
+    @property
+    def options(self) -> dict:
+        """Keywords of `run_forward` and `run_backward`."""
+        return {"is_causal": self.is_causal, "scale": self.c}
+
+
+DEFAULTS = Case._field_defaults
+
+# What decides how a kernel is compiled, every pair of values at least once: D, causal or not, dtype.
+COMPILED = (
+    (32, False, torch.float16), (32, True, torch.bfloat16), (64, True, torch.float16), (64, False, torch.bfloat16),
+    (96, False, torch.float16), (96, True, torch.bfloat16), (128, True, torch.float16), (128, False, torch.bfloat16),
+)  # fmt: skip
+SHAPES = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
+KV_HEADS = (8, 2, 1)  # of 8 heads: one each, grouped 4:1, all together
+if ON_GPU:
+    CASES = [
+        Case(*shape, head_dim, 8, KV_HEADS[(i + j) % 3], is_causal, dtype)
+        for (i, shape), (j, (head_dim, is_causal, dtype)) in product(enumerate(SHAPES), enumerate(COMPILED))
+    ]
+else:
+    CASES = [
+        Case(1, 1, 32),
+        Case(3, 3, 128, 8, 2, is_causal=True, batch=2),
+        Case(64, 1, 64),
+        Case(113, 203, 32, 4, 2),
+        Case(203, 113, 64, 2, 1, is_causal=True),
+        Case(113, 203, 96, 1, 1, is_causal=True),
+        Case(128, 128, 64, is_causal=True),
+        Case(70, 90, 80),
+    ]
+SMALL = Case(113, 203, 64, 4, 2, is_causal=True)  # partial tiles, several of them, shared keys
+OPTIONS = [
+    SMALL._replace(scale=0.3),
+    SMALL._replace(scale=-0.2),
+    SMALL._replace(scale=0.0),
+    SMALL._replace(smooth_k=False),
+    SMALL._replace(key_offset=3.0, is_causal=False),
+]
+
+
+class Forward(NamedTuple):
+    inputs: object  # ForwardInputs
+    output: Tensor
+    log_sum_exp: Tensor
+
+
+@lru_cache(maxsize=4)
+def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Seeded Gaussian Q, K, V, dO."""
+    generator = torch.Generator().manual_seed(case.n_q + case.n_k)
+    q_shape = (case.batch, case.heads, case.n_q, case.head_dim)
+    kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
+    q, k, v, do = (torch.randn(shape, generator=generator) for shape in (q_shape, kv_shape, kv_shape, q_shape))
+    offset = torch.randn(case.head_dim, generator=generator) * case.key_offset
+    return tuple(x.to(DEVICE, case.dtype) for x in (q * case.std, k * case.std + offset, v, do))
+
+
+def run_forward_level(case: Case, level: int, tensors=None, **launch) -> Forward:
+    query, key, value, _ = tensors or draw(case)
+    inputs = prepare_forward(query, key, value, level, scale=case.c, smooth_k=case.smooth_k)
+    return Forward(inputs, *run_forward(inputs, level, **case.options, **launch))
+
+
+def run_backward_level(case: Case, level: int, tensors=None, forward: Forward | None = None) -> tuple[Tensor, ...]:
+    """dQ, dK, dV of backward level `level` after the forward level that feeds it."""
+    query, key, value, grad_output = tensors or draw(case)
+    inputs, output, log_sum_exp = forward or forward_level(case, feeding(level))
+    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat} if BACKWARD_LEVELS[level].int8 else {}
+    prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
+    return run_backward(prepared, level, **case.options)
+
+
+forward_level = lru_cache(maxsize=8)(run_forward_level)
+backward_level = lru_cache(maxsize=8)(run_backward_level)
+
+
+def feeding(backward_level: int) -> int:
+    """The forward level whose O, L, Q^ and K^ a backward level gets."""
+    return FORWARD_LEVEL if BACKWARD_LEVELS[backward_level].int8 else 0
+
+
+def shared(case: Case, x: Tensor) -> Tensor:
+    """K or V repeated for the query heads that share it."""
+    return x.repeat_interleave(case.heads // case.kv_heads, dim=1)
+
+
+def summed(case: Case, x: Tensor) -> Tensor:
+    """Gradients of the repeated K or V summed over those heads."""
+    return x.unflatten(1, (case.kv_heads, -1)).sum(2)
+
+
+@lru_cache(maxsize=2)
+def exact(case: Case) -> tuple[Tensor, ...]:
+    """G: O, dQ, dK, dV in float64."""
+    query, key, value, grad_output = (x.double() for x in draw(case))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    output = attention_forward(query, shared(case, key), shared(case, value), **case.options).output
+    return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
+
+
+@lru_cache(maxsize=2)
+def eager(case: Case) -> tuple[Tensor, ...]:
+    """E: O, dQ, dK, dV as PyTorch's 16-bit matmuls and softmax give them."""
+    query, key, value, grad_output = draw(case)
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    scores = leaves[0] @ shared(case, leaves[1]).mT * case.c
+    if case.is_causal:
+        scores = scores.masked_fill(~causal_mask(case.n_q, case.n_k, DEVICE), -math.inf)
+    output = torch.softmax(scores, -1) @ shared(case, leaves[2])
+    return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
+
+
+def settings(case: Case, **options) -> SageBwdSettings:
+    return SageBwdSettings(
+        is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k,
+        block_q=BLOCK_Q, block_kv=BLOCK_KV, **options,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def simulated_forward(case: Case, level: int) -> tuple[Tensor, Tensor]:
+    """S: O and L (natural, of the unsmoothed scores) of a forward level; level 0 quantises nothing."""
+    query, key, value, _ = (x.float() for x in draw(case))
+    exact_matmuls = {"": MATMULS, "QK": ("dP", "O"), "QKV": ("dP",)}[FORWARD_LEVELS[level].int8]
+    key, value = shared(case, key), shared(case, value)
+    output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings(case, exact_matmuls=exact_matmuls))
+    return output, log_sum_exp
+
+
+def natural_log_sum_exp(case: Case, level: int) -> Tensor:
+    """A forward level's L [B, H, Nq]: from log2 to natural, from the smoothed scores to the scores themselves."""
+    query, key, _, _ = draw(case)
+    log_sum_exp = forward_level(case, level).log_sum_exp[..., : case.n_q] * math.log(2)
+    if not (case.smooth_k and FORWARD_LEVELS[level].int8):
+        return log_sum_exp
+    _, mean = smooth_key(shared(case, key).float())
+    return log_sum_exp + key_mean_scores(query.float(), mean, case.c).squeeze(-1)
+
+
+@lru_cache(maxsize=8)
+def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
+    """S: dQ, dK, dV of an INT8 backward level, from the kernel's own O and L, so that one pass is judged alone."""
+    query, key, value, grad_output = (x.float() for x in draw(case))
+    forward = forward_level(case, feeding(level))
+    gradients = sagebwd_backward(
+        grad_output, query, shared(case, key), shared(case, value),
+        forward.output.float(), natural_log_sum_exp(case, feeding(level)),
+        settings(case, granularity="block" if BACKWARD_LEVELS[level].per_block else "row"),
+    )  # fmt: skip
+    return gradients.grad_query, summed(case, gradients.grad_key), summed(case, gradients.grad_value)
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return (x.double() - y.double()).norm().item()
+
+
+def assert_simulated(case: Case, found: Tensor, simulated: Tensor) -> None:
+    """Relative L2 against S at most 2e-3; what is zero but for rounding is held against dO's size instead."""
+    assert distance(found, simulated) <= 2e-3 * simulated.norm() + 1e-6 * draw(case)[3].norm()
+
+
+def assert_as_good_as_eager(case: Case, found: Tensor, exact: Tensor, eager: Tensor) -> None:
+    """Error against G at most twice E's, plus the dtype's rounding."""
+    size = max(exact.norm(), 1e-3 * draw(case)[3].norm())
+    assert distance(found, exact) <= 2 * distance(eager, exact) + torch.finfo(case.dtype).eps * size
+
+
+def assert_forward(case: Case, level: int, output: Tensor) -> None:
+    """The oracle's verdict on a forward level's O."""
+    if level == 0:
+        assert_as_good_as_eager(case, output, exact(case)[0], eager(case)[0])
+    else:
+        assert_simulated(case, output, simulated_forward(case, level)[0])
+
+
+def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> None:
+    """The oracle's verdict on a backward level's dQ, dK, dV."""
+    if level == 0:
+        for found, g, e in zip(gradients, exact(case)[1:], eager(case)[1:], strict=True):
+            assert_as_good_as_eager(case, found, g, e)
+    else:
+        for found, simulated in zip(gradients, simulated_backward(case, level), strict=True):
+            assert_simulated(case, found, simulated)
+
+
+def fill_cache(jobs: list[tuple]) -> None:
+    """Call every (function, *arguments) in parallel processes: what they compile stays in Triton's cache.
+
+    One after the other, the compilations would take most of the tests' time. Errors are left for the tests to meet.
+    """
+    with ProcessPoolExecutor(min(12, os.cpu_count()), mp_context=get_context("spawn")) as pool:
+        wait([pool.submit(*job) for job in jobs])
+
+
+if not ON_GPU:
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def fused_multiply_add(_, x, y, z):
+        """The interpreter rounds x * y + z twice; a GPU rounds once, and forward level 3 counts on it."""
+        with np.errstate(all="ignore"):
+            fused = x.data.astype(np.float64) * y.data + z.data
+            return interpreter.TensorHandle(fused.astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fused_multiply_add

@@ -1,0 +1,67 @@
+"""Exact attention: its forward pass is SDPA's, its hand-written gradients are autograd's."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_ref.attention import attention_backward, attention_forward, causal_mask
+
+SHAPES = [(1, 1), (3, 3), (64, 1), (1, 9), (21, 34), (34, 21)]
+same = {"atol": 1e-10, "rtol": 0}
+
+
+def both_passes(query, key, value, grad_output, **options):
+    forward = attention_forward(query, key, value, **options)
+    backward = attention_backward(grad_output, query, key, value, forward.output, forward.log_sum_exp, **options)
+    return forward, backward
+
+
+@pytest.mark.parametrize("scale", [None, 0.7, -0.3, 0.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("n_q", "n_k"), SHAPES)
+def test_output_and_gradients_are_those_of_sdpa(inputs, n_q, n_k, is_causal, scale):
+    *qkv, do = inputs(n_q, n_k, 16)
+    forward, backward = both_passes(*qkv, do, is_causal=is_causal, scale=scale)
+    leaves = [x.requires_grad_() for x in qkv]
+    with sdpa_kernel(SDPBackend.MATH):
+        output = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=scale)
+    torch.testing.assert_close(forward.output, output.detach(), **same)
+    for ours, autograd in zip(backward[:3], torch.autograd.grad(output, leaves, do), strict=True):
+        torch.testing.assert_close(ours, autograd, **same)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_intermediates_are_autograds_and_rows_of_grad_scores_sum_to_zero(inputs, is_causal):
+    q, k, v, do = inputs(12, 15, 8)
+    forward, backward = both_passes(q, k, v, do, is_causal=is_causal)
+    s = forward.scores.clone().requires_grad_()
+    p = torch.softmax(s, -1)
+    p.retain_grad()
+    (p @ v).backward(do)
+    torch.testing.assert_close(backward.probabilities, p.detach(), **same)
+    torch.testing.assert_close(backward.grad_probabilities, p.grad, **same)
+    torch.testing.assert_close(backward.grad_scores, s.grad, **same)
+    torch.testing.assert_close(backward.delta, (p.detach() * p.grad).sum(-1, keepdim=True), **same)
+    assert backward.grad_scores.sum(-1).abs().max() < 1e-14
+
+
+def test_log_sum_exp_is_the_natural_log_of_the_visible_exponentials(inputs):
+    q, k, v, _ = inputs(5, 4, 3)
+    log_sum_exp = attention_forward(q, k, v, is_causal=True, scale=0.5).log_sum_exp
+    for i in range(5):
+        visible = [math.exp(0.5 * (q[0, 1, i] @ k[0, 1, j]).item()) for j in range(min(i, 3) + 1)]
+        assert log_sum_exp[0, 1, i].item() == pytest.approx(math.log(sum(visible)), abs=1e-12)
+
+
+def test_causal_mask_is_aligned_top_left():
+    expected = [[True, False, False, False], [True, True, False, False], [True, True, True, False]]
+    assert causal_mask(3, 4, torch.device("cpu")).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtype_of_the_inputs_is_kept(inputs, dtype):
+    forward, backward = both_passes(*inputs(4, 6, 8, dtype=dtype))
+    assert {x.dtype for x in (*forward, *backward)} == {dtype}

@@ -1,0 +1,302 @@
+"""The numbers that notebooks 03, 04 and 05 claim, on the same inputs."""
+
+import math
+from functools import cache
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch.testing import assert_close
+
+from sage_ref.attention import attention_backward, attention_forward
+from sage_ref.plotting import error_heatmap, sigma_figure, table1_choices_figure
+from sage_ref.quantization import fake_quantize, quantize
+from sage_ref.recorded import RECORDED, read_record
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth, tiled_forward
+from sage_ref.smoothing import QKNorm, query_mean_grad_key, smooth_key, smooth_query
+from sage_ref.tables import PAPER_TABLE2, TENSORS, closest_setting, deviation, table2_rows
+from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates, trace
+from sage_ref.training.capture import read_capture
+
+C = 1 / 8  # 1 / sqrt(64)
+
+
+def gaussian(*, seed=0, count=4, n=512, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 1, n, 64, generator=generator, dtype=dtype) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """Notebook 03's example: Gaussian, and an offset in four channels."""
+    q, k_plain, v, do = gaussian()
+    offset = torch.zeros(64, dtype=torch.float64)
+    offset[[5, 20, 41, 50]] = torch.tensor([10.0, -8.0, 6.0, -12.0], dtype=torch.float64)
+    return q, k_plain, v, do, offset
+
+
+def errors(q, k, v, do, **settings):
+    traced = trace(q, k, v, do, SageBwdSettings(**settings))
+    return {name: traced[name].rel_l2 for name in TENSORS}
+
+
+class TestSmoothing:
+    def test_offset_costs_and_smoothing_removes_it(self, inputs):
+        q, k_plain, v, do, offset = inputs
+        plain = errors(q, k_plain, v, do, smooth_k=False)
+        naive = errors(q, k_plain + offset, v, do, smooth_k=False)
+        smoothed = errors(q, k_plain + offset, v, do)
+        assert naive["O"] > 1.5 * plain["O"]
+        assert naive["dQ"] > 2 * plain["dQ"]
+        assert smoothed == pytest.approx(plain, rel=0.02)
+
+    def test_adding_the_row_sums_back_makes_dq_worse(self, inputs):
+        q, k_plain, v, do, offset = inputs
+        k, settings = k_plain + offset, SageBwdSettings()
+        forward = sagebwd_forward(q, k, v, settings)
+        backward = sagebwd_backward(do, q, k, v, forward.output, forward.log_sum_exp, settings)
+        ds_hat = fake_quantize(backward.grad_scores, settings.per_query)
+        k_smooth, mean = smooth_key(k)
+        row_sum = ds_hat.sum(-1, keepdim=True)
+        exact = exact_intermediates(q, k, v, do, settings)["dQ"]
+        corrected = backward.grad_query + C * row_sum * mean
+        assert relative_l2(corrected, exact) > 2 * relative_l2(backward.grad_query, exact)
+        assert_close(ds_hat @ k_smooth, (ds_hat - row_sum / 512) @ k, rtol=1e-9, atol=1e-10)
+
+    def test_future_key_moves_the_past_through_the_mean_only(self, inputs):
+        q, k_plain, v, _, offset = inputs
+        direction = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        exact = attention_forward(q, k_plain + offset, v, is_causal=True).output[..., :448, :]
+
+        def earlier_rows(change, mean_of):
+            k = k_plain + offset
+            k[..., -1, :] += change * direction
+            k = k - k[..., mean_of, :].mean(-2, keepdim=True)
+            return sagebwd_forward(q, k, v, SageBwdSettings(is_causal=True, smooth_k=False)).output[..., :448, :]
+
+        everything, prefix = slice(None), slice(0, 64)
+        before = earlier_rows(0, everything)
+        assert 0.1 < rms(earlier_rows(1, everything) - before) / rms(before - exact) < 1
+        assert rms(earlier_rows(1e4, everything) - exact) > 5 * rms(before - exact)
+        assert torch.equal(earlier_rows(1e4, prefix), earlier_rows(0, prefix))
+        assert rms(earlier_rows(0, prefix) - exact) == pytest.approx(rms(before - exact), rel=0.1)
+
+    def test_query_smoothing_needs_bias_and_second_branch(self, inputs):
+        q, k, v, do, offset = inputs
+        q = q + offset.roll(7)
+        q_smooth, q_mean = smooth_query(q, 64)
+        exact = attention_forward(q, k, v)
+        backward = attention_backward(do, q, k, v, exact.output, exact.log_sum_exp)
+        one_branch = C * backward.grad_scores.mT @ q_smooth
+        assert relative_l2(attention_forward(q_smooth, k, v).output, exact.output) > 0.5
+        assert relative_l2(one_branch, backward.grad_key) > 0.5
+        assert_close(one_branch + query_mean_grad_key(backward.grad_scores, q_mean, C), backward.grad_key)
+
+    def test_query_smoothing_helps_queries_with_an_offset_only(self, inputs):
+        q, k, v, do, offset = inputs
+        k = k + offset
+        assert errors(q, k, v, do, smooth_q=True) == pytest.approx(errors(q, k, v, do), rel=0.03)
+        q = q + offset.roll(7)
+        assert errors(q, k, v, do, smooth_q=True)["dK"] < 0.5 * errors(q, k, v, do)["dK"]
+
+    def test_score_error_grows_with_sigma_squared(self, inputs):
+        q, k, v, *_ = inputs
+
+        def score_error(sigma):
+            smoothed = smooth_key(sigma * k)[0]
+            scores = sagebwd_forward(sigma * q, smoothed, v, SageBwdSettings()).scores
+            return (scores - sigma * q @ smoothed.mT * C).std().item()
+
+        assert score_error(10) == pytest.approx(100 * score_error(1), rel=1e-6)
+
+    def test_qk_norm_bounds_logits_and_error(self, inputs):
+        q, k, v, do, _ = inputs
+        q_norm, k_norm = QKNorm(64).double().requires_grad_(False)(10 * q, 10 * k)
+        assert (q_norm @ k_norm.mT * C).abs().max() <= 8
+        assert errors(q_norm, k_norm, v, do)["dQ"] < 0.05
+        assert errors(10 * q, 10 * k, v, do)["dQ"] > 0.6
+
+
+class TestTable1:
+    def test_closest_setting_reproduces_the_paper(self):
+        record = read_record("table1_sweep")
+        best = closest_setting(record)
+        assert best["granularity"] == "row"
+        for row in record.select(**best):
+            assert deviation(row) < (0.35 if row["sigma"] == 1 else 0.20)
+
+    def test_only_sigma_1_tells_granularities_apart(self):
+        record = read_record("table1_sweep")
+        for row in record.rows:
+            if row["sigma"] >= 3:
+                assert 0.8 < row["rel_l2"] / row["paper_rel_l2"] < 1.25
+        for row in record.select(sigma=1, granularity="block", block_q=64, block_kv=64):
+            assert row["tensor"] == "O" or row["rel_l2"] > 2 * row["paper_rel_l2"]
+
+    def test_choices_figure_averages_the_record(self):
+        record = read_record("table1_sweep")
+        figure = table1_choices_figure(record)
+        line = next(line for line in figure.axes[3].lines if line.get_label() == "row")
+        logs = [math.log(r["rel_l2"] / r["paper_rel_l2"]) for r in record.select(granularity="row", sigma=1)]
+        assert line.get_ydata()[0] == pytest.approx(math.exp(sum(logs) / len(logs)))
+        plt.close(figure)
+
+    def test_sigma_figure_shows_growing_errors(self):
+        figure = sigma_figure((1, 5))
+        shown = [float(ax.get_title().rpartition("dQ ")[2]) for ax in figure.axes]
+        assert shown[0] < 0.1 < shown[1]
+        plt.close(figure)
+
+
+class TestForward:
+    def test_very_negative_scores_need_no_zero_start(self):
+        q, k, v = gaussian(count=3, n=128, dtype=torch.float32)
+        shift = math.sqrt(200 / C) * torch.full((64,), C)
+        q, k = q + shift, k - shift
+        exact = attention_forward(q.double(), k.double(), v.double())
+        assert exact.scores.max() < -104  # exp underflows to zero in float32: with m = 0, l would be zero
+        output, _ = tiled_forward(q, k, v, SageBwdSettings(smooth_k=False))
+        assert output.isfinite().all()
+
+    def test_constant_scale_loses_the_tail_behind_a_sink(self):
+        generator = torch.Generator().manual_seed(0)
+        scores = 0.3 * torch.randn(64, 4096, generator=generator)
+        scores[:, 0] += 7
+        values = 1 + torch.randn(4096, 64, generator=generator)
+        values[0] = 0
+        exact = torch.softmax(scores.double(), -1) @ values.double()
+        p = torch.exp(scores - scores[:, :1])
+        for p_hat, low, high in ((torch.round(127 * p) / 127, 0.9, 1.1), (fake_quantize(p, (1, 64)), 0, 0.02)):
+            assert low <= relative_l2(p_hat @ values / p.sum(-1, keepdim=True), exact) <= high
+
+    @pytest.mark.parametrize("sigma", [1, 3])
+    def test_errors_of_the_two_matmuls_add_as_squares(self, sigma):
+        q, k, v, _ = gaussian()
+        exact = attention_forward(sigma * q, sigma * k, v).output
+
+        def error(*exact_matmuls):
+            settings = SageBwdSettings(exact_matmuls=exact_matmuls)
+            return relative_l2(sagebwd_forward(sigma * q, sigma * k, v, settings).output, exact)
+
+        s_only, o_only, both = error("O", "dP"), error("S", "dP"), error("dP")
+        assert math.hypot(s_only, o_only) == pytest.approx(both, rel=0.05)
+        assert (s_only > 3 * o_only) == (sigma == 3)
+
+    def test_log_sum_exp_belongs_to_the_quantized_scores(self):
+        q, k, v, _ = gaussian()
+        k, settings = k + 3, SageBwdSettings()
+        forward, smoothed = sagebwd_forward(q, k, v, settings), smooth(q, k, settings)
+        log_sum_exp = forward.log_sum_exp[..., None] - smoothed.key_mean_scores
+        same = torch.exp(forward.scores - log_sum_exp).sum(-1)
+        exact_scores = torch.exp(smoothed.q @ smoothed.k.mT * C - log_sum_exp).sum(-1)
+        assert (same - 1).abs().max() < 1e-9
+        assert (exact_scores - 1).abs().max() > 1e-4
+
+
+CAPTURE = read_capture(RECORDED / "capture_cpu.safetensors")
+LAYER = max(CAPTURE.layers)
+
+
+def captured(layer):
+    return [CAPTURE.layers[layer][name].float() for name in ("query", "key", "value", "grad_output")]
+
+
+@cache
+def exact_of(layer):
+    return exact_intermediates(*captured(layer), SageBwdSettings(is_causal=True))
+
+
+@cache
+def sagebwd_of(layer, exact_matmuls=("dP",), granularity="block"):
+    settings = SageBwdSettings(is_causal=True, exact_matmuls=exact_matmuls, granularity=granularity)
+    return sagebwd_intermediates(*captured(layer), settings)
+
+
+def captured_error(name, layer=LAYER, **choice):
+    return relative_l2(sagebwd_of(layer, **choice)[name], exact_of(layer)[name])
+
+
+def only(*matmuls):
+    return tuple(matmul for matmul in MATMULS if matmul not in matmuls)
+
+
+class TestBackward:
+    def test_scores_must_be_quantized_in_both_passes_or_none(self):
+        both = captured_error("dQ", exact_matmuls=only("S", "S_backward"))
+        for matmul in ("S", "S_backward"):
+            assert both < 0.7 * captured_error("dQ", exact_matmuls=only(matmul))
+
+    def test_dp_alone_costs_more_than_the_gradients_own_matmul(self):
+        for name in ("dQ", "dK"):
+            dp_only = captured_error(name, exact_matmuls=only("dP"))
+            assert captured_error(name, exact_matmuls=only(name)) < dp_only
+            assert captured_error(name) < captured_error(name, exact_matmuls=()) < 2 * captured_error(name)
+
+    def test_matching_delta_absorbs_most_of_the_error_of_dp(self):
+        q, k, v, do = (x.double() for x in captured(LAYER))
+        exact = exact_of(LAYER)
+        p = exact["P"]
+        dp = fake_quantize(do, (64, None)) @ fake_quantize(v, (64, None)).mT
+        error = relative_l2(p * (dp - exact["delta"]), exact["dS"])
+        matching = relative_l2(p * (dp - (p * dp).sum(-1, keepdim=True)), exact["dS"])
+        assert error > 3 * relative_l2(dp, do @ v.mT)
+        assert matching < error / 3
+
+    @pytest.mark.parametrize("layer", sorted(CAPTURE.layers))
+    def test_seven_int8_with_matching_delta_beat_six(self, layer):
+        found, exact = sagebwd_of(layer, exact_matmuls=()), exact_of(layer)
+        ds = found["P"] * (found["dP"] - (found["P"] * found["dP"]).sum(-1, keepdim=True))
+        q, k, *_ = captured(layer)
+        q_hat, k_hat = fake_quantize(q, (64, None)), fake_quantize(smooth_key(k)[0], (64, None))
+        ds_hat = fake_quantize(ds, (64, 64))
+        assert relative_l2(C * ds_hat @ k_hat, exact["dQ"]) < captured_error("dQ", layer)
+        assert relative_l2(C * ds_hat.mT @ q_hat, exact["dK"]) < captured_error("dK", layer)
+
+    def test_table2_has_the_papers_order(self):
+        rows = table2_rows(CAPTURE.layers, SageBwdSettings(is_causal=True))
+        tables = [{row["tensor"]: row["rel_l2"] for row in rows if row["layer"] == layer} for layer in CAPTURE.layers]
+        tables.append({name: rel_l2 for name, (_, rel_l2) in PAPER_TABLE2.items()})
+        for table in tables:
+            assert table["dP"] < 1e-4
+            assert table["P"] < table["dS"] < min(table["dQ"], table["dK"])
+        for row in rows:
+            assert row["tensor"] != "dS" or row["rms"] < row["rms_bound"]
+
+    def test_ds_on_its_grid(self):
+        ds = exact_of(LAYER)["dS"]
+        seen = torch.ones(ds.shape[-2:], dtype=torch.bool).tril()
+        share = {}
+        for name in ("block", "row"):
+            zero = quantize(ds, SageBwdSettings(granularity=name).per_query).values == 0
+            share[name] = zero[..., seen].double().mean().item()
+            assert ds[zero].square().sum() < 1e-3 * ds.square().sum()
+        assert share["row"] < 0.7 < 0.8 < share["block"]
+        assert torch.equal(quantize(ds).values, quantize(2.0**-6 * ds).values)
+
+    @pytest.mark.parametrize("name", ["dQ", "dK", "dV"])
+    def test_scales_per_row_are_finer(self, name):
+        assert captured_error(name, granularity="row") < captured_error(name)
+
+    def test_constant_scale_for_p_loses_dv_of_flat_attention(self):
+        x, y, grads, _ = (t[0, 0] for t in gaussian(n=1024))
+        p = torch.softmax(0.25 * x @ y.mT * C, -1)
+        exact = p.mT @ grads
+        assert relative_l2((torch.round(127 * p) / 127).mT @ grads, exact) > 0.999
+        assert relative_l2(fake_quantize(p, (64, 64)).mT @ grads, exact) < 0.02
+
+    def test_stochastic_rounding_averages_out(self):
+        ds, k = exact_of(LAYER)["dS"], smooth_key(captured(LAYER)[1].double())[0]
+        generator = torch.Generator().manual_seed(0)
+        draws = [fake_quantize(ds, (64, 64), "stochastic", generator) @ k for _ in range(16)]
+        exact = ds @ k
+        nearest = relative_l2(fake_quantize(ds, (64, 64)) @ k, exact)
+        once, averaged = relative_l2(draws[0], exact), relative_l2(sum(draws) / 16, exact)
+        assert 1.2 < once / nearest < 2
+        assert averaged == pytest.approx(once / 4, rel=0.15)
+        assert averaged < nearest
+
+    def test_heatmap_writes_every_error(self):
+        figure, ax = plt.subplots()
+        error_heatmap(ax, {"S": {"O": 0.1, "dQ": 0.25}, "dQ": {"O": 0.0, "dQ": 0.5}})
+        assert [text.get_text() for text in ax.texts] == ["0.100", "0.250", "", "0.500"]
+        plt.close(figure)

@@ -1,0 +1,214 @@
+"""The INT8 quantiser and its integer matmul."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sage_ref.quantization import QuantizedTensor, fake_quantize, integer_matmul, quantize, quantized_matmul
+
+ROUNDINGS = ["nearest", "stochastic"]
+
+
+def gaussian(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def scale_of_every_entry(q: QuantizedTensor) -> torch.Tensor:
+    """The scale each entry is multiplied by, found entry by entry."""
+    rows, columns = q.values.shape[-2:]
+    row_block = torch.arange(rows) // q.block_shape[0]
+    column_block = torch.arange(columns) // q.block_shape[1]
+    return q.scale[..., row_block[:, None], column_block[None, :]]
+
+
+@given(
+    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    block=st.tuples(st.none() | st.integers(1, 50), st.none() | st.integers(1, 50)),
+    rounding=st.sampled_from(ROUNDINGS),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    exponent=st.integers(-12, 4),
+)
+def test_psi_of_any_shape_and_block(size, block, rounding, dtype, exponent):
+    x = (gaussian(2, *size) * 2.0**exponent).to(dtype)
+    q = quantize(x, block, rounding, seeded(1))
+    rows, columns = (b or n for b, n in zip(block, size, strict=True))
+    assert q.values.dtype == torch.int8
+    assert q.values.shape == x.shape
+    assert q.scale.shape == (2, math.ceil(size[0] / rows), math.ceil(size[1] / columns))
+    assert q.scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for r in range(q.scale.shape[1]):
+        for c in range(q.scale.shape[2]):
+            part = (slice(None), slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns))
+            largest = x[part].abs().amax((-2, -1)).to(q.scale.dtype)
+            torch.testing.assert_close(q.scale[:, r, c], largest / 127, rtol=1e-6, atol=0)
+            assert (q.values[part].int().abs().amax((-2, -1)) == 127).all()  # the whole range is used
+    s = scale_of_every_entry(q)
+    error = (q.dequantize() - x.to(s.dtype)).abs()
+    assert (error <= s * (0.5 if rounding == "nearest" else 1.0) * (1 + 1e-4)).all()
+    torch.testing.assert_close(q.dequantize(), q.values.to(s.dtype) * s, rtol=0, atol=0)
+    assert torch.equal(fake_quantize(x, block, rounding, seeded(1)), q.dequantize())
+
+
+def test_nearest_rounds_ties_to_even_and_away_from_zero_alike():
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49, -3.51]])
+    assert quantize(x).values.tolist() == [[127, 0, 2, 2, 0, -2, -2, 3, -4]]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_values_on_the_grid_stay_where_they_are(rounding):
+    x = torch.arange(-127.0, 128.0, dtype=torch.float64)[None] * 0.25
+    q = quantize(x, rounding=rounding, generator=seeded(0))
+    assert q.values.tolist() == [list(range(-127, 128))]
+    assert q.scale.item() == 0.25
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_block_of_zeros_has_scale_zero_and_stays_zero(rounding):
+    x = gaussian(8, 8)
+    x[:4, 4:] = 0
+    q = quantize(x, (4, 4), rounding, seeded(0))
+    assert (q.scale == 0).tolist() == [[False, True], [False, False]]
+    assert (q.dequantize()[:4, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_values_too_small_for_their_dtype_never_change_sign(dtype, rounding):
+    """Where max|X|/127 underflows, X/s could leave [-127, 127] and wrap around in int8."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for multiple in (1, 60, 190, 1000, 20000):
+        x = torch.tensor([[1.0, -1.0, 0.5]], dtype=torch.float64) * multiple * smallest
+        x = x.to(dtype)
+        result = quantize(x, rounding=rounding, generator=seeded(0)).dequantize().to(x.dtype)
+        assert (result * x.sign() >= 0).all()
+        assert (result - x).abs().max() <= max(x.abs().max() / 100, 127 * torch.finfo(torch.float32).tiny)
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Mean of 4000 draws: its z-score has mean 0 and standard deviation 1. Bounds: 5 for each of 500 entries
+    (exceeded by chance once in 3500 runs), 4.5 for their sum."""
+    draws, x = 4000, gaussian(1, 500)
+    ratio = x / (x.abs().max() / 127)
+    generator = seeded(0)
+    values = torch.cat([quantize(x, rounding="stochastic", generator=generator).values for _ in range(draws)]).double()
+    assert torch.equal(values.amin(0, keepdim=True) == values.amax(0, keepdim=True), ratio.abs() == 127)
+    assert ((values - ratio).abs() < 1 + 1e-9).all()
+    fraction = (ratio - ratio.floor())[ratio.abs() < 127]
+    z = (values.mean(0, keepdim=True) - ratio)[ratio.abs() < 127] / (fraction * (1 - fraction) / draws).sqrt()
+    assert z.abs().max() < 5
+    assert z.sum().abs() / math.sqrt(z.numel()) < 4.5
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])
+def test_the_largest_draw_stays_in_the_range(monkeypatch, noise):
+    """max|X| / s can be a digit more than 127, which noise would carry to 128 or -128: another sign in int8."""
+    x = gaussian(1000, 1, dtype=torch.float32)
+    assert (x.abs() / (x.abs() / 127)).max() > 127
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, noise))
+    values = quantize(x, (1, 1), rounding="stochastic").values
+    assert torch.equal(values.sign(), x.sign().to(torch.int8))
+    assert values.abs().min() >= 126
+
+
+def test_stochastic_rounding_draws_from_the_generator_given():
+    x = gaussian(4, 50)
+    before = torch.get_rng_state()
+    a, b, c = (quantize(x, rounding="stochastic", generator=seeded(seed)).values for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        assert torch.equal(quantize(x, rounding="stochastic").values, a)
+
+
+def test_rounding_must_be_known():
+    with pytest.raises(ValueError, match=r"rounding: expected one of \('nearest', 'stochastic'\), got 'up'"):
+        quantize(torch.ones(2, 2), rounding="up")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_nan_and_infinity_stay_in_their_block(bad, rounding):
+    x = gaussian(2, 10, 10)
+    clean = quantize(x, (4, 4), rounding, seeded(0)).dequantize()
+    x[1, 5, 9] = bad
+    expected = clean.clone()
+    expected[1, 4:8, 8:] = math.nan
+    for result in (
+        quantize(x, (4, 4), rounding, seeded(0)).dequantize(),
+        fake_quantize(x, (4, 4), rounding, seeded(0)),
+    ):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_inputs_are_not_changed():
+    x = gaussian(6, 6)
+    kept = x.clone()
+    for rounding in ROUNDINGS:
+        quantize(x, (4, 4), rounding, seeded(0))
+        fake_quantize(x, (None, None), rounding, seeded(0))
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("contraction", [1, 7, 1024, 1025, 5000])
+@pytest.mark.parametrize("values", [(-128, 128), (125, 128), (-128, -125)])
+def test_integer_matmul_is_exact(contraction, values):
+    a = torch.randint(*values, (2, 1, 5, contraction), generator=seeded(0), dtype=torch.int8)
+    b = torch.randint(*values, (3, contraction, 4), generator=seeded(1), dtype=torch.int8)
+    product = integer_matmul(a, b)
+    assert product.dtype == torch.int32
+    assert torch.equal(product.long(), a.long() @ b.long())
+
+
+def test_integer_matmul_uses_the_whole_int32_range_and_refuses_more():
+    longest = torch.full((1, 2**17 - 1), -128, dtype=torch.int8)
+    assert integer_matmul(longest, longest.mT).item() == 2**31 - 2**14
+    longer = torch.zeros(1, 2**17, dtype=torch.int8)
+    with pytest.raises(ValueError, match="a: expected at most 131071 columns .* got 131072"):
+        integer_matmul(longer, longer.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
+def test_integer_matmul_wants_int8(dtype):
+    right, wrong = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 2, dtype=dtype)
+    with pytest.raises(TypeError, match=f"a: expected dtype torch.int8, got {dtype}"):
+        integer_matmul(wrong, right)
+    with pytest.raises(TypeError, match=f"b: expected dtype torch.int8, got {dtype}"):
+        integer_matmul(right, wrong)
+
+
+@pytest.mark.parametrize("a_rows", [1, 4, None])
+@pytest.mark.parametrize("b_columns", [1, 4, None])
+def test_quantized_matmul_is_the_matmul_of_the_dequantized(a_rows, b_columns):
+    a = quantize(gaussian(2, 10, 30), (a_rows, None))
+    b = quantize(gaussian(2, 30, 7, seed=1), (None, b_columns))
+    expected = a.dequantize() @ b.dequantize()
+    torch.testing.assert_close(quantized_matmul(a, b), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(quantized_matmul(b.mT, a.mT), expected.mT, rtol=0, atol=1e-12)
+
+
+def test_quantized_matmul_wants_one_scale_along_the_contraction():
+    x = gaussian(8, 8)
+    right, wrong = quantize(x), quantize(x, (4, 2))
+    with pytest.raises(ValueError, match="a: expected one scale along the contraction, got 4"):
+        quantized_matmul(wrong, right)
+    with pytest.raises(ValueError, match="b: expected one scale along the contraction, got 2"):
+        quantized_matmul(right, wrong)
+
+
+@pytest.mark.parametrize("block", [(4, 3), (1, None), (None, 1), (64, 64)])
+def test_transposing_and_quantizing_commute(block):
+    x = gaussian(2, 10, 7)
+    transposed, other = quantize(x, block).mT, quantize(x.mT, block[::-1])
+    assert torch.equal(transposed.values, other.values)
+    assert torch.equal(transposed.scale, other.scale)
+    assert transposed.block_shape == other.block_shape
+    assert torch.equal(transposed.dequantize(), quantize(x, block).dequantize().mT)
