@@ -6,7 +6,7 @@ BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test notebooks clean
+.PHONY: lab test bench notebooks clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) notebooks/00_start_here.ipynb
@@ -15,7 +15,11 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pytest
+	$(BIN)/python -m sage_kernels compile
 	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
+
+bench: .venv/installed
+	$(BIN)/python -m sage_kernels bench
 
 # Run every notebook from top to bottom and keep its outputs, but no widget state: GitHub doesn't show it.
 notebooks: .venv/installed

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from sage_ref.ops import triton_obstacle
-from sage_ref.recorded import RECORDED, Record, markdown_table, provenance, replaced, write_record
+from sage_ref.recorded import RECORDED, Record, markdown_table, provenance, read_record, replaced, write_record
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,9 +117,10 @@ def capture(options: argparse.Namespace) -> None:
 
 def readme(options: argparse.Namespace) -> None:
     from sage_ref.plotting import overview_figure
-    from sage_ref.readme import OVERVIEW, rewrite
+    from sage_ref.readme import BENCH, OVERVIEW, TABLE2, rewrite
 
-    overview_figure().savefig(OVERVIEW, dpi=150)
+    OVERVIEW.parent.mkdir(exist_ok=True)
+    overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(OVERVIEW, dpi=130)
     changed = [str(path) for path in rewrite()]
     print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
     if options.json:

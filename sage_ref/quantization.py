@@ -101,7 +101,9 @@ def _round_to_grid(x, block_shape, rounding, generator):
     """(round(X / s) as floats, s, the block shape with None replaced)."""
     rows, columns = (size if block is None else block for size, block in zip(x.shape[-2:], block_shape, strict=True))
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # in float16, s of a small gradient underflows
-    scale = _block_max(x, rows, columns) / INT8_MAX
+    largest = _block_max(x, rows, columns)
+    # By a tensor: dividing by a number, CUDA multiplies by its rounded inverse, and a tie at max|X| / 2 may flip.
+    scale = largest / torch.full_like(largest, INT8_MAX)
     # A subnormal s has too few digits: X / s would leave the INT8 range.
     divisor = torch.where(scale < torch.finfo(scale.dtype).tiny, 1, scale)
     ratio = x / _spread(divisor, (rows, columns), *x.shape[-2:])

@@ -11,7 +11,7 @@ from pathlib import Path
 from sage_ref import tables
 from sage_ref.recorded import REPOSITORY, Record, Row, markdown_table, read_record
 
-BENCH = "bench_h200"
+BENCH, TABLE1, TABLE2 = "bench_h200", "table1_sweep", "table2_cpu"
 OVERVIEW = REPOSITORY / "notebooks" / "figures" / "overview.png"
 HEAD_DIMS, CAUSAL = (128, 64), (False, True)
 README_N = 8192
@@ -30,7 +30,7 @@ def courses() -> str:
 
 def table1() -> str:
     """The paper's Table 1 beside ours at the closest setting of the sweep."""
-    record = read_record("table1_sweep")
+    record = read_record(TABLE1)
     best = tables.closest_setting(record)
     lines = []
     for sigma in tables.PAPER_TABLE1:
@@ -44,7 +44,7 @@ def table1() -> str:
 
 def table2() -> str:
     """The paper's Table 2 beside ours on the most error-prone layer of the committed capture."""
-    record = read_record("table2_cpu")
+    record = read_record(TABLE2)
     layer = max({row["layer"] for row in record.rows}, key=lambda n: record.select(layer=n, tensor="dQ")[0]["rel_l2"])
     rows = record.select(layer=layer)
     lines = [
@@ -85,7 +85,7 @@ def ladder(direction: str) -> str:
         cells = []
         for head_dim in HEAD_DIMS:
             found = [_row(record, direction, head_dim, causal, provider=provider) for causal in CAUSAL]
-            cells += [f"{row['ms_median']:.2f} ({row['tops']:.0f})" for row in found] + ["", f"{found[0]['rel_l2']:.4f}"]
+            cells += [_timed(row) for row in found] + ["", f"{found[0]['rel_l2']:.4f}"]
         lines.append((name, *cells))
     columns = [
         f"D={d} {what}" for d in HEAD_DIMS for what in ("kernel", "kernel, causal", "with quantisation", "rel. L2")
@@ -100,8 +100,11 @@ def _ladder_cells(record: Record, direction: str, level: int, head_dim: int) -> 
         for causal in CAUSAL
     ]
     op = _row(record, direction, head_dim, False, level=level, scope="op", provider="sage_kernels")
-    timed = [f"{row['ms_median']:.2f} ({row['tops']:.0f})" for row in kernel]
-    return [*timed, f"{op['ms_median']:.2f}", f"{kernel[0]['rel_l2']:.4f}"]
+    return [*map(_timed, kernel), f"{op['ms_median']:.2f}", f"{kernel[0]['rel_l2']:.4f}"]
+
+
+def _timed(row: Row) -> str:
+    return f"{row['ms_median']:.2f} ({row['tops']:.0f})"
 
 
 def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) -> Row:

@@ -196,6 +196,36 @@ def test_each_matmul_changes_what_depends_on_it_and_nothing_else(inputs, matmul,
         assert 1e-4 < relative_l2(quantized[name], exact[name]) < 0.1
 
 
+@pytest.mark.parametrize("granularity", ["block", "row"])
+@pytest.mark.parametrize("matmul", MATMULS)
+def test_each_matmul_rounds_both_operands_with_the_scales_of_the_algorithm(inputs, matmul, granularity):
+    q, k, v, do = inputs(40, 50, 16)
+    settings = SageBwdSettings(
+        smooth_k=False, block_q=16, block_kv=8, granularity=granularity,
+        exact_matmuls=tuple(m for m in MATMULS if m != matmul),
+    )  # fmt: skip
+    forward = sagebwd_forward(q, k, v, settings)
+    backward = sagebwd_backward(do, q, k, v, forward.output, forward.log_sum_exp, settings)
+    per_query, per_key = ((1, 8), (16, 1)) if granularity == "row" else ((16, 8), (16, 8))
+    hat = {"q": fake_quantize(q, (16, None)), "do": fake_quantize(do, (16, None))}
+    hat |= {"k": fake_quantize(k, (8, None)), "v": fake_quantize(v, (8, None))}
+    s, p, ds = forward.scores, backward.probabilities, backward.grad_scores
+    row_max = s.amax(-1, keepdim=True)
+    ours, expected = {
+        "S": (s, hat["q"] @ hat["k"].mT / 4),
+        "O": (
+            forward.output,
+            fake_quantize(torch.exp(s - row_max), (1, 8)) @ hat["v"] / torch.exp(s - row_max).sum(-1, keepdim=True),
+        ),
+        "S_backward": (p, torch.exp(hat["q"] @ hat["k"].mT / 4 - forward.log_sum_exp[..., None])),
+        "dV": (backward.grad_value, fake_quantize(p, per_key).mT @ hat["do"]),
+        "dP": (backward.grad_probabilities, hat["do"] @ hat["v"].mT),
+        "dQ": (backward.grad_query, fake_quantize(ds, per_query) @ hat["k"] / 4),
+        "dK": (backward.grad_key, fake_quantize(ds, per_key).mT @ hat["q"] / 4),
+    }[matmul]
+    assert_close(ours, expected, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_smoothing_keys_with_an_offset_lowers_every_error(inputs, is_causal):
     q, k, v, do = inputs(192, 192, 64)

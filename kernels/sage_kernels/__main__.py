@@ -1,4 +1,4 @@
-"""`python -m sage_kernels bench|accuracy|compile`: time and check the kernels, or compile them without a GPU."""
+"""`python -m sage_kernels bench|accuracy|compile|instructions`: time, check, or compile the kernels."""
 
 import argparse
 import json
@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     compile_parser.add_argument("--json", type=Path, metavar="FILE")
     compile_parser.add_argument("--workers", type=int, default=2)
     compile_parser.set_defaults(run=compile_levels)
+    instructions_parser = commands.add_parser("instructions", help="count what the loop of every level executes")
+    instructions_parser.add_argument("--record", "--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    instructions_parser.set_defaults(run=instructions)
     options = parser.parse_args(arguments)
     options.command = "python -m sage_kernels " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     options.run(options)
@@ -105,6 +108,15 @@ def compile_levels(options: argparse.Namespace) -> None:
     if complaints:
         sys.exit("compile: " + "\ncompile: ".join(complaints))
     print(f"{len(rows)} kernels compiled; none spills more than recorded, every INT8 level uses INT8 tensor cores.")
+
+
+def instructions(options: argparse.Namespace) -> None:
+    from sage_kernels import instructions
+
+    rows = list(instructions.rows())
+    print(markdown_table(rows[0], [row.values() for row in rows]))
+    if options.record:
+        write_record(options.record, rows, command=options.command)
 
 
 if __name__ == "__main__":

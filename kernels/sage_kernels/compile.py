@@ -67,28 +67,37 @@ def is_int8(case: Case) -> bool:
 
 def compile_case(case: Case) -> Compiled:
     """Compile one kernel as `ladder` would launch it on that GPU."""
+    kernel = compiled_kernel(case)
+    return Compiled(
+        registers=int(re.search(r"REG:(\d+)", _tool(kernel, "cuobjdump", "-res-usage"))[1]),
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", machine_code(kernel))),
+        shared=kernel.metadata.shared,
+        int8_instructions=_count_int8(kernel.asm["ptx"]),
+        float16_instructions=_count_float16(kernel.asm["ptx"]),
+    )
+
+
+def launch_of(case: Case) -> Launch:
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
+    return launch
+
+
+def compiled_kernel(case: Case):
+    launch = launch_of(case)
     program, constants, int8_pointers = _program(case, launch)
     names = program.arg_names
     signature = {name: "constexpr" if name in constants else _type(name, int8_pointers) for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(name)}
     source = ASTSource(program, signature, constants, aligned)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        usage = _tool("cuobjdump", "-res-usage", cubin.name)
-        code = _tool("nvdisasm", "-c", cubin.name)
-    return Compiled(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        shared=kernel.metadata.shared,
-        int8_instructions=_count_int8(kernel.asm["ptx"]),
-        float16_instructions=_count_float16(kernel.asm["ptx"]),
-    )
+    return triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
+
+
+def machine_code(kernel) -> str:
+    """The GPU's own instructions (SASS), one a line."""
+    return _tool(kernel, "nvdisasm", "-c")
 
 
 def _count_int8(ptx: str) -> int:
@@ -130,8 +139,11 @@ def _is_aligned(name: str) -> bool:
     return name.endswith(("_ptr", "_padded")) or "_stride_" in name
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+def _tool(kernel, name: str, *arguments: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        return subprocess.run([TOOLS / name, *arguments, cubin.name], capture_output=True, text=True, check=True).stdout
 
 
 def compile_all(wanted: list[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:

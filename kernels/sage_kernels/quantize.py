@@ -69,7 +69,12 @@ def _quantize_kernel(
     tl.store(scale_ptr + head * (n_padded // BLOCK) + block, scale * factor)
     # A subnormal s has too few digits; such a block becomes zeros, as in the reference.
     divisor = tl.where(scale < 1.1754944e-38, 1.0, scale)
-    x_hat = low_byte(tl.math.div_rn(x, divisor + tl.zeros_like(x)))
+    inverse = tl.math.div_rn(1.0 + divisor * 0, divisor)
+    # X / s, correctly rounded: a product with 1/s, and what it missed by. The reference divides, and X = max|X| / 2 is
+    # a tie that either of two neighbouring quotients would round its own way.
+    ratio = x * inverse
+    ratio = tl.fma(tl.fma(-ratio, divisor, x), inverse, ratio)
+    x_hat = low_byte(ratio)
     if WRITE_VALUES:
         tl.store(values_ptr + head * n_padded * DP + token[:, None] * DP + d[None, :], x_hat)
     if WRITE_TRANSPOSED:

@@ -1,0 +1,63 @@
+"""What the loop of every level executes, read from its machine code for Hopper; no GPU is needed for that.
+
+Counted is the loop without a mask, where nearly all time goes. A warp executes an instruction for 32 threads, and each
+thread holds block_q * block_kv / (32 num_warps) of a tile's scores; so instructions / scores per thread is what one
+score costs in issue slots, of which a multiprocessor has 128 per clock.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from sage_kernels.compile import Case, cases, compiled_kernel, launch_of, machine_code
+
+# The first kind whose pattern matches the start of an instruction's name is its kind.
+KINDS = {
+    "matmul": "HGMMA|IGMMA",
+    "exp2": "MUFU.EX2",
+    "conversion": "F2I|I2F|F2F|FRND",
+    "maximum": "FMNMX",
+    "arithmetic": "FADD|FMUL|FFMA",
+    "move": "MOV|IMAD.MOV|PRMT|SEL|SHFL|LOP3",
+    "spill": "LDL|STL",
+    "rest": "",
+}
+
+
+def rows() -> Iterator[dict]:
+    """One row per kernel and kind of instruction, head sizes 64 and 128, not causal."""
+    for case in cases(capabilities=(90,)):
+        case = case._replace(is_causal=False)
+        yield from case_rows(case)
+
+
+def case_rows(case: Case) -> Iterator[dict]:
+    launch = launch_of(case)
+    scores = launch.block_q * launch.block_kv // (32 * launch.num_warps)
+    counts = Counter(map(kind_of, innermost_loop(machine_code(compiled_kernel(case)))))
+    for kind in KINDS:
+        yield {
+            "kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, **launch._asdict(), "kind": kind,
+            "instructions": counts[kind], "per_score": round(counts[kind] / scores, 4),
+        }  # fmt: skip
+
+
+def innermost_loop(code: str) -> list[str]:
+    """The instructions of the shortest loop that multiplies matrices: from a label to the branch back to it."""
+    instructions, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([^;]+?)\s*;", line):
+            instructions.append(instruction[1])
+            target = re.match(r"BRA.*?(\.L_x_\d+)", instruction[1])
+            if target and target[1] in labels:
+                loops.append(instructions[labels[target[1]] :])
+    loops = [loop for loop in loops if any(kind_of(instruction) == "matmul" for instruction in loop)]
+    if not loops:
+        raise ValueError("code: expected a loop with a tensor-core instruction, found none")
+    return min(loops, key=len)
+
+
+def kind_of(instruction: str) -> str:
+    return next(kind for kind, pattern in KINDS.items() if re.match(pattern, instruction))

@@ -1,0 +1,109 @@
+"""Some kernels compiled for GPUs that aren't there (`python -m sage_kernels compile` does all); what is a fault."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+from sage_kernels import compile as compiling
+from sage_kernels.compile import Case, Compiled, complaint
+from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
+
+from sage_ref.recorded import REPOSITORY
+
+FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
+# Every level once for Ampere or for Hopper, whose INT8 instructions differ.
+CASES = [Case("forward", level, (80, 90)[level % 2], 64, True) for level in FORWARD]
+CASES += [
+    Case(BACKWARD_LEVELS[level].kernels(64)[level // 2], level, (90, 80)[level % 2], 64, True) for level in BACKWARD
+]
+
+# In a process of its own, where Triton compiles: in this one it may interpret.
+COMPILE = """
+import json, sys
+from sage_kernels.compile import Case, compile_all
+for case, compiled in compile_all([Case(*case) for case in json.loads(sys.argv[1])], workers=2):
+    print(json.dumps(compiled))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(CASES)],
+        capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, (Compiled(*json.loads(line)) for line in done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} sm_{case.capability}")
+def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, case):
+    found = compiled[case]
+    assert complaint(case, found, recorded_spills=found.spills) is None
+    assert 0 < found.registers <= 255
+    assert (found.int8_instructions > 0) == compiling.is_int8(case)
+    int8 = FORWARD_LEVELS[case.level].int8 if case.kernel == "forward" else "all but dP"
+    assert (found.float16_instructions > 0) == (int8 != "QKV")
+
+
+def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
+    cases = set(compiling.cases())
+    for capability in (80, 89, 90, 100, 120):
+        for head_dim in (64, 128):
+            expected = {("forward", level) for level in FORWARD}
+            expected |= {(kernel, level) for level in BACKWARD for kernel in BACKWARD_LEVELS[level].kernels(head_dim)}
+            assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
+    assert len(cases) == len(list(compiling.cases()))
+
+
+FINE = Compiled(registers=128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "spills", "expected"),
+    [
+        ({}, 3, None),
+        ({"int8_instructions": 0}, 3, "no INT8 tensor-core instruction"),
+        ({"spills": 4}, 3, "4 spill instructions, 3 recorded"),
+        ({"spills": 2}, 3, None),
+        ({"shared": 100 << 10}, 3, "102400 bytes of shared memory, the GPU has 101376"),
+    ],
+)
+def test_faults(change, spills, expected):
+    assert complaint(Case("forward", 4, 89, 64, True), FINE._replace(**change), spills) == expected
+
+
+def test_a_16_bit_level_needs_no_int8_instruction():
+    found = FINE._replace(int8_instructions=0)
+    assert complaint(Case("forward", 0, 89, 64, True), found, 3) is None
+    assert complaint(Case("dq_16bit", 0, 89, 64, True), found, 3) is None
+    assert complaint(Case("dq", 1, 89, 64, True), found, 3) == "no INT8 tensor-core instruction"
+
+
+INT8 = [
+    "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {%r1, %r2, %r3, %r4}, {%r5, %r6}, {%r7};",
+    "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {%r1, %r2}, %rd1, %rd2, %p1;",
+    "@%p1 tcgen05.mma.cta_group::1.kind::i8 [ %r1 + 0 ], %rd1, %rd2, %r2, %p2;",
+]
+FLOAT16 = [
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2}, {%r1, %r2}, {%r3}, {%f1, %f2};",
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%f1, %f2}, %rd1, %rd2, %p1, 1, 1, 0, 0;",
+    "@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p2;",
+]
+
+
+def test_instructions_are_told_apart():
+    for line in INT8:
+        assert (compiling._count_int8(line), compiling._count_float16(line)) == (1, 0)
+    for line in FLOAT16:
+        assert (compiling._count_int8(line), compiling._count_float16(line)) == (0, 1)
+    neither = (
+        "ld.global.s8 %r1, [%rd1];\ncvt.rn.f16.f32 %rs1, %f1;\nmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {};"
+    )
+    assert (compiling._count_int8(neither), compiling._count_float16(neither)) == (0, 0)
+    assert compiling._count_int8("\n".join(INT8 + FLOAT16)) == 3
