@@ -9,7 +9,7 @@ ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 .PHONY: lab test bench notebooks clean
 
 lab: .venv/installed
-	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 test: .venv/installed
 	$(BIN)/ruff check .

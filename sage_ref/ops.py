@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
+from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings, working_dtype
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,7 +67,8 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: Sag
     """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
+        key, value = (x.to(working_dtype(x)).repeat_interleave(groups, dim=1) for x in (key, value))
     return SageBwdFunction.apply(query, key, value, settings)
 
 

@@ -94,6 +94,41 @@ def ladder(direction: str) -> str:
     return f"{table}\n\nMilliseconds (TOPS), N={README_N}, bfloat16, batch 4, 2048 / D heads; {record.caption}."
 
 
+def instructions() -> str:
+    """What one score costs in the unmasked loop of every kernel for Hopper, in instructions by kind."""
+    record = read_record("instructions_sm90")
+    kinds = list(dict.fromkeys(row["kind"] for row in record.rows))
+    kernels = dict.fromkeys((row["kernel"], row["level"]) for row in record.rows)
+    lines = []
+    for kernel, level in kernels:
+        rows = record.select(kernel=kernel, level=level, head_dim=128)
+        if rows:
+            total = sum(row["per_score"] for row in rows)
+            lines.append((kernel, level, *(f"{row['per_score']:.2f}" for row in rows), f"{total:.1f}"))
+    return markdown_table(("kernel", "level", *kinds, "all"), lines)
+
+
+def accuracy() -> str:
+    """The kernels against the simulating reference on awkward shapes, and Table 1 computed with the kernels."""
+    record = read_record("accuracy_h200")
+    lines = []
+    for dtype in ("float16", "bfloat16"):
+        rows = record.select(table="shapes", dtype=dtype)
+        worst = [max(row.get(tensor, 0.0) for row in rows) for tensor in tables.TENSORS]
+        lines.append((f"{dtype}, largest of {len(rows)} shapes", *(f"{error:.4f}" for error in worst)))
+    shapes = markdown_table(("relative L2 against the simulation", *tables.TENSORS), lines)
+    lines = []
+    for sigma in tables.PAPER_TABLE1:
+        rows = record.select(table="table1", sigma=sigma)
+        cells = (
+            f"{row['kernel_rel_l2']:.4f} / {row['reference_rel_l2']:.4f} ({row['paper_rel_l2']:.4f})" for row in rows
+        )
+        lines.append((sigma, *cells))
+    table = markdown_table(("sigma", *tables.TENSORS), lines)
+    size = "N={n}, D={head_dim}".format(**record.select(table="table1")[0])
+    return f"{shapes}\n\n{table}\n\nKernel / simulating reference (paper), {size}, mean of 5 seeds; {record.caption}."
+
+
 def _ladder_cells(record: Record, direction: str, level: int, head_dim: int) -> list[str]:
     kernel = [
         _row(record, direction, head_dim, causal, level=level, scope="kernel", provider="sage_kernels")
@@ -113,7 +148,12 @@ def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"course": courses, "table1": table1, "table2": table2, "speed": speed},
-    "kernels/README.md": {"forward": lambda: ladder("fwd"), "backward": lambda: ladder("bwd")},
+    "kernels/README.md": {
+        "forward": lambda: ladder("fwd"),
+        "backward": lambda: ladder("bwd"),
+        "instructions": instructions,
+        "accuracy": accuracy,
+    },
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from sage_kernels.ladder import (  # noqa: E402
+from sage_kernels.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
     prepare_backward,
@@ -26,12 +26,12 @@ from sage_kernels.ladder import (  # noqa: E402
     run_backward,
     run_forward,
 )
-from sage_kernels.ops import FORWARD_LEVEL  # noqa: E402
-from sage_kernels.quantize import BLOCK_KV, BLOCK_Q  # noqa: E402
+from sage_kernels.ops import FORWARD_LEVEL
+from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
 
-from sage_ref.attention import attention_forward, causal_mask, softmax_scale  # noqa: E402
-from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward  # noqa: E402
-from sage_ref.smoothing import key_mean_scores, smooth_key  # noqa: E402
+from sage_ref.attention import attention_forward, causal_mask, softmax_scale
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward
+from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -53,6 +53,7 @@ class Case(NamedTuple):
     smooth_k: bool = True
     std: float = 1.0  # of Q and K
     key_offset: float = 0.0  # times one random vector, added to every key
+    ramp: float = 0.0  # added to Q, and growing from -ramp to ramp to K: scores rise from key to key
 
     def __str__(self) -> str:
         heads = f"{self.heads}of{self.kv_heads}"
@@ -73,7 +74,7 @@ class Case(NamedTuple):
 
 # What decides how a kernel is compiled, every pair of values at least once: D, causal or not, dtype.
 COMPILED = (
-    (32, False, torch.float16), (32, True, torch.bfloat16), (64, True, torch.float16), (64, False, torch.bfloat16),
+    (32, True, torch.float16), (32, False, torch.bfloat16), (64, True, torch.float16), (64, False, torch.bfloat16),
     (96, False, torch.float16), (96, True, torch.bfloat16), (128, True, torch.float16), (128, False, torch.bfloat16),
 )  # fmt: skip
 SHAPES = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
@@ -94,13 +95,13 @@ else:
         Case(128, 128, 64, is_causal=True),
         Case(70, 90, 80),
     ]
-SMALL = Case(113, 203, 64, 4, 2, is_causal=True)  # partial tiles, several of them, shared keys
+SMALL = Case(150, 140, 32, 2, 1, is_causal=True)  # two tiles of queries and of keys, partial ones; shared keys
 OPTIONS = [
     SMALL._replace(scale=0.3),
     SMALL._replace(scale=-0.2),
     SMALL._replace(scale=0.0),
     SMALL._replace(smooth_k=False),
-    SMALL._replace(key_offset=3.0, is_causal=False),
+    SMALL._replace(key_offset=3.0),
 ]
 
 
@@ -118,7 +119,9 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
     shapes = (q_shape, kv_shape, kv_shape, q_shape, case.head_dim)
     q, k, v, do, offset = (torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)
-    return tuple(x.to(case.dtype) for x in (q * case.std, k * case.std + offset * case.key_offset, v, do))
+    growing = torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
+    q, k = q * case.std + case.ramp, k * case.std + offset * case.key_offset + growing
+    return tuple(x.to(case.dtype) for x in (q, k, v, do))
 
 
 def run_forward_level(case: Case, level: int, tensors=None, **launch) -> Forward:
@@ -269,3 +272,5 @@ if not ON_GPU:
             return interpreter.TensorHandle(fused.astype(z.data.dtype), z.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_fma = fused_multiply_add
+    # The interpreter's maximum hands NaN on; a GPU's gives the other number.
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)

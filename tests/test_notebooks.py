@@ -144,8 +144,8 @@ def with_calls_inside(calls: set[str], local_functions: dict[str, set[str]]) -> 
 
 
 def test_there_are_notebooks():
-    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(len(NOTEBOOKS))]
     assert NOTEBOOKS[0].name == "00_start_here.ipynb"
+    assert {path.name[:2] for path in NOTEBOOKS} >= {f"{number:02}" for number in (*range(6), 7, 8, 9)}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -157,7 +157,9 @@ def test_the_course_map_lists_every_notebook_with_its_minutes():
     cells = json.loads(NOTEBOOKS[0].read_text())["cells"]
     (course,) = [text for cell in cells if (text := "".join(cell["source"])).startswith("## The course")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in course.splitlines() if line[2:4].isdigit()]
-    ready, to_come = rows[: len(NOTEBOOKS)], rows[len(NOTEBOOKS) :]
+    assert [number for number, *_ in rows] == [f"{number:02}" for number in range(15)]
+    to_come = [row for row in rows if row[-1] == "to come"]
+    ready = [row for row in rows if row[-1] != "to come"]
     for path, (number, title, _, minutes, state) in zip(NOTEBOOKS, ready, strict=True):
         assert number == path.name[:2]
         assert minutes.isdigit()

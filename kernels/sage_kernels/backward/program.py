@@ -80,7 +80,8 @@ def dq_program(
             kt_ptr, v_ptr, v_stride_n, D, DP, BLOCK_Q, BLOCK_KV, SCALE_KV, IS_CAUSAL, True, PER_BLOCK,
         )  # fmt: skip
     dq_ptrs = dq_ptr + head * n_q * D + query[:, None] * D + d[None, :]
-    tl.store(dq_ptrs, (dq_i * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    dq_i *= (scale + s_q * 0.0)[:, None]  # NaN where s_Q is
+    tl.store(dq_ptrs, dq_i.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
