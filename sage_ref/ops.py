@@ -15,6 +15,17 @@ BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # blocked: by an import hook, or by None in sys.modules
+        return False
+
+
+# What the Triton backend lacks on this machine, if anything. Looked up here, since torch.compile can't.
+MISSING_PACKAGE = next((package for package in ("triton", "sage_kernels") if not _is_installed(package)), None)
+
+
 def sagebwd_attention(
     query: Tensor,
     key: Tensor,
@@ -140,9 +151,8 @@ def _chosen_backend(backend: str, query: Tensor, smooth_q: bool) -> str:
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
-    for package in ("triton", "sage_kernels"):
-        if importlib.util.find_spec(package) is None:
-            return f"the package {package} is not installed"
+    if MISSING_PACKAGE:
+        return f"the package {MISSING_PACKAGE} is not installed"
     from sage_kernels.ops import obstacle
 
     return obstacle(query, smooth_q)

@@ -36,6 +36,8 @@ from sage_ref.smoothing import key_mean_scores, smooth_key
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
+EXACT_MATMULS = (MATMULS, ("dP", "O"), ("dP",), ("dP",), ("dP",))  # of forward level 0, 1, ...; the others are INT8
+PER_BLOCK = 2  # the backward level with one scale per tile of P and dS; level 0 is in 16 bit, others scale by rows
 # For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
 MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 
@@ -134,7 +136,7 @@ def run_backward_level(case: Case, level: int, tensors=None, forward: Forward | 
     """dQ, dK, dV of backward level `level` after the forward level that feeds it."""
     query, key, value, grad_output = tensors or draw(case)
     inputs, output, log_sum_exp = forward or forward_level(case, feeding(level))
-    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat} if BACKWARD_LEVELS[level].int8 else {}
+    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat} if level else {}
     prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
     return run_backward(prepared, level, **case.options)
 
@@ -145,7 +147,7 @@ backward_level = lru_cache(maxsize=12)(run_backward_level)
 
 def feeding(backward_level: int) -> int:
     """The forward level whose O, L, Q^ and K^ a backward level gets."""
-    return FORWARD_LEVEL if BACKWARD_LEVELS[backward_level].int8 else 0
+    return FORWARD_LEVEL if backward_level else 0
 
 
 def shared(case: Case, x: Tensor) -> Tensor:
@@ -190,9 +192,8 @@ def settings(case: Case, **options) -> SageBwdSettings:
 def simulated_forward(case: Case, level: int) -> tuple[Tensor, Tensor]:
     """S: O and L (natural, of the unsmoothed scores) of a forward level; level 0 quantises nothing."""
     query, key, value, _ = (x.float() for x in draw(case))
-    exact_matmuls = {"": MATMULS, "QK": ("dP", "O"), "QKV": ("dP",)}[FORWARD_LEVELS[level].int8]
-    key, value = shared(case, key), shared(case, value)
-    output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings(case, exact_matmuls=exact_matmuls))
+    options = settings(case, exact_matmuls=EXACT_MATMULS[level])
+    output, log_sum_exp, _ = sagebwd_forward(query, shared(case, key), shared(case, value), options)
     return output, log_sum_exp
 
 
@@ -200,7 +201,7 @@ def natural_log_sum_exp(case: Case, level: int) -> Tensor:
     """A forward level's L [B, H, Nq]: from log2 to natural, from the smoothed scores to the scores themselves."""
     query, key, _, _ = draw(case)
     log_sum_exp = forward_level(case, level).log_sum_exp[..., : case.n_q] * math.log(2)
-    if not (case.smooth_k and FORWARD_LEVELS[level].int8):
+    if level == 0 or not case.smooth_k:
         return log_sum_exp
     _, mean = smooth_key(shared(case, key).float())
     return log_sum_exp + key_mean_scores(query.float(), mean, case.c).squeeze(-1)
@@ -214,7 +215,7 @@ def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
     gradients = sagebwd_backward(
         grad_output, query, shared(case, key), shared(case, value),
         forward.output.float(), natural_log_sum_exp(case, feeding(level)),
-        settings(case, granularity="block" if BACKWARD_LEVELS[level].per_block else "row"),
+        settings(case, granularity="block" if level == PER_BLOCK else "row"),
     )  # fmt: skip
     return gradients.grad_query, summed(case, gradients.grad_key), summed(case, gradients.grad_value)
 
@@ -223,9 +224,10 @@ def distance(x: Tensor, y: Tensor) -> float:
     return (x.double() - y.double()).norm().item()
 
 
-def assert_simulated(case: Case, found: Tensor, simulated: Tensor) -> None:
+def assert_simulated(case: Case, found: Tensor, simulated: Tensor, allowed: Tensor | float = 0.0) -> None:
     """Relative L2 against S at most 2e-3; what is zero but for rounding is held against dO's size instead."""
-    assert distance(found, simulated) <= 2e-3 * simulated.norm() + 1e-5 * draw(case)[3].norm()
+    simulated = simulated.to(case.dtype).float()
+    assert distance(found, simulated) <= 2e-3 * simulated.norm() + 1e-5 * draw(case)[3].norm() + allowed
 
 
 def assert_as_good_as_eager(case: Case, found: Tensor, exact: Tensor, eager: Tensor) -> None:
@@ -239,7 +241,9 @@ def assert_forward(case: Case, level: int, output: Tensor) -> None:
     if level == 0:
         assert_as_good_as_eager(case, output, exact(case)[0], eager(case)[0])
     else:
-        assert_simulated(case, output, simulated_forward(case, level)[0])
+        # S keeps P of level 1 in float32; the kernel rounds it to 16 bit, as eager attention does.
+        in_16_bit = distance(eager(case)[0], exact(case)[0]) if level == 1 else 0.0
+        assert_simulated(case, output, simulated_forward(case, level)[0], in_16_bit)
 
 
 def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> None:

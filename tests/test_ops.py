@@ -1,8 +1,10 @@
 """The public function: what it accepts, what it refuses and how it says so, what NaN does, which backend runs."""
 
+import importlib.util
 import inspect
 import math
 import re
+import runpy
 import sys
 import types
 import warnings
@@ -335,8 +337,11 @@ def fresh_warning():
 
 @pytest.fixture(params=["triton", "sage_kernels"])
 def missing(request, monkeypatch):
-    """A package the Triton backend needs, made to look absent; the others look present."""
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None if name == request.param else name)
+    """A package the Triton backend needs, made to look absent, as if sage_ref were imported without it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == request.param else name)
+        missing = runpy.run_path(ops.__file__)["MISSING_PACKAGE"]
+    monkeypatch.setattr(ops, "MISSING_PACKAGE", missing)
     return request.param
 
 
@@ -368,7 +373,7 @@ def kernels(monkeypatch):
     package.sagebwd_attention = lambda *tensors, **options: package.calls.append((tensors, options)) or tensors[0]
     monkeypatch.setitem(sys.modules, "sage_kernels", types.ModuleType("sage_kernels"))
     monkeypatch.setitem(sys.modules, "sage_kernels.ops", package)
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ops, "MISSING_PACKAGE", None)
     return package
 
 

@@ -15,19 +15,20 @@ from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim,
 
 FORWARD_LEVEL, BACKWARD_LEVEL = 4, 3
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
+# Triton runs kernels on the CPU, one operation at a time. Like Triton, we look once.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def interpreted() -> bool:
-    """True if Triton runs kernels on the CPU, one operation at a time."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def is_too_old(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     """Why these kernels can't take this call, or None if they can."""
-    dtypes = (torch.float16,) if interpreted() else (torch.float16, torch.bfloat16)
-    if query.device.type != "cuda" and not (interpreted() and query.device.type == "cpu"):
+    dtypes = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
-    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 0):
+    if not torch.compiler.is_compiling() and is_too_old(query.device):
         return "the kernels need a GPU of compute capability 8.0 or later"
     if query.dtype not in dtypes:
         return f"the kernels need dtype {' or '.join(map(str, dtypes))}, and query has {query.dtype}"
