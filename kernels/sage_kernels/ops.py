@@ -15,6 +15,7 @@ from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim,
 
 FORWARD_LEVEL, BACKWARD_LEVEL = 4, 3
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
+MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
 # Triton runs kernels on the CPU, one operation at a time. Like Triton, we look once.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -32,6 +33,8 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
         return "the kernels need a GPU of compute capability 8.0 or later"
     if query.dtype not in dtypes:
         return f"the kernels need dtype {' or '.join(map(str, dtypes))}, and query has {query.dtype}"
+    if query.shape[0] * query.shape[1] > MAX_HEADS:
+        return f"the kernels need at most {MAX_HEADS} heads in a batch, and query has {query.shape[:2].numel()}"
     if not MIN_HEAD_DIM <= query.shape[3] <= MAX_HEAD_DIM:
         return f"the kernels need a head size from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, and query has {query.shape[3]}"
     if smooth_q:
@@ -44,8 +47,9 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale."""
-    inputs = prepare_forward(query, key, value, FORWARD_LEVEL, scale=scale, smooth_k=smooth_k)
-    output, log_sum_exp = run_forward(inputs, FORWARD_LEVEL, is_causal=is_causal, scale=scale)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        inputs = prepare_forward(query, key, value, FORWARD_LEVEL, scale=scale, smooth_k=smooth_k)
+        output, log_sum_exp = run_forward(inputs, FORWARD_LEVEL, is_causal=is_causal, scale=scale)
     return output, log_sum_exp, inputs.q_hat.values, inputs.q_hat.scale, inputs.k_hat.values, inputs.k_hat.scale
 
 
@@ -75,11 +79,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV."""
     # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
-    inputs = prepare_backward(
-        grad_output, grad_output, value, value, output, log_sum_exp, BACKWARD_LEVEL,
-        q_hat=Quantized(q_values, None, q_scale), k_hat=Quantized(k_values, None, k_scale),
-    )  # fmt: skip
-    return run_backward(inputs, BACKWARD_LEVEL, is_causal=is_causal, scale=scale)
+    hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
+    with torch.cuda.device_of(value):
+        inputs = prepare_backward(
+            grad_output, grad_output, value, value, output, log_sum_exp, BACKWARD_LEVEL, **hats
+        )  # fmt: skip
+        return run_backward(inputs, BACKWARD_LEVEL, is_causal=is_causal, scale=scale)
 
 
 @backward.register_fake
