@@ -13,7 +13,7 @@ from sage_kernels.tiles import LOG2_INT8_MAX, NO_KEY, ROUNDER, TINY, is_visible,
 
 
 @triton.jit
-def folded_softmax(s_ij, s_qk, m, l):
+def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr):
     """(p_ij = 127 exp(S_ij - m_ij), s_p, m_new, l, rescale) from ROUNDER + integer scores and their scale per row.
 
     S - m_ij + log2(127) is one multiply-add: s_ij s_qk - taken_out. taken_out is large, so it is rounded; m_ij becomes
@@ -21,8 +21,11 @@ def folded_softmax(s_ij, s_qk, m, l):
     s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
     there on a little more is taken out.
     """
-    s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
-    m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)
+    if IS_MASKED:
+        s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
+        m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)
+    else:
+        m_ij = (tl.max(s_ij, 1) - ROUNDER) * s_qk
     taken_out = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + tl.maximum(s_qk - 0.005, 0.0))
     m_ij = tl.fma(-s_qk, ROUNDER, taken_out) + LOG2_INT8_MAX
     m_new = tl.maximum(m, m_ij)
@@ -45,7 +48,7 @@ def key_tile(
     s_ij = offset_dot(q_hat_i, tl.trans(k_hat_j), BLOCK_Q, BLOCK_KV)
     if IS_MASKED:
         s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, IS_CAUSAL), s_ij, -float("inf"))
-    p_ij, s_p, m_new, l, rescale = folded_softmax(s_ij, s_q * s_k, m, l)
+    p_ij, s_p, m_new, l, rescale = folded_softmax(s_ij, s_q * s_k, m, l, IS_MASKED)
     vt_hat_j = load_padded(vt_ptr + j * BLOCK_KV, tl.arange(0, DP), vt_stride_d, BLOCK_KV)
     s_pv = s_p * tl.load(v_scale_ptr + j * BLOCK_KV // SCALE_KV)
     pv_ij = offset_dot(low_byte(p_ij), tl.trans(vt_hat_j), BLOCK_Q, DP) - ROUNDER

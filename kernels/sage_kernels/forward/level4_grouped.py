@@ -25,7 +25,7 @@ def key_tile(
     s_ij = offset_dot(q_hat_i, tl.trans(k_hat_j), BLOCK_Q, BLOCK_KV)
     if IS_MASKED:
         s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, IS_CAUSAL), s_ij, -float("inf"))
-    p_ij, s_p, m_new, l, rescale = folded_softmax(s_ij, s_q * s_k, m, l)
+    p_ij, s_p, m_new, l, rescale = folded_softmax(s_ij, s_q * s_k, m, l, IS_MASKED)
     vt_hat_j = load_padded(vt_ptr + j * BLOCK_KV, tl.arange(0, DP), vt_stride_d, BLOCK_KV)
     s_pv = s_p * tl.load(v_scale_ptr + j * BLOCK_KV // SCALE_KV)
     p_hat_ij = group_columns(low_byte(p_ij), BLOCK_Q, BLOCK_KV)
