@@ -1,7 +1,7 @@
 """Level 3: Algorithm 1 without conversion instructions.
 
-Idea: converting between int32 and float32 runs at a quarter of the rate of an addition, and level 2 does it three
-times per score. Let the int32 accumulators start at the bit pattern of ROUNDER = 1.5 * 2^23: their bits then *are* the
+Idea: converting between integers and floats is an instruction of its own, slower than an addition, and level 2 needs
+three per score. Let the int32 accumulators start at the bit pattern of ROUNDER = 1.5 * 2^23: their bits then *are* the
 float ROUNDER + A^ B^. The exponent's one multiply-add takes ROUNDER out again, together with the maximum, and puts in
 the factor 127; adding ROUNDER to 127 P~ leaves round(127 P~) in the low byte.
 """
