@@ -1,6 +1,8 @@
-"""sage_ref: trainable low-bit attention (SageBwd) in plain PyTorch, to be read beside the paper."""
+"""sage_ref: trainable low-bit attention (SageBwd, SLA2) in plain PyTorch, to be read beside the papers."""
 
-from sage_ref.ops import sagebwd_attention
+from sage_ref.ops import sagebwd_attention, sparse_linear_attention
+from sage_ref.sla import SLA
+from sage_ref.sla2 import SLA2
 from sage_ref.smoothing import QKNorm
 
-__all__ = ["QKNorm", "sagebwd_attention"]
+__all__ = ["SLA", "SLA2", "QKNorm", "sagebwd_attention", "sparse_linear_attention"]

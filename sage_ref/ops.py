@@ -1,18 +1,17 @@
 """The public functions: check the arguments, choose a backend, call it."""
 
 import importlib.util
-import math
 import warnings
+from collections.abc import Callable
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
+from sage_ref.checks import autocast, check_alpha, check_block_mask, check_each, check_options, check_together
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings, working_dtype
-
-BACKENDS = ("auto", "reference", "triton")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from sage_ref.sla import BlockSettings
+from sage_ref.sparse_linear import SparseLinearFunction
 
 
 def _is_installed(package: str) -> bool:
@@ -61,11 +60,11 @@ def sagebwd_attention(
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
-    _check_each(query=query, key=key, value=value)
-    query, key, value = _autocast(query, key, value)
-    _check_together(query, key, value, enable_gqa)
-    _check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
-    if _chosen_backend(backend, query, smooth_q) == "triton":
+    check_each(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    check_together(query, key, value, enable_gqa)
+    check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    if chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
         from sage_kernels.ops import sagebwd_attention as triton_attention
 
         scale = softmax_scale(scale, query.shape[3])
@@ -74,73 +73,78 @@ def sagebwd_attention(
     return reference_attention(query, key, value, settings)
 
 
+def sparse_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Tensor,
+    alpha: Tensor | float,
+    *,
+    quantize: bool = False,
+    scale: float | None = None,
+    block_q: int = 128,
+    block_kv: int = 64,
+    backend: str = "auto",
+) -> Tensor:
+    """SLA2's attention for a given block mask: O = alpha O_s + (1 - alpha) O_l (Algorithms 2 and 3 of SLA2).
+
+    O_s = softmax(c Q K^T over the selected blocks) V; O_l = phi(Q) H / (phi(Q) Z), linear attention with phi = softmax
+    over the features, over the others.
+
+    query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D], Hkv a divisor of H; float16, bfloat16, float32 or float64, all
+        alike; any lengths, also Nq != Nk.
+    block_mask: bool, broadcastable to [B, H, ceil(Nq / block_q), ceil(Nk / block_kv)]; True selects a block. Partial
+        last blocks count the tokens they have. A query without a selected block has O_s = 0, one without an unselected
+        block O_l = 0.
+    alpha: weight of the softmax branch, a number or a floating tensor broadcastable to [B, H, ceil(Nq / block_q)].
+    quantize: O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
+    scale: c; None means 1/sqrt(D).
+    backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else reference, with
+        one warning that says why.
+
+    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key, value and alpha. Under autocast
+    query, key and value are cast as SDPA's are.
+
+    NaN and infinity: every key and value is in one of the two branches, so a NaN in one of them reaches every query of
+    its (batch, key head); a NaN in a query reaches at most that query's block. Other heads and batches never notice.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+    check_each(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    check_together(query, key, value, enable_gqa=True)
+    check_options(scale, backend, quantize=quantize)
+    settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize)
+    block_mask = check_block_mask(block_mask, query, key, block_q, block_kv)
+    alpha = check_alpha(alpha, query, block_mask.shape[:3])
+    if chosen_backend(backend, lambda: sparse_linear_obstacle(query, settings)) == "triton":
+        from sage_kernels.sla2.ops import sparse_linear_attention as triton_attention
+
+        scale = softmax_scale(scale, query.shape[3])
+        return triton_attention(query, key, value, block_mask, alpha, quantize=quantize, scale=scale)
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
+    return SparseLinearFunction.apply(query, key, value, block_mask, alpha, settings)
+
+
 def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> Tensor:
     """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
-        key, value = (x.to(working_dtype(x)).repeat_interleave(groups, dim=1) for x in (key, value))
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     return SageBwdFunction.apply(query, key, value, settings)
 
 
-def _check_each(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.device.type == "meta":
-            raise ValueError(f"{name}: expected a device that holds data, got {x.device}")
-        if x.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions (B, H, N, D), got shape {tuple(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"{name}: expected no dimension of size zero, got shape {tuple(x.shape)}")
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, Hkv, Nk, D] for each of `heads` query heads: [B, H, Nk, D]."""
+    if x.shape[1] == heads:
+        return x
+    # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
+    return x.to(working_dtype(x)).repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _check_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
-        if x.device != query.device:
-            raise ValueError(f"{name}: expected the device of query, {query.device}, got {x.device}")
-        if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name}: expected the batch size of query, {query.shape[0]}, got {x.shape[0]}")
-        if x.shape[3] != query.shape[3]:
-            raise ValueError(f"{name}: expected the head size of query, {query.shape[3]}, got {x.shape[3]}")
-    if value.shape != key.shape:
-        raise ValueError(f"value: expected the shape of key, {tuple(key.shape)}, got {tuple(value.shape)}")
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if not enable_gqa and heads != kv_heads:
-        raise ValueError(f"key: expected {heads} heads as query has (or enable_gqa=True), got {kv_heads}")
-    if heads % kv_heads:
-        raise ValueError(f"key: expected a number of heads that divides query's {heads}, got {kv_heads}")
-
-
-def _check_options(scale: float | None, backend: str, **switches: bool) -> None:
-    for name, switch in switches.items():
-        if not isinstance(switch, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(switch).__name__}")
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-        if not math.isfinite(scale):
-            raise ValueError(f"scale: expected a finite number, got {scale}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _chosen_backend(backend: str, query: Tensor, smooth_q: bool) -> str:
+def chosen_backend(backend: str, find_obstacle: Callable[[], str | None]) -> str:
+    """ "triton" or "reference", given what the user asked for and why the kernels can't run, if they can't."""
     if backend == "reference":
         return backend
-    obstacle = triton_obstacle(query, smooth_q)
+    obstacle = find_obstacle()
     if obstacle is None:
         return "triton"
     if backend == "triton":
@@ -150,12 +154,21 @@ def _chosen_backend(backend: str, query: Tensor, smooth_q: bool) -> str:
 
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:
-    """Why the Triton kernels can't take this call, or None if they can."""
+    """Why the SageBwd kernels can't take this call, or None if they can."""
     if MISSING_PACKAGE:
         return f"the package {MISSING_PACKAGE} is not installed"
     from sage_kernels.ops import obstacle
 
     return obstacle(query, smooth_q)
+
+
+def sparse_linear_obstacle(query: Tensor, settings: BlockSettings) -> str | None:
+    """Why the SLA2 kernels can't take this call, or None if they can."""
+    if MISSING_PACKAGE:
+        return f"the package {MISSING_PACKAGE} is not installed"
+    from sage_kernels.sla2.ops import obstacle
+
+    return obstacle(query, settings)
 
 
 @cache
