@@ -1,4 +1,4 @@
-"""`python -m sage_ref info|table1|table2|capture|readme`: the papers' tables, and what they run on."""
+"""`python -m sage_ref info|table1|table2|readme|capture|capture-video`: the papers' tables, and what they run on."""
 
 import argparse
 import json
@@ -115,6 +115,50 @@ def capture(options: argparse.Namespace) -> None:
         write_record(options.json, training.losses, command=options.command, **facts)
 
 
+def capture_video(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from sage_ref.models.video_dit import VideoDiTConfig
+    from sage_ref.training.capture import Capture, TrainingSettings, train, write_capture
+    from sage_ref.training.capture_video import VideoTraining, concentration, video_attention_tensors
+
+    shape = {name: getattr(options, name) for name in ("frames", "size", "width", "heads")}
+    config = VideoDiTConfig(**shape, cube=tuple(options.cube), layers=options.depth)
+    training = VideoTraining(config, TrainingSettings(steps=options.steps), options.device)
+    train(training, options.checkpoint)
+    losses, layers = video_attention_tensors(training, options.noise_levels, sorted(set(options.layers)))
+    facts = {
+        "model": asdict(config),
+        "tokens": {
+            "grid": config.grid,
+            "order": "cube after cube; cubes, and tokens of a cube, by frame, then row, then column",
+        },
+        "training": asdict(training.settings) | {"minutes": round(training.seconds / 60, 1)},
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        "losses": training.losses,
+        "captured": "one new video per noise level, after QK-norm and rotation",
+        "noise_levels": options.noise_levels,
+        "captured_losses": losses,
+    }
+    write_capture(options.out, Capture(provenance(options.command) | facts, layers))
+    rows = concentration(layers)
+    print(f"Share of the softmax mass in the best blocks of keys:\n\n{concentration_table(rows)}\n\n{options.out}")
+    if options.json:
+        write_record(options.json, rows, command=options.command, **facts)
+
+
+def concentration_table(rows: list[dict]) -> str:
+    """One line per layer, sample and head, one column per tile size and share of the blocks."""
+    columns, lines = {}, {}
+    for row in rows:
+        column = "{block_q}x{block_kv}: best {blocks} ({share:.0%})".format(**row)
+        columns[column] = None
+        lines.setdefault((row["layer"], row["sample"], row["head"]), {})[column] = f"{row['mass']:.3f}"
+    cells = [(*place, *(line[column] for column in columns)) for place, line in sorted(lines.items())]
+    return markdown_table(("layer", "sample", "head", *columns), cells)
+
+
 def readme(options: argparse.Namespace) -> None:
     from sage_ref.plotting import overview_figure
     from sage_ref.readme import BENCH, OVERVIEW, TABLE2, rewrite
@@ -171,12 +215,44 @@ def add_capture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/capture.pt"), metavar="FILE")
 
 
+def add_capture_video_options(parser: argparse.ArgumentParser) -> None:
+    from sage_ref.models.video_dit import VideoDiTConfig
+
+    default = VideoDiTConfig()
+    parser.add_argument("--steps", type=positive, default=700)
+    parser.add_argument("--frames", type=positive, default=default.frames)
+    parser.add_argument("--size", type=positive, default=default.size, help="pixels of a frame's side")
+    parser.add_argument(
+        "--cube",
+        type=positive,
+        nargs=3,
+        default=default.cube,
+        help="frames, rows, columns of consecutive patches",
+    )
+    parser.add_argument("--depth", type=positive, default=default.layers, help="layers of the model")
+    parser.add_argument("--width", type=positive, default=default.width)
+    parser.add_argument("--heads", type=positive, default=default.heads)
+    # In the default model no head of these layers is near flat at these noise levels. Layer 0 has a nearly flat head,
+    # and the last layers' attention gets flatter towards pure noise.
+    parser.add_argument("--layers", type=int, nargs="+", default=(2, 4), help="layers to capture")
+    parser.add_argument("--noise-levels", type=float, nargs="+", default=(0.4, 0.5), help="one video for each, 0 to 1")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/capture_video.safetensors"), metavar="FILE")
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/capture_video.pt"), metavar="FILE")
+
+
 COMMANDS = (
     ("info", info, lambda parser: None, "this machine, the versions, and the backend that 'auto' would choose"),
     ("table1", table1, add_table1_options, "the paper's Table 1, swept over what it leaves open"),
     ("table2", table2, add_table2_options, "the paper's Table 2 on captured activations"),
     ("readme", readme, lambda parser: None, "write the READMEs' measured tables and figure from the records"),
     ("capture", capture, add_capture_options, "train a small Llama on a CPU and save what enters its attention"),
+    (
+        "capture-video",
+        capture_video,
+        add_capture_video_options,
+        "train a small video diffusion transformer and save what enters its attention",
+    ),
 )
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ def test_attention_needs_torch_alone():
 import torch, sage_ref
 q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 sage_ref.sagebwd_attention(*sage_ref.QKNorm(8)(q, k), v, backend="reference").sum().backward()
+for model in (sage_ref.SLA(8, 2), sage_ref.SLA2(8, 2, backend="reference"), sage_ref.SLA2(8, 2).stage(1)):
+    model(q, k, v).sum().backward()
 print(q.grad.isfinite().all().item())
 """
     others = ("triton", "sage_kernels", "numpy", "matplotlib", "tqdm", "safetensors", "hypothesis", "pytest")
@@ -151,7 +153,7 @@ def test_make_installs_the_same_pins():
 def test_help_names_every_command():
     done = subprocess.run([sys.executable, "-m", "sage_ref", "--help"], capture_output=True, text=True, check=True)
     for name, *_ in command_line.COMMANDS:
-        assert re.search(rf"^ +{name} ", done.stdout, re.MULTILINE)
+        assert re.search(rf"^ +{name}\s", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in command_line.COMMANDS])

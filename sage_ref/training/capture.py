@@ -7,7 +7,9 @@ that many queries agree on, and rows of dS that are nearly zero.
 import json
 import math
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -56,21 +58,26 @@ class TrainingSettings:
         return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-class Training:
-    """A model in training: all that a checkpoint holds.
+class ResumableTraining(ABC):
+    """A model in training: all that a checkpoint holds. Whoever inherits says what the loss of a step is.
 
     Weights are drawn from settings.seed, every batch is a function of (seed, step), and nothing else is random: the
     step number is the state of the random numbers. So a resumed run equals an uninterrupted one bit for bit, given
-    the same machine and number of threads.
+    the same machine and number of threads. arguments: what else makes two runs the same run.
     """
 
-    def __init__(self, corpus: Corpus, config: LlamaConfig, settings: TrainingSettings):
-        self.arguments = {"corpus_sha256": corpus.sha256} | asdict(config) | asdict(settings)
-        self.config, self.settings = config, settings
-        self.train_corpus, self.validation_corpus = corpus.split()
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        settings: TrainingSettings,
+        arguments: dict[str, Any],
+        device: torch.device | str = "cpu",
+    ):
+        self.arguments = arguments | asdict(settings)
+        self.settings = settings
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.model = Llama(config)
+            self.model = build().to(device)
         matrices = [x for x in self.model.parameters() if x.dim() > 1]
         gains = [x for x in self.model.parameters() if x.dim() == 1]
         groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
@@ -79,16 +86,22 @@ class Training:
         self.seconds = 0.0
         self.losses: list[Row] = []
 
+    @abstractmethod
+    def step_loss(self) -> Tensor:
+        """The loss of the batch of step `self.step`."""
+
+    @abstractmethod
+    def validation_loss(self) -> float:
+        """The loss of a few examples that are never trained on, the same at every call."""
+
     def advance(self) -> float:
         """One step of training; returns its loss. Raises RuntimeError if a gradient is not finite."""
         started = time.perf_counter()
-        settings = self.settings
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate_at(self.step)
-        batch = self.train_corpus.batch(settings.batch_size, self.config.context, seed=settings.seed, step=self.step)
-        loss = next_token_loss(self.model, *batch)
+            group["lr"] = self.settings.learning_rate_at(self.step)
+        loss = self.step_loss()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm, error_if_nonfinite=True)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -97,11 +110,9 @@ class Training:
 
     @torch.no_grad()
     def report(self, train_losses: Sequence[float]) -> Row:
-        """The mean of the training losses since the last report, and the loss of a few validation sequences."""
-        batch = self.validation_corpus.batch(VALIDATION_SEQUENCES, self.config.context, seed=0, step=0)
+        """The mean of the training losses since the last report, and the validation loss."""
         train_loss = mean(train_losses) if train_losses else None
-        validation_loss = next_token_loss(self.model, *batch).item()
-        self.losses.append({"step": self.step, "train_loss": train_loss, "validation_loss": validation_loss})
+        self.losses.append({"step": self.step, "train_loss": train_loss, "validation_loss": self.validation_loss()})
         return self.losses[-1]
 
     def save(self, checkpoint: Path) -> None:
@@ -112,7 +123,7 @@ class Training:
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved; ValueError if that was a run with other arguments."""
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
         for name, value in self.arguments.items():
             if (found := state["arguments"].get(name)) != value:
                 raise ValueError(
@@ -124,8 +135,26 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+class Training(ResumableTraining):
+    """A Llama that learns to predict the next token of a corpus, whose tail is kept for validation."""
+
+    def __init__(self, corpus: Corpus, config: LlamaConfig, settings: TrainingSettings):
+        super().__init__(lambda: Llama(config), settings, {"corpus_sha256": corpus.sha256} | asdict(config))
+        self.config = config
+        self.train_corpus, self.validation_corpus = corpus.split()
+
+    def step_loss(self) -> Tensor:
+        settings = self.settings
+        batch = self.train_corpus.batch(settings.batch_size, self.config.context, seed=settings.seed, step=self.step)
+        return next_token_loss(self.model, *batch)
+
+    def validation_loss(self) -> float:
+        batch = self.validation_corpus.batch(VALIDATION_SEQUENCES, self.config.context, seed=0, step=0)
+        return next_token_loss(self.model, *batch).item()
+
+
 class Capture(NamedTuple):
-    """layers: layer number (from 0) -> {"query", "key", "value", "grad_output"}, bfloat16 [B, H, N, D] each."""
+    """layers: layer number (from 0) -> {"query", "key", "value"}, and "grad_output" if kept; bfloat16 [B, H, N, D]."""
 
     provenance: dict[str, Any]
     layers: dict[int, dict[str, Tensor]]
@@ -136,7 +165,7 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def train(training: Training, checkpoint: Path) -> None:
+def train(training: ResumableTraining, checkpoint: Path) -> None:
     """To the last step, from `checkpoint` if it exists, writing it every settings.report_every steps."""
     if checkpoint.exists():
         training.load(checkpoint)
@@ -155,6 +184,27 @@ def train(training: Training, checkpoint: Path) -> None:
                 bar.write("step {step}: train loss {train_loss:.3f}, validation {validation_loss:.3f}".format(**row))
 
 
+@contextmanager
+def watched_attention(
+    model: nn.Module, layers: Sequence[int]
+) -> Iterator[tuple[dict[int, tuple[Tensor, ...]], dict[int, Tensor]]]:
+    """({layer: (Q, K, V)}, {layer: O}) of the attention cores of model.blocks, filled by each pass of the model."""
+    inputs, outputs = {}, {}
+
+    def keep(layer):
+        def hook(core, qkv, output):
+            inputs[layer], outputs[layer] = qkv, output
+
+        return hook
+
+    hooks = [model.blocks[layer].attention.core.register_forward_hook(keep(layer)) for layer in layers]
+    try:
+        yield inputs, outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def attention_tensors(
     model: Llama, inputs: Tensor, targets: Tensor, layers: Sequence[int]
 ) -> tuple[float, dict[int, dict[str, Tensor]]]:
@@ -163,20 +213,8 @@ def attention_tensors(
     Q and K are those that are multiplied: after QK-norm and rotation. Under grouped-query attention K and V are
     repeated for every query head that reads them. dO is the gradient of `next_token_loss`.
     """
-    inputs_of, outputs = {}, {}
-
-    def keep(layer):
-        def hook(core, qkv, output):
-            inputs_of[layer], outputs[layer] = qkv, output
-
-        return hook
-
-    hooks = [model.blocks[layer].attention.core.register_forward_hook(keep(layer)) for layer in layers]
-    try:
+    with watched_attention(model, layers) as (inputs_of, outputs):
         loss = next_token_loss(model, inputs, targets)
-    finally:
-        for hook in hooks:
-            hook.remove()
     grad_outputs = torch.autograd.grad(loss, [outputs[layer] for layer in layers])
     groups = model.config.heads // model.config.kv_heads
     tensors = {}

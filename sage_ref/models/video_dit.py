@@ -1,0 +1,242 @@
+"""A small diffusion transformer for video: patches as tokens, full attention over all frames, adaLN-zero.
+
+x <- x + g_1 * Attention(m_1(x));  x <- x + g_2 * MLP(m_2(x));  m(x) = LayerNorm(x) * (1 + scale) + shift.
+
+Shift, scale and gate g are computed from the noise level alone. They start at zero, so that every block starts as the
+identity (adaLN-zero). Queries and keys are normalised (QK-norm), then rotated by their place in time, height and width,
+then meet in `AttentionCore`. That module's inputs are Q, K, V; any module that maps them to O can take its place:
+`block.attention.core = SLA2(...)`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_ref.smoothing import QKNorm
+
+CHANNELS = 3  # red, green, blue
+NORM_EPS = 1e-6
+NOISE_FREQUENCIES = 32
+
+
+@dataclass(frozen=True)
+class VideoDiTConfig:
+    """Shape of the video and of the model.
+
+    patch: pixels of a patch's side, within one frame. cube: frames x rows x columns of patches whose tokens are
+    consecutive, see `raster_order`; (1, 1, 1) is plain raster order.
+    """
+
+    frames: int = 4
+    size: int = 32
+    patch: int = 2
+    cube: tuple[int, int, int] = (2, 4, 4)
+    layers: int = 6
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self):
+        for name in ("frames", "size", "patch", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.size % self.patch:
+            raise ValueError(f"size: expected a multiple of patch={self.patch}, got {self.size}")
+        if len(self.cube) != 3 or any(c < 1 or side % c for side, c in zip(self.grid, self.cube, strict=True)):
+            raise ValueError(f"cube: expected three numbers that divide the grid {self.grid}, got {self.cube}")
+        if self.width % (2 * self.heads) or self.head_dim < 6:
+            raise ValueError(
+                f"width: expected an even number, 6 or more, for each of the {self.heads} heads, got {self.width}"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        return self.frames, self.size // self.patch, self.size // self.patch
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+def raster_order(grid: tuple[int, int, int], cube: tuple[int, int, int]) -> Tensor:
+    """int64 [N]: the place in raster order (frame, row, column) of each token of the sequence.
+
+    Cube follows cube, each in raster order. A block of sparse attention is a run of consecutive tokens; in raster order
+    32 of them are two rows across a whole frame, here a compact box, whose tokens look alike and are wanted together.
+    """
+    frames, rows, columns = (side // c for side, c in zip(grid, cube, strict=True))
+    places = torch.arange(math.prod(grid)).view(frames, cube[0], rows, cube[1], columns, cube[2])
+    return places.permute(0, 2, 4, 1, 3, 5).flatten()
+
+
+class RotaryEmbedding3D(nn.Module):
+    """Turn each pair of features (x_i, x_(i + D/2)) of a token by an angle proportional to its frame, row or column.
+
+    Of the D/2 pairs 3/8 follow the row, 3/8 the column, the rest the frame. Each axis turns its pairs by 1 down to
+    about 1/100 radian per step: 10000, as used for text, would leave most pairs nearly still on axes this short.
+    A query and a key meet at an angle that depends on their distance in time, height and width alone. So no learned
+    position is added: a shape looks the same wherever it is.
+    forward(x [..., N, D]) -> [..., N, D]; positions: [N, 3], frame, row and column of each token.
+    """
+
+    def __init__(self, head_dim: int, positions: Tensor):
+        super().__init__()
+        pairs = head_dim // 2
+        spatial = 3 * pairs // 8 or 1
+        angles = [
+            positions[:, axis, None] * 100.0 ** (-torch.arange(count) / count)
+            for axis, count in enumerate((pairs - 2 * spatial, spatial, spatial))
+        ]
+        angle = torch.cat(angles, dim=-1)  # [N, D/2]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * self.cos - second * self.sin, first * self.sin + second * self.cos), dim=-1)
+
+
+class Patches(nn.Module):
+    """Between a video [B, C, T, H, W] and the pixels of its patches [B, N, C * patch^2], in the config's order."""
+
+    def __init__(self, config: VideoDiTConfig):
+        super().__init__()
+        self.config = config
+        order = raster_order(config.grid, config.cube)
+        axes = [torch.arange(side) for side in config.grid]
+        self.positions = torch.cartesian_prod(*axes)[order]  # [N, 3]
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("inverse", order.argsort(), persistent=False)
+
+    def split(self, video: Tensor) -> Tensor:
+        patch = self.config.patch
+        # [B, C, T, h, patch, w, patch]
+        x = video.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))
+        return x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)[:, self.order]
+
+    def join(self, patches: Tensor) -> Tensor:
+        patch = self.config.patch
+        # [B, T, h, w, C, patch, patch]
+        x = patches[:, self.inverse].unflatten(1, self.config.grid).unflatten(-1, (CHANNELS, patch, patch))
+        return x.permute(0, 4, 1, 2, 5, 3, 6).flatten(-2).flatten(-3, -2)
+
+
+class NoiseEmbedding(nn.Module):
+    """Noise levels in [0, 1], [B] -> [B, width]: sines and cosines of 1 to 1000 radians per unit, then an MLP."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        frequency = 1000.0 ** torch.linspace(0, 1, NOISE_FREQUENCIES)
+        self.register_buffer("frequency", frequency, persistent=False)
+        self.mlp = nn.Sequential(nn.Linear(2 * NOISE_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, noise_level: Tensor) -> Tensor:
+        angle = noise_level[:, None] * self.frequency
+        return self.mlp(torch.cat((angle.cos(), angle.sin()), dim=-1))
+
+
+class AttentionCore(nn.Module):
+    """forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]: full attention and nothing else."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Attention(nn.Module):
+    """Project, normalise, rotate, attend, project back. forward(x [B, N, width]) -> [B, N, width]."""
+
+    def __init__(self, config: VideoDiTConfig, positions: Tensor):
+        super().__init__()
+        self.head_dim = config.head_dim
+        # Their offsets let a head look at a distance, whatever the tokens are: rotated, they meet at that distance.
+        self.query, self.key, self.value = (nn.Linear(config.width, config.width) for _ in range(3))
+        self.qk_norm = QKNorm(config.head_dim)
+        self.rotary = RotaryEmbedding3D(config.head_dim, positions)
+        self.core = AttentionCore()
+        self.output = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [B, N, H * D] -> [B, H, N, D]
+        projected = (project(x) for project in (self.query, self.key, self.value))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
+        q, k = self.qk_norm(q, k)
+        return self.output(self.core(self.rotary(q), self.rotary(k), v).transpose(1, 2).flatten(-2))
+
+
+class Modulation(nn.Module):
+    """`count` vectors from the noise embedding, all zero at the start. forward([B, width]) -> count x [B, 1, width]."""
+
+    def __init__(self, width: int, count: int):
+        super().__init__()
+        self.count = count
+        self.linear = nn.Linear(width, count * width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, noise: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(F.silu(noise))[:, None].chunk(self.count, dim=-1)
+
+
+def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift: the norm's own gain and offset, as functions of the noise level."""
+    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each on a modulated norm of the residual stream and added back through a gate."""
+
+    def __init__(self, config: VideoDiTConfig, positions: Tensor):
+        super().__init__()
+        self.modulation = Modulation(config.width, 6)
+        self.attention = Attention(config, positions)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * config.width, config.width),
+        )
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(noise)
+        x = x + gate_1 * self.attention(modulated_norm(x, shift_1, scale_1))
+        return x + gate_2 * self.mlp(modulated_norm(x, shift_2, scale_2))
+
+
+class VideoDiT(nn.Module):
+    """forward(video [B, C, T, H, W], noise_level [B] in [0, 1]) -> velocity [B, C, T, H, W]; at the start zero."""
+
+    def __init__(self, config: VideoDiTConfig):
+        super().__init__()
+        self.config = config
+        self.patches = Patches(config)
+        pixels = CHANNELS * config.patch**2
+        self.input = nn.Linear(pixels, config.width)
+        self.noise = NoiseEmbedding(config.width)
+        self.blocks = nn.ModuleList(Block(config, self.patches.positions) for _ in range(config.layers))
+        self.modulation = Modulation(config.width, 2)
+        self.output = nn.Linear(config.width, pixels)
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight") and parameter.dim() == 2 and "modulation" not in name:
+                nn.init.xavier_uniform_(parameter)
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        nn.init.zeros_(self.output.weight)
+
+    def forward(self, video: Tensor, noise_level: Tensor) -> Tensor:
+        config = self.config
+        shape = (CHANNELS, config.frames, config.size, config.size)
+        if video.shape[1:] != shape:
+            raise ValueError(f"video: expected [B, {', '.join(map(str, shape))}], got {list(video.shape)}")
+        if noise_level.shape != video.shape[:1]:
+            raise ValueError(f"noise_level: expected [{len(video)}], one per video, got {list(noise_level.shape)}")
+        x = self.input(self.patches.split(video))
+        noise = self.noise(noise_level)
+        for block in self.blocks:
+            x = block(x, noise)
+        return self.patches.join(self.output(modulated_norm(x, *self.modulation(noise))))

@@ -1,0 +1,65 @@
+"""Videos made from a seed: textured shapes that move, turn and hide each other in front of a gradient of two colours.
+
+Nothing is downloaded, and there is something for attention to find: a shape keeps its texture while it moves, so a
+noisy patch is best told from the rest of its shape, in the same frame and in the others.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SHAPES = ("disc", "square", "ring")
+
+
+def videos(count: int, frames: int, size: int, *, seed: Sequence[int]) -> Tensor:
+    """RGB videos, float32 [count, 3, frames, size, size] in [-1, 1]; a function of the arguments alone."""
+    for name, value in (("count", count), ("frames", frames), ("size", size)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    rng = np.random.default_rng(tuple(seed))
+    drawn = np.stack([draw_video(rng, frames, size) for _ in range(count)])
+    return torch.from_numpy(drawn).float()
+
+
+def draw_video(rng: np.random.Generator, frames: int, size: int) -> np.ndarray:
+    """[3, frames, size, size]: three to five shapes, each drawn over those before it."""
+    time, y, x = np.meshgrid(np.arange(frames), *2 * [(np.arange(size) + 0.5) / size], indexing="ij")
+    angle = rng.uniform(0, 2 * np.pi)
+    along = (np.cos(angle) * (x - 0.5) + np.sin(angle) * (y - 0.5)) / np.sqrt(2) + 0.5
+    video = mix(*colours(rng), along)
+    for _ in range(rng.integers(3, 6)):
+        video = draw_shape(rng, video, time, y, x)
+    return video
+
+
+def draw_shape(rng: np.random.Generator, video: np.ndarray, time: np.ndarray, y: np.ndarray, x: np.ndarray):
+    """One shape over the video, lengths in widths of a frame: radius 1/8 to 1/4, up to 1/16 and 0.4 rad a frame."""
+    radius = rng.uniform(1 / 8, 1 / 4)
+    start, velocity = rng.uniform(0, 1, 2), rng.uniform(-1 / 16, 1 / 16, 2)
+    angle = rng.uniform(0, 2 * np.pi) + rng.uniform(-0.4, 0.4) * time
+    dy, dx = y - start[0] - velocity[0] * time, x - start[1] - velocity[1] * time
+    # The shape's own coordinates: its texture moves and turns with it.
+    u, v = np.cos(angle) * dx + np.sin(angle) * dy, np.cos(angle) * dy - np.sin(angle) * dx
+    distance = {
+        "disc": np.hypot(u, v) - radius,
+        "square": np.maximum(np.abs(u), np.abs(v)) - 0.8 * radius,
+        "ring": np.abs(np.hypot(u, v) - 0.75 * radius) - 0.25 * radius,
+    }[rng.choice(SHAPES)]
+    covered = np.clip(0.5 - distance * x.shape[-1], 0, 1)  # a pixel on the edge is covered in part
+    frequency = 2 * np.pi / rng.uniform(1 / 8, 1 / 4)
+    stripes = np.sin(frequency * u)
+    checks = stripes * np.sin(frequency * v)
+    texture = np.clip(0.5 + 2 * (checks if rng.random() < 0.5 else stripes), 0, 1)
+    return video * (1 - covered) + mix(*colours(rng), texture) * covered
+
+
+def colours(rng: np.random.Generator) -> np.ndarray:
+    """Two colours, [2, 3] in [-1, 1]."""
+    return rng.uniform(-1, 1, (2, 3))
+
+
+def mix(first: np.ndarray, second: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Colours [3] of each pixel: `first` where share [frames, size, size] is 0, `second` where it is 1."""
+    return first[:, None, None, None] * (1 - share) + second[:, None, None, None] * share

@@ -1,0 +1,268 @@
+"""The video DiT is its equations: order of tokens, rotation by distance, identity at the start, attention exchanged."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from sage_ref.attention import attention_forward
+from sage_ref.models.video_dit import (
+    Attention,
+    Modulation,
+    NoiseEmbedding,
+    Patches,
+    RotaryEmbedding3D,
+    VideoDiT,
+    VideoDiTConfig,
+    modulated_norm,
+    raster_order,
+)
+
+SMALL = VideoDiTConfig(frames=2, size=12, patch=2, cube=(2, 2, 3), layers=2, width=32, heads=2)
+
+
+def video_dit(config=SMALL, seed=0):
+    """In float64, every parameter random: nothing is hidden by a gate that is still zero."""
+    torch.manual_seed(seed)
+    model = VideoDiT(config).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def batch(config=SMALL, count=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    video = torch.randn(count, 3, config.frames, config.size, config.size, generator=generator, dtype=torch.float64)
+    return video, torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def test_the_default_has_1024_tokens_in_heads_of_32():
+    config = VideoDiTConfig()
+    assert (config.grid, config.tokens, config.head_dim) == ((4, 16, 16), 1024, 32)
+
+
+# Order of tokens
+
+
+def test_cube_of_one_is_raster_order():
+    assert torch.equal(raster_order((2, 4, 6), (1, 1, 1)), torch.arange(48))
+
+
+def test_raster_order_goes_cube_by_cube():
+    order = raster_order((2, 4, 4), (2, 2, 2)).tolist()
+    assert order[:8] == [0, 1, 4, 5, 16, 17, 20, 21]
+    assert order[8:12] == [2, 3, 6, 7]
+    assert order[16:20] == [8, 9, 12, 13]
+    assert sorted(order) == list(range(32))
+
+
+@pytest.mark.parametrize(("block", "box"), [(32, (2, 4, 4)), (16, (1, 4, 4)), (8, (1, 2, 4))])
+def test_blocks_of_consecutive_tokens_are_compact_boxes(block, box):
+    for positions in Patches(VideoDiTConfig()).positions.split(block):
+        extent = positions.max(0).values - positions.min(0).values + 1
+        assert tuple(extent.tolist()) == box
+
+
+@pytest.mark.parametrize("cube", [(1, 1, 1), (2, 2, 3), (1, 6, 2)])
+def test_each_token_holds_the_pixels_at_its_position(cube):
+    patches = Patches(replace(SMALL, cube=cube))
+    video, _ = batch()
+    split = patches.split(video)
+    assert split.shape == (3, 72, 12)
+    for token, (t, y, x) in enumerate(patches.positions.tolist()):
+        assert torch.equal(split[:, token], video[:, :, t, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].flatten(1))
+    assert torch.equal(patches.join(split), video)
+
+
+def test_the_order_of_tokens_changes_no_velocity():
+    model, (video, noise_level) = video_dit(), batch()
+    raster = VideoDiT(replace(SMALL, cube=(1, 1, 1))).double()
+    raster.load_state_dict(model.state_dict())
+    assert_close(raster(video, noise_level), model(video, noise_level))
+
+
+# Rotation
+
+
+def test_rotated_products_depend_on_the_distance_in_time_height_and_width_alone():
+    torch.manual_seed(0)
+    patches = Patches(replace(SMALL, frames=4, size=8, cube=(2, 2, 2)))
+    positions, n = patches.positions, len(patches.positions)
+    rotary = RotaryEmbedding3D(16, positions).double()
+    q, k = (torch.randn(1, 16, dtype=torch.float64).expand(n, 16) for _ in range(2))
+    products = rotary(q) @ rotary(k).mT
+    at_distance = {}
+    for i in range(n):
+        for j in range(n):
+            distance = tuple((positions[i] - positions[j]).tolist())
+            assert_close(products[i, j], at_distance.setdefault(distance, products[i, j]), atol=1e-5, rtol=0)
+    # Every axis counts, and each in both directions.
+    at_zero = at_distance[0, 0, 0]
+    for distance in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        back = tuple(-d for d in distance)
+        assert abs(at_distance[distance] - at_zero) > 1e-3
+        assert abs(at_distance[distance] - at_distance[back]) > 1e-3
+
+
+@pytest.mark.parametrize(("head_dim", "pairs"), [(6, (1, 1, 1)), (32, (4, 6, 6)), (128, (16, 24, 24))])
+def test_pairs_are_shared_among_the_axes(head_dim, pairs):
+    rotary = RotaryEmbedding3D(head_dim, torch.eye(3))
+    turned = [int((rotary.sin[axis] != 0).sum()) for axis in range(3)]
+    assert tuple(turned) == pairs
+    for axis, count in enumerate(pairs):
+        angle = rotary.sin[axis].asin()[rotary.sin[axis] != 0]
+        # The first pair of an axis turns by one radian a step, the next ones by less, never under 1/100.
+        assert_close(angle, torch.tensor([100 ** (-i / count) for i in range(count)]), atol=1e-5, rtol=0)
+
+
+# Blocks
+
+
+def test_a_new_model_passes_every_block_unchanged_and_answers_zero():
+    torch.manual_seed(0)
+    model = VideoDiT(SMALL)
+    x, noise = torch.randn(3, 72, 32), torch.randn(3, 32)
+    for block in model.blocks:
+        assert torch.equal(block(x, noise), x)
+    video, noise_level = (y.float() for y in batch())
+    velocity = model(video, noise_level)
+    assert velocity.shape == video.shape
+    assert not velocity.any()
+
+
+def test_the_gates_get_a_gradient_once_the_output_is_not_zero():
+    torch.manual_seed(0)
+    model = VideoDiT(SMALL).double()
+    nn.init.normal_(model.output.weight)
+    model(*batch()).square().sum().backward()
+    for block in model.blocks:
+        for gradient in block.modulation.linear.bias.grad.chunk(6)[2::3]:
+            assert (gradient != 0).all()
+
+
+def test_modulated_norm_and_modulation_are_their_equations():
+    torch.manual_seed(0)
+    x, shift, scale, noise = (torch.randn(*shape).double() for shape in ((2, 5, 8), (2, 1, 8), (2, 1, 8), (2, 8)))
+    centred = x - x.mean(-1, keepdim=True)
+    normal = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close(modulated_norm(x, shift, scale), normal * (1 + scale) + shift)
+    modulation = Modulation(8, 3).double()
+    assert not any(y.any() for y in modulation(noise))
+    nn.init.normal_(modulation.linear.weight)
+    expected = (noise * noise.sigmoid()) @ modulation.linear.weight.mT
+    assert_close(torch.cat(modulation(noise), dim=-1), expected[:, None])
+
+
+def test_noise_embedding_is_its_equation_and_tells_levels_apart():
+    torch.manual_seed(0)
+    embedding, levels = NoiseEmbedding(32), torch.linspace(0, 1, 101)
+    embedded = embedding(levels)
+    angle = levels[:, None] * torch.tensor([1000 ** (i / 31) for i in range(32)])
+    waves = torch.cat((angle.cos(), angle.sin()), dim=1)
+    assert_close(embedded, embedding.mlp(waves), atol=1e-4, rtol=0)
+    distance = torch.cdist(embedded, embedded) + 10 * torch.eye(101)
+    assert distance.min() > 1e-2
+
+
+def test_a_block_is_its_equation():
+    model = video_dit()
+    block = model.blocks[0]
+    x, noise = torch.randn(2, 72, 32).double(), torch.randn(2, 32).double()
+    shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = block.modulation(noise)
+    y = x + gate_1 * block.attention(F.layer_norm(x, (32,), eps=1e-6) * (1 + scale_1) + shift_1)
+    hidden = block.mlp[0](F.layer_norm(y, (32,), eps=1e-6) * (1 + scale_2) + shift_2)
+    assert_close(block(x, noise), y + gate_2 * block.mlp[2](F.gelu(hidden, approximate="tanh")))
+
+
+def test_attention_is_its_equation_head_by_head():
+    torch.manual_seed(0)
+    attention = Attention(SMALL, Patches(SMALL).positions).double()
+    for norm in (attention.qk_norm.query_norm, attention.qk_norm.key_norm):
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+    x = torch.randn(2, 72, 32, dtype=torch.float64)
+    heads = []
+    for head in range(2):
+        rows = slice(16 * head, 16 * (head + 1))
+        q, k, v = (
+            x @ linear.weight[rows].mT + linear.bias[rows]
+            for linear in (attention.query, attention.key, attention.value)
+        )
+        q, k = (
+            y * y.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * norm.weight
+            for y, norm in ((q, attention.qk_norm.query_norm), (k, attention.qk_norm.key_norm))
+        )
+        heads.append(attention_forward(attention.rotary(q), attention.rotary(k), v).output)
+    assert_close(attention(x), attention.output(torch.cat(heads, dim=-1)))
+
+
+def test_every_token_sees_every_other():
+    video, noise_level = batch(count=1)
+    gradient = torch.autograd.functional.jacobian(
+        lambda x: video_dit()(x, noise_level)[0, 0, 0, 0, 0], video.requires_grad_()
+    )
+    assert (gradient != 0).all()
+
+
+def test_attention_can_be_replaced_by_any_module_of_query_key_value():
+    class Linear(nn.Module):
+        def forward(self, query, key, value):
+            return query.softmax(-1) @ (key.softmax(-2).mT @ value)
+
+    class ByHand(nn.Module):
+        def forward(self, query, key, value):
+            return attention_forward(query, key, value).output
+
+    model, inputs = video_dit(), batch()
+    full = model(*inputs)
+    for replacement, same in ((ByHand(), True), (Linear(), False)):
+        for block in model.blocks:
+            block.attention.core = replacement
+        assert torch.allclose(model(*inputs), full) is same
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", ["frames", "size", "patch", "layers", "width", "heads"])
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+        replace(SMALL, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 13}, "size: expected a multiple of patch=2, got 13"),
+        ({"cube": (2, 4, 4)}, r"cube: expected three numbers that divide the grid \(2, 6, 6\), got \(2, 4, 4\)"),
+        ({"cube": (2, 2)}, "cube: expected three numbers"),
+        ({"cube": (0, 1, 1)}, "cube: expected three numbers"),
+        ({"width": 34}, "width: expected an even number, 6 or more, for each of the 2 heads, got 34"),
+        ({"width": 8}, "width: expected an even number, 6 or more, for each of the 2 heads, got 8"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_inputs_of_another_shape_are_refused():
+    model, (video, noise_level) = video_dit(), batch()
+    with pytest.raises(ValueError, match=r"video: expected \[B, 3, 2, 12, 12\], got \[3, 3, 2, 12, 10\]"):
+        model(video[..., :10], noise_level)
+    with pytest.raises(ValueError, match="video: expected"):
+        model(video[0], noise_level)
+    with pytest.raises(ValueError, match=r"noise_level: expected \[3\], one per video, got \[1\]"):
+        model(video, noise_level[:1])
+
+
+@pytest.mark.parametrize("where", ["blocks", "output"])
+def test_the_noise_level_reaches_the_velocity_through_the_blocks_and_the_output(where):
+    model, (video, _) = video_dit(), batch(count=1)
+    silenced = [model.modulation] if where == "blocks" else [block.modulation for block in model.blocks]
+    for modulation in silenced:
+        nn.init.zeros_(modulation.linear.weight)
+    low, high = (model(video, torch.tensor([t]).double()) for t in (0.2, 0.8))
+    assert (low - high).abs().max() > 1e-3
