@@ -22,6 +22,7 @@ class Launch(NamedTuple):
     block_kv: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
 
 
 CANDIDATES = {
@@ -35,6 +36,15 @@ CANDIDATES = {
     # One scale per tile of P and dS: the tile is the block.
     "dq_per_block": (Launch(128, 128, 8, 2),),
     "dkdv_per_block": (Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
+    # SLA2: block_q is the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number
+    # of columns.
+    "sla2_as_printed": (Launch(64, 64, 4, 1), Launch(128, 64, 8, 1)),
+    "sla2_forward_16bit": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 3), Launch(128, 64, 8, 2), Launch(128, 64, 8, 3)),
+    "sla2_forward": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, 168), Launch(64, 64, 4, 3, 168), Launch(128, 64, 8, 2)),
+    "sla2_mix": (Launch(64, 64, 4, 1), Launch(64, 64, 8, 1)),
+    "sla2_linear_query": (Launch(128, 64, 8, 1), Launch(128, 64, 16, 1), Launch(128, 32, 8, 1)),
+    "sla2_query": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 1), Launch(128, 64, 8, 2)),
+    "sla2_key": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 3), Launch(32, 64, 4, 3)),
 }
 DEFAULTS = {
     "forward": Launch(64, 128, 4, 1),
@@ -46,6 +56,13 @@ DEFAULTS = {
     "dv": Launch(128, 64, 4, 1),
     "dq_per_block": Launch(128, 128, 8, 1),
     "dkdv_per_block": Launch(128, 128, 8, 1),
+    "sla2_as_printed": Launch(64, 64, 4, 1),
+    "sla2_forward_16bit": Launch(64, 64, 4, 1),
+    "sla2_forward": Launch(64, 64, 4, 1),
+    "sla2_mix": Launch(64, 64, 8, 1),
+    "sla2_linear_query": Launch(128, 32, 8, 1),
+    "sla2_query": Launch(64, 64, 4, 1),
+    "sla2_key": Launch(32, 64, 4, 1),
 }
 
 
@@ -58,12 +75,10 @@ def choose_launch(kernel: str, level: int, padded_head_dim: int, is_causal: bool
 
 @cache
 def measured_launches() -> dict[tuple, Launch]:
-    """The rows of launch_hopper.json: (kernel, level, padded head size, is_causal) -> Launch."""
-    record = resources.files("sage_kernels") / "launch_hopper.json"
-    if not record.is_file():
-        return {}
-    rows = json.loads(record.read_text())["rows"]
+    """The rows of the launch tables: (kernel, level, padded head size, is_causal) -> Launch."""
+    records = [resources.files("sage_kernels") / name for name in ("launch_hopper.json", "launch_hopper_sla2.json")]
+    rows = [row for record in records if record.is_file() for row in json.loads(record.read_text())["rows"]]
     return {
-        (row["kernel"], row["level"], row["head_dim"], row["causal"]): Launch(*(row[field] for field in Launch._fields))
+        (row["kernel"], row["level"], row["head_dim"], row["causal"]): Launch(*map(row.get, Launch._fields))
         for row in rows
     }

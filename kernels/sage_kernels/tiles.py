@@ -95,6 +95,14 @@ def group_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def softmax_features(x, D: tl.constexpr, DP: tl.constexpr):
+    """phi(x) of the linear branch: softmax over the first D of DP features, zeros after them. float32 [tokens, DP]."""
+    x = tl.where(tl.arange(0, DP)[None, :] < D, x, -float("inf"))
+    e = tl.math.exp2((x - tl.max(x, 1)[:, None]) * LOG2_E)
+    return e / tl.sum(e, 1)[:, None]
+
+
+@triton.jit
 def row_scale(x, PER_BLOCK: tl.constexpr):
     """(s, 1/s) with s = max|x| / 127: one per row of the tile, or with PER_BLOCK the tile's in every row."""
     largest = tl.max(tl.abs(x), 1)

@@ -1,0 +1,113 @@
+"""The SLA2 ladder by level: prepare a level's inputs, run its forward kernels; one backward for all.
+
+Every level takes the same tensors, and a block mask or a router, and gives the same result up to quantisation.
+"""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sage_kernels.forward import level0_flash_attention, level4_grouped
+from sage_kernels.launch import Launch, choose_launch
+from sage_kernels.quantize import padded_head_dim, quantize
+from sage_kernels.sla2 import level0_as_printed, level1_lists
+from sage_kernels.sla2.backward import BackwardInputs, run_key, run_linear_query, run_query
+from sage_kernels.sla2.forward import Forward, ForwardInputs, run_forward
+from sage_kernels.sla2.lists import BlockLists, block_lists
+from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean
+from sage_kernels.sla2.sums import key_block_sums, unselected_sums, unselected_sums_by_key
+
+LOG2_E = math.log2(math.e)
+
+
+class Level(NamedTuple):
+    name: str
+    kernel: str  # its sparse program in launch.CANDIDATES
+    key_tile: object
+    fused: bool = True  # the mix in the sparse program
+    int8: bool = False
+
+
+LEVELS = (
+    Level("as printed: every block walked", "sla2_as_printed", level0_flash_attention.key_tile),
+    Level("lists, and one product for H", "sla2_forward_16bit", level0_flash_attention.key_tile, fused=False),
+    Level("linear branch in the sparse kernel", "sla2_forward_16bit", level0_flash_attention.key_tile),
+    Level("INT8", "sla2_forward", level4_grouped.key_tile, int8=True),
+)
+
+
+class Router(NamedTuple):
+    """What chooses blocks: proj_q, proj_k [D, D]; count of key blocks for each query block; protected, bool [Tn]."""
+
+    proj_q: Tensor
+    proj_k: Tensor
+    count: int
+    protected: Tensor | None = None
+
+
+class Prepared(NamedTuple):
+    inputs: ForwardInputs
+    block_mask: Tensor  # bool [B, H, Tm, Tn]
+    key_sums: Tensor  # [B, Hkv, Tn, Dp (Dp + 1)]: h_j, then z_j
+    k_mean: Tensor | None  # float32 [B, Hkv, D], where K was smoothed
+
+
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Router, alpha: Tensor, level: int, *, scale: float
+) -> Prepared:
+    """All that level `level` needs before its sparse program: routing, lists, INT8 copies, H_i and Z_i.
+
+    chooser: a block mask, bool [B, H, Tm, Tn], contiguous, or a Router. alpha: float32 [B, H, Tm], contiguous.
+    """
+    int8, routed = LEVELS[level].int8, isinstance(chooser, Router)
+    key_sums, k_bar = key_block_sums(key, value)
+    q_hat = k_hat = v_hat = k_mean = None
+    if int8 or routed:
+        # The running maximum of the INT8 tiles wants s_Q >= 0, so Q takes the sign of c.
+        q_hat, q_bar = quantize(
+            query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
+        )
+    if routed:
+        block_mask, lists = route(q_bar, k_bar, *chooser)
+    else:
+        block_mask, lists = chooser, block_lists(chooser)
+    if int8:
+        k_mean = sequence_mean(k_bar, key.shape[2], BLOCK_KV)
+        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+        v_hat, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=True)
+    sums = unselected_sums(block_mask, key_sums)
+    hats = (q_hat, k_hat, v_hat) if int8 else (None, None, None)
+    return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, key_sums, k_mean)
+
+
+def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, launch: Launch | None = None) -> Forward:
+    """O of level `level`; save: O_s and L too, which level 0 doesn't have. launch: of the sparse program."""
+    chosen, inputs = LEVELS[level], prepared.inputs
+    launch = launch or _launch(chosen.kernel, level, inputs.query)
+    if level == 0:
+        tensors = inputs.query, inputs.key, inputs.value, prepared.block_mask, inputs.alpha, prepared.key_sums
+        return Forward(level0_as_printed.run(*tensors, launch, scale=scale), None, None)
+    save = save or not chosen.fused
+    forward = run_forward(inputs, chosen.key_tile, launch, scale=scale, fused=chosen.fused, save=save)
+    if chosen.fused:
+        return forward
+    mix = _launch("sla2_mix", level, inputs.query)
+    return forward._replace(output=level1_lists.run_mix(inputs, forward.sparse_output, mix))
+
+
+def run_backward(
+    inputs: BackwardInputs, block_mask: Tensor, lists: BlockLists, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and dalpha, in 16 bit. lists: by query block. Deterministic: no atomic operations."""
+    query = inputs.query
+    gradients = run_linear_query(inputs, _launch("sla2_linear_query", 0, query), scale=scale)
+    run_query(inputs, gradients, lists, _launch("sla2_query", 0, query), scale=scale)
+    grad_sums = unselected_sums_by_key(block_mask, gradients.grad_sums, inputs.key.shape[1])
+    by_key = block_lists(block_mask, by_key=True)
+    dk, dv = run_key(inputs, gradients, grad_sums, by_key, _launch("sla2_key", 0, query), scale=scale)
+    return gradients.grad_query, dk, dv, gradients.grad_alpha
+
+
+def _launch(kernel: str, level: int, query: Tensor) -> Launch:
+    return choose_launch(kernel, level, padded_head_dim(query.shape[3]), False, query.device)

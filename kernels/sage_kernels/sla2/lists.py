@@ -1,0 +1,58 @@
+"""Lists in place of the block mask: the selected key blocks of each query block, and the reverse for dK and dV."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class BlockLists(NamedTuple):
+    """The selected blocks of each row of a block mask, in ascending order."""
+
+    entries: Tensor  # int32 [B, H, rows, width], undefined after the row's count
+    counts: Tensor  # int32 [B, H, rows]
+
+
+@triton.jit
+def store_list(selected, column, list_number, width, entries_ptr, counts_ptr):
+    """The columns whose `selected` is 1 and not 0, in ascending order, as list number list_number."""
+    position = tl.cumsum(selected, 0) - 1
+    tl.store(entries_ptr + list_number * width + position, column, mask=selected != 0)
+    tl.store(counts_ptr + list_number, tl.sum(selected, 0))
+
+
+@triton.jit
+def list_range(entries_ptr, count_ptr, n_k, BLOCK_KV: tl.constexpr):
+    """(full, count): entries [0, full) need no mask; [full, count) is the sequence's partial last block, if listed."""
+    count = tl.load(count_ptr)
+    last = tl.load(entries_ptr + count - 1, mask=count > 0, other=0)
+    return tl.where((last + 1) * BLOCK_KV > n_k, count - 1, count), count
+
+
+@triton.jit
+def list_program(mask_ptr, stride_row, stride_column, columns, entries_ptr, counts_ptr, WIDTH: tl.constexpr):
+    row, head, column = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
+    rows = tl.num_programs(0)
+    pointers = mask_ptr + head * rows * columns + row * stride_row + column * stride_column
+    selected = tl.load(pointers, mask=column < columns, other=0).to(tl.int32)
+    store_list(selected, column, head * rows + row, columns, entries_ptr, counts_ptr)
+
+
+def block_lists(block_mask: Tensor, *, by_key: bool = False) -> BlockLists:
+    """Selected key blocks of every query block; by_key: the query blocks that selected each key block.
+
+    block_mask: bool [B, H, Tm, Tn], contiguous.
+    """
+    batch, heads, rows, columns = block_mask.shape
+    strides = columns, 1
+    if by_key:
+        rows, columns, strides = columns, rows, strides[::-1]
+    entries = block_mask.new_empty(batch, heads, rows, columns, dtype=torch.int32)
+    counts = block_mask.new_empty(batch, heads, rows, dtype=torch.int32)
+    padded = triton.next_power_of_2(columns)
+    list_program[(rows, batch * heads)](
+        block_mask, *strides, columns, entries, counts, WIDTH=padded, num_warps=max(1, min(16, padded // 512))
+    )
+    return BlockLists(entries, counts)

@@ -1,0 +1,152 @@
+"""SLA2 as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
+
+Deterministic. The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask and its lists,
+and H_i and Z_i of every query block, which are as large as O_s.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from sage_kernels import ops
+from sage_kernels.quantize import padded_head_dim, padded_length
+from sage_kernels.sla2.backward import BackwardInputs
+from sage_kernels.sla2.ladder import Router, prepare, run, run_backward
+from sage_kernels.sla2.lists import BlockLists
+from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.sums import sums_dtype
+from sage_ref.attention import softmax_scale
+from sage_ref.sla import BlockSettings
+
+LEVEL_16BIT, LEVEL_INT8 = 2, 3
+
+
+def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
+    """Why these kernels can't take query [B, H, Nq, D] and blocks as in settings, or None if they can."""
+    found = ops.obstacle(query, False)
+    if found is None and (settings.block_q, settings.block_kv) != (BLOCK_Q, BLOCK_KV):
+        return f"the kernels need blocks of {BLOCK_Q} x {BLOCK_KV}, and got {settings.block_q} x {settings.block_kv}"
+    return found
+
+
+@torch.library.custom_op("sage_kernels::sla2_forward", mutates_args=())
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    block_mask: Tensor | None,
+    proj_q: Tensor | None,
+    proj_k: Tensor | None,
+    protected: Tensor | None,
+    count: int,
+    quantize: bool,
+    scale: float,
+    save: bool,
+) -> list[Tensor]:
+    """O, and with save what the backward pass needs: O_s, L, H and Z, the lists, the chosen mask, the mean key.
+
+    Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
+    """
+    level = LEVEL_INT8 if quantize else LEVEL_16BIT
+    chooser = Router(proj_q, proj_k, count, protected) if block_mask is None else block_mask
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        prepared = prepare(query, key, value, chooser, alpha, level, scale=scale)
+        result = run(prepared, level, scale=scale, save=save)
+    if not save:
+        return [result.output]
+    chosen = [prepared.block_mask] if block_mask is None else []
+    smoothed = [prepared.k_mean] if quantize else []
+    return [*result, prepared.inputs.sums, *prepared.inputs.lists, *chosen, *smoothed]
+
+
+@forward.register_fake
+def _(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
+    output = query.new_empty(query.shape)
+    if not save:
+        return [output]
+    (batch, heads, n_q, head_dim), n_k = query.shape, key.shape[2]
+    rows, columns, dp = triton.cdiv(n_q, BLOCK_Q), triton.cdiv(n_k, BLOCK_KV), padded_head_dim(head_dim)
+    log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32)
+    sums = query.new_empty(batch, heads, rows, dp * (dp + 1), dtype=sums_dtype(query))
+    entries = query.new_empty(batch, heads, rows, count if block_mask is None else columns, dtype=torch.int32)
+    counts = query.new_empty(batch, heads, rows, dtype=torch.int32)
+    chosen = [query.new_empty(batch, heads, rows, columns, dtype=torch.bool)] if block_mask is None else []
+    smoothed = [query.new_empty(batch, key.shape[1], head_dim, dtype=torch.float32)] if quantize else []
+    return [output, query.new_empty(query.shape), log_sum_exp, sums, entries, counts, *chosen, *smoothed]
+
+
+@torch.library.custom_op("sage_kernels::sla2_backward", mutates_args=())
+def backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    block_mask: Tensor,
+    sparse_output: Tensor,
+    log_sum_exp: Tensor,
+    sums: Tensor,
+    entries: Tensor,
+    counts: Tensor,
+    k_mean: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV, dalpha."""
+    inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
+    with torch.cuda.device_of(query):
+        return run_backward(inputs, block_mask, BlockLists(entries, counts), scale=scale)
+
+
+@backward.register_fake
+def _(grad_output, query, key, value, alpha, *_):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, alpha))
+
+
+def _setup_context(ctx, inputs, output):
+    query, key, value, alpha, block_mask, *_, quantize, ctx.scale, save = inputs
+    if not save:
+        return
+    _, *for_backward = output
+    k_mean = for_backward.pop() if quantize else None
+    block_mask = for_backward.pop() if block_mask is None else block_mask
+    ctx.save_for_backward(query, key, value, alpha, block_mask, *for_backward, k_mean)
+
+
+def _backward(ctx, grad_outputs):
+    gradients = backward(grad_outputs[0], *ctx.saved_tensors, ctx.scale)
+    return *gradients, *([None] * 8)
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def sparse_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, alpha: Tensor, *, quantize: bool, scale: float
+) -> Tensor:
+    """O of checked arguments; `sage_ref.sparse_linear_attention` is the way in."""
+    return _attention(query, key, value, alpha, block_mask.contiguous(), None, None, None, 0, quantize, scale)
+
+
+def routed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    proj_q: Tensor,
+    proj_k: Tensor,
+    alpha: Tensor,
+    count: int,
+    protected: Tensor | None,
+    *,
+    quantize: bool,
+) -> Tensor:
+    """O with the blocks that SLA2's router chooses; `sage_ref.SLA2` is the way in. The router gets no gradient."""
+    projections = proj_q.detach(), proj_k.detach()
+    scale = softmax_scale(None, query.shape[3])
+    return _attention(query, key, value, alpha, None, *projections, protected, count, quantize, scale)
+
+
+def _attention(query, key, value, alpha, *options):
+    alpha = alpha.to(torch.float32).contiguous()
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, alpha))
+    return forward(query, key, value, alpha, *options, needs_gradient)[0]

@@ -1,0 +1,92 @@
+"""Which key blocks each query block attends to: router scores from block means, hard Top-k, and its lists.
+
+Nothing here touches tokens: the block means come from kernels that read Q, K and V anyway (`quantize.py`, `sums.py`).
+The mean key of the sequence, which smoothing needs, is a mean of block means.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels.sla2.lists import BlockLists, store_list
+
+BLOCK_Q, BLOCK_KV = 128, 64  # of the block mask
+
+
+@triton.jit(do_not_specialize=["n", "blocks"])
+def sequence_mean_program(means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """One program: some features of one head."""
+    d, head = tl.program_id(0) * 32 + tl.arange(0, 32), tl.program_id(1).to(tl.int64)
+    total = tl.zeros([STEP, 32], tl.float32)
+    for first in range(0, blocks, STEP):
+        block = first + tl.arange(0, STEP)
+        inside = (block[:, None] < blocks) & (d[None, :] < D)
+        means = tl.load(means_ptr + (head * blocks + block[:, None]) * D + d[None, :], mask=inside, other=0.0)
+        total += means * tl.minimum(n - block * BLOCK, BLOCK)[:, None].to(tl.float32)
+    tl.store(mean_ptr + head * D + d, tl.sum(total, 0) / n, mask=d < D)
+
+
+def sequence_mean(means: Tensor, n: int, block: int) -> Tensor:
+    """Mean over all n tokens, [B, H, D], from the means of its blocks [B, H, blocks, D]; the last may be partial."""
+    batch, heads, blocks, head_dim = means.shape
+    mean = means.new_empty(batch, heads, head_dim)
+    sequence_mean_program[(triton.cdiv(head_dim, 32), batch * heads)](
+        means, mean, n, blocks, D=head_dim, BLOCK=block, STEP=64
+    )
+    return mean
+
+
+@triton.jit
+def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, count, WIDTH: tl.constexpr):
+    """One program: one row of [Tm, Tn] scores. The `count` largest; among equal ones those that come first."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    score = tl.load(scores_ptr + row * columns + column, mask=column < columns, other=0.0)
+    # Unsigned integers in the order of the scores: NaN above infinity, -0 equal to 0.
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(score != score, 0x7FFFFFFF, bits)
+    rank = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+    rank = tl.where(column < columns, rank, 0)
+    # The largest threshold that at least `count` ranks reach, bit by bit.
+    threshold = tl.zeros([], tl.uint32)
+    for bit in tl.static_range(32):
+        raised = threshold | (1 << (31 - bit))
+        threshold = tl.where(tl.sum((rank >= raised).to(tl.int32), 0) >= count, raised, threshold)
+    above = rank > threshold
+    equal = (rank == threshold) & (column < columns)
+    still_wanted = count - tl.sum(above.to(tl.int32), 0)
+    selected = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still_wanted))
+    tl.store(mask_ptr + row * columns + column, selected, mask=column < columns)
+    store_list(selected.to(tl.int32), column, row, count, entries_ptr, counts_ptr)
+
+
+def top_blocks(scores: Tensor, count: int) -> tuple[Tensor, BlockLists]:
+    """(mask bool [B, H, Tm, Tn], its lists): the `count` largest of each row; ties as in `sage_ref.sla.top_blocks`.
+
+    scores: float32 [B, H, Tm, Tn]; count <= Tn.
+    """
+    mask = torch.empty_like(scores, dtype=torch.bool)
+    lists = BlockLists(
+        scores.new_empty(*scores.shape[:3], count, dtype=torch.int32),
+        scores.new_empty(scores.shape[:3], dtype=torch.int32),
+    )
+    width = triton.next_power_of_2(scores.shape[-1])
+    top_blocks_program[(lists.counts.numel(),)](
+        scores, mask, *lists, scores.shape[-1], count, WIDTH=width, num_warps=max(1, min(16, width // 512))
+    )
+    return mask, lists
+
+
+def route(
+    q_bar: Tensor, k_bar: Tensor, proj_q: Tensor, proj_k: Tensor, count: int, protected: Tensor | None
+) -> tuple[Tensor, BlockLists]:
+    """(block mask, lists) of SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
+
+    protected: bool [Tn], blocks chosen first. Smoothing K would change every score of a row alike, as would c.
+    """
+    groups = q_bar.shape[1] // k_bar.shape[1]
+    q_bar, k_bar = q_bar @ proj_q.float().mT, k_bar @ proj_k.float().mT
+    scores = q_bar @ (k_bar.repeat_interleave(groups, 1) if groups > 1 else k_bar).mT
+    if protected is not None:
+        scores = scores.masked_fill(protected, torch.inf)
+    return top_blocks(scores, count)

@@ -1,0 +1,88 @@
+"""The linear branch's sums: h_j = phi(K_j)^T V_j and z_j = phi(K_j)^T 1 of every key block, then H_i and Z_i.
+
+h_j and z_j of a block lie side by side in one row of D (D + 1) numbers. H_i = sum_j (1 - M_ij) h_j for all query blocks
+is then one matrix product, complement mask times rows, which reads each h_j once where adding them up block by block
+would read it Tm times.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels.quantize import last_axis_contiguous, padded_head_dim
+from sage_kernels.sla2.routing import BLOCK_KV
+from sage_kernels.tiles import load_tokens, softmax_features
+
+
+@triton.jit
+def column_sums(x, ROWS: tl.constexpr):
+    """Sum of the rows of a 16-bit tile, in float32, by a matrix product with ones: no data crosses warps."""
+    return tl.max(tl.dot(tl.full([16, ROWS], 1.0, x.dtype), x), 0)
+
+
+class KeyBlockSums(NamedTuple):
+    sums: Tensor  # [B, Hkv, Tn, Dp (Dp + 1)]: h_j row by row, then z_j
+    k_bar: Tensor  # float32 [B, Hkv, Tn, D]: block means of K
+
+
+@triton.jit(do_not_specialize=["n"])
+def key_block_program(
+    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n, sums_ptr, k_bar_ptr, heads, n,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: one block of keys and values of one head. COLUMNS of h_j are worked on at a time."""
+    j, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = head * tl.num_programs(0) + j
+    batch, h = head // heads, head % heads
+    key, d = j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    # [Bkv, D]
+    k_j = load_tokens(k_ptr + batch * k_stride_b + h * k_stride_h, key, k_stride_n, n, D, DP, True)
+    k_bar_j = column_sums(k_j, BLOCK) / tl.minimum(n - j * BLOCK, BLOCK)
+    tl.store(k_bar_ptr + block * D + d, k_bar_j, mask=d < D)
+    dtype = sums_ptr.dtype.element_ty
+    k_phi_j = tl.where(key[:, None] < n, softmax_features(k_j.to(tl.float32), D, DP), 0.0).to(dtype)
+    v_ptrs = v_ptr + batch * v_stride_b + h * v_stride_h + key[:, None].to(tl.int64) * v_stride_n
+    sums_ptr += block * DP * (DP + 1)
+    for first in tl.static_range(0, DP, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        v_j = tl.load(v_ptrs + column[None, :], mask=(key[:, None] < n) & (column[None, :] < D), other=0.0)
+        h_j = tl.dot(tl.trans(k_phi_j), v_j.to(dtype))
+        tl.store(sums_ptr + d[:, None] * DP + column[None, :], h_j.to(dtype))
+    tl.store(sums_ptr + DP * DP + d, column_sums(k_phi_j, BLOCK).to(dtype))
+
+
+def sums_dtype(x: Tensor) -> torch.dtype:
+    """bfloat16 has the range for sums over a whole sequence; Triton's interpreter multiplies it wrongly."""
+    return torch.bfloat16 if x.is_cuda else torch.float32
+
+
+def key_block_sums(key: Tensor, value: Tensor) -> KeyBlockSums:
+    """One read of key and value [B, Hkv, Nk, D]."""
+    batch, heads, n, head_dim = key.shape
+    blocks, dp = triton.cdiv(n, BLOCK_KV), padded_head_dim(head_dim)
+    key, value = last_axis_contiguous(key), last_axis_contiguous(value)
+    sums = key.new_empty(batch, heads, blocks, dp * (dp + 1), dtype=sums_dtype(key))
+    k_bar = key.new_empty(batch, heads, blocks, head_dim, dtype=torch.float32)
+    key_block_program[(blocks, batch * heads)](
+        key, *key.stride()[:3], value, *value.stride()[:3], sums, k_bar, heads, n, D=head_dim, DP=dp, BLOCK=BLOCK_KV,
+        COLUMNS=min(64, dp), num_warps=8,
+    )  # fmt: skip
+    return KeyBlockSums(sums, k_bar)
+
+
+def unselected_sums(block_mask: Tensor, sums: Tensor) -> Tensor:
+    """H_i and Z_i: sums of the rows of the unselected key blocks. [B, H, Tm, Tn] x [B, Hkv, Tn, W] -> [B, H, Tm, W]."""
+    batch, heads, query_blocks, key_blocks = block_mask.shape
+    complement = (~block_mask).to(sums.dtype).view(batch * sums.shape[1], -1, key_blocks)
+    return torch.bmm(complement, sums.flatten(0, 1)).view(batch, heads, query_blocks, -1)
+
+
+def unselected_sums_by_key(block_mask: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
+    """The transposed product, for gradients: [B, H, Tm, Tn] x [B, H, Tm, W] -> [B, Hkv, Tn, W]."""
+    batch, _, _, key_blocks = block_mask.shape
+    complement = (~block_mask).to(sums.dtype).view(batch * kv_heads, -1, key_blocks)
+    sums = sums.view(batch * kv_heads, -1, sums.shape[-1])
+    return torch.bmm(complement.mT, sums).view(batch, kv_heads, key_blocks, -1)
