@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="command")
     bench_parser = commands.add_parser("bench", help="time every level and the peers on this GPU")
     bench_parser.add_argument("--record", "--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    bench_parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which ladder")
     bench_parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
     bench_parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
     bench_parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
@@ -42,21 +43,29 @@ def main(arguments: list[str] | None = None) -> None:
 
 def bench(options: argparse.Namespace) -> None:
     from sage_kernels import bench, tuning
+    from sage_kernels.sla2 import bench as sla2_bench
+    from sage_kernels.sla2 import tuning as sla2_tuning
 
     require_gpu()
     if options.tune:
-        rows = list(tuning.rows(options.workers))
+        sla2 = options.op == "sla2"
+        rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
         print(markdown_table(rows[0], [row.values() for row in rows]))
-        write_record(options.record or HERE / "launch_hopper.json", rows, command=options.command)
+        table = HERE / ("launch_hopper_sla2.json" if sla2 else "launch_hopper.json")
+        write_record(options.record or table, rows, command=options.command)
         return
+    shapes, bench_shape = bench.SHAPES, bench.bench_shape
+    columns = ("provider", "level", "scope", "direction", "ms_median", "tops", "rel_l2")
+    if options.op == "sla2":
+        shapes, bench_shape = sla2_bench.SHAPES, sla2_bench.bench_shape
+        columns = (*columns[:3], "part", "sparsity", *columns[3:])
     rows = []
-    for shape in bench.SHAPES:
+    for shape in shapes:
         if options.n and shape.n not in options.n:
             continue
-        found = list(bench.bench_shape(shape))
+        found = list(bench_shape(shape))
         rows += found
         print(f"\n{shape}\n")
-        columns = ("provider", "level", "scope", "direction", "ms_median", "tops", "rel_l2")
         print(markdown_table(columns, [[row[column] for column in columns] for row in found]), flush=True)
         if options.record:
             write_record(options.record, rows, command=options.command, seeds=[0])

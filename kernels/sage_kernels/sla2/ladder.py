@@ -84,7 +84,7 @@ def prepare(
 def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, launch: Launch | None = None) -> Forward:
     """O of level `level`; save: O_s and L too, which level 0 doesn't have. launch: of the sparse program."""
     chosen, inputs = LEVELS[level], prepared.inputs
-    launch = launch or _launch(chosen.kernel, level, inputs.query)
+    launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:
         tensors = inputs.query, inputs.key, inputs.value, prepared.block_mask, inputs.alpha, prepared.key_sums
         return Forward(level0_as_printed.run(*tensors, launch, scale=scale), None, None)
@@ -92,7 +92,7 @@ def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, lau
     forward = run_forward(inputs, chosen.key_tile, launch, scale=scale, fused=chosen.fused, save=save)
     if chosen.fused:
         return forward
-    mix = _launch("sla2_mix", level, inputs.query)
+    mix = sla2_launch("sla2_mix", level, inputs.query)
     return forward._replace(output=level1_lists.run_mix(inputs, forward.sparse_output, mix))
 
 
@@ -101,13 +101,13 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and dalpha, in 16 bit. lists: by query block. Deterministic: no atomic operations."""
     query = inputs.query
-    gradients = run_linear_query(inputs, _launch("sla2_linear_query", 0, query), scale=scale)
-    run_query(inputs, gradients, lists, _launch("sla2_query", 0, query), scale=scale)
+    gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), scale=scale)
+    run_query(inputs, gradients, lists, sla2_launch("sla2_query", 0, query), scale=scale)
     grad_sums = unselected_sums_by_key(block_mask, gradients.grad_sums, inputs.key.shape[1])
     by_key = block_lists(block_mask, by_key=True)
-    dk, dv = run_key(inputs, gradients, grad_sums, by_key, _launch("sla2_key", 0, query), scale=scale)
+    dk, dv = run_key(inputs, gradients, grad_sums, by_key, sla2_launch("sla2_key", 0, query), scale=scale)
     return gradients.grad_query, dk, dv, gradients.grad_alpha
 
 
-def _launch(kernel: str, level: int, query: Tensor) -> Launch:
+def sla2_launch(kernel: str, level: int, query: Tensor) -> Launch:
     return choose_launch(kernel, level, padded_head_dim(query.shape[3]), False, query.device)
