@@ -219,7 +219,7 @@ def dense_peers(case: Case) -> Iterator[dict]:
 def flex_rows(case: Case, block_mask: Tensor) -> Iterator[dict]:
     """FlexAttention over the selected blocks: O_s alone."""
     counts = block_mask.sum(-1, dtype=torch.int32)
-    order = block_mask.int().argsort(-1, descending=True, stable=True).int()
+    order = block_mask.int().argsort(dim=-1, descending=True, stable=True).int()
     none = torch.zeros_like(counts)
     mask = BlockMask.from_kv_blocks(
         none, torch.zeros_like(order), counts, order, BLOCK_SIZE=(BLOCK_Q, BLOCK_KV),
