@@ -63,10 +63,10 @@ def bench(options: argparse.Namespace) -> None:
     for shape in shapes:
         if options.n and shape.n not in options.n:
             continue
-        found = list(bench_shape(shape))
-        rows += found
-        print(f"\n{shape}\n")
-        print(markdown_table(columns, [[row[column] for column in columns] for row in found]), flush=True)
+        print(f"\n{shape}\n\n{markdown_table(columns, [])}")
+        for row in bench_shape(shape):
+            rows.append(row)
+            print("|", " | ".join(str(row[column]) for column in columns), "|", flush=True)
         if options.record:
             write_record(options.record, rows, command=options.command, seeds=[0])
 

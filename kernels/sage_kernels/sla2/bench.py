@@ -226,8 +226,13 @@ def flex_rows(case: Case, block_mask: Tensor) -> Iterator[dict]:
         seq_lengths=(case.shape.n, case.shape.n),
     )  # fmt: skip
     compiled = torch.compile(flex_attention, dynamic=False)
+    tiles = {
+        name: 64 for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+    }  # its defaults need 128 keys a block
     all_softmax = Case.judge(_with_alpha_one(case), block_mask)
-    yield from peer_rows(case, "sla2", "flex", lambda q, k, v: compiled(q, k, v, block_mask=mask), all_softmax)
+    yield from peer_rows(
+        case, "sla2", "flex", lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=tiles), all_softmax
+    )
 
 
 def _with_alpha_one(case: Case) -> Case:
