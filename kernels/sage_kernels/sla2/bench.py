@@ -8,6 +8,7 @@ Nothing is timed before its result on fresh random inputs was compared with the 
 TOPS = 4 B H Nq Nk D (1 - sparsity) / seconds forward, 2.5 times that backward: the softmax branch's operations.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from sage_kernels.sla2.backward import BackwardInputs
 from sage_kernels.sla2.forward import run_forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean
+from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean, top_blocks
 from sage_kernels.sla2.sums import key_block_sums, unselected_sums
 from sage_ref import SLA2
 from sage_ref.attention import attention_backward, attention_forward
@@ -79,8 +80,8 @@ class Case:
         return judged
 
     def row(
-        self, op: str, provider: str, level: int | str | None, scope: str, direction: str, timing: Timing, error: float,
-        part: str | None = None,
+        self, op: str, provider: str, level: int | None, scope: str, direction: str, timing: Timing,
+        error: float | None, *, part: str | None = None, peak_mb: float | None = None,
     ) -> dict:  # fmt: skip
         share = 1.0 if op == "attention" else self.count / self.columns
         operations = 4 * math.prod(self.shape) * self.shape.n * share * MULTIPLES[direction]
@@ -91,7 +92,8 @@ class Case:
             "sparsity": self.sparsity if op == "sla2" else 0.0, "selected_blocks": self.count, "scope": scope,
             "part": part, "direction": direction,
             **{name: round(value, 5) for name, value in timing._asdict().items()},
-            "tops": None if part else round(operations / timing.ms_median / 1e9, 1), "rel_l2": float(f"{error:.3g}"),
+            "tops": None if scope == "part" else round(operations / timing.ms_median / 1e9, 1), "peak_mb": peak_mb,
+            "rel_l2": None if error is None else float(f"{error:.3g}"),
         }  # fmt: skip
 
 
@@ -129,7 +131,6 @@ def part_rows(case: Case) -> Iterator[dict]:
     query, key, value, _ = case.tensors
     prepared = case.prepare(LEVEL_INT8)
     inputs, scale = prepared.inputs, case.scale
-    error = float("nan")
     q_bar = quantize(query, BLOCK_Q, values=False, block_mean=True)[1]
     k_bar = key_block_sums(key, value).k_bar
     level = LEVELS[LEVEL_INT8]
@@ -146,7 +147,7 @@ def part_rows(case: Case) -> Iterator[dict]:
         "sparse, linear branch and mix": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, save=False),
     }
     for part, step in steps.items():
-        yield case.row("sla2", "sage_kernels", LEVEL_INT8, "part", "fwd", measure(step), error, part)
+        yield case.row("sla2", "sage_kernels", LEVEL_INT8, "part", "fwd", measure(step), None, part=part)
 
 
 def module_rows(case: Case, exact: tuple[Tensor, ...]) -> Iterator[dict]:
@@ -177,9 +178,10 @@ def module_rows(case: Case, exact: tuple[Tensor, ...]) -> Iterator[dict]:
             with torch.no_grad():
                 return module(*operands)
 
-        row = [case.row, "sla2", "sage_kernels", level, "autograd"]
         for direction, step in (("fwd", inference), ("bwd", backward), ("fwd+bwd", both)):
-            yield row[0](*row[1:], direction, measure(step), max(errors))
+            peak_mb = peak_memory(step)
+            row = "sla2", "sage_kernels", level, "autograd", direction, measure(step), max(errors)
+            yield case.row(*row, peak_mb=peak_mb)
     prepared = case.prepare(LEVEL_INT8)
     result = run(prepared, LEVEL_INT8, scale=case.scale, save=True)
     inputs = BackwardInputs(
@@ -189,7 +191,16 @@ def module_rows(case: Case, exact: tuple[Tensor, ...]) -> Iterator[dict]:
     yield case.row("sla2", "sage_kernels", 0, "kernel", "bwd", kernels, max(errors))
 
 
-def peer_rows(case: Case, op: str, provider: str, attention: Callable, exact: tuple[Tensor, ...]) -> Iterator[dict]:
+def peak_memory(step: Callable[[], object]) -> float:
+    """Most memory that was allocated during step(), what was there before it included; 10^6 bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return round(torch.cuda.max_memory_allocated() / 1e6, 1)
+
+
+def peer_rows(
+    case: Case, op: str, provider: str, attention: Callable, exact: tuple[Tensor, ...], part: str | None = None
+) -> Iterator[dict]:
     *operands, grad_output = case.tensors
     leaves = [x.detach().requires_grad_() for x in operands]
     output = attention(*leaves)
@@ -202,7 +213,8 @@ def peer_rows(case: Case, op: str, provider: str, attention: Callable, exact: tu
         "fwd+bwd": lambda: torch.autograd.grad(attention(*leaves), leaves, grad_output),
     }
     for direction, step in steps.items():
-        yield case.row(op, provider, None, "autograd", direction, measure(step), error)
+        peak_mb = peak_memory(step)
+        yield case.row(op, provider, None, "autograd", direction, measure(step), error, part=part, peak_mb=peak_mb)
 
 
 def dense_peers(case: Case) -> Iterator[dict]:
@@ -217,26 +229,33 @@ def dense_peers(case: Case) -> Iterator[dict]:
 
 
 def flex_rows(case: Case, block_mask: Tensor) -> Iterator[dict]:
-    """FlexAttention over the selected blocks: O_s alone."""
+    """FlexAttention's O_s. Its backward needs blocks of 128 keys: with one, it visits half as many of those."""
+    query, key, value, _ = case.tensors
+    o_s = _with_alpha_one(case).judge(block_mask)[0]
+    attention = _flex_attention(block_mask, BLOCK_KV, case.shape.n)
+    error = checked(judged(attention(query, key, value)), o_s)
+    yield case.row("sla2", "flex", None, "autograd", "fwd", measure(lambda: attention(query, key, value)), error)
+    scores = torch.rand(*block_mask.shape[:3], triton.cdiv(case.shape.n, 128), device="cuda")
+    wide_mask, _ = top_blocks(scores, round(case.count / 2))
+    attention = _flex_attention(wide_mask, 128, case.shape.n)
+    narrow = wide_mask.repeat_interleave(2, -1)[..., : case.columns]
+    exact = _with_alpha_one(case).judge(narrow)
+    yield from peer_rows(case, "sla2", "flex", attention, exact, f"{round(case.count / 2)} blocks of 128 keys")
+
+
+def _flex_attention(block_mask: Tensor, block_kv: int, n: int) -> Callable:
     counts = block_mask.sum(-1, dtype=torch.int32)
     order = block_mask.int().argsort(dim=-1, descending=True, stable=True).int()
-    none = torch.zeros_like(counts)
-    mask = BlockMask.from_kv_blocks(
-        none, torch.zeros_like(order), counts, order, BLOCK_SIZE=(BLOCK_Q, BLOCK_KV),
-        seq_lengths=(case.shape.n, case.shape.n),
+    mask = BlockMask.from_kv_blocks(  # every listed block is full: no mask inside
+        torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=(BLOCK_Q, block_kv),
+        seq_lengths=(n, n),
     )  # fmt: skip
     compiled = torch.compile(flex_attention, dynamic=False)
-    tiles = {
-        name: 64 for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-    }  # its defaults need 128 keys a block
-    all_softmax = Case.judge(_with_alpha_one(case), block_mask)
-    yield from peer_rows(
-        case, "sla2", "flex", lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=tiles), all_softmax
-    )
+    return lambda query, key, value: compiled(query, key, value, block_mask=mask)
 
 
 def _with_alpha_one(case: Case) -> Case:
     """The same tensors with alpha = 1: then O is O_s."""
-    copy = object.__new__(Case)
-    copy.__dict__ |= case.__dict__ | {"alpha": torch.ones_like(case.alpha)}
-    return copy
+    twin = copy.copy(case)
+    twin.alpha = torch.ones_like(case.alpha)
+    return twin
