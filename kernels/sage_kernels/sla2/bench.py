@@ -27,7 +27,7 @@ from sage_kernels.sla2.forward import run_forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean, top_blocks
-from sage_kernels.sla2.sums import key_block_sums, unselected_sums
+from sage_kernels.sla2.sums import key_blocks, unselected_sums
 from sage_ref import SLA2
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.sla import BlockSettings, selected_count
@@ -132,16 +132,15 @@ def part_rows(case: Case) -> Iterator[dict]:
     prepared = case.prepare(LEVEL_INT8)
     inputs, scale = prepared.inputs, case.scale
     q_bar = quantize(query, BLOCK_Q, values=False, block_mean=True)[1]
-    k_bar = key_block_sums(key, value).k_bar
+    k_bar = key_blocks(key, value, int8=True).k_bar
     level = LEVELS[LEVEL_INT8]
     launch = sla2_launch(level.kernel, LEVEL_INT8, query)
     steps = {
         "quantise Q, block means": lambda: quantize(query, BLOCK_Q, block_mean=True),
-        "h_j, z_j, block means of K": lambda: key_block_sums(key, value),
+        "h_j, z_j, block means of K, quantise V": lambda: key_blocks(key, value, int8=True),
         "router, Top-k, lists": lambda: route(q_bar, k_bar, *case.router),
         "mean key": lambda: sequence_mean(k_bar, case.shape.n, BLOCK_KV),
         "smooth and quantise K": lambda: quantize(key, BLOCK_KV, mean=prepared.k_mean),
-        "quantise V": lambda: quantize(value, BLOCK_KV, values=False, transposed=True, grouped=True),
         "H = complement x h": lambda: unselected_sums(prepared.block_mask, prepared.key_sums),
         "sparse branch alone": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, fused=False),
         "sparse, linear branch and mix": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, save=False),
@@ -250,6 +249,7 @@ def _flex_attention(block_mask: Tensor, block_kv: int, n: int) -> Callable:
         torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=(BLOCK_Q, block_kv),
         seq_lengths=(n, n),
     )  # fmt: skip
+    torch.compiler.reset()  # dynamo gives up after eight shapes
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda query, key, value: compiled(query, key, value, block_mask=mask)
 

@@ -16,7 +16,7 @@ from sage_kernels.sla2.backward import BackwardInputs, run_key, run_linear_query
 from sage_kernels.sla2.forward import Forward, ForwardInputs, run_forward
 from sage_kernels.sla2.lists import BlockLists, block_lists
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean
-from sage_kernels.sla2.sums import key_block_sums, unselected_sums, unselected_sums_by_key
+from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
 
 LOG2_E = math.log2(math.e)
 
@@ -61,24 +61,23 @@ def prepare(
     chooser: a block mask, bool [B, H, Tm, Tn], contiguous, or a Router. alpha: float32 [B, H, Tm], contiguous.
     """
     int8, routed = LEVELS[level].int8, isinstance(chooser, Router)
-    key_sums, k_bar = key_block_sums(key, value)
-    q_hat = k_hat = v_hat = k_mean = None
+    blocks = key_blocks(key, value, int8=int8)
+    q_hat = k_hat = k_mean = None
     if int8 or routed:
         # The running maximum of the INT8 tiles wants s_Q >= 0, so Q takes the sign of c.
         q_hat, q_bar = quantize(
             query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
         )
     if routed:
-        block_mask, lists = route(q_bar, k_bar, *chooser)
+        block_mask, lists = route(q_bar, blocks.k_bar, *chooser)
     else:
         block_mask, lists = chooser, block_lists(chooser)
     if int8:
-        k_mean = sequence_mean(k_bar, key.shape[2], BLOCK_KV)
+        k_mean = sequence_mean(blocks.k_bar, key.shape[2], BLOCK_KV)
         k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
-        v_hat, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=True)
-    sums = unselected_sums(block_mask, key_sums)
-    hats = (q_hat, k_hat, v_hat) if int8 else (None, None, None)
-    return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, key_sums, k_mean)
+    sums = unselected_sums(block_mask, blocks.sums)
+    hats = (q_hat, k_hat, blocks.v_hat) if int8 else (None, None, None)
+    return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, blocks.sums, k_mean)
 
 
 def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, launch: Launch | None = None) -> Forward:

@@ -28,7 +28,7 @@ def list_range(entries_ptr, count_ptr, n_k, BLOCK_KV: tl.constexpr):
     """(full, count): entries [0, full) need no mask; [full, count) is the sequence's partial last block, if listed."""
     count = tl.load(count_ptr)
     last = tl.load(entries_ptr + count - 1, mask=count > 0, other=0)
-    return tl.where((last + 1) * BLOCK_KV > n_k, count - 1, count), count
+    return tl.where((count > 0) & ((last + 1) * BLOCK_KV > n_k), count - 1, count), count
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """The linear branch's sums: h_j = phi(K_j)^T V_j and z_j = phi(K_j)^T 1 of every key block, then H_i and Z_i.
 
+The pass over K and V that makes them leaves the block means of K and, for INT8 levels, V^ as well.
 h_j and z_j of a block lie side by side in one row of D (D + 1) numbers. H_i = sum_j (1 - M_ij) h_j for all query blocks
 is then one matrix product, complement mask times rows, which reads each h_j once where adding them up block by block
 would read it Tm times.
@@ -12,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.quantize import last_axis_contiguous, padded_head_dim
+from sage_kernels.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length, psi
 from sage_kernels.sla2.routing import BLOCK_KV
-from sage_kernels.tiles import load_tokens, softmax_features
+from sage_kernels.tiles import group_columns, load_tokens, softmax_features
 
 
 @triton.jit
@@ -23,35 +24,41 @@ def column_sums(x, ROWS: tl.constexpr):
     return tl.max(tl.dot(tl.full([16, ROWS], 1.0, x.dtype), x), 0)
 
 
-class KeyBlockSums(NamedTuple):
+class KeyBlocks(NamedTuple):
+    """What one read of K and V yields."""
+
     sums: Tensor  # [B, Hkv, Tn, Dp (Dp + 1)]: h_j row by row, then z_j
     k_bar: Tensor  # float32 [B, Hkv, Tn, D]: block means of K
+    v_hat: Quantized | None  # transposed, in the order of tiles.group_columns
 
 
 @triton.jit(do_not_specialize=["n"])
 def key_block_program(
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n, sums_ptr, k_bar_ptr, heads, n,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n,
+    sums_ptr, k_bar_ptr, vt_hat_ptr, v_scale_ptr, heads, n, n_padded,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of keys and values of one head. COLUMNS of h_j are worked on at a time."""
+    """One program: one block of keys and values of one head."""
     j, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = head * tl.num_programs(0) + j
     batch, h = head // heads, head % heads
     key, d = j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
     # [Bkv, D]
     k_j = load_tokens(k_ptr + batch * k_stride_b + h * k_stride_h, key, k_stride_n, n, D, DP, True)
-    k_bar_j = column_sums(k_j, BLOCK) / tl.minimum(n - j * BLOCK, BLOCK)
-    tl.store(k_bar_ptr + block * D + d, k_bar_j, mask=d < D)
+    v_j = load_tokens(v_ptr + batch * v_stride_b + h * v_stride_h, key, v_stride_n, n, D, DP, True)
     dtype = sums_ptr.dtype.element_ty
     k_phi_j = tl.where(key[:, None] < n, softmax_features(k_j.to(tl.float32), D, DP), 0.0).to(dtype)
-    v_ptrs = v_ptr + batch * v_stride_b + h * v_stride_h + key[:, None].to(tl.int64) * v_stride_n
+    if INT8:
+        v_hat_j, s_v = psi(v_j.to(tl.float32))
+        vt_hat_j = group_columns(tl.trans(v_hat_j), DP, BLOCK)
+        tl.store(vt_hat_ptr + head * DP * n_padded + d[:, None] * n_padded + key[None, :], vt_hat_j)
+        tl.store(v_scale_ptr + head * (n_padded // BLOCK) + j, s_v)
+    k_bar_j = column_sums(k_j, BLOCK) / tl.minimum(n - j * BLOCK, BLOCK)
+    tl.store(k_bar_ptr + block * D + d, k_bar_j, mask=d < D)
     sums_ptr += block * DP * (DP + 1)
-    for first in tl.static_range(0, DP, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        v_j = tl.load(v_ptrs + column[None, :], mask=(key[:, None] < n) & (column[None, :] < D), other=0.0)
-        h_j = tl.dot(tl.trans(k_phi_j), v_j.to(dtype))
-        tl.store(sums_ptr + d[:, None] * DP + column[None, :], h_j.to(dtype))
     tl.store(sums_ptr + DP * DP + d, column_sums(k_phi_j, BLOCK).to(dtype))
+    h_j = tl.dot(tl.trans(k_phi_j), v_j.to(dtype))
+    tl.store(sums_ptr + d[:, None] * DP + d[None, :], h_j.to(dtype))
 
 
 def sums_dtype(x: Tensor) -> torch.dtype:
@@ -59,18 +66,20 @@ def sums_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.is_cuda else torch.float32
 
 
-def key_block_sums(key: Tensor, value: Tensor) -> KeyBlockSums:
-    """One read of key and value [B, Hkv, Nk, D]."""
+def key_blocks(key: Tensor, value: Tensor, *, int8: bool) -> KeyBlocks:
+    """One read of key and value [B, Hkv, Nk, D]; int8: V^ too."""
     batch, heads, n, head_dim = key.shape
-    blocks, dp = triton.cdiv(n, BLOCK_KV), padded_head_dim(head_dim)
+    blocks, dp, n_padded = triton.cdiv(n, BLOCK_KV), padded_head_dim(head_dim), padded_length(n)
     key, value = last_axis_contiguous(key), last_axis_contiguous(value)
     sums = key.new_empty(batch, heads, blocks, dp * (dp + 1), dtype=sums_dtype(key))
     k_bar = key.new_empty(batch, heads, blocks, head_dim, dtype=torch.float32)
+    vt_hat = key.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if int8 else None
+    v_scale = key.new_empty(batch, heads, n_padded // BLOCK_KV, dtype=torch.float32) if int8 else None
     key_block_program[(blocks, batch * heads)](
-        key, *key.stride()[:3], value, *value.stride()[:3], sums, k_bar, heads, n, D=head_dim, DP=dp, BLOCK=BLOCK_KV,
-        COLUMNS=min(64, dp), num_warps=8,
+        key, *key.stride()[:3], value, *value.stride()[:3], sums, k_bar, vt_hat, v_scale, heads, n, n_padded,
+        D=head_dim, DP=dp, BLOCK=BLOCK_KV, INT8=int8, num_warps=8,
     )  # fmt: skip
-    return KeyBlockSums(sums, k_bar)
+    return KeyBlocks(sums, k_bar, Quantized(None, vt_hat, v_scale) if int8 else None)
 
 
 def unselected_sums(block_mask: Tensor, sums: Tensor) -> Tensor:
