@@ -138,7 +138,8 @@ def run_forward(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device) if fused else None
     o_s = torch.empty(query.shape, dtype=query.dtype, device=query.device) if save else None
     log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32) if save else None
-    sparse_forward_program[(triton.cdiv(n_q, launch.block_q), batch * heads)](
+    # Whole blocks of queries, for L to be there wherever the backward pass reads it.
+    sparse_forward_program[(padded_length(n_q) // launch.block_q, batch * heads)](
         query, *query.stride()[:3], q_hat, q_scale, k, *k.stride()[:3], k_scale, v, *v.stride()[:3], v_scale,
         inputs.alpha, *inputs.lists, inputs.sums, output, o_s, log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
