@@ -11,9 +11,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from torch import Tensor
 
+from sage_ref.attention import attention_forward
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
 from sage_ref.recorded import Record, Row
 from sage_ref.sagebwd import SageBwdSettings
+from sage_ref.sla import (
+    BlockSettings,
+    block_mass,
+    heuristic_scores,
+    linear_branch,
+    selected_count,
+    sparse_branch,
+    top_blocks,
+)
+from sage_ref.sparse_linear import mix, per_query
 from sage_ref.tables import PAPER_TABLE1, table1_inputs
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates
 
@@ -316,3 +327,47 @@ def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figur
     ax.legend(fontsize=8, loc="upper left")
     figure.supxlabel(bench.caption, fontsize=8)
     return figure
+
+
+def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = None, title: str) -> None:
+    """What each block of keys holds of its row's probability, [Tm, Tn], logarithmically; unselected blocks are pale."""
+    opacity = None if block_mask is None else 0.2 + 0.8 * block_mask.double().numpy()
+    norm = LogNorm(0.05 / mass.shape[-1], 20 / mass.shape[-1], clip=True)
+    axes.imshow(mass.numpy(), cmap="viridis", norm=norm, alpha=opacity, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="block of keys", ylabel="block of queries")
+    axes.set_title(title, fontsize=9)
+    colors = plt.cm.ScalarMappable(norm, "viridis")
+    axes.figure.colorbar(colors, ax=axes, fraction=0.046, extend="both", label="share of the row's mass")
+
+
+def sparsity_figure(
+    query: Tensor, key: Tensor, value: Tensor, sparsities: Sequence[float], settings: BlockSettings
+) -> Figure:
+    """For each sparsity: the blocks that SLA's heuristic selects in the first head, and what they hold in all heads.
+
+    query, key, value [B, H, N, D]. Errors are those of O_s alone and of the mix with the true mass as alpha.
+    """
+    title = "The fewer blocks the softmax keeps, the more the linear branch has to say"
+    figure, axes = panels(len(sparsities), width=3.5, height=3.2, title=title)
+    exact = attention_forward(query, key, value, scale=settings.scale).output
+    mass, scores = block_mass(query, key, settings), heuristic_scores(query, key, settings)
+    for ax, sparsity in zip(axes, sparsities, strict=True):
+        mask = top_blocks(scores, selected_count(sparsity, mass.shape[-1]))
+        alpha = (mass * mask).sum(-1)
+        o_s, _ = sparse_branch(query, key, value, mask, settings)
+        o_l = linear_branch(query, key, value, ~mask, settings)
+        mixed = mix(o_s, o_l, per_query(alpha, query.shape[-2], settings))
+        errors = f"error: sparse {relative_l2(o_s, exact):.2f}, mixed {relative_l2(mixed, exact):.2f}"
+        title = f"sparsity {sparsity:.0%}: {alpha.mean():.0%} of the mass\n{errors}"
+        draw_block_mass(ax, mass[0, 0], block_mask=mask[0, 0], title=title)
+    return figure
+
+
+def draw_singular_values(axes: Axes, singular_values: Mapping[str, Tensor], *, rank: int, title: str) -> None:
+    """Singular values of named matrices, largest first; right of the line a matrix of rank `rank` has none."""
+    for (name, values), color in zip(singular_values.items(), COLORS, strict=False):
+        axes.plot(range(1, len(values) + 1), values, color=color, label=name)
+    axes.axvline(rank, color=BLACK, linewidth=1, linestyle=":", label=f"rank {rank}")
+    axes.set(yscale="log", xscale="log", ylim=(1e-4, None), xlabel="number of the singular value")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
