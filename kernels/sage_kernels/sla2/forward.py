@@ -17,6 +17,8 @@ from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
 from sage_kernels.tiles import NO_KEY, load_padded, softmax_features
 
+SMALLEST_SUM = tl.constexpr(9.8607613e-32)  # float32's tiny / eps, as in `sage_ref.sla.divisor`
+
 
 class ForwardInputs(NamedTuple):
     """16-bit tensors, INT8 copies for an INT8 key_tile, the lists by query block and the linear branch's sums."""
@@ -34,8 +36,9 @@ class ForwardInputs(NamedTuple):
 
 @triton.jit
 def inverse_or_zero(x):
-    """1 / x, and 0 where x is 0: an empty branch adds nothing."""
-    return tl.where(x == 0.0, 0.0, 1.0 / tl.where(x == 0.0, 1.0, x))
+    """1 / x, and 0 where x is 0, or so close that gradients would overflow: an empty branch adds nothing."""
+    is_zero = x < SMALLEST_SUM
+    return tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, x))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, c
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     score = tl.load(scores_ptr + row * columns + column, mask=column < columns, other=0.0)
     # Unsigned integers in the order of the scores: NaN above infinity, -0 equal to 0.
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
     rank = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     rank = tl.where(column < columns, rank, 0)
