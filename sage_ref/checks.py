@@ -63,17 +63,29 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def check_block_mask(block_mask: Tensor, query: Tensor, key: Tensor, block_q: int, block_kv: int) -> Tensor:
-    """block_mask expanded to [B, H, Tm, Tn]."""
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def check_share(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}: expected a share of the key blocks in [0, 1), got {value}")
+
+
+def check_block_mask(block_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """block_mask expanded to `shape`, [B, H, Tm, Tn]."""
     if not isinstance(block_mask, Tensor):
         raise TypeError(f"block_mask: expected a torch.Tensor, got {type(block_mask).__name__}")
     if block_mask.dtype != torch.bool:
         raise TypeError(f"block_mask: expected dtype torch.bool, got {block_mask.dtype}")
     if block_mask.device != query.device:
         raise ValueError(f"block_mask: expected the device of query, {query.device}, got {block_mask.device}")
-    return _expanded(
-        "block_mask", block_mask, (*query.shape[:2], -(-query.shape[2] // block_q), -(-key.shape[2] // block_kv))
-    )
+    return _expanded("block_mask", block_mask, shape)
 
 
 def check_alpha(alpha: Tensor | float, query: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -96,11 +108,19 @@ def _expanded(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(x.shape)}") from None
 
 
-def check_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int, head_dim: int) -> None:
-    """What a module for `num_heads` heads of size `head_dim` asks of its inputs; grouped-query attention is fine."""
+def check_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, ...]:
+    """The inputs of a module for `num_heads` heads of size `head_dim`, as autocast casts them; GQA is fine."""
     check_each(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
     if query.shape[1] != num_heads:
         raise ValueError(f"query: expected {num_heads} heads, as the module has, got {query.shape[1]}")
     if query.shape[3] != head_dim:
         raise ValueError(f"query: expected head size {head_dim}, as the module has, got {query.shape[3]}")
+    return query, key, value
+
+
+def refuse_second_derivative(of: str) -> None:
+    """For a backward pass that has no derivative of its own: with create_graph=True the result would lack terms."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"create_graph: expected False, as {of} gradients have no derivative; got True")

@@ -10,7 +10,7 @@ from torch import Tensor
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import autocast, check_alpha, check_block_mask, check_each, check_options, check_together
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings, working_dtype
-from sage_ref.sla import BlockSettings
+from sage_ref.sla import BlockSettings, block_count
 from sage_ref.sparse_linear import SparseLinearFunction
 
 
@@ -115,8 +115,9 @@ def sparse_linear_attention(
     check_together(query, key, value, enable_gqa=True)
     check_options(scale, backend, quantize=quantize)
     settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize)
-    block_mask = check_block_mask(block_mask, query, key, block_q, block_kv)
-    alpha = check_alpha(alpha, query, block_mask.shape[:3])
+    blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
+    block_mask = check_block_mask(block_mask, query, blocks)
+    alpha = check_alpha(alpha, query, blocks[:3])
     if chosen_backend(backend, lambda: sparse_linear_obstacle(query, settings)) == "triton":
         from sage_kernels.sla2.ops import sparse_linear_attention as triton_attention
 

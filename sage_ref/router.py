@@ -3,7 +3,7 @@
 P_c = softmax(c proj_q(Qbar) proj_k(Kbar)^T) with Qbar, Kbar the means of blocks of queries and of smoothed keys.
 Hard Top-k keeps the largest k% of each row, and has no gradient. In training SoftTop-k stands in:
 
-SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to k.
+SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to as many blocks as Top-k keeps.
 
 With the identity for both projections this is SLA's heuristic router.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
+from sage_ref.checks import refuse_second_derivative
 from sage_ref.sla import BlockSettings, block_mean
 from sage_ref.smoothing import smooth_key
 
@@ -43,6 +44,7 @@ class SoftTopK(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_soft):
+        refuse_second_derivative("SoftTop-k's")
         (soft,) = ctx.saved_tensors
         w = soft * (1 - soft)
         shared = (w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
-from sage_ref.checks import check_heads
+from sage_ref.checks import check_count, check_heads, check_share
 from sage_ref.sagebwd import working_dtype
 from sage_ref.smoothing import smooth_key
 
@@ -41,9 +41,8 @@ class BlockSettings:
     quantize: bool = False
 
     def __post_init__(self):
-        for name, value in (("block_q", self.block_q), ("block_kv", self.block_kv)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        check_count("block_q", self.block_q)
+        check_count("block_kv", self.block_kv)
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map: expected one of {FEATURE_MAPS}, got {self.feature_map!r}")
 
@@ -62,7 +61,7 @@ def block_mean(x: Tensor, block: int) -> Tensor:
     """Mean of the tokens of each block, [..., N, D] -> [..., ceil(N / block), D]; a partial block's own tokens only."""
     blocks = into_blocks(x, block)
     first = torch.arange(blocks.shape[-3], device=x.device) * block
-    tokens = (x.shape[-2] - first).clamp(max=block).to(x.dtype)
+    tokens = (x.shape[-2] - first).clamp(max=block)
     return blocks.sum(-2) / tokens[:, None]
 
 
@@ -73,7 +72,7 @@ def spread_blocks(block_weights: Tensor, n_q: int, n_k: int, settings: BlockSett
 
 
 def selected_count(sparsity: float, key_blocks: int) -> int:
-    """How many of the key blocks a query block attends to: (1 - sparsity) of them, rounded, and at least one."""
+    """How many key blocks a query block selects: (1 - sparsity) of them, rounded (half to even), and at least one."""
     return max(1, round((1 - sparsity) * key_blocks))
 
 
@@ -82,6 +81,7 @@ def top_blocks(scores: Tensor, count: int) -> Tensor:
 
     scores [..., Tm, Tn]. count beyond Tn selects all. A NaN counts as larger than any number.
     """
+    scores = scores + 0.0  # CUDA sorts -0 after 0
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
 
@@ -112,17 +112,20 @@ def sparse_branch(
 ) -> tuple[Tensor, Tensor]:
     """O_s = P V with P_ij proportional to M e^{S_ij}, and L = log(sum_j M e^{S_ij}); differentiable in all four.
 
-    block_weights: M in [0, 1], bool or float [..., Tm, Tn]. Returns [..., Nq, D] and [..., Nq, 1]; -inf without a key.
+    block_weights: M in [0, 1], bool or float [..., Tm, Tn]. Returns [..., Nq, D] and [..., Nq, 1].
+    A query whose weights are all 0 has O_s = 0, L = -inf and no gradient. Where some are not, a weight of 0 has the
+    gradient dO . (V_j - O_s) e^{S - L} that any weight has, with e^{S - L} bounded where it would overflow.
     """
     s = query @ key.mT * softmax_scale(settings.scale, query.shape[-1])
     weight = spread_blocks(block_weights.to(s.dtype), *s.shape[-2:], settings)
-    s = s.masked_fill(weight == 0, -math.inf)
-    # M e^{S - m} with m = max(S + log M): neither factor can overflow.
-    m = (s + weight.clamp_min(torch.finfo(s.dtype).tiny).log()).amax(-1, keepdim=True).detach()
-    m = m.masked_fill(m == -math.inf, 0)
-    p = weight * torch.exp(s - m)
+    # M e^{S - m} with m = max(S + log M), and log M bounded below: then neither e^{S - m} nor a gradient can overflow.
+    smallest = math.sqrt(torch.finfo(s.dtype).tiny)
+    log_m_e_s = (s + weight.clamp_min(smallest).log()).masked_fill(weight == 0, -math.inf)
+    m = log_m_e_s.amax(-1, keepdim=True).detach()
+    p = weight * torch.exp((s - m.masked_fill(m == -math.inf, math.inf)).clamp(max=-math.log(smallest)))
     l = p.sum(-1, keepdim=True)
-    return p @ value / l.masked_fill(l == 0, 1), m + l.log()
+    l = l.masked_fill(l == 0, 1)  # no key, and m is -inf
+    return p @ value / l, m + l.log()
 
 
 def key_block_sums(key_features: Tensor, value: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
@@ -146,13 +149,18 @@ def linear_branch(query: Tensor, key: Tensor, value: Tensor, block_weights: Tens
     h, z = key_block_sums(feature_map(key, settings.feature_map), value, settings)
     h_i, z_i = weighted_sums(block_weights.to(query.dtype), h, z)
     q_i = into_blocks(feature_map(query, settings.feature_map), settings.block_q)
-    output = q_i @ h_i * inverse_or_zero(q_i @ z_i[..., None])
+    output = q_i @ h_i / divisor(q_i @ z_i[..., None])
     return output.flatten(-3, -2)[..., : query.shape[-2], :]
 
 
-def inverse_or_zero(x: Tensor) -> Tensor:
-    """1 / x, and 0 where x is 0: no key has a feature in common with the query, so there is nothing to average."""
-    return torch.where(x == 0, 0, 1 / torch.where(x == 0, 1, x))
+def divisor(weight_sum: Tensor) -> Tensor:
+    """What to divide a weighted sum by: its weights' sum, and infinity where that is 0 and there is nothing to average.
+
+    For the linear branch, 0 means that no key has a feature in common with the query. A sum so close to 0 that the
+    gradients would overflow counts as 0.
+    """
+    limits = torch.finfo(weight_sum.dtype)
+    return weight_sum.masked_fill(weight_sum < limits.tiny / limits.eps, math.inf)
 
 
 class SLA(nn.Module):
@@ -175,6 +183,8 @@ class SLA(nn.Module):
         feature_map: str = "softmax",
     ):
         super().__init__()
+        check_count("head_dim", head_dim)
+        check_count("num_heads", num_heads)
         check_share("sparsity", sparsity)
         check_share("skipped", skipped)
         if skipped > sparsity:
@@ -194,15 +204,12 @@ class SLA(nn.Module):
         return selected, seen & ~selected
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        check_heads(query, key, value, self.num_heads, self.head_dim)
-        q, k, v = (x.to(working_dtype(x)) for x in (query, key, value))
-        k, v = (x.repeat_interleave(self.num_heads // x.shape[1], 1) for x in (k, v))
-        selected, linear = self.block_masks(q, k)
-        o_s, _ = sparse_branch(q, k, v, selected, self.settings)
-        o_l = linear_branch(q, k, v, linear, self.settings)
-        return (o_s + F.linear(o_l, self.proj.weight.to(o_l.dtype), self.proj.bias.to(o_l.dtype))).to(query.dtype)
-
-
-def check_share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}: expected a share of the key blocks in [0, 1), got {value}")
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
+        with torch.autocast(query.device.type, enabled=False):
+            q, k, v = (x.to(working_dtype(x)) for x in (query, key, value))
+            k, v = (x.repeat_interleave(self.num_heads // x.shape[1], 1) for x in (k, v))
+            selected, linear = self.block_masks(q, k)
+            o_s, _ = sparse_branch(q, k, v, selected, self.settings)
+            o_l = linear_branch(q, k, v, linear, self.settings)
+            repair = F.linear(o_l, self.proj.weight.to(o_l.dtype), self.proj.bias.to(o_l.dtype))
+        return (o_s + repair).to(query.dtype)

@@ -9,11 +9,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sage_ref.checks import autocast, check_heads
+from sage_ref.checks import check_count, check_heads, check_options, check_share
 from sage_ref.ops import chosen_backend, repeat_heads, sparse_linear_attention, sparse_linear_obstacle
 from sage_ref.router import Router, soft_top_k
 from sage_ref.sagebwd import working_dtype
-from sage_ref.sla import BlockSettings, block_count, block_mass, check_share, into_blocks, selected_count, top_blocks
+from sage_ref.sla import BlockSettings, block_count, block_mass, into_blocks, selected_count, top_blocks
 from sage_ref.sparse_linear import soft_sparse_linear_attention
 
 
@@ -27,8 +27,8 @@ class SLA2(nn.Module):
     sparsity: share of key blocks that a query block leaves to the linear branch; of Tn blocks it selects
         `sla.selected_count`, at least one. query_blocks: how many alphas a head has, one per query block, for inputs of
         exactly that many blocks; the default 1 is broadcast to any length.
-    quantize: run the sparse branch of stage 2 in INT8 (forward pass only). backend: as in `sage_ref.sagebwd_attention`;
-        stage 1 always runs on the reference.
+    quantize: run the sparse branch of stage 2 in INT8 (forward pass only). temperature: tau of stage 1's SoftTop-k.
+    backend: as in `sage_ref.sparse_linear_attention`; stage 1 always runs on the reference.
 
     stage(1) trains router and alpha: a soft mask, temperature tau, all blocks computed. stage(2), the initial state,
     is the real thing: hard Top-k, alpha trains with the model, the router is frozen. ValueError or TypeError
@@ -49,7 +49,10 @@ class SLA2(nn.Module):
         backend: str = "auto",
     ):
         super().__init__()
+        for name, count in (("head_dim", head_dim), ("num_heads", num_heads), ("query_blocks", query_blocks)):
+            check_count(name, count)
         check_share("sparsity", sparsity)
+        check_options(None, backend, quantize=quantize)
         self.head_dim, self.num_heads, self.sparsity = head_dim, num_heads, sparsity
         self.temperature, self.backend = temperature, backend
         self.settings = BlockSettings(block_q, block_kv, quantize=quantize)
@@ -73,13 +76,16 @@ class SLA2(nn.Module):
         return torch.sigmoid(self.alpha_logit).expand(batch, -1, query_blocks)
 
     @torch.no_grad()
-    def initialize_alpha(self, query: Tensor, key: Tensor) -> None:
-        """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, mean over what shares it."""
-        check_heads(query, key, key, self.num_heads, self.head_dim)
-        q, k = self._for_router(query, key)
-        mask = self.block_mask(q, k)
-        mass = (block_mass(q, k, self.settings) * mask).sum(-1).mean(0)  # [H, Tm]
-        self.alpha(1, mass.shape[1])
+    def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
+        """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, mean over what shares it.
+
+        Kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn.
+        """
+        query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim)
+        with torch.autocast(query.device.type, enabled=False):
+            q, k = self._for_router(query, key)
+            mass = (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)  # [H, Tm]
+        self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
         if self.alpha_logit.shape[1] == 1:
             mass = mass.mean(-1, keepdim=True)
         self.alpha_logit.copy_(mass.logit(eps=1e-4))
@@ -94,11 +100,13 @@ class SLA2(nn.Module):
         """SoftTop-k of P_c: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
         p_c = self.router(query, key).softmax(-1)
         protected, count = self._protected(protect, key)
+        if protect is None:
+            return soft_top_k(p_c, count, self.temperature)
         remaining = count - int(protected.sum())
         if remaining == 0:
             return protected.to(p_c.dtype).expand_as(p_c)
         soft = soft_top_k(p_c[..., ~protected], remaining, self.temperature)
-        return torch.ones_like(p_c).masked_scatter(~protected.expand_as(p_c), soft)
+        return torch.ones_like(p_c).masked_scatter(~protected, soft)
 
     def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor, int]:
         """bool [Tn], blocks with a protected key, and how many blocks each query block selects."""
@@ -106,6 +114,8 @@ class SLA2(nn.Module):
         count = selected_count(self.sparsity, block_count(n_k, block_kv))
         if protect is None:
             return torch.zeros(block_count(n_k, block_kv), dtype=torch.bool, device=key.device), count
+        if not isinstance(protect, Tensor):
+            raise TypeError(f"protect: expected a torch.Tensor, got {type(protect).__name__}")
         if protect.dtype != torch.bool:
             raise TypeError(f"protect: expected dtype torch.bool, got {protect.dtype}")
         if protect.shape != (n_k,):
@@ -118,8 +128,7 @@ class SLA2(nn.Module):
         return query.to(working_dtype(query)), repeat_heads(key.to(working_dtype(key)), query.shape[1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
-        check_heads(query, key, value, self.num_heads, self.head_dim)
-        query, key, value = autocast(query, key, value)
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         if self.current_stage == 1:
             with torch.autocast(query.device.type, enabled=False):

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
+from sage_ref.checks import refuse_second_derivative
 from sage_ref.quantization import fake_quantize, quantize, quantized_matmul
 from sage_ref.sagebwd import tiles, working_dtype
 from sage_ref.sla import (
     BlockSettings,
+    divisor,
     feature_map,
     into_blocks,
-    inverse_or_zero,
     key_block_sums,
     linear_branch,
     sparse_branch,
@@ -102,9 +103,9 @@ def tiled_forward(
             l = rescale * l + p_ij.sum(-1, keepdim=True)
             o_i = rescale * o_i + tile_matmul(p_ij, value[block], settings, rows_of_a=1)
             m = m_new
-        forward.sparse_output[rows] = o_i * inverse_or_zero(l)
+        forward.sparse_output[rows] = o_i / divisor(l)
         forward.log_sum_exp[rows] = m + l.log() + key_mean_scores(query[rows], k_mean, c)
-        forward.linear_output[rows] = q_phi[rows] @ h_i * inverse_or_zero(q_phi[rows] @ z_i[:, None])
+        forward.linear_output[rows] = q_phi[rows] @ h_i / divisor(q_phi[rows] @ z_i[:, None])
         forward.output[rows] = mix(forward.sparse_output[rows], forward.linear_output[rows], alpha[i])
     return forward
 
@@ -139,11 +140,11 @@ def tiled_backward(
         do_l = (1 - alpha[i]) * do_i
         h_i = sum((h[j] for j in unselected), torch.zeros_like(h[0]))
         z_i = sum((z[j] for j in unselected), torch.zeros_like(z[0]))
-        inverse = inverse_or_zero(q_phi[block] @ z_i[:, None])
+        weight_sum = divisor(q_phi[block] @ z_i[:, None])
         d_l = (do_l * forward.linear_output[block]).sum(-1, keepdim=True)
-        dh.append((q_phi[block] * inverse).mT @ do_l)
-        dz.append(-(q_phi[block] * inverse).mT @ d_l)
-        dq_phi[block] = (do_l @ h_i.mT - d_l * z_i) * inverse
+        dh.append((q_phi[block] / weight_sum).mT @ do_l)
+        dz.append(-(q_phi[block] / weight_sum).mT @ d_l)
+        dq_phi[block] = (do_l @ h_i.mT - d_l * z_i) / weight_sum
     for j, keys in enumerate(columns):
         dh_j, dz_j = torch.zeros_like(h[0]), torch.zeros_like(dz[0])
         for i, block in enumerate(rows):
@@ -194,7 +195,7 @@ def int8_sparse_branch(
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m.masked_fill(m == -math.inf, 0))
     l = p.sum(-1, keepdim=True)
-    o_s = fake_quantize(p, (1, settings.block_kv)) @ v_hat * inverse_or_zero(l)
+    o_s = fake_quantize(p, (1, settings.block_kv)) @ v_hat / divisor(l)
     return o_s, m + l.log() + key_mean_scores(query, k_mean, c)
 
 
@@ -225,12 +226,12 @@ def sla2_backward(
     complement = (~block_mask).to(q.dtype)
     h_i, z_i = weighted_sums(complement, *key_block_sums(k_phi, v, settings))
     q_i, do_l_i = into_blocks(q_phi, settings.block_q), into_blocks(do_l, settings.block_q)
-    inverse = inverse_or_zero(q_i @ z_i[..., None])
-    o_l_i = q_i @ h_i * inverse
+    weight_sum = divisor(q_i @ z_i[..., None])
+    o_l_i = q_i @ h_i / weight_sum
     d_l = (do_l_i * o_l_i).sum(-1, keepdim=True)
-    dq_phi = (do_l_i @ h_i.mT - d_l * z_i[..., None, :]) * inverse
-    dh_i = (q_i * inverse).mT @ do_l_i
-    dz_i = -((q_i * inverse).mT @ d_l).squeeze(-1)
+    dq_phi = (do_l_i @ h_i.mT - d_l * z_i[..., None, :]) / weight_sum
+    dh_i = (q_i / weight_sum).mT @ do_l_i
+    dz_i = -((q_i / weight_sum).mT @ d_l).squeeze(-1)
     dh_j, dz_j = weighted_sums(complement.mT, dh_i, dz_i)
     dk_phi = into_blocks(v, settings.block_kv) @ dh_j.mT + dz_j[..., None, :]
     dv = dv + from_blocks(into_blocks(k_phi, settings.block_kv) @ dh_j, k.shape[-2])
@@ -267,8 +268,7 @@ class SparseLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph: expected False, as SLA2's gradients have no derivative; got True")
+        refuse_second_derivative("SLA2's")
         query, key, value, block_mask, alpha, *saved = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
             gradients = sla2_backward(grad_output, query, key, value, block_mask, alpha, *saved, ctx.settings)

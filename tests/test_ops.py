@@ -1,4 +1,4 @@
-"""The public function: what it accepts, what it refuses and how it says so, what NaN does, which backend runs."""
+"""The public functions: what they accept, what they refuse and how they say so, what NaN does, which backend runs."""
 
 import importlib.util
 import inspect
@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_ref import ops, sagebwd_attention
+from sage_ref import ops, sagebwd_attention, sparse_linear_attention
 from sage_ref.attention import attention_forward
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
+from sage_ref.sla import BlockSettings, block_count
+from sage_ref.sparse_linear import SparseLinearFunction
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAMES = st.sampled_from(["query", "key", "value"])
@@ -401,3 +403,307 @@ def test_what_the_kernels_refuse_is_said_and_done_by_the_reference(inputs, kerne
     with pytest.raises(ValueError, match="backend: expected 'triton' to be usable, but no kernel runs on cpu"):
         sagebwd_attention(q, k, v, smooth_q=True, backend="triton")
     assert not kernels.calls
+
+
+# sparse_linear_attention
+
+
+def sparse_linear(query, key, value, block_mask, alpha, **options):
+    return sparse_linear_attention(
+        query, key, value, block_mask, alpha, **({"block_q": 16, "block_kv": 8, "backend": "reference"} | options)
+    )
+
+
+def mask_and_alpha(query, key, block_q=16, block_kv=8):
+    """Drawn, with one entry per head and block."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
+    return torch.rand(shape, generator=generator) < 0.5, torch.rand(shape[:3], generator=generator)
+
+
+def test_signature_of_sparse_linear_attention():
+    assert str(inspect.signature(sparse_linear_attention)).replace("torch.Tensor", "Tensor") == (
+        "(query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, alpha: Tensor | float, *, "
+        "quantize: bool = False, scale: float | None = None, block_q: int = 128, block_kv: int = 64, "
+        "backend: str = 'auto') -> Tensor"
+    )
+
+
+@given(
+    batch=st.integers(1, 2),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    n_q=st.integers(1, 90),
+    n_k=st.integers(1, 90),
+    head_dim=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.none() | st.floats(-0.2, 0.2) | st.just(0),
+    blocks=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    quantize=st.booleans(),
+)
+def test_any_valid_call_averages_values(batch, heads, n_q, n_k, head_dim, dtype, scale, blocks, quantize):
+    """O is alpha times one average of values plus 1 - alpha times another: with all values 1 it is alpha where a block
+    is selected, plus 1 - alpha where one is not. INT8 rounds P by up to 1/254 of the largest."""
+    generator = torch.Generator().manual_seed(n_q * n_k)
+    shapes = ((batch, heads[0], n_q, head_dim), (batch, heads[1], n_k, head_dim))
+    q, k = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    v = torch.ones_like(k).requires_grad_()
+    mask, alpha = mask_and_alpha(q, k, *blocks)
+    alpha.requires_grad_()
+    options = {"scale": scale, "block_q": blocks[0], "block_kv": blocks[1], "quantize": quantize}
+    output = sparse_linear(q, k, v, mask, alpha, **options)
+    assert output.shape == q.shape
+    assert output.dtype == dtype
+    expected = alpha * mask.any(-1) + (1 - alpha) * ~mask.all(-1)
+    expected = expected.repeat_interleave(blocks[0], -1)[..., :n_q, None].expand_as(output)
+    atol = 0.02 if quantize else 0.01 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(output.double(), expected.double(), atol=atol, rtol=0)
+    output.sum().backward()
+    for x in (q, k, v, alpha):
+        assert x.grad.shape == x.shape
+        assert x.grad.dtype == x.dtype
+        assert x.grad.isfinite().all()
+
+
+def test_every_option_of_sparse_linear_attention_reaches_the_computation(inputs):
+    q, k, v, _ = inputs(40, 60, 16)
+    mask = torch.tensor([True, False, True, True, False, False, True, False]).expand(1, 2, 3, 8)
+    alpha = torch.tensor([0.3, 0.6, 0.8]).expand(1, 2, 3)
+    results = [sparse_linear(q, k, v, mask, alpha, **options) for options in ({}, {"scale": 0.4}, {"quantize": True})]
+    results += [
+        sparse_linear(q, k, v, mask, 0.5),
+        sparse_linear(q, k, v, ~mask, alpha),
+        sparse_linear(q, k, v, mask[:, :, :1], alpha[..., :1], block_q=64),
+        sparse_linear(q, k, v, mask[..., :1], alpha, block_kv=64),
+    ]
+    for i, one in enumerate(results):
+        assert not any(torch.equal(one, other) for other in results[:i])
+    settings = BlockSettings(16, 8, scale=0.4, quantize=True)
+    expected = SparseLinearFunction.apply(q, k, v, mask, alpha, settings)
+    assert torch.equal(sparse_linear(q, k, v, mask, alpha, scale=0.4, quantize=True), expected)
+
+
+def test_masks_and_alphas_broadcast_and_their_gradients_are_summed(inputs):
+    q, k, v, do = (torch.cat([x, x + 1]) for x in inputs(40, 60, 16))
+    mask, alpha = mask_and_alpha(q, k)
+    full = sparse_linear(q, k, v, mask[:1, :, :1].expand(2, 2, 3, 8), alpha[1:, :, :1].expand(2, 2, 3))
+    assert torch.equal(sparse_linear(q, k, v, mask[:1, :, :1], alpha[1:, :, :1]), full)
+    assert torch.equal(sparse_linear(q, k, v, mask[0, :, :1], alpha[1, :, :1]), full)
+    of_number, of_tensor = sparse_linear(q, k, v, mask, 1), sparse_linear(q, k, v, mask, torch.ones(()))
+    assert torch.equal(of_number, of_tensor)
+    leaf = alpha.double().requires_grad_()
+    (each,) = torch.autograd.grad(sparse_linear(q, k, v, mask, leaf), leaf, do)
+    shared = torch.full((2, 1), 0.4, dtype=torch.float64, requires_grad=True)
+    (summed,) = torch.autograd.grad(sparse_linear(q, k, v, mask, shared), shared, do)
+    torch.testing.assert_close(summed, each.sum((0, 2))[:, None], atol=1e-11, rtol=0)
+
+
+def test_a_number_is_as_good_as_a_tensor_for_alpha_also_in_half_precision(inputs):
+    """0.3 is not rounded to float16 on the way."""
+    q, k, v, _ = inputs(20, 20, 8, dtype=torch.float16)
+    mask, _ = mask_and_alpha(q, k)
+    ours = sparse_linear(q, k, v, mask, 0.3).float()
+    exact = SparseLinearFunction.apply(
+        *(x.float() for x in (q, k, v)), mask, torch.full((1, 2, 2), 0.3), BlockSettings(16, 8)
+    )
+    torch.testing.assert_close(ours, exact.half().float(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sparse_linear_gqa_is_each_group_on_its_own(inputs, kv_heads, dtype):
+    """Gradients of shared heads are summed before they are rounded."""
+    q, k, v, do = inputs(40, 60, 16, heads=4, kv_heads=kv_heads, dtype=dtype)
+    mask, alpha = mask_and_alpha(q, k)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    output = sparse_linear(*leaves, mask, alpha)
+    gradients = torch.autograd.grad(output, leaves, do)
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+    shared = (x.repeat_interleave(4 // kv_heads, 1) for x in leaves[1:])
+    expected = sparse_linear(leaves[0], *shared, mask, alpha)
+    for x, y in zip(gradients, torch.autograd.grad(expected, leaves, do.to(wide)), strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y.to(dtype), atol=1e-12, rtol=0 if dtype == torch.float64 else 2**-7)
+    assert torch.equal(output, expected.to(dtype))
+
+
+def test_autocast_casts_for_sparse_linear_attention_too(inputs):
+    q, k, v, _ = inputs(33, 40, 16, dtype=torch.float32)
+    mask, alpha = mask_and_alpha(q, k)
+    expected = sparse_linear(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, alpha)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sparse_linear(q, k, v.bfloat16(), mask, alpha), expected)
+
+
+def sparse_not_a_bool(call, draw):
+    call["quantize"] = draw(st.sampled_from([0, 1, None, "int8"]))
+    return TypeError, f"quantize: expected a bool, got {type(call['quantize']).__name__}"
+
+
+def mask_of_no_tensor(call, draw):
+    call["block_mask"] = draw(st.sampled_from([None, True, [[True]], call["block_mask"].numpy()]))
+    return TypeError, f"block_mask: expected a torch.Tensor, got {type(call['block_mask']).__name__}"
+
+
+def mask_of_numbers(call, draw):
+    call["block_mask"] = call["block_mask"].to(draw(st.sampled_from([torch.float32, torch.int8, torch.int64])))
+    return TypeError, f"block_mask: expected dtype torch.bool, got {call['block_mask'].dtype}"
+
+
+def mask_elsewhere(call, draw):
+    call["block_mask"] = call["block_mask"].to("meta")
+    return ValueError, "block_mask: expected the device of query, cpu, got meta"
+
+
+def mask_of_other_blocks(call, draw):
+    mask, axis = call["block_mask"], draw(st.integers(0, 3))
+    call["block_mask"] = mask.repeat_interleave(mask.shape[axis] + 1, axis)
+    message = f"expected a shape that broadcasts to {tuple(mask.shape)}, got {tuple(call['block_mask'].shape)}"
+    return ValueError, f"block_mask: {message}"
+
+
+def mask_of_higher_rank(call, draw):
+    mask = call["block_mask"]
+    call["block_mask"] = mask[None]
+    message = f"expected a shape that broadcasts to {tuple(mask.shape)}, got {(1, *mask.shape)}"
+    return ValueError, f"block_mask: {message}"
+
+
+def alpha_of_no_number(call, draw):
+    call["alpha"] = draw(st.sampled_from([None, "0.5", [0.5], True, 1j]))
+    return TypeError, f"alpha: expected a torch.Tensor or a float, got {type(call['alpha']).__name__}"
+
+
+def alpha_of_integers(call, draw):
+    call["alpha"] = torch.ones((), dtype=draw(st.sampled_from([torch.int64, torch.bool, torch.complex64])))
+    return TypeError, f"alpha: expected a floating dtype, got {call['alpha'].dtype}"
+
+
+def alpha_elsewhere(call, draw):
+    call["alpha"] = torch.ones((), device="meta")
+    return ValueError, "alpha: expected the device of query, cpu, got meta"
+
+
+def alpha_of_other_blocks(call, draw):
+    shape, axis = call["block_mask"].shape[:3], draw(st.integers(0, 2))
+    call["alpha"] = torch.ones(shape).repeat_interleave(shape[axis] + 1, axis)
+    message = f"expected a shape that broadcasts to {tuple(shape)}, got {tuple(call['alpha'].shape)}"
+    return ValueError, f"alpha: {message}"
+
+
+def block_of_no_size(call, draw):
+    name, size = draw(st.sampled_from(["block_q", "block_kv"])), draw(st.integers(-3, 0))
+    call[name] = size
+    return ValueError, f"{name}: expected at least 1, got {size}"
+
+
+def block_of_no_int(call, draw):
+    name = draw(st.sampled_from(["block_q", "block_kv"]))
+    call[name] = draw(st.sampled_from([64.0, "64", None, True]))
+    return TypeError, f"{name}: expected an int, got {type(call[name]).__name__}"
+
+
+def sparse_heads_that_do_not_divide(call, draw):
+    expected = heads_that_do_not_divide(call, draw)
+    del call["enable_gqa"]
+    return expected
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        wrong_type, wrong_dtype, mixed_dtypes, wrong_rank, zero_size, meta_device, other_batch, other_head_dim,
+        other_length_of_value, other_heads_of_value, sparse_heads_that_do_not_divide, sparse_not_a_bool,
+        scale_of_no_number, scale_not_finite, unknown_backend, mask_of_no_tensor, mask_of_numbers, mask_elsewhere,
+        mask_of_other_blocks, mask_of_higher_rank, alpha_of_no_number, alpha_of_integers, alpha_elsewhere,
+        alpha_of_other_blocks, block_of_no_size, block_of_no_int,
+    ],
+)  # fmt: skip
+@given(data=st.data(), shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 6)] * 3))
+def test_a_bad_argument_of_sparse_linear_attention_is_named(break_it, data, shape):
+    batch, heads, n_q, n_k, head_dim = shape
+    call = {"query": torch.ones(batch, heads, n_q, head_dim), "alpha": 0.5, "backend": "reference"}
+    call |= {name: torch.ones(batch, heads, n_k, head_dim) for name in ("key", "value")}
+    call |= {"block_mask": mask_and_alpha(call["query"], call["key"], 2, 3)[0], "block_q": 2, "block_kv": 3}
+    kind, message = break_it(call, data.draw)
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        sparse_linear_attention(**call)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_nan_goes_where_the_docstring_of_sparse_linear_attention_says(inputs, name, quantize):
+    """In a query to at most its block; in a key or value, selected or not, to every query of the head."""
+    q, k, v, _ = inputs(40, 60, 16)
+    mask, alpha = mask_and_alpha(q, k)
+    clean = sparse_linear(q, k, v, mask, alpha, quantize=quantize)
+    {"query": q, "key": k, "value": v}[name][0, 1, 17, 3] = math.nan
+    output = sparse_linear(q, k, v, mask, alpha, quantize=quantize)
+    assert torch.equal(output[:, 0], clean[:, 0])
+    if name == "query":
+        assert output[0, 1, 17].isnan().all()
+        assert torch.equal(output[0, 1, 32:], clean[0, 1, 32:])
+        torch.testing.assert_close(output[0, 1, :16], clean[0, 1, :16], atol=1e-12, rtol=0)
+    else:
+        assert output[0, 1].isnan().any(-1).all()
+
+
+@pytest.fixture
+def sparse_linear_kernels(monkeypatch, fresh_warning):
+    """Stands in for the SLA2 kernels: records its calls, and refuses those that `refusal` names."""
+    package = types.ModuleType("sage_kernels.sla2.ops")
+    package.calls, package.refusal = [], lambda query, settings: None
+    package.obstacle = lambda query, settings: package.refusal(query, settings)
+    package.sparse_linear_attention = lambda *tensors, **options: package.calls.append((tensors, options)) or tensors[0]
+    for name in ("sage_kernels", "sage_kernels.sla2"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sage_kernels.sla2.ops", package)
+    monkeypatch.setattr(ops, "MISSING_PACKAGE", None)
+    return package
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_triton_runs_sparse_linear_attention_where_it_can(inputs, sparse_linear_kernels, backend):
+    q, k, v, _ = inputs(200, 130, 16)
+    mask, alpha = torch.ones(3, dtype=torch.bool), 0.25
+    assert sparse_linear_attention(q, k, v, mask, alpha, backend=backend) is q
+    sparse_linear_attention(q, k, v, mask, alpha, backend=backend, quantize=True, scale=0.3)
+    (tensors, defaults), (_, options) = sparse_linear_kernels.calls
+    assert all(x is y for x, y in zip(tensors[:3], (q, k, v), strict=True))
+    assert torch.equal(tensors[3], torch.ones(1, 2, 2, 3, dtype=torch.bool))
+    assert torch.equal(tensors[4], torch.full((1, 2, 2), 0.25, dtype=torch.float64))
+    assert defaults == {"quantize": False, "scale": 1 / 4}
+    assert options == {"quantize": True, "scale": 0.3}
+
+
+def test_what_the_sparse_linear_kernels_refuse_is_said_and_done_by_the_reference(inputs, sparse_linear_kernels):
+    q, k, v, _ = inputs(40, 60, 16)
+    mask, alpha = mask_and_alpha(q, k)
+    options = {"block_q": 16, "block_kv": 8}
+    sparse_linear_kernels.refusal = lambda query, settings: (
+        f"no kernel takes blocks of {settings.block_q} x {settings.block_kv}" if settings.block_q != 128 else None
+    )
+    with pytest.warns(UserWarning, match="because no kernel takes blocks of 16 x 8") as caught:
+        output = sparse_linear_attention(q, k, v, mask, alpha, **options)
+    assert caught[0].filename == __file__  # it points at the caller
+    assert torch.equal(output, sparse_linear(q, k, v, mask, alpha))
+    with pytest.raises(
+        ValueError, match="backend: expected 'triton' to be usable, but no kernel takes blocks of 16 x 8"
+    ):
+        sparse_linear_attention(q, k, v, mask, alpha, backend="triton", **options)
+    assert not sparse_linear_kernels.calls
+
+
+def test_sparse_linear_attention_warns_once_without_the_kernels(inputs, missing, fresh_warning):
+    q, k, v, _ = inputs(4, 4, 8)
+    arguments = q, k, v, torch.ones(1, 1, dtype=torch.bool), 0.5
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = [sparse_linear_attention(*arguments) for _ in range(3)]
+    assert [str(w.message) for w in caught] == [
+        f"sage_ref: backend='auto' uses the reference, because the package {missing} is not installed."
+    ]
+    assert all(torch.equal(output, sparse_linear_attention(*arguments, backend="reference")) for output in outputs)
+    message = f"backend: expected 'triton' to be usable, but the package {missing} is not installed"
+    with pytest.raises(ValueError, match=message):
+        sparse_linear_attention(*arguments, backend="triton")
