@@ -1,4 +1,4 @@
-"""`python -m sage_ref info|table1|table2|readme|capture|capture-video`: the papers' tables, and what they run on."""
+"""`python -m sage_ref info|table1|table2|readme|capture|capture-video|train-router`: tables, and what they run on."""
 
 import argparse
 import json
@@ -159,6 +159,40 @@ def concentration_table(rows: list[dict]) -> str:
     return markdown_table(("layer", "sample", "head", *columns), cells)
 
 
+def train_router(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+    from hashlib import sha256
+
+    from tqdm import tqdm
+
+    from sage_ref.training import router_training
+    from sage_ref.training.capture import read_capture
+    from sage_ref.training.structured import VideoLike, video_like
+
+    if options.outlier is None:
+        layers = read_capture(options.capture).layers
+        source = {"capture": options.capture.name, "sha256": sha256(options.capture.read_bytes()).hexdigest()}
+    else:
+        config = VideoLike(outlier=options.outlier)
+        layers = {0: video_like(config, samples=4)[0]}
+        source = {"structured": asdict(config), "samples": 4}
+    settings = router_training.FitSettings(block_q=options.block_q, block_kv=options.block_kv, steps=options.steps)
+    sweep = router_training.RouterSweep(
+        settings,
+        sparsities=[round(1 - percent / 100, 6) for percent in options.k],
+        relaxations=router_training.STUDY if options.study else router_training.RouterSweep().relaxations,
+        seeds=range(options.seeds),
+    )
+    checkpoint = (options.json or Path("runs/train_router.json")).with_suffix(".partial")
+    fits = router_training.router_sweep(sweep, layers, json.dumps(source), checkpoint, options.device)
+    rows = [row for found in tqdm(fits, total=router_training.sweep_length(sweep, layers)) for row in found]
+    print("Hard mask, mean over layers and seeds:\n\n" + router_training.result_table(Record({}, rows)))
+    if options.json:
+        facts = {"data": source, "settings": asdict(settings), "seeds": list(sweep.seeds), "device": options.device}
+        write_record(options.json, rows, command=options.command, threads=torch.get_num_threads(), **facts)
+    checkpoint.unlink()
+
+
 def readme(options: argparse.Namespace) -> None:
     from sage_ref.plotting import overview_figure
     from sage_ref.readme import BENCH, OVERVIEW, TABLE2, rewrite
@@ -175,6 +209,12 @@ def readme(options: argparse.Namespace) -> None:
 def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
+def percentage(text: str) -> float:
+    if not 0 < (number := float(text)) <= 100:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 100, got {text}")
     return number
 
 
@@ -241,6 +281,26 @@ def add_capture_video_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/capture_video.pt"), metavar="FILE")
 
 
+def add_train_router_options(parser: argparse.ArgumentParser) -> None:
+    from sage_ref.training.router_training import FitSettings, RouterSweep
+
+    default = FitSettings()
+    parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
+    parser.add_argument("--seeds", type=positive, default=len(RouterSweep().seeds), help="number of seeds")
+    parser.add_argument("--steps", type=positive, default=default.steps)
+    parser.add_argument("--block-q", type=positive, default=default.block_q, help="queries in a block")
+    parser.add_argument("--block-kv", type=positive, default=default.block_kv, help="keys in a block")
+    parser.add_argument("--study", action="store_true", help="try every stand-in for the hard mask, not just two")
+    parser.add_argument("--capture", type=Path, default=RECORDED / "capture_video.safetensors", metavar="FILE")
+    parser.add_argument(
+        "--outlier",
+        type=float,
+        metavar="LOGIT",
+        help="instead of a capture, made-up data with outliers of that size among the queries (0: none)",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
 COMMANDS = (
     ("info", info, lambda parser: None, "this machine, the versions, and the backend that 'auto' would choose"),
     ("table1", table1, add_table1_options, "the paper's Table 1, swept over what it leaves open"),
@@ -252,6 +312,12 @@ COMMANDS = (
         capture_video,
         add_capture_video_options,
         "train a small video diffusion transformer and save what enters its attention",
+    ),
+    (
+        "train-router",
+        train_router,
+        add_train_router_options,
+        "fit SLA2's router and alpha to full attention, and compare with SLA and the best mask",
     ),
 )
 

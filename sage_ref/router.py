@@ -5,17 +5,27 @@ Hard Top-k keeps the largest k% of each row, and has no gradient. In training So
 
 SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to as many blocks as Top-k keeps.
 
+Printed is SoftTop-k of P_c with tau = 0.1 in the place of Top-k. Here the default differs in two ways (`Relaxation`):
+the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c with tau = 1.
+Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat; a flat mask cancels in the softmax,
+and with alpha near 1 the loss is near 0 while the hard mask is no better.
+
 With the identity for both projections this is SLA's heuristic router.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import refuse_second_derivative
-from sage_ref.sla import BlockSettings, block_mean
+from sage_ref.sla import BlockSettings, block_mean, top_blocks
 from sage_ref.smoothing import smooth_key
 
+SCORES = ("P_c", "log P_c")
+# Of an unselected block in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
+LEAST_WEIGHT = 1e-3
 BISECTIONS = 60  # each halves the bracket of lambda: from a width of 1e6 to float64's last digits
 
 
@@ -62,6 +72,45 @@ def soft_top_k(x: Tensor, count: int, temperature: float = 0.1) -> Tensor:
     if not temperature > 0:
         raise ValueError(f"temperature: expected a positive number, got {temperature}")
     return torch.ones_like(x) if count >= x.shape[-1] else SoftTopK.apply(x, count, temperature)
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What stands in for the hard mask while the router is fitted: SoftTop-k at a temperature.
+
+    scores: what SoftTop-k is applied to, "P_c" as printed, or "log P_c", whose blocks come in the same order but whose
+    differences do not shrink with the number of blocks. straight_through: SoftTop-k gives the gradient alone; the
+    forward pass takes the hard mask (0 raised to LEAST_WEIGHT, which bounds the gradient).
+    """
+
+    scores: str = "log P_c"
+    temperature: float = 1.0
+    straight_through: bool = True
+
+    def __post_init__(self):
+        if self.scores not in SCORES:
+            raise ValueError(f"scores: expected one of {SCORES}, got {self.scores!r}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: expected a positive number, got {self.temperature}")
+
+    @property
+    def name(self) -> str:
+        return f"{'straight-through' if self.straight_through else 'soft'}, {self.scores} / {self.temperature:g}"
+
+    def scores_of(self, logits: Tensor) -> Tensor:
+        """P_c or log P_c from the router's logits [..., Tm, Tn]."""
+        return logits.softmax(-1) if self.scores == "P_c" else logits.log_softmax(-1)
+
+    def block_weights(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(M for the two branches, SoftTop-k), [..., Tm, Tn] each, rows of SoftTop-k summing to `count`."""
+        soft = soft_top_k(scores, count, self.temperature)
+        if not self.straight_through:
+            return soft, soft
+        hard = top_blocks(scores.detach(), count).to(soft.dtype).clamp_min(LEAST_WEIGHT)
+        return hard + (soft - soft.detach()), soft
+
+
+PRINTED = Relaxation("P_c", 0.1, straight_through=False)
 
 
 class Router(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sage_ref.checks import check_count, check_heads, check_options, check_share
 from sage_ref.ops import chosen_backend, repeat_heads, sparse_linear_attention, sparse_linear_obstacle
-from sage_ref.router import Router, soft_top_k
+from sage_ref.router import Relaxation, Router
 from sage_ref.sagebwd import working_dtype
 from sage_ref.sla import BlockSettings, block_count, block_mass, into_blocks, selected_count, top_blocks
 from sage_ref.sparse_linear import soft_sparse_linear_attention
@@ -27,10 +27,11 @@ class SLA2(nn.Module):
     sparsity: share of key blocks that a query block leaves to the linear branch; of Tn blocks it selects
         `sla.selected_count`, at least one. query_blocks: how many alphas a head has, one per query block, for inputs of
         exactly that many blocks; the default 1 is broadcast to any length.
-    quantize: run the sparse branch of stage 2 in INT8 (forward pass only). temperature: tau of stage 1's SoftTop-k.
+    quantize: run the sparse branch of stage 2 in INT8 (forward pass only). relaxation: what stage 1 has for the hard
+        mask; `router.PRINTED` is the paper's formula, the default departs from it (sage_ref/router.py says why).
     backend: as in `sage_ref.sparse_linear_attention`; stage 1 always runs on the reference.
 
-    stage(1) trains router and alpha: a soft mask, temperature tau, all blocks computed. stage(2), the initial state,
+    stage(1) trains router and alpha through `relaxation`, with all blocks computed. stage(2), the initial state,
     is the real thing: hard Top-k, alpha trains with the model, the router is frozen. ValueError or TypeError
     name the argument that doesn't fit.
     """
@@ -45,7 +46,7 @@ class SLA2(nn.Module):
         block_kv: int = 64,
         quantize: bool = True,
         query_blocks: int = 1,
-        temperature: float = 0.1,
+        relaxation: Relaxation = Relaxation(),  # noqa: B008 (frozen)
         backend: str = "auto",
     ):
         super().__init__()
@@ -54,7 +55,7 @@ class SLA2(nn.Module):
         check_share("sparsity", sparsity)
         check_options(None, backend, quantize=quantize)
         self.head_dim, self.num_heads, self.sparsity = head_dim, num_heads, sparsity
-        self.temperature, self.backend = temperature, backend
+        self.relaxation, self.backend = relaxation, backend
         self.settings = BlockSettings(block_q, block_kv, quantize=quantize)
         self.router = Router(head_dim, self.settings)
         self.alpha_logit = nn.Parameter(torch.full((num_heads, query_blocks), 3.0))
@@ -97,16 +98,16 @@ class SLA2(nn.Module):
         return top_blocks(logits.masked_fill(protected, math.inf), count)
 
     def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
-        """SoftTop-k of P_c: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
-        p_c = self.router(query, key).softmax(-1)
+        """Weights of `relaxation`: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
+        scores = self.relaxation.scores_of(self.router(query, key))
         protected, count = self._protected(protect, key)
         if protect is None:
-            return soft_top_k(p_c, count, self.temperature)
+            return self.relaxation.block_weights(scores, count)[0]
         remaining = count - int(protected.sum())
         if remaining == 0:
-            return protected.to(p_c.dtype).expand_as(p_c)
-        soft = soft_top_k(p_c[..., ~protected], remaining, self.temperature)
-        return torch.ones_like(p_c).masked_scatter(~protected, soft)
+            return protected.to(scores.dtype).expand_as(scores)
+        weights, _ = self.relaxation.block_weights(scores[..., ~protected], remaining)
+        return torch.ones_like(scores).masked_scatter(~protected, weights)
 
     def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor, int]:
         """bool [Tn], blocks with a protected key, and how many blocks each query block selects."""

@@ -5,6 +5,7 @@ import math
 import sys
 import types
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sage_ref import SLA2, ops, sparse_linear_attention
-from sage_ref.router import soft_top_k
+from sage_ref.router import PRINTED, Relaxation, soft_top_k
 from sage_ref.sla import BlockSettings, block_count, heuristic_scores, selected_count, top_blocks
 
 SHAPES = [(1, 1), (3, 3), (16, 1), (1, 16), (33, 50), (50, 33), (64, 64)]  # Nq, Nk
-SMALL = {"sparsity": 0.6, "block_q": 16, "block_kv": 8, "backend": "reference"}
+SMALL = {"sparsity": 0.6, "block_q": 16, "block_kv": 8, "backend": "reference", "relaxation": PRINTED}
 
 
 def module(heads=2, **options):
@@ -38,7 +39,7 @@ def probabilities(q, k):
 
 def test_the_options_are_those_of_the_paper_by_default():
     model = SLA2(8, 2)
-    assert (model.sparsity, model.temperature, model.backend, model.current_stage) == (0.97, 0.1, "auto", 2)
+    assert (model.sparsity, model.relaxation, model.backend, model.current_stage) == (0.97, Relaxation(), "auto", 2)
     assert model.settings == BlockSettings(quantize=True)
     assert model.alpha_logit.shape == (2, 1)
     assert_close(model.alpha(3, 5), torch.full((3, 2, 5), 1 / (1 + math.exp(-3))))
@@ -137,7 +138,7 @@ def test_the_router_is_not_rounded_to_16_bit(inputs):
 def test_stage_1_weighs_both_branches_by_soft_top_k(inputs, n_q, n_k):
     """Dense: softmax of M e^S, and averages by common features weighed by 1 - M."""
     q, k, v, _ = inputs(n_q, n_k, 8)
-    model = module(temperature=0.3).stage(1)
+    model = module(relaxation=replace(PRINTED, temperature=0.3)).stage(1)
     soft = soft_top_k(model.router(q, k).softmax(-1), selected_count(0.6, block_count(n_k, 8)), 0.3)
     assert torch.equal(model.soft_block_mask(q, k), soft)
     w = soft[..., (torch.arange(n_q) // 16)[:, None], torch.arange(n_k) // 8]
@@ -153,13 +154,13 @@ def test_stage_1_weighs_both_branches_by_soft_top_k(inputs, n_q, n_k):
 
 def test_a_low_temperature_brings_stage_1_to_stage_2(inputs):
     q, k, v, _ = inputs(40, 80, 8)
-    model = module(quantize=False, temperature=1e-7)
+    model = module(quantize=False, relaxation=replace(PRINTED, temperature=1e-7))
     assert_close(model.stage(1)(q, k, v), model.stage(2)(q, k, v), atol=1e-9, rtol=0)
 
 
 def test_gradients_of_stage_1_pass_gradcheck_in_inputs_router_and_alpha(inputs):
     q, k, v, _ = inputs(5, 9, 3, heads=1)
-    model = SLA2(3, 1, sparsity=0.5, block_q=2, block_kv=2, query_blocks=3).double().stage(1)
+    model = SLA2(3, 1, sparsity=0.5, block_q=2, block_kv=2, query_blocks=3, relaxation=PRINTED).double().stage(1)
     named = {name: parameter.detach().requires_grad_() for name, parameter in model.named_parameters()}
 
     def output(q, k, v, *parameters):
@@ -336,7 +337,7 @@ def test_protecting_every_key_selects_every_block(inputs):
 
 def test_gradients_reach_the_router_beside_protected_keys(inputs):
     q, k, v, _ = inputs(5, 9, 3, heads=1)
-    model = SLA2(3, 1, sparsity=0.5, block_q=2, block_kv=2).double().stage(1)
+    model = SLA2(3, 1, sparsity=0.5, block_q=2, block_kv=2, relaxation=PRINTED).double().stage(1)
     protect = torch.arange(9) == 4
 
     def output(w_q, w_k):
