@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sage_ref.attention import AttentionBackward, AttentionForward, causal_mask, softmax_scale
+from sage_ref.checks import refuse_second_derivative
 from sage_ref.quantization import ROUNDINGS, BlockShape, QuantizedTensor, fake_quantize, quantize, quantized_matmul
 from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query
 
@@ -222,9 +223,7 @@ class SageBwdFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # torch's once_differentiable notices a second derivative only if dO needs one too; else it is silently dropped.
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph: expected False, as SageBwd's gradients have no derivative; got True")
+        refuse_second_derivative("SageBwd's")
         with torch.autocast(grad_output.device.type, enabled=False):
             gradients = sagebwd_backward(grad_output, *ctx.saved_tensors, ctx.settings)
         return gradients.grad_query, gradients.grad_key, gradients.grad_value, None
