@@ -12,6 +12,8 @@ from sage_ref import tables
 from sage_ref.recorded import REPOSITORY, Record, Row, markdown_table, read_record
 
 BENCH, TABLE1, TABLE2 = "bench_h200", "table1_sweep", "table2_cpu"
+SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"
+SLA2_SHAPE, SLA2_SPARSITY, SLA2_INT8_LEVEL = {"n_q": 32760}, 0.97, 3  # the paper's 1.3B video model at 480p
 OVERVIEW = REPOSITORY / "notebooks" / "figures" / "overview.png"
 HEAD_DIMS, CAUSAL = (128, 64), (False, True)
 README_N = 8192
@@ -129,6 +131,86 @@ def accuracy() -> str:
     return f"{shapes}\n\n{table}\n\nKernel / simulating reference (paper), {size}, mean of 5 seeds; {record.caption}."
 
 
+def sla2() -> str:
+    """The module SLA2 in INT8 against attention over all keys, by length and sparsity."""
+    record = read_record(SLA2_BENCH)
+    lines = []
+    for n in sorted({row["n_q"] for row in record.rows}):
+        for sparsity in sorted({row["sparsity"] for row in record.select(op="sla2")}):
+            cells = [f"{n} ({record.select(n_q=n)[0]['heads']} heads)", f"{sparsity:.0%}"]
+            for direction in ("fwd", "fwd+bwd"):
+                shape = {"n_q": n, "scope": "autograd", "direction": direction}
+                found = record.select(provider="sage_kernels", sparsity=sparsity, level=SLA2_INT8_LEVEL, **shape)[0]
+                cells.append(f"{found['ms_median']:.2f}")
+                for peer in ("sdpa_flash", "sdpa_cudnn"):
+                    dense = record.select(provider=peer, **shape)[0]
+                    cells.append(f"{dense['ms_median'] / found['ms_median']:.1f}x")
+            lines.append(cells)
+    header = ("N", "sparsity", "forward, ms", "FA-2", "cuDNN", "forward + backward, ms", "FA-2", "cuDNN")
+    return f"{markdown_table(header, lines)}\n\nbfloat16, batch 1, D=128; {record.caption}."
+
+
+def sla2_ladder() -> str:
+    """Every level of the SLA2 ladder at the reference point, beside FlexAttention, which has no linear branch."""
+    record = read_record(SLA2_BENCH)
+    shape = SLA2_SHAPE | {"direction": "fwd"}
+    flash = record.select(provider="sdpa_flash", **shape)[0]["ms_median"]
+    lines = []
+    levels = sorted({row["level"] for row in record.select(scope="op", op="sla2")})
+    for level in levels:
+        kernel, op = (
+            record.select(provider="sage_kernels", level=level, scope=scope, sparsity=SLA2_SPARSITY, **shape)[0]
+            for scope in ("kernel", "op")
+        )
+        cells = f"{kernel['ms_median']:.3f}", f"{op['ms_median']:.3f}", f"{flash / op['ms_median']:.1f}x"
+        lines.append((level, *cells, f"{op['rel_l2']:.4f}"))
+    flex = record.select(provider="flex", part=None, sparsity=SLA2_SPARSITY, **shape)[0]
+    lines.append(("FlexAttention, O_s alone", f"{flex['ms_median']:.3f}", "", "", f"{flex['rel_l2']:.4f}"))
+    header = ("level", "kernel, ms", "op, ms", "op against FA-2", "rel. L2")
+    return f"{markdown_table(header, lines)}\n\n{_sla2_point(record)}."
+
+
+def sla2_parts() -> str:
+    """What the INT8 op spends its time on, and how long its backward takes."""
+    record = read_record(SLA2_BENCH)
+    lines = []
+    lengths = sorted({row["n_q"] for row in record.rows})
+    parts = dict.fromkeys(row["part"] for row in record.select(scope="part"))
+    for part in parts:
+        rows = [record.select(part=part, n_q=n, sparsity=SLA2_SPARSITY)[0] for n in lengths]
+        lines.append((part, *(f"{row['ms_median']:.3f}" for row in rows)))
+    int8 = {"provider": "sage_kernels", "level": SLA2_INT8_LEVEL, "sparsity": SLA2_SPARSITY}
+    whole = [record.select(scope="op", n_q=n, **int8)[0] for n in lengths]
+    lines.append(("the op", *(f"{row['ms_median']:.3f}" for row in whole)))
+    backward = [record.select(scope="autograd", direction="bwd", n_q=n, **int8)[0] for n in lengths]
+    lines.append(("backward", *(f"{row['ms_median']:.3f}" for row in backward)))
+    training = [record.select(scope="autograd", direction="fwd+bwd", n_q=n, **int8)[0] for n in lengths]
+    lines.append(("peak memory, training, GB", *(f"{row['peak_mb'] / 1000:.1f}" for row in training)))
+    header = ("ms", *(f"N={row['n_q']}, {row['heads']} heads" for row in whole))
+    return f"{markdown_table(header, lines)}\n\n{SLA2_SPARSITY:.0%} sparsity, bfloat16, D=128; {record.caption}."
+
+
+def sla2_accuracy() -> str:
+    """The largest error of each tensor against the reference, by dtype, sparse branch and share of selected blocks."""
+    record = read_record(SLA2_ACCURACY)
+    tensors = ("O", "dQ", "dK", "dV", "dalpha")
+    lines = []
+    for dtype in ("float16", "bfloat16"):
+        for quantize in (False, True):
+            for selected in dict.fromkeys(row["selected"] for row in record.rows):
+                rows = record.select(dtype=dtype, quantize=quantize, selected=selected)
+                worst = (max(row.get(tensor, 0.0) for row in rows) for tensor in tensors)
+                lines.append((dtype, "INT8" if quantize else "16 bit", selected, *(f"{error:.4f}" for error in worst)))
+    table = markdown_table(("dtype", "sparse branch", "blocks selected", *tensors), lines)
+    return f"{table}\n\nRelative L2, largest of {len(rows)} shapes each; {record.caption}."
+
+
+def _sla2_point(record: Record) -> str:
+    row = record.select(op="sla2", **SLA2_SHAPE)[0]
+    size = f"N={row['n_q']}, {row['heads']} heads, D={row['head_dim']}"
+    return f"{SLA2_SPARSITY:.0%} sparsity, {size}, bfloat16; {record.caption}"
+
+
 def _ladder_cells(record: Record, direction: str, level: int, head_dim: int) -> list[str]:
     kernel = [
         _row(record, direction, head_dim, causal, level=level, scope="kernel", provider="sage_kernels")
@@ -147,12 +229,15 @@ def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) 
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"course": courses, "table1": table1, "table2": table2, "speed": speed},
+    "README.md": {"course": courses, "table1": table1, "table2": table2, "speed": speed, "sla2": sla2},
     "kernels/README.md": {
         "forward": lambda: ladder("fwd"),
         "backward": lambda: ladder("bwd"),
         "instructions": instructions,
         "accuracy": accuracy,
+        "sla2_ladder": sla2_ladder,
+        "sla2_parts": sla2_parts,
+        "sla2_accuracy": sla2_accuracy,
     },
 }
 
