@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import geometric_mean
+from statistics import geometric_mean, mean, stdev
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from torch import Tensor
 from sage_ref.attention import attention_forward
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
 from sage_ref.recorded import Record, Row
+from sage_ref.router import soft_top_k
 from sage_ref.sagebwd import SageBwdSettings
 from sage_ref.sla import (
     BlockSettings,
@@ -371,3 +373,225 @@ def draw_singular_values(axes: Axes, singular_values: Mapping[str, Tensor], *, r
     axes.set(yscale="log", xscale="log", ylim=(1e-4, None), xlabel="number of the singular value")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
+
+
+def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) -> Figure:
+    """SoftTop-k of one row of P_c and of log P_c at each temperature, blocks by rank; dotted: hard Top-k.
+
+    logits [Tn], as the router gives them for a block of queries; count: how many blocks the row sums to.
+    """
+    title = "SoftTop-k is flat until tau is as small as the scores' differences"
+    figure, axes = panels(len(temperatures), width=2.9, height=3.2, sharey=True, title=title)
+    rank = range(1, len(logits) + 1)
+    scores = {"P_c": (logits.softmax(-1), BLUE), "log P_c": (logits.log_softmax(-1), ORANGE)}
+    for ax, temperature in zip(axes, temperatures, strict=True):
+        for name, (x, color) in scores.items():
+            weights = soft_top_k(x, count, temperature).sort(descending=True).values
+            ax.plot(rank, weights.detach(), color=color, label=f"SoftTop-k of {name}")
+        ax.step(rank, [float(i <= count) for i in rank], ":", where="mid", color=BLACK, label="hard Top-k")
+        ax.set(xlabel="rank of the key block", xscale="log", ylim=(-0.03, 1.05))
+        ax.set_title(f"tau = {temperature:g}", fontsize=10)
+    axes[0].set_ylabel("weight of the block")
+    axes[-1].legend(fontsize=8)
+    return figure
+
+
+def router_figure(record: Record, *, title: str) -> Figure:
+    """Error of each method against k, on fitted and on held-out samples, mean over layers; dots are seeds.
+
+    record: rows of `python -m sage_ref train-router` for several sparsities.
+    """
+    figure, axes = panels(2, width=4.6, height=4.2, title=title)
+    styles = {
+        ("heuristic, sparse only", None): ("s", BLACK, "heuristic router, sparse only"),
+        ("SLA, best step", None): ("D", RED, "SLA (best step)"),
+        ("SLA2", "soft, P_c / 0.1"): ("v", PURPLE, "SLA2, stage 1 as printed"),
+        ("heuristic, alpha fitted", None): ("^", SKY, "heuristic router, fitted alpha"),
+        ("SLA2", "straight-through, log P_c / 1"): ("o", BLUE, "SLA2, straight-through"),
+        ("best mask, alpha fitted", None): ("*", GREEN, "best mask, fitted alpha"),
+    }
+    for ax, samples in zip(axes, ("fitted", "held out"), strict=True):
+        for (method, relaxation), (marker, color, label) in styles.items():
+            of_method = record.select(samples=samples, method=method)
+            found = [row for row in of_method if row.get("relaxation") == relaxation]
+            by_seed = {(row["sparsity"], row.get("seed")): [] for row in found}
+            for row in found:
+                by_seed[row["sparsity"], row.get("seed")].append(row["error"])
+            percent = sorted({sparsity for sparsity, _ in by_seed})
+            seeds = {s: [mean(x) for (of, _), x in by_seed.items() if of == s] for s in percent}
+            ax.plot([100 * (1 - s) for s in percent], [mean(seeds[s]) for s in percent], color=color, linewidth=1)
+            dots = [(100 * (1 - s), error) for s, errors in seeds.items() for error in errors]
+            ax.plot(*zip(*dots, strict=True), marker, color=color, markersize=6, label=label)
+        ax.set(xlabel="k: blocks selected, %", xticks=[3, 4, 5], ylim=(0, 1.4 * ax.dataLim.ymax))
+        ax.set_title(f"{samples} samples", fontsize=10)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("squared error / squared length of O")
+    axes[0].legend(fontsize=7, ncols=2, loc="upper right")
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure
+
+
+SLA2_LEVEL_NAMES = ("0\nas printed", "1\nlists, one\nproduct", "2\nlinear branch\nin the kernel", "3\nINT8")
+DENSE_PEERS = (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN))
+
+
+def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **changed: Any) -> float | None:
+    """Milliseconds of one row of `python -m sage_kernels bench --op sla2`; None where nothing was measured.
+
+    The whole forward op of one of our levels, or the row whose columns have the values in `changed`.
+    """
+    row = {"op": "sla2", "provider": "sage_kernels", "scope": "op", "direction": "fwd", "part": None} | changed
+    rows = bench.select(n_q=n, sparsity=sparsity, level=level, **row)
+    return rows[0]["ms_median"] if rows else None
+
+
+def dense_time(bench: Record, n: int, provider: str, direction: str = "fwd") -> float:
+    """Milliseconds of attention over all blocks, in the same record."""
+    return sla2_time(bench, n, 0.0, None, op="attention", provider=provider, scope="autograd", direction=direction)
+
+
+def flex_time(bench: Record, n: int, sparsity: float, direction: str = "fwd") -> float:
+    """Milliseconds of FlexAttention: forward with blocks of 64 keys, else with half as many blocks of 128."""
+    rows = bench.select(n_q=n, sparsity=sparsity, provider="flex", direction=direction)
+    return min(rows, key=lambda row: row["part"] is not None)["ms_median"]
+
+
+def sla2_parts(bench: Record, n: int, sparsity: float) -> dict[str, float]:
+    """Milliseconds of the op's steps, by name; what was measured beside them, "... alone", is left out."""
+    rows = bench.select(scope="part", n_q=n, sparsity=sparsity)
+    return {row["part"]: row["ms_median"] for row in rows if not row["part"].endswith("alone")}
+
+
+def sla2_ladder_figure(
+    bench: Record, lengths: Sequence[int], sparsity: float, *, title: str, here: Record | None = None
+) -> Figure:
+    """Milliseconds of every forward level, kernel alone and whole op; attention over all blocks as lines.
+
+    here: rows measured on this machine.
+    """
+    figure, axes = panels(len(lengths), width=5.2, height=3.9, title=title)
+    levels = range(len(SLA2_LEVEL_NAMES))
+    for ax, n in zip(axes, lengths, strict=True):
+        for scope, name, color, shift in (
+            ("kernel", "kernel alone", BLUE, -0.2),
+            ("op", "op, from Q, K, V", ORANGE, 0.2),
+        ):
+            x = [level + shift for level in levels]
+            times = [sla2_time(bench, n, sparsity, level, scope=scope) or math.nan for level in levels]
+            ax.bar(x, times, width=0.38, color=color, label=name)
+            if here:
+                times = [sla2_time(here, n, sparsity, level, scope=scope) or math.nan for level in levels]
+                ax.plot(x, times, "D", mec=BLACK, color=color, label=f"{name}, {here.provenance['gpu']}")
+        for provider, name, color in DENSE_PEERS:
+            ax.axhline(dense_time(bench, n, provider), color=color, linestyle="--", linewidth=1.2, label=name)
+        ax.set_title(f"N = {n}", fontsize=10)
+        ax.set(yscale="log")
+        ax.set_xticks(levels, SLA2_LEVEL_NAMES, fontsize=8)
+    axes[0].set_ylabel("milliseconds, forward")
+    axes[-1].legend(fontsize=8)
+    figure.supxlabel(bench.caption, fontsize=8)
+    return figure
+
+
+def sla2_parts_figure(bench: Record, lengths: Sequence[int], sparsity: float, *, title: str) -> Figure:
+    """The INT8 op's steps, each timed alone and stacked, beside the op itself: per length, in percent of the op."""
+    figure, (ax,) = panels(1, width=8.6, height=3.6, title=title)
+    names = list(sla2_parts(bench, lengths[0], sparsity))
+    ops = [sla2_time(bench, n, sparsity, len(SLA2_LEVEL_NAMES) - 1) for n in lengths]
+    bottom = [0.0] * len(lengths)
+    for name, color in zip(names, (*COLORS, YELLOW, "0.5"), strict=False):
+        shares = [100 * sla2_parts(bench, n, sparsity)[name] / op for n, op in zip(lengths, ops, strict=True)]
+        ax.bar(range(len(lengths)), shares, bottom=bottom, color=color, width=0.55, label=name)
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    ax.axhline(100, color=BLACK, linestyle="--", linewidth=1.2, label="the op")
+    ax.set_xticks(range(len(lengths)), [f"N = {n}\nop {op:.2f} ms" for n, op in zip(lengths, ops, strict=True)])
+    ax.set(ylabel="% of the op's time")
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], fontsize=8, loc="outside right center")
+    figure.supxlabel(bench.caption, fontsize=8)
+    return figure
+
+
+def sla2_sparsity_figure(
+    bench: Record, lengths: Sequence[int], direction: str, *, title: str, here: Record | None = None
+) -> Figure:
+    """Speed against sparsity, FlashAttention-2 over all blocks = 1: the SLA2 module, FlexAttention, cuDNN.
+
+    direction: "fwd" or "fwd+bwd". here: rows measured on this machine, of which the INT8 ones are drawn.
+    """
+    figure, axes = panels(len(lengths), width=3.6, height=3.8, sharey=True, title=title)
+    for ax, n in zip(axes, lengths, strict=True):
+        sparsities = sorted({row["sparsity"] for row in bench.select(op="sla2", n_q=n)})
+        x = [100 * sparsity for sparsity in sparsities]
+
+        def speed(record, level, n=n, sparsities=sparsities):
+            flash = dense_time(record, n, "sdpa_flash", direction)
+            times = [sla2_time(record, n, s, level, scope="autograd", direction=direction) for s in sparsities]
+            return [flash / time for time in times]
+
+        flash = dense_time(bench, n, "sdpa_flash", direction)
+        ax.plot(x, [1 / (1 - s) for s in sparsities], ":", color=BLACK, label="1 / (1 - sparsity)")
+        flex = [flash / flex_time(bench, n, s, direction) for s in sparsities]
+        ax.plot(x, flex, "^--", color=ORANGE, label="FlexAttention, mask given")
+        ax.plot(x, speed(bench, 3), "o-", color=BLUE, label="SLA2, INT8")
+        ax.plot(x, speed(bench, 2), "s-", color=SKY, label="SLA2, 16 bit")
+        if here:
+            ax.plot(x, speed(here, 3), "D", color=BLACK, label=f"SLA2, INT8, {here.provenance['gpu']}")
+        ax.axhline(flash / dense_time(bench, n, "sdpa_cudnn", direction), color=GREEN, linestyle="--", label="cuDNN")
+        ax.set(xlabel="sparsity, %", yscale="log")
+        ax.set_title(f"N = {n}", fontsize=10)
+        ax.set_xticks(x, [f"{value:.0f}" for value in x])
+        ax.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("times as fast as FlashAttention-2")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right center")
+    figure.supxlabel(bench.caption, fontsize=8)
+    return figure
+
+
+def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
+    """A block mask [Tm, Tn] and how long its lists are: by query block (right) and by key block (below)."""
+    figure, ((ax, right), (below, empty)) = plt.subplots(
+        2, 2, figsize=(8, 4.6), layout="constrained", width_ratios=(4, 1), height_ratios=(3, 1), sharex="col"
+    )
+    figure.suptitle(title, fontsize=11)
+    ax.imshow(block_mask.numpy(), cmap="Blues", aspect="auto", interpolation="nearest")
+    ax.set(ylabel="block of queries")
+    rows, columns = block_mask.shape
+    right.barh(range(rows), block_mask.sum(1), color=BLUE, height=1.0)
+    right.set(xlabel="blocks of keys\nin its list", ylim=(rows - 0.5, -0.5), xlim=(0, None))
+    right.tick_params(labelbottom=True)
+    below.bar(range(columns), block_mask.sum(0), color=ORANGE, width=1.0)
+    below.set(xlabel="block of keys", ylabel="blocks of queries\nin its list")
+    empty.set_axis_off()
+    return figure
+
+
+def quantization_aware_figure(record: Record, *, title: str) -> Figure:
+    """Error of the quantised layer against the outlier in V, by way of training: mean and standard deviation.
+
+    record: rows of `sage_ref.training.quantization_aware.study_rows`. One panel per layer and video.
+    """
+    layers, ways, outliers = (
+        list(dict.fromkeys(row[name] for row in record.rows)) for name in ("layer", "way", "value_outlier")
+    )
+    figure, axes = panels(2 * len(layers), width=2.9, height=3.4, sharey=True, title=title)
+    places = [(layer, video) for layer in layers for video in ("fitted", "other")]
+    for ax, (layer, video) in zip(axes, places, strict=True):
+        exact = mean(row[f"{video}_16bit"] for row in record.select(layer=layer, way="afterwards"))
+        ax.axhline(exact, color="0.5", linestyle=":", label="trained and run in 16 bit")
+        for i, (way, color) in enumerate(zip(ways, (BLACK, RED, BLUE), strict=True)):
+            found = [[row[f"{video}_int8"] for row in record.select(layer=layer, way=way, value_outlier=x)]
+                     for x in outliers]  # fmt: skip
+            x = [place + 0.15 * (i - 1) for place in range(len(outliers))]
+            style = {"fmt": "os^"[i], "color": color, "capsize": 3, "markersize": 5, "label": way}
+            ax.errorbar(x, list(map(mean, found)), yerr=list(map(stdev, found)), **style)
+        ax.set_title(f"layer {layer}, {video} video", fontsize=10)
+        ax.set_xlabel("outlier in V, times")
+        ax.set_xticks(range(len(outliers)), [f"{x:g}" for x in outliers])
+    axes[0].set_ylabel("relative L2 error of the INT8 layer")
+    axes[0].legend(fontsize=7)
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure

@@ -7,7 +7,9 @@ a few small ones in float16 (its bfloat16 matmul returns garbage).
 
 import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from multiprocessing import get_context
@@ -254,6 +256,42 @@ def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> No
     else:
         for found, simulated in zip(gradients, simulated_backward(case, level), strict=True):
             assert_simulated(case, found, simulated)
+
+
+GUARD = 1 << 14  # elements on either side of a tensor
+
+
+def guarded(x: Tensor, fill: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """(a view equal to x into a larger buffer, the two parts of the buffer around it, full of `fill`)."""
+    buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype, device=x.device)
+    view = buffer[GUARD:-GUARD].view(x.shape).copy_(x)
+    return view, (buffer[:GUARD], buffer[-GUARD:])
+
+
+@contextmanager
+def guarded_allocations() -> Iterator[list[Tensor]]:
+    """Inside, new tensors start out as NaN (77 in integers) between two guards; afterwards these must be untouched."""
+    guards = []
+    owners = {"empty": torch, "empty_like": torch, "new_empty": Tensor}
+
+    def allocator(original):
+        def allocate(*arguments, **options):
+            x = original(*arguments, **options)
+            if x.numel() == 0:
+                return x
+            view, around = guarded(x.fill_(math.nan if x.is_floating_point() else 77), 55)
+            guards.extend(around)
+            return view
+
+        return allocate
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner in owners.items():
+            patch.setattr(owner, name, allocator(getattr(owner, name)))
+        yield guards
+    assert guards
+    for guard in guards:
+        assert (guard == guard.new_full((), 55)).all()
 
 
 def fill_cache(jobs: list[tuple]) -> None:

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from sage_kernels import compile as compiling
 from sage_kernels.compile import Case, Compiled, complaint
 from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
+from sage_kernels.launch import CANDIDATES, Launch
+from sage_kernels.sla2.ladder import LEVELS
 
 from sage_ref.recorded import REPOSITORY
 
@@ -20,6 +22,10 @@ CASES = [Case("forward", level, (80, 90)[level % 2], 64, True) for level in FORW
 CASES += [
     Case(BACKWARD_LEVELS[level].kernels(64)[level // 2], level, (90, 80)[level % 2], 64, True) for level in BACKWARD
 ]
+# SLA2: the INT8 level on both, with a limit of registers on Hopper; one program of the rest, and one without a matmul.
+CASES += [Case("sla2_forward", 3, 80, 64, False), Case("sla2_forward", 3, 90, 128, False)]
+CASES += [Case("sla2_forward_16bit", 1, 90, 64, False), Case("sla2_key", 0, 80, 64, False)]
+CASES += [Case("sla2_top_blocks", 0, 80, 64, False)]
 
 # In a process of its own, where Triton compiles: in this one it may interpret.
 COMPILE = """
@@ -48,7 +54,8 @@ def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, c
     assert 0 < found.registers <= 255
     assert (found.int8_instructions > 0) == compiling.is_int8(case)
     int8 = FORWARD_LEVELS[case.level].int8 if case.kernel == "forward" else "all but dP"
-    assert (found.float16_instructions > 0) == (int8 != "QKV")
+    assert (found.float16_instructions > 0) == (int8 != "QKV" and case.kernel != "sla2_top_blocks")
+    assert found.registers <= (compiling.launch_of(case).max_registers or 255)
 
 
 def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
@@ -59,6 +66,30 @@ def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
             expected |= {(kernel, level) for level in BACKWARD for kernel in BACKWARD_LEVELS[level].kernels(head_dim)}
             assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
     assert len(cases) == len(list(compiling.cases()))
+
+
+def test_the_command_compiles_every_program_of_every_sla2_level_for_every_gpu():
+    cases = list(compiling.sla2_cases())
+    kernels = {(level.kernel, i) for i, level in enumerate(LEVELS)} | {("sla2_mix", 1), ("sla2_key_blocks", 3)}
+    kernels |= {(kernel, 0) for kernel in ("sla2_linear_query", "sla2_query", "sla2_key")}
+    assert {kernel for kernel in CANDIDATES if kernel.startswith("sla2_")} < {kernel for kernel, _ in kernels}
+    once = {(f"sla2_{program}", 0) for program in ("list", "top_blocks", "sequence_mean")}
+    for capability in (80, 89, 90, 100, 120):
+        for head_dim, expected in ((64, kernels | once), (128, kernels)):
+            assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
+    assert len(set(cases)) == len(cases)
+
+
+def test_a_limit_of_registers_is_the_compilers_too(monkeypatch):
+    """The table's, for the GPU whose table it is; and none where a launch has none."""
+    options = []
+    monkeypatch.setattr(compiling.triton, "compile", lambda *_, **kw: options.append(kw["options"]))
+    measured = {("sla2_forward", 3, 64, False): Launch(64, 64, 4, 3, 168)}
+    monkeypatch.setattr(compiling, "measured_launches", lambda: measured)
+    for capability in (90, 80):
+        compiling.compiled_kernel(Case("sla2_forward", 3, capability, 64, False))
+    assert [x["maxnreg"] for x in options] == [168, None]
+    assert [x["num_stages"] for x in options] == [3, 1]
 
 
 FINE = Compiled(registers=128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=4)
@@ -83,6 +114,9 @@ def test_a_16_bit_level_needs_no_int8_instruction():
     assert complaint(Case("forward", 0, 89, 64, True), found, 3) is None
     assert complaint(Case("dq_16bit", 0, 89, 64, True), found, 3) is None
     assert complaint(Case("dq", 1, 89, 64, True), found, 3) == "no INT8 tensor-core instruction"
+    for kernel, level in (("sla2_forward_16bit", 2), ("sla2_key_blocks", 3), ("sla2_mix", 1), ("sla2_key", 0)):
+        assert complaint(Case(kernel, level, 89, 64, False), found, 3) is None
+    assert complaint(Case("sla2_forward", 3, 89, 64, False), found, 3) == "no INT8 tensor-core instruction"
 
 
 INT8 = [

@@ -109,7 +109,8 @@ def require_gpu() -> None:
 def compile_levels(options: argparse.Namespace) -> None:
     from sage_kernels import compile
 
-    wanted = [case for case in compile.cases() if not options.capability or case.capability in options.capability]
+    every = [*compile.cases(), *compile.sla2_cases()]
+    wanted = [case for case in every if not options.capability or case.capability in options.capability]
     recorded = json.loads(COMPILE_RECORD.read_text()) if COMPILE_RECORD.exists() else {}
     rows, complaints = [], []
     for case, compiled in compile.compile_all(wanted, options.workers):

@@ -17,21 +17,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sage_kernels.backward import level0_16bit
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward.program import forward_program
 from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.launch import DEFAULTS, Launch, measured_launches
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2 import backward as sla2_backward
+from sage_kernels.sla2 import routing
+from sage_kernels.sla2.forward import sparse_forward_program
+from sage_kernels.sla2.ladder import LEVELS
+from sage_kernels.sla2.level0_as_printed import as_printed_program
+from sage_kernels.sla2.level1_lists import mix_program
+from sage_kernels.sla2.lists import list_program
+from sage_kernels.sla2.sums import key_block_program
 
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# Pointers to float32, besides those to scales; to int32; to int8 always.
+FLOAT32 = {
+    f"{name}_ptr"
+    for name in (
+        "log_sum_exp", "delta", "alpha", "alpha_log_sum_exp", "unsmoothed", "dalpha", "k_mean", "k_bar", "mean",
+        "means", "scores",
+    )
+}  # fmt: skip
+INT32, INT8 = {"entries_ptr", "counts_ptr"}, {"q_hat_ptr", "vt_hat_ptr"}
+# SLA2's programs that run around its ladder, with the warps they are launched with.
+SLA2_AROUND = {"sla2_key_blocks": 8, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Case(NamedTuple):
     """One kernel to compile."""
 
-    kernel: str  # a key of launch.DEFAULTS
+    kernel: str  # a key of launch.DEFAULTS or SLA2_AROUND
     level: int
     capability: int
     head_dim: int
@@ -51,7 +71,7 @@ class Compiled(NamedTuple):
 
 
 def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Every kernel of every level, causal (the longer code: it holds the loop without a mask as well)."""
+    """Every kernel of every SageBwd level, causal (the longer code: it holds the loop without a mask as well)."""
     for capability in capabilities:
         for head_dim in head_dims:
             for level in range(len(FORWARD_LEVELS)):
@@ -61,7 +81,22 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
                     yield Case(kernel, level, capability, head_dim, True)
 
 
+def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
+    """Every program of every SLA2 level. The level of one that several run is the first; the backward's is 0."""
+    for capability in capabilities:
+        for head_dim in head_dims:
+            kernels = [(chosen.kernel, level) for level, chosen in enumerate(LEVELS)]
+            kernels += [("sla2_mix", 1), ("sla2_key_blocks", 3)]  # which makes V^ as well
+            kernels += [(kernel, 0) for kernel in ("sla2_linear_query", "sla2_query", "sla2_key")]
+            for kernel, level in kernels:
+                yield Case(kernel, level, capability, head_dim, False)
+        for kernel in ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean"):  # they hardly depend on the head size
+            yield Case(kernel, 0, capability, head_dims[0], False)
+
+
 def is_int8(case: Case) -> bool:
+    if case.kernel.startswith("sla2_"):
+        return case.kernel == LEVELS[case.level].kernel and LEVELS[case.level].int8
     return bool(FORWARD_LEVELS[case.level].int8) if case.kernel == "forward" else BACKWARD_LEVELS[case.level].int8
 
 
@@ -78,6 +113,8 @@ def compile_case(case: Case) -> Compiled:
 
 
 def launch_of(case: Case) -> Launch:
+    if case.kernel in SLA2_AROUND:
+        return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
@@ -86,12 +123,15 @@ def launch_of(case: Case) -> Launch:
 
 def compiled_kernel(case: Case):
     launch = launch_of(case)
-    program, constants, int8_pointers = _program(case, launch)
+    describe = _sla2_program if case.kernel.startswith("sla2_") else _program
+    program, constants, int8_pointers = describe(case, launch)
     names = program.arg_names
     signature = {name: "constexpr" if name in constants else _type(name, int8_pointers) for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(name)}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(name) and name not in constants
+    }
     source = ASTSource(program, signature, constants, aligned)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.max_registers}
     return triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
 
 
@@ -126,12 +166,45 @@ def _program(case: Case, launch: Launch):
     return dkdv_program, constants | {"KEY_ROWS": level.key_rows} | parts, int8
 
 
+def _sla2_program(case: Case, launch: Launch):
+    """As `_program`; a pointer that a level doesn't have is the constant None, as in its launch."""
+    sizes, chosen = {"D": case.head_dim, "DP": case.head_dim}, LEVELS[case.level]
+    tiles = sizes | {"TILE_Q": launch.block_q, "BLOCK_Q": routing.BLOCK_Q, "BLOCK_KV": routing.BLOCK_KV}
+    linear = sizes | {"SMOOTHED": True, "BLOCK_Q": routing.BLOCK_Q, "COLUMNS": launch.block_kv}
+    mix = sizes | {"TILE_Q": launch.block_q, "BLOCK_Q": routing.BLOCK_Q}
+    key_block = sizes | {"BLOCK": routing.BLOCK_KV, "INT8": True}
+    programs = {
+        "sla2_as_printed": (as_printed_program, tiles),
+        "sla2_mix": (mix_program, mix),
+        "sla2_linear_query": (sla2_backward.linear_query_program, linear),
+        "sla2_query": (sla2_backward.query_program, tiles | {"QUERY_ROWS": level0_16bit.query_rows}),
+        "sla2_key": (sla2_backward.key_program, tiles | {"KEY_ROWS": level0_16bit.key_rows}),
+        "sla2_key_blocks": (key_block_program, key_block),
+        "sla2_list": (list_program, {"WIDTH": 512}),
+        "sla2_top_blocks": (routing.top_blocks_program, {"WIDTH": 512}),
+        "sla2_sequence_mean": (
+            routing.sequence_mean_program, {"D": case.head_dim, "BLOCK": routing.BLOCK_KV, "STEP": 64},
+        ),
+    }  # fmt: skip
+    if case.kernel in programs:
+        return *programs[case.kernel], set()
+    loop = {"KEY_TILE": chosen.key_tile, "INT8": chosen.int8, "FUSED": chosen.fused, "SAVE": True}
+    if not chosen.int8:
+        loop |= dict.fromkeys(("q_hat_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"))
+    if not chosen.fused:
+        loop["o_ptr"] = None
+    return sparse_forward_program, tiles | loop, {"k_ptr", "v_ptr"} if chosen.int8 else set()
+
+
 def _type(name: str, int8_pointers: set[str]) -> str:
-    if name in int8_pointers:
+    if name in int8_pointers | INT8:
         return "*i8"
+    if name in INT32:
+        return "*i32"
+    if name == "mask_ptr":
+        return "*i1"
     if name.endswith("_ptr"):
-        is_float32 = "scale" in name or name in ("log_sum_exp_ptr", "delta_ptr")
-        return "*fp32" if is_float32 else "*bf16"
+        return "*fp32" if "scale" in name or name in FLOAT32 else "*bf16"
     return "fp32" if name.endswith("scale") else "i32"
 
 

@@ -50,7 +50,8 @@ def forward(
     """
     level = LEVEL_INT8 if quantize else LEVEL_16BIT
     chooser = Router(proj_q, proj_k, count, protected) if block_mask is None else block_mask
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    # Triton launches on the current device; autocast would turn the sums and the router's scores into 16 bit.
+    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
         prepared = prepare(query, key, value, chooser, alpha, level, scale=scale)
         result = run(prepared, level, scale=scale, save=save)
     if not save:
@@ -94,7 +95,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV, dalpha."""
     inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
-    with torch.cuda.device_of(query):
+    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
         return run_backward(inputs, block_mask, BlockLists(entries, counts), scale=scale)
 
 
