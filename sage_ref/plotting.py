@@ -553,17 +553,18 @@ def sla2_sparsity_figure(
 
 def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
     """A block mask [Tm, Tn] and how long its lists are: by query block (right) and by key block (below)."""
+    mask = block_mask.numpy()
+    rows, columns = mask.shape
     figure, ((ax, right), (below, empty)) = plt.subplots(
         2, 2, figsize=(8, 4.6), layout="constrained", width_ratios=(4, 1), height_ratios=(3, 1), sharex="col"
     )
     figure.suptitle(title, fontsize=11)
-    ax.imshow(block_mask.numpy(), cmap="Blues", aspect="auto", interpolation="nearest")
+    ax.imshow(mask, cmap="Blues", aspect="auto", interpolation="nearest")
     ax.set(ylabel="block of queries")
-    rows, columns = block_mask.shape
-    right.barh(range(rows), block_mask.sum(1), color=BLUE, height=1.0)
+    right.barh(range(rows), mask.sum(1), color=BLUE, height=1.0)
     right.set(xlabel="blocks of keys\nin its list", ylim=(rows - 0.5, -0.5), xlim=(0, None))
     right.tick_params(labelbottom=True)
-    below.bar(range(columns), block_mask.sum(0), color=ORANGE, width=1.0)
+    below.bar(range(columns), mask.sum(0), color=ORANGE, width=1.0)
     below.set(xlabel="block of keys", ylabel="blocks of queries\nin its list")
     empty.set_axis_off()
     return figure
