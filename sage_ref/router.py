@@ -8,7 +8,7 @@ SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums
 Printed is SoftTop-k of P_c with tau = 0.1 in the place of Top-k. Here the default differs in two ways (`Relaxation`):
 the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c with tau = 1.
 Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat; a flat mask cancels in the softmax,
-and with alpha near 1 the loss is near 0 while the hard mask is no better.
+so the loss is near 0 whatever the hard mask would choose, and alpha ends far too large for it.
 
 With the identity for both projections this is SLA's heuristic router.
 """
