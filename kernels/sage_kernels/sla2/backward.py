@@ -88,7 +88,8 @@ def linear_query_program(
         h_i = tl.load(sums_ptr + d[:, None] * DP + column[None, :])
         do_o_l += tl.sum(do_i * tl.dot(q_phi_i, h_i), 1) * inverse
     tl.store(delta_ptr + block * BLOCK_Q + row, delta_i)
-    tl.store(dalpha_ptr + block, tl.sum(delta_i - do_o_l, 0))
+    # A column, not a vector: Triton 3.7 can't compile a vector's sum after a matmul for sm_100.
+    tl.store(dalpha_ptr + block + tl.arange(0, 1), tl.sum((delta_i - do_o_l)[:, None], 0))
     d_l = (1.0 - alpha_i) * do_o_l
     q_share = (q_phi_i.to(tl.float32) * inverse[:, None]).to(dtype)
     tl.store(dsums_ptr + DP * DP + d, (-tl.sum(q_share.to(tl.float32) * d_l[:, None], 0)).to(dtype))
