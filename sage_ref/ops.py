@@ -96,7 +96,8 @@ def sparse_linear_attention(
     block_mask: bool, broadcastable to [B, H, ceil(Nq / block_q), ceil(Nk / block_kv)]; True selects a block. Partial
         last blocks count the tokens they have. A query without a selected block has O_s = 0, one without an unselected
         block O_l = 0.
-    alpha: weight of the softmax branch, a number or a floating tensor broadcastable to [B, H, ceil(Nq / block_q)].
+    alpha: weight of the softmax branch in [0, 1], a number or a floating tensor broadcastable to
+        [B, H, ceil(Nq / block_q)]. Not checked; with a negative alpha the kernels' dK and dV are NaN.
     quantize: O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
     scale: c; None means 1/sqrt(D).
     backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else reference, with

@@ -1,7 +1,6 @@
 """Every level of both ladders against the oracles; the quantiser; which memory the kernels read and write."""
 
 import math
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -28,6 +27,8 @@ from kernel_cases import (
     feeding,
     fill_cache,
     forward_level,
+    guarded,
+    guarded_allocations,
     natural_log_sum_exp,
     run_backward_level,
     run_forward_level,
@@ -66,41 +67,6 @@ def compiled():
 
 
 # Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
-
-
-GUARD = 1 << 14  # elements on either side of a tensor
-
-
-def guarded(x, fill):
-    """(a view equal to x into a larger buffer, the two parts of the buffer around it, full of `fill`)."""
-    buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype, device=x.device)
-    view = buffer[GUARD:-GUARD].view(x.shape).copy_(x)
-    return view, (buffer[:GUARD], buffer[-GUARD:])
-
-
-@contextmanager
-def guarded_allocations():
-    """Inside, new tensors start out as NaN (77 in INT8) between two guards; afterwards the guards must be untouched."""
-    guards, originals = [], {"empty": (torch, torch.empty), "new_empty": (torch.Tensor, torch.Tensor.new_empty)}
-
-    def allocator(original):
-        def allocate(*arguments, **options):
-            x = original(*arguments, **options)
-            if x.numel() == 0:
-                return x
-            view, around = guarded(x.fill_(math.nan if x.is_floating_point() else 77), 55)
-            guards.extend(around)
-            return view
-
-        return allocate
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, (owner, original) in originals.items():
-            patch.setattr(owner, name, allocator(original))
-        yield guards
-    assert guards
-    for guard in guards:
-        assert (guard == 55).all()
 
 
 @pytest.mark.parametrize("case", [SMALL._replace(head_dim=64), Case(70, 140, 96)], ids=str, scope="function")
@@ -281,8 +247,10 @@ def test_every_launch_gives_the_simulations_result(kernel, level, launch, launch
 
 
 def test_every_kernel_has_launches_that_keep_the_scales_constant():
-    assert CANDIDATES.keys() == DEFAULTS.keys() == {kernel for kernel, *_ in LAUNCHES}
-    int8 = [(kernel, launch) for kernel in CANDIDATES if not kernel.endswith("_16bit")
+    kernels = {kernel for kernel in CANDIDATES if not kernel.startswith("sla2_")}
+    assert CANDIDATES.keys() == DEFAULTS.keys()
+    assert kernels == {kernel for kernel, *_ in LAUNCHES}
+    int8 = [(kernel, launch) for kernel in kernels if not kernel.endswith("_16bit")
             for launch in (*CANDIDATES[kernel], DEFAULTS[kernel])]  # fmt: skip
     for kernel, launch in int8:
         if kernel.startswith(("forward", "dq")) or "per_block" in kernel:
