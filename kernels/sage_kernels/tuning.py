@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -86,18 +86,26 @@ def compile_one(job: tuple[Kernel, Launch]) -> None:
 
 def rows(workers: int) -> Iterator[dict]:
     """The fastest launch of every kernel, after compiling all candidates in parallel processes."""
-    jobs = [(kernel, launch) for kernel in kernels() for launch in CANDIDATES[kernel.kernel]]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, jobs))
+    compile_candidates(compile_one, kernels(), workers)
     for (head_dim, causal), group in itertools.groupby(kernels(), key=lambda kernel: (kernel.head_dim, kernel.causal)):
         prepared = prepare(head_dim, causal, 4, 8192)
         for kernel in group:
-            yield fastest(kernel, prepared)
+            yield fastest(kernel, runner(kernel, prepared))
 
 
-def fastest(kernel: Kernel, prepared: Prepared) -> dict:
-    """The row of one kernel. A candidate that fails or is wrong is out; if all are, so is the table."""
-    run, timings = runner(kernel, prepared), {}
+def compile_candidates(compile_one: Callable, kernels: Iterable[Kernel], workers: int) -> None:
+    """compile_one((kernel, launch)) for every candidate of every kernel, in parallel processes."""
+    jobs = [(kernel, launch) for kernel in kernels for launch in CANDIDATES[kernel.kernel]]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, jobs))
+
+
+def fastest(kernel: Kernel, run: Callable[[Launch], list[tuple[Tensor, Tensor]]]) -> dict:
+    """The row of one kernel. A candidate that fails or is wrong is out; if all are, so is the table.
+
+    run: of a launch, the outputs with what they should be.
+    """
+    timings = {}
     for launch in CANDIDATES[kernel.kernel]:
         try:
             for found, expected in run(launch):

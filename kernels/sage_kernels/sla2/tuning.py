@@ -1,47 +1,38 @@
 """Fill the SLA2 launch table: time every candidate of every kernel on this GPU, keep the fastest that is correct."""
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import NamedTuple
 
-from sage_kernels.bench import checked, measure
-from sage_kernels.launch import CANDIDATES, Launch
+from sage_kernels.launch import Launch
 from sage_kernels.sla2 import level1_lists
 from sage_kernels.sla2.backward import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.bench import Case, Shape, judged
 from sage_kernels.sla2.ladder import LEVELS, run, sla2_launch
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.sums import unselected_sums_by_key
+from sage_kernels.tuning import Kernel, compile_candidates, fastest
 
 SPARSITY = 0.97
-
-
-class Kernel(NamedTuple):
-    kernel: str  # a key of CANDIDATES
-    level: int
-    head_dim: int
 
 
 def kernels() -> Iterator[Kernel]:
     for head_dim in (64, 128):
         for level, chosen in enumerate(LEVELS):
-            yield Kernel(chosen.kernel, level, head_dim)
-        yield Kernel("sla2_mix", 1, head_dim)
+            yield Kernel(chosen.kernel, level, head_dim, causal=False)
+        yield Kernel("sla2_mix", 1, head_dim, causal=False)
         for kernel in ("sla2_linear_query", "sla2_query", "sla2_key"):
-            yield Kernel(kernel, 0, head_dim)
+            yield Kernel(kernel, 0, head_dim, causal=False)
 
 
 def runner(kernel: Kernel, case: Case):
-    """(run(launch) -> what it computes, what that should be)."""
+    """A function of a launch that runs the kernel and returns its output with what it should be."""
     query, key, _, _ = case.tensors
     prepared = case.prepare(kernel.level)
     exact = case.judge(prepared.block_mask)
     if kernel.kernel == LEVELS[kernel.level].kernel:
-        return lambda launch: judged(run(prepared, kernel.level, scale=case.scale, launch=launch).output), exact[0]
+        return lambda launch: [(judged(run(prepared, kernel.level, scale=case.scale, launch=launch).output), exact[0])]
     saved = run(prepared, 1, scale=case.scale)
     if kernel.kernel == "sla2_mix":
-        return lambda launch: judged(level1_lists.run_mix(prepared.inputs, saved.sparse_output, launch)), exact[0]
+        return lambda launch: [(judged(level1_lists.run_mix(prepared.inputs, saved.sparse_output, launch)), exact[0])]
     tensors = case.judged_grad_output(), *case.tensors[:3], case.alpha
     inputs = BackwardInputs(*tensors, prepared.inputs.sums, saved.sparse_output, saved.log_sum_exp, None)
     lists, by_key = prepared.inputs.lists, block_lists(prepared.block_mask, by_key=True)
@@ -53,44 +44,25 @@ def runner(kernel: Kernel, case: Case):
 
     linear, sparse = (sla2_launch(name, 0, query) for name in ("sla2_linear_query", "sla2_query"))
     if kernel.kernel == "sla2_linear_query":
-        return lambda launch: judged(query_gradients(launch, sparse).grad_query), exact[1]
+        return lambda launch: [(judged(query_gradients(launch, sparse).grad_query), exact[1])]
     if kernel.kernel == "sla2_query":
-        return lambda launch: judged(query_gradients(linear, launch).grad_query), exact[1]
+        return lambda launch: [(judged(query_gradients(linear, launch).grad_query), exact[1])]
     gradients = query_gradients(linear, sparse)
     grad_sums = unselected_sums_by_key(prepared.block_mask, gradients.grad_sums, key.shape[1])
-    return lambda launch: run_key(inputs, gradients, grad_sums, by_key, launch, scale=case.scale)[0], exact[2]
+    return lambda launch: [(run_key(inputs, gradients, grad_sums, by_key, launch, scale=case.scale)[0], exact[2])]
 
 
 def compile_one(job: tuple[Kernel, Launch]) -> None:
     """Run one candidate on a small input, which leaves its machine code in Triton's cache."""
     kernel, launch = job
     try:
-        runner(kernel, Case(Shape(1, 12, 2048, kernel.head_dim), SPARSITY))[0](launch)
+        runner(kernel, Case(Shape(1, 12, 2048, kernel.head_dim), SPARSITY))(launch)
     except Exception as error:  # too much shared memory, say: `rows` meets the same error and reports it
         print(f"{kernel} {launch}: {error}"[:200])
 
 
 def rows(workers: int) -> Iterator[dict]:
     """The fastest launch of every kernel, after compiling all candidates in parallel processes."""
-    jobs = [(kernel, launch) for kernel in kernels() for launch in CANDIDATES[kernel.kernel]]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, jobs))
+    compile_candidates(compile_one, kernels(), workers)
     for kernel in kernels():
-        yield fastest(kernel)
-
-
-def fastest(kernel: Kernel) -> dict:
-    """The row of one kernel. A candidate that fails or is wrong is out; if all are, so is the table."""
-    compute, exact = runner(kernel, Case(Shape(1, 12, 32760, kernel.head_dim), SPARSITY))
-    timings = {}
-    for launch in CANDIDATES[kernel.kernel]:
-        try:
-            checked(compute(launch), exact)
-        except Exception as error:
-            print(f"{kernel} {launch}: {error}"[:200])
-        else:
-            timings[launch] = measure(lambda launch=launch: compute(launch)).ms_median
-    if not timings:
-        raise RuntimeError(f"tune: no candidate of {kernel} is correct")
-    best = min(timings, key=timings.get)
-    return {**kernel._asdict(), "causal": False, **best._asdict(), "ms_median": round(timings[best], 4)}
+        yield fastest(kernel, runner(kernel, Case(Shape(1, 12, 32760, kernel.head_dim), SPARSITY)))
