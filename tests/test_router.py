@@ -39,9 +39,10 @@ def test_rows_sum_to_count_and_keep_their_order(row, temperature, data):
     soft = soft_top_k(x, count, temperature)
     assert soft.sum().item() == pytest.approx(count, abs=1e-6)
     assert ((soft >= 0) & (soft <= 1)).all()
+    # Up to float64's last digits: torch computes the tail of a row with other instructions than its vectors.
     in_order = soft[x.argsort()]
-    assert (in_order.diff() >= 0).all()
-    assert all(torch.unique(soft[x == value]).numel() == 1 for value in x)
+    assert (in_order.diff() >= -1e-15).all()
+    assert all(soft[x == value].max() - soft[x == value].min() <= 1e-15 for value in x)
 
 
 @pytest.mark.parametrize("key_blocks", [2, 7, 512, 1182])

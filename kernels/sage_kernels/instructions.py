@@ -33,11 +33,12 @@ def rows() -> Iterator[dict]:
 
 def case_rows(case: Case) -> Iterator[dict]:
     launch = launch_of(case)
+    settings = {name: value for name, value in launch._asdict().items() if value is not None}
     scores = launch.block_q * launch.block_kv // (32 * launch.num_warps)
     counts = Counter(map(kind_of, innermost_loop(machine_code(compiled_kernel(case)))))
     for kind in KINDS:
         yield {
-            "kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, **launch._asdict(), "kind": kind,
+            "kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, **settings, "kind": kind,
             "instructions": counts[kind], "per_score": round(counts[kind] / scores, 4),
         }  # fmt: skip
 
