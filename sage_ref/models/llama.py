@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_ref.ops import sagebwd_attention
+from sage_ref.ops import reference_attention, sagebwd_attention
+from sage_ref.sagebwd import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
 ATTENTIONS = ("exact", "sagebwd")
@@ -22,7 +23,12 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of the model. kv_heads < heads is grouped-query attention; smooth_k, smooth_q and backend are SageBwd's."""
+    """Shape of the model. kv_heads < heads is grouped-query attention.
+
+    smooth_k, smooth_q and backend are SageBwd's. So are granularity and ds_rounding (see `SageBwdSettings`), which
+    only the reference leaves open; granularity None is the backend's own: "block" in the reference, "row" in the
+    kernels.
+    """
 
     vocab_size: int
     context: int = 512
@@ -35,6 +41,8 @@ class LlamaConfig:
     smooth_k: bool = True
     smooth_q: bool = False
     backend: str = "auto"
+    granularity: str | None = None
+    ds_rounding: str = "nearest"
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "layers", "width", "heads", "kv_heads"):
@@ -46,6 +54,10 @@ class LlamaConfig:
             raise ValueError(f"kv_heads: expected a number that divides heads={self.heads}, got {self.kv_heads}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
+        if self.backend != "reference" and (self.granularity, self.ds_rounding) != (None, "nearest"):
+            chosen = f"granularity={self.granularity} and ds_rounding={self.ds_rounding!r}"
+            raise ValueError(f"backend: expected 'reference', which alone takes {chosen}, got {self.backend!r}")
+        self.reference_settings  # noqa: B018 (names a wrong granularity or rounding now, not in the first step)
 
     @property
     def head_dim(self) -> int:
@@ -55,6 +67,17 @@ class LlamaConfig:
     def mlp_width(self) -> int:
         """8/3 of the width, so that SwiGLU's three matrices cost as much as two of 4x; a multiple of 64."""
         return -(-8 * self.width // (3 * 64)) * 64
+
+    @property
+    def reference_settings(self) -> SageBwdSettings:
+        """What the reference computes; stochastic rounding draws from torch's global generator."""
+        return SageBwdSettings(
+            is_causal=True,
+            smooth_k=self.smooth_k,
+            smooth_q=self.smooth_q,
+            granularity=self.granularity or "block",
+            ds_rounding=self.ds_rounding,
+        )
 
 
 class RotaryEmbedding(nn.Module):
@@ -88,6 +111,8 @@ class AttentionCore(nn.Module):
         options = {"is_causal": True, "enable_gqa": self.config.kv_heads < self.config.heads}
         if self.config.attention == "exact":
             return F.scaled_dot_product_attention(query, key, value, **options)
+        if self.config.backend == "reference":
+            return reference_attention(query, key, value, self.config.reference_settings)
         smoothing = {"smooth_k": self.config.smooth_k, "smooth_q": self.config.smooth_q}
         return sagebwd_attention(query, key, value, **options, **smoothing, backend=self.config.backend)
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_ref.recorded import Row
 from sage_ref.sla import BlockSettings, block_mass, selected_count
-from sage_ref.training.capture import ResumableTraining, TrainingSettings, watched_attention
+from sage_ref.training.capture import watched_attention
+from sage_ref.training.loop import ResumableTraining, TrainingSettings
 from sage_ref.training.video import videos
 
 TENSORS = ("query", "key", "value")
@@ -33,11 +34,13 @@ class VideoTraining(ResumableTraining):
         super().__init__(lambda: VideoDiT(config), settings, asdict(config), device)
         self.config, self.device = config, device
 
-    def step_loss(self) -> Tensor:
+    def accumulate_gradients(self) -> Tensor:
         video, noise_level, noise = training_batch(
             self.config, self.settings.batch_size, seed=(TRAINING, self.settings.seed, self.step)
         )
-        return self.losses_of(video, noise_level, noise).mean()
+        loss = self.losses_of(video, noise_level, noise).mean()
+        loss.backward()
+        return loss.detach()
 
     def validation_loss(self) -> float:
         """Of VALIDATION_VIDEOS videos, over all noise levels."""

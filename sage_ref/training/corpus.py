@@ -1,6 +1,7 @@
-"""Text -> tokens: the standard library of the running Python, any text file or folder, or a nanoGPT-style .bin.
+"""Text -> tokens: the Python sources on this machine, any text file or folder, or a nanoGPT-style .bin.
 
-Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens.
+Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens. A larger
+vocabulary is made from the text itself (`byte_pairs`).
 A .bin file holds uint16 tokens made elsewhere (OpenWebText in GPT-2 tokens, say) and is mapped, not loaded.
 """
 
@@ -16,10 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sage_ref.recorded import replaced
+
 # Site packages are not the standard library, its tests are half of it and hold oddities on purpose, and the
 # sysconfig data names the machine that Python was built on.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
 EXCLUDED_PREFIX = "_sysconfigdata"
+BYTES = 256
+DOCUMENT = 2**15  # bytes that are turned into byte pairs at once
+SAMPLE = 1000  # documents from which a vocabulary is made
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,12 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """The corpus at `path`: a text file, a folder (all its files, sorted), or a .bin of uint16; None: `stdlib_corpus`.
+    """The corpus at `path`: a text file, a folder (all its files, sorted), or a .bin of uint16; None: `python_corpus`.
 
     Raises FileNotFoundError or ValueError if there is nothing to read there.
     """
     if path is None:
-        return stdlib_corpus()
+        return python_corpus()
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path: expected a text file, a folder or a .bin file, found nothing at {path}")
@@ -74,7 +80,7 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
         files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
     if binaries := [file.name for file in files if file.suffix == ".bin"]:
         raise ValueError(f"path: expected text files, found {binaries[0]} in {path}; give a .bin file by its own path")
-    return _text_corpus(path.resolve().name, path, files)
+    return _text_corpus(path.resolve().name, sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
 def stdlib_corpus() -> Corpus:
@@ -83,22 +89,68 @@ def stdlib_corpus() -> Corpus:
     They differ between versions of Python, and where a distribution patches or splits it: compare `sha256`.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
+    name = f"standard library of Python {platform.python_version()}"
+    return _text_corpus(name, sorted(_sources(root), key=lambda file: file.relative_to(root).as_posix()))
+
+
+def python_corpus() -> Corpus:
+    """The .py files of the standard library and of every installed package, without their tests.
+
+    In the order of their names' hashes, so that the tail kept for validation is a fair sample of all packages.
+    """
+    roots = sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
+    names = {file.relative_to(root).as_posix(): file for root in roots for file in _sources(root)}
+    shuffled = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    name = f"standard library of Python {platform.python_version()} and the packages installed beside it"
+    return _text_corpus(name, [names[name] for name in shuffled])
+
+
+def byte_pairs(corpus: Corpus, vocabulary: int, folder: Path = Path("runs")) -> Corpus:
+    """The text of `corpus` in byte pairs: `vocabulary` tokens, the 256 bytes and what often stands side by side.
+
+    Kept in `folder` under the hash of the text, as a .bin that `read_corpus` reads. Bytes that are no UTF-8 become
+    the replacement character.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    if not BYTES < vocabulary <= 2**16:
+        raise ValueError(f"vocabulary: expected more than {BYTES} and at most {2**16} tokens, got {vocabulary}")
+    if corpus.tokens.dtype != torch.uint8:
+        raise ValueError(f"corpus: expected bytes, got the {corpus.tokens.dtype} tokens of {corpus.name}")
+    path = folder / f"corpus_{corpus.sha256[:16]}_{vocabulary}.bin"
+    if not path.exists():
+        documents = [bytes(part.numpy()).decode(errors="replace") for part in corpus.tokens.split(DOCUMENT)]
+        tokenizer = ByteLevelBPETokenizer()
+        sample = documents[:: -(-len(documents) // SAMPLE)]
+        tokenizer.train_from_iterator(sample, vocab_size=vocabulary, show_progress=False)
+        encoded = tokenizer.encode_batch(documents)
+        write_tokens(np.concatenate([np.array(part.ids, dtype=np.uint16) for part in encoded]), path)
+    return Corpus(f"{corpus.name}, {vocabulary} byte pairs", read_corpus(path).tokens, vocabulary)
+
+
+def write_tokens(tokens: np.ndarray, path: Path) -> None:
+    """A .bin that `read_corpus` reads."""
+    with replaced(path) as temporary:
+        tokens.astype(np.uint16).tofile(temporary)
+
+
+def _sources(root: Path) -> list[Path]:
+    """The .py files below `root`, without those of packages installed below it and without tests."""
+    return [
         file
         for file in root.rglob("*.py")
         if EXCLUDED_FOLDERS.isdisjoint(file.relative_to(root).parts) and not file.name.startswith(EXCLUDED_PREFIX)
     ]
-    return _text_corpus(f"standard library of Python {platform.python_version()}", root, files)
 
 
-def _text_corpus(name: str, root: Path, files: Sequence[Path]) -> Corpus:
-    """The bytes of `files`, sorted by path relative to root, one after the other."""
+def _text_corpus(name: str, files: Sequence[Path]) -> Corpus:
+    """The bytes of `files`, one after the other."""
     text = bytearray()
-    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+    for file in files:
         text += file.read_bytes()
     if not text:
-        raise ValueError(f"path: expected text, found {len(files)} files with no byte in them at {root}")
-    return Corpus(name, torch.frombuffer(text, dtype=torch.uint8), 256)
+        raise ValueError(f"path: expected text, found {len(files)} files with no byte in them for the {name}")
+    return Corpus(name, torch.frombuffer(text, dtype=torch.uint8), BYTES)
 
 
 def _binary_corpus(path: Path) -> Corpus:

@@ -1,0 +1,46 @@
+"""Block quantiser: numbers to INT8, one scale per block.
+
+Difficulty: easy
+Importance: high
+Minutes: 20
+
+Write psi of the papers. A block is a group of consecutive rows of a matrix; all its numbers share one scale,
+
+    s = max|X| / 127 over the block,        X^ = round(X / s), an integer from -127 to 127.
+
+Then s * X^ is X up to rounding: no number is off by more than s / 2.
+Afterwards you know what "INT8 with one scale per block" means down to the last bit, and what it costs in accuracy.
+"""
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127
+
+
+def quantize_block(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """x [N, D] float32 -> (values int8 [N, D], scale float32 [ceil(N / block_size), 1]).
+
+    Rows 0 .. block_size - 1 are the first block, and so on; the last block may have fewer rows.
+    Rounding is to the nearest integer, ties to the even one, as torch.round does. A block of zeros becomes zeros.
+
+    >>> values, scale = quantize_block(torch.tensor([[1.0, -2.54], [0.0, 10.0], [127.0, 0.5]]), 2)
+    >>> values.tolist(), [round(s, 4) for s in scale.flatten().tolist()]
+    ([[13, -32], [0, 127], [127, 0]], [0.0787, 1.0])
+    """
+    values, scales = torch.empty_like(x, dtype=torch.int8), []
+    for start in range(0, len(x), block_size):
+        block = x[start : start + block_size]  # [block_size or fewer, D]
+        raise NotImplementedError(
+            "quantize_block: find the block's scale, append it to scales, and store the rounded block / scale in values"
+        )
+    return values, torch.stack(scales).unsqueeze(1)
+
+
+def dequantize_block(values: Tensor, scale: Tensor, block_size: int) -> Tensor:
+    """values int8 [N, D], scale [ceil(N / block_size), 1] -> s * X^, float32 [N, D].
+
+    >>> dequantize_block(torch.tensor([[2, -4], [1, 0]], dtype=torch.int8), torch.tensor([[0.5], [3.0]]), 1).tolist()
+    [[1.0, -2.0], [3.0, 0.0]]
+    """
+    raise NotImplementedError("dequantize_block: give every row the scale of its block, then multiply")

@@ -1,0 +1,71 @@
+"""Grader of 01_block_quantizer."""
+
+import torch
+from torch import Tensor
+
+from exercises.grading import Grader, close, expect
+from sage_ref.quantization import QuantizedTensor, quantize
+
+grader = Grader("01_block_quantizer", {"quantize_block": (Tensor, Tensor), "dequantize_block": Tensor})
+grader.hint("dtype", "values must be int8 and scale float32: convert after rounding.")
+grader.hint("axis", "Is the scale per block, or per tensor, row or column? One number per block of rows: [blocks, 1].")
+grader.hint(
+    "range", "The largest number of a block should become 127 or -127: is the scale max|X| / 127, of this block alone?"
+)
+grader.hint("rounding", "Values are off by one here and there: nearest integer, ties to even, not truncated.")
+grader.hint("zeros", "A block of zeros should come out as zeros with a finite scale. What is 0 / 0?")
+grader.hint("last block", "The last block may be smaller than block_size.")
+grader.hint("scale", "s * X^ should be X up to rounding: has every row the scale of its own block?")
+
+
+def draw_rows(draw, block_size, blocks):
+    """Whole blocks of rows that differ in size from block to block, so that each needs its own scale."""
+    sizes = 10 ** draw.uniform(blocks, 1, low=-2, high=2)
+    return draw.normal(blocks * block_size, draw.choice((24, 64, 80))) * sizes.repeat_interleave(block_size, 0)
+
+
+@grader.test("int8 values and one float32 scale per block")
+def shapes(student, draw):
+    block_size, blocks = draw.choice((16, 32)), draw.integers(2, 5)
+    x = draw_rows(draw, block_size, blocks)
+    values, scale = student.quantize_block(x, block_size)
+    expect(values.dtype == torch.int8 and scale.dtype == torch.float32, "dtype")
+    expect(values.shape == x.shape and scale.shape == (blocks, 1), "axis")
+
+
+@grader.test("values and scales", points=3)
+def quantized(student, draw):
+    block_size, blocks = draw.choice((16, 32)), draw.integers(2, 5)
+    x = draw_rows(draw, block_size, blocks)
+    x[0, :2] = torch.tensor([127.0, 0.5]) * 8  # a tie: 0.5 goes to 0
+    x[:block_size].clamp_(-127 * 8, 127 * 8)
+    oracle = quantize(x, (block_size, None))
+    values, scale = student.quantize_block(x, block_size)
+    expect(len(scale.unique()) == blocks, "axis")
+    close(scale, oracle.scale, "range", relative_l2=1e-6)
+    expect(torch.equal(values, oracle.values), "rounding")
+
+
+@grader.test("a smaller last block, and zeros", points=2)
+def edges(student, draw):
+    block_size, blocks = draw.choice((16, 32)), draw.integers(2, 5)
+    x = draw_rows(draw, block_size, blocks)[: -draw.integers(1, block_size)]
+    values, scale = student.quantize_block(x, block_size)
+    expect(values.shape == x.shape and scale.shape == (blocks, 1), "last block")
+    close(scale, quantize(x, (block_size, None)).scale, "last block", relative_l2=1e-6)
+    x[:block_size] = 0
+    values, scale = student.quantize_block(x, block_size)
+    expect(scale.isfinite().all() and (values[:block_size] == 0).all(), "zeros")
+    expect(torch.equal(values, quantize(x, (block_size, None)).values), "last block")
+
+
+@grader.test("back to float32", points=2)
+def dequantized(student, draw):
+    block_size, rows = draw.choice((16, 32)), draw.integers(70, 100)
+    x = draw_rows(draw, block_size, 7)[:rows]
+    oracle = quantize(x, (block_size, None))
+    back = student.dequantize_block(oracle.values, oracle.scale, block_size)
+    expect(back.dtype == torch.float32, "dtype")
+    close(
+        back, QuantizedTensor(oracle.values, oracle.scale, oracle.block_shape).dequantize(), "scale", relative_l2=1e-6
+    )

@@ -1,0 +1,197 @@
+"""Grader of 05_online_softmax."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from exercises.grading import Grader, close, expect
+from sage_ref.quantization import fake_quantize, quantize
+from sage_ref.tracing import relative_l2
+
+grader = Grader(
+    "05_online_softmax",
+    {
+        "probabilities": (Tensor, Tensor, Tensor),
+        "online_step": (Tensor, Tensor, Tensor),
+        "online_softmax": (Tensor, Tensor),
+    },
+)
+grader.hint("form", "A result has the wrong shape or dtype. The docstring says what is expected.")
+grader.hint("constant_scale", "A constant scale 1/127 sends small rows to 0. What is the largest entry of each row?")
+grader.hint("one_scale", "Is the scale one per row, or one for the whole tile?")
+grader.hint("scale", "The scale of a row is its largest entry of P~, divided by 127.")
+grader.hint("round", "The integers are off by a step here and there. A cast cuts towards zero; round first.")
+grader.hint("values", "The integers of P are off. They are P~ / scale, rounded.")
+grader.hint("row_sum", "The row sums are those of P~ before rounding.")
+grader.hint("masked", "A row that is masked or tiny throughout gives NaN or infinity. What is 0 / 0 here?")
+grader.hint("maximum", "The new maximum is the larger of the old one and the row's maximum in this tile.")
+grader.hint("forgets", "l forgets the tiles before. (Algorithm 1 as printed does so, too.)")
+grader.hint("rescale", "l and O must be brought from the old maximum to the new one. Which factor is at most 1?")
+grader.hint("v_scale", "The integer product of P and V needs both scales.")
+grader.hint("not_rounded", "This is the product of P before rounding. The INT8 values of P belong in it.")
+grader.hint("step", "O after a step is off: rescaled O, plus the integer product of P and V times both scales.")
+grader.hint("start", "Scores far below zero give NaN. From which value must the running maximum start?")
+grader.hint("v_blocks", "V has one scale per block of keys.")
+grader.hint("bypass", "This is exact attention. Are P and V multiplied as INT8?")
+grader.hint("divide", "The output isn't normalised. What is O divided by, and when?")
+grader.hint(
+    "output", "The output is off, though single steps are right. Is every block visited once, the last one too?"
+)
+grader.hint("log_sum_exp", "L = m + log(l), with both after the last tile.")
+
+
+def scores(draw, rows, columns, sigma=2.0):
+    return sigma * draw.normal(rows, columns)
+
+
+def state(draw, rows, head_dim):
+    """(m, l, O) after a first tile of 16 keys, and how far its maximum is from that of standard normal scores."""
+    s, v = draw.normal(rows, 16), draw.normal(16, head_dim)
+    s += draw.uniform(rows, 1, low=-2.5, high=1.5)
+    m = s.amax(-1, keepdim=True)
+    p = torch.exp(s - m)
+    return m, p.sum(-1, keepdim=True), p @ v
+
+
+def check_form(x, shape, dtype=torch.float32):
+    expect(x.shape == shape and x.dtype == dtype, "form")
+
+
+@grader.test("probabilities: shapes and dtypes")
+def form(student, draw):
+    rows, columns = draw.integers(5, 40), draw.integers(5, 40)
+    s = scores(draw, rows, columns)
+    values, scale, row_sum = student.probabilities(s, s.amax(-1, keepdim=True))
+    check_form(values, (rows, columns), torch.int8)
+    check_form(scale, (rows, 1))
+    check_form(row_sum, (rows, 1))
+
+
+@grader.test("probabilities: one scale per row", points=2)
+def row_scales(student, draw):
+    s = scores(draw, draw.integers(20, 50), draw.integers(20, 50))
+    m_new = s.amax(-1, keepdim=True) + draw.uniform(len(s), 1, low=0, high=6)
+    values, scale, row_sum = student.probabilities(s, m_new)
+    check_form(values, s.shape, torch.int8)
+    for x in (scale, row_sum):
+        check_form(x, (len(s), 1))
+        expect(x.isfinite().all(), "scale")
+    p = torch.exp(s - m_new)
+    expect(relative_l2(scale, torch.full_like(scale, 1 / 127)) > 1e-3, "constant_scale")
+    expect(not torch.equal(values, torch.round(127 * p).to(torch.int8)), "constant_scale")
+    expect((scale != scale[0]).any(), "one_scale")
+    close(scale, quantize(p, (1, None)).scale, "scale", relative_l2=1e-5)
+    difference = (values.int() - quantize(p, (1, None)).values).abs()
+    expect(difference.max() <= 1, "values")
+    expect((difference > 0).float().mean() < 0.01, "round")
+    expect(relative_l2(row_sum, (values * scale).sum(-1, keepdim=True)) > 1e-4, "row_sum")
+    close(row_sum, p.double().sum(-1, keepdim=True), "row_sum", relative_l2=1e-5)
+
+
+@grader.test("probabilities: rows without a visible key")
+def masked_rows(student, draw):
+    s = scores(draw, draw.integers(8, 20), draw.integers(8, 20))
+    s[::3] = -math.inf
+    s[1::3] -= 200  # e^-200 is 0 in float32
+    s[2::6] -= 97  # and e^-97 has no precision left
+    values, scale, row_sum = student.probabilities(s, torch.full((len(s), 1), 10.0))
+    check_form(values, s.shape, torch.int8)
+    expect(all(x.isfinite().all() for x in (scale, row_sum)), "masked")
+    expect((values[::3] == 0).all() and (values[1::3] == 0).all(), "masked")
+    expect((scale[::3] == 0).all() and (row_sum[::3] == 0).all(), "masked")
+    expect((values >= 0).all(), "masked")
+
+
+@grader.test("online_step: maximum and sum", points=2)
+def maximum_and_sum(student, draw):
+    rows, columns, head_dim = draw.integers(20, 40), draw.integers(10, 40), draw.choice((8, 16))
+    m, l, o = state(draw, rows, head_dim)
+    s, v = draw.normal(rows, columns), quantize(draw.normal(columns, head_dim))
+    m_found, l_found, _ = student.online_step(m, l, o, s, v.values, v.scale.squeeze())
+    check_form(m_found, (rows, 1))
+    check_form(l_found, (rows, 1))
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    expect(torch.equal(m_found, m_new), "maximum")
+    expect(l_found.isfinite().all(), "rescale")
+    row_sum, old = torch.exp(s - m_new).double().sum(-1, keepdim=True), torch.exp(m - m_new)
+    expect(relative_l2(l_found, row_sum) > 1e-4 and relative_l2(l_found, row_sum + old) > 1e-4, "forgets")
+    for wrong in (1, 1 / old):
+        expect(relative_l2(l_found, wrong * l + row_sum) > 1e-4, "rescale")
+    close(l_found, old * l + row_sum, "row_sum", relative_l2=1e-5)
+
+
+@grader.test("online_step: O from integers", points=2)
+def step(student, draw):
+    rows, columns, head_dim = draw.integers(20, 40), draw.integers(30, 60), draw.choice((8, 16))
+    m, l, o = state(draw, rows, head_dim)
+    s, v = draw.normal(rows, columns), quantize(3 * draw.normal(columns, head_dim))
+    _, _, found = student.online_step(m, l, o, s, v.values, v.scale.squeeze())
+    check_form(found, (rows, head_dim))
+    expect(found.isfinite().all(), "rescale")
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    p, old = torch.exp(s - m_new), torch.exp(m - m_new)
+    p_hat, values = fake_quantize(p, (1, None)), v.dequantize()
+    for wrong in (0, 1, 1 / old):
+        expect(relative_l2(found, wrong * o + p_hat @ values) > 1e-3, "rescale")
+    for wrong in (p_hat @ (values / v.scale), p_hat @ values / quantize(p, (1, None)).scale):
+        expect(relative_l2(found, old * o + wrong) > 1e-3, "v_scale")
+    expect(relative_l2(found, old * o + p @ values) > 1e-3, "not_rounded")
+    close(found, old * o + p_hat @ values, "step", relative_l2=6e-4)
+
+
+def check_attention(student, s, v, block):
+    """online_softmax(S, V) against softmax with P~ rounded per row and tile and V per block."""
+    output, log_sum_exp = student.online_softmax(s, v, block)
+    check_form(output, (len(s), v.shape[1]))
+    check_form(log_sum_exp, (len(s),))
+    return output, log_sum_exp, *rounded_attention(s.double(), v.double(), block)
+
+
+def rounded_attention(s, v, block):
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    p_hat, l = fake_quantize(p, (1, block)), p.sum(-1, keepdim=True)
+    return p_hat @ fake_quantize(v, (block, None)) / l, s.logsumexp(-1)
+
+
+@grader.test("online_softmax: the output", points=2)
+def attention(student, draw):
+    block = draw.choice((16, 24, 32))
+    for columns in (block, 3 * block, 2 * block + draw.integers(2, block)):
+        s, v = scores(draw, draw.integers(30, 60), columns, 1.0), draw.normal(columns, draw.choice((16, 32)))
+        v *= draw.uniform(columns, 1, low=0.2, high=2)
+        output, log_sum_exp, expected, _ = check_attention(student, s, v, block)
+        expect(output.isfinite().all(), "start")
+        p = torch.softmax(s.double(), -1)
+        p_hat, v_hat = fake_quantize(p, (1, block)), fake_quantize(v.double(), (block, None))
+        l = torch.exp(s - s.amax(-1, keepdim=True)).sum(-1, keepdim=True)
+        expect(relative_l2(output, expected * l) > 1e-3, "divide")
+        for wrong in (p @ v.double(), p_hat @ v.double(), p @ v_hat):
+            expect(relative_l2(output, wrong) > 1e-3, "bypass")
+        if columns > block:
+            expect(relative_l2(output, p_hat @ fake_quantize(v.double())) > 1e-3, "v_blocks")
+        close(output, expected, "output", relative_l2=7e-4)
+
+
+@grader.test("online_softmax: L, and scores far below zero")
+def far_below(student, draw):
+    block = draw.choice((16, 32))
+    for shift in (0, -150, -1000):
+        s, v = scores(draw, draw.integers(20, 40), 3 * block + 3) + shift, draw.normal(3 * block + 3, 16)
+        output, log_sum_exp, expected, exact = check_attention(student, s, v, block)
+        expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "start")
+        expect((log_sum_exp - exact).abs().max() < 5e-4, "log_sum_exp")
+        close(output, expected, "start" if shift else "output", relative_l2=1e-3)
+
+
+@grader.test("online_softmax: causal masks and tiles that don't matter", points=2)
+def masked(student, draw):
+    block, tiles = draw.choice((16, 24)), draw.integers(3, 5)
+    n = block * tiles
+    s, v = scores(draw, n, n), draw.normal(n, draw.choice((16, 32)))
+    s[:, block : 2 * block] -= 300
+    s = s.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf)
+    output, log_sum_exp, expected, exact = check_attention(student, s, v, block)
+    expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "masked")
+    close(output, expected, "masked", relative_l2=1e-3)
+    close(log_sum_exp, exact, "log_sum_exp", relative_l2=1e-5)

@@ -1,0 +1,193 @@
+"""Grader of 07_backward_tile."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from exercises.grading import Grader, expect
+from sage_ref.quantization import quantize, quantized_matmul
+from sage_ref.sagebwd import SageBwdSettings, sagebwd_backward, sagebwd_forward, tiles
+from sage_ref.tracing import relative_l2
+
+grader = Grader(
+    "07_backward_tile",
+    {
+        "recompute_probabilities": Tensor,
+        "backward_tile": (Tensor, Tensor, Tensor),
+        "backward": (Tensor, Tensor, Tensor),
+    },
+)
+grader.hint("form", "A result has the wrong shape or dtype, or holds NaN. The docstring says what is expected.")
+grader.hint("softmax", "Rows of a tile don't sum to 1: the other keys are elsewhere. L knows the whole row.")
+grader.hint("exact_scores", "P must belong to the L that is given, and the forward computed that from rounded Q and K.")
+grader.hint("p", "P is off. S is c times the scaled INT8 product, P = exp(S - L).")
+grader.hint("bypass", "These are the exact gradients. Which matmuls have INT8 operands?")
+grader.hint("dv", "dV is off. P^T times dO, both rounded with one scale per block, no factor c.")
+grader.hint("dv_rounding", "Are both operands of dV rounded, P and dO?")
+grader.hint("int8_dp", "dP keeps 16 bit: dO and V as they came, not their rounded forms.")
+grader.hint("half_dp", "dP - delta is a small difference: convert dO and V to float32 before their product.")
+grader.hint("rounded_p", "dS takes P before rounding. The rounded one is for dV.")
+grader.hint("no_delta", "dS = P * (dP - delta): where is delta, and which sign has it?")
+grader.hint("ds_rounding", "Are both operands rounded, dS and K for dQ, dS and Q for dK?")
+grader.hint("c", "S contains c = 1/sqrt(D). By the chain rule, which gradients do?")
+grader.hint("dq", "dQ is off, though dV is right. It is c dS^ K^ with both scales.")
+grader.hint("dk", "dK is off, though dQ is right. It is c dS^^T Q^ with both scales.")
+grader.hint("accumulate", "A gradient holds the share of one tile only. Are the shares of all tiles added?")
+grader.hint(
+    "tile_size", "Are blocks of queries cut with block_q and blocks of keys with block_kv, and scales taken per block?"
+)
+grader.hint("partial", "Full tiles are right. What about a last tile that is shorter?")
+NAMES = ("dQ", "dK", "dV")
+# A rounding to nearest flips when float32 sums in another order, which moves a few rows by 1e-3. All rows by more than
+# a thousandth part of that, or the whole by as much as a missing rounding would (1e-2), is no such accident.
+TYPICAL_ROW, WHOLE = 1e-4, 6e-3
+
+
+def off(actual, expected):
+    """How far in units of what is allowed: over 1 in the median row or over all."""
+    error, size = (x.double().norm(dim=-1) for x in (actual - expected, expected))
+    typical = (error / size.clamp(min=1e-30)).median()
+    return max(typical.item() / TYPICAL_ROW, relative_l2(actual, expected) / WHOLE)
+
+
+def inputs(draw, n_q, n_k):
+    """Q, K, V, dO float16; queries and keys large enough for a softmax with a few large entries."""
+    head_dim = draw.choice((16, 32, 64))
+    q, k, v, do = (draw.normal(n, head_dim) for n in (n_q, n_k, n_k, n_q))
+    v = v + 16 * draw.normal(1, head_dim)  # shared by all values, so that dP - delta is a small difference
+    return [x.half() for x in (1.5 * q, 1.5 * (k - k.mean(0)), v, 0.1 * do)]
+
+
+def forward(q, k, v, block_q, block_kv):
+    """(O float16, L, the settings) of SageBwd on these inputs; the keys are smoothed already."""
+    settings = SageBwdSettings(smooth_k=False, block_q=block_q, block_kv=block_kv)
+    found = sagebwd_forward(*(x.float() for x in (q, k, v)), settings)
+    return found.output.half(), found.log_sum_exp, settings
+
+
+def one_tile(draw):
+    """(Q_i, K_j, V_j, dO_i, L_i, delta_i) of the first tile of a longer sequence."""
+    block_q, block_kv = draw.integers(32, 64), draw.integers(32, 64)
+    q, k, v, do = inputs(draw, block_q, 2 * block_kv)
+    output, log_sum_exp, _ = forward(q, k, v, block_q, block_kv)
+    delta = (do.float() * output.float()).sum(-1, keepdim=True)
+    return q, k[:block_kv], v[:block_kv], do, log_sum_exp[:, None], delta
+
+
+def rounded(x):
+    return quantize(x.float()).dequantize()
+
+
+def exact_p(q, k, l):
+    return torch.exp(q.float() @ k.float().mT / math.sqrt(q.shape[1]) - l)
+
+
+def rounded_p(q, k, l):
+    return torch.exp(quantized_matmul(quantize(q), quantize(k).mT) / math.sqrt(q.shape[1]) - l)
+
+
+def check_form(x, like):
+    expect(x.shape == like.shape and x.dtype == torch.float32 and x.isfinite().all(), "form")
+
+
+@grader.test("recompute_probabilities: exp(S - L) of rounded scores", points=2)
+def probabilities(student, draw):
+    q, k, _, _, l, _ = one_tile(draw)
+    found, expected = student.recompute_probabilities(q, k, l), rounded_p(q, k, l)
+    check_form(found, expected)
+    expect(relative_l2(found, expected / expected.sum(-1, keepdim=True)) > 1e-3, "softmax")
+    exact = exact_p(q, k, l)
+    for wrong in (exact, exact / exact.sum(-1, keepdim=True)):
+        expect(relative_l2(found, wrong) > 1e-3, "exact_scores")
+    expect(relative_l2(found, torch.exp((expected.log() + l) * math.sqrt(q.shape[1]) - l)) > 1e-3, "c")
+    expect(off(found, expected) < 1, "p")
+
+
+@grader.test("backward_tile: dV", points=2)
+def grad_value(student, draw):
+    q, k, v, do, l, delta = one_tile(draw)
+    _, _, dv = student.backward_tile(q, k, v, do, l, delta)
+    check_form(dv, v)
+    p = rounded_p(q, k, l)
+    expect(off(dv, exact_p(q, k, l).mT @ do.float()) > 1, "bypass")
+    for wrong in (p.mT @ do.float(), rounded(p).mT @ do.float(), p.mT @ rounded(do)):
+        expect(off(dv, wrong) > 1, "dv_rounding")
+    expect(off(dv, quantized_matmul(quantize(p).mT, quantize(do))) < 1, "dv")
+
+
+@grader.test("backward_tile: dQ and dK from dP in 16 bit", points=4)
+def grad_query_and_key(student, draw):
+    q, k, v, do, l, delta = one_tile(draw)
+    dq, dk, _ = student.backward_tile(q, k, v, do, l, delta)
+    check_form(dq, q)
+    check_form(dk, k)
+    c, p, dp = 1 / math.sqrt(q.shape[1]), rounded_p(q, k, l), do.float() @ v.float().mT
+    ds = p * (dp - delta)
+    expected = gradients(ds, q, k)
+    for hint, wrong in {
+        "int8_dp": p * (rounded(do) @ rounded(v).mT - delta),
+        "half_dp": p * ((do @ v.mT).float() - delta),
+        "rounded_p": rounded(p) * (dp - delta),
+        "no_delta": p * dp,
+        "exact_scores": exact_p(q, k, l) * (dp - delta),
+    }.items():
+        expect(off(dq, gradients(wrong, q, k)[0]) > 1, hint)
+    expect(off(-dq, expected[0]) > 1 and off(dq, gradients(p * (dp + delta), q, k)[0]) > 1, "no_delta")
+    exact_ds = exact_p(q, k, l) * (dp - delta)
+    for found, x, other, right in ((dq, ds, k, expected[0]), (dk, ds.mT, q, expected[1])):
+        expect(off(found, right / c) > 1, "c")
+        expect(off(found, c * (exact_ds if x is ds else exact_ds.mT) @ other.float()) > 1, "bypass")
+        for left, right_factor in ((x, other.float()), (rounded(x), other.float()), (x, rounded(other))):
+            expect(off(found, c * left @ right_factor) > 1, "ds_rounding")
+    expect(off(dq, expected[0]) < 1, "dq")
+    expect(off(dk, expected[1]) < 1, "dk")
+
+
+def gradients(ds, q, k):
+    """(dQ, dK) of one tile of dS, which is rounded here."""
+    c, ds_hat = 1 / math.sqrt(q.shape[1]), quantize(ds)
+    return quantized_matmul(ds_hat, quantize(k)) * c, quantized_matmul(ds_hat.mT, quantize(q)) * c
+
+
+def check_backward(student, draw, n_q, n_k, block_q, block_kv, hint):
+    q, k, v, do = inputs(draw, n_q, n_k)
+    output, log_sum_exp, settings = forward(q, k, v, block_q, block_kv)
+    found = dict(zip(NAMES, student.backward(do, q, k, v, output, log_sum_exp, block_q, block_kv), strict=True))
+    for name, like in zip(NAMES, (q, k, v), strict=True):
+        check_form(found[name], like)
+    arguments = [x.float() for x in (do, q, k, v, output, log_sum_exp)]
+    expected = dict(zip(NAMES, sagebwd_backward(*arguments, settings)[:3], strict=True))
+    unrounded = SageBwdSettings(smooth_k=False, exact_matmuls=("S_backward", "dV", "dP", "dQ", "dK"))
+    exact = dict(zip(NAMES, sagebwd_backward(*arguments, unrounded)[:3], strict=True))
+    last_rows, last_columns = tiles(n_q, block_q)[-1], tiles(n_k, block_kv)[-1]
+    for name in NAMES:
+        if name == "dQ":
+            single = arguments[0], arguments[1], *(x[last_columns] for x in arguments[2:4]), *arguments[4:]
+        else:
+            single = [x if x is arguments[2] or x is arguments[3] else x[last_rows] for x in arguments]
+        last = dict(zip(NAMES, sagebwd_backward(*single, settings)[:3], strict=True))[name]
+        expect(off(found[name], exact[name]) > 1, "bypass")
+        if last.shape == found[name].shape and (n_k > block_kv if name == "dQ" else n_q > block_q):
+            expect(off(found[name], last) > 1, "accumulate")
+    for name in NAMES:
+        expect(off(found[name], expected[name]) < 1, hint)
+
+
+@grader.test("backward: one tile")
+def single_tile(student, draw):
+    n_q, n_k = draw.integers(32, 60), draw.integers(32, 60)
+    check_backward(student, draw, n_q, n_k, 64, 64, "tile_size")
+
+
+@grader.test("backward: all tiles, added up", points=3)
+def all_tiles(student, draw):
+    block_q, block_kv = draw.choice(((32, 16), (16, 32), (32, 48)))
+    check_backward(student, draw, 2 * block_q, 3 * block_kv, block_q, block_kv, "tile_size")
+
+
+@grader.test("backward: a partial last tile")
+def partial_tiles(student, draw):
+    block_q, block_kv = draw.choice(((32, 24), (24, 32)))
+    n_q, n_k = 2 * block_q + draw.integers(5, 16), block_kv + draw.integers(5, 16)
+    check_backward(student, draw, n_q, n_k, block_q, block_kv, "partial")

@@ -1,0 +1,50 @@
+"""Quantise blocks of rows in a Triton kernel.
+
+Difficulty: easy
+Importance: high
+Minutes: 30
+
+psi(X) = (s, X^) with s = max|X| / 127 over one block of rows and X^ = round(X / s) in INT8, as a GPU does it: one
+program reads one block, finds its largest magnitude, and writes its integers and its scale.
+
+Nothing stops a program at the end of a tensor: behind it lies other memory. A load from there brings in a foreign
+number, a store destroys one, and nobody complains. The grader looks.
+
+Afterwards you know what a program is, how it finds its rows, and what masks are for.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantize_kernel(x_ptr, values_ptr, scale_ptr, n, D: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: one block of BLOCK rows of x [n, D]. Element (row, d) is D * row + d numbers after the pointer.
+
+    BLOCK and D are powers of two. n need not be a multiple of BLOCK.
+    """
+    i = tl.program_id(0)
+    row, d = i * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    offsets = row[:, None] * D + d[None, :]  # [BLOCK, D]
+    raise NotImplementedError("quantize_kernel: load the block, find its scale, store the integers and the scale")
+
+
+def quantize_blocks(x: torch.Tensor, block: int, values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Quantise x with one scale per `block` rows; write the integers into `values` and the scales into `scale`.
+
+    x: float16 or float32 [n, D]. values: int8 [n, D]. scale: float32 [ceil(n / block)]. All contiguous. The last block
+    may hold fewer than `block` rows.
+
+    A block of zeros gets zeros and scale 0. Gradients are small: a block whose largest magnitude is 1e-7 has scale
+    1e-7 / 127, and its integers use the whole range.
+
+    >>> x = torch.tensor([[127.0, -3.4], [63.6, 0.0], [0.5, -1.0]])
+    >>> values, scale = torch.empty(3, 2, dtype=torch.int8), torch.empty(2)
+    >>> quantize_blocks(x, 2, values, scale)  # blocks of 2 rows: the second has one
+    >>> values, scale
+    (tensor([[ 127,   -3],
+            [  64,    0],
+            [  64, -127]], dtype=torch.int8), tensor([1.0000, 0.0079]))
+    """
+    raise NotImplementedError("quantize_blocks: launch quantize_kernel with one program per block")

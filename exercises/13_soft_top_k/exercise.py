@@ -1,0 +1,48 @@
+"""SoftTop-k and its gradient.
+
+Difficulty: hard
+Importance: medium
+Minutes: 45
+
+Hard Top-k has no gradient, so SLA2's router trains with a mask that bends: s_j = sigmoid(x_j / tau + lambda), with one
+lambda per row, such that the row sums to k. No formula gives lambda, but the sum grows with it: bisection finds it.
+
+Autograd can't go through a bisection. The gradient comes from the constraint: when one score rises, lambda falls, so
+that the row keeps its sum. With w = s (1 - s), a change dx of the scores changes s by
+
+    ds = (w dx - w (w . dx) / sum(w)) / tau.
+
+The matrix is symmetric, so the gradient of x is the same formula with the gradient of s in the place of dx.
+
+Afterwards you know how to differentiate through a solver without going through its steps.
+"""
+
+import torch
+from torch import Tensor
+
+
+class SoftTopK(torch.autograd.Function):
+    """soft_top_k as an operation with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, count: int, temperature: float) -> Tensor:
+        """s [..., n] of x [..., n], in the dtype of x, computed in it. Each row sums to `count`."""
+        raise NotImplementedError("forward: bisect lambda row by row, keep what the backward pass needs in ctx")
+
+    @staticmethod
+    def backward(ctx, grad_soft: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of x, [..., n], from that of s; None for count and temperature.
+
+        A row whose s are all exactly 0 or 1 has w = 0 and gradient 0.
+        """
+        raise NotImplementedError("backward: (w ds - w (w . ds) / sum(w)) / tau with w = s (1 - s)")
+
+
+def soft_top_k(x: Tensor, count: int, temperature: float) -> Tensor:
+    """sigmoid(x / temperature + lambda) with rows (last axis) that sum to `count`, 0 < count < n. Differentiable.
+
+    >>> soft_top_k(torch.tensor([[0.1, -0.1], [5.0, 5.0]]), 1, 0.1)  # sigmoid(1), sigmoid(-1)
+    tensor([[0.7311, 0.2689],
+            [0.5000, 0.5000]])
+    """
+    return SoftTopK.apply(x, count, temperature)

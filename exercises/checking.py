@@ -1,0 +1,123 @@
+"""The proof that exercises are sound: masters pass, stubs earn nothing, every wrong answer meets its own hint."""
+
+import ast
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from exercises import ROOT, grading, stubs
+from exercises.isolation import Sandbox
+
+WORKERS = 2
+SEEDS = (grading.VISIBLE_SEED, "check.0", "check.1")
+# Answers of the wrong kind must be the student's failure in any grader, not the grader's.
+MALFORMED = {
+    "returns None": "return None",
+    "returns one number": "return torch.tensor(1.0)",
+    "returns an empty tensor": "return torch.zeros(0)",
+    "returns three tensors": "return torch.ones(3), torch.ones(2, 2), torch.ones(1)",
+}
+
+
+def check(names: list[str]) -> dict[str, Any]:
+    """Grade masters, stubs, mutants and malformed answers of these exercises, two at a time."""
+    sandboxes = SimpleQueue()
+
+    def work(name):
+        sandbox = sandboxes.get()
+        try:
+            return check_exercise(name, sandbox)
+        finally:
+            sandboxes.put(sandbox)
+
+    with Sandbox() as first, Sandbox() as second, ThreadPoolExecutor(WORKERS) as pool:
+        for sandbox in (first, second):
+            sandboxes.put(sandbox)
+        exercises = list(pool.map(work, names))
+    mutants = [verdict for exercise in exercises for verdict in exercise["mutants"]]
+    return {
+        "sound": not any(exercise["problems"] for exercise in exercises),
+        "counts": {
+            "exercises": len(exercises),
+            "tests": sum(exercise["tests"] for exercise in exercises),
+            "mutants": len(mutants),
+            "mutants_rejected_by_their_hint": sum(verdict["as_meant"] for verdict in mutants),
+        },
+        "exercises": exercises,
+    }
+
+
+def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
+    """What is wrong with one exercise ("problems"), and the verdict on each mutant."""
+    problems, mutants = [], []
+    grader = grading.load_grader(name)
+    master = stubs.read_master(name)
+    stubs.header_of(master, name)
+    stub, solution = stubs.stub_of(master, f"{name}/master.py")
+    problems += [f"the stub holds a line of the solution: {line.strip()}" for line in stubs.leaked(stub, solution)]
+    if (ROOT / name / "exercise.py").read_text() != stub:
+        problems.append("exercise.py is out of date: run python -m exercises stubs")
+
+    start = time.monotonic()
+    result = grading.grade(grader, master.encode(), SEEDS, sandbox)
+    seconds = time.monotonic() - start
+    if result.score != result.max_score:
+        problems.append(f"the master doesn't pass:\n{grading.table(result)}\n{result.error or ''}")
+
+    result = grading.grade(grader, stub.encode(), SEEDS, sandbox)
+    unwritten = [test for test in result.tests if test.status == "failed" and "not written yet" in test.feedback]
+    if result.score != 0 or not unwritten:
+        problems.append(f"the stub should earn 0 and say what is not written yet:\n{grading.table(result)}")
+
+    for label, body in MALFORMED.items():
+        functions = "\n".join(f"def {function}(*arguments, **keywords): {body}" for function in grader.returns)
+        result = grading.grade(grader, f"import torch\n{functions}\n".encode(), SEEDS, sandbox)
+        if result.score != 0:
+            problems.append(f"a submission that {label}:\n{grading.table(result)}\n{result.error or ''}")
+
+    for path in sorted((ROOT / name / "mutants").glob("*.py")):
+        hint, source = hint_of(path), path.read_bytes()
+        result = grading.grade(grader, source, SEEDS, sandbox, first_failure_only=True)
+        last = result.tests[-1]
+        as_meant = last.status == "failed" and last.hint == hint
+        mutants.append({"mutant": path.stem, "hint": hint, "shown": last.hint, "as_meant": as_meant})
+        if not as_meant:
+            problems.append(
+                f"mutant {path.stem} should be rejected by {hint!r}:\n{grading.table(result)}\n{result.error or ''}"
+            )
+    if len(mutants) < 3:
+        problems.append(f"expected at least 3 mutants, found {len(mutants)}")
+    return {
+        "exercise": name,
+        "tests": len(grader.tests),
+        "points": grader.max_score,
+        "seconds": round(seconds, 2),
+        "mutants": mutants,
+        "problems": problems,
+    }
+
+
+def hint_of(path) -> str:
+    """The first line of a mutant: HINT = "key"."""
+    first = ast.parse(path.read_text()).body[0]
+    if not isinstance(first, ast.Assign) or first.targets[0].id != "HINT":
+        raise ValueError(f'{path}: expected HINT = "key" in the first line')
+    return ast.literal_eval(first.value)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Verdicts and counts for a terminal."""
+    lines = []
+    for exercise in report["exercises"]:
+        lines.append(f"{exercise['exercise']}: {exercise['tests']} tests, master graded in {exercise['seconds']:.1f} s")
+        for verdict in exercise["mutants"]:
+            mark = "rejected" if verdict["as_meant"] else "NOT AS MEANT"
+            lines.append(f"  {mark:12} {verdict['mutant']:32} {verdict['hint']}")
+        lines += [f"  PROBLEM: {problem}" for problem in exercise["problems"]]
+    counts = report["counts"]
+    lines.append(
+        f"{counts['exercises']} exercises, {counts['tests']} tests, {counts['mutants']} mutants"
+        f" ({counts['mutants_rejected_by_their_hint']} rejected by their own hint)"
+    )
+    return "\n".join(lines)

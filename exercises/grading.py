@@ -1,0 +1,395 @@
+"""What a grader.py is written with: a Grader and its tests, expect and close, and the submission as `student`.
+
+Each test runs on the visible seed and on hidden ones, and earns its points if it holds on all. A test that doesn't
+hold shows one static hint, so that feedback can't contain inputs or answers. An error in the grader's own code is
+not the student's: the test is "broken" and the exercise has no score.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exercises import ROOT, exercise_names
+from exercises.isolation import Buffer, ChildError, Guarded, Sandbox
+
+__all__ = ["Buffer", "Grader", "Guarded", "StudentError", "close", "expect"]
+VISIBLE_SEED = 0
+HIDDEN_SEEDS = 2
+SPEED_CALLS = 100
+FILE_LIMIT = 2**20  # bytes of a submission
+NOT_JUDGED = "can't be judged before the tests above pass"
+StudentError = ChildError
+# What arithmetic on tensors of the wrong shape or type raises.
+MALFORMED = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+
+
+class Failed(Exception):
+    """An expectation doesn't hold; str() is its hint's key."""
+
+
+def expect(holds: bool | Tensor, hint: str) -> None:
+    """Fail the test with this hint unless `holds`."""
+    if not bool(holds):
+        raise Failed(hint)
+
+
+def close(actual: Any, expected: Tensor, hint: str, *, relative_l2: float) -> None:
+    """Fail with this hint unless |actual - expected| <= relative_l2 |expected|, in the Frobenius norm.
+
+    Another shape, NaN and infinity fail too; dtypes may differ, as float64 holds both.
+    """
+    expect(isinstance(actual, Tensor) and actual.shape == expected.shape, hint)
+    actual, expected = actual.double(), expected.double()
+    if not expected.isfinite().all():
+        raise ArithmeticError("expected: a finite tensor, got NaN or infinity")
+    expect(actual.isfinite().all(), hint)
+    expect(torch.linalg.vector_norm(actual - expected) <= relative_l2 * torch.linalg.vector_norm(expected), hint)
+
+
+class Draw:
+    """Seeded inputs of one test; torch tensors and Python numbers."""
+
+    def __init__(self, *names: Any):
+        digest = hashlib.sha256(repr(names).encode()).digest()
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Independent standard normal numbers."""
+        return torch.randn(shape, generator=self.generator).to(dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return torch.rand(shape, generator=self.generator) * (high - low) + low
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Any:
+        """Integers in [low, high): a tensor of this shape, or a Python int if there is none."""
+        drawn = torch.randint(low, high, shape, generator=self.generator)
+        return drawn.to(dtype) if shape else int(drawn)
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        return options[self.integers(0, len(options))]
+
+    def permutation(self, size: int) -> Tensor:
+        return torch.randperm(size, generator=self.generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    name: str
+    points: float
+    function: Callable[["Student", Draw], None]
+    needs_gpu: bool = False
+
+
+class Grader:
+    """The tests of one exercise, in the order in which a student should solve them.
+
+    functions: names of what the submission defines; a mapping says what each returns, a type or a tuple of types
+    (`{"quantize_block": (Tensor, Tensor)}`), and any other answer fails with a message that says so.
+    triton: on a machine with CUDA the submission's tensors are on the GPU (else Triton's interpreter runs).
+    """
+
+    def __init__(self, name: str, functions: Sequence[str] | Mapping[str, Any], *, triton: bool = False):
+        self.name = name
+        self.returns = dict(functions) if isinstance(functions, Mapping) else dict.fromkeys(functions)
+        self.triton = triton
+        self.tests: list[Test] = []
+        self.hints: dict[str, str] = {}
+
+    def hint(self, key: str, text: str) -> None:
+        """What a student reads when an expectation with this key fails. Static: it holds no input and no answer."""
+        if key in self.hints:
+            raise ValueError(f"key: expected a new hint, got {key!r} twice")
+        self.hints[key] = text
+
+    def test(self, name: str, points: float = 1) -> Callable:
+        """Decorator of a test (student, draw) -> None; it fails by expect, close or a StudentError."""
+
+        def add(function):
+            self.tests.append(Test(name, points, function))
+            return function
+
+        return add
+
+    def speed_test(
+        self,
+        name: str,
+        function: str,
+        arguments: Callable[[Draw], tuple],
+        reference: Callable[..., Any],
+        *,
+        slower: float,
+        hint: str,
+        points: float = 1,
+    ) -> None:
+        """A mark for speed, only with CUDA: at most `slower` times the time of `reference` on the same inputs.
+
+        The grader's clock measures one request for SPEED_CALLS calls in the submission's process, transfers and all,
+        against as many calls of `reference` (with CUDA tensors) in its own. A submission could skip calls, since the
+        loop runs beside it: give few points.
+        """
+
+        def run(student, draw):
+            inputs = arguments(draw)
+            moved = [x.cuda() if isinstance(x, Tensor) else x for x in inputs]
+
+            def run_reference(count):
+                for _ in range(count):
+                    reference(*moved)
+                torch.cuda.synchronize()
+
+            allowed = slower * _seconds(run_reference)
+            expect(_seconds(lambda count: student.repeat(function, count, *inputs)) <= allowed, hint)
+
+        self.tests.append(Test(name, points, run, needs_gpu=True))
+
+    @property
+    def max_score(self) -> float:
+        return sum(test.points for test in self.tests)
+
+
+def _seconds(run):
+    """Of run(SPEED_CALLS), after a first call that compiles."""
+    run(1)
+    start = time.monotonic()
+    run(SPEED_CALLS)
+    return time.monotonic() - start
+
+
+class Student:
+    """The submission as a grader sees it: student.f(x) calls f in the submission's process.
+
+    student.f(*arguments, **keywords)                      the result
+    student.f.gradients(*arguments, upstream=dO)           (result, gradient or None of each tensor argument)
+    student.f.in_place(*arguments)                         (result, the arguments as the call left them)
+    Arguments may be Guarded(tensor) with in_place: they come back as Buffer(tensor, intact).
+    """
+
+    def __init__(self, grader: Grader, source: bytes, sandbox: Sandbox):
+        self._grader, self._source, self._sandbox = grader, source, sandbox
+        self._child = None
+        self._deadline = time.monotonic() + sandbox.limits.exercise_seconds
+        self._device = "cuda" if grader.triton and torch.cuda.is_available() else "cpu"
+        self.printed = ""
+
+    def __getattr__(self, name: str) -> "Function":
+        if name not in self._grader.returns:
+            raise AttributeError(f"{name}: expected one of {tuple(self._grader.returns)}")
+        return Function(self, name)
+
+    def repeat(self, name: str, count: int, *arguments: Any) -> Any:
+        return self._call(name, arguments, {}, repeat=count)
+
+    def _call(self, name, arguments, keywords, **how):
+        if time.monotonic() >= self._deadline:
+            raise StudentError("used up the time of the exercise")
+        if self._child is None:
+            self._child = self._sandbox.start(self._source)
+        try:
+            answer = self._child.call(name, arguments, keywords, device=self._device, deadline=self._deadline, **how)
+        except ChildError as error:
+            message = f"{name} {error.shown}", f"{name} {error}"
+            if error.fatal:
+                self.close()
+            raise StudentError(*message) from error
+        result = answer[0] if how.get("mode") else answer
+        expected = self._grader.returns[name]
+        if expected is not None and not _is_a(result, expected):
+            message = f"{name} returned {_words_of(result)}, expected {_words(expected)}"
+            raise StudentError(f"{name} returned something else than {_words(expected)}", message)
+        return answer
+
+    def close(self) -> None:
+        if self._child is not None:
+            self.printed = self._child.printed()
+            self._child.close()
+            self._child = None
+
+
+class Function:
+    """One function of the submission."""
+
+    def __init__(self, student: Student, name: str):
+        self._student, self._name = student, name
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._student._call(self._name, arguments, keywords)
+
+    def gradients(self, *arguments: Any, upstream: Any, **keywords: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """upstream: d(loss)/d(result), or a tuple of them if the result is one (None where it isn't needed)."""
+        return self._student._call(self._name, arguments, keywords, mode="gradients", upstream=upstream)
+
+    def in_place(self, *arguments: Any, **keywords: Any) -> tuple[Any, tuple[Any, ...]]:
+        return self._student._call(self._name, arguments, keywords, mode="in_place")
+
+
+def _is_a(value, expected):
+    if isinstance(expected, tuple):
+        fits = isinstance(value, tuple) and len(value) == len(expected)
+        return fits and all(_is_a(item, kind) for item, kind in zip(value, expected, strict=True))
+    if expected is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return value is None if expected is None else isinstance(value, expected)
+
+
+def _words(expected):
+    if isinstance(expected, tuple):
+        return f"a tuple of {len(expected)} ({', '.join(map(_words, expected))})"
+    return {Tensor: "a tensor", float: "a number", int: "an integer", None: "None"}.get(expected, str(expected))
+
+
+def _words_of(value):
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return {Tensor: "a tensor", type(None): "None"}.get(type(value), f"a {type(value).__name__}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TestResult:
+    """status: passed, failed, skipped (needs a GPU; counts for nothing) or broken (the grader's fault)."""
+
+    name: str
+    max_score: float
+    status: str
+    hint: str | None = None  # the key of the hint that was shown
+    feedback: str = ""
+
+    @property
+    def score(self) -> float:
+        return self.max_score if self.status == "passed" else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExerciseResult:
+    exercise: str
+    tests: list[TestResult]
+    seconds: float
+    printed: str = ""
+    error: str | None = None  # why the grader broke, for the instructor
+
+    @property
+    def broken(self) -> bool:
+        return any(test.status == "broken" for test in self.tests)
+
+    @property
+    def score(self) -> float | None:
+        """Points, or None if the grader broke."""
+        return None if self.broken else sum(test.score for test in self.tests)
+
+    @property
+    def max_score(self) -> float:
+        return sum(test.max_score for test in self.tests if test.status != "skipped")
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json: nothing that the submission printed."""
+        tests = [dataclasses.asdict(test) | {"score": test.score} for test in self.tests]
+        scores = {"score": self.score, "max_score": self.max_score}
+        return {"exercise": self.exercise, **scores, "seconds": round(self.seconds, 3), "tests": tests}
+
+
+def grade(
+    grader: Grader, source: bytes | None, seeds: Sequence[int], sandbox: Sandbox, *, first_failure_only: bool = False
+) -> ExerciseResult:
+    """All tests of one submission on all seeds, the visible one first. source None: nothing was handed in."""
+    start = time.monotonic()
+    results, errors = [], []
+    if source is None or len(source) > FILE_LIMIT:
+        reason = "exercise.py wasn't handed in" if source is None else "exercise.py is larger than 1 MiB"
+        results = [TestResult(test.name, test.points, "failed", None, reason) for test in grader.tests]
+        return ExerciseResult(grader.name, results, 0.0)
+    student = Student(grader, source, sandbox)
+    try:
+        for test in grader.tests:
+            result = _run(grader, test, student, seeds, any(x.status == "failed" for x in results), errors)
+            results.append(result)
+            if first_failure_only and result.status in ("failed", "broken"):
+                break
+    finally:
+        student.close()
+    return ExerciseResult(grader.name, results, time.monotonic() - start, student.printed, "\n".join(errors) or None)
+
+
+def _run(grader, test, student, seeds, failed_before, errors):
+    """One test on all seeds, up to the first that fails."""
+    if test.needs_gpu and not torch.cuda.is_available():
+        return TestResult(test.name, test.points, "skipped", None, "needs a GPU")
+    for seed in seeds:
+        visible = seed == VISIBLE_SEED
+        where = "" if visible else " (on hidden inputs)"
+        try:
+            test.function(student, Draw(seed, grader.name, test.name))
+        except StudentError as error:
+            return TestResult(test.name, test.points, "failed", None, (str(error) if visible else error.shown) + where)
+        except Failed as failure:
+            key = str(failure)
+            if key in grader.hints:
+                return TestResult(test.name, test.points, "failed", key, grader.hints[key] + where)
+            errors.append(f"{test.name}: no hint has the key {key!r}")
+            return TestResult(test.name, test.points, "broken", None, "the grader broke")
+        except Exception as error:
+            # A wrong shape that an earlier test has named may well stop this test's own arithmetic.
+            if failed_before and isinstance(error, MALFORMED):
+                return TestResult(test.name, test.points, "failed", None, NOT_JUDGED)
+            errors.append(f"{test.name}, seed {seed}: {''.join(traceback.format_exception(error))}")
+            return TestResult(test.name, test.points, "broken", None, "the grader broke")
+    return TestResult(test.name, test.points, "passed")
+
+
+def load_grader(name: str) -> Grader:
+    """The `grader` of exercises/NAME/grader.py."""
+    path = ROOT / name / "grader.py"
+    if name not in exercise_names():
+        raise ValueError(f"name: expected one of {exercise_names()}, got {name!r}")
+    spec = importlib.util.spec_from_file_location(f"exercises.grader_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.grader
+
+
+def read_submission(folder: Path, name: str, *, alone: bool) -> bytes | None:
+    """What was handed in for an exercise: FOLDER/NAME/exercise.py, FOLDER/NAME.py or, if alone, FOLDER/exercise.py.
+
+    Symbolic links out of the folder are no submission: the grader may read files that a student may not.
+    """
+    root = folder.resolve()
+    for path in (root / name / "exercise.py", root / f"{name}.py", *([root / "exercise.py"] if alone else [])):
+        if path.is_file() and path.resolve().is_relative_to(root):
+            with path.open("rb") as file:
+                return file.read(FILE_LIMIT + 1)
+    return None
+
+
+def seeds_of_grading(seed: int | None = None) -> list[Any]:
+    """The visible seed, then hidden ones: of hidden_seeds.json if it is there, of `seed`, or of fresh entropy."""
+    recorded = ROOT / "hidden_seeds.json"
+    if seed is not None:
+        return [VISIBLE_SEED, *(f"{seed}.{i}" for i in range(HIDDEN_SEEDS))]
+    return [VISIBLE_SEED, *(json.loads(recorded.read_text()) if recorded.exists() else fresh_seeds())]
+
+
+def fresh_seeds() -> list[str]:
+    """Hidden seeds that nobody can guess."""
+    return [secrets.token_hex(16) for _ in range(HIDDEN_SEEDS)]
+
+
+def table(result: ExerciseResult) -> str:
+    """The result as a student reads it."""
+    marks = {"passed": "ok", "failed": "FAIL", "skipped": "skipped", "broken": "BROKEN"}
+    width = max(len(test.name) for test in result.tests)
+    lines = [result.exercise]
+    for test in result.tests:
+        lines.append(f"  {marks[test.status]:7} {test.name:{width}}  {test.score:g}/{test.max_score:g}")
+        if test.feedback:
+            lines.append(f"          {test.feedback}")
+    total = "no score: the grader broke" if result.score is None else f"{result.score:g} of {result.max_score:g} points"
+    lines.append(f"  {total}, {result.seconds:.1f} s")
+    return "\n".join(lines)

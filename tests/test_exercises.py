@@ -1,0 +1,698 @@
+"""The exercises are sound, and their framework keeps its promises: stubs, grading, Gradescope's files."""
+
+import doctest
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+
+from exercises import ROOT, checking, exercise_names, gradescope, grading, stubs, wire
+from exercises import __main__ as command_line
+from exercises.grading import Buffer, Draw, Grader, Guarded, close, expect
+from exercises.isolation import Sandbox
+from exercises.worker import load
+
+SEEDS = (grading.VISIBLE_SEED, "hidden")
+HINTED = pytest.raises(grading.Failed, match="^hint$")
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox() as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def report():
+    return checking.check(exercise_names())
+
+
+@pytest.mark.parametrize("name", exercise_names())
+def test_exercise_is_sound(report, name):
+    """The master passes, the stub earns nothing and says so, each mutant meets the hint meant for it."""
+    exercise = next(exercise for exercise in report["exercises"] if exercise["exercise"] == name)
+    assert exercise["problems"] == []
+    assert exercise["seconds"] < 20
+
+
+def test_counts(report):
+    print(checking.table(report))
+    counts = report["counts"]
+    assert counts["exercises"] >= 12
+    assert counts["mutants_rejected_by_their_hint"] == counts["mutants"] >= 3 * counts["exercises"]
+    assert report["sound"]
+    difficulties = {stubs.header_of(stubs.read_master(name), name).difficulty for name in exercise_names()}
+    assert difficulties == set(stubs.DIFFICULTIES)
+
+
+@pytest.mark.parametrize("name", exercise_names())
+def test_worked_values_in_the_docstrings(name):
+    module = load(f"master_{name}", ROOT / name / "master.py")
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for example in finder.find(module, name, globs=vars(module)):
+        runner.run(example)
+    assert runner.tries > 0
+    assert runner.failures == 0
+
+
+@pytest.mark.parametrize("name", exercise_names())
+def test_page_of_an_exercise(name):
+    page, header = (ROOT / name / "README.md").read_text(), stubs.header_of(stubs.read_master(name), name)
+    assert page.startswith(f"# {name[:2]} ")
+    assert header.difficulty in page.lower()
+    assert f"{header.minutes} minutes" in page
+    assert f"python -m exercises grade {name}" in page
+    assert 2 <= page.count("<details>") == page.count("</details>")
+
+
+def test_generated_files_are_up_to_date():
+    assert stubs.out_of_date() == []
+
+
+MASTER = '''"""Title.
+
+Difficulty: easy
+Importance: low
+Minutes: 5
+Afterwards you know it.
+"""
+
+
+def outer(x):
+    """Double x."""
+    y = x + x
+
+    def inner(z):
+        ### BEGIN SOLUTION: say "no"
+        answer = z - z
+        return answer
+        ### END SOLUTION
+
+    ### BEGIN SOLUTION
+    doubled = y
+    return doubled
+    ### END SOLUTION
+'''
+
+
+def test_stub_keeps_the_scaffold_and_says_what_to_do():
+    stub, solution = stubs.stub_of(MASTER)
+    assert "        raise NotImplementedError('inner: say \"no\"')\n\n" in stub
+    assert '    raise NotImplementedError("outer: Double x.")\n' in stub
+    assert "y = x + x" in stub
+    assert "SOLUTION" not in stub
+    assert [line.strip() for line in solution] == ["answer = z - z", "return answer", "doubled = y", "return doubled"]
+    assert stubs.leaked(stub, solution) == []
+    assert stubs.leaked(stub + "    doubled = y\n", solution) == ["    doubled = y"]
+
+
+def test_long_task_is_broken_as_the_formatter_does():
+    task = "word " * 30
+    stub, _ = stubs.stub_of(MASTER.replace('say "no"', task.strip()))
+    assert max(map(len, stub.splitlines())) <= 120
+    ruff = [sys.executable, "-m", "ruff", "format", "--line-length", "120", "-"]
+    assert subprocess.run(ruff, input=stub, capture_output=True, text=True, check=True).stdout == stub
+    assert f"inner: {task.strip()}" in "".join(line.strip().strip('"') for line in stub.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("answer = z - z", "### BEGIN SOLUTION: again", "line 16: a solution begins inside another"),
+        ("    return doubled\n    ### END SOLUTION\n", "", "a solution isn't closed"),
+        ("    ### BEGIN SOLUTION\n", "", "a solution ends that didn't begin"),
+        (
+            "    doubled = y\n    return doubled\n    ### END SOLUTION\n",
+            "\n    ### END SOLUTION\n    return y\n",
+            "the solution is empty",
+        ),
+        ("### BEGIN SOLUTION\n", "### BEGIN SOLUTIONS\n", "alone on its line"),
+        ("    doubled = y\n", "    doubled = y  ### END SOLUTION\n", "alone on its line"),
+        ('    """Double x."""\n', "", "or a docstring of outer"),
+        ("def outer(x):", "### BEGIN SOLUTION: all\nx = 1\n### END SOLUTION\ndef outer(x):", "outside of a function"),
+    ],
+)
+def test_malformed_master_is_an_error(old, new, message):
+    assert old in MASTER
+    with pytest.raises(stubs.StubError, match=message):
+        stubs.stub_of(MASTER.replace(old, new, 1))
+
+
+def test_master_without_solution_is_an_error():
+    with pytest.raises(stubs.StubError, match="there is no solution"):
+        stubs.stub_of("x = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("easy", "simple", "'Difficulty: ' with one of"),
+        ("Importance: low", "", "'Importance: ' with one of"),
+        ("Minutes: 5", "Minutes: few", "'Minutes: ' and a number"),
+        ("Afterwards you know", "You know", "'Afterwards you know'"),
+    ],
+)
+def test_malformed_header_is_an_error(old, new, message):
+    assert stubs.header_of(MASTER, "name") == ("Title", "easy", "low", 5)
+    with pytest.raises(stubs.StubError, match=message):
+        stubs.header_of(MASTER.replace(old, new), "name")
+
+
+def test_stale_stub_is_noticed_and_mended(tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "01_block_quantizer", tmp_path / "01_block_quantizer")
+    for module in (stubs, grading, command_line):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    for module in (stubs, grading):
+        monkeypatch.setattr(module, "exercise_names", lambda: ["01_block_quantizer"])
+    (tmp_path / "README.md").write_text("before\n<!-- exercises -->\nold\n<!-- /exercises -->\nafter\n")
+    stub = tmp_path / "01_block_quantizer" / "exercise.py"
+    stub.write_text("old")
+    assert command_line.main(["stubs", "--check"]) == 1
+    assert "01_block_quantizer/exercise.py is out of date" in capsys.readouterr().err
+    assert stub.read_text() == "old"
+    assert command_line.main(["stubs"]) == 0
+    assert command_line.main(["stubs", "--check"]) == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "| [01_block_quantizer](01_block_quantizer/README.md) | Block quantiser" in page
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(stubs.StubError, match="markers"):
+        stubs.generated()
+
+
+def small_grader(test, functions=("f",), **options):
+    grader = Grader("00_small", functions, **options)
+    grader.hint("hint", "THE HINT")
+    grader.test("the test", points=2)(test)
+    return grader
+
+
+def grade(grader, source, sandbox, seeds=SEEDS):
+    return grading.grade(grader, source.encode(), seeds, sandbox)
+
+
+def test_points_need_every_seed(sandbox):
+    """An answer that knows the visible inputs by heart fails on hidden ones, which differ in shape too."""
+    grader = small_grader(lambda student, draw: expect(student.f(draw.normal(draw.integers(3, 99))).sum() == 0, "hint"))
+    shapes = {tuple(Draw(seed, "00_small", "the test").normal(3).tolist()) for seed in SEEDS}
+    assert len(shapes) == 2
+    visible = Draw(0, "00_small", "the test").integers(3, 99)
+    by_heart = f"import torch\ndef f(x): return torch.tensor(0.0 if len(x) == {visible} else 1.0)\n"
+    result = grade(grader, by_heart, sandbox)
+    assert (result.score, result.max_score) == (0, 2)
+    assert result.tests[0].feedback == "THE HINT (on hidden inputs)"
+    assert grade(grader, by_heart, sandbox, seeds=[0]).score == 2
+    assert grade(grader, "def f(x): return 0 * x", sandbox).score == 2
+
+
+def test_hidden_seeds(tmp_path, monkeypatch):
+    first, second = grading.seeds_of_grading(), grading.seeds_of_grading()
+    assert first[0] == second[0] == grading.VISIBLE_SEED
+    assert len(set(first[1:] + second[1:])) == 2 * grading.HIDDEN_SEEDS
+    assert grading.seeds_of_grading(3) == grading.seeds_of_grading(3) != grading.seeds_of_grading(4)
+    monkeypatch.setattr(grading, "ROOT", tmp_path)
+    (tmp_path / "hidden_seeds.json").write_text('["a", "b"]')
+    assert grading.seeds_of_grading() == [0, "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda student, draw: 1 / 0,
+        lambda student, draw: expect(False, "no such hint"),
+        lambda student, draw: close(student.f(torch.ones(1)), torch.tensor([float("nan")]), "hint", relative_l2=1),
+        lambda student, draw: student.no_such_function(1),
+        lambda student, draw: student.f(object()),
+        lambda student, draw: __import__("no_such_module"),
+    ],
+)
+def test_error_of_the_grader_is_not_the_students(sandbox, test):
+    result = grade(small_grader(test), "def f(x): return x", sandbox)
+    assert result.broken
+    assert result.score is None
+    assert result.tests[0].feedback == "the grader broke"
+    assert "the test" in result.error
+    assert "no score: the grader broke" in grading.table(result)
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, "failed"), (ImportError, "broken")])
+def test_arithmetic_on_an_answer_that_failed_before(sandbox, error, status):
+    """After a failed shape test, the next test's arithmetic may stop; an import error never is the submission's."""
+
+    def later(student, draw):
+        raise error
+
+    grader = small_grader(lambda student, draw: expect(False, "hint"))
+    grader.test("later")(later)
+    result = grade(grader, "def f(x): return x", sandbox)
+    assert [test.status for test in result.tests] == ["failed", status]
+    passing = small_grader(lambda student, draw: None)
+    passing.test("later")(later)
+    assert grade(passing, "def f(x): return x", sandbox).broken
+
+
+def test_close():
+    ones = torch.ones(2, 2)
+    close(ones + 1e-4, ones, "hint", relative_l2=1e-3)
+    close(ones.half(), ones, "hint", relative_l2=0)
+    close(torch.zeros(2), torch.zeros(2), "hint", relative_l2=1e-3)
+    for wrong in (ones + 1e-2, ones[0], ones * float("nan"), ones / 0, ones[None], 1.0, None, ones * 0):
+        with HINTED:
+            close(wrong, ones, "hint", relative_l2=1e-3)
+    with HINTED:
+        close(torch.full((2,), 1e-9), torch.zeros(2), "hint", relative_l2=1e-3)
+
+
+def test_draw_is_seeded_and_stays_in_range():
+    for seed in (0, "hidden"):
+        first, second = Draw(seed, "test"), Draw(seed, "test")
+        assert torch.equal(first.normal(3, 2), second.normal(3, 2))
+        assert first.choice("abc") == second.choice("abc")
+    draw = Draw(0)
+    assert {draw.integers(2, 5) for _ in range(99)} == {2, 3, 4}
+    assert {draw.choice((16, 32)) for _ in range(99)} == {16, 32}
+    assert draw.integers(-3, 3, 5, dtype=torch.int8).dtype == torch.int8
+    uniform = draw.uniform(999, low=-2, high=3)
+    assert -2 <= uniform.min() < -1.9 < 2.9 < uniform.max() < 3
+    assert sorted(draw.permutation(9).tolist()) == list(range(9))
+
+
+def test_results_arguments_and_keywords(sandbox):
+    source = """
+import torch
+def f(x, n, flag=False, pair=None):
+    return x * n, {"flag": flag, "pair": pair, "nan": float("nan")}, [x.dtype == torch.int8, None, "text", 2.5]
+"""
+
+    def test(student, draw):
+        x = torch.arange(6, dtype=torch.int8).view(2, 3)
+        doubled, facts, rest = student.f(x.t(), 2, flag=True, pair=(1, [2.0, None]))
+        assert torch.equal(doubled, 2 * x.t())
+        assert doubled.dtype == torch.int8
+        assert facts["flag"] is True
+        assert facts["pair"] == (1, (2.0, None))
+        assert facts["nan"] != facts["nan"]
+        assert rest == (True, None, "text", 2.5)
+
+    result = grade(small_grader(test), source, sandbox)
+    assert result.score == 2, result.error
+
+
+@pytest.mark.parametrize(
+    ("returns", "body", "feedback"),
+    [
+        ((Tensor, Tensor), "x", "f returned a tensor, expected a tuple of 2 (a tensor, a tensor)"),
+        ((Tensor, Tensor), "(x, x, x)", "f returned a tuple of 3, expected a tuple of 2 (a tensor, a tensor)"),
+        (Tensor, "2.0", "f returned a float, expected a tensor"),
+        (Tensor, "object()", "f returned object, expected a tensor"),
+        (float, "x", "f returned a tensor, expected a number"),
+        (float, "True", "f returned a bool, expected a number"),
+        (int, "1.0", "f returned a float, expected an integer"),
+    ],
+)
+def test_answer_of_the_wrong_kind(sandbox, returns, body, feedback):
+    result = grade(
+        small_grader(lambda student, draw: student.f(torch.ones(1)), {"f": returns}),
+        f"def f(x): return {body}",
+        sandbox,
+    )
+    assert result.tests[0].feedback == feedback
+
+
+def test_missing_function_and_unwritten_function(sandbox):
+    grader = small_grader(lambda student, draw: student.f(torch.ones(1)))
+    assert grade(grader, "def g(x): return x", sandbox).tests[0].feedback == "f has no function f"
+    result = grade(grader, 'def f(x):\n    raise NotImplementedError("f: do it")', sandbox)
+    assert result.tests[0].feedback == "f not written yet: do it"
+    assert grading.grade(grader, None, SEEDS, sandbox).tests[0].feedback == "exercise.py wasn't handed in"
+
+
+def test_gradients(sandbox):
+    """The chain rule runs in the submission's process; a detached result has no gradient."""
+
+    def test(student, draw):
+        x, y, n = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0]), torch.tensor([1, 2])
+        (product, _), (dx, dy, dn) = student.f.gradients(x, y, n, upstream=(torch.tensor([1.0, 10.0]), None))
+        expect(torch.equal(product, x * y), "hint")
+        expect(dx is not None, "hint")
+        assert torch.equal(dx, torch.tensor([5.0, 70.0]))
+        assert dy is None or torch.equal(dy, torch.tensor([2.0, 30.0]))
+        assert dn is None
+
+    grader = small_grader(test)
+    for body, score in (("x * y", 2), ("x * y.detach()", 2), ("x.detach() * y", 0), ("x.detach() * y.detach()", 0)):
+        assert grade(grader, f"def f(x, y, n): return {body}, n", sandbox).score == score
+
+
+def test_guarded_buffers_show_stray_stores_and_loads(sandbox):
+    def test(student, draw):
+        x, out = torch.arange(6.0).view(2, 3), torch.zeros(2, 3, dtype=torch.int8)
+        _, (x_after, buffer, n) = student.f.in_place(Guarded(x), Guarded(out, margin=8), 6)
+        assert isinstance(buffer, Buffer)
+        assert buffer.tensor.shape == (2, 3)
+        assert n == 6
+        expect(x_after.intact and buffer.intact, "hint")
+        close(buffer.tensor, x, "hint", relative_l2=0)
+
+    source = """
+import torch
+def flat(x): return torch.as_strided(x, (10,), (1,), x.storage_offset() + {start})
+def f(x, out, n): flat(out)[:n + {beyond}] = flat(x)[:n + {beyond}].clamp(max=100).to(torch.int8)
+"""
+    grader = small_grader(test)
+    assert grade(grader, source.format(start=0, beyond=0), sandbox).score == 2
+    assert grade(grader, source.format(start=0, beyond=1), sandbox).tests[0].hint == "hint"
+    assert grade(grader, source.format(start=-1, beyond=0), sandbox).tests[0].hint == "hint"
+    loads = "def f(x, out, n):\n    assert x.untyped_storage().size() == 4 * (6 + 512)\n    out.copy_(x)"
+    assert grade(grader, loads, sandbox).score == 2
+
+
+def test_process_ends_with_its_test_and_the_next_test_runs(sandbox):
+    grader = small_grader(lambda student, draw: student.f(torch.ones(1)), ("f", "g"))
+    grader.test("next")(lambda student, draw: expect(student.g(torch.ones(1)) == 1, "hint"))
+    result = grade(grader, "import os\ndef f(x): os._exit(1)\ndef g(x): return x", sandbox)
+    assert [test.status for test in result.tests] == ["failed", "passed"]
+
+
+def test_server_that_was_killed_is_started_again(sandbox):
+    sandbox.server.kill()
+    sandbox.server.wait()
+    grader = small_grader(lambda student, draw: student.f(torch.ones(1)))
+    assert grade(grader, "def f(x): return x", sandbox).score == 2
+
+
+def test_speed_test(sandbox, monkeypatch):
+    def grader(slower):
+        grader = small_grader(lambda student, draw: None)
+        grader.speed_test(
+            "speed", "f", lambda draw: (draw.normal(2),), lambda x: x.add(1), slower=slower, hint="hint", points=5
+        )
+        return grader
+
+    if not torch.cuda.is_available():
+        result = grade(grader(1), "def f(x): return x", sandbox)
+        assert [test.status for test in result.tests] == ["passed", "skipped"]
+        assert (result.score, result.max_score) == (2, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Tensor, "cuda", lambda x: x)
+    assert grade(grader(10**6), "def f(x): return x", sandbox).score == 7
+    slow = "import time\ndef f(x):\n    time.sleep(0.001)\n    return x"
+    assert grade(grader(1), slow, sandbox).tests[1].feedback.startswith("THE HINT")
+
+
+def test_values_survive_the_wire():
+    tensors = [
+        torch.ones(2, 0, 3),
+        torch.tensor(1.5),
+        torch.arange(12).view(3, 4).t(),
+        torch.ones(3, requires_grad=True),
+    ]
+    tensors += [torch.zeros(2).to(dtype) for dtype in wire.DTYPES]
+    value = {"tensors": tuple(tensors), "rest": (1, -2.5, float("inf"), float("-inf"), None, True, "text", ())}
+    sent = {}
+    tree = wire.encode(value, sent)
+    reader, writer = os.pipe()
+    wire.write(writer, wire.pack({"tree": tree}, sent))
+    content, received = wire.read(reader)
+    back = wire.decode(content["tree"], received)
+    assert back["rest"] == value["rest"]
+    for before, after in zip(tensors, back["tensors"], strict=True):
+        assert torch.equal(before, after)
+        assert before.dtype == after.dtype
+        assert after.is_contiguous()
+        assert not after.requires_grad
+    os.close(writer)
+    with pytest.raises(EOFError):
+        wire.read(reader)
+    os.close(reader)
+
+
+BLOCK = wire.pack({}, {})[wire.LENGTHS.size + 2 :]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.LENGTHS.pack(2**31, 0),
+        wire.LENGTHS.pack(2, 2**40),
+        wire.LENGTHS.pack(2, 3) + b"{}xxx",
+        wire.LENGTHS.pack(2, len(BLOCK)) + b"[]" + BLOCK,
+        wire.LENGTHS.pack(2, len(BLOCK)) + b"\xff\xff" + BLOCK,
+        wire.LENGTHS.pack(10**5, len(BLOCK)) + b"[" * 10**5 + BLOCK,
+        wire.LENGTHS.pack(10**4, len(BLOCK)) + b"9" * 10**4 + BLOCK,
+    ],
+)
+def test_unreadable_message(message):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    os.write(writer, message[:65536])
+    if len(message) > 65536:
+        import threading
+
+        threading.Thread(target=lambda: (os.set_blocking(writer, True), os.write(writer, message[65536:]))).start()
+    with pytest.raises(wire.WireError, match="returned"):
+        wire.read(reader)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        [],
+        {},
+        {"tensor": "t9"},
+        {"tensor": ["t0"]},
+        {"scalar": [1]},
+        {"tuple": [{"scalar": 1}] * 1000},
+        {"tuple": [1]},
+        {"dict": {"a": 1}},
+        {"scalar": None, "float": "__import__('os')"},
+    ],
+)
+def test_malformed_tree(tree):
+    if tree == {"scalar": None, "float": "__import__('os')"}:
+        assert wire.decode(tree, {}) is None
+        return
+    with pytest.raises(wire.WireError):
+        wire.decode(tree, {"t0": torch.ones(1)})
+
+
+def test_grade_command(tmp_path, capsys):
+    name = "01_block_quantizer"
+    (tmp_path / "exercise.py").write_text((ROOT / name / "master.py").read_text())
+    written = tmp_path / "result.json"
+    assert command_line.main(["grade", "01", "--submission", str(tmp_path), "--json", str(written), "--seed", "7"]) == 0
+    assert "8 of 8 points" in capsys.readouterr().out
+    (result,) = json.loads(written.read_text())
+    assert (result["exercise"], result["score"], result["max_score"]) == (name, 8, 8)
+    (tmp_path / f"{name}.py").write_text("print('hello')\n")
+    assert command_line.main(["grade", name, "--submission", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "0 of 8 points" in shown
+    assert "what it printed:\n    hello" in shown
+    for arguments in (["grade"], ["grade", "99"], ["grade", "01", "--all"]):
+        with pytest.raises(SystemExit):
+            command_line.main(arguments)
+
+
+def test_where_a_submission_is_found(tmp_path):
+    def found(alone):
+        source = grading.read_submission(tmp_path, "01_block_quantizer", alone=alone)
+        return source and source.decode()
+
+    assert found(alone=True) is None
+    (tmp_path / "exercise.py").write_text("alone")
+    assert found(alone=True) == "alone"
+    assert found(alone=False) is None
+    (tmp_path / "01_block_quantizer.py").write_text("file")
+    assert found(alone=False) == "file"
+    (tmp_path / "01_block_quantizer").mkdir()
+    (tmp_path / "01_block_quantizer" / "exercise.py").write_text("folder")
+    assert found(alone=True) == "folder"
+
+
+VISIBILITY = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
+FORMAT = {"enum": ["text", "html", "simple_format", "md", "ansi"]}
+# From the "Output format" section of Gradescope's autograder specification; nothing else is allowed.
+RESULTS_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "anyOf": [
+        {"required": ["score"]},
+        {"required": ["tests"], "properties": {"tests": {"minItems": 1, "items": {"required": ["score"]}}}},
+    ],
+    "properties": {
+        "score": {"type": "number"},
+        "execution_time": {"type": "number", "minimum": 0},
+        "output": {"type": "string"},
+        "output_format": FORMAT,
+        "test_output_format": FORMAT,
+        "test_name_format": FORMAT,
+        "visibility": VISIBILITY,
+        "stdout_visibility": VISIBILITY,
+        "extra_data": {"type": "object"},
+        "tests": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "score": {"type": "number"},
+                    "max_score": {"type": "number"},
+                    "status": {"enum": ["passed", "failed"]},
+                    "name": {"type": "string"},
+                    "name_format": FORMAT,
+                    "number": {"type": "string"},
+                    "output": {"type": "string"},
+                    "output_format": FORMAT,
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                    "visibility": VISIBILITY,
+                    "extra_data": {"type": "object"},
+                },
+            },
+        },
+        "leaderboard": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["name", "value"],
+                "properties": {"name": {"type": "string"}, "value": {}, "order": {"enum": ["asc", "desc"]}},
+            },
+        },
+    },
+}
+
+
+def result_of(*statuses):
+    tests = [grading.TestResult(f"test {i}", i + 1, status, None, "why") for i, status in enumerate(statuses)]
+    return grading.ExerciseResult("01_block_quantizer", tests, 1.5, printed="SECRET", error="SECRET")
+
+
+def test_results_json_is_as_documented():
+    results = gradescope.results_json([result_of("passed", "failed", "passed", "skipped")], {"01_block_quantizer": 12})
+    jsonschema.validate(results, RESULTS_SCHEMA)
+    assert [(test["score"], test["max_score"]) for test in results["tests"]] == [(2, 2), (0, 4), (6, 6)]
+    assert [test["status"] for test in results["tests"]] == ["passed", "failed", "passed"]
+    assert [test["number"] for test in results["tests"]] == ["1.1", "1.2", "1.3"]
+    assert results["stdout_visibility"] == "hidden"
+    assert "SECRET" not in json.dumps(results)
+    assert "score" not in results  # the sum of the tests is the only total
+
+
+@pytest.mark.parametrize(
+    "change", [{"tests": []}, {"tests": [{"name": "x"}]}, {"points": 3}, {"visibility": "shown"}, {"score": "3"}]
+)
+def test_schema_refuses_what_is_not_documented(change):
+    results = gradescope.results_json([result_of("passed")], {"01_block_quantizer": 12})
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(results | change, RESULTS_SCHEMA)
+
+
+def test_broken_grader_writes_no_score():
+    with pytest.raises(ValueError, match="01_block_quantizer broke"):
+        gradescope.results_json([result_of("passed", "broken")], {"01_block_quantizer": 12})
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
+    gradescope.package(folder, exercise_names(), ["seed a", "seed b"])
+    return folder
+
+
+def names_in(path):
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+def test_zips_hold_what_they_should(packages):
+    student, autograder = names_in(packages / "student.zip"), names_in(packages / "autograder.zip")
+    for name in exercise_names():
+        assert f"exercises/{name}/exercise.py" in student
+        assert f"exercises/{name}/README.md" in student
+        assert f"exercises/{name}/grader.py" in set(student) & set(autograder)
+        assert f"exercises/{name}/exercise.py" not in autograder
+    assert {"setup.sh", "run_autograder", "constraints.txt", "exercises/hidden_seeds.json"} <= set(autograder)
+    for entry in [*student, *autograder]:
+        assert not any(word in entry for word in ("master", "mutants", "test_exercises"))
+    for entry in student:
+        assert not any(word in entry for word in ("hidden", "stubs", "checking", "gradescope", "sage_ref"))
+    with zipfile.ZipFile(packages / "student.zip") as archive:
+        assert not any(b"SOLUTION" in archive.read(entry) for entry in student)
+    with zipfile.ZipFile(packages / "autograder.zip") as archive:
+        assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in ("setup.sh", "run_autograder"))
+        for script in ("setup.sh", "run_autograder"):
+            subprocess.run(["bash", "-n"], input=archive.read(script), check=True)
+            assert archive.read(script).startswith(b"#!/usr/bin/env bash\n")
+
+
+def test_zips_are_the_same_each_time(packages, tmp_path):
+    gradescope.package(tmp_path, exercise_names(), ["seed a", "seed b"])
+    for name in ("student.zip", "autograder.zip"):
+        assert (tmp_path / name).read_bytes() == (packages / name).read_bytes()
+
+
+def run_module(folder, *arguments, path=""):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": path}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_student_zip_grades_itself(packages, tmp_path):
+    """In an empty folder: every stub earns 0 and says why; each master dropped in earns everything."""
+    with zipfile.ZipFile(packages / "student.zip") as archive:
+        archive.extractall(tmp_path)
+    done = run_module(tmp_path, "exercises", "grade", "--all", "--json", "stubs.json")
+    assert done.returncode == 0, done.stderr
+    for result in json.loads((tmp_path / "stubs.json").read_text()):
+        assert result["score"] == 0
+        assert any("not written yet: " in test["feedback"] for test in result["tests"])
+    for name in exercise_names():
+        shutil.copy(ROOT / name / "master.py", tmp_path / "exercises" / name / "exercise.py")
+    done = run_module(tmp_path, "exercises", "grade", "--all", "--json", "masters.json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "masters.json").read_text())
+    assert [result["exercise"] for result in results] == exercise_names()
+    for result in results:
+        assert result["score"] == result["max_score"], result
+        assert result["seconds"] < 20
+
+
+def test_autograder_zip_grades_a_submission(tmp_path):
+    """As run_autograder does; a grader that breaks leaves no results.json, not even an earlier one."""
+    source, submission, results = tmp_path / "source", tmp_path / "submission", tmp_path / "results.json"
+    gradescope.package(tmp_path, ["01_block_quantizer"], ["seed a", "seed b"])
+    with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
+        archive.extractall(source)
+    weights = source / "exercises" / "weights.json"
+    weights.write_text(json.dumps({"01_block_quantizer": 40}))
+    submission.mkdir()
+    shutil.copy(ROOT / "01_block_quantizer" / "master.py", submission / "exercise.py")
+    grade = (source, "exercises.gradescope", str(submission), str(results))
+    done = run_module(*grade, path=f"{source}:{source / 'kernels'}")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(results.read_text())
+    jsonschema.validate(written, RESULTS_SCHEMA)
+    assert sum(test["score"] for test in written["tests"]) == sum(test["max_score"] for test in written["tests"]) == 40
+    grader = source / "exercises" / "01_block_quantizer" / "grader.py"
+    grader.write_text(grader.read_text().replace("oracle = quantize(", "oracle = quantise("))
+    done = run_module(*grade, path=f"{source}:{source / 'kernels'}")
+    assert done.returncode == 1
+    assert "THE GRADER BROKE" in done.stdout
+    assert "quantise" in done.stdout
+    assert not results.exists()
