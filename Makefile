@@ -6,7 +6,7 @@ BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test bench notebooks clean
+.PHONY: lab test bench grade notebooks clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -20,6 +20,9 @@ test: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m sage_kernels bench
+
+grade: .venv/installed
+	$(BIN)/python -m exercises grade --all
 
 # Run every notebook from top to bottom and keep its outputs, but no widget state: GitHub doesn't show it.
 notebooks: .venv/installed

@@ -22,16 +22,18 @@ ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 SETUP = f"""#!/usr/bin/env bash
 # Runs once, as root, when Gradescope builds the container.
 set -euo pipefail
-python=$(command -v python3)
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    apt-get update && apt-get install -y python3.11
-    python=$(command -v python3.11)
+apt-get update
+apt-get install -y python3
+python=python3
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    apt-get install -y python3.11
+    python=python3.11
 fi
-version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
-apt-get update && apt-get install -y "$version-venv"
-"$python" -m venv /autograder/venv
+apt-get install -y "$($python -c 'import sys; print("python%d.%d" % sys.version_info[:2])')-venv"
+$python -m venv /autograder/venv
 /autograder/venv/bin/pip install --constraint /autograder/source/constraints.txt {" ".join(PINNED)}
 chmod -R go-rwx /autograder/source
+chmod a+rx /autograder
 """
 
 RUN = """#!/usr/bin/env bash

@@ -139,10 +139,11 @@ def generated() -> dict[Path, str]:
         files[ROOT / name / "exercise.py"] = stub_of(read_master(name), f"{name}/master.py")[0]
     page = ROOT / "README.md"
     if page.exists():
-        parts = re.split(r"(?<=<!-- exercises -->\n)|(?=<!-- /exercises -->)", page.read_text())
-        if len(parts) != 3:
+        parts = re.split(r"(<!-- exercises -->\n)(?:.*\n)*?(<!-- /exercises -->\n)", page.read_text())
+        if len(parts) != 4:
             raise StubError("README.md: expected the markers <!-- exercises --> and <!-- /exercises --> once")
-        files[page] = f"{parts[0]}{exercises_table()}\n{parts[2]}"
+        before, begin, end, after = parts
+        files[page] = f"{before}{begin}{exercises_table()}\n{end}{after}"
     return files
 
 

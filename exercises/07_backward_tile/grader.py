@@ -29,10 +29,12 @@ grader.hint("int8_dp", "dP keeps 16 bit: dO and V as they came, not their rounde
 grader.hint("half_dp", "dP - delta is a small difference: convert dO and V to float32 before their product.")
 grader.hint("rounded_p", "dS takes P before rounding. The rounded one is for dV.")
 grader.hint("no_delta", "dS = P * (dP - delta): where is delta, and which sign has it?")
+grader.hint("given_delta", "delta belongs to the whole row, of which a tile holds a part. It is given: delta_i.")
 grader.hint("ds_rounding", "Are both operands rounded, dS and K for dQ, dS and Q for dK?")
 grader.hint("c", "S contains c = 1/sqrt(D). By the chain rule, which gradients do?")
 grader.hint("dq", "dQ is off, though dV is right. It is c dS^ K^ with both scales.")
 grader.hint("dk", "dK is off, though dQ is right. It is c dS^^T Q^ with both scales.")
+grader.hint("one_tile", "With a single tile, backward returns what backward_tile does, in the order dQ, dK, dV.")
 grader.hint("accumulate", "A gradient holds the share of one tile only. Are the shares of all tiles added?")
 grader.hint(
     "tile_size", "Are blocks of queries cut with block_q and blocks of keys with block_kv, and scales taken per block?"
@@ -51,12 +53,21 @@ def off(actual, expected):
     return max(typical.item() / TYPICAL_ROW, relative_l2(actual, expected) / WHOLE)
 
 
-def inputs(draw, n_q, n_k):
+def inputs(draw, n_q, n_k, block_q, block_kv):
     """Q, K, V, dO float16; queries and keys large enough for a softmax with a few large entries."""
     head_dim = draw.choice((16, 32, 64))
     q, k, v, do = (draw.normal(n, head_dim) for n in (n_q, n_k, n_k, n_q))
     v = v + 16 * draw.normal(1, head_dim)  # shared by all values, so that dP - delta is a small difference
-    return [x.half() for x in (1.5 * q, 1.5 * (k - k.mean(0)), v, 0.1 * do)]
+    q, k, do = 1.5 * q, 1.5 * (k - k.mean(0)), 0.1 * do
+    return [off_ties(q, block_q), off_ties(k, block_kv), v.half(), off_ties(do, block_q)]
+
+
+def off_ties(x, block):
+    """x float16, with 0 for entries so close to a rounding tie that x / s and x * (1 / s) may go different ways."""
+    x = x.half()
+    quantized = quantize(x.float(), (block, None))
+    step = quantized.scale.repeat_interleave(block, 0)[: len(x)]
+    return torch.where((x - quantized.dequantize()).abs() > 0.4999 * step, 0, x)
 
 
 def forward(q, k, v, block_q, block_kv):
@@ -69,7 +80,7 @@ def forward(q, k, v, block_q, block_kv):
 def one_tile(draw):
     """(Q_i, K_j, V_j, dO_i, L_i, delta_i) of the first tile of a longer sequence."""
     block_q, block_kv = draw.integers(32, 64), draw.integers(32, 64)
-    q, k, v, do = inputs(draw, block_q, 2 * block_kv)
+    q, k, v, do = inputs(draw, block_q, 2 * block_kv, block_q, block_kv)
     output, log_sum_exp, _ = forward(q, k, v, block_q, block_kv)
     delta = (do.float() * output.float()).sum(-1, keepdim=True)
     return q, k[:block_kv], v[:block_kv], do, log_sum_exp[:, None], delta
@@ -130,6 +141,7 @@ def grad_query_and_key(student, draw):
         "half_dp": p * ((do @ v.mT).float() - delta),
         "rounded_p": rounded(p) * (dp - delta),
         "no_delta": p * dp,
+        "given_delta": p * (dp - (p * dp).sum(-1, keepdim=True)),
         "exact_scores": exact_p(q, k, l) * (dp - delta),
     }.items():
         expect(off(dq, gradients(wrong, q, k)[0]) > 1, hint)
@@ -151,7 +163,7 @@ def gradients(ds, q, k):
 
 
 def check_backward(student, draw, n_q, n_k, block_q, block_kv, hint):
-    q, k, v, do = inputs(draw, n_q, n_k)
+    q, k, v, do = inputs(draw, n_q, n_k, block_q, block_kv)
     output, log_sum_exp, settings = forward(q, k, v, block_q, block_kv)
     found = dict(zip(NAMES, student.backward(do, q, k, v, output, log_sum_exp, block_q, block_kv), strict=True))
     for name, like in zip(NAMES, (q, k, v), strict=True):
@@ -177,7 +189,7 @@ def check_backward(student, draw, n_q, n_k, block_q, block_kv, hint):
 @grader.test("backward: one tile")
 def single_tile(student, draw):
     n_q, n_k = draw.integers(32, 60), draw.integers(32, 60)
-    check_backward(student, draw, n_q, n_k, 64, 64, "tile_size")
+    check_backward(student, draw, n_q, n_k, n_q, n_k, "one_tile")
 
 
 @grader.test("backward: all tiles, added up", points=3)

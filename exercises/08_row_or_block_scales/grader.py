@@ -34,7 +34,10 @@ grader.hint("gradients", "A gradient is off. Which operand is on the left, and i
 grader.hint("denominator", "The error is |x - exact| / |exact|: relative to the exact result, in the L2 norm.")
 grader.hint("error_granularity", "Row scales have the smaller errors here. Are the two exchanged?")
 grader.hint("operand", "This is the error of P and dS themselves. Measure that of the gradients.")
-grader.hint("errors", "The errors are off. What is exact: the same product without any rounding.")
+grader.hint(
+    "errors",
+    "The errors are off. Each is one number over the whole matrix; exact is the same product without rounding.",
+)
 GRANULARITIES = ("row", "block")
 NAMES = ("dV", "dQ", "dK")
 TOLERANCE = 2e-3  # a rounding that flips because of another order of float32 operations; a missing rounding is 6e-3
@@ -132,6 +135,7 @@ def products(student, draw):
                 expect(relative_l2(found, wrong) > TOLERANCE, "rounding")
             for shape in (whole_rows, (None, None)):
                 expect(relative_l2(found, fake_quantize(left, shape) @ right_hat) > TOLERANCE, "whole")
+            expect(relative_l2(found, left_hat @ fake_quantize(right)) > TOLERANCE, "whole")
             close(found, left_hat @ right_hat, "product", relative_l2=TOLERANCE)
             # Small rows count for little in the norm above, and the row scales are for them.
             sizes, errors = (x.norm(dim=-1) for x in (left_hat @ right_hat, found - left_hat @ right_hat))
@@ -150,8 +154,7 @@ def all_gradients(student, draw):
             x, expected = found[name], product(left, right, granularity, block)
             check_form(x, *expected.shape)
             expect(relative_l2(x, left @ right) > TOLERANCE, "bypass")
-            if name != "dV":
-                expect(relative_l2(x, expected / c) > TOLERANCE, "c")
+            expect(relative_l2(x, expected * c if name == "dV" else expected / c) > TOLERANCE, "c")
             if granularity == "row":
                 along_the_sum = fake_quantize(left, (block, 1)) @ fake_quantize(right, (block, None))
                 expect(relative_l2(x, along_the_sum) > TOLERANCE, "contraction")

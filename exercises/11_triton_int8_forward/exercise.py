@@ -35,9 +35,7 @@ def forward_kernel(
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, D)
     q_hat_i = tl.load(q_ptr + query[:, None] * D + d[None, :])  # [Bq, D]
     s_q = tl.load(q_scale_ptr + i)
-    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)
-    o_i = tl.zeros([BLOCK_Q, D], tl.float32)
+    raise NotImplementedError("forward_kernel: where m and l [BLOCK_Q] and O_i [BLOCK_Q, D] start, in float32")
     for j in range(0, tl.cdiv(n_k, BLOCK_KV)):
         key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
         k_hat_j = tl.load(k_ptr + key[:, None] * D + d[None, :])  # [Bkv, D]
