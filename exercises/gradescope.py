@@ -61,10 +61,10 @@ you hand it in.
 def results_json(results: list[grading.ExerciseResult], weights: dict[str, float]) -> dict[str, Any]:
     """A results.json. weights: points that an exercise is worth; its tests share them as in its grader.
 
-    ValueError if a grader broke: there is no score to write.
+    ValueError if a grader broke or can't run here: there is no score to write.
     """
-    if broken := [result.exercise for result in results if result.broken]:
-        raise ValueError(f"results: expected graders that work, {', '.join(broken)} broke")
+    if broken := [result.exercise for result in results if result.broken or not result.max_score]:
+        raise ValueError(f"results: expected graders that work here, {', '.join(broken)} broke")
     tests = []
     for number, result in enumerate(results, 1):
         share = weights[result.exercise] / result.max_score
@@ -104,11 +104,13 @@ def grade_submission(submission: Path, destination: Path) -> int:
             source = grading.read_submission(submission, name, alone=len(weights) == 1)
             results.append(grading.grade(grading.load_grader(name), source, seeds, sandbox))
             print(grading.table(results[-1]))
-    if any(result.broken for result in results):
-        print("THE GRADER BROKE; there is no score.", *(result.error for result in results if result.error), sep="\n")
+    try:
+        content = results_json(results, weights)
+    except ValueError as error:
+        print("THE GRADER BROKE; there is no score.", error, *(x.error for x in results if x.error), sep="\n")
         return 1
     with replaced(destination) as temporary:
-        temporary.write_text(json.dumps(results_json(results, weights), indent=1))
+        temporary.write_text(json.dumps(content, indent=1))
     return 0
 
 

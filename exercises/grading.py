@@ -206,13 +206,35 @@ class Student:
         if expected is not None and not _is_a(result, expected):
             message = f"{name} returned {_words_of(result)}, expected {_words(expected)}"
             raise StudentError(f"{name} returned something else than {_words(expected)}", message)
-        return answer
+        return _claimed(answer)
 
     def close(self) -> None:
         if self._child is not None:
             self.printed = self._child.printed()
             self._child.close()
             self._child = None
+
+
+class Claimed(Tensor):
+    """A tensor that a submission returned, and what is computed from it: an operation that can't be done is its fault."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        try:
+            return super().__torch_function__(function, types, arguments, keywords)
+        except MALFORMED as error:
+            raise StudentError("returned tensors whose shapes or dtypes don't fit together") from error
+
+
+def _claimed(answer):
+    """The answer with each tensor in it marked as Claimed."""
+    if isinstance(answer, Tensor):
+        return answer.as_subclass(Claimed)
+    if isinstance(answer, Buffer):
+        return answer._replace(tensor=answer.tensor.as_subclass(Claimed))
+    if isinstance(answer, tuple):
+        return tuple(map(_claimed, answer))
+    return {key: _claimed(item) for key, item in answer.items()} if isinstance(answer, dict) else answer
 
 
 class Function:
@@ -255,7 +277,7 @@ def _words_of(value):
 
 @dataclasses.dataclass(frozen=True)
 class TestResult:
-    """status: passed, failed, skipped (needs a GPU; counts for nothing) or broken (the grader's fault)."""
+    """status: passed, failed, skipped (not on this machine; counts for nothing) or broken (the grader's fault)."""
 
     name: str
     max_score: float
@@ -322,6 +344,8 @@ def _run(grader, test, student, seeds, failed_before, errors):
     """One test on all seeds, up to the first that fails."""
     if test.needs_gpu and not torch.cuda.is_available():
         return TestResult(test.name, test.points, "skipped", None, "needs a GPU")
+    if grader.triton and importlib.util.find_spec("triton") is None:
+        return TestResult(test.name, test.points, "skipped", None, "needs Triton: Linux, or WSL on Windows")
     for seed in seeds:
         visible = seed == VISIBLE_SEED
         where = "" if visible else " (on hidden inputs)"

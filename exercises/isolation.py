@@ -193,6 +193,10 @@ class Child:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
+        try:
+            wire.read(self.answers, time.monotonic() + SERVER_SECONDS, self.ended)
+        except (EOFError, TimeoutError) as error:
+            raise SandboxError(f"the process of a submission didn't start: {self.printed()}") from error
 
     def _start(self, scratch):
         limits, uid = self.limits, self.sandbox.uid
@@ -276,7 +280,7 @@ class Child:
     def printed(self) -> str:
         """The end of what the submission wrote to stdout and stderr."""
         texts = [(self.folder / name).read_bytes()[-PRINTED_LIMIT:].decode(errors="replace") for name in ("out", "err")]
-        return "".join(texts).strip()
+        return "".join(x if x.isprintable() or x == "\n" else "?" for x in "".join(texts)).strip()
 
     def close(self) -> None:
         """End the process and all it started, and remove its files."""

@@ -67,7 +67,7 @@ class GridPlan:
 
     tokens: int = 2**26
     tokens_per_step: tuple[int, int] = (2**14, 2**18)
-    learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)
     seeds: tuple[int, ...] = (0, 1, 2)
     context: int = 1024
     micro_batch: int = 64
