@@ -216,7 +216,10 @@ class Student:
 
 
 class Claimed(Tensor):
-    """A tensor that a submission returned, and what is computed from it: an operation that can't be done is its fault."""
+    """A tensor that a submission returned, and whatever is computed from it.
+
+    If an operation on it can't be done, its shape or dtype is at fault: with the master's tensors it can.
+    """
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):

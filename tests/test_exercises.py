@@ -260,6 +260,43 @@ def test_arithmetic_on_an_answer_that_failed_before(sandbox, error, status):
     assert grade(passing, "def f(x): return x", sandbox).broken
 
 
+def test_arithmetic_on_an_answer_of_another_shape(sandbox):
+    """The submission's failure, although no earlier test looked: its shape is right for visible inputs only."""
+
+    def test(student, draw):
+        x = draw.normal(3, 4)
+        values, facts = student.f(x)
+        assert isinstance(values * facts["scale"] + x, Tensor)
+
+    source = """
+calls = []
+def f(x):
+    calls.append(0)
+    return x, {"scale": x if len(calls) == 1 else x[:, :3]}
+"""
+    result = grade(small_grader(test, {"f": (Tensor, dict)}), source, sandbox)
+    assert result.tests[0].status == "failed"
+    assert result.tests[0].feedback == "returned tensors whose shapes or dtypes don't fit together (on hidden inputs)"
+
+
+def test_submission_that_never_started_is_the_sandboxes_fault(sandbox, monkeypatch):
+    monkeypatch.setattr(sandbox, "limits", sandbox.limits._replace(cpu_seconds="many"))
+    result = grade(small_grader(lambda student, draw: student.f(draw.normal(1))), "def f(x): return x", sandbox)
+    assert result.broken
+    assert "SandboxError" in result.error
+    assert "TypeError" in result.error
+
+
+def test_exercise_that_needs_triton_is_skipped_without(sandbox, monkeypatch):
+    grader = small_grader(lambda student, draw: student.f(draw.normal(1)), triton=True)
+    assert grade(grader, "def f(x): return x", sandbox).score == 2
+    monkeypatch.setattr(grading.importlib.util, "find_spec", lambda name: None)
+    result = grade(grader, "def f(x): return x", sandbox)
+    assert (result.tests[0].status, result.max_score) == ("skipped", 0)
+    with pytest.raises(ValueError, match="work here"):
+        gradescope.results_json([result], {"00_small": 2})
+
+
 def test_close():
     ones = torch.ones(2, 2)
     close(ones + 1e-4, ones, "hint", relative_l2=1e-3)

@@ -213,8 +213,8 @@ def test_feedback_on_hidden_inputs_holds_no_word_of_the_submission(sandbox):
 
 
 def test_prints_are_bounded(sandbox):
-    result = attack(sandbox, "def double(x):\n    print('x' * 10**6, 'the end')\n    return x\n")
-    assert result.printed.endswith("the end")
+    result = attack(sandbox, "def double(x):\n    print('x' * 10**6, '\\x1b[2J the end')\n    return x\n")
+    assert result.printed.endswith("x ?[2J the end")
     assert len(result.printed) < 10_000
 
 

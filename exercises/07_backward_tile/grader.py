@@ -188,8 +188,8 @@ def check_backward(student, draw, n_q, n_k, block_q, block_kv, hint):
 
 @grader.test("backward: one tile")
 def single_tile(student, draw):
-    n_q, n_k = draw.integers(32, 60), draw.integers(32, 60)
-    check_backward(student, draw, n_q, n_k, n_q, n_k, "one_tile")
+    n = draw.integers(32, 60)
+    check_backward(student, draw, n, n, n, n, "one_tile")
 
 
 @grader.test("backward: all tiles, added up", points=3)

@@ -77,11 +77,15 @@ def pretrain_grid(options: argparse.Namespace) -> None:
     search = plan.search()
     rows = grid.run(search)
     rates = chosen_rates(plan, rows)
-    rows += grid.run([cell for cell in plan.cells(rates) if cell not in search])
+    cells = plan.cells(rates)
+    rows += grid.run([cell for cell in cells if cell not in search])
     print(markdown_table(*grid_table(rows)))
     if options.json:
         facts = {"corpus": corpus_facts(corpus), "plan": asdict(plan), "learning_rate": rates}
         write_record(options.json, rows, command=options.command, **facts)
+    if options.traces:
+        first = [cell for cell in cells if cell.attention == "exact" and cell.seed == plan.seeds[0]]
+        write_record(options.traces, grid.traces(first), command=options.command, plan=asdict(plan))
 
 
 def noise(options: argparse.Namespace) -> None:
@@ -281,7 +285,10 @@ def add_pretrain_options(parser: argparse.ArgumentParser) -> None:
 def add_pretrain_grid_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_options(parser, vocabulary=4096)
     parser.add_argument("--folder", type=Path, default=Path("runs/grid"), help="of checkpoints, logs and results")
-    parser.add_argument("--runs-per-gpu", type=positive, default=2, help="runs that share a GPU")
+    parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FILE", help="write the errors of every layer over training, too"
+    )
 
 
 def add_noise_options(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ class Cell:
         """Of `python -m sage_ref pretrain`."""
         numbers = {"tokens-per-step": self.tokens_per_step, "learning-rate": self.learning_rate, "seed": self.seed}
         found = ["--attention", self.attention] + [str(x) for name, x in numbers.items() for x in (f"--{name}", x)]
-        found += ["--qk-norm"] * self.qk_norm
+        found += ["--qk-norm"] * self.qk_norm + ["--trace"] * (self.attention == "exact")
         if self.attention == "sagebwd":
             found += ["--backend", self.backend] + (["--granularity", self.granularity] if self.granularity else [])
             found += ["--smooth-k" if "k" in self.smoothing else "--no-smooth-k"]
@@ -60,31 +60,26 @@ class Cell:
 class GridPlan:
     """tokens: of every run. tokens_per_step: small and large. seeds: of the main cells; all others take the first.
 
-    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both sizes of a step. With QK-norm
-    SageBwd runs once with the paper's scales, too, one per tile of P and dS.
-    every_run: arguments of `pretrain` that all runs share. micro_batch: sequences of a pass, at most those of a step.
+    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both sizes of a step. At the large
+    one SageBwd runs once with the paper's scales, too, one per tile of P and dS.
+    warmup, snapshots: shares of a run's steps; a checkpoint is kept at each snapshot.
+    micro_batch: sequences of a pass, at most those of a step.
     """
 
     tokens: int = 2**26
-    tokens_per_step: tuple[int, int] = (2**14, 2**18)
-    learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)
+    tokens_per_step: tuple[int, int] = (2**14, 2**17)
+    learning_rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3)
+    warmup: float = 0.1
+    snapshots: tuple[float, ...] = (0.1, 0.5)
     seeds: tuple[int, ...] = (0, 1, 2)
+    layers: int = 4
+    width: int = 384
+    heads: int = 3
     context: int = 1024
     micro_batch: int = 64
     reference_micro_batch: int = 16
-    every_run: tuple[str, ...] = (
-        "--layers",
-        "6",
-        "--width",
-        "512",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "4",
-        "--autocast",
-        "--validation-sequences",
-        "256",
-    )
+    validation_sequences: int = 256
+    autocast: bool = True
 
     def search(self) -> list[Cell]:
         """Exact attention with QK-norm at every learning rate."""
@@ -105,8 +100,9 @@ class GridPlan:
                     for smoothing, (backend, g) in SMOOTHINGS.items()
                 }
                 found += [exact, *sagebwd.values()]
-                if qk_norm:
+                if qk_norm and tokens_per_step == max(self.tokens_per_step):
                     found += [replace(sagebwd["k"], backend="reference", granularity="block")]
+                if qk_norm:
                     found += [replace(cell, seed=seed) for cell in (exact, sagebwd["k"]) for seed in self.seeds[1:]]
         return sorted(found, key=lambda cell: cell.backend != "reference")
 
@@ -119,7 +115,11 @@ CPU_PLAN = GridPlan(
     context=128,
     micro_batch=8,
     reference_micro_batch=8,
-    every_run=("--layers", "2", "--width", "64", "--heads", "2", "--kv-heads", "2", "--validation-sequences", "8"),
+    layers=2,
+    width=64,
+    heads=2,
+    validation_sequences=8,
+    autocast=False,
 )
 
 
@@ -153,6 +153,17 @@ class Grid:
             self.devices.put(device)
         self.at_once = len(devices)
 
+    def traces(self, cells: Sequence[Cell]) -> list[Row]:
+        """The errors of every layer's attention over training, of finished runs that traced them."""
+        rows = []
+        for cell in cells:
+            names = {"qk_norm": cell.qk_norm, "tokens_per_step": cell.tokens_per_step, "seed": cell.seed}
+            rows += [names | row for row in read_record(self.result(cell)).provenance["traces"]]
+        return rows
+
+    def result(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
     def run(self, cells: Sequence[Cell]) -> list[Row]:
         """The results of `cells`, in their order; finished ones are read, not run again.
 
@@ -165,7 +176,7 @@ class Grid:
         return [future.result() for future in futures]
 
     def finish(self, cell: Cell) -> Row:
-        result = self.folder / f"{cell.name}.json"
+        result = self.result(cell)
         if not result.exists():
             device = self.devices.get()
             try:
@@ -177,11 +188,15 @@ class Grid:
     def train(self, cell: Cell, result: Path, device: int | None) -> None:
         plan = self.plan
         largest = plan.reference_micro_batch if cell.backend == "reference" else plan.micro_batch
-        micro_batch = min(largest, cell.tokens_per_step // plan.context)
-        command = [sys.executable, "-m", "sage_ref", "pretrain", *cell.arguments, *plan.every_run]
-        command += ["--corpus", str(self.corpus), "--tokens", str(plan.tokens), "--context", str(plan.context)]
-        command += ["--micro-batch", str(micro_batch), "--device", "cpu" if device is None else "cuda"]
-        command += ["--checkpoint", str(result.with_suffix(".pt")), "--json", str(result)]
+        named = {name: getattr(plan, name) for name in ("tokens", "context", "layers", "width", "heads", "warmup")}
+        named |= {"kv-heads": plan.heads, "validation-sequences": plan.validation_sequences, "corpus": self.corpus}
+        named |= {"micro-batch": min(largest, cell.tokens_per_step // plan.context)}
+        named |= {"device": "cpu" if device is None else "cuda"}
+        named |= {"checkpoint": result.with_suffix(".pt"), "json": result}
+        steps = plan.tokens // cell.tokens_per_step
+        command = [sys.executable, "-m", "sage_ref", "pretrain", *cell.arguments, *["--autocast"] * plan.autocast]
+        command += [text for name, value in named.items() for text in (f"--{name}", str(value))]
+        command += ["--snapshots", *(str(round(share * steps)) for share in plan.snapshots)]
         environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
         output = result.with_suffix(".log")
         with output.open("a") as log:
