@@ -59,7 +59,7 @@ def provenance(command: str) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "driver": _driver() if on_gpu else None,
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -95,6 +95,12 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def _driver() -> str | None:
+    """One version for all GPUs of the machine."""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found and ", ".join(sorted(set(found.splitlines())))
 
 
 def _commit() -> str:

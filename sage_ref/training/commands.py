@@ -66,26 +66,33 @@ def pretrain_grid(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from sage_ref.training.corpus import write_tokens
-    from sage_ref.training.grid import CPU_PLAN, Grid, GridPlan, chosen_rates, grid_table
+    from sage_ref.training.grid import CPU_PLAN, Grid, GridPlan, chosen_rates, grid_table, measured_on, traces
 
     on_gpu = torch.cuda.is_available()
-    plan = GridPlan() if on_gpu else CPU_PLAN
+    plan = GridPlan() if options.plan == "gpu" else CPU_PLAN
     devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
-    corpus, path = tokens(options), options.folder / "corpus.bin"
-    write_tokens(corpus.tokens.numpy(), path)
-    grid = Grid(plan, options.folder, path, devices)
+    corpus = options.folder / "corpus.bin"
+    grid = Grid(plan, options.folder, corpus, devices)
+    if not (corpus.exists() or options.report_only):
+        write_tokens(tokens(options).tokens.numpy(), corpus)
     search = plan.search()
-    rows = grid.run(search)
-    rates = chosen_rates(plan, rows)
-    cells = plan.cells(rates)
-    rows += grid.run([cell for cell in cells if cell not in search])
+    if not options.report_only:
+        grid.run(search)
+    rates = chosen_rates(plan, [record.rows[0] for record in grid.records(search).values()])
+    cells = list(dict.fromkeys(search + plan.cells(rates)))
+    if not options.report_only:
+        grid.run(cells)
+    records = grid.records(cells)
+    rows = [record.rows[0] for record in records.values()]
     print(markdown_table(*grid_table(rows)))
+    facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": [c.name for c in cells if c not in records]}
     if options.json:
-        facts = {"corpus": corpus_facts(corpus), "plan": asdict(plan), "learning_rate": rates}
-        write_record(options.json, rows, command=options.command, **facts)
+        first = next(iter(records.values())).provenance
+        facts |= {"corpus": first["corpus"], "arguments": first["arguments"]}
+        write_record(options.json, rows, command=options.command, **facts, **measured_on(records.values()))
     if options.traces:
-        first = [cell for cell in cells if cell.attention == "exact" and cell.seed == plan.seeds[0]]
-        write_record(options.traces, grid.traces(first), command=options.command, plan=asdict(plan))
+        traced = {c: records[c] for c in plan.cells(rates) if c.attention == "exact" and c.seed == plan.seeds[0]}
+        write_record(options.traces, traces(traced), command=options.command, **facts, **measured_on(traced.values()))
 
 
 def noise(options: argparse.Namespace) -> None:
@@ -238,7 +245,7 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def add_corpus_options(parser: argparse.ArgumentParser, vocabulary: int = 256) -> None:
+def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", type=Path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens")
     parser.add_argument(
         "--vocabulary", type=positive, default=256, help="256: bytes; more: byte pairs made from the text"
@@ -283,7 +290,9 @@ def add_pretrain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pretrain_grid_options(parser: argparse.ArgumentParser) -> None:
-    add_corpus_options(parser, vocabulary=4096)
+    add_corpus_options(parser)
+    parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--report-only", action="store_true", help="train nothing: report the runs that are finished")
     parser.add_argument("--folder", type=Path, default=Path("runs/grid"), help="of checkpoints, logs and results")
     parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
     parser.add_argument(

@@ -9,15 +9,16 @@ First the learning rate of each number of tokens per step is chosen, on exact at
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from tqdm import tqdm
 
-from sage_ref.recorded import Row, read_record
+from sage_ref.recorded import Record, Row, read_record
 
 # What a SageBwd run may smooth, and on which backend: only the reference smooths Q, and only it has the paper's scales,
 # one per tile of P and dS. "row" is what the kernels do.
@@ -153,40 +154,35 @@ class Grid:
             self.devices.put(device)
         self.at_once = len(devices)
 
-    def traces(self, cells: Sequence[Cell]) -> list[Row]:
-        """The errors of every layer's attention over training, of finished runs that traced them."""
-        rows = []
-        for cell in cells:
-            names = {"qk_norm": cell.qk_norm, "tokens_per_step": cell.tokens_per_step, "seed": cell.seed}
-            rows += [names | row for row in read_record(self.result(cell)).provenance["traces"]]
-        return rows
-
     def result(self, cell: Cell) -> Path:
         return self.folder / f"{cell.name}.json"
 
-    def run(self, cells: Sequence[Cell]) -> list[Row]:
-        """The results of `cells`, in their order; finished ones are read, not run again.
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Finish every run that has no result yet.
 
         RuntimeError names the log of a run that broke, after all others have ended.
         """
-        with ThreadPoolExecutor(self.at_once) as pool, tqdm(total=len(cells), unit="run") as bar:
-            futures = [pool.submit(self.finish, cell) for cell in cells]
+        waiting = [cell for cell in cells if not self.result(cell).exists()]
+        with ThreadPoolExecutor(self.at_once) as pool, tqdm(total=len(waiting), unit="run") as bar:
+            futures = [pool.submit(self.train, cell) for cell in waiting]
             for future in futures:
                 future.add_done_callback(lambda _: bar.update())
-        return [future.result() for future in futures]
+        for future in futures:
+            future.result()
 
-    def finish(self, cell: Cell) -> Row:
-        result = self.result(cell)
-        if not result.exists():
-            device = self.devices.get()
-            try:
-                self.train(cell, result, device)
-            finally:
-                self.devices.put(device)
-        return read_record(result).rows[0]
+    def records(self, cells: Sequence[Cell]) -> dict[Cell, Record]:
+        """The results of those runs that are finished."""
+        return {cell: read_record(self.result(cell)) for cell in cells if self.result(cell).exists()}
 
-    def train(self, cell: Cell, result: Path, device: int | None) -> None:
-        plan = self.plan
+    def train(self, cell: Cell) -> None:
+        device = self.devices.get()
+        try:
+            self.train_on(device, cell)
+        finally:
+            self.devices.put(device)
+
+    def train_on(self, device: int | None, cell: Cell) -> None:
+        plan, result = self.plan, self.result(cell)
         largest = plan.reference_micro_batch if cell.backend == "reference" else plan.micro_batch
         named = {name: getattr(plan, name) for name in ("tokens", "context", "layers", "width", "heads", "warmup")}
         named |= {"kv-heads": plan.heads, "validation-sequences": plan.validation_sequences, "corpus": self.corpus}
@@ -203,6 +199,24 @@ class Grid:
             code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
         if code:
             raise RuntimeError(f"{cell.name}: the run ended with exit status {code}, see {output}")
+
+
+def traces(records: dict[Cell, Record]) -> list[Row]:
+    """The errors of every layer's attention over training, from the runs that traced them."""
+    rows = []
+    for cell, record in records.items():
+        names = {"qk_norm": cell.qk_norm, "tokens_per_step": cell.tokens_per_step, "seed": cell.seed}
+        rows += [names | row for row in record.provenance["traces"]]
+    return rows
+
+
+def measured_on(records: Collection[Record]) -> dict[str, Any]:
+    """The provenance that the runs have in common, and the date of the last one; where they differ, all values."""
+    found: dict[str, Any] = {}
+    for name in ("gpu", "driver", "cpu", "python", "torch", "triton", "commit"):
+        values = sorted({record.provenance[name] for record in records}, key=str)
+        found[name] = values[0] if len(values) == 1 else values
+    return found | {"date": max(record.provenance["date"] for record in records)}
 
 
 def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
