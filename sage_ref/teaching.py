@@ -2,13 +2,14 @@
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata, util
 
 import torch
 
-from sage_ref.recorded import Record, provenance
+from sage_ref.recorded import REPOSITORY, Record, provenance
 
 _guesses: dict[str, object] = {}
 
@@ -36,6 +37,20 @@ def compare(question: str, measured: float, digits: int = 3) -> None:
         ratio = max(guess / shown, shown / guess)
         line += f" (a factor of {ratio:.1f} apart)" if ratio >= 1.05 else " (spot on)"
     print(line)
+
+
+def grade(exercise: str) -> None:
+    """Print what `python -m exercises grade` says to exercises/NAME/exercise.py as it stands, from any folder.
+
+    RuntimeError if it was the grader that broke, or there is no such exercise.
+    """
+    command = [sys.executable, "-m", "exercises", "grade", exercise]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    print(done.stdout, end="")
+    if done.returncode:
+        raise RuntimeError(
+            f"grade: expected the grader of {exercise!r} to run, got exit status {done.returncode}: {done.stderr}"
+        )
 
 
 def triton_device() -> str | None:

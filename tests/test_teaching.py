@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage_ref import teaching
-from sage_ref.teaching import compare, predict, triton_device, versions
+from sage_ref.teaching import compare, grade, predict, triton_device, versions
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,13 @@ def test_too_late_for_the_interpreter_is_an_error(machine):
     machine(triton=True, imported=True)
     with pytest.raises(RuntimeError, match="triton_device: expected to run before triton is imported"):
         triton_device()
+
+
+def test_a_cell_can_call_the_grader_from_any_folder(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    grade("01_block_quantizer")
+    shown = capsys.readouterr().out
+    assert "01_block_quantizer" in shown
+    assert "not written yet" in shown
+    with pytest.raises(RuntimeError, match="grade: expected the grader of '99_no_such' to run"):
+        grade("99_no_such")

@@ -35,9 +35,7 @@ grader.hint("start", "Scores far below zero give NaN. From which value must the 
 grader.hint("v_blocks", "V has one scale per block of keys.")
 grader.hint("bypass", "This is exact attention. Are P and V multiplied as INT8?")
 grader.hint("divide", "The output isn't normalised. What is O divided by, and when?")
-grader.hint(
-    "output", "The output is off, though single steps are right. Is every block visited once, the last one too?"
-)
+grader.hint("output", "The output is off. Are P and V both rounded, and is every block visited once, the last one too?")
 grader.hint("log_sum_exp", "L = m + log(l), with both after the last tile.")
 
 
@@ -147,6 +145,8 @@ def check_attention(student, s, v, block):
     output, log_sum_exp = student.online_softmax(s, v, block)
     check_form(output, (len(s), v.shape[1]))
     check_form(log_sum_exp, (len(s),))
+    exact = torch.softmax(s.double(), -1) @ v.double()
+    expect(relative_l2(output.nan_to_num(), exact) > 2e-3, "bypass")
     return output, log_sum_exp, *rounded_attention(s.double(), v.double(), block)
 
 
@@ -167,12 +167,12 @@ def attention(student, draw):
         p = torch.softmax(s.double(), -1)
         p_hat, v_hat = fake_quantize(p, (1, block)), fake_quantize(v.double(), (block, None))
         l = torch.exp(s - s.amax(-1, keepdim=True)).sum(-1, keepdim=True)
-        expect(relative_l2(output, expected * l) > 1e-3, "divide")
-        for wrong in (p @ v.double(), p_hat @ v.double(), p @ v_hat):
-            expect(relative_l2(output, wrong) > 1e-3, "bypass")
+        expect(relative_l2(output, expected * l) > 2e-3, "divide")
+        for wrong in (p_hat @ v.double(), p @ v_hat):
+            expect(relative_l2(output, wrong) > 2e-3, "bypass")
         if columns > block:
-            expect(relative_l2(output, p_hat @ fake_quantize(v.double())) > 1e-3, "v_blocks")
-        close(output, expected, "output", relative_l2=7e-4)
+            expect(relative_l2(output, p_hat @ fake_quantize(v.double())) > 2e-3, "v_blocks")
+        close(output, expected, "output", relative_l2=2e-3)
 
 
 @grader.test("online_softmax: L, and scores far below zero")
@@ -183,7 +183,7 @@ def far_below(student, draw):
         output, log_sum_exp, expected, exact = check_attention(student, s, v, block)
         expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "start")
         expect((log_sum_exp - exact).abs().max() < 5e-4, "log_sum_exp")
-        close(output, expected, "start" if shift else "output", relative_l2=1e-3)
+        close(output, expected, "start" if shift else "output", relative_l2=2e-3)
 
 
 @grader.test("online_softmax: causal masks and tiles that don't matter", points=2)
@@ -195,5 +195,5 @@ def masked(student, draw):
     s = s.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf)
     output, log_sum_exp, expected, exact = check_attention(student, s, v, block)
     expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "masked")
-    close(output, expected, "masked", relative_l2=1e-3)
+    close(output, expected, "output", relative_l2=2e-3)
     close(log_sum_exp, exact, "log_sum_exp", relative_l2=1e-5)
