@@ -67,15 +67,16 @@ def results_json(results: list[grading.ExerciseResult], weights: dict[str, float
         raise ValueError(f"results: expected graders that work here, {', '.join(broken)} broke")
     tests = []
     for number, result in enumerate(results, 1):
-        share = weights[result.exercise] / result.max_score
         counted = [test for test in result.tests if test.status != "skipped"]
-        for part, test in enumerate(counted, 1):
+        points = [round(weights[result.exercise] * test.max_score / result.max_score, 2) for test in counted]
+        points[-1] += weights[result.exercise] - sum(points)  # what rounding left over
+        for part, (test, worth) in enumerate(zip(counted, points, strict=True), 1):
             tests.append(
                 {
                     "name": f"{result.exercise}: {test.name}",
                     "number": f"{number}.{part}",
-                    "score": round(test.score * share, 6),
-                    "max_score": round(test.max_score * share, 6),
+                    "score": worth if test.status == "passed" else 0.0,
+                    "max_score": worth,
                     "status": test.status,
                     "output": test.feedback,
                     "visibility": "visible",

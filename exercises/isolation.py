@@ -30,6 +30,7 @@ from exercises import wire
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 UIDS = range(61184, 65520)  # users that exist only while something runs (systemd's DynamicUser)
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
 TEXT_LIMIT = 300  # characters of an error that are shown
 PRINTED_LIMIT = 4000  # characters kept of what it prints
 SERVER_SECONDS = 120  # to import torch on a slow disk
@@ -134,7 +135,9 @@ class Sandbox:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # macOS refuses to fork otherwise
         }
-        if not self.on_gpu:
+        if self.on_gpu:
+            environment |= {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ}
+        else:
             environment["TRITON_INTERPRET"] = "1"
         with theirs, open(self.folder / "server", "wb") as log:
             self.server = subprocess.Popen(
@@ -219,7 +222,7 @@ class Child:
 
     def call(
         self,
-        function: str | None,
+        function: str,
         arguments: tuple = (),
         keywords: dict[str, Any] | None = None,
         *,
@@ -229,7 +232,7 @@ class Child:
         device: str = "cpu",
         deadline: float = float("inf"),
     ) -> Any:
-        """What the submission's function claims; ChildError if nothing usable comes. function None: import only.
+        """What the submission's function claims; ChildError if nothing usable comes.
 
         mode "call": the result. "gradients": (result, gradient of each tensor argument, None where there is none).
         "in_place": (result, the arguments as the call left them).
@@ -259,7 +262,7 @@ class Child:
                 raise wire.WireError("answered out of turn")
             if "error" in answer:
                 raise _as_child_error(answer["error"], function)
-            result = wire.decode(answer.get("result", {"scalar": None}), returned)
+            result = wire.decode(answer.get("result"), returned)
             if mode == "call":
                 return result
             extra = wire.decode(answer.get("extra"), returned)

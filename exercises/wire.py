@@ -110,7 +110,7 @@ def write(descriptor: int, message: bytes, deadline: float = math.inf) -> None:
     while view:
         _wait([], [descriptor], deadline)
         try:
-            view = view[os.write(descriptor, view[: select.PIPE_BUF]) :]
+            view = view[os.write(descriptor, view) :]
         except BlockingIOError:
             continue
 

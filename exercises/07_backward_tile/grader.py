@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from exercises.grading import Grader, expect
+from exercises.grading import Grader, expect, off_ties
 from sage_ref.quantization import quantize, quantized_matmul
 from sage_ref.sagebwd import SageBwdSettings, sagebwd_backward, sagebwd_forward, tiles
 from sage_ref.tracing import relative_l2
@@ -60,15 +60,7 @@ def inputs(draw, n_q, n_k, block_q, block_kv):
     q, k, v, do = (draw.normal(n, head_dim) for n in (n_q, n_k, n_k, n_q))
     v = v + 16 * draw.normal(1, head_dim)  # shared by all values, so that dP - delta is a small difference
     q, k, do = 1.5 * q, 1.5 * (k - k.mean(0)), 0.1 * do
-    return [off_ties(q, block_q), off_ties(k, block_kv), v.half(), off_ties(do, block_q)]
-
-
-def off_ties(x, block):
-    """x float16, with 0 for entries so close to a rounding tie that x / s and x * (1 / s) may go different ways."""
-    x = x.half()
-    quantized = quantize(x.float(), (block, None))
-    step = quantized.scale.repeat_interleave(block, 0)[: len(x)]
-    return torch.where((x - quantized.dequantize()).abs() > 0.4999 * step, 0, x)
+    return [off_ties(q.half(), block_q), off_ties(k.half(), block_kv), v.half(), off_ties(do.half(), block_q)]
 
 
 def forward(q, k, v, block_q, block_kv):

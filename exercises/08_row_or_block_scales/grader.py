@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from exercises.grading import Grader, close, expect
+from exercises.grading import Grader, close, expect, off_ties
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.tracing import relative_l2
 
@@ -50,16 +50,6 @@ def uneven(draw, rows, columns):
         * 10 ** draw.uniform(rows, 1, low=-2, high=0.5)
         * 10 ** draw.uniform(1, columns, low=-1, high=0.5)
     )
-
-
-def off_ties(x, block):
-    """x with 0 for entries so close to a rounding tie that x / s and x * (1 / s) may go different ways.
-
-    One such entry of a right operand would move a whole column of the result.
-    """
-    quantized = quantize(x, (block, None))
-    step = quantized.scale.repeat_interleave(block, 0)[: len(x)]
-    return torch.where((x - quantized.dequantize()).abs() > 0.4999 * step, 0, x)
 
 
 def inputs(draw, block):
