@@ -1,6 +1,7 @@
 PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8888
+WORKERS ?= 2
 NOTEBOOKS = $(sort $(wildcard notebooks/*.ipynb))
 BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
@@ -14,9 +15,9 @@ lab: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope
 	$(BIN)/python -m sage_kernels compile
-	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
 
 bench: .venv/installed
 	$(BIN)/python -m sage_kernels bench
