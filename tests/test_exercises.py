@@ -103,6 +103,64 @@ def outer(x):
 '''
 
 
+@pytest.fixture
+def exercise(tmp_path, monkeypatch):
+    """A copy of the first exercise, and nothing else, to spoil."""
+    copy = tmp_path / "01_block_quantizer"
+    shutil.copytree(ROOT / copy.name, copy)
+    for module in (stubs, grading, checking, command_line):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    for module in (stubs, grading):
+        monkeypatch.setattr(module, "exercise_names", lambda: [copy.name])
+    return copy
+
+
+def spoil(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        ("master.py", "/ INT8_MAX", "/ 128", "the master doesn't pass"),
+        ("master.py", "        ### END SOLUTION\n", "        ### END SOLUTION\n        #\n", "out of date"),
+        ("master.py", "# [block_size or fewer, D]\n", "\n        scales.append(scale)\n", "a line of the solution"),
+        ("grader.py", "def dequantized(student, draw):\n", "def dequantized(student, draw):\n    return\n", "earn 0"),
+        ("grader.py", 'oracle.values), "rounding"', 'oracle.values), "zeros"', "no_rounding should be rejected by"),
+        ("grader.py", 'oracle.values), "rounding"', 'values), "rounding"', "no_rounding should be rejected by"),
+        ("grader.py", 'hint("rounding"', 'hint("another key"', "no hint has the key 'rounding'"),
+        ("grader.py", '{"quantize_block": (Tensor, Tensor), ', '{"quantize_block": None, ', "that returns one number"),
+        ("mutants/scale_128.py", '"range"', '"axis"', "scale_128 should be rejected by 'axis'"),
+    ],
+)
+def test_check_finds(exercise, sandbox, file, old, new, problem):
+    spoil(exercise / file, old, new)
+    problems = checking.check_exercise(exercise.name, sandbox)["problems"]
+    assert any(problem in found for found in problems), problems
+
+
+def test_check_wants_mutants_with_a_hint(exercise, sandbox):
+    for path in sorted(exercise.glob("mutants/*.py"))[2:]:
+        path.unlink()
+    assert checking.check_exercise(exercise.name, sandbox)["problems"] == ["expected at least 3 mutants, found 2"]
+    spoil(exercise / "mutants" / "keeps_float32.py", "HINT = ", "hint = ")
+    with pytest.raises(ValueError, match="in the first line"):
+        checking.check_exercise(exercise.name, sandbox)
+
+
+def test_check_command(exercise, tmp_path, capsys):
+    assert command_line.main(["check", "01", "--json", str(tmp_path / "report.json")]) == 0
+    assert "1 exercises, 4 tests, 7 mutants (7 rejected by their own hint)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["counts"]["mutants"] == 7
+    spoil(exercise / "mutants" / "scale_128.py", '"range"', '"axis"')
+    assert command_line.main(["check", "01"]) == 1
+    shown = capsys.readouterr().out
+    assert "NOT AS MEANT scale_128" in shown
+    assert "(6 rejected by their own hint)" in shown
+
+
 def test_stub_keeps_the_scaffold_and_says_what_to_do():
     stub, solution = stubs.stub_of(MASTER)
     assert "        raise NotImplementedError('inner: say \"no\"')\n\n" in stub
@@ -166,14 +224,9 @@ def test_malformed_header_is_an_error(old, new, message):
         stubs.header_of(MASTER.replace(old, new), "name")
 
 
-def test_stale_stub_is_noticed_and_mended(tmp_path, monkeypatch, capsys):
-    shutil.copytree(ROOT / "01_block_quantizer", tmp_path / "01_block_quantizer")
-    for module in (stubs, grading, command_line):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-    for module in (stubs, grading):
-        monkeypatch.setattr(module, "exercise_names", lambda: ["01_block_quantizer"])
+def test_stale_stub_is_noticed_and_mended(exercise, tmp_path, capsys):
     (tmp_path / "README.md").write_text("before\n<!-- exercises -->\nold\n<!-- /exercises -->\nafter\n")
-    stub = tmp_path / "01_block_quantizer" / "exercise.py"
+    stub = exercise / "exercise.py"
     stub.write_text("old")
     assert command_line.main(["stubs", "--check"]) == 1
     assert "01_block_quantizer/exercise.py is out of date" in capsys.readouterr().err
@@ -373,6 +426,22 @@ def test_missing_function_and_unwritten_function(sandbox):
     assert grading.grade(grader, None, SEEDS, sandbox).tests[0].feedback == "exercise.py wasn't handed in"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU Triton's compiler speaks for itself")
+def test_error_inside_a_kernel_names_its_line(sandbox):
+    """Triton's interpreter wraps it in an error of its own, from the line of the launch."""
+    source = """import torch, triton, triton.language as tl
+@triton.jit
+def kernel(x):
+    tl.store(x, tl.load(x) +
+             tl.no_such_thing)
+def f(x): kernel[(1,)](x)
+"""
+    grader = small_grader(lambda student, draw: student.f(draw.normal(1)), triton=True)
+    feedback = grade(grader, source, sandbox).tests[0].feedback
+    assert feedback.startswith("f raised an error: line 5: AttributeError: ")
+    assert "no_such_thing" in feedback
+
+
 def test_gradients(sandbox):
     """The chain rule runs in the submission's process; a detached result has no gradient."""
 
@@ -439,12 +508,13 @@ def test_speed_test(sandbox, monkeypatch):
         result = grade(grader(1), "def f(x): return x", sandbox)
         assert [test.status for test in result.tests] == ["passed", "skipped"]
         assert (result.score, result.max_score) == (2, 2)
+    monkeypatch.setattr(grading, "SPEED_SECONDS", 0.01)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Tensor, "cuda", lambda x: x)
     assert grade(grader(10**6), "def f(x): return x", sandbox).score == 7
     slow = "import time\ndef f(x):\n    time.sleep(0.001)\n    return x"
-    assert grade(grader(1), slow, sandbox).tests[1].feedback.startswith("THE HINT")
+    assert grade(grader(3), slow, sandbox).tests[1].feedback.startswith("THE HINT")
 
 
 def test_values_survive_the_wire():
@@ -629,6 +699,12 @@ def test_results_json_is_as_documented():
     assert "score" not in results  # the sum of the tests is the only total
 
 
+def test_weights_are_shared_out_to_the_last_point():
+    results = gradescope.results_json([result_of("passed", "passed", "passed")], {"01_block_quantizer": 10})
+    assert [test["score"] for test in results["tests"]] == pytest.approx([1.67, 3.33, 5])
+    assert sum(test["score"] for test in results["tests"]) == 10
+
+
 @pytest.mark.parametrize(
     "change", [{"tests": []}, {"tests": [{"name": "x"}]}, {"points": 3}, {"visibility": "shown"}, {"score": "3"}]
 )
@@ -679,6 +755,8 @@ def test_zips_hold_what_they_should(packages):
 def test_zips_are_the_same_each_time(packages, tmp_path):
     gradescope.package(tmp_path, exercise_names(), ["seed a", "seed b"])
     for name in ("student.zip", "autograder.zip"):
+        with zipfile.ZipFile(tmp_path / name) as archive:
+            assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         assert (tmp_path / name).read_bytes() == (packages / name).read_bytes()
 
 

@@ -1,6 +1,7 @@
 """What a submission may try against the grader: each attempt earns nothing, harms nothing and leaves nothing behind."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -37,19 +38,21 @@ def sandbox():
 def attack(sandbox, source):
     """Grade a hostile file; then nothing of it runs any more, and an honest one still gets its point."""
     result = grading.grade(grader, source.encode(), SEEDS, sandbox)
-    assert processes_below(sandbox.server.pid) == []
+    assert processes_in(sandbox.folder) == []
     assert grading.grade(grader, HONEST, SEEDS, sandbox).score == 1
     return result
 
 
-def processes_below(server):
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+def processes_in(folder):
+    """Whoever runs in a folder, or ran there when it still existed: a daemon keeps its working directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+            if os.readlink(process / "cwd").startswith(str(folder)):
+                found.append(process.name)
         except OSError:
-            continue  # ended meanwhile
-    return [process for process, parent in parents.items() if parent == server]
+            continue  # ended meanwhile, or another user's
+    return found
 
 
 # name: (the body of double(x), what the student reads)
@@ -69,6 +72,11 @@ ATTACKS = {
         "can't start new thread",
     ),
     "50 GB tensor": ("return torch.ones(50 * 2**30, dtype=torch.int8)", "raised an error: line 2: RuntimeError"),
+    "4 GB tensor, which the machine has": (
+        "return torch.empty(2**32, dtype=torch.int8)",
+        "raised an error: line 2: RuntimeError",
+    ),
+    "4 GB shared memory": ("return mmap.mmap(-1, 2**32)", "raised an error: line 2: OSError"),
     "50 GB of Python": ("return bytearray(50 * 2**30)", "raised an error: line 2: MemoryError"),
     "50 GB shared memory": ("return mmap.mmap(-1, 50 * 2**30)", "raised an error: line 2: OSError"),
     "large file": ("open('large', 'wb').write(bytes(2**26))", "raised an error: line 2: OSError"),
@@ -174,8 +182,10 @@ def test_daemon_does_not_survive(sandbox, holds_pipe):
         os._exit(0)
     os.wait()
     os._exit(3)"""
+    start = time.monotonic()
     result = attack(sandbox, PREFIX + body + IMPORTS)
     assert "exit status 3" in result.tests[0].feedback
+    assert time.monotonic() - start < 30  # it wasn't waited for
 
 
 def test_valid_forged_answer_is_only_a_claim(sandbox):
@@ -258,6 +268,19 @@ def test_private_file_can_not_be_read(sandbox, tmp_path):
 def test_no_way_out_of_its_user(sandbox, body):
     result = attack(sandbox, PREFIX + body + "\n    return 2 * x" + IMPORTS)
     assert any(error in result.tests[0].feedback for error in ("PermissionError", "not allowed to raise"))
+
+
+def test_submission_has_five_descriptors(sandbox):
+    """Standard streams, requests and answers: nothing of the server's or of an earlier submission's."""
+    source = "import os, torch\ndef double(x): return torch.tensor([int(fd) for fd in os.listdir('/proc/self/fd')])\n"
+
+    def test(student, draw):
+        assert set(student.double(draw.normal(1)).tolist()) - {0, 1, 2, 64, 65} == {3}  # 3: listdir's own
+
+    listing = Grader("00_descriptors", {"double": Tensor})
+    listing.test("its descriptors")(test)
+    result = grading.grade(listing, source.encode(), SEEDS, sandbox)
+    assert result.score == 1, result.error
 
 
 def test_link_to_a_private_file_is_no_submission(tmp_path):
