@@ -1,9 +1,10 @@
 """Figures the notebooks and the README share. A function that makes a Figure returns it; others draw on given axes."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean, mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ from sage_ref.sla import (
     top_blocks,
 )
 from sage_ref.sparse_linear import mix, per_query
-from sage_ref.tables import PAPER_TABLE1, table1_inputs
+from sage_ref.tables import PAPER_TABLE1, PAPER_TABLE2, table1_inputs
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates
 
 # Okabe and Ito's palette: told apart by colour-blind readers, also in print.
@@ -596,3 +597,347 @@ def quantization_aware_figure(record: Record, *, title: str) -> Figure:
     axes[0].legend(fontsize=7)
     figure.supxlabel(record.caption, fontsize=8)
     return figure
+
+
+# Figure 1 of the SageBwd paper: tokens per step -> final loss of its 325M model with QK-norm, in nats per GPT-2 token.
+PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
+# The kinds of runs of `python -m sage_ref pretrain-grid`: attention, smoothing, granularity.
+RUN_KINDS = {
+    "exact": ("exact", None, None),
+    "SageBwd, K smoothed": ("sagebwd", "k", None),
+    "SageBwd, nothing smoothed": ("sagebwd", "none", None),
+    "SageBwd, Q and K smoothed": ("sagebwd", "qk", "row"),
+    "SageBwd, one scale per tile": ("sagebwd", "k", "block"),
+}
+MAIN_KINDS = {"exact": BLACK, "SageBwd, K smoothed": ORANGE}
+# Student's t, 97.5%, for 1, 2, ... degrees of freedom.
+T_QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+)  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """Of the mean of `count` values: its standard error, and half the width of its 95% interval (Student's t)."""
+
+    mean: float
+    error: float
+    half: float
+    count: int
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """ValueError for fewer than two values, or more than the table of quantiles serves."""
+    count = len(values)
+    if not 2 <= count <= len(T_QUANTILES) + 1:
+        raise ValueError(f"values: expected 2 to {len(T_QUANTILES) + 1} of them, got {count}")
+    error = stdev(values) / math.sqrt(count)
+    return Interval(mean(values), error, T_QUANTILES[count - 2] * error, count)
+
+
+def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True) -> dict[int, Row]:
+    """seed -> run of one of RUN_KINDS, at the learning rate that was chosen for its tokens per step."""
+    attention, smoothing, granularity = RUN_KINDS[kind]
+    rate = record.provenance["learning_rate"][str(tokens_per_step)]
+    rows = record.select(
+        attention=attention, smoothing=smoothing, granularity=granularity, qk_norm=qk_norm,
+        tokens_per_step=tokens_per_step, learning_rate=rate,
+    )  # fmt: skip
+    return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
+
+
+def final_losses(runs: Mapping[int, Row]) -> dict[int, float]:
+    """seed -> final validation loss, of the runs that did not diverge."""
+    return {seed: row["final_val_loss"] for seed, row in runs.items() if not row["diverged"]}
+
+
+def paired_differences(
+    record: Record, kind: str, tokens_per_step: int, *, qk_norm: bool = True, baseline: str = "exact"
+) -> dict[int, float]:
+    """seed -> final loss of that kind less that of the baseline: same weights at the start, same batches."""
+    losses, others = (final_losses(pretrain_runs(record, x, tokens_per_step, qk_norm)) for x in (kind, baseline))
+    return {seed: losses[seed] - others[seed] for seed in losses if seed in others}
+
+
+def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
+    """Validation loss over training, with QK-norm: mean and range over seeds; below, the differences seed by seed.
+
+    record: rows of `python -m sage_ref pretrain-grid`. Drawn from the end of the warm-up on.
+    """
+    plan = record.provenance["plan"]
+    sizes, warm = plan["tokens_per_step"], plan["warmup"] * plan["tokens"]
+    figure, axes = plt.subplots(
+        2, len(sizes), figsize=(4.5 * len(sizes), 4.6), layout="constrained", height_ratios=(3, 2), sharex=True,
+        sharey="row",
+    )  # fmt: skip
+    figure.suptitle(title, fontsize=11)
+    for (upper, lower), size in zip(axes.T, sizes, strict=True):
+        curves = {}
+        for kind, color in MAIN_KINDS.items():
+            runs = pretrain_runs(record, kind, size)
+            curves[kind] = {
+                seed: [(tokens / 1e6, loss) for tokens, loss in row["curve"] if tokens >= warm]
+                for seed, row in runs.items()
+                if not row["diverged"]
+            }
+            millions = [tokens for tokens, _ in next(iter(curves[kind].values()))]
+            by_report = [[loss for _, loss in points] for points in zip(*curves[kind].values(), strict=True)]
+            label = f"{kind}: mean and range of {len(curves[kind])} seeds"
+            upper.plot(millions, [mean(losses) for losses in by_report], color=color, label=label)
+            upper.fill_between(millions, list(map(min, by_report)), list(map(max, by_report)), color=color, alpha=0.25)
+        exact, sagebwd = curves.values()
+        for (seed, points), line in zip(exact.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
+            if seed in sagebwd:
+                difference = [y - x for (_, x), (_, y) in zip(points, sagebwd[seed], strict=True)]
+                lower.plot(millions, difference, line, color=BLUE, linewidth=1.2, label=f"seed {seed}")
+        lower.axhline(0, color=BLACK, linewidth=0.8)
+        lower.set(xlabel="tokens, millions")
+        upper.set_title(f"{size:,} tokens per step", fontsize=10)
+        upper.legend(fontsize=8)
+        lower.legend(fontsize=7, ncols=3)
+    axes[0, 0].set_ylabel("validation loss,\nnats per byte")
+    axes[1, 0].set_ylabel("SageBwd less exact,\nnats per byte")
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure
+
+
+def final_losses_figure(record: Record, *, title: str) -> Figure:
+    """Final loss of every kind of run, one dot per seed; grey: the range of exact attention with QK-norm."""
+    sizes = record.provenance["plan"]["tokens_per_step"]
+    figure, axes = panels(len(sizes), width=4.8, height=3.6, sharey=True, title=title)
+    kinds = [
+        (kind, qk_norm)
+        for qk_norm in (True, False)
+        for kind in RUN_KINDS
+        if any(pretrain_runs(record, kind, size, qk_norm) for size in sizes)
+    ]
+    for ax, size in zip(axes, sizes, strict=True):
+        exact = final_losses(pretrain_runs(record, "exact", size)).values()
+        ax.axvspan(min(exact), max(exact), color="0.85")
+        for y, (kind, qk_norm) in enumerate(kinds):
+            runs = pretrain_runs(record, kind, size, qk_norm)
+            losses = final_losses(runs)
+            color = MAIN_KINDS.get(kind, BLUE)
+            ax.plot(list(losses.values()), [y] * len(losses), "o" if qk_norm else "D", color=color, mfc="none")
+            diverged = len(runs) - len(losses)
+            text = f"{diverged} diverged" if diverged else "" if runs else "not run"
+            ax.text(0.99, y, text, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=8)
+        ax.set(xlabel="final validation loss, nats per byte")
+        ax.set_title(f"{size:,} tokens per step", fontsize=10)
+        ax.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(kinds)), [kind + ("" if norm else ", no QK-norm") for kind, norm in kinds], fontsize=8)
+    axes[0].set_ylim(len(kinds) - 0.5, -0.5)
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure
+
+
+def gap_figure(record: Record, *, title: str) -> Figure:
+    """SageBwd's final loss less exact attention's, in percent: by seed, their mean with its 95% interval, the paper's.
+
+    The paper's small and large number of tokens per step stand beside ours.
+    """
+    sizes = record.provenance["plan"]["tokens_per_step"]
+    figure, (ax,) = panels(1, width=6.4, height=3.4, title=title)
+    for x, (size, (paper_size, paper)) in enumerate(zip(sizes, PAPER_LOSSES.items(), strict=True)):
+        percent = [100 * gap for gap in relative_gaps(record, size)]
+        found = mean_interval(percent)
+        ax.plot([x - 0.12] * len(percent), percent, "o", color=BLUE, mfc="none", label=None if x else "ours, one seed")
+        ax.errorbar(
+            x, found.mean, found.half, fmt="s", color=BLUE, capsize=5, label=None if x else "ours, mean, 95% interval"
+        )
+        gap = 100 * (paper["sagebwd"] / paper["exact"] - 1)
+        ax.plot(x + 0.12, gap, "D", color=RED, label=None if x else "paper, one run each")
+        ax.annotate(f"{paper_size / 1e6:.2g}M", (x + 0.12, gap), (7, 5), textcoords="offset points", fontsize=8)
+    ax.axhline(0, color=BLACK, linewidth=0.8)
+    ax.set_xticks(range(len(sizes)), [f"ours: {size:,} tokens per step" for size in sizes])
+    ax.set(ylabel="SageBwd's loss less exact's,\n% of exact's", xlim=(-0.5, len(sizes) - 0.5))
+    ax.legend(fontsize=8, loc="upper left")
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure
+
+
+def relative_gaps(record: Record, tokens_per_step: int) -> list[float]:
+    """By seed: SageBwd's final loss less exact attention's, as a share of the mean of the latter."""
+    exact = mean(final_losses(pretrain_runs(record, "exact", tokens_per_step)).values())
+    return [gap / exact for gap in paired_differences(record, "SageBwd, K smoothed", tokens_per_step).values()]
+
+
+# What `python -m sage_ref noise` compares with exact attention in float32, as far as figures show it.
+VARIANT_STYLES = {
+    "per block, nearest": ("o", RED), "per block, stochastic": ("s", ORANGE), "per row, nearest": ("^", BLUE),
+    "per row, stochastic": ("v", SKY), "bf16": ("D", GREEN),
+}  # fmt: skip
+# Tokens per step of the paper's two main experiments.
+PAPER_SIZES = tuple(PAPER_LOSSES)
+
+
+def noise_checkpoints(record: Record) -> dict[str, list[Row]]:
+    """The rows of every checkpoint of a noise record by a name for it, in the order they were measured."""
+    found: dict[str, list[Row]] = {}
+    for row in record.rows:
+        norm = "QK-norm" if row["qk_norm"] else "no QK-norm"
+        name = "step {step}, {tokens_per_step:,} tokens per step, {attention}, ".format(**row)
+        found.setdefault(f"{name}{norm}, seed {row['seed']}", []).append(row)
+    return found
+
+
+def noise_of(rows: Iterable[Row], group: str, variant: str) -> Row:
+    """The one row of a checkpoint that has this group and variant."""
+    (row,) = (row for row in rows if (row["group"], row["variant"]) == (group, variant))
+    return row
+
+
+def score_groups(rows: Iterable[Row]) -> list[str]:
+    """The groups of parameters that make Q and K, layer by layer."""
+    return [group for group in dict.fromkeys(row["group"] for row in rows) if group.endswith("query and key")]
+
+
+def bias_to_noise(row: Row, tokens_per_step: float) -> float:
+    """|b| / sqrt(tr(Sigma) / T); NaN where no bias was found."""
+    return math.sqrt(tokens_per_step / row["tokens_at_bias"]) if row["tokens_at_bias"] else math.nan
+
+
+def noise_figure(rows: Sequence[Row], groups: Sequence[str], *, title: str, caption: str) -> Figure:
+    """For each group of parameters: noise and bias against the tokens of a step, both in units of |G|.
+
+    rows: of one checkpoint. A band is two standard errors of |b|^2 either way; crosses mark T*.
+    """
+    figure, axes = panels(len(groups), width=3.0, height=3.5, sharey=True, title=title)
+    sizes = [2.0**x for x in range(8, 31)]
+    for ax, group in zip(axes, groups, strict=True):
+        for variant, (_, color) in VARIANT_STYLES.items():
+            row = noise_of(rows, group, variant)
+            square = row["gradient_square"]
+            low, middle, high = (
+                math.sqrt(max(row["bias_square"] + z * row["bias_square_error"], 0) / square) for z in (-2, 0, 2)
+            )
+            ax.axhspan(low, high, color=color, alpha=0.25, linewidth=0)
+            ax.axhline(middle, color=color, label=f"bias: {variant}")
+            if row["tokens_at_bias"]:
+                ax.plot(row["tokens_at_bias"], middle, "x", color=BLACK, zorder=3)
+        noise = [math.sqrt(row["noise_trace"] / tokens / square) for tokens in sizes]
+        ax.plot(sizes, noise, color=BLACK, label="noise")
+        for size in PAPER_SIZES:
+            ax.axvline(size, color=BLACK, linewidth=0.8, linestyle=":")
+        ax.set(xscale="log", yscale="log", xlabel="tokens per step", ylim=(1e-3, 10))
+        ax.set_title(group, fontsize=10)
+    axes[0].set_ylabel("length / length of the gradient")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right center")
+    figure.supxlabel(f"{caption}; dotted: the paper's {_millions(PAPER_SIZES)} tokens per step", fontsize=8)
+    return figure
+
+
+def _millions(sizes: Sequence[int]) -> str:
+    return " and ".join(f"{size / 1e6:.2g}M" for size in sizes)
+
+
+def tokens_at_bias_figure(
+    rows: Sequence[Row], groups: Sequence[str], sizes: Sequence[int], *, title: str, caption: str
+) -> Figure:
+    """T*, the tokens per step at which bias reaches noise, of each group and variant; the bar ends at a cautious T*.
+
+    sizes: tokens per step of our runs, dashed; the paper's are dotted.
+    """
+    figure, (ax,) = panels(1, width=8.6, height=0.75 + 0.62 * len(groups), title=title)
+    for y, group in enumerate(groups):
+        for shift, (variant, (marker, color)) in enumerate(VARIANT_STYLES.items()):
+            row, place = noise_of(rows, group, variant), y + 0.15 * (shift - 2)
+            low, middle = row["tokens_at_bias_low"], row["tokens_at_bias"]
+            label = None if y else variant
+            if middle:
+                ax.plot([low, middle], [place, place], color=color, linewidth=1)
+                ax.plot(middle, place, marker, color=color, markersize=5, label=label)
+            elif low:
+                ax.plot(low, place, ">", color=color, markersize=5, mfc="none", label=label)
+    for size, line in [(size, "--") for size in sizes] + [(size, ":") for size in PAPER_SIZES]:
+        ax.axvline(size, color=BLACK, linewidth=0.8, linestyle=line)
+    ax.set(xscale="log", xlabel="T*: tokens per step at which bias = noise")
+    ax.set_yticks(range(len(groups)), groups, fontsize=8)
+    ax.invert_yaxis()
+    figure.legend(*ax.get_legend_handles_labels(), fontsize=8, loc="outside right center")
+    ours = ", ".join(f"{size:,}" for size in sizes)
+    lines = f"dashed: our runs' {ours} tokens per step; dotted: the paper's {_millions(PAPER_SIZES)}"
+    figure.supxlabel(f"{caption}\n{lines}", fontsize=8)
+    return figure
+
+
+def draw_balance(axes: Axes, rows: Sequence[Row], groups: Sequence[str], tokens_per_step: float) -> None:
+    """|bias| / noise of every group and variant at a number of tokens per step; above the line bias is the larger."""
+    for shift, (variant, (_, color)) in enumerate(VARIANT_STYLES.items()):
+        ratios = [bias_to_noise(noise_of(rows, group, variant), tokens_per_step) for group in groups]
+        axes.bar([x + 0.16 * (shift - 2) for x in range(len(groups))], ratios, width=0.15, color=color, label=variant)
+    axes.axhline(1, color=BLACK, linewidth=0.8)
+    axes.set(yscale="log", ylim=(1e-3, 100))
+    axes.set_xticks(range(len(groups)), [group.replace(", ", "\n") for group in groups], fontsize=8)
+    axes.set_title(f"{tokens_per_step:,.0f} tokens per step", fontsize=10)
+
+
+def balance_figure(rows: Sequence[Row], groups: Sequence[str], sizes: Sequence[float], *, title: str) -> Figure:
+    """`draw_balance` for several numbers of tokens per step."""
+    figure, axes = panels(len(sizes), width=3.4, height=3.4, sharey=True, title=title)
+    for ax, size in zip(axes, sizes, strict=True):
+        draw_balance(ax, rows, groups, size)
+    axes[0].set_ylabel("|bias| / noise")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right center")
+    return figure
+
+
+def last_errors(record: Record, tokens_per_step: int, qk_norm: bool) -> dict[str, dict[str, float]]:
+    """ "layer 0" -> tensor -> relative L2 error at the end of training; rows of `pretrain-grid --traces`."""
+    rows = record.select(tokens_per_step=tokens_per_step, qk_norm=qk_norm)
+    last = max(row["step"] for row in rows)
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["step"] == last:
+            found.setdefault(f"layer {row['layer']}", {})[row["tensor"]] = row["rel_l2"]
+    return found
+
+
+def layer_errors_figure(record: Record, tokens_per_step: int, *, title: str) -> Figure:
+    """Errors of every intermediate in every layer at the end of training; below, those of the paper's layer 11."""
+    figure, axes = panels(2, width=4.9, height=2.9, title=title)
+    for ax, qk_norm in zip(axes, (True, False), strict=True):
+        errors = last_errors(record, tokens_per_step, qk_norm)
+        ordered = {layer: {name: found[name] for name in PAPER_TABLE2} for layer, found in errors.items()}
+        error_heatmap(ax, ordered, title="with QK-norm" if qk_norm else "without QK-norm")
+        names = [f"{name}\n({rel_l2:.2f})" for name, (_, rel_l2) in PAPER_TABLE2.items()]
+        ax.set_xticks(range(len(names)), names, fontsize=8)
+    below = "in brackets: the paper's layer 11, with QK-norm"
+    figure.supxlabel(f"{below}\n{record.caption}; {tokens_per_step:,} tokens per step", fontsize=8)
+    return figure
+
+
+def layer_training_figure(record: Record, tokens_per_step: int, *, title: str) -> Figure:
+    """Over training: errors of dS and dQ in every layer with and without QK-norm, and RMS of P, dP and dS."""
+    figure, axes = panels(3, width=3.5, height=3.2, title=title)
+    norms = {True: "with QK-norm", False: "without QK-norm"}
+    layers = sorted({row["layer"] for row in record.rows})
+    for ax, (qk_norm, name) in zip(axes, norms.items(), strict=False):
+        for layer, color in zip(layers, COLORS, strict=False):
+            for tensor, line in (("dQ", "-"), ("dS", "--")):
+                rows = record.select(tokens_per_step=tokens_per_step, qk_norm=qk_norm, layer=layer, tensor=tensor)
+                ax.plot(*_over_training(rows, "rel_l2"), line, color=color, label=f"{tensor}, layer {layer}")
+        ax.set(ylim=(0, 0.13), ylabel="relative L2 error")
+        ax.set_title(name, fontsize=10)
+    axes[0].legend(fontsize=7, ncols=2, loc="upper left")
+    for tensor, color in (("P", BLUE), ("dP", ORANGE), ("dS", RED)):
+        for qk_norm, line in zip(norms, ("-", "--"), strict=True):
+            for layer in layers:
+                rows = record.select(tokens_per_step=tokens_per_step, qk_norm=qk_norm, layer=layer, tensor=tensor)
+                label = f"{tensor}, {norms[qk_norm]}" if layer == layers[0] else None
+                axes[2].plot(*_over_training(rows, "rms"), line, color=color, linewidth=1, label=label)
+    axes[2].set(ylabel="RMS", yscale="log", ylim=(1e-7, 10))
+    axes[2].set_title("sizes, a line per layer", fontsize=10)
+    axes[2].legend(fontsize=7, ncols=2, loc="upper center")
+    for ax in axes:
+        ax.set_xlabel("tokens, millions")
+    figure.supxlabel(f"{record.caption}; {tokens_per_step:,} tokens per step", fontsize=8)
+    return figure
+
+
+def _over_training(rows: Iterable[Row], column: str) -> tuple[list[float], list[float]]:
+    """Millions of tokens trained on, and the column's value there."""
+    points = [(row["step"] * row["tokens_per_step"] / 1e6, row[column]) for row in rows]
+    return tuple(map(list, zip(*points, strict=True)))

@@ -16,7 +16,7 @@ from sage_ref.models.video_dit import VideoDiTConfig
 from sage_ref.recorded import RECORDED, read_record
 from sage_ref.training import capture_video
 from sage_ref.training import video as video_module
-from sage_ref.training.capture import Capture, ResumableTraining, TrainingSettings, read_capture, train, write_capture
+from sage_ref.training.capture import Capture, read_capture, write_capture
 from sage_ref.training.capture_video import (
     TENSORS,
     VideoTraining,
@@ -26,6 +26,7 @@ from sage_ref.training.capture_video import (
     training_batch,
     video_attention_tensors,
 )
+from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings, train
 from sage_ref.training.video import videos
 
 CONFIG = VideoDiTConfig(frames=2, size=16, cube=(2, 4, 4), layers=2, width=32, heads=2)
@@ -191,7 +192,7 @@ def test_training_learns(uninterrupted):
     assert last["validation_loss"] < 0.7 * first["validation_loss"]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, monkeypatch):
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, monkeypatch, capsys):
     advance = ResumableTraining.advance
 
     def stop_at_17(training):
@@ -203,7 +204,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "run.pt")
     monkeypatch.undo()
+    capsys.readouterr()
     resumed = trained(tmp_path / "run.pt")
+    assert "goes on from step 10 in " in capsys.readouterr().out
     assert resumed.losses == uninterrupted.losses
     for name, tensor in uninterrupted.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
@@ -215,8 +218,31 @@ def test_the_batch_of_a_step_follows_from_seed_and_step():
         training = VideoTraining(CONFIG, replace(SETTINGS, seed=seed))
         for step in (0, 1):
             training.step = step
-            losses[seed, step] = training.step_loss().item()
+            losses[seed, step] = training.accumulate_gradients().item()
     assert len(set(losses.values())) == 4
+
+
+def test_the_gradients_of_a_step_are_those_of_its_loss():
+    training = VideoTraining(CONFIG, SETTINGS)
+    loss = training.accumulate_gradients()
+    assert not loss.requires_grad
+    found = {name: p.grad.clone() for name, p in training.model.named_parameters()}
+    training.model.zero_grad()
+    batch = training_batch(CONFIG, SETTINGS.batch_size, seed=(capture_video.TRAINING, SETTINGS.seed, 0))
+    expected = flow_matching_loss(training.model, *batch).mean()
+    expected.backward()
+    assert loss == expected
+    for name, p in training.model.named_parameters():
+        assert torch.equal(found[name], p.grad), name
+
+
+def test_gradients_that_are_not_finite_stop_the_run():
+    training = VideoTraining(CONFIG, SETTINGS)
+    with torch.no_grad():
+        next(p for p in training.model.parameters() if p.dim() > 1).fill_(float("nan"))
+    with pytest.raises(Diverged, match="the gradient of step 0 is not finite"):
+        training.advance()
+    assert training.step == 0
 
 
 def test_no_video_is_used_for_two_purposes(monkeypatch):

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
-from sage_ref.training.corpus import Corpus, read_corpus, stdlib_corpus
-
-
-@pytest.fixture(scope="module")
-def stdlib():
-    return stdlib_corpus()
+from sage_ref.training import corpus as corpus_module
+from sage_ref.training.corpus import Corpus, byte_pairs, python_corpus, read_corpus, write_tokens
 
 
 def text_of(corpus):
@@ -25,21 +22,61 @@ def numbered(count):
     return Corpus("numbers", torch.arange(count).to(torch.uint16), count)
 
 
-def test_the_default_is_the_standard_library(stdlib):
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """installed(stdlib=..., packages=...): Python finds its standard library and its packages in these folders."""
+
+    def set_paths(stdlib, packages):
+        paths = {"stdlib": stdlib, "purelib": packages, "platlib": packages}
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(paths[name]))
+
+    return set_paths
+
+
+def written(root, *names):
+    """Files below `root`, each of which says its name."""
+    for name in names:
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        (root / name).write_text(f"{name};")
+    return root
+
+
+def test_the_default_is_python_the_standard_library_included(tmp_path, installed):
     root = Path(sysconfig.get_path("stdlib"))
-    assert (stdlib.vocab_size, stdlib.tokens.dtype) == (256, torch.uint8)
-    assert len(stdlib.tokens) > 5_000_000
+    installed(root, written(tmp_path, "module.py"))
+    corpus = read_corpus()
+    assert (corpus.vocab_size, corpus.tokens.dtype) == (256, torch.uint8)
+    assert len(corpus.tokens) > 5_000_000
+    text = text_of(corpus)
     for name in ("argparse.py", "json/decoder.py"):
-        assert (root / name).read_bytes() in text_of(stdlib)
-    assert text_of(stdlib).startswith((root / "__future__.py").read_bytes())
-    assert stdlib.sha256 == read_corpus().sha256
-
-
-def test_the_standard_library_leaves_out_packages_tests_and_what_names_the_build_machine(stdlib):
-    root = Path(sysconfig.get_path("stdlib"))
-    assert Path(torch.__file__).read_bytes() not in text_of(stdlib)
+        assert (root / name).read_bytes() in text
+    assert b"module.py;" in text
+    assert Path(torch.__file__).read_bytes() not in text
     for excluded in (*root.glob("test/test_json/__init__.py"), *root.glob("_sysconfigdata*.py")):
-        assert excluded.read_bytes() not in text_of(stdlib)
+        assert excluded.read_bytes() not in text
+
+
+def test_python_is_in_the_order_of_its_files_hashes_without_tests_and_the_build_machine(tmp_path, installed):
+    kept = ["ast.py", "json/decoder.py", "zipfile.py"]
+    left_out = [
+        "test/a.py",
+        "json/tests/b.py",
+        "site-packages/c.py",
+        "dist-packages/d.py",
+        "_sysconfigdata_x.py",
+        "e.c",
+    ]
+    stdlib = written(tmp_path / "stdlib", *kept, *left_out)
+    of_packages = ["tool/__init__.py", "tool/deep/er.py", "testing.py"]
+    packages = written(tmp_path / "stdlib" / "site-packages", *of_packages, "tool/tests/g.py", "tool/test/h.py")
+    installed(stdlib, packages)
+    expected = sorted(kept + of_packages, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    assert expected not in (sorted(kept + of_packages), kept + of_packages)
+    # "c.py" lies where packages are: left out of the standard library, and found as a package.
+    expected = sorted([*expected, "c.py"], key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    assert text_of(python_corpus()).decode() == "".join(f"{name};" for name in expected).replace(
+        "c.py;", "site-packages/c.py;"
+    )
 
 
 def test_a_text_file_is_its_bytes(tmp_path):
@@ -119,3 +156,85 @@ def test_nothing_to_read_is_an_error(tmp_path, files, path, error, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
         read_corpus(tmp_path / path)
+
+
+def test_written_tokens_are_read_back(tmp_path):
+    tokens = np.array([0, 300, 65535, 1])
+    write_tokens(tokens, tmp_path / "new" / "tokens.bin")
+    corpus = read_corpus(tmp_path / "new" / "tokens.bin")
+    assert (corpus.tokens.dtype, corpus.tokens.tolist()) == (torch.uint16, tokens.tolist())
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["tokens.bin"]
+
+
+# Byte pairs
+
+SENTENCE = "to be or not to be, that is the question; whether 'tis nobler — größer — in the mind\n"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The tokenizers that were trained, one by one."""
+    found = []
+
+    class Recorded(tokenizers.ByteLevelBPETokenizer):
+        def train_from_iterator(self, *arguments, **options):
+            found.append(self)
+            return super().train_from_iterator(*arguments, **options)
+
+    monkeypatch.setattr(tokenizers, "ByteLevelBPETokenizer", Recorded)
+    return found
+
+
+def text_corpus(text, name="text"):
+    return Corpus(name, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), 256)
+
+
+def test_byte_pairs_give_the_text_back(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(corpus_module, "DOCUMENT", len(SENTENCE.encode()) * 4)
+    pairs = byte_pairs(text_corpus(SENTENCE * 21), 300, tmp_path)
+    (tokenizer,) = trained
+    assert tokenizer.decode(pairs.tokens.tolist()) == SENTENCE * 21
+    assert (pairs.name, pairs.vocab_size, pairs.tokens.dtype) == ("text, 300 byte pairs", 300, torch.uint16)
+    assert pairs.tokens.long().max() >= 256
+    assert len(pairs.tokens) < 0.6 * len(SENTENCE.encode()) * 21
+
+
+def test_byte_pairs_are_learned_from_a_sample_of_the_whole_text(tmp_path, trained, monkeypatch):
+    """Ten documents, three of which may be looked at: the sample reaches the end of the text."""
+    monkeypatch.setattr(corpus_module, "DOCUMENT", 1000)
+    monkeypatch.setattr(corpus_module, "SAMPLE", 3)
+    pairs = byte_pairs(text_corpus("a" * 8000 + "xyz " * 500), 300, tmp_path)
+    assert any("xyz" in token for token in trained[0].get_vocab())
+    assert len(pairs.tokens) < 2000
+
+
+def test_byte_pairs_are_made_once_for_each_text_and_vocabulary(tmp_path, trained):
+    text = text_corpus(SENTENCE * 20)
+    first = byte_pairs(text, 300, tmp_path)
+    again = byte_pairs(text_corpus(SENTENCE * 20, "same text"), 300, tmp_path)
+    assert len(trained) == 1
+    assert torch.equal(again.tokens.long(), first.tokens.long())
+    assert again.name == "same text, 300 byte pairs"
+    byte_pairs(text, 290, tmp_path)
+    byte_pairs(text_corpus(SENTENCE * 19), 300, tmp_path)
+    assert len(trained) == 3
+    names = {file.name for file in tmp_path.iterdir()}
+    assert f"corpus_{text.sha256[:16]}_300.bin" in names
+    assert len(names) == 3
+    assert read_corpus(tmp_path / f"corpus_{text.sha256[:16]}_300.bin").sha256 == first.sha256
+
+
+def test_a_vocabulary_is_as_large_as_asked_even_where_its_last_token_is_never_used(tmp_path, trained):
+    assert byte_pairs(text_corpus("ab" * 50), 1000, tmp_path).vocab_size == 1000
+
+
+@pytest.mark.parametrize("vocabulary", [1, 256, 2**16 + 1])
+def test_impossible_vocabularies_are_refused(tmp_path, vocabulary):
+    message = f"vocabulary: expected more than 256 and at most 65536 tokens, got {vocabulary}"
+    with pytest.raises(ValueError, match=message):
+        byte_pairs(text_corpus(SENTENCE), vocabulary, tmp_path)
+
+
+def test_tokens_have_no_byte_pairs(tmp_path):
+    with pytest.raises(ValueError, match="corpus: expected bytes, got the torch.uint16 tokens of numbers"):
+        byte_pairs(numbered(20), 300, tmp_path)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sage_ref.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
+from sage_ref.sagebwd import SageBwdSettings
 
 SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
 
@@ -141,6 +142,47 @@ def test_smoothing_reaches_sagebwd():
     assert len({x.sum().item() for x in outputs}) == 3
 
 
+def query_gradient(model):
+    """Of the first layer's query projection."""
+    loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten())
+    return torch.autograd.grad(loss, model.blocks[0].attention.query.weight)[0]
+
+
+def test_scales_of_the_reference_are_those_asked_for():
+    """Without a word about scales: one per tile of P and dS, the reference's own."""
+    gradients = {
+        granularity: query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
+        for granularity in (None, "block", "row")
+    }
+    assert torch.equal(gradients[None], gradients["block"])
+    assert not torch.equal(gradients["row"], gradients["block"])
+
+
+def test_stochastic_rounding_draws_from_torchs_generator():
+    """The gradient is a function of its state, and differs from draw to draw; nearest rounding draws nothing."""
+    gradients = {}
+    for rounding in ("nearest", "stochastic"):
+        model = llama(attention="sagebwd", backend="reference", ds_rounding=rounding)
+        for seed in (1, 2, 1):
+            torch.manual_seed(seed)
+            gradients.setdefault(rounding, []).append(query_gradient(model))
+    first, second, again = gradients["stochastic"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert torch.equal(gradients["nearest"][0], gradients["nearest"][1])
+
+
+def test_reference_settings_are_the_configurations():
+    config = LlamaConfig(
+        **SMALL, backend="reference", smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
+    )
+    expected = SageBwdSettings(
+        is_causal=True, smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
+    )
+    assert config.reference_settings == expected
+    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True, granularity="block")
+
+
 def test_attention_compiles_to_one_graph():
     model = llama(qk_norm=True, dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -168,6 +210,10 @@ def test_autocast_normalises_and_rotates_in_float32():
         ({"kv_heads": 3}, "kv_heads: expected a number that divides heads=4, got 3"),
         ({"layers": 0}, "layers: expected at least 1, got 0"),
         ({"attention": "flash"}, "attention: expected one of .*'exact', 'sagebwd'.*, got 'flash'"),
+        ({"granularity": "row"}, "backend: expected 'reference', which alone takes granularity=row .*, got 'auto'"),
+        ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
+        ({"granularity": "column", "backend": "reference"}, "granularity: "),
+        ({"ds_rounding": "up", "backend": "reference"}, "ds_rounding: "),
     ],
 )
 def test_impossible_configurations_are_refused(changes, message):

@@ -73,7 +73,17 @@ for model in (sage_ref.SLA(8, 2), sage_ref.SLA2(8, 2, backend="reference"), sage
     model(q, k, v).sum().backward()
 print(q.grad.isfinite().all().item())
 """
-    others = ("triton", "sage_kernels", "numpy", "matplotlib", "tqdm", "safetensors", "hypothesis", "pytest")
+    others = (
+        "triton",
+        "sage_kernels",
+        "numpy",
+        "matplotlib",
+        "tqdm",
+        "safetensors",
+        "tokenizers",
+        "hypothesis",
+        "pytest",
+    )
     assert python(BLOCK + program, *others).split() == ["True"]
 
 
@@ -221,6 +231,12 @@ def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
         (["table1", "--blocks", "64x0"], "argument --blocks: expected at least 1, got 0"),
         (["table1", "--seeds", "0"], "argument --seeds: expected at least 1, got 0"),
         (["table1", "--granularity", "tile"], "argument --granularity: invalid choice: 'tile'"),
+        (["train-router", "--k", "0"], "argument --k: expected a number above 0 and up to 100, got 0"),
+        (["pretrain", "--snapshots", "0"], "argument --snapshots: expected at least 1, got 0"),
+        (["pretrain", "--attention", "flash"], "argument --attention: invalid choice: 'flash'"),
+        (["noise"], "the following arguments are required: CHECKPOINT"),
+        (["noise", "run.pt", "--variants", "int4"], "argument --variants: invalid choice: 'int4'"),
+        (["capture", "run.pt"], "the following arguments are required: --layers"),
         (["table9"], "invalid choice: 'table9'"),
         ([], "the following arguments are required: command"),
     ],

@@ -278,7 +278,8 @@ def add_pretrain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reports", type=positive, default=20, help="validation losses and checkpoints of a run")
     parser.add_argument("--snapshots", type=positive, nargs="+", default=(), metavar="STEP", help="checkpoints to keep")
     parser.add_argument("--trace", action="store_true", help="measure every layer's INT8 error at every report")
-    parser.add_argument("--autocast", action="store_true", help="matmuls in bfloat16")
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=on_gpu, help="bfloat16 matmuls")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument(
         "--fsdp", action="store_true", help="under torchrun, share out weights (FSDP) instead of copying"

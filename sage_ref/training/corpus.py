@@ -83,16 +83,6 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
     return _text_corpus(path.resolve().name, sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
-def stdlib_corpus() -> Corpus:
-    """The .py files of the running interpreter's standard library, sorted by path.
-
-    They differ between versions of Python, and where a distribution patches or splits it: compare `sha256`.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    name = f"standard library of Python {platform.python_version()}"
-    return _text_corpus(name, sorted(_sources(root), key=lambda file: file.relative_to(root).as_posix()))
-
-
 def python_corpus() -> Corpus:
     """The .py files of the standard library and of every installed package, without their tests.
 

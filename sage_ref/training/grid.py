@@ -190,9 +190,16 @@ class Grid:
         named |= {"device": "cpu" if device is None else "cuda"}
         named |= {"checkpoint": result.with_suffix(".pt"), "json": result}
         steps = plan.tokens // cell.tokens_per_step
-        command = [sys.executable, "-m", "sage_ref", "pretrain", *cell.arguments, *["--autocast"] * plan.autocast]
+        command = [
+            sys.executable,
+            "-m",
+            "sage_ref",
+            "pretrain",
+            *cell.arguments,
+            "--autocast" if plan.autocast else "--no-autocast",
+        ]
         command += [text for name, value in named.items() for text in (f"--{name}", str(value))]
-        command += ["--snapshots", *(str(round(share * steps)) for share in plan.snapshots)]
+        command += ["--snapshots", *(str(max(1, round(share * steps))) for share in plan.snapshots)]
         environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
         output = result.with_suffix(".log")
         with output.open("a") as log:

@@ -27,7 +27,14 @@ from sage_ref.recorded import Row, replaced
 from sage_ref.training.capture import next_token_loss
 from sage_ref.training.corpus import Corpus
 
-SAGEBWD = {"attention": "sagebwd", "backend": "reference"}
+# All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
+SAGEBWD = {
+    "attention": "sagebwd",
+    "backend": "reference",
+    "smooth_k": True,
+    "smooth_q": False,
+    "ds_rounding": "nearest",
+}
 # What computes the second gradient of a pair: changes to the model's configuration. "bf16" is no SageBwd at all but
 # what everybody trains with: exact attention, all matmuls in bfloat16.
 VARIANTS = {

@@ -104,7 +104,7 @@ class Pretraining(ResumableTraining):
         if settings.batch_size % (processes.count * settings.micro_batch_size):
             passes = f"passes of {settings.micro_batch_size} sequences in each of {processes.count} processes"
             raise ValueError(f"batch_size: expected a multiple of {passes}, got {settings.batch_size}")
-        if (fsdp or trace) and (processes.count > 1) != fsdp:
+        if (fsdp and processes.count == 1) or (trace and processes.count > 1):
             raise ValueError(
                 f"fsdp, trace: expected fsdp with several processes, trace with one, got {processes.count}"
             )
@@ -174,9 +174,12 @@ class Pretraining(ResumableTraining):
     def report(self, train_losses: Sequence[float]) -> Row:
         """The base's row, and the errors of every layer's attention if asked for.
 
-        Raises `Diverged` if the training loss since the last report is above that of guessing, ln(vocabulary).
+        Raises `Diverged` if the validation loss is not finite, or if the training loss since the last report is above
+        that of guessing, ln(vocabulary).
         """
         row = super().report(train_losses)
+        if not math.isfinite(row["validation_loss"]):
+            raise Diverged(f"the validation loss after step {self.step} is not finite")
         if self.trace:
             self.traces += [{"step": self.step} | error for error in self.attention_errors()]
         guessing = math.log(self.config.vocab_size)
@@ -214,19 +217,24 @@ class Pretraining(ResumableTraining):
 
 
 class Log:
-    """JSON lines on disk, flushed one by one. A resumed run takes back those after its checkpoint."""
+    """JSON lines on disk, each there as soon as it is written. A resumed run takes back those after its checkpoint.
 
-    def __init__(self, path: Path, last_step: int):
+    last_step, diverged: of the checkpoint.
+    """
+
+    def __init__(self, path: Path, last_step: int, diverged: str | None):
+        self.path = path
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         # A kill may have left half a line, and it is the last one: its step was after the checkpoint.
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+        rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        # A step that diverges has the number of the one before it, which the checkpoint may be of.
+        kept = [line for line, row in rows if row["step"] <= last_step and row.get("diverged") in (None, diverged)]
         with replaced(path) as temporary:
             temporary.write_text("".join(kept))
-        self.file = path.open("a")
 
     def write(self, row: Row) -> None:
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 class NoLog:
@@ -246,7 +254,7 @@ def pretrain(training: Pretraining, checkpoint: Path, log_path: Path, snapshots:
     is_new = not checkpoint.exists()
     if not is_new:
         training.load(checkpoint)
-    log = Log(log_path, -1 if is_new else training.step) if is_first else NoLog()
+    log = Log(log_path, -1 if is_new else training.step, training.diverged) if is_first else NoLog()
     if is_new:
         log.write(training.report([]))
     losses = []
@@ -264,10 +272,11 @@ def pretrain(training: Pretraining, checkpoint: Path, log_path: Path, snapshots:
             except Diverged as reason:
                 training.diverged, is_due = str(reason), True
                 log.write({"step": training.step, "diverged": training.diverged})
-            if is_due:
-                training.save(checkpoint)
+            # The snapshot first: a run killed between the two would not come back to it.
             if training.step in snapshots:
                 training.save(snapshot_path(checkpoint, training.step))
+            if is_due:
+                training.save(checkpoint)
 
 
 def step_row(training: Pretraining, loss: float) -> Row:

@@ -55,7 +55,7 @@ def _row(plan: SpeedPlan, corpus: Corpus, context: int, attention: str, group: P
     settings = PretrainSettings(
         steps=plan.warmup + plan.steps,
         batch_size=plan.tokens_per_device * group.count // context,
-        micro_batch_size=plan.tokens_per_pass // context,
+        micro_batch_size=min(plan.tokens_per_pass, plan.tokens_per_device) // context,
         autocast=group.device.type == "cuda",
     )
     training = Pretraining(corpus, config, settings, group, fsdp=fsdp)

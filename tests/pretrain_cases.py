@@ -1,0 +1,65 @@
+"""What the tests of pre-training share: a text with something to learn, and a model that trains in a second."""
+
+import json
+from dataclasses import replace
+
+import torch
+
+from sage_ref.models.llama import LlamaConfig
+from sage_ref.training.corpus import Corpus
+from sage_ref.training.pretrain import Pretraining, PretrainSettings, pretrain
+
+CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, kv_heads=2, qk_norm=True)
+STOCHASTIC = replace(CONFIG, attention="sagebwd", backend="reference", ds_rounding="stochastic")
+SETTINGS = PretrainSettings(
+    steps=12,
+    batch_size=4,
+    micro_batch_size=2,
+    learning_rate=2e-2,
+    warmup_steps=3,
+    report_every=4,
+    validation_sequences=8,
+)
+
+
+def sixteen_letters():
+    """Every letter follows from the one before it, except one time in eight."""
+    noise = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) < 1 / 8
+    letters = (5 * torch.arange(10_000) + noise.cumsum(0)) % 16
+    return Corpus("sixteen letters", letters.to(torch.uint8), 16)
+
+
+def pretrained(folder, config=CONFIG, settings=SETTINGS, *, snapshots=(), **options):
+    """A run in `folder`: run.pt and run.jsonl."""
+    training = Pretraining(sixteen_letters(), config, settings, **options)
+    pretrain(training, folder / "run.pt", folder / "run.jsonl", snapshots)
+    return training
+
+
+def log_rows(folder):
+    """What the log of a run says, except how long it took."""
+    rows = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def saved(checkpoint):
+    """What a checkpoint holds, except how long it took."""
+    state = torch.load(checkpoint, weights_only=True)
+    return {name: value for name, value in state.items() if name != "seconds"}
+
+
+def assert_same_bits(found, expected, place="checkpoint"):
+    """Two states, nested as they like: same names, same values, same bits of every tensor."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for name in expected:
+            assert_same_bits(found[name], expected[name], f"{place}, {name}")
+    elif isinstance(expected, list | tuple):  # AdamW's betas come back from a checkpoint as a list
+        assert len(found) == len(expected), place
+        for number, parts in enumerate(zip(found, expected, strict=True)):
+            assert_same_bits(*parts, f"{place}, {number}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, place
+        assert torch.equal(found, expected), place
+    else:
+        assert found == expected, place
