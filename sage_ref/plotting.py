@@ -787,6 +787,11 @@ def noise_of(rows: Iterable[Row], group: str, variant: str) -> Row:
     return row
 
 
+def bias_to_gradient(row: Row) -> float:
+    """|b| / |G|; zero where no bias was found, NaN where no gradient was."""
+    return math.sqrt(max(row["bias_square"], 0) / row["gradient_square"]) if row["gradient_square"] > 0 else math.nan
+
+
 def score_groups(rows: Iterable[Row]) -> list[str]:
     """The groups of parameters that make Q and K, layer by layer."""
     return [group for group in dict.fromkeys(row["group"] for row in rows) if group.endswith("query and key")]
@@ -798,7 +803,7 @@ def bias_to_noise(row: Row, tokens_per_step: float) -> float:
 
 
 def noise_figure(rows: Sequence[Row], groups: Sequence[str], *, title: str, caption: str) -> Figure:
-    """For each group of parameters: noise and bias against the tokens of a step, both in units of |G|.
+    """For each group of parameters: lengths of noise and bias against the tokens of a step; dashed: the gradient's.
 
     rows: of one checkpoint. A band is two standard errors of |b|^2 either way; crosses mark T*.
     """
@@ -807,21 +812,22 @@ def noise_figure(rows: Sequence[Row], groups: Sequence[str], *, title: str, capt
     for ax, group in zip(axes, groups, strict=True):
         for variant, (_, color) in VARIANT_STYLES.items():
             row = noise_of(rows, group, variant)
-            square = row["gradient_square"]
             low, middle, high = (
-                math.sqrt(max(row["bias_square"] + z * row["bias_square_error"], 0) / square) for z in (-2, 0, 2)
+                math.sqrt(max(row["bias_square"] + z * row["bias_square_error"], 0)) for z in (-2, 0, 2)
             )
             ax.axhspan(low, high, color=color, alpha=0.25, linewidth=0)
             ax.axhline(middle, color=color, label=f"bias: {variant}")
             if row["tokens_at_bias"]:
                 ax.plot(row["tokens_at_bias"], middle, "x", color=BLACK, zorder=3)
-        noise = [math.sqrt(row["noise_trace"] / tokens / square) for tokens in sizes]
+        noise = [math.sqrt(row["noise_trace"] / tokens) for tokens in sizes]
         ax.plot(sizes, noise, color=BLACK, label="noise")
+        if row["gradient_square"] > 0:
+            ax.axhline(math.sqrt(row["gradient_square"]), color=BLACK, linestyle="--", label="the gradient itself")
         for size in PAPER_SIZES:
             ax.axvline(size, color=BLACK, linewidth=0.8, linestyle=":")
-        ax.set(xscale="log", yscale="log", xlabel="tokens per step", ylim=(1e-3, 10))
+        ax.set(xscale="log", yscale="log", xlabel="tokens per step")
         ax.set_title(group, fontsize=10)
-    axes[0].set_ylabel("length / length of the gradient")
+    axes[0].set_ylabel("length, in the gradient's units")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside right center")
     figure.supxlabel(f"{caption}; dotted: the paper's {_millions(PAPER_SIZES)} tokens per step", fontsize=8)

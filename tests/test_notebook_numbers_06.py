@@ -319,6 +319,17 @@ class TestNoise:
         assert sum(map(len, checkpoints.values())) == len(noise.rows)
         assert all(len({(row["step"], row["qk_norm"]) for row in rows}) == 1 for rows in checkpoints.values())
 
+    def test_seeds_are_different_checkpoints(self, noise):
+        again = [row | {"seed": 99} for row in noise.rows]
+        both = plotting.noise_checkpoints(altered(noise, rows=noise.rows + again))
+        assert len(both) == 2 * len(plotting.noise_checkpoints(noise))
+
+    def test_bias_to_gradient(self, noise):
+        row = noise.rows[0] | {"gradient_square": 4.0, "bias_square": 0.01}
+        assert plotting.bias_to_gradient(row) == pytest.approx(0.05)
+        assert plotting.bias_to_gradient(row | {"bias_square": -0.01}) == 0
+        assert math.isnan(plotting.bias_to_gradient(row | {"gradient_square": -1.0}))
+
     def test_bias_to_noise_is_one_at_the_crossing(self, noise):
         row = noise_of(next(iter(plotting.noise_checkpoints(noise).values())), "whole", "per block, nearest")
         assert plotting.bias_to_noise(row, row["tokens_at_bias"]) == pytest.approx(1)
@@ -342,6 +353,10 @@ class TestNoise:
         for cross in crosses:
             star, bias = cross.get_xdata()[0], cross.get_ydata()[0]
             assert bias == pytest.approx(y[0] * math.sqrt(x[0] / star))
+        row = noise_of(rows, "whole", "bf16")
+        (gradient,) = [line for line in ax.lines if line.get_label() == "the gradient itself"]
+        scale = row["noise_scale"]  # where the noise is as long as the gradient
+        assert gradient.get_ydata()[0] == pytest.approx(y[0] * math.sqrt(x[0] / scale))
 
     def test_tokens_at_bias_figure_marks_every_variant(self, noise):
         rows = next(iter(plotting.noise_checkpoints(noise).values()))
@@ -355,7 +370,7 @@ class TestNoise:
     def test_figures_take_a_bias_that_was_not_found(self, noise):
         rows = copy.deepcopy(next(iter(plotting.noise_checkpoints(noise).values())))
         row = noise_of(rows, "whole", "bf16")
-        row |= {"bias_square": -1e-9, "tokens_at_bias": None, "tokens_at_bias_low": 5e8}
+        row |= {"bias_square": -1e-9, "tokens_at_bias": None, "tokens_at_bias_low": 5e8, "gradient_square": -1e-9}
         figure = plotting.tokens_at_bias_figure(rows, ["whole"], (SMALL, LARGE), title="", caption="")
         (arrow,) = [line for line in figure.axes[0].lines if line.get_marker() == ">"]
         assert arrow.get_xdata()[0] == 5e8
@@ -421,11 +436,11 @@ class TestLayers:
         assert found["layer 0"]["dQ"] == row["rel_l2"]
 
     def test_heat_map_writes_the_errors(self):
-        figure = plotting.layer_errors_figure(LAYERS, LARGE, title="")
+        figure = plotting.layer_errors_figure(altered(LAYERS, rows=LAYERS.rows[::-1]), LARGE, title="")
         for ax, norm in zip(figure.axes[:2], (True, False), strict=True):
             found = plotting.last_errors(LAYERS, LARGE, norm)
             written = [text.get_text() for text in ax.texts]
-            expected = [errors[name] for errors in found.values() for name in PAPER_TABLE2]
+            expected = [found[f"layer {layer}"][name] for layer in reversed(range(4)) for name in PAPER_TABLE2]
             assert written == [f"{error:.3f}" if error > 1e-9 else "" for error in expected]
         assert figure.axes[0].get_xticklabels()[3].get_text() == "dS\n(0.20)"
 

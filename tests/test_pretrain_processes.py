@@ -177,7 +177,7 @@ def runs(tmp_path_factory):
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.terminate()  # torchrun then ends what it started
     assert process.returncode == 0, errors
