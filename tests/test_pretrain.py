@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -375,6 +376,23 @@ def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, m
     assert log_rows(tmp_path) == log_rows(folder)
 
 
+def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monkeypatch):
+    """A run killed while it does so has lost none of the lines before its checkpoint."""
+    (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
+    (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
+
+    def half_written(path, text):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half_written)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path, STOCHASTIC)
+    pretrained(tmp_path, STOCHASTIC)
+    assert log_rows(tmp_path) == log_rows(folder)
+
+
 def test_a_run_without_its_checkpoint_starts_its_log_again(tmp_path, uninterrupted, folder):
     (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
     pretrained(tmp_path, STOCHASTIC)
@@ -434,6 +452,16 @@ def test_a_checkpoint_is_replaced_in_one_step(tmp_path, monkeypatch):
         training.save(checkpoint)
     assert checkpoint.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_weights(tmp_path, monkeypatch, fsdp):
+    training, gathered = Pretraining(sixteen_letters(), CONFIG, SETTINGS), []
+    training.processes, training.fsdp = Processes(1, 2), fsdp
+    monkeypatch.setattr(Pretraining, "state", lambda training: gathered.append(training) or {})
+    training.save(tmp_path / "run.pt")
+    assert not list(tmp_path.iterdir())
+    assert len(gathered) == fsdp
 
 
 # Divergence
