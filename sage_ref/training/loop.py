@@ -111,11 +111,19 @@ class ResumableTraining(ABC):
     def state(self) -> dict[str, Any]:
         """All that a checkpoint holds."""
         state = {"arguments": self.arguments, "step": self.step, "seconds": self.seconds, "losses": self.losses}
-        return state | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state | self.weights()
+
+    def weights(self) -> dict[str, Any]:
+        """The model's weights and the optimizer's averages."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The reverse of `state`."""
         self.step, self.seconds, self.losses = state["step"], state["seconds"], state["losses"]
+        self.restore_weights(state)
+
+    def restore_weights(self, state: dict[str, Any]) -> None:
+        """The reverse of `weights`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 

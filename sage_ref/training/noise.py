@@ -6,7 +6,7 @@ rest of that error, E v = 0 and E|v|^2 = tr(V) / T. More tokens per step average
 T* = tr(Sigma) / |b|^2 the bias is as large as the noise. The gradient noise scale is tr(Sigma) / |G|^2.
 
 Both gradients of a pair, exact and quantised, see the same batch, so their difference holds no batch noise. All of it
-is computed in float32: what differs is the attention alone.
+is computed in float32, so that what differs is the attention alone; only the variant "bf16" is not.
 """
 
 import itertools

@@ -154,9 +154,8 @@ class Pretraining(ResumableTraining):
         """Average the gradients over the processes in this backward pass, or leave it to a later one."""
         if self.fsdp:
             self.model.set_requires_gradient_sync(now)
-        with (
-            nullcontext() if now or not isinstance(self.parallel, DistributedDataParallel) else self.parallel.no_sync()
-        ):
+        is_copied = isinstance(self.parallel, DistributedDataParallel)
+        with self.parallel.no_sync() if is_copied and not now else nullcontext():
             yield
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -198,14 +197,18 @@ class Pretraining(ResumableTraining):
         return table2_rows(captured, self.config.reference_settings)
 
     def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
-        own = {"model": model, "optimizer": optimizer, "diverged": self.diverged, "traces": self.traces}
-        base = {"arguments": self.arguments, "step": self.step, "seconds": self.seconds, "losses": self.losses}
-        return base | own
+        return super().state() | {"diverged": self.diverged, "traces": self.traces}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.seconds, self.losses = state["step"], state["seconds"], state["losses"]
+        super().restore(state)
         self.diverged, self.traces = state["diverged"], state["traces"]
+
+    def weights(self) -> dict[str, Any]:
+        """Whole, also where every process keeps a part: a checkpoint fits any number of processes."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        return {"model": model, "optimizer": optimizer}
+
+    def restore_weights(self, state: dict[str, Any]) -> None:
         weights = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **weights, options=WHOLE)
 
@@ -241,7 +244,7 @@ class NoLog:
     """For all processes but the first."""
 
     def write(self, row: Row) -> None:
-        pass
+        """The first process writes the same row."""
 
 
 def pretrain(training: Pretraining, checkpoint: Path, log_path: Path, snapshots: Sequence[int] = ()) -> None:
