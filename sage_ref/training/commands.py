@@ -137,7 +137,8 @@ def capture(options: argparse.Namespace) -> None:
     if arguments["corpus_sha256"] != corpus.sha256:
         raise SystemExit(f"corpus: expected that of {options.checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
     _, validation = corpus.split(VALIDATION_SHARE)
-    batch = [x.to(options.device) for x in validation.batch(1, model.config.context, seed=0, step=0)]
+    context = options.context or model.config.context
+    batch = [x.to(options.device) for x in validation.batch(1, context, seed=0, step=0)]
     device_type = torch.device(options.device).type
     with torch.autocast(device_type, torch.bfloat16, enabled=arguments["autocast"]):
         loss, layers = attention_tensors(model, *batch, sorted(set(options.layers)))
@@ -329,6 +330,7 @@ def add_capture_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_options(parser)
     parser.add_argument("--layers", type=int, nargs="+", required=True, metavar="LAYER")
     parser.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="default: all")
+    parser.add_argument("--context", type=positive, help="tokens of the sequence; default: as many as the model takes")
     parser.add_argument("--out", type=Path, default=Path("runs/capture.safetensors"), metavar="FILE")
     add_device_option(parser)
 
