@@ -142,9 +142,9 @@ class Grader:
         hint: str,
         points: float = 1,
     ) -> None:
-        """A mark for speed, only with CUDA: at most `slower` times the time of `reference` on the same inputs.
+        """A mark for speed, only with CUDA and if all tests before it pass.
 
-        The grader's clock measures one request for many calls in the submission's process, transfers and all, against
+        At most `slower` times the time of `reference` on the same inputs. The grader's clock measures one request for many calls in the submission's process, transfers and all, against
         as many calls of `reference` (with CUDA tensors) in its own, so many that they take SPEED_SECONDS. A submission
         could skip calls, since the loop runs beside it: give few points.
         """
@@ -363,6 +363,8 @@ def _run(grader, test, student, seeds, failed_before, errors):
         return TestResult(test.name, test.points, "skipped", None, "needs a GPU")
     if grader.triton and importlib.util.find_spec("triton") is None:
         return TestResult(test.name, test.points, "skipped", None, "needs Triton: Linux, or WSL on Windows")
+    if test.needs_gpu and failed_before:  # to be fast at something else is no merit
+        return TestResult(test.name, test.points, "failed", None, NOT_JUDGED)
     for seed in seeds:
         visible = seed == VISIBLE_SEED
         where = "" if visible else " (on hidden inputs)"

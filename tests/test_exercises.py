@@ -1,5 +1,6 @@
 """The exercises are sound, and their framework keeps its promises: stubs, grading, Gradescope's files."""
 
+import dataclasses
 import doctest
 import json
 import os
@@ -515,6 +516,10 @@ def test_speed_test(sandbox, monkeypatch):
     assert grade(grader(10**6), "def f(x): return x", sandbox).score == 7
     slow = "import time\ndef f(x):\n    time.sleep(0.001)\n    return x"
     assert grade(grader(3), slow, sandbox).tests[1].feedback.startswith("THE HINT")
+    wrong = grader(10**6)
+    wrong.tests[0] = dataclasses.replace(wrong.tests[0], function=lambda student, draw: expect(False, "hint"))
+    result = grade(wrong, "def f(x): return x", sandbox)
+    assert (result.score, result.tests[1].feedback) == (0, grading.NOT_JUDGED)
 
 
 def test_values_survive_the_wire():
