@@ -144,9 +144,10 @@ class Grader:
     ) -> None:
         """A mark for speed, only with CUDA and if all tests before it pass.
 
-        At most `slower` times the time of `reference` on the same inputs. The grader's clock measures one request for many calls in the submission's process, transfers and all, against
-        as many calls of `reference` (with CUDA tensors) in its own, so many that they take SPEED_SECONDS. A submission
-        could skip calls, since the loop runs beside it: give few points.
+        At most `slower` times the time of `reference` on the same inputs. The grader's clock measures one request for
+        many calls in the submission's process, transfers and all, against as many calls of `reference` (with CUDA
+        tensors) in its own, so many that they take SPEED_SECONDS. A submission could skip calls, since the loop runs
+        beside it: give few points.
         """
 
         def run(student, draw):
