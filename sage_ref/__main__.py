@@ -13,6 +13,8 @@ from sage_ref.ops import triton_obstacle
 from sage_ref.recorded import RECORDED, Record, markdown_table, provenance, read_record, replaced, write_record
 from sage_ref.training import commands as training
 
+MEASURES = {"cosine": ".4f", "rel_l2": ".4f", "rms": ".1e"}
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sage_ref", description=__doc__)
@@ -71,13 +73,24 @@ def table2(options: argparse.Namespace) -> None:
     from sage_ref.sagebwd import SageBwdSettings
     from sage_ref.training.capture import read_capture
 
-    capture = read_capture(options.capture)
     settings = SageBwdSettings(is_causal=True, granularity=options.granularity)
-    rows = tables.table2_rows(capture.layers, settings)
-    header = ("layer", "tensor", "cosine", "relative L2", "RMS", "bound on RMS", "paper: cosine", "relative L2")
-    print(markdown_table(header, [["" if x is None else x for x in row.values()] for row in rows]))
+    header, columns, rows, facts = ["tensor"], [list(tables.PAPER_TABLE2)], [], []
+    for path in options.capture:
+        capture = read_capture(path)
+        if "run" not in capture.provenance:
+            raise SystemExit(f"capture: expected a file of `python -m sage_ref capture`, got {path}")
+        model = {"capture": path.stem, "qk_norm": capture.provenance["run"]["qk_norm"]}
+        found = [model | row for row in tables.table2_rows(capture.layers, settings)]
+        worst = tables.most_error_prone(found)
+        header += [f"{path.stem}, layer {worst[0]['layer']}: cosine", "relative L2", "RMS"]
+        columns += [[f"{row[name]:{digits}}" for row in worst] for name, digits in MEASURES.items()]
+        rows, facts = rows + found, [*facts, {"file": path.name} | capture.provenance]
+    header += ["paper: cosine", "relative L2"]
+    columns += [[f"{x:.4f}" for x in column] for column in zip(*tables.PAPER_TABLE2.values(), strict=True)]
+    print("Of each capture the layer with the largest error of dQ; --json writes all layers.\n")
+    print(markdown_table(header, list(zip(*columns, strict=True))))
     if options.json:
-        write_record(options.json, rows, command=options.command, capture=capture.provenance)
+        write_record(options.json, rows, command=options.command, captures=facts)
 
 
 def readme(options: argparse.Namespace) -> None:
@@ -106,7 +119,10 @@ def add_table1_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_table2_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--capture", type=Path, default=RECORDED / "capture_cpu.safetensors")
+    from sage_ref.tables import CAPTURES
+
+    recorded = [RECORDED / f"{name}.safetensors" for name in CAPTURES.values()]
+    parser.add_argument("--capture", type=Path, nargs="+", default=recorded, metavar="FILE", help="of `capture`")
     parser.add_argument("--granularity", default="block", choices=("block", "row"))
 
 

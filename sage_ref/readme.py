@@ -3,20 +3,26 @@
 `python -m sage_ref readme` rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from sage_ref import tables
-from sage_ref.recorded import REPOSITORY, Record, Row, markdown_table, read_record
+from sage_ref.recorded import RECORDED, REPOSITORY, Record, Row, markdown_table, read_record
+from sage_ref.training.claims import claims, hypothesis
+from sage_ref.training.speed import speed_table
+from sage_ref.training.statistics import PAPER_LOSSES, loss_summary, pretrain_runs
 
-BENCH, TABLE1, TABLE2 = "bench_h200", "table1_sweep", "table2_cpu"
+BENCH, TABLE1, TABLE2 = "bench_h200", "table1_sweep", "table2_captures"
+PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
 SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"
 SLA2_SHAPE, SLA2_SPARSITY, SLA2_INT8_LEVEL = {"n_q": 32760}, 0.97, 3  # the paper's 1.3B video model at 480p
 OVERVIEW = REPOSITORY / "notebooks" / "figures" / "overview.png"
 HEAD_DIMS, CAUSAL = (128, 64), (False, True)
 README_N = 8192
+MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
 
 
 def courses() -> str:
@@ -45,16 +51,53 @@ def table1() -> str:
 
 
 def table2() -> str:
-    """The paper's Table 2 beside ours on the most error-prone layer of the committed capture."""
+    """The paper's Table 2 beside ours on the most error-prone layer of both committed captures."""
     record = read_record(TABLE2)
-    layer = max({row["layer"] for row in record.rows}, key=lambda n: record.select(layer=n, tensor="dQ")[0]["rel_l2"])
-    rows = record.select(layer=layer)
-    lines = [
-        ("here", *(f"{row['rel_l2']:.4f}" for row in rows)),
-        ("paper", *(f"{row['paper_rel_l2']:.4f}" for row in rows)),
-    ]
-    header = ("relative L2", *(row["tensor"] for row in rows))
-    return f"{markdown_table(header, lines)}\n\nLayer {layer} of the capture, its most error-prone."
+    lines = []
+    for qk_norm in (True, False):
+        rows = tables.most_error_prone(record.select(qk_norm=qk_norm))
+        name = f"{'with' if qk_norm else 'without'} QK-norm, layer {rows[0]['layer']}"
+        lines.append((name, *(f"{row['cosine']:.4f} / {row['rel_l2']:.4f}" for row in rows)))
+    printed = (f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in tables.PAPER_TABLE2.values())
+    lines.append(("paper, with QK-norm, layer 11", *printed))
+    captures = record.provenance["captures"]
+    step = "step {step:,} of {steps:,}"
+    after = [step.format(**run) + (" with" if run["qk_norm"] else " without") for run in (c["run"] for c in captures)]
+    kept, captured = (captures[0]["layers_kept"][name] for name in ("kept", "captured"))
+    layers = f"one head; layers {', '.join(map(str, kept))} of {len(captured)}, where errors are largest"
+    table = markdown_table(("cosine / relative L2", *tables.PAPER_TABLE2), lines)
+    return f"{table}\n\nOurs: {layers}; after {' and '.join(after)} QK-norm."
+
+
+def pretraining() -> str:
+    """Final losses of the pre-training runs beside the paper's, and what all runs say about its claims."""
+    runs = read_record(PRETRAIN)
+    sizes = runs.provenance["plan"]["tokens_per_step"]
+    lines = []
+    for qk_norm, (kind, name) in itertools.product((True, False), MAIN_KINDS.items()):
+        cells = [loss_summary(pretrain_runs(runs, kind, size, qk_norm)) for size in sizes]
+        lines.append((f"{name}, {'QK-norm' if qk_norm else 'no QK-norm'}", *cells))
+    for attention, name in (("exact", "exact"), ("sagebwd", "SageBwd")):
+        cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
+        lines.append((f"the paper's {name}, QK-norm", *cells))
+    losses = markdown_table(("final validation loss", *(f"{size:,} tokens per step" for size in sizes)), lines)
+    verdicts = markdown_table(("the paper says", "our runs", "verdict"), claims(runs, read_record(LAYERS)))
+    bias = hypothesis(runs, read_record(NOISE))
+    model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
+    data = f"{runs.provenance['plan']['tokens'] / 1e6:.0f}M bytes of Python sources"
+    return f"{losses}\n\nMean, range and seeds; {model}, {data} per run; {runs.caption}.\n\n{verdicts}\n\n{bias}"
+
+
+def pretraining_speed() -> str:
+    """Time of a training step with exact attention and with SageBwd; nothing until it has been measured."""
+    if not (RECORDED / f"{PRETRAIN_SPEED}.json").exists():
+        return ""
+    record = read_record(PRETRAIN_SPEED)
+    header = ("N", "GPUs", "parallel", "attention", "ms per step", "tokens/s", "against exact")
+    model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
+    described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
+    title = "A training step of a larger model, with the kernels of SageBwd and with FlashAttention-2:"
+    return f"{title}\n\n{markdown_table(header, speed_table(record.rows))}\n\n{described}"
 
 
 def speed() -> str:
@@ -229,7 +272,15 @@ def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) 
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"course": courses, "table1": table1, "table2": table2, "speed": speed, "sla2": sla2},
+    "README.md": {
+        "course": courses,
+        "table1": table1,
+        "table2": table2,
+        "speed": speed,
+        "sla2": sla2,
+        "pretraining": pretraining,
+        "pretraining_speed": pretraining_speed,
+    },
     "kernels/README.md": {
         "forward": lambda: ladder("fwd"),
         "backward": lambda: ladder("bwd"),

@@ -32,9 +32,15 @@ class Record(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Device, date and commit in one line, for a figure."""
-        device = self.provenance["gpu"] or self.provenance["cpu"]
-        return f"measured on {device}, {self.provenance['date'][:10]}, commit {self.provenance['commit'][:7]}"
+        """Device, date and commit in one line, for a figure; several devices or commits if several measured."""
+        devices = _listed(self.provenance["gpu"] or self.provenance["cpu"])
+        commits = [commit[:7] for commit in _listed(self.provenance["commit"])]
+        measured = f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
+        return f"{measured}, commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def read_record(name: str | Path) -> Record:

@@ -2,12 +2,12 @@
 
 Table 1: error of O, dQ, dK, dV on Gaussian inputs whose queries and keys have standard deviation sigma. The paper
 names neither N, D, the tiles nor which entries of P and dS share a scale, so `table1_sweep` tries them all.
-Table 2: error of every intermediate on activations captured from a language model.
+Table 2: error of every intermediate on activations captured from language models, with QK-norm and without.
 """
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -33,6 +33,8 @@ PAPER_TABLE2 = {
     "delta": (0.9973, 0.0736), "P": (0.9917, 0.1293), "dP": (1.0, 0.0), "dS": (0.9789, 0.2045),
     "O": (0.9969, 0.0793), "dQ": (0.9664, 0.2579), "dK": (0.9537, 0.3074), "dV": (0.9985, 0.0540),
 }  # fmt: skip
+# In notebooks/recorded: Q, K, V and dO of some layers of two models that differ in QK-norm alone.
+CAPTURES = {"QK-norm": "capture_qk_norm_h200", "no QK-norm": "capture_plain_h200"}
 SETTING = ("n", "head_dim", "block_q", "block_kv", "granularity")
 
 
@@ -143,3 +145,10 @@ def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSetting
                 }  # fmt: skip
             )
     return rows
+
+
+def most_error_prone(rows: Iterable[Row]) -> list[Row]:
+    """Those rows of one model in `table2_rows` that are of the layer with the largest error of dQ."""
+    rows = list(rows)
+    worst = max((row for row in rows if row["tensor"] == "dQ"), key=lambda row: row["rel_l2"])["layer"]
+    return [row for row in rows if row["layer"] == worst]

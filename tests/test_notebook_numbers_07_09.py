@@ -127,16 +127,21 @@ class TestInstructions:
         assert {row["kind"] for row in instructions.rows} == set(KIND_COLORS)
 
 
+# A spin on a barrier, the loop over tiles in a larger one, and twice the exponentials after it.
 CODE = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0008*/               @P2 BRA `(.L_x_0) ;
 .L_x_1:
         /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
 .L_x_2:
         /*0020*/              @!P0 FADD R3, R3, R4 ;
         /*0030*/                   F2I.S8.NTZ R5, R3 ;
+        /*0038*/                   MUFU.EX2 R5, R3 ;
         /*0040*/                   IGMMA.64x128x32.S8.S8 R24, gdesc[UR8], R24 ;
         /*0050*/               @P1 BRA `(.L_x_2) ;
-        /*0060*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   MUFU.EX2 R5, R3 ;
+        /*0068*/               @P0 BRA `(.L_x_1) ;
         /*0070*/                   BRA `(.L_x_3);
 .L_x_3:
 """
@@ -158,13 +163,15 @@ class TestInstructionCounter:
 
         self.counter = instructions
 
-    def test_takes_the_innermost_loop_with_a_matmul(self):
-        loop = self.counter.innermost_loop(CODE)
-        assert [self.counter.kind_of(line) for line in loop] == ["arithmetic", "conversion", "matmul", "rest"]
+    def test_takes_the_loop_with_the_exponentials_of_one_tile(self):
+        kinds = ["arithmetic", "conversion", "exp2", "matmul", "rest"]
+        assert [self.counter.kind_of(line) for line in self.counter.hot_loop(CODE, scores=1)] == kinds
+        assert [self.counter.kind_of(line) for line in self.counter.hot_loop(CODE, scores=2)][0] == "matmul"
 
-    def test_refuses_code_without_such_a_loop(self):
-        with pytest.raises(ValueError, match="code: expected a loop"):
-            self.counter.innermost_loop(CODE.replace("GMMA", "MAD"))
+    @pytest.mark.parametrize("scores", [3, 100])
+    def test_refuses_code_without_such_a_loop(self, scores):
+        with pytest.raises(ValueError, match=f"code: expected a loop with {scores} exponentials"):
+            self.counter.hot_loop(CODE, scores)
 
     def test_the_record_is_what_it_counts(self, instructions):
         if instructions.provenance["triton"] != metadata.version("triton"):
@@ -179,8 +186,9 @@ class TestInstructionCounter:
         ("instruction", "kind"),
         [
             ("MUFU.EX2 R1, R2", "exp2"), ("MUFU.RCP R1, R2", "rest"), ("I2FP.F32.S32 R1, R2", "conversion"),
-            ("FMNMX R1, R2, R3, !PT", "maximum"), ("IMAD.MOV.U32 R1, RZ, RZ, R2", "move"),
-            ("IMAD R1, R2, R3, R4", "rest"), ("LDL.64 R1, [R2]", "spill"), ("LDS R1, [R2]", "rest"),
+            ("FMNMX R1, R2, R3, !PT", "maximum"), ("VIMNMX3 R1, R2, R3, R4, !PT", "maximum"),
+            ("IMAD.MOV.U32 R1, RZ, RZ, R2", "move"), ("IMAD R1, R2, R3, R4", "rest"),
+            ("LDL.64 R1, [R2]", "spill"), ("LDS R1, [R2]", "rest"),
         ],
     )  # fmt: skip
     def test_kind(self, instruction, kind):

@@ -2,11 +2,16 @@
 
 import re
 
+import matplotlib.pyplot as plt
 import pytest
 
 from sage_ref import readme
-from sage_ref.readme import SECTIONS, rewritten
-from sage_ref.recorded import REPOSITORY
+from sage_ref.plotting import overview_figure
+from sage_ref.readme import BENCH, LAYERS, NOISE, PRETRAIN, SECTIONS, TABLE2, rewritten
+from sage_ref.recorded import REPOSITORY, Record, read_record, write_record
+from sage_ref.tables import PAPER_TABLE2
+from sage_ref.training.claims import claims, hypothesis
+from sage_ref.training.statistics import final_losses, pretrain_runs
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -32,3 +37,69 @@ def test_links_and_pictures_exist():
         folder = (REPOSITORY / name).parent
         for target in re.findall(r"\]\(([^)#]+)\)", (REPOSITORY / name).read_text()):
             assert (folder / target).exists(), f"{name}: {target}"
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table2_has_the_worst_layer_of_each_model_and_the_papers():
+    record = read_record(TABLE2)
+    header, _, *lines, _, caption = readme.table2().splitlines()
+    assert cells(header)[1:] == list(PAPER_TABLE2)
+    assert [cells(line)[0].partition(", ")[0] for line in lines] == ["with QK-norm", "without QK-norm", "paper"]
+    for line, qk_norm in zip(lines, (True, False), strict=False):
+        worst = max(record.select(qk_norm=qk_norm, tensor="dQ"), key=lambda row: row["rel_l2"])["layer"]
+        name, *shown = cells(line)
+        assert name.endswith(f", layer {worst}")
+        rows = record.select(qk_norm=qk_norm, layer=worst)
+        assert shown == [f"{row['cosine']:.4f} / {row['rel_l2']:.4f}" for row in rows]
+    assert cells(lines[2])[1:] == [f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in PAPER_TABLE2.values()]
+    for capture, qk_norm in zip(record.provenance["captures"], ("with", "without"), strict=True):
+        assert f"step {capture['run']['step']:,} of {capture['run']['steps']:,} {qk_norm}" in caption
+
+
+def test_the_overview_shows_the_worst_layer_with_qk_norm():
+    record = read_record(TABLE2)
+    larger = [row | {"rel_l2": (1 if row["qk_norm"] else 3) * row["rel_l2"]} for row in record.rows]
+    figure = overview_figure(Record({}, larger), read_record(BENCH))
+    worst = max(record.select(qk_norm=True, tensor="dQ"), key=lambda row: row["rel_l2"])["layer"]
+    written = [text.get_text() for text in figure.axes[0].texts]
+    for row in record.select(qk_norm=True, layer=worst):
+        assert written[written.index(row["tensor"]) + 1] == f"{row['rel_l2']:.1%}"
+    plt.close(figure)
+
+
+def test_pretraining_has_every_main_cell_and_the_claims():
+    runs = read_record(PRETRAIN)
+    text = readme.pretraining()
+    for size in runs.provenance["plan"]["tokens_per_step"]:
+        assert f"{size:,} tokens per step" in text.splitlines()[0]
+        for kind in ("exact", "SageBwd, K smoothed"):
+            losses = final_losses(pretrain_runs(runs, kind, size)).values()
+            assert f"({min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds)" in text
+    for printed in ("2.563 at 262,144", "2.586 at 2,097,152", "2.561 at 262,144", "2.640 at 2,097,152"):
+        assert printed in text
+    for claim in claims(runs, read_record(LAYERS)):
+        assert f"| {claim.paper} | {claim.ours} | {claim.verdict} |" in text
+    assert text.endswith(hypothesis(runs, read_record(NOISE)))
+
+
+def test_step_times_appear_when_they_have_been_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RECORDED", tmp_path)
+    assert readme.pretraining_speed() == ""
+    rows = [
+        {"attention": attention, "devices": 2, "parallel": "ddp", "context": 4096, "tokens_per_step": 131072}
+        | {"ms_median": ms, "tokens_per_second": rate}
+        for attention, ms, rate in (("exact", 250.5, 1000), ("sagebwd", 200.25, 1250))
+    ]
+    plan = {"layers": 24, "width": 1024, "heads": 16, "tokens_per_device": 65536}
+    path = tmp_path / f"{readme.PRETRAIN_SPEED}.json"
+    write_record(path, rows, command="c", plan=plan)
+    monkeypatch.setattr(readme, "read_record", lambda name: read_record(tmp_path / f"{name}.json"))
+    title, _, header, _, exact, sagebwd, _, caption = readme.pretraining_speed().splitlines()
+    assert title.endswith(":")
+    assert cells(header) == ["N", "GPUs", "parallel", "attention", "ms per step", "tokens/s", "against exact"]
+    assert cells(exact) == ["4096", "2", "ddp", "exact", "250.5", "1,000", "1.00"]
+    assert cells(sagebwd) == ["4096", "2", "ddp", "sagebwd", "200.25", "1,250", "1.25"]
+    assert caption.startswith("24 layers, width 1024, 16 heads, 65,536 tokens per GPU and step, bfloat16; measured on")

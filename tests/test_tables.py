@@ -117,3 +117,12 @@ def test_table2_has_a_row_per_layer_and_intermediate(inputs):
     assert rows[3]["rel_l2"] != rows[11]["rel_l2"]
     (dp,) = Record({}, rows).select(layer=0, tensor="dP")
     assert (dp["cosine"], dp["rel_l2"]) == (1.0, 0.0)
+
+
+def test_the_most_error_prone_layer_is_that_of_the_largest_error_of_dq():
+    rows = [
+        {"layer": layer, "tensor": tensor, "rel_l2": error}
+        for layer, errors in ((1, {"dQ": 0.2, "dK": 0.9}), (4, {"dQ": 0.3, "dK": 0.1}), (6, {"dQ": 0.1, "dK": 0.4}))
+        for tensor, error in errors.items()
+    ]
+    assert tables.most_error_prone(iter(rows)) == rows[2:4]
