@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from sage_kernels import ops
 from sage_kernels.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
+    obstacle,
     prepare_backward,
     prepare_forward,
     run_backward,
     run_forward,
 )
-from sage_kernels.ops import FORWARD_LEVEL
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
 
 from sage_ref.attention import attention_forward, causal_mask, softmax_scale
@@ -37,8 +38,10 @@ from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
-EXACT_MATMULS = (MATMULS, ("dP", "O"), ("dP",), ("dP",), ("dP",))  # of forward level 0, 1, ...; the others are INT8
+# The levels that run here: those of Hopper's need that GPU.
+FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle(chosen, DEVICE, 64) is None]
+BACKWARD = range(len(BACKWARD_LEVELS))
+EXACT_MATMULS = (MATMULS, ("dP", "O"))  # of forward levels 0 and 1; in the others dP alone is in 16 bit
 PER_BLOCK = 2  # the backward level with one scale per tile of P and dS; level 0 is in 16 bit, others scale by rows
 # For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
 MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
@@ -58,6 +61,7 @@ class Case(NamedTuple):
     std: float = 1.0  # of Q and K
     key_offset: float = 0.0  # times one random vector, added to every key
     ramp: float = 0.0  # added to Q, and growing from -ramp to ramp to K: scores rise from key to key
+    value_blocks: tuple[float, ...] = ()  # times each block of BLOCK_KV values
 
     def __str__(self) -> str:
         heads = f"{self.heads}of{self.kv_heads}"
@@ -99,7 +103,8 @@ else:
         Case(128, 128, 64, is_causal=True),
         Case(70, 90, 80),
     ]
-SMALL = Case(150, 140, 32, 2, 1, is_causal=True)  # two tiles of queries and of keys, partial ones; shared keys
+# Two tiles of queries and of keys, partial ones; shared keys. A level of Hopper's needs a head size of more than 32.
+SMALL = Case(150, 140, 64 if ON_GPU else 32, 2, 1, is_causal=True)
 OPTIONS = [
     SMALL._replace(scale=0.3),
     SMALL._replace(scale=-0.2),
@@ -107,6 +112,17 @@ OPTIONS = [
     SMALL._replace(smooth_k=False),
     SMALL._replace(key_offset=3.0),
 ]
+
+# Some blocks of values are zeros, or next to nothing beside others.
+VALUE_BLOCKS = [
+    Case(300, 500, is_causal=is_causal, value_blocks=blocks)
+    for blocks in ((0, 1, 0, 1), (1, 1e-4, 1e-3, 1)) for is_causal in (False, True)
+]  # fmt: skip
+if ON_GPU:
+    VALUE_BLOCKS += [
+        Case(300, 500, is_causal=is_causal, value_blocks=blocks, dtype=torch.bfloat16)
+        for blocks in ((1, 1e-15, 1, 1e-15), (1e12, 1e4, 1, 1e-8), (1e-8, 1, 1e4, 1e12)) for is_causal in (False, True)
+    ]  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -125,10 +141,19 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, do, offset = (torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)
     growing = torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
     q, k = q * case.std + case.ramp, k * case.std + offset * case.key_offset + growing
+    if case.value_blocks:
+        v *= torch.tensor(case.value_blocks, device=DEVICE).repeat_interleave(BLOCK_KV)[: case.n_k, None]
     return tuple(x.to(case.dtype) for x in (q, k, v, do))
 
 
+def takes(level: int, case: Case) -> bool:
+    """Whether forward level `level` can run a case here."""
+    return obstacle(FORWARD_LEVELS[level], DEVICE, case.head_dim) is None
+
+
 def run_forward_level(case: Case, level: int, tensors=None, **launch) -> Forward:
+    if not takes(level, case):
+        pytest.skip(f"forward level {level} doesn't take head size {case.head_dim}")
     query, key, value, _ = tensors or draw(case)
     inputs = prepare_forward(query, key, value, level, scale=case.c, smooth_k=case.smooth_k)
     return Forward(inputs, *run_forward(inputs, level, **case.options, **launch))
@@ -137,7 +162,7 @@ def run_forward_level(case: Case, level: int, tensors=None, **launch) -> Forward
 def run_backward_level(case: Case, level: int, tensors=None, forward: Forward | None = None) -> tuple[Tensor, ...]:
     """dQ, dK, dV of backward level `level` after the forward level that feeds it."""
     query, key, value, grad_output = tensors or draw(case)
-    inputs, output, log_sum_exp = forward or forward_level(case, feeding(level))
+    inputs, output, log_sum_exp = forward or forward_level(case, feeding(level, case))
     hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat} if level else {}
     prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
     return run_backward(prepared, level, **case.options)
@@ -147,9 +172,9 @@ forward_level = lru_cache(maxsize=12)(run_forward_level)
 backward_level = lru_cache(maxsize=12)(run_backward_level)
 
 
-def feeding(backward_level: int) -> int:
+def feeding(backward_level: int, case: Case) -> int:
     """The forward level whose O, L, Q^ and K^ a backward level gets."""
-    return FORWARD_LEVEL if backward_level else 0
+    return ops.forward_level(DEVICE, case.head_dim) if backward_level else 0
 
 
 def shared(case: Case, x: Tensor) -> Tensor:
@@ -194,7 +219,7 @@ def settings(case: Case, **options) -> SageBwdSettings:
 def simulated_forward(case: Case, level: int) -> tuple[Tensor, Tensor]:
     """S: O and L (natural, of the unsmoothed scores) of a forward level; level 0 quantises nothing."""
     query, key, value, _ = (x.float() for x in draw(case))
-    options = settings(case, exact_matmuls=EXACT_MATMULS[level])
+    options = settings(case, exact_matmuls=EXACT_MATMULS[level] if level < 2 else ("dP",))
     output, log_sum_exp, _ = sagebwd_forward(query, shared(case, key), shared(case, value), options)
     return output, log_sum_exp
 
@@ -213,10 +238,10 @@ def natural_log_sum_exp(case: Case, level: int) -> Tensor:
 def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
     """S: dQ, dK, dV of an INT8 backward level, from the kernel's own O and L, so that one pass is judged alone."""
     query, key, value, grad_output = (x.float() for x in draw(case))
-    forward = forward_level(case, feeding(level))
+    forward = forward_level(case, feeding(level, case))
     gradients = sagebwd_backward(
         grad_output, query, shared(case, key), shared(case, value),
-        forward.output.float(), natural_log_sum_exp(case, feeding(level)),
+        forward.output.float(), natural_log_sum_exp(case, feeding(level, case)),
         settings(case, granularity="block" if level == PER_BLOCK else "row"),
     )  # fmt: skip
     return gradients.grad_query, summed(case, gradients.grad_key), summed(case, gradients.grad_value)
@@ -246,6 +271,16 @@ def assert_forward(case: Case, level: int, output: Tensor) -> None:
         # S keeps P of level 1 in float32; the kernel rounds it to 16 bit, as eager attention does.
         in_16_bit = distance(eager(case)[0], exact(case)[0]) if level == 1 else 0.0
         assert_simulated(case, output, simulated_forward(case, level)[0], in_16_bit)
+
+
+def assert_forward_by_blocks(case: Case, level: int, output: Tensor) -> None:
+    """As `assert_forward` of an INT8 level, for every block of queries: small rows don't hide behind large ones.
+
+    A block scatters more than a whole tensor.
+    """
+    simulated = simulated_forward(case, level)[0].to(case.dtype)
+    for rows, expected in zip(output.split(BLOCK_Q, 2), simulated.split(BLOCK_Q, 2), strict=True):
+        assert distance(rows, expected) <= 3e-3 * expected.double().norm()
 
 
 def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> None:

@@ -17,8 +17,10 @@ from sage_kernels.sla2.ladder import LEVELS
 from sage_ref.recorded import REPOSITORY
 
 FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
-# Every level once for Ampere or for Hopper, whose INT8 instructions differ.
-CASES = [Case("forward", level, (80, 90)[level % 2], 64, True) for level in FORWARD]
+HOPPER = [level for level in FORWARD if FORWARD_LEVELS[level].hopper]
+# Every level once for Ampere or for Hopper, whose INT8 instructions differ. A level of Hopper's at both head sizes.
+CASES = [Case("forward", level, 90 if level in HOPPER else (80, 90)[level % 2], 64, True) for level in FORWARD]
+CASES += [Case("forward", level, 90, 128, is_causal) for level in HOPPER for is_causal in (False, True)]
 CASES += [
     Case(BACKWARD_LEVELS[level].kernels(64)[level // 2], level, (90, 80)[level % 2], 64, True) for level in BACKWARD
 ]
@@ -36,15 +38,32 @@ for case, compiled in compile_all([Case(*case) for case in json.loads(sys.argv[1
 """
 
 
+# What the assembler says of a program as Triton wrote it and without what separates matmuls; for which GPU it is asked.
+ASSEMBLE = """
+import json
+from sage_kernels import compile as compiling
+from sage_kernels.compile import Case, compile_case, compiled_kernel, serialized
+ptx = compiled_kernel(Case("forward", 3, 90, 64, True)).asm["ptx"]
+said = [serialized(ptx), serialized(ptx.replace("wgmma.fence.sync.aligned;", ""))]
+compiling.serialized = lambda ptx: ("asked",)
+asked = [compile_case(Case("forward", 3, capability, 64, True)).serialized for capability in (90, 80)]
+print(json.dumps(said + asked))
+"""
+
+
+def run_where_triton_compiles(code, *arguments):
+    """The JSON that it prints, line by line."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(CASES)],
-        capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, (Compiled(*json.loads(line)) for line in done.stdout.splitlines()), strict=True))
+    found = run_where_triton_compiles(COMPILE, json.dumps(CASES))
+    return {case: Compiled(*fields) for case, fields in zip(CASES, found, strict=True)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} sm_{case.capability}")
@@ -56,13 +75,19 @@ def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, c
     int8 = FORWARD_LEVELS[case.level].int8 if case.kernel == "forward" else "all but dP"
     assert (found.float16_instructions > 0) == (int8 != "QKV" and case.kernel != "sla2_top_blocks")
     assert found.registers <= (compiling.launch_of(case).max_registers or 255)
+    if case.level in HOPPER and case.kernel == "forward":
+        assert found.spills == 0
+
+
+def test_matmuls_that_wait_for_one_another_are_seen():
+    assert run_where_triton_compiles(ASSEMBLE) == [[[], ["C7519"], ["asked"], []]]
 
 
 def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
     cases = set(compiling.cases())
     for capability in (80, 89, 90, 100, 120):
         for head_dim in (64, 128):
-            expected = {("forward", level) for level in FORWARD}
+            expected = {("forward", level) for level in FORWARD if capability == 90 or level not in HOPPER}
             expected |= {(kernel, level) for level in BACKWARD for kernel in BACKWARD_LEVELS[level].kernels(head_dim)}
             assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
     assert len(cases) == len(list(compiling.cases()))
@@ -92,7 +117,7 @@ def test_a_limit_of_registers_is_the_compilers_too(monkeypatch):
     assert [x["num_stages"] for x in options] == [3, 1]
 
 
-FINE = Compiled(registers=128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=4)
+FINE = Compiled(128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=4, serialized=())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +128,7 @@ FINE = Compiled(registers=128, spills=3, shared=90 << 10, int8_instructions=8, f
         ({"spills": 4}, 3, "4 spill instructions, 3 recorded"),
         ({"spills": 2}, 3, None),
         ({"shared": 100 << 10}, 3, "102400 bytes of shared memory, the GPU has 101376"),
+        ({"serialized": ["C7510", "C7514"]}, 3, "matmuls wait for one another: C7510, C7514"),
     ],
 )
 def test_faults(change, spills, expected):

@@ -21,14 +21,16 @@ from kernel_cases import (
     SMALL,
     Case,
     draw,
+    feeding,
     fill_cache,
     forward_level,
     run_backward_level,
     run_forward_level,
 )
 from sage_kernels.backward.program import dkdv_program, dq_program
+from sage_kernels.forward.level5_hopper import hopper_program
 from sage_kernels.forward.program import forward_program
-from sage_kernels.ops import BACKWARD_LEVEL, FORWARD_LEVEL
+from sage_kernels.ops import BACKWARD_LEVEL
 from sage_kernels.quantize import _quantize_kernel, _transpose_kernel
 
 from sage_ref import ops, sagebwd_attention
@@ -77,7 +79,7 @@ def test_opcheck_forward(dtype):
 def test_opcheck_backward(dtype):
     case = Case(40, 150, heads=2, kv_heads=1, dtype=dtype)
     _, _, value, grad_output = draw(case)
-    (_, _, _, q_hat, k_hat, _), output, log_sum_exp = forward_level(case, FORWARD_LEVEL)
+    (_, _, _, q_hat, k_hat, _), output, log_sum_exp = forward_level(case, feeding(BACKWARD_LEVEL, case))
     saved = (value, output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale)
     torch.library.opcheck(torch.ops.sage_kernels.backward.default, (grad_output, *saved, False, 0.125))
 
@@ -90,7 +92,7 @@ def test_opcheck_backward(dtype):
 )
 def test_results_are_the_ladders(options, dtype):
     case = SMALL._replace(dtype=dtype, **{"is_causal": False, **options})
-    forward = run_forward_level(case, FORWARD_LEVEL)
+    forward = run_forward_level(case, feeding(BACKWARD_LEVEL, case))
     gradients = run_backward_level(case, BACKWARD_LEVEL, forward=forward)
     assert all_equal(with_gradients(*draw(case), **options), (forward.output, *gradients))
 
@@ -240,7 +242,7 @@ def test_no_kernel_is_compiled_again_for_another_length(head_dim):
 
 
 def compiled_kernels() -> int:
-    programs = (forward_program, dq_program, dkdv_program, _quantize_kernel, _transpose_kernel)
+    programs = (forward_program, hopper_program, dq_program, dkdv_program, _quantize_kernel, _transpose_kernel)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 
 
@@ -343,7 +345,7 @@ def test_inputs_are_left_as_they_were():
 
 # What NaN and infinity do: head 1 of 2 in batch 1 of 2 holds one
 
-NAN_CASE = Case(150, 150, 32, 2, 2, batch=2)
+NAN_CASE = Case(150, 150, SMALL.head_dim, 2, 2, batch=2)
 
 
 @functools.cache

@@ -17,9 +17,11 @@ from kernel_cases import (
     ON_GPU,
     OPTIONS,
     SMALL,
+    VALUE_BLOCKS,
     Case,
     assert_backward,
     assert_forward,
+    assert_forward_by_blocks,
     backward_level,
     distance,
     draw,
@@ -34,6 +36,7 @@ from kernel_cases import (
     run_forward_level,
     simulated_backward,
     simulated_forward,
+    takes,
 )
 from sage_kernels import ladder
 from sage_kernels.launch import CANDIDATES, DEFAULTS, Launch, choose_launch
@@ -54,31 +57,36 @@ def case(request):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """On a GPU: what the tests below run is compiled beforehand, in parallel."""
+def compiled(request):
+    """On a GPU: what the selected tests run is compiled beforehand, in parallel."""
     if ON_GPU:
+        names = " ".join(item.name for item in request.session.items)
         cases = [
             Case(113, 203, head_dim, 8, kv_heads, is_causal, dtype)
             for head_dim, is_causal, dtype in COMPILED for kv_heads in (8, 2)
         ]  # fmt: skip
-        jobs = [(run_forward_level, case, level) for case, level in product(cases, FORWARD)]
-        jobs += [(run_backward_level, case, level) for case, level in product(cases, BACKWARD)]
-        fill_cache([*jobs, *((run_launch, *launch) for launch in LAUNCHES)])
+        forward = [level for level in FORWARD if f"forward{level}" in names]
+        backward = [level for level in BACKWARD if f"backward{level}" in names]
+        jobs = [(run_forward_level, case, level) for case, level in product(cases, forward) if takes(level, case)]
+        jobs += [(run_backward_level, case, level) for case, level in product(cases, backward)]
+        if test_every_launch_gives_the_simulations_result.__name__ in names:
+            jobs += [(run_launch, *launch) for launch in LAUNCHES]
+        fill_cache(jobs)
 
 
 # Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
 
 
 @pytest.mark.parametrize("case", [SMALL._replace(head_dim=64), Case(70, 140, 96)], ids=str, scope="function")
-@pytest.mark.parametrize("level", BACKWARD)
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
 def test_kernels_read_and_write_nothing_but_their_tensors(level, case):
     """Inputs lie between NaNs, outputs and intermediates between guards, and start out as NaN: nothing changes."""
     tensors, guards = zip(*(guarded(x, math.nan) for x in draw(case)), strict=True)
     results = {}
-    for forward in FORWARD if level == 0 else [feeding(level)]:
+    for forward in FORWARD if level == 0 else [feeding(level, case)]:
         with guarded_allocations():
             results[forward] = run_forward_level(case, forward, tensors)
-    saved = results[feeding(level)]
+    saved = results[feeding(level, case)]
     saved = saved._replace(output=guarded(saved.output, math.nan)[0])
     with guarded_allocations():
         gradients = run_backward_level(case, level, tensors, saved)
@@ -95,7 +103,7 @@ def test_kernels_read_and_write_nothing_but_their_tensors(level, case):
 # The levels against the oracles
 
 
-@pytest.mark.parametrize("level", FORWARD)
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
 def test_output_is_the_simulations(case, level):
     output = forward_level(case, level).output
     assert output.dtype == case.dtype
@@ -103,20 +111,20 @@ def test_output_is_the_simulations(case, level):
     assert_forward(case, level, output)
 
 
-@pytest.mark.parametrize("level", FORWARD)
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
 def test_log_sum_exp_is_the_simulations(case, level):
     _, expected = simulated_forward(case, level)
     torch.testing.assert_close(natural_log_sum_exp(case, level), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("level", FORWARD)
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
 def test_log_sum_exp_past_the_end_makes_probabilities_vanish(level):
     padding = forward_level(SMALL, level).log_sum_exp[..., SMALL.n_q :]
     assert padding.shape[-1] == padded_length(SMALL.n_q) - SMALL.n_q
     assert (padding > 1e9).all()
 
 
-@pytest.mark.parametrize("level", BACKWARD)
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
 def test_gradients_are_the_simulations(case, level):
     gradients = backward_level(case, level)
     assert all(x.dtype == case.dtype and x.is_contiguous() for x in gradients)
@@ -129,20 +137,20 @@ def assert_same_error(case, found, simulated, exact):
     assert 0.85 * error - rounding <= distance(found, exact) <= 1.15 * error + rounding
 
 
-@pytest.mark.parametrize("level", INT8_FORWARD)
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
 def test_error_of_the_output_is_the_simulations(case, level):
     simulated, _ = simulated_forward(case, level)
     assert_same_error(case, forward_level(case, level).output, simulated, exact(case)[0])
 
 
-@pytest.mark.parametrize("level", INT8_BACKWARD)
+@pytest.mark.parametrize("level", INT8_BACKWARD, ids="backward{}".format)
 def test_errors_of_the_gradients_are_the_simulations(case, level):
     for one in zip(backward_level(case, level), simulated_backward(case, level), exact(case)[1:], strict=True):
         assert_same_error(case, *one)
 
 
 @pytest.mark.parametrize("std", [10.0, 20.0])
-@pytest.mark.parametrize("level", INT8_FORWARD)
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
 def test_large_scores_do_not_overflow(level, std):
     """From here on the rounding of level 3's exponents, left alone, would let 127 P round to 128, which is -128."""
     case = SMALL._replace(std=std)
@@ -150,14 +158,20 @@ def test_large_scores_do_not_overflow(level, std):
     assert distance(output, simulated) <= 0.1 * distance(simulated, exact(case)[0])
 
 
-@pytest.mark.parametrize("level", FORWARD)
+@pytest.mark.parametrize("value_case", VALUE_BLOCKS, ids=str)
+@pytest.mark.parametrize("level", FORWARD[2:], ids="forward{}".format)
+def test_value_blocks_of_different_size(level, value_case):
+    assert_forward_by_blocks(value_case, level, forward_level(value_case, level).output)
+
+
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
 def test_scores_may_rise_from_tile_to_tile(level):
     """The second key tile's exceed the first's by so much that 2 to that power is no float32."""
     case = Case(113, 203, 96, ramp=4.0)
     assert_forward(case, level, forward_level(case, level).output)
 
 
-@pytest.mark.parametrize("level", INT8_BACKWARD)
+@pytest.mark.parametrize("level", INT8_BACKWARD, ids="backward{}".format)
 def test_gradients_at_large_scores(level):
     """Where one large dS decides a row, rounding it the other way shows there; the other rows agree."""
     case = SMALL._replace(std=10.0)
@@ -166,7 +180,7 @@ def test_gradients_at_large_scores(level):
         assert rows.nanmedian() <= 1e-3
 
 
-@pytest.mark.parametrize("level", INT8_FORWARD)
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
 def test_smoothing_takes_a_key_offset_out_of_the_error(level):
     cases = (SMALL._replace(key_offset=8.0, smooth_k=smooth_k) for smooth_k in (False, True))
     rough, smooth = (distance(forward_level(case, level).output, exact(case)[0]) for case in cases)
@@ -174,7 +188,7 @@ def test_smoothing_takes_a_key_offset_out_of_the_error(level):
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-@pytest.mark.parametrize("level", INT8_FORWARD)
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
 def test_blocks_of_zeros(level, name):
     """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
     query, key, value, grad_output = (x.clone() for x in draw(SMALL))
@@ -188,13 +202,15 @@ def test_blocks_of_zeros(level, name):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("level", BACKWARD)
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
 def test_an_overflow_in_the_gradient_is_not_lost(level, bad):
     """INT8 has no NaN and a GPU's maximum passes over it; a loss scaler must see it all the same."""
     case = Case(150, 20, 32, 4, 2, is_causal=True)
     query, key, value, grad_output = (x.clone() for x in draw(case))
     grad_output[0, 1, 70, 5] = bad
-    gradients = run_backward_level(case, level, (query, key, value, grad_output), forward_level(case, feeding(level)))
+    gradients = run_backward_level(
+        case, level, (query, key, value, grad_output), forward_level(case, feeding(level, case))
+    )
     assert not gradients[0][0, 1, 70].isfinite().any()
     assert not any(x[0, 0].isfinite().all() for x in gradients[1:])
     assert all(torch.equal(x[0, -1], y[0, -1]) for x, y in zip(gradients, backward_level(case, level), strict=True))
@@ -208,7 +224,7 @@ def launches():
     for head_dim, is_causal in product((64, 128), (True, False) if ON_GPU else (True,)):
         size = (777, 1000) if ON_GPU else (130, 203) if head_dim == 64 else (20, 140)
         case = Case(*size, head_dim, 2, 1, is_causal, torch.bfloat16 if ON_GPU else torch.float16)
-        names = [(("forward",), level) for level in FORWARD]
+        names = [(("forward",), level) for level in FORWARD if ladder.FORWARD_LEVELS[level].hopper is None]
         names += [(chosen.kernels(head_dim), level) for level, chosen in enumerate(ladder.BACKWARD_LEVELS)]
         for kernel, level in ((kernel, level) for kernels, level in names for kernel in kernels):
             if ON_GPU or head_dim == 64 or kernel in ("dk", "dv"):
@@ -227,7 +243,7 @@ def run_launch(kernel, level, launch, case):
     def chosen(name, *rest):
         return launch if name == kernel else choose_launch(name, *rest)
 
-    forward = forward_level(case, feeding(level))
+    forward = forward_level(case, feeding(level, case))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "choose_launch", chosen)
         return run_backward_level(case, level, forward=forward)
@@ -259,12 +275,12 @@ def test_every_kernel_has_launches_that_keep_the_scales_constant():
             assert launch.block_q == BLOCK_Q
 
 
-@pytest.mark.parametrize("level", BACKWARD)
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
 def test_repeats_are_equal_bit_for_bit(level):
     first = backward_level(SMALL, level)
     for _ in range(100 if ON_GPU else 2):
-        forward = run_forward_level(SMALL, feeding(level))
-        assert torch.equal(forward.output, forward_level(SMALL, feeding(level)).output)
+        forward = run_forward_level(SMALL, feeding(level, SMALL))
+        assert torch.equal(forward.output, forward_level(SMALL, feeding(level, SMALL)).output)
         for x, y in zip(run_backward_level(SMALL, level, forward=forward), first, strict=True):
             assert torch.equal(x, y)
 
@@ -289,15 +305,15 @@ def every_third_number(x):
 
 
 @pytest.mark.parametrize("layout", [heads_last, part_of_more_heads, head_dim_outermost, every_third_number])
-@pytest.mark.parametrize("level", BACKWARD)
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
 def test_any_strides(level, layout):
     case = Case(40, 150, 64, 2, 2, is_causal=True, batch=2, smooth_k=False)
     tensors = tuple(layout(x) for x in draw(case))
     assert not any(x.is_contiguous() for x in tensors)
-    for forward in FORWARD if level == 0 else [feeding(level)]:
+    for forward in FORWARD if level == 0 else [feeding(level, case)]:
         result = run_forward_level(case, forward, tensors)
         assert torch.equal(result.output, forward_level(case, forward).output)
-    result = run_forward_level(case, feeding(level), tensors)
+    result = run_forward_level(case, feeding(level, case), tensors)
     result = result._replace(output=layout(result.output))
     for x, y in zip(run_backward_level(case, level, tensors, result), backward_level(case, level), strict=True):
         assert torch.equal(x, y)
@@ -308,7 +324,7 @@ def test_a_gradient_that_is_one_number_seen_everywhere():
     ones = torch.ones((), dtype=SMALL.dtype, device=DEVICE).expand(query.shape)
     for level in BACKWARD:
         gradients = (
-            run_backward_level(SMALL, level, (query, key, value, x), forward_level(SMALL, feeding(level)))
+            run_backward_level(SMALL, level, (query, key, value, x), forward_level(SMALL, feeding(level, SMALL)))
             for x in (ones, ones.contiguous())
         )
         assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))

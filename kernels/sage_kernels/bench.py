@@ -22,12 +22,13 @@ import sage_ref
 from sage_kernels.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
+    obstacle,
     prepare_backward,
     prepare_forward,
     run_backward,
     run_forward,
 )
-from sage_kernels.ops import BACKWARD_LEVEL, FORWARD_LEVEL
+from sage_kernels.ops import BACKWARD_LEVEL, forward_level
 from sage_ref.attention import attention_backward, attention_forward
 
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -61,7 +62,7 @@ def measure(run: Callable[[], object]) -> Timing:
 
 
 def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[dict]:
-    """Rows for one shape: peers, then every level of the ladders, then the registered operation."""
+    """Rows for one shape: peers, then every level of the ladders that runs here, then the registered operation."""
     size = (shape.batch, shape.heads, shape.n, shape.head_dim)
     query, key, value, grad_output = (torch.randn(size, device="cuda", dtype=dtype) for _ in range(4))
     options = {"is_causal": shape.causal, "scale": 1 / math.sqrt(shape.head_dim)}
@@ -87,10 +88,12 @@ def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[d
                 (query, key, value, grad_output), exact, lambda *columns, peer=peer: row(peer, None, *columns),
             )  # fmt: skip
 
-    for level in range(len(FORWARD_LEVELS)):
-        prepare = {"scale": options["scale"], "smooth_k": True}
+    prepare = {"scale": options["scale"], "smooth_k": True}
+    for level, chosen in enumerate(FORWARD_LEVELS):
+        if obstacle(chosen, query.device, shape.head_dim) is not None:
+            continue
 
-        def op(level=level, prepare=prepare):
+        def op(level=level):
             return run_forward(prepare_forward(query, key, value, level, **prepare), level, **options)
 
         inputs = prepare_forward(query, key, value, level, **prepare)
@@ -99,8 +102,9 @@ def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[d
         yield row("sage_kernels", level, "kernel", "fwd", timing, error)
         yield row("sage_kernels", level, "op", "fwd", measure(op), error)
 
-    forward_inputs = prepare_forward(query, key, value, FORWARD_LEVEL, **prepare)
-    output, log_sum_exp = run_forward(forward_inputs, FORWARD_LEVEL, **options)
+    best = forward_level(query.device, shape.head_dim)
+    forward_inputs = prepare_forward(query, key, value, best, **prepare)
+    output, log_sum_exp = run_forward(forward_inputs, best, **options)
     exact_output, exact_log_sum_exp = run_forward(prepare_forward(query, key, value, 0, **prepare), 0, **options)
     for level, chosen in enumerate(BACKWARD_LEVELS):
         saved = (output, log_sum_exp) if chosen.int8 else (exact_output, exact_log_sum_exp)
@@ -120,7 +124,7 @@ def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[d
     yield from _autograd_rows(
         lambda q, k, v: sage_ref.sagebwd_attention(q, k, v, is_causal=shape.causal, backend="triton"),
         (query, key, value, grad_output), exact,
-        lambda *columns: row("sage_kernels", f"{FORWARD_LEVEL}/{BACKWARD_LEVEL}", *columns),
+        lambda *columns: row("sage_kernels", f"{best}/{BACKWARD_LEVEL}", *columns),
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 For each: registers, spills, shared memory and the INT8 and 16-bit tensor-core instructions found in the machine code.
 An INT8 level without an INT8 tensor-core instruction fails, so does one that spills more than its record allows or
-wants more shared memory than the GPU has.
+wants more shared memory than the GPU has, and so does a program for Hopper in which the assembler made matmuls wait for
+one another.
 """
 
 import re
@@ -16,9 +17,12 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from sage_kernels import hopper
 from sage_kernels.backward import level0_16bit
 from sage_kernels.backward.program import dkdv_program, dq_program
+from sage_kernels.forward import level5_hopper
 from sage_kernels.forward.program import forward_program
 from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.launch import DEFAULTS, Launch, measured_launches
@@ -68,14 +72,16 @@ class Compiled(NamedTuple):
     shared: int  # bytes
     int8_instructions: int
     float16_instructions: int
+    serialized: tuple[str, ...]  # the assembler's warnings of matmuls that wait for one another, on Hopper
 
 
 def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
     """Every kernel of every SageBwd level, causal (the longer code: it holds the loop without a mask as well)."""
     for capability in capabilities:
         for head_dim in head_dims:
-            for level in range(len(FORWARD_LEVELS)):
-                yield Case("forward", level, capability, head_dim, True)
+            for level, chosen in enumerate(FORWARD_LEVELS):
+                if capability == 90 or chosen.hopper is None:
+                    yield Case("forward", level, capability, head_dim, True)
             for level, chosen in enumerate(BACKWARD_LEVELS):
                 for kernel in chosen.kernels(head_dim):
                     yield Case(kernel, level, capability, head_dim, True)
@@ -109,12 +115,21 @@ def compile_case(case: Case) -> Compiled:
         shared=kernel.metadata.shared,
         int8_instructions=_count_int8(kernel.asm["ptx"]),
         float16_instructions=_count_float16(kernel.asm["ptx"]),
+        serialized=serialized(kernel.asm["ptx"]) if case.capability == 90 else (),
     )
 
 
+def is_hopper(case: Case) -> bool:
+    """Whether it is a level of Hopper's, in Gluon."""
+    return case.kernel == "forward" and FORWARD_LEVELS[case.level].hopper is not None
+
+
 def launch_of(case: Case) -> Launch:
+    """What `ladder` launches; of a level of Hopper's, the warps and registers that compute."""
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
+    if is_hopper(case):
+        return level5_hopper.LAUNCH
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
@@ -122,16 +137,22 @@ def launch_of(case: Case) -> Launch:
 
 
 def compiled_kernel(case: Case):
-    launch = launch_of(case)
-    describe = _sla2_program if case.kernel.startswith("sla2_") else _program
-    program, constants, int8_pointers = describe(case, launch)
+    launch, source_type, tiles = launch_of(case), ASTSource, {}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.max_registers}
+    if is_hopper(case):
+        source_type, options = GluonASTSource, level5_hopper.OPTIONS
+        program, int8_pointers = level5_hopper.hopper_program, set()
+        constants = {"D": case.head_dim, "DP": case.head_dim, "IS_CAUSAL": case.is_causal}
+        tiles = level5_hopper.tile_shapes(case.head_dim)
+    else:
+        describe = _sla2_program if case.kernel.startswith("sla2_") else _program
+        program, constants, int8_pointers = describe(case, launch)
     names = program.arg_names
-    signature = {name: "constexpr" if name in constants else _type(name, int8_pointers) for name in names}
+    signature = {name: "constexpr" if name in constants else _type(name, int8_pointers, tiles) for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(name) and name not in constants
     }
-    source = ASTSource(program, signature, constants, aligned)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.max_registers}
+    source = source_type(program, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
 
 
@@ -196,7 +217,9 @@ def _sla2_program(case: Case, launch: Launch):
     return sparse_forward_program, tiles | loop, {"k_ptr", "v_ptr"} if chosen.int8 else set()
 
 
-def _type(name: str, int8_pointers: set[str]) -> str:
+def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[int, int]]) -> str:
+    if name in tiles:
+        return f"tensordesc<i8{list(tiles[name])},{hopper.layout(*tiles[name])!r}>"
     if name in int8_pointers | INT8:
         return "*i8"
     if name in INT32:
@@ -210,6 +233,16 @@ def _type(name: str, int8_pointers: set[str]) -> str:
 
 def _is_aligned(name: str) -> bool:
     return name.endswith(("_ptr", "_padded")) or "_stride_" in name
+
+
+def serialized(ptx: str) -> tuple[str, ...]:
+    """C7510, C7514 and their like for Hopper: Triton runs the same assembler and keeps its warnings to itself."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(ptx)
+        file.flush()
+        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return tuple(sorted(set(re.findall(r"\bC75\d\d\b", said.stdout + said.stderr))))
 
 
 def _tool(kernel, name: str, *arguments: str) -> str:
@@ -233,4 +266,6 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
         return f"{compiled.spills} spill instructions, {recorded_spills} recorded"
     if compiled.shared > SHARED_MEMORY[case.capability]:
         return f"{compiled.shared} bytes of shared memory, the GPU has {SHARED_MEMORY[case.capability]}"
+    if compiled.serialized:
+        return f"matmuls wait for one another: {', '.join(compiled.serialized)}"
     return None

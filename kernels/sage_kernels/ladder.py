@@ -5,15 +5,24 @@ benchmark walks from FlashAttention to the fastest INT8 kernel by changing one n
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sage_kernels import hopper
 from sage_kernels.backward import level0_16bit, level1_int8
 from sage_kernels.backward import level3_folded as backward_level3_folded
 from sage_kernels.backward.program import BackwardInputs, run_dkdv, run_dq
-from sage_kernels.forward import level0_flash_attention, level1_int8_scores, level2_int8, level3_folded, level4_grouped
+from sage_kernels.forward import (
+    level0_flash_attention,
+    level1_int8_scores,
+    level2_int8,
+    level3_folded,
+    level4_grouped,
+    level5_hopper,
+)
 from sage_kernels.forward.program import ForwardInputs, run
 from sage_kernels.launch import Launch, choose_launch
 from sage_kernels.quantize import (
@@ -32,9 +41,10 @@ LOG2_E = math.log2(math.e)
 
 class ForwardLevel(NamedTuple):
     name: str
-    key_tile: object
+    key_tile: object  # the loop's body; None for a level that is a program of its own
     int8: str  # which of Q, K, V are read in INT8
     grouped: bool = False  # V^T in the order of tiles.group_columns
+    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=...) -> O, L
 
 
 class BackwardLevel(NamedTuple):
@@ -59,6 +69,7 @@ FORWARD_LEVELS = (
     ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, "QKV"),
     ForwardLevel("no conversions", level3_folded.key_tile, "QKV"),
     ForwardLevel("no shuffles", level4_grouped.key_tile, "QKV", grouped=True),
+    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=level5_hopper.run),
 )
 BACKWARD_LEVELS = (
     BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
@@ -71,6 +82,16 @@ BACKWARD_LEVELS = (
 )  # fmt: skip
 
 
+def obstacle(level: ForwardLevel, device: torch.device, head_dim: int) -> str | None:
+    """Why a level can't run there, or None if it can."""
+    return None if level.hopper is None else hopper.obstacle(device, head_dim)
+
+
+def best_level(levels: Sequence[ForwardLevel], device: torch.device, head_dim: int) -> int:
+    """The last level of a ladder that can run there."""
+    return max(i for i, level in enumerate(levels) if obstacle(level, device, head_dim) is None)
+
+
 def prepare_forward(
     query: Tensor, key: Tensor, value: Tensor, level: int, *, scale: float, smooth_k: bool
 ) -> ForwardInputs:
@@ -79,7 +100,7 @@ def prepare_forward(
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     q_hat = k_hat = v_hat = None
     if "Q" in int8:
-        # The running maximum of levels 3 and 4 wants s_Q >= 0, so Q takes the sign of c.
+        # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
         q_hat, _ = quantize(query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E)
         k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
         k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
@@ -91,10 +112,16 @@ def prepare_forward(
 def run_forward(
     inputs: ForwardInputs, level: int, *, is_causal: bool, scale: float, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(O, L) of forward level `level`; see `forward.program.run`."""
-    head_dim = padded_head_dim(inputs.query.shape[3])
-    launch = launch or choose_launch("forward", level, head_dim, is_causal, inputs.query.device)
-    return run(inputs, FORWARD_LEVELS[level].key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
+    """(O, L) of forward level `level`; see `forward.program.run`. A level of Hopper's has one launch only, its own."""
+    chosen, device, head_dim = FORWARD_LEVELS[level], inputs.query.device, inputs.query.shape[3]
+    if (why := obstacle(chosen, device, head_dim)) is not None:
+        raise ValueError(f"level: expected one that can run here, got forward level {level}: {why}")
+    if chosen.hopper is not None:
+        if launch is not None:
+            raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
+        return chosen.hopper(inputs, is_causal=is_causal)
+    launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
+    return run(inputs, chosen.key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
 
 
 def prepare_backward(

@@ -1,8 +1,8 @@
 """SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
 
-Forward level 4 and backward level 3; both are deterministic. Saved for the backward pass, per token and head: Q^ and K^
-in INT8, V and O in 16 bit, one float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves
-8 D + 4.
+Forward level 5 on Hopper if the head size allows it, else 4, which reads the same inputs; backward level 3. All are
+deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one float32
+log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
 """
 
 import os
@@ -10,10 +10,10 @@ import os
 import torch
 from torch import Tensor
 
-from sage_kernels.ladder import prepare_backward, prepare_forward, run_backward, run_forward
+from sage_kernels.ladder import FORWARD_LEVELS, best_level, prepare_backward, prepare_forward, run_backward, run_forward
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim, padded_length
 
-FORWARD_LEVEL, BACKWARD_LEVEL = 4, 3
+BACKWARD_LEVEL = 3
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
 MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
 # Triton runs kernels on the CPU, one operation at a time. Like Triton, we look once.
@@ -42,14 +42,20 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     return None
 
 
+def forward_level(device: torch.device, head_dim: int) -> int:
+    """The forward level that runs there."""
+    return best_level(FORWARD_LEVELS, device, head_dim)
+
+
 @torch.library.custom_op("sage_kernels::forward", mutates_args=())
 def forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale."""
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        inputs = prepare_forward(query, key, value, FORWARD_LEVEL, scale=scale, smooth_k=smooth_k)
-        output, log_sum_exp = run_forward(inputs, FORWARD_LEVEL, is_causal=is_causal, scale=scale)
+        level = forward_level(query.device, query.shape[3])
+        inputs = prepare_forward(query, key, value, level, scale=scale, smooth_k=smooth_k)
+        output, log_sum_exp = run_forward(inputs, level, is_causal=is_causal, scale=scale)
     return output, log_sum_exp, inputs.q_hat.values, inputs.q_hat.scale, inputs.k_hat.values, inputs.k_hat.scale
 
 

@@ -14,7 +14,7 @@ from sage_kernels.backward.program import run_dkdv, run_dq
 from sage_kernels.bench import checked, exact_head, measure
 from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
 from sage_kernels.launch import CANDIDATES, Launch
-from sage_kernels.ops import FORWARD_LEVEL
+from sage_kernels.ops import forward_level
 
 
 class Kernel(NamedTuple):
@@ -33,10 +33,11 @@ class Prepared(NamedTuple):
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every kernel of every level for head sizes 64 and 128, causal or not."""
+    """Every kernel of every level for head sizes 64 and 128, causal or not; a level of Hopper's has no candidates."""
     for head_dim, causal in itertools.product((64, 128), (False, True)):
-        for level in range(len(FORWARD_LEVELS)):
-            yield Kernel("forward", level, head_dim, causal)
+        for level, chosen in enumerate(FORWARD_LEVELS):
+            if chosen.hopper is None:
+                yield Kernel("forward", level, head_dim, causal)
         for level, chosen in enumerate(BACKWARD_LEVELS):
             for kernel in chosen.kernels(head_dim):
                 yield Kernel(kernel, level, head_dim, causal)
@@ -52,9 +53,9 @@ def runner(kernel: Kernel, prepared: Prepared):
         return lambda launch: [(run_forward(inputs, kernel.level, launch=launch, **options)[0], exact_o)]
     chosen = BACKWARD_LEVELS[kernel.level]
     options["per_block"] = chosen.per_block
-    forward_level = FORWARD_LEVEL if chosen.int8 else 0
-    forward = prepare_forward(query, key, value, forward_level, scale=prepared.scale, smooth_k=True)
-    saved = run_forward(forward, forward_level, is_causal=kernel.causal, scale=prepared.scale)
+    feeding = forward_level(query.device, kernel.head_dim) if chosen.int8 else 0
+    forward = prepare_forward(query, key, value, feeding, scale=prepared.scale, smooth_k=True)
+    saved = run_forward(forward, feeding, is_causal=kernel.causal, scale=prepared.scale)
     hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat} if chosen.int8 else {}
     inputs = prepare_backward(grad_output, query, key, value, *saved, kernel.level, **hats)
     if kernel.kernel.startswith("dq"):

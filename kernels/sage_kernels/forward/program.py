@@ -1,4 +1,4 @@
-"""The program that every forward level shares: one tile of queries visits the key tiles it may see.
+"""The program that forward levels 0 to 4 share: one tile of queries visits the key tiles it may see.
 
 Inputs come prepared by `prepare`: a level says which of Q, K, V it reads in INT8. What differs between levels is the
 loop's body, the function KEY_TILE: (m, l, o_i) after key tile j from (m, l, o_i) before it.

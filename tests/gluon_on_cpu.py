@@ -1,0 +1,294 @@
+"""Gluon programs as plain Python on the CPU: their own source, with torch in place of the language.
+
+`OnCPU(program)[grid](...)` is launched as the program itself would be. Groups of warps take turns, in an order drawn
+from a seed: some are often ahead, some behind. Copies arrive late, matmuls read their tiles when they are waited for
+and not before, and a place is garbage from the moment its next tile is ordered. So whoever reads or lets go too early
+computes nonsense or fails, and whoever waits for what never comes is told so. Layouts mean nothing here: the compiled
+code is the test of those.
+"""
+
+import random
+import re
+import threading
+from types import FunctionType, SimpleNamespace
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import ConstexprFunction, JITFunction
+
+
+def plain(function: JITFunction, names: dict) -> FunctionType:
+    """A Gluon function, and those it calls, as Python functions for which the global names are as in `names`."""
+    made = {}
+
+    def converted(value):
+        if isinstance(value, JITFunction):
+            return rebuilt(value.fn)
+        if isinstance(value, ConstexprFunction):  # makes layouts
+            return lambda *_: None
+        return value.value if isinstance(value, gl.constexpr) else value
+
+    def rebuilt(fn):
+        if fn not in made:
+            scope = {}
+            made[fn] = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
+            scope.update({n: converted(names.get(n, v)) for n, v in fn.__globals__.items()})
+        return made[fn]
+
+    return rebuilt(function.fn)
+
+
+class Pointer:
+    def __init__(self, numbers: Tensor, offset=0):
+        self.numbers, self.offset, self.dtype = numbers, offset, SimpleNamespace(element_ty=numbers.dtype)
+
+    def __add__(self, offset):
+        return Pointer(self.numbers, self.offset + offset)
+
+    def load(self):
+        return self.numbers[self.offset]
+
+    def store(self, x, mask):
+        self.numbers[self.offset[mask]] = x[mask]
+
+
+class Descriptor:
+    """Tiles of a matrix [rows, columns]; past its ends are zeros."""
+
+    def __init__(self, described: TensorDescriptor):
+        self.x, self.block_shape, self.dtype, self.layout = described.base, described.block_shape, torch.int8, None
+        self.block_type = SimpleNamespace(nbytes=self.block_shape[0] * self.block_shape[1])
+
+    def tile(self, row, column):
+        tile = torch.zeros(self.block_shape, dtype=self.dtype)
+        found = self.x[row : row + tile.shape[0], column : column + tile.shape[1]]
+        tile[: found.shape[0], : found.shape[1]] = found
+        return tile
+
+
+class Place:
+    """A tile in shared memory."""
+
+    def __init__(self, tile: Tensor):
+        self.tile, self.readers = tile, 0
+
+    def permute(self, order):
+        return SimpleNamespace(place=self, order=order)
+
+
+class Ring:
+    def __init__(self, places: list, shape: list[int]):
+        self.places, self.shape = places, shape
+
+    def index(self, i):
+        return self.places[int(i)]
+
+
+class Barrier:
+    count = pending = phase = bytes = 0
+
+    def settle(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+
+class Product:
+    """A matmul in flight."""
+
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+        self.reads = [x for x in (left, right.place) if isinstance(x, Place)]
+
+    def value(self):
+        left = self.left.tile if isinstance(self.left, Place) else self.left
+        return (left.double() @ self.right.place.tile.permute(self.right.order).double()).to(torch.int32)
+
+
+class Warps:
+    """A group of warps: a thread that runs only in its turn."""
+
+    def __init__(self, weight: int):
+        self.weight, self.turn, self.can_go_on = weight, threading.Semaphore(0), lambda: True
+
+
+class Machine:
+    """One program at a time: its groups of warps, and its copies in flight."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def run(self, function, program, arguments):
+        self.program, self.running, self.flights, self.error = program, [], [], None
+        function(**arguments)
+
+    def run_warps(self, functions, warps, registers):
+        threads = []
+        for function, arguments in functions:
+            group = Warps(self.random.choice((1, 1, 5, 30)))
+            self.running.append(group)
+            threads.append(threading.Thread(target=self.live, args=(group, function, arguments)))
+            threads[-1].start()
+        self.pass_on()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        assert not self.flights, "a tile arrives that nobody has waited for"
+
+    def live(self, group, function, arguments):
+        group.turn.acquire()
+        try:
+            function(*arguments)
+        except Exception as error:
+            self.error = self.error or error
+        self.running.remove(group)
+        if self.running:
+            self.pass_on()
+
+    def pass_on(self):
+        """Give the turn to a group of warps that can go on, after some copies have arrived."""
+        while True:
+            choices = [group for group in self.running if group.can_go_on() or self.error]
+            weights = [group.weight for group in choices] + [3] * len(self.flights)
+            if not weights:
+                self.error = RuntimeError("deadlock")
+                continue
+            (chosen,) = self.random.choices(choices + self.flights, weights)
+            if isinstance(chosen, Warps):
+                self.current = chosen
+                return chosen.turn.release()
+            self.flights.remove(chosen)
+            chosen()
+
+    def pause(self, can_go_on=lambda: True):
+        """Let others run, at least until can_go_on()."""
+        group = self.current
+        group.can_go_on = can_go_on
+        self.pass_on()
+        group.turn.acquire()
+        if self.error:
+            raise RuntimeError("another group of warps has failed")
+
+    def names(self):
+        language = SimpleNamespace(
+            int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            minimum=lambda x, y: torch.fmin(torch.as_tensor(x), torch.as_tensor(y)),
+            maximum=lambda x, y: torch.fmax(torch.as_tensor(x), torch.as_tensor(y)),
+            max=torch.amax, sum=torch.sum, log2=torch.log2, static_range=range,
+            where=lambda condition, x, y: torch.where(torch.as_tensor(condition), x, y),
+            arange=lambda start, end, _: torch.arange(start, end),
+            zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
+            split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
+            convert_layout=lambda x, _: x, SliceLayout=lambda *_: None,
+            load=lambda pointer: pointer.load(), store=lambda pointer, x, mask: pointer.store(x, mask),
+            program_id=lambda _: torch.tensor(self.program), inline_asm_elementwise=run_ptx,
+            allocate_shared_memory=self.allocate, warp_specialize=self.run_warps,
+        )  # fmt: skip
+        barriers = SimpleNamespace(
+            MBarrierLayout=lambda: "barrier", init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive
+        )
+        copies = SimpleNamespace(async_copy_global_to_shared=self.copy)
+        return {
+            "gl": language, "mbarrier": barriers, "tma": copies, "fence_async_shared": lambda: None,
+            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_product,
+        }  # fmt: skip
+
+    def allocate(self, dtype, shape, layout):
+        if layout == "barrier":
+            return Ring([Barrier() for _ in range(shape[0])], shape) if len(shape) > 1 else Barrier()
+        return Ring([Place(torch.full(shape[1:], 77, dtype=dtype)) for _ in range(shape[0])], shape)
+
+    def init(self, barrier, count):
+        barrier.count = barrier.pending = count
+
+    def wait(self, barrier, phase):
+        self.pause(lambda: barrier.phase != phase)
+
+    def expect(self, barrier, size):
+        barrier.bytes += size
+        self.arrive(barrier, 1)
+
+    def arrive(self, barrier, count):
+        assert barrier.pending >= count, "more arrivals than the phase has"
+        barrier.pending -= count
+        barrier.settle()
+        self.pause()
+
+    def copy(self, descriptor, coordinates, barrier, place):
+        assert place.readers == 0, "a tile is overwritten while a matmul reads it"
+        place.tile = torch.full_like(place.tile, 77)
+
+        def arrive():
+            place.tile = descriptor.tile(*coordinates)
+            barrier.bytes -= descriptor.block_type.nbytes
+            barrier.settle()
+
+        self.flights.append(arrive)
+        self.pause()
+
+    def multiply(self, left, right, accumulator, use_acc, is_async):
+        assert is_async
+        assert not use_acc
+        product = Product(left, right)
+        for place in product.reads:
+            place.readers += 1
+        return product
+
+    def wait_for_product(self, in_flight, deps):
+        (product,) = deps
+        assert in_flight == 0
+        self.pause()
+        result = product.value()
+        for place in product.reads:
+            place.readers -= 1
+        return result
+
+
+class OnCPU:
+    """A Gluon program that is launched like itself. names: other Gluon functions for some that it calls."""
+
+    def __init__(self, program: JITFunction, seed: int = 0, **names):
+        self.program, self.machine = program, Machine(seed)
+        self.function = plain(program, self.machine.names() | names)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg, **constants):
+            given = dict(zip(self.program.arg_names, map(argument, arguments), strict=False)) | constants
+            for i in range(grid[0]):
+                self.machine.run(self.function, i, given)
+
+        return launch
+
+
+def argument(x):
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
+    return Pointer(x.view(-1)) if isinstance(x, Tensor) else x
+
+
+def run_ptx(code, constraints, arguments, dtype, is_pure, pack):
+    """The few instructions that are written in PTX; $0 is the result, $1 ... the arguments."""
+    registers = {f"${i}": x for i, x in enumerate(arguments, 1)}
+    for instruction in re.findall(r"(?:cvt|ex2|lg2|rcp)[^;]+", code):
+        name, result, *operands = re.split(r",?\s+", instruction.strip())
+        values = [registers[x] if x in registers else int(x) for x in operands]
+        registers[result] = PTX[name](*values)
+    return registers["$0"].to(dtype)
+
+
+def pack_low(high, low, upper):
+    """cvt.pack: `upper` moves up, and its two low bytes become the two numbers, kept within INT8."""
+    high, low = (x.clamp(-128, 127) & 255 for x in (high, low))
+    return upper << 16 | high << 8 | low
+
+
+PTX = {
+    "cvt.rni.s32.f32": lambda x: x.nan_to_num(0).round().clamp(-(2**31), 2**31 - 1).to(torch.int64),
+    "cvt.pack.sat.s8.s32.b32": pack_low,
+    "ex2.approx.ftz.f32": torch.exp2,
+    "lg2.approx.ftz.f32": torch.log2,
+    "rcp.approx.ftz.f32": torch.reciprocal,
+}
