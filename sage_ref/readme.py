@@ -61,12 +61,11 @@ def table2() -> str:
     printed = (f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in tables.PAPER_TABLE2.values())
     lines.append(("paper, with QK-norm, layer 11", *printed))
     captures = record.provenance["captures"]
-    step = "step {step:,} of {steps:,}"
-    after = [step.format(**run) + (" with" if run["qk_norm"] else " without") for run in (c["run"] for c in captures)]
+    after = sorted({"step {step:,} of {steps:,}".format(**capture["run"]) for capture in captures})
     kept, captured = (captures[0]["layers_kept"][name] for name in ("kept", "captured"))
     layers = f"one head; layers {', '.join(map(str, kept))} of {len(captured)}, where errors are largest"
     table = markdown_table(("cosine / relative L2", *tables.PAPER_TABLE2), lines)
-    return f"{table}\n\nOurs: {layers}; after {' and '.join(after)} QK-norm."
+    return f"{table}\n\nOurs: {layers}; after {' and '.join(after)}."
 
 
 def pretraining() -> str:

@@ -248,27 +248,28 @@ class TestCaptured:
             for place, (_, k, *_) in ((place, captured(place)) for place in CAPTURED)
         }
         for with_norm, without in zip(*by_norm(shared), strict=True):
-            assert with_norm < 0.4 < 0.45 < without < 0.8
+            assert with_norm < 0.45 < 0.53 < without < 0.8
 
-    @pytest.mark.parametrize(("norm", "low", "high"), [("QK-norm", 0.8, 0.97), ("no QK-norm", 0.6, 0.83)])
+    @pytest.mark.parametrize(("norm", "low", "high"), [("QK-norm", 0.74, 0.95), ("no QK-norm", 0.56, 0.76)])
     def test_key_smoothing_gains_most_without_qk_norm(self, norm, low, high):
         places = [place for place in CAPTURED if place[0] == norm]
         left = [captured_error("dQ", place) / captured_error("dQ", place, smooth_k=False) for place in places]
         assert low < min(left) < max(left) < high
 
     @every_place
-    def test_query_smoothing_takes_a_tenth_off_dk_and_leaves_dq(self, place):
-        assert 0.83 < captured_error("dK", place, smooth_q=True) / captured_error("dK", place) < 0.92
-        assert captured_error("dQ", place, smooth_q=True) == pytest.approx(captured_error("dQ", place), rel=0.03)
+    def test_query_smoothing_takes_a_tenth_to_a_third_off_dk_and_little_moves_dq(self, place):
+        low, high = (0.79, 0.86) if place[0] == "QK-norm" else (0.64, 0.92)
+        assert low < captured_error("dK", place, smooth_q=True) / captured_error("dK", place) < high
+        assert captured_error("dQ", place, smooth_q=True) == pytest.approx(captured_error("dQ", place), rel=0.05)
 
-    def test_logits_are_smaller_with_qk_norm_but_gains_have_grown(self):
+    def test_logits_are_smaller_with_qk_norm_in_two_layers_but_gains_have_grown(self):
         largest = {}
         for place in CAPTURED:
             q, k, *_ = captured(place)
             largest[place] = (q @ k.mT / math.sqrt(q.shape[-1])).tril().abs().max().item()
         with_norm, without = by_norm(largest)
-        assert all(x < y for x, y in zip(with_norm, without, strict=True))
-        assert max(with_norm) > math.sqrt(128)
+        assert [x < y for x, y in zip(with_norm, without, strict=True)] == [True, False, True]
+        assert [x > math.sqrt(128) for x in with_norm] == [False, True, True]
 
     @every_place
     def test_errors_of_the_forward_add_as_squares(self, place):
@@ -301,7 +302,8 @@ class TestBackward:
     @every_place
     def test_dp_in_int8_costs_little(self, place):
         growth = captured_error("dQ", place, exact_matmuls=()) / captured_error("dQ", place)
-        assert 1.01 < growth < (1.08 if place[0] == "QK-norm" else 1.2)
+        low, high = (1.01, 1.08) if place[0] == "QK-norm" else (1.07, 1.13)
+        assert low < growth < high
         for name in ("dS", "dK"):
             assert captured_error(name, place) < captured_error(name, place, exact_matmuls=())
             assert captured_error(name, place, exact_matmuls=()) < 2 * captured_error(name, place)
@@ -310,15 +312,16 @@ class TestBackward:
         growth = {
             place: captured_error("dQ", place, exact_matmuls=()) / captured_error("dQ", place) for place in CAPTURED
         }
-        with_norm, without = by_norm(growth)
-        assert sum(without) > sum(with_norm)
+        for with_norm, without in zip(*by_norm(growth), strict=True):
+            assert without > with_norm
 
     @every_place
     def test_scores_must_be_quantized_in_both_passes_or_none(self, place):
-        for name in ("dQ", "dK"):
+        limits = {"dQ": 0.33, "dK": 0.43} if place == PLACE else {"dQ": 0.6, "dK": 0.74}
+        for name, limit in limits.items():
             both = captured_error(name, place, exact_matmuls=only("S", "S_backward"))
             for matmul in ("S", "S_backward"):
-                assert both < 0.7 * captured_error(name, place, exact_matmuls=only(matmul))
+                assert both < limit * captured_error(name, place, exact_matmuls=only(matmul))
 
     @every_place
     def test_rows_of_p_sum_to_one_only_if_both_passes_agree(self, place):
@@ -327,7 +330,17 @@ class TestBackward:
         off = {matmuls: rms(x.sum(-1) - 1) for matmuls, x in p.items()}
         error = {matmuls: relative_l2(x, exact_of(place)["P"]) for matmuls, x in p.items()}
         assert off["S", "S_backward"] < 1e-9 < 5e-3 < min(off[("S",)], off[("S_backward",)])
-        assert error["S", "S_backward"] < 0.8 * min(error[("S",)], error[("S_backward",)])
+        left = error["S", "S_backward"] / min(error[("S",)], error[("S_backward",)])
+        low, high = (0.79, 0.86) if place == PLACE else (0.36, 0.68)
+        assert low < left < high
+
+    @pytest.mark.parametrize("matmul", ["S", "S_backward"])
+    def test_delta_has_to_match_p_as_well(self, matmul):
+        found, ds = sagebwd_of(PLACE, exact_matmuls=only(matmul)), exact_of(PLACE)["dS"]
+        k = smooth_key(captured(PLACE)[1])[0]
+        p = found["P"] / found["P"].sum(-1, keepdim=True)
+        rows_put_right = relative_l2(p * (found["dP"] - found["delta"]) @ k, ds @ k)
+        assert rows_put_right > 2 * captured_error("dQ", exact_matmuls=only("S", "S_backward"))
 
     @pytest.mark.parametrize("name", ["dQ", "dK"])
     def test_the_gradients_own_matmul_costs_most_where_the_notebook_looks(self, name):
@@ -346,14 +359,18 @@ class TestBackward:
             error = relative_l2(p * (noisy - exact["delta"]), exact["dS"])
             assert error == pytest.approx(((p * (noisy - dp)).norm() / (p * (dp - exact["delta"])).norm()).item())
             assert relative_l2(noisy, dp) < 0.011
-        assert 1.2 < min(smaller.values()) < 1.5
+        for (_, layer), times in smaller.items():
+            low, high = (1.3, 1.5) if layer == 0 else (1.7, 4.1)
+            assert low < times < high
         fragile = max(smaller, key=smaller.get)
         assert fragile[0] == "no QK-norm"
-        assert 3 < smaller[fragile] < 5
+        assert smaller[fragile] > 3.5
         q, k, v, do = captured(fragile)
         exact = exact_of(fragile)
         p = exact["P"]
         dp = fake_quantize(do, (64, None)) @ fake_quantize(v, (64, None)).mT
+        below = (exact["dP"] - exact["delta"]).abs() < (dp - exact["dP"]).abs()
+        assert 0.15 < p[below].square().sum() / p.square().sum() < 0.25
         error = relative_l2(p * (dp - exact["delta"]), exact["dS"])
         matching = relative_l2(p * (dp - (p * dp).sum(-1, keepdim=True)), exact["dS"])
         assert relative_l2(dp, do @ v.mT) < 0.01
@@ -372,7 +389,8 @@ class TestBackward:
     def test_matching_delta_absorbs_error_of_p(self, place):
         found, exact = sagebwd_of(place), exact_of(place)
         own = found["P"] * (found["dP"] - (found["P"] * found["dP"]).sum(-1, keepdim=True))
-        assert relative_l2(own, exact["dS"]) < 0.95 * relative_l2(found["dS"], exact["dS"])
+        limit = 0.63 if place == PLACE else 0.93
+        assert relative_l2(own, exact["dS"]) < limit * relative_l2(found["dS"], exact["dS"])
 
     @every_place
     def test_seven_int8_with_matching_delta_are_as_good_as_six(self, place):
@@ -388,9 +406,7 @@ class TestBackward:
         for name, error in repaired.items():
             assert error < captured_error(name, place, exact_matmuls=())
             assert error < 1.02 * captured_error(name, place)
-        if place[0] == "no QK-norm":
-            assert repaired["dQ"] < captured_error("dQ", place)
-            assert repaired["dK"] < captured_error("dK", place)
+        assert repaired["dQ"] < captured_error("dQ", place)
 
     def test_table2_has_the_papers_order(self):
         assert {(row["qk_norm"], row["layer"]) for row in TABLE2.rows} == {(n == "QK-norm", x) for n, x in CAPTURED}
@@ -402,6 +418,7 @@ class TestBackward:
         for table in tables:
             assert table["dP"] < 1e-4
             assert table["P"] < table["dS"] < min(table["dQ"], table["dK"])
+            assert max(table["O"], table["dV"]) < 0.65 * table["dQ"]
         for row in TABLE2.rows:
             assert row["tensor"] != "dS" or row["rms"] < row["rms_bound"]
 
@@ -414,21 +431,20 @@ class TestBackward:
             for name in ("cosine", "rel_l2", "rms"):
                 assert recorded[name] == pytest.approx(row[name], rel=0.02, abs=1e-6)
 
-    def test_ds_arrives_with_one_to_three_hundredths_and_less_with_qk_norm(self):
+    def test_ds_arrives_with_one_to_two_and_a_half_hundredths_and_less_with_qk_norm(self):
         error = {place: captured_error("dS", place) for place in CAPTURED}
-        assert 0.005 < min(error.values()) < max(error.values()) < 0.03
+        assert 0.009 < min(error.values()) < max(error.values()) < 0.026
         for with_norm, without in zip(*by_norm(error), strict=True):
-            assert 0.4 < with_norm / without < 0.65
+            assert 0.57 < with_norm / without < 0.87
         for with_norm, without in zip(*by_norm({p: captured_error("dQ", p) for p in CAPTURED}), strict=True):
-            assert with_norm > without
+            assert 1 < with_norm / without < 1.2
 
     @every_place
     def test_most_of_the_error_of_dq_is_made_where_ds_is_rounded(self, place):
         inherited = captured_error("dQ", place, exact_matmuls=("dP", "dQ", "dK"))
         own = captured_error("dQ", place, exact_matmuls=only("dQ", "dK"))
         assert math.hypot(inherited, own) == pytest.approx(captured_error("dQ", place), rel=0.1)
-        assert own > 1.3 * inherited
-        assert place != PLACE or own > 2 * inherited
+        assert own > (2.4 if place == PLACE else 1.5) * inherited
 
     @every_place
     def test_ds_on_its_grid(self, place):
@@ -440,14 +456,14 @@ class TestBackward:
             share[name] = zero[..., seen].double().mean().item()
             assert ds[zero].square().sum() < 1e-3 * ds.square().sum()
         assert share["row"] < share["block"] - 0.25
-        assert share["block"] > 0.6
+        assert share["block"] > 0.57
         assert torch.equal(quantize(ds).values, quantize(2.0**-6 * ds).values)
 
     @every_place
     def test_scales_per_row_are_finer(self, place):
         for name in ("dQ", "dK", "dV"):
             assert captured_error(name, place, granularity="row") < captured_error(name, place)
-        assert 0.44 < captured_error("dQ", place, granularity="row") / captured_error("dQ", place) < 0.7
+        assert 0.5 < captured_error("dQ", place, granularity="row") / captured_error("dQ", place) < 0.67
 
     def test_ds_of_the_papers_size_is_about_as_bad_in_float16_as_in_int8(self):
         ds = exact_of(PLACE)["dS"]
@@ -471,7 +487,7 @@ class TestBackward:
         exact = ds @ k
         nearest = relative_l2(fake_quantize(ds, (64, 64)) @ k, exact)
         once, averaged = relative_l2(draws[0], exact), relative_l2(sum(draws) / 16, exact)
-        assert 1.15 < once / nearest < 2
+        assert 1.17 < once / nearest < 1.5
         assert averaged == pytest.approx(once / 4, rel=0.15)
         assert averaged < nearest
 

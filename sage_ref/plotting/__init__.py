@@ -2,6 +2,17 @@
 
 # ruff: noqa: F401 (what notebooks import from here)
 from sage_ref.plotting.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
+from sage_ref.plotting.hopper import (
+    MULTIPROCESSORS,
+    UNIT_COLORS,
+    busy,
+    busy_figure,
+    draw_activity,
+    draw_units,
+    level_clocks,
+    power_figure,
+    unit_clocks,
+)
 from sage_ref.plotting.kernels import (
     KIND_COLORS,
     LEVEL_NAMES,

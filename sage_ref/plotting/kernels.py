@@ -23,22 +23,25 @@ def overview_figure(table2: Record, bench: Record) -> Figure:
     error_map(left, errors, title="INT8's error on its way to the gradients\n(relative L2, a trained language model)")
     size = {"n_q": 8192, "head_dim": 128, "causal": False, "direction": "fwd"}
     levels = sorted(bench.select(provider="sage_kernels", scope="kernel", **size), key=lambda row: row["level"])
-    names = ("16 bit", "INT8\nQ K$^T$", "INT8\nP V too", "no con-\nversions", "no\nshuffles")
-    right.bar(names, [row["tops"] for row in levels], color=[SKY] + [BLUE] * 4, width=0.6)
+    names = [name.partition("\n")[2] for name in LEVEL_NAMES["fwd"][: len(levels)]]
+    right.bar(names, [row["tops"] for row in levels], color=[SKY] + [BLUE] * len(levels[1:]), width=0.6)
     for provider, name, color in (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN)):
         tops = bench.select(provider=provider, **size)[0]["tops"]
         right.axhline(tops, color=color, linestyle="--", linewidth=1.2)
-        right.text(4.4, tops + 8, name, color=color, fontsize=9)
+        right.text(len(levels) - 0.6, tops + 8, name, color=color, fontsize=9)
     title = f"One idea per kernel level\n(forward, D=128, N=8192, {bench.provenance['gpu']})"
     right.set_title(title, fontsize=10)
-    right.set(ylabel="TOPS", ylim=(0, 760), xlim=(-0.5, 6))
+    right.set(ylabel="TOPS", ylim=(0, 1.1 * max(row["tops"] for row in levels)), xlim=(-0.5, len(levels) + 1))
+    right.tick_params(axis="x", labelsize=9)
     return figure
 
 
 LEVEL_NAMES = {
-    "fwd": ("0\n16 bit", "1\nINT8\nQ K$^T$", "2\nINT8\nP V too", "3\nno con-\nversions", "4\nno\nshuffles"),
-    "bwd": ("0\n16 bit", "1\nINT8,\nper row", "2\nINT8,\nper block", "3\nno con-\nversions"),
-}
+    "fwd": (
+        "0\n16 bit", "1\nINT8\nQ K$^T$", "2\nINT8\nP V too", "3\nno con-\nversions", "4\nno\nshuffles", "5\nHopper",
+    ),
+    "bwd": ("0\n16 bit", "1\nINT8,\nper row", "2\nINT8,\nper block", "3\nno con-\nversions", "4\nHopper"),
+}  # fmt: skip
 
 
 def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | None = None) -> Figure:
@@ -58,12 +61,13 @@ def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | N
         ax.bar(levels, tops(bench, "kernel"), width=0.7, color=[SKY] + [BLUE] * len(levels[1:]), label="kernel alone")
         ax.plot(levels, tops(bench, "op"), "_", color=ORANGE, markersize=22, markeredgewidth=2, label="with quantising")
         if here:
-            ax.plot(levels, tops(here, "kernel"), "D", color=BLACK, label=f"kernel, {here.provenance['gpu']}")
+            found = tops(here, "kernel")  # the last level needs a Hopper GPU
+            ax.plot(range(len(found)), found, "D", color=BLACK, label=f"kernel, {here.provenance['gpu']}")
         for provider, name, color in (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN)):
             peer = bench.select(provider=provider, head_dim=head_dim, **size)[0]["tops"]
             ax.axhline(peer, color=color, linestyle="--", linewidth=1.2, label=name)
         ax.set_title(f"D = {head_dim}", fontsize=10)
-        ax.set_xticks(levels, LEVEL_NAMES[direction], fontsize=8)
+        ax.set_xticks(levels, LEVEL_NAMES[direction][: len(levels)], fontsize=8)
     axes[0].set(ylabel="TOPS", ylim=(0, 1.35 * axes[0].dataLim.ymax))
     axes[0].legend(fontsize=8, ncols=2, loc="upper left")
     figure.supxlabel(bench.caption, fontsize=8)
@@ -108,19 +112,14 @@ def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figur
             work, [1 / (1 / peak + 1 / (TERA_SLOTS * x)) for x in work], "--", color=color, label=f"{name}, no overlap"
         )
     for head_dim, marker, color in ((64, "o", ORANGE), (128, "s", RED)):
-        for level in range(5):
-            x = (
-                4
-                * head_dim
-                / sum(row["per_score"] for row in instructions.select(kernel="forward", level=level, head_dim=head_dim))
-            )
-            (row,) = bench.select(
-                provider="sage_kernels", level=level, head_dim=head_dim, n_q=8192, causal=False, scope="kernel",
-                direction="fwd",
-            )  # fmt: skip
-            label = f"levels 0 to 4, D = {head_dim}" if level == 4 else None
-            ax.plot(x, row["tops"], marker, color=color, mfc=color if level else "none", label=label)
-            ax.annotate(str(level), (x, row["tops"]), (5, -10), textcoords="offset points", fontsize=9)
+        size = {"head_dim": head_dim, "n_q": 8192, "causal": False, "scope": "kernel", "direction": "fwd"}
+        levels = sorted(bench.select(provider="sage_kernels", **size), key=lambda row: row["level"])
+        for row in levels:
+            counted = instructions.select(kernel="forward", level=row["level"], head_dim=head_dim)
+            x = 4 * head_dim / sum(kind["per_score"] for kind in counted)
+            label = f"levels 0 to {row['level']}, D = {head_dim}" if row is levels[-1] else None
+            ax.plot(x, row["tops"], marker, color=color, mfc=color if row["level"] else "none", label=label)
+            ax.annotate(str(row["level"]), (x, row["tops"]), (5, -10), textcoords="offset points", fontsize=9)
     ax.set(xscale="log", yscale="log", xlabel="matmul operations per instruction", ylabel="TOPS", ylim=(200, 2400))
     ax.set_xticks([10, 20, 50, 100], [10, 20, 50, 100])
     ax.set_yticks([200, 500, 1000, 2000], [200, 500, 1000, 2000])

@@ -117,14 +117,17 @@ def pretrain_speed(options: argparse.Namespace) -> None:
     from sage_ref.training.pretrain import processes
     from sage_ref.training.speed import SpeedPlan, speed_table, step_times
 
-    plan = SpeedPlan(tuple(options.contexts), options.layers, options.width, options.heads, options.tokens_per_device)
+    names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
+    plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
+    rows = []
     with processes(options.device) as group:
-        rows = list(step_times(plan, group))
+        for row in step_times(plan, group):  # on the first process alone
+            rows.append(row)
+            if options.json:
+                write_record(options.json, rows, command=options.command, plan=asdict(plan))
         if group.is_first:
             header = ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", "against exact")
             print(markdown_table(header, speed_table(rows)))
-            if options.json:
-                write_record(options.json, rows, command=options.command, plan=asdict(plan))
 
 
 def capture(options: argparse.Namespace) -> None:
@@ -320,7 +323,7 @@ def add_pretrain_speed_options(parser: argparse.ArgumentParser) -> None:
 
     default = SpeedPlan()
     parser.add_argument("--contexts", type=positive, nargs="+", default=default.contexts, metavar="N")
-    for name in ("layers", "width", "heads", "tokens_per_device"):
+    for name in ("layers", "width", "heads", "tokens_per_device", "warmup", "steps"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
     add_device_option(parser)
 
