@@ -7,6 +7,7 @@ computes nonsense or fails, and whoever waits for what never comes is told so. L
 code is the test of those.
 """
 
+import math
 import random
 import re
 import threading
@@ -47,24 +48,27 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.numbers, self.offset + offset)
 
-    def load(self):
-        return self.numbers[self.offset]
+    def load(self, mask=None, other=None):
+        if mask is None:
+            return self.numbers[self.offset]
+        return torch.where(mask, self.numbers[torch.where(mask, self.offset, 0)], other)
 
     def store(self, x, mask):
         self.numbers[self.offset[mask]] = x[mask]
 
 
 class Descriptor:
-    """Tiles of a matrix [rows, columns]; past its ends are zeros."""
+    """Tiles of a matrix [rows, columns] or lines of a vector; past its ends are zeros."""
 
     def __init__(self, described: TensorDescriptor):
-        self.x, self.block_shape, self.dtype, self.layout = described.base, described.block_shape, torch.int8, None
-        self.block_type = SimpleNamespace(nbytes=self.block_shape[0] * self.block_shape[1])
+        self.x, self.block_shape, self.layout = described.base, described.block_shape, None
+        self.dtype = self.x.dtype
+        self.block_type = SimpleNamespace(nbytes=math.prod(self.block_shape) * self.x.itemsize)
 
-    def tile(self, row, column):
+    def tile(self, *start):
         tile = torch.zeros(self.block_shape, dtype=self.dtype)
-        found = self.x[row : row + tile.shape[0], column : column + tile.shape[1]]
-        tile[: found.shape[0], : found.shape[1]] = found
+        found = self.x[tuple(slice(first, first + n) for first, n in zip(start, tile.shape, strict=True))]
+        tile[tuple(map(slice, found.shape))] = found
         return tile
 
 
@@ -75,7 +79,27 @@ class Place:
         self.tile, self.readers = tile, 0
 
     def permute(self, order):
-        return SimpleNamespace(place=self, order=order)
+        return Part(self, slice(None)).permute(order)
+
+    def load(self, layout):
+        return Part(self, slice(None)).load(layout)
+
+    def slice(self, first, rows):
+        return Part(self, slice(first, first + rows))
+
+
+class Part:
+    """Rows of a place, seen as they lie or transposed."""
+
+    def __init__(self, place: Place, rows: slice, order=None):
+        self.place, self.rows, self.order = place, rows, order
+
+    def permute(self, order):
+        return Part(self.place, self.rows, order)
+
+    def load(self, layout):
+        tile = self.place.tile[self.rows]
+        return tile.clone() if self.order is None else tile.permute(self.order)
 
 
 class Ring:
@@ -97,13 +121,17 @@ class Barrier:
 class Product:
     """A matmul in flight."""
 
-    def __init__(self, left, right):
-        self.left, self.right = left, right
+    def __init__(self, left, right, dtype):
+        self.left, self.right, self.dtype, self.result = left, right, dtype, None
         self.reads = [x for x in (left, right.place) if isinstance(x, Place)]
+        for place in self.reads:
+            place.readers += 1
 
-    def value(self):
+    def end(self):
         left = self.left.tile if isinstance(self.left, Place) else self.left
-        return (left.double() @ self.right.place.tile.permute(self.right.order).double()).to(torch.int32)
+        self.result = (left.double() @ self.right.load(None).double()).to(self.dtype)
+        for place in self.reads:
+            place.readers -= 1
 
 
 class Warps:
@@ -111,6 +139,7 @@ class Warps:
 
     def __init__(self, weight: int):
         self.weight, self.turn, self.can_go_on = weight, threading.Semaphore(0), lambda: True
+        self.matmuls = []  # in flight, in their order
 
 
 class Machine:
@@ -140,7 +169,8 @@ class Machine:
     def live(self, group, function, arguments):
         group.turn.acquire()
         try:
-            function(*arguments)
+            with torch.no_grad():
+                function(*arguments)
         except Exception as error:
             self.error = self.error or error
         self.running.remove(group)
@@ -182,8 +212,8 @@ class Machine:
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
             split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
-            convert_layout=lambda x, _: x, SliceLayout=lambda *_: None,
-            load=lambda pointer: pointer.load(), store=lambda pointer, x, mask: pointer.store(x, mask),
+            convert_layout=lambda x, _, assert_trivial=False: x, SliceLayout=lambda *_: None,
+            load=Pointer.load, store=lambda pointer, x, mask: pointer.store(x, mask),
             program_id=lambda _: torch.tensor(self.program), inline_asm_elementwise=run_ptx,
             allocate_shared_memory=self.allocate, warp_specialize=self.run_warps,
         )  # fmt: skip
@@ -232,19 +262,19 @@ class Machine:
     def multiply(self, left, right, accumulator, use_acc, is_async):
         assert is_async
         assert not use_acc
-        product = Product(left, right)
-        for place in product.reads:
-            place.readers += 1
+        product = Product(left, right, accumulator.dtype)
+        self.current.matmuls.append(product)
         return product
 
     def wait_for_product(self, in_flight, deps):
-        (product,) = deps
-        assert in_flight == 0
+        """The result of deps. Matmuls end in their order; the last `in_flight` may go on."""
         self.pause()
-        result = product.value()
-        for place in product.reads:
-            place.readers -= 1
-        return result
+        matmuls = self.current.matmuls
+        while len(matmuls) > in_flight:
+            matmuls.pop(0).end()
+        (product,) = deps
+        assert product.result is not None, "a matmul's result is used before its end"
+        return product.result
 
 
 class OnCPU:

@@ -27,10 +27,11 @@ from kernel_cases import (
     run_backward_level,
     run_forward_level,
 )
+from sage_kernels.backward.level4_hopper import key_program, query_program
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward.level5_hopper import hopper_program
 from sage_kernels.forward.program import forward_program
-from sage_kernels.ops import BACKWARD_LEVEL
+from sage_kernels.ops import backward_level
 from sage_kernels.quantize import _quantize_kernel, _transpose_kernel
 
 from sage_ref import ops, sagebwd_attention
@@ -38,6 +39,7 @@ from sage_ref.teaching import bytes_kept_for_backward
 from sage_ref.tracing import relative_l2
 
 pytestmark = MARKS
+LEVEL = backward_level(DEVICE, SMALL.head_dim)  # of the cases here that name one
 DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
 
 
@@ -47,7 +49,7 @@ def compiled():
     if ON_GPU:
         choices = product((32, 64, 96, 128), (2, 1), (False, True), DTYPES)
         cases = [Case(20, 20, head_dim, 2, kv_heads, *rest) for head_dim, kv_heads, *rest in choices]
-        fill_cache([(run_backward_level, case, BACKWARD_LEVEL) for case in cases])
+        fill_cache([(run_backward_level, case, backward_level(DEVICE, case.head_dim)) for case in cases])
 
 
 def attention(query, key, value, **options):
@@ -79,7 +81,7 @@ def test_opcheck_forward(dtype):
 def test_opcheck_backward(dtype):
     case = Case(40, 150, heads=2, kv_heads=1, dtype=dtype)
     _, _, value, grad_output = draw(case)
-    (_, _, _, q_hat, k_hat, _), output, log_sum_exp = forward_level(case, feeding(BACKWARD_LEVEL, case))
+    (_, _, _, q_hat, k_hat, _), output, log_sum_exp = forward_level(case, feeding(LEVEL, case))
     saved = (value, output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale)
     torch.library.opcheck(torch.ops.sage_kernels.backward.default, (grad_output, *saved, False, 0.125))
 
@@ -92,8 +94,8 @@ def test_opcheck_backward(dtype):
 )
 def test_results_are_the_ladders(options, dtype):
     case = SMALL._replace(dtype=dtype, **{"is_causal": False, **options})
-    forward = run_forward_level(case, feeding(BACKWARD_LEVEL, case))
-    gradients = run_backward_level(case, BACKWARD_LEVEL, forward=forward)
+    forward = run_forward_level(case, feeding(LEVEL, case))
+    gradients = run_backward_level(case, LEVEL, forward=forward)
     assert all_equal(with_gradients(*draw(case), **options), (forward.output, *gradients))
 
 
@@ -242,7 +244,8 @@ def test_no_kernel_is_compiled_again_for_another_length(head_dim):
 
 
 def compiled_kernels() -> int:
-    programs = (forward_program, hopper_program, dq_program, dkdv_program, _quantize_kernel, _transpose_kernel)
+    programs = (forward_program, hopper_program, dq_program, dkdv_program, query_program, key_program)
+    programs += (_quantize_kernel, _transpose_kernel)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 
 

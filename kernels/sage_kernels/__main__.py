@@ -1,4 +1,4 @@
-"""`python -m sage_kernels bench|accuracy|compile|instructions`: time, check, or compile the kernels."""
+"""`python -m sage_kernels bench|accuracy|profile|compile|instructions`: time, check, or compile the kernels."""
 
 import argparse
 import json
@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
     accuracy_parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
     accuracy_parser.add_argument("--record", "--json", type=Path, metavar="FILE", help="write the rows to FILE")
     accuracy_parser.set_defaults(run=accuracy)
+    profile_parser = commands.add_parser("profile", help="what limits the Hopper kernels; needs Nsight Compute")
+    profile_parser.add_argument("--record", "--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    profile_parser.set_defaults(run=profile)
     compile_parser = commands.add_parser("compile", help="compile every level for sm_80 to sm_120 and check the result")
     compile_parser.add_argument("--capability", type=int, nargs="+", help="only these, for example 90")
     compile_parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
@@ -98,6 +101,16 @@ def accuracy(options: argparse.Namespace) -> None:
     if options.record:
         facts = {"seeds": [0], "repeats_bitwise_equal": equal}
         write_record(options.record, rows, command=options.command, **facts)
+
+
+def profile(options: argparse.Namespace) -> None:
+    from sage_kernels import profile
+
+    require_gpu()
+    rows = list(profile.rows())
+    print(markdown_table(rows[0], [row.values() for row in rows]))
+    if options.record:
+        write_record(options.record, rows, command=options.command)
 
 
 def require_gpu() -> None:

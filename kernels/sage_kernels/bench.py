@@ -29,7 +29,7 @@ from sage_kernels.ladder import (
     run_backward,
     run_forward,
 )
-from sage_kernels.ops import BACKWARD_LEVEL, forward_level
+from sage_kernels.ops import backward_level, forward_level
 from sage_ref.attention import attention_backward, attention_forward
 
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -103,7 +103,7 @@ def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[d
     yield from _autograd_rows(
         lambda q, k, v: sage_ref.sagebwd_attention(q, k, v, is_causal=shape.causal, backend="triton"),
         (query, key, value, grad_output), exact,
-        lambda *columns: row("sage_kernels", f"{best}/{BACKWARD_LEVEL}", *columns),
+        lambda *columns: row("sage_kernels", f"{best}/{backward_level(query.device, shape.head_dim)}", *columns),
     )  # fmt: skip
 
 
@@ -128,6 +128,8 @@ def _ladder_rows(shape, inputs, exact, best, options, row):
     output, log_sum_exp = run_forward(forward_inputs, best, **options)
     exact_output, exact_log_sum_exp = run_forward(prepare_forward(query, key, value, 0, **prepare), 0, **options)
     for level, chosen in enumerate(BACKWARD_LEVELS):
+        if obstacle(chosen, query.device, shape.head_dim) is not None:
+            continue
         saved = (output, log_sum_exp) if chosen.int8 else (exact_output, exact_log_sum_exp)
         hats = {"q_hat": forward_inputs.q_hat, "k_hat": forward_inputs.k_hat}
 

@@ -14,13 +14,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_kernels import hopper
-from sage_kernels.backward import level0_16bit
+from sage_kernels.backward import level0_16bit, level4_hopper
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward import level5_hopper
 from sage_kernels.forward.program import forward_program
@@ -83,7 +84,7 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
                 if capability == 90 or chosen.hopper is None:
                     yield Case("forward", level, capability, head_dim, True)
             for level, chosen in enumerate(BACKWARD_LEVELS):
-                for kernel in chosen.kernels(head_dim):
+                for kernel in chosen.kernels(head_dim) if capability == 90 or chosen.hopper is None else ():
                     yield Case(kernel, level, capability, head_dim, True)
 
 
@@ -121,7 +122,9 @@ def compile_case(case: Case) -> Compiled:
 
 def is_hopper(case: Case) -> bool:
     """Whether it is a level of Hopper's, in Gluon."""
-    return case.kernel == "forward" and FORWARD_LEVELS[case.level].hopper is not None
+    if case.kernel.startswith("sla2_"):
+        return False
+    return (FORWARD_LEVELS if case.kernel == "forward" else BACKWARD_LEVELS)[case.level].hopper is not None
 
 
 def launch_of(case: Case) -> Launch:
@@ -129,7 +132,7 @@ def launch_of(case: Case) -> Launch:
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
-        return level5_hopper.LAUNCH
+        return level5_hopper.LAUNCH if case.kernel == "forward" else level4_hopper.LAUNCHES[case.kernel]
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
@@ -140,10 +143,9 @@ def compiled_kernel(case: Case):
     launch, source_type, tiles = launch_of(case), ASTSource, {}
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.max_registers}
     if is_hopper(case):
-        source_type, options = GluonASTSource, level5_hopper.OPTIONS
-        program, int8_pointers = level5_hopper.hopper_program, set()
-        constants = {"D": case.head_dim, "DP": case.head_dim, "IS_CAUSAL": case.is_causal}
-        tiles = level5_hopper.tile_shapes(case.head_dim)
+        source_type, int8_pointers = GluonASTSource, set()
+        program, constants, options, tiles = _hopper_program(case)
+        constants |= {"D": case.head_dim, "DP": case.head_dim, "IS_CAUSAL": case.is_causal}
     else:
         describe = _sla2_program if case.kernel.startswith("sla2_") else _program
         program, constants, int8_pointers = describe(case, launch)
@@ -217,9 +219,19 @@ def _sla2_program(case: Case, launch: Launch):
     return sparse_forward_program, tiles | loop, {"k_ptr", "v_ptr"} if chosen.int8 else set()
 
 
-def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[int, int]]) -> str:
+def _hopper_program(case: Case):
+    """(program, its own constants, options, type and shape of what its descriptors fetch)."""
+    if case.kernel != "forward":
+        return *level4_hopper.program_of(case.kernel), level4_hopper.tile_shapes(case.kernel, case.head_dim)
+    tiles = {name: (torch.int8, shape) for name, shape in level5_hopper.tile_shapes(case.head_dim).items()}
+    return level5_hopper.hopper_program, {}, level5_hopper.OPTIONS, tiles
+
+
+def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
     if name in tiles:
-        return f"tensordesc<i8{list(tiles[name])},{hopper.layout(*tiles[name])!r}>"
+        dtype, shape = tiles[name]
+        kind = {torch.int8: "i8", torch.float32: "fp32"}.get(dtype, "bf16")
+        return f"tensordesc<{kind}{list(shape)},{hopper.layout(*shape, dtype=dtype)!r}>"
     if name in int8_pointers | INT8:
         return "*i8"
     if name in INT32:

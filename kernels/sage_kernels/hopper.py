@@ -66,14 +66,22 @@ def key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
 # Rings of tiles
 
 
-def layout(*shape: int) -> gl.NVMMASharedLayout:
-    """How the copy engine lays an int8 tile in shared memory so that matmuls read it without bank conflicts."""
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.int8)
+TYPES = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout:
+    """How the copy engine lays a tile in shared memory so that matmuls read it without bank conflicts; or a line."""
+    if len(shape) == 1:
+        return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, rank=1)
+    return gl.NVMMASharedLayout.get_default_for(list(shape), TYPES[dtype])
 
 
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
-    """What the copy engine has to know of int8 x [B, H, rows, columns] to fetch tiles of `shape` [rows, columns]."""
-    return TensorDescriptor.from_tensor(x.flatten(0, 2), list(shape), layout(*shape))
+    """What the copy engine has to know of x [B, H, rows, columns] to fetch tiles of `shape` [rows, columns].
+
+    Of x [B, H, rows] it fetches lines, of a `shape` [rows].
+    """
+    return TensorDescriptor.from_tensor(x.flatten(0, 2), list(shape), layout(*shape, dtype=x.dtype))
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_kernels import hopper
-from sage_kernels.backward import level0_16bit, level1_int8
+from sage_kernels.backward import level0_16bit, level1_int8, level4_hopper
 from sage_kernels.backward import level3_folded as backward_level3_folded
 from sage_kernels.backward.program import BackwardInputs, run_dkdv, run_dq
 from sage_kernels.forward import (
@@ -55,6 +55,7 @@ class BackwardLevel(NamedTuple):
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
     grouped: bool = False  # the transposed copies in the order of tiles.group_columns
     split_from: int = 256  # padded head size from which dK and dV take a program each
+    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=..., scale=...)
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """The programs it takes, by their names in `launch.CANDIDATES`; the name's start says what they compute."""
@@ -79,15 +80,18 @@ BACKWARD_LEVELS = (
         "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
         grouped=True, split_from=128,
     ),
+    BackwardLevel(
+        "Hopper: warps with different jobs", None, None, grouped=True, split_from=128, hopper=level4_hopper.run
+    ),
 )  # fmt: skip
 
 
-def obstacle(level: ForwardLevel, device: torch.device, head_dim: int) -> str | None:
+def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim: int) -> str | None:
     """Why a level can't run there, or None if it can."""
     return None if level.hopper is None else hopper.obstacle(device, head_dim)
 
 
-def best_level(levels: Sequence[ForwardLevel], device: torch.device, head_dim: int) -> int:
+def best_level(levels: Sequence[ForwardLevel | BackwardLevel], device: torch.device, head_dim: int) -> int:
     """The last level of a ladder that can run there."""
     return max(i for i, level in enumerate(levels) if obstacle(level, device, head_dim) is None)
 
@@ -156,11 +160,15 @@ def prepare_backward(
 
 def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) of backward level `level`. Deterministic: no atomic operations."""
-    chosen, head_dim = BACKWARD_LEVELS[level], padded_head_dim(inputs.query.shape[3])
+    chosen, device, head_dim = BACKWARD_LEVELS[level], inputs.query.device, padded_head_dim(inputs.query.shape[3])
+    if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
+        raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
+    if chosen.hopper is not None:
+        return chosen.hopper(inputs, is_causal=is_causal, scale=scale)
     options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
     gradients = {}
     for kernel in chosen.kernels(head_dim):
-        launch = choose_launch(kernel, level, head_dim, is_causal, inputs.query.device)
+        launch = choose_launch(kernel, level, head_dim, is_causal, device)
         outputs = kernel.partition("_")[0]
         if outputs == "dq":
             gradients["dq"] = run_dq(inputs, chosen.query_rows, launch, **options)

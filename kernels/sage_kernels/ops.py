@@ -1,8 +1,8 @@
 """SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
 
-Forward level 5 on Hopper if the head size allows it, else 4, which reads the same inputs; backward level 3. All are
-deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one float32
-log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
+Forward level 5 and backward level 4 on Hopper if the head size allows it, else 4 and 3, which read the same inputs.
+All are deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one
+float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
 """
 
 import os
@@ -10,10 +10,17 @@ import os
 import torch
 from torch import Tensor
 
-from sage_kernels.ladder import FORWARD_LEVELS, best_level, prepare_backward, prepare_forward, run_backward, run_forward
+from sage_kernels.ladder import (
+    BACKWARD_LEVELS,
+    FORWARD_LEVELS,
+    best_level,
+    prepare_backward,
+    prepare_forward,
+    run_backward,
+    run_forward,
+)
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim, padded_length
 
-BACKWARD_LEVEL = 3
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
 MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
 # Triton runs kernels on the CPU, one operation at a time. Like Triton, we look once.
@@ -45,6 +52,11 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
 def forward_level(device: torch.device, head_dim: int) -> int:
     """The forward level that runs there."""
     return best_level(FORWARD_LEVELS, device, head_dim)
+
+
+def backward_level(device: torch.device, head_dim: int) -> int:
+    """The backward level that runs there."""
+    return best_level(BACKWARD_LEVELS, device, head_dim)
 
 
 @torch.library.custom_op("sage_kernels::forward", mutates_args=())
@@ -87,10 +99,9 @@ def backward(
     # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
     hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
     with torch.cuda.device_of(value):
-        inputs = prepare_backward(
-            grad_output, grad_output, value, value, output, log_sum_exp, BACKWARD_LEVEL, **hats
-        )  # fmt: skip
-        return run_backward(inputs, BACKWARD_LEVEL, is_causal=is_causal, scale=scale)
+        level = backward_level(value.device, value.shape[3])
+        inputs = prepare_backward(grad_output, grad_output, value, value, output, log_sum_exp, level, **hats)
+        return run_backward(inputs, level, is_causal=is_causal, scale=scale)
 
 
 @backward.register_fake

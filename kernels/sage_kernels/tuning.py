@@ -39,7 +39,7 @@ def kernels() -> Iterator[Kernel]:
             if chosen.hopper is None:
                 yield Kernel("forward", level, head_dim, causal)
         for level, chosen in enumerate(BACKWARD_LEVELS):
-            for kernel in chosen.kernels(head_dim):
+            for kernel in chosen.kernels(head_dim) if chosen.hopper is None else ():
                 yield Kernel(kernel, level, head_dim, causal)
 
 
