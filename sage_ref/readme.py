@@ -15,7 +15,7 @@ from sage_ref.training.claims import claims, hypothesis
 from sage_ref.training.speed import speed_table
 from sage_ref.training.statistics import PAPER_LOSSES, loss_summary, pretrain_runs
 
-BENCH, TABLE1, TABLE2 = "bench_h200", "table1_sweep", "table2_captures"
+BENCH, PROFILE, TABLE1, TABLE2 = "bench_h200", "profile_h200", "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
 SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"
 SLA2_SHAPE, SLA2_SPARSITY, SLA2_INT8_LEVEL = {"n_q": 32760}, 0.97, 3  # the paper's 1.3B video model at 480p
@@ -95,7 +95,7 @@ def pretraining_speed() -> str:
     header = ("N", "GPUs", "parallel", "attention", "ms per step", "tokens/s", "against exact")
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
     described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
-    title = "A training step of a larger model, with the kernels of SageBwd and with FlashAttention-2:"
+    title = "A training step of a larger model, with SageBwd's kernels and with the exact attention that PyTorch picks:"
     return f"{title}\n\n{markdown_table(header, speed_table(record.rows))}\n\n{described}"
 
 
@@ -112,8 +112,10 @@ def speed() -> str:
                     for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
                 )
                 name = f"D={head_dim}{', causal' if causal else ''}, {direction}"
-                lines.append((name, f"{flash:.2f}", f"{cudnn:.2f}", f"{sage:.2f}", f"{flash / sage:.2f}x"))
-    header = (f"N={README_N}, ms", "FlashAttention-2", "cuDNN", "sage_kernels, quantisation included", "against FA-2")
+                ratios = (f"{peer / sage:.2f}x" for peer in (flash, cudnn))
+                lines.append((name, f"{flash:.2f}", f"{cudnn:.2f}", f"{sage:.2f}", *ratios))
+    header = ("FlashAttention-2", "cuDNN", "sage_kernels, quantisation included", "against FA-2", "against cuDNN")
+    header = (f"N={README_N}, ms", *header)
     return f"{markdown_table(header, lines)}\n\nbfloat16, batch 4, 2048 / D heads; {record.caption}."
 
 
@@ -136,6 +138,51 @@ def ladder(direction: str) -> str:
     ]
     table = markdown_table(("level", *columns), lines)
     return f"{table}\n\nMilliseconds (TOPS), N={README_N}, bfloat16, batch 4, 2048 / D heads; {record.caption}."
+
+
+def lengths() -> str:
+    """Forward and backward with quantisation at every length, as ratios to the peers."""
+    record = read_record(BENCH)
+    kinds = list(itertools.product(HEAD_DIMS, CAUSAL))
+    lines = []
+    for n in sorted({row["n_q"] for row in record.rows}):
+        cells = []
+        for head_dim, causal in kinds:
+            rows = record.select(n_q=n, head_dim=head_dim, causal=causal, scope="autograd", direction="fwd+bwd")
+            ms = {row["provider"]: row["ms_median"] for row in rows}
+            ratios = (ms[peer] / ms["sage_kernels"] for peer in ("sdpa_flash", "sdpa_cudnn"))
+            cells.append(" / ".join(f"{ratio:.2f}x" for ratio in ratios))
+        lines.append((f"{n:,}", *cells))
+    header = ("N", *(f"D={head_dim}{', causal' if causal else ''}" for head_dim, causal in kinds))
+    described = (
+        "Forward and backward, against FlashAttention-2 / cuDNN; bfloat16, batch 4 (1 from N=32,768), 2048 / D heads"
+    )
+    return f"{markdown_table(header, lines)}\n\n{described}; {record.caption}."
+
+
+def limits() -> str:
+    """Busy units, stalls, clock and power of every Hopper kernel."""
+    record = read_record(PROFILE)
+    percent = {"tensor": "tensor cores", "exp2": "exp2", "alu": "ALU", "fma": "FMA", "issue": "issue slots", "l2": "L2"}
+    lines = []
+    for row in record.rows:
+        stalls = (row["stall_barrier"], row["stall_wait"], row["stall_not_selected"])
+        lines.append(
+            (
+                f"{row['kernel']}, D={row['head_dim']}",
+                *(f"{row[name]:.0f}%" for name in percent),
+                " / ".join(f"{stall:.1f}" for stall in stalls),
+                f"{row['profiled_ms']:.2f} at {row['profiled_ghz']:.2f}",
+                f"{row['sustained_ms']:.2f} at {row['sustained_ghz']:.2f}",
+                f"{row['sustained_watts']:.0f}{', capped' if row['power_capped'] else ''}",
+            )
+        )
+    header = ("kernel", *percent.values(), "stalls", "ms at GHz, alone", "in a loop", "watts")
+    described = (
+        "Per cent of what a unit could do, in one launch under Nsight Compute; stalls: clocks per issued instruction "
+        "that a warp waits for its warpgroup and the matmul, for its last instruction, for its turn"
+    )
+    return f"{markdown_table(header, lines)}\n\n{described}. N={README_N}, not causal; {record.caption}."
 
 
 def instructions() -> str:
@@ -284,6 +331,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "forward": lambda: ladder("fwd"),
         "backward": lambda: ladder("bwd"),
         "instructions": instructions,
+        "limits": limits,
+        "lengths": lengths,
         "accuracy": accuracy,
         "sla2_ladder": sla2_ladder,
         "sla2_parts": sla2_parts,

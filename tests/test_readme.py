@@ -103,3 +103,25 @@ def test_step_times_appear_when_they_have_been_measured(tmp_path, monkeypatch):
     assert cells(exact) == ["4096", "2", "ddp", "exact", "250.5", "1,000", "1.00"]
     assert cells(sagebwd) == ["4096", "2", "ddp", "sagebwd", "200.25", "1,250", "1.25"]
     assert caption.startswith("24 layers, width 1024, 16 heads, 65,536 tokens per GPU and step, bfloat16; measured on")
+
+
+def test_lengths_are_ratios_of_measured_times():
+    record = read_record("bench_h200")
+    header, _, *lines = readme.lengths().split("\n\n")[0].splitlines()
+    assert cells(header) == ["N", "D=128", "D=128, causal", "D=64", "D=64, causal"]
+    assert [cells(line)[0] for line in lines] == [f"{n:,}" for n in sorted({row["n_q"] for row in record.rows})]
+    shape = {"n_q": 65536, "head_dim": 64, "causal": True, "direction": "fwd+bwd", "scope": "autograd"}
+    flash, cudnn, sage = (
+        record.select(provider=provider, **shape)[0]["ms_median"]
+        for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
+    )
+    assert cells(lines[-1])[-1] == f"{flash / sage:.2f}x / {cudnn / sage:.2f}x"
+
+
+def test_limits_has_every_profiled_kernel():
+    record = read_record("profile_h200")
+    _, _, *lines = readme.limits().split("\n\n")[0].splitlines()
+    assert [cells(line)[0] for line in lines] == [f"{row['kernel']}, D={row['head_dim']}" for row in record.rows]
+    for line, row in zip(lines, record.rows, strict=True):
+        assert cells(line)[1] == f"{row['tensor']:.0f}%"
+        assert cells(line)[-1].endswith("capped") == row["power_capped"]

@@ -123,6 +123,8 @@ def sustained(run: Callable[[], object]) -> dict[str, float | bool]:
     query = "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
     device = str(torch.cuda.get_device_properties().uuid)
     command = ["nvidia-smi", "-i", f"GPU-{device}", query, "--format=csv,noheader,nounits", "-lms", "50"]
+    run()  # compiles, or chooses an algorithm
+    torch.cuda.synchronize()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
         count, start = 0, time.monotonic()
         while (seconds := time.monotonic() - start) < SECONDS:
