@@ -135,25 +135,27 @@ def busy_figure(
 
 
 def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
-    """Watts and clock of every program that ran for a while, and its clock in the profiler's single run."""
+    """Watts and clock of every program after it ran for a while; open circles where power held the clock down."""
     figure, (watts, clocks) = panels(2, width=5.2, height=3.6, title=title)
-    names = list(dict.fromkeys(row["kernel"] for row in profile.rows))
-    for offset, head_dim, color in ((-0.2, 128, BLUE), (0.2, 64, SKY)):
-        for x, name in enumerate(names):
-            for row in profile.select(kernel=name, head_dim=head_dim):
-                label = None if x else f"D = {head_dim}"
-                hatch = "///" if row["power_capped"] else None
-                watts.bar(
-                    x + offset, row["sustained_watts"], width=0.38, color=color, hatch=hatch, ec="white", label=label
-                )
-                clocks.bar(x + offset, row["sustained_ghz"], width=0.38, color=color, hatch=hatch, ec="white")
-    watts.axhline(limit, color=RED, linestyle="--", linewidth=1.2, label="power limit")
-    watts.bar(0, 0, color="0.7", hatch="///", ec="white", label="clock held down by it")
-    watts.set(ylabel="watts", ylim=(0, 1.45 * limit))
-    watts.legend(fontsize=8, ncols=2, loc="upper left")
-    clocks.set(ylabel="GHz", ylim=(1.5, 2.05))
+    names = dict.fromkeys(row["kernel"] for row in profile.rows)
+    names = sorted(names, key=lambda name: "cuDNN" in name)  # ours first
+    for offset, head_dim, color in ((-0.1, 128, BLUE), (0.1, 64, SKY)):
+        for row in profile.select(head_dim=head_dim):
+            x = names.index(row["kernel"]) + offset
+            style = {"color": color, "markersize": 9, "mfc": "white" if row["power_capped"] else color}
+            watts.plot(x, row["sustained_watts"], "o", **style)
+            clocks.plot(x, row["sustained_ghz"], "o", **style)
+        watts.plot([], [], "o", color=color, markersize=9, label=f"D = {head_dim}")
+    watts.plot([], [], "o", color="0.5", mfc="white", markersize=9, label="clock held down by power")
+    watts.axhline(limit, color=RED, linestyle="--", linewidth=1.2, label="the GPU's power limit")
+    watts.legend(fontsize=8, loc="lower left")
+    watts.set(ylabel="watts", ylim=(0, 1.1 * limit))
+    clocks.set_ylabel("GHz")
+    clocks.margins(y=0.4)
     for ax in (watts, clocks):
-        ax.set_xticks(range(len(names)), names)
+        ax.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=8)
+        ax.set_xlim(-0.5, len(names) - 0.5)
+        ax.grid(axis="y", alpha=0.3)
     figure.supxlabel(profile.caption, fontsize=8)
     return figure
 

@@ -31,7 +31,7 @@ def overview_figure(table2: Record, bench: Record) -> Figure:
         right.text(len(levels) - 0.6, tops + 8, name, color=color, fontsize=9)
     title = f"One idea per kernel level\n(forward, D=128, N=8192, {bench.provenance['gpu']})"
     right.set_title(title, fontsize=10)
-    right.set(ylabel="TOPS", ylim=(0, 1.1 * max(row["tops"] for row in levels)), xlim=(-0.5, len(levels) + 1))
+    right.set(ylabel="TOPS", ylim=(0, 1.1 * max(row["tops"] for row in levels)), xlim=(-0.5, len(levels) + 1.3))
     right.tick_params(axis="x", labelsize=9)
     return figure
 

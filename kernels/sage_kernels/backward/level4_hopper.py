@@ -591,7 +591,7 @@ def run_kernel(kernel: str, inputs: BackwardInputs, *, is_causal: bool, scale: f
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k, dp = key.shape[1], key.shape[2], padded_head_dim(head_dim)
     groups, n_q_padded, n_k_padded = heads // kv_heads, padded_length(n_q), padded_length(n_k)
-    do, v = rows_of_16_bytes(inputs.grad_output, dp), rows_of_16_bytes(inputs.value, dp)
+    do, v = (rows_of_16_bytes(x, dp) for x in (inputs.grad_output, inputs.value))
     if kernel == "dq":
         tensors = (q_hat.values, do, k_hat.values, v, k_hat.transposed)
         gradients = outputs = (torch.empty(query.shape, dtype=query.dtype, device=query.device),)
@@ -620,5 +620,8 @@ def run_kernel(kernel: str, inputs: BackwardInputs, *, is_causal: bool, scale: f
 
 def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
-    names = kernels(inputs.query.shape[3])
-    return tuple(x for name in names for x in run_kernel(name, inputs, is_causal=is_causal, scale=scale))
+    head_dim = inputs.query.shape[3]
+    # Once for all programs, where it takes a copy.
+    do, v = (rows_of_16_bytes(x, padded_head_dim(head_dim)) for x in (inputs.grad_output, inputs.value))
+    inputs = inputs._replace(grad_output=do, value=v)
+    return tuple(x for name in kernels(head_dim) for x in run_kernel(name, inputs, is_causal=is_causal, scale=scale))
