@@ -180,7 +180,7 @@ def limits() -> str:
     header = ("kernel", *percent.values(), "stalls", "ms at GHz, alone", "in a loop", "watts")
     described = (
         "Per cent of what a unit could do, in one launch under Nsight Compute; stalls: clocks per issued instruction "
-        "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for its turn"
+        "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for a turn"
     )
     return f"{markdown_table(header, lines)}\n\n{described}. N={README_N}, not causal; {record.caption}."
 
