@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 from sage_kernels import compile as compiling
+from sage_kernels.__main__ import COMPILE_RECORD
 from sage_kernels.compile import Case, Compiled, complaint
 from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.launch import CANDIDATES, Launch
@@ -177,3 +178,8 @@ def test_instructions_are_told_apart():
     )
     assert (compiling._count_int8(neither), compiling._count_float16(neither)) == (0, 0)
     assert compiling._count_int8("\n".join(INT8 + FLOAT16)) == 3
+
+
+def test_the_record_names_every_kernel_and_nothing_else():
+    cases = [*compiling.cases(), *compiling.sla2_cases()]
+    assert set(json.loads(COMPILE_RECORD.read_text())) == {f"sm_{case.capability} {case.name}" for case in cases}
