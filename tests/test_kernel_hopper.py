@@ -180,6 +180,36 @@ def test_heads_that_are_worked_on_together_fit_the_cache():
     assert [hopper.heads_at_a_time(size << 20) for size in (1, 2, 4, 16, 64)] == [8, 8, 4, 1, 1]
 
 
+# What the copy engine has to know
+
+
+@pytest.mark.parametrize(
+    ("x", "tile"),
+    [
+        (torch.zeros(2, 3, 256, 64, dtype=torch.int8), (128, 64)),
+        (torch.zeros(2, 3, 256, 64, dtype=torch.bfloat16), (64, 64)),
+        (torch.zeros(2, 3, 256), (128,)),
+    ],
+    ids=["int8", "16 bit", "line"],
+)
+def test_a_descriptor_sees_one_matrix_and_a_layout_is_made_once(x, tile):
+    described, other = (hopper.descriptor(tensor, *tile) for tensor in (x, x[:1].clone()))
+    assert described.base.data_ptr() == x.data_ptr()
+    assert (*described.base.shape,) == ((6 * 256, 64) if len(tile) == 2 else (6 * 256,))
+    assert described.block_shape == [*tile]
+    assert described.layout is other.layout
+    assert described.layout.element_bitwidth == 8 * x.itemsize
+    assert described.layout.rank == len(tile)
+    assert described.layout.swizzle_byte_width == (64 * x.itemsize if len(tile) == 2 else 0)
+
+
+def test_tiles_of_other_shapes_and_types_have_layouts_of_their_own():
+    x = torch.zeros(1, 1, 128, 128, dtype=torch.int8)
+    wide, narrow = (hopper.descriptor(x, 128, columns).layout for columns in (128, 64))
+    assert (wide.swizzle_byte_width, narrow.swizzle_byte_width) == (128, 64)
+    assert hopper.descriptor(x.to(torch.float16), 128, 64).layout.element_bitwidth == 16
+
+
 # Where it runs
 
 

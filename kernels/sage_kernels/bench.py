@@ -10,6 +10,7 @@ TOPS = 4 B H Nq Nk D / seconds forward, 2.5 times that backward, half of it if c
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from sage_ref.attention import attention_backward, attention_forward
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 # Errors of INT8 attention on standard normal inputs are 2 to 4 per cent; ten is a broken kernel.
 LARGEST_ERROR = 0.1
+REPETITIONS = 5  # at least
 
 
 class Shape(NamedTuple):
@@ -62,11 +64,22 @@ class Timing(NamedTuple):
     ms_median: float
     ms_p20: float
     ms_p80: float
+    repetitions: int
 
 
 def measure(run: Callable[[], object]) -> Timing:
-    """Median, 20th and 80th percentile of run() in milliseconds."""
-    return Timing(*triton.testing.do_bench(run, warmup=20, rep=60, quantiles=[0.5, 0.2, 0.8]))
+    """Median, 20th and 80th percentile of run() in milliseconds, over 60 ms or at least REPETITIONS repetitions."""
+    run()  # compiles
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    ms = 1e3 * (time.perf_counter() - start)
+    times = []
+    while len(times) < REPETITIONS:
+        times += triton.testing.do_bench(run, warmup=20, rep=max(60, (REPETITIONS + 1) * ms), return_mode="all")
+    quantiles = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
+    return Timing(*quantiles.tolist(), len(times))
 
 
 def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[dict]:

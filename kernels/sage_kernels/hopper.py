@@ -6,6 +6,8 @@ have let go of it. The n-th tile lies in place n % places; a barrier's phase, 0 
 one before it.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton import knobs
@@ -69,6 +71,7 @@ def key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
 TYPES = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
+@cache  # one takes longer to make than the rest of a descriptor
 def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout:
     """How the copy engine lays a tile in shared memory so that matmuls read it without bank conflicts; or a line."""
     if len(shape) == 1:

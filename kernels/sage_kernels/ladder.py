@@ -153,8 +153,9 @@ def prepare_backward(
     do_hat, delta = quantize(grad_output, BLOCK_Q, row_sum_with=output, values=False, transposed=True, grouped=grouped)
     q_hat, k_hat = (x._replace(transposed=transpose(x.values, grouped)) for x in (q_hat, k_hat))
     # A GPU's maximum passes over NaN, and INT8 has none: a query whose L or delta is NaN spoils its block's scales.
-    nan_l, nan_delta = (x.unflatten(-1, (-1, BLOCK_Q)).sum(-1) * 0 for x in (log_sum_exp, delta))
-    q_hat, do_hat = q_hat._replace(scale=q_hat.scale + nan_l + nan_delta), do_hat._replace(scale=do_hat.scale + nan_l)
+    sum_l, sum_delta = (x.unflatten(-1, (-1, BLOCK_Q)).sum(-1) for x in (log_sum_exp, delta))
+    q_hat = q_hat._replace(scale=torch.add(q_hat.scale, sum_l + sum_delta, alpha=0))
+    do_hat = do_hat._replace(scale=torch.add(do_hat.scale, sum_l, alpha=0))
     return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat)
 
 

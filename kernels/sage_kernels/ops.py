@@ -113,9 +113,13 @@ def _setup_context(ctx, inputs, output):
     _, _, value, ctx.is_causal, ctx.scale, _ = inputs
     result, *for_backward = output
     ctx.save_for_backward(value, result, *for_backward)
+    # Or every backward pass would fill tensors of zeros, as large as L, Q^ and K^, that nobody reads.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_output, *_):
+    if grad_output is None:  # what follows O is a constant
+        return (None,) * 6
     gradients = backward(grad_output, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
     return *gradients, None, None, None
 
