@@ -12,7 +12,7 @@ from pathlib import Path
 from sage_ref import tables
 from sage_ref.recorded import RECORDED, REPOSITORY, Record, Row, markdown_table, read_record
 from sage_ref.training.claims import claims, hypothesis
-from sage_ref.training.speed import speed_table
+from sage_ref.training.speed import relative_rate, speed_table
 from sage_ref.training.statistics import PAPER_LOSSES, loss_summary, pretrain_runs
 
 BENCH, PROFILE, TABLE1, TABLE2 = "bench_h200", "profile_h200", "table1_sweep", "table2_captures"
@@ -92,11 +92,19 @@ def pretraining_speed() -> str:
     if not (RECORDED / f"{PRETRAIN_SPEED}.json").exists():
         return ""
     record = read_record(PRETRAIN_SPEED)
-    header = ("N", "GPUs", "parallel", "attention", "ms per step", "tokens/s", "against exact")
+    exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
+    exact = {name: words for name, words in exact.items() if record.select(attention=name)}
+    attentions = ", ".join(f"with {words}" for words in ("SageBwd's kernels", *exact.values()))
+    title = f"A training step of a larger model, {attentions}:"
+    sentences = []
+    for name, words in exact.items():
+        rows = record.select(attention="sagebwd", devices=1)
+        ratios = [(row["context"], relative_rate(record, row, attention=name)) for row in rows]
+        if found := [f"{ratio:.2f} (N={n})" for n, ratio in ratios if ratio is not None]:
+            sentences.append(f"SageBwd's tokens/s on one GPU over those of {words}: {', '.join(found)}.")
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
     described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
-    title = "A training step of a larger model, with SageBwd's kernels and with the exact attention that PyTorch picks:"
-    return f"{title}\n\n{markdown_table(header, speed_table(record.rows))}\n\n{described}"
+    return "\n\n".join([title, markdown_table(*speed_table(record.rows)), *sentences, described])
 
 
 def speed() -> str:
