@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 from sage_kernels import ops
@@ -293,6 +294,30 @@ def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> No
     else:
         for found, simulated in zip(gradients, simulated_backward(case, level), strict=True):
             assert_simulated(case, found, simulated)
+
+
+class Calls(TorchDispatchMode):
+    """The names of PyTorch's operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+class Constant(torch.autograd.Function):
+    """x, through which no gradient flows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
 
 
 GUARD = 1 << 14  # elements on either side of a tensor

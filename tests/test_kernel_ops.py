@@ -19,7 +19,9 @@ from kernel_cases import (
     MARKS,
     ON_GPU,
     SMALL,
+    Calls,
     Case,
+    Constant,
     draw,
     feeding,
     fill_cache,
@@ -33,7 +35,6 @@ from sage_kernels.forward.level5_hopper import hopper_program
 from sage_kernels.forward.program import forward_program
 from sage_kernels.ops import backward_level
 from sage_kernels.quantize import _quantize_kernel, _transpose_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_ref import ops, sagebwd_attention
 from sage_ref.teaching import bytes_kept_for_backward
@@ -116,18 +117,6 @@ def test_inputs_without_gradients(needed):
         assert torch.equal(leaf.grad, gradient) if need else leaf.grad is None
 
 
-class Calls(TorchDispatchMode):
-    """The names of PyTorch's operations that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 def test_the_backward_pass_fills_no_gradients_of_what_it_saved():
     leaves = [x.detach().requires_grad_() for x in draw(SMALL)[:3]]
     output = attention(*leaves)
@@ -135,18 +124,6 @@ def test_the_backward_pass_fills_no_gradients_of_what_it_saved():
         torch.autograd.grad(output, leaves, draw(SMALL)[3])
     assert any(name.startswith("backward") for name in calls.names)
     assert not [name for name in calls.names if "zero" in name or "full" in name]
-
-
-class Constant(torch.autograd.Function):
-    """x, through which no gradient flows."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
 
 
 def test_no_gradient_comes_of_a_constant():

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_cases import DEVICE, MARKS, ON_GPU, fill_cache
+from kernel_cases import DEVICE, MARKS, ON_GPU, Calls, Constant, fill_cache
 from sage_kernels.quantize import _quantize_kernel, padded_head_dim, padded_length
 from sage_kernels.sla2 import ops as sla2_ops
 from sage_kernels.sla2.backward import key_program, linear_query_program, query_program
@@ -181,6 +181,24 @@ def test_inputs_without_gradients(needed):
     everything = with_gradients(tensors)[1:]
     for i, (leaf, gradient) in enumerate(zip(leaves, everything, strict=True)):
         assert torch.equal(leaf.grad, gradient) if i == needed else leaf.grad is None
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+def test_the_backward_pass_fills_no_gradients_of_what_it_saved(quantize):
+    tensors = draw(SMALL)
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    output = attention(*leaves, *tensors[4:], quantize=quantize)
+    with Calls() as calls:
+        torch.autograd.grad(output, leaves, tensors.grad_output)
+    assert any(name.startswith("sla2_backward") for name in calls.names)
+    assert not [name for name in calls.names if "zero" in name or "full" in name]
+
+
+def test_no_gradient_comes_of_a_constant():
+    tensors = draw(Case(5, 5))
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    Constant.apply(attention(*leaves, *tensors[4:])).sum().backward()
+    assert [x.grad for x in leaves] == [None] * 3
 
 
 @pytest.mark.parametrize("routed", [True, False])

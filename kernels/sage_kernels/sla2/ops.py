@@ -112,9 +112,13 @@ def _setup_context(ctx, inputs, output):
     k_mean = for_backward.pop() if quantize else None
     block_mask = for_backward.pop() if block_mask is None else block_mask
     ctx.save_for_backward(query, key, value, alpha, block_mask, *for_backward, k_mean)
+    # Or every backward pass would fill tensors of zeros, as large as what was saved, that nobody reads.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_outputs):
+    if grad_outputs[0] is None:  # what follows O is a constant
+        return (None,) * 12
     gradients = backward(grad_outputs[0], *ctx.saved_tensors, ctx.scale)
     return *gradients, *([None] * 8)
 
