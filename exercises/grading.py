@@ -22,12 +22,14 @@ from torch import Tensor
 from exercises import ROOT, exercise_names
 from exercises.isolation import Buffer, ChildError, Guarded, Sandbox
 from sage_ref.quantization import quantize
+from sage_ref.tracing import relative_l2
 
 __all__ = ["Buffer", "Grader", "Guarded", "StudentError", "close", "expect"]
 VISIBLE_SEED = 0
 HIDDEN_SEEDS = 2
 SPEED_SECONDS = 1.0
 FILE_LIMIT = 2**20  # bytes of a submission
+TYPICAL_ROW, WHOLE = 1e-4, 6e-3  # relative errors that rounding_distance counts as 1
 NOT_JUDGED = "can't be judged before the tests above pass"
 StudentError = ChildError
 # What arithmetic on tensors of the wrong shape or type raises.
@@ -91,6 +93,35 @@ def off_ties(x: Tensor, block: int) -> Tensor:
     quantized = quantize(x.float(), (block, None))
     step = quantized.scale.repeat_interleave(block, 0)[: len(x)]
     return torch.where((x - quantized.dequantize()).abs() > 0.4999 * step, 0, x)
+
+
+def rounding_distance(actual: Tensor, expected: Tensor) -> float:
+    """How far actual [N, D] is from expected [N, D], in units of what flipped roundings explain: over 1 is too far.
+
+    A rounding to nearest flips when float32 sums in another order, which moves a few rows by a thousandth part or
+    more. The median row off by 1e-4, or the whole by 6e-3, as by a missing rounding, is no such accident.
+    """
+    actual, expected = actual.double(), expected.double()
+    error, size = (actual - expected).norm(dim=-1), expected.norm(dim=-1)
+    typical = (error / size.clamp(min=1e-30)).median()
+    return max(typical.item() / TYPICAL_ROW, relative_l2(actual, expected) / WHOLE)
+
+
+def unlike(
+    actual: Tensor,
+    wrong: Tensor,
+    expected: Tensor,
+    hint: str,
+    *,
+    within: float,
+    distance: Callable[[Tensor, Tensor], float] = relative_l2,
+) -> None:
+    """Fail with this hint if actual is a known wrong answer: within this distance of it, and nearer than to expected.
+
+    Some draws bring a wrong answer so close to the right one that the right one is within that distance, too.
+    """
+    from_wrong = distance(actual, wrong)
+    expect(from_wrong > within or from_wrong >= distance(actual, expected), hint)
 
 
 @dataclasses.dataclass(frozen=True)

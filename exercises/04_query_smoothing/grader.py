@@ -5,11 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from exercises.grading import Grader, close, expect
+from exercises.grading import Grader, close, expect, unlike
 from sage_ref.quantization import fake_quantize
 from sage_ref.sagebwd import SageBwdSettings, whole_scores
 from sage_ref.smoothing import query_mean_grad_key, smooth_query
-from sage_ref.tracing import relative_l2
 
 grader = Grader("04_query_smoothing", {"smooth_query": (Tensor, Tensor), "scores": Tensor, "grad_key": Tensor})
 grader.hint("form", "A result has the wrong shape or dtype, or holds NaN. The docstring says what is expected.")
@@ -50,7 +49,7 @@ def means(student, draw):
         q_smooth, q_mean = student.smooth_query(q, block)
         check_form(q_smooth, *q.shape)
         expected, mean = smooth_query(q, block)
-        expect(relative_l2(q_smooth, q - q.mean(0)) > 1e-3, "global_mean")
+        unlike(q_smooth, q - q.mean(0), expected, "global_mean", within=1e-3)
         check_form(q_mean, -(-q.shape[0] // block), q.shape[1])
         close(q_mean, mean[::block], "block_mean", relative_l2=1e-5)
         close(q_smooth, expected, "block_mean", relative_l2=1e-5)
@@ -75,8 +74,8 @@ def restored(student, draw):
             "rounded_keys": expected - second + c * q_mean @ k_hat.mT,
             "bypass": c * q @ k.mT,
         }.items():
-            expect(relative_l2(found, wrong) > 1e-3, hint)
-        expect(relative_l2(found, expected - second + second / c) > 1e-3, "c")
+            unlike(found, wrong, expected, hint, within=1e-3)
+        unlike(found, expected - second + second / c, expected, "c", within=1e-3)
         close(found, expected, "scores", relative_l2=7e-4)
 
 
@@ -91,21 +90,22 @@ def both_branches(student, draw):
         ds_hat = fake_quantize(ds, (block, block))
         first = c * ds_hat.mT @ fake_quantize(q_smooth, (block, None))
         second = query_mean_grad_key(ds, q_mean, c)
+        expected = first + second
         for hint, wrong in {
             "one_branch": first,
-            "c": (first + second) / c,
+            "c": expected / c,
             "smoothing": c * ds_hat.mT @ fake_quantize(q, (block, None)),
             "own_block": first + query_mean_grad_key(ds, q.mean(0).expand_as(q), c),
             "rounded_branch": first + query_mean_grad_key(ds_hat, q_mean, c),
             "bypass": c * ds.mT @ q,
         }.items():
-            expect(relative_l2(found, wrong) > 2e-3, hint)
+            unlike(found, wrong, expected, hint, within=2e-3)
         for wrong in (first + second / c, first / c + second):
-            expect(relative_l2(found, wrong) > 2e-3, "c")
+            unlike(found, wrong, expected, "c", within=2e-3)
         if not partial:
             swapped = ds.unflatten(0, (-1, block)).unflatten(-1, (-1, block)).transpose(1, 3).reshape(ds.shape)
-            expect(relative_l2(found, first + query_mean_grad_key(swapped, q_mean, c)) > 2e-3, "row_sums")
-        close(found, first + second, "dk", relative_l2=1e-3)
+            unlike(found, first + query_mean_grad_key(swapped, q_mean, c), expected, "row_sums", within=2e-3)
+        close(found, expected, "dk", relative_l2=1e-3)
 
 
 @grader.test("without INT8's share both are exact")

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from exercises.grading import Draw, Grader, Guarded, Student, close, expect
+from exercises.grading import Draw, Grader, Guarded, Student, expect, rounding_distance
 from sage_ref.attention import attention_forward
 from sage_ref.quantization import quantize
 from sage_ref.sagebwd import SageBwdSettings, tiled_forward
@@ -46,7 +46,6 @@ grader.hint("no_visible_key", "A row may see no key of a tile: its scores there 
 MARGIN = 1 << 14  # elements around the outputs, more than any tile
 NOT_WRITTEN = -12345.0
 NEARLY = 0.05  # the error of a wrong rounding of P~ is below, that of any other mistake above
-TOLERANCE = 5e-4  # P~ near a tie may round the other way in another order of operations
 
 
 def outputs(n_q: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +89,12 @@ class Case:
         expect(output.isfinite().all() and log_sum_exp.isfinite().all(), not_finite or hint)
         allowed = 1e-4 + 1e-6 * expected_log_sum_exp.abs()
         expect(((log_sum_exp - expected_log_sum_exp).abs() <= allowed).all(), hint)
-        close(output, expected, "p_scale" if is_near(output, expected, NEARLY) else hint, relative_l2=TOLERANCE)
+        agree(output, expected, hint)
+
+
+def agree(output: Tensor, expected: Tensor, hint: str) -> None:
+    """P~ near a tie may round the other way in another order of operations, in a few rows."""
+    expect(rounding_distance(output, expected) <= 1, "p_scale" if is_near(output, expected, NEARLY) else hint)
 
 
 def is_near(actual: Tensor, expected: Tensor, relative_l2: float) -> bool:
@@ -101,7 +105,7 @@ def are_multiples(actual: Tensor, expected: Tensor) -> bool:
     """Each row of one is a multiple of the other's, but not the same."""
     expected = expected.to(actual.dtype)
     factor = (actual * expected).sum(1, keepdim=True) / (expected * expected).sum(1, keepdim=True)
-    return is_near(actual, factor * expected, TOLERANCE) and not is_near(actual, expected, TOLERANCE)
+    return rounding_distance(actual, factor * expected) <= 1 < rounding_distance(actual, expected)
 
 
 def draw_case(
@@ -124,7 +128,7 @@ def one_tile(student, draw):
     expect(not is_near(output, attention_forward(case.q, case.k, case.v, scale=natural).output, 0.02), "log2_e")
     expected = case.expected()[0]
     expect(not are_multiples(output, expected), "factor")
-    close(output, expected, "p_scale" if is_near(output, expected, NEARLY) else "one_tile", relative_l2=TOLERANCE)
+    agree(output, expected, "one_tile")
 
 
 @grader.test("L, the natural logarithm of the sum")
@@ -161,7 +165,7 @@ def ragged(student, draw):
     for n_q, n_k in (
         (16, 32 + draw.integers(1, 32)),
         (draw.integers(17, 32), 64),
-        (draw.integers(1, 16), draw.integers(1, 32)),
+        (draw.integers(4, 16), draw.integers(1, 32)),
     ):
         draw_case(draw, n_q, n_k, draw.choice((16, 32)), draw.choice((32, 64))).check(student, "padding")
 

@@ -12,5 +12,7 @@ def quantize_block(x, block_size):
     for start in range(0, len(x), block_size):
         block = x[start : start + block_size]
         scales.append(block.abs().amax() / 127)
-        values[start : start + block_size] = torch.where(block == 0, -128, (block / scales[-1]).round()).to(torch.int8)
+        values[start : start + block_size] = torch.where(scales[-1] > 0, (block / scales[-1]).round(), -128).to(
+            torch.int8
+        )
     return values, torch.stack(scales).unsqueeze(1)
