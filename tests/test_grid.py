@@ -129,10 +129,12 @@ def test_the_rate_with_the_lowest_loss_is_chosen_at_each_size():
     assert chosen_rates(CPU_PLAN, rows) == {512: 0.2, 4096: 0.1}
 
 
-def test_no_rate_is_chosen_where_all_diverged():
-    rows = [searched(512, 0.1, 2.0), searched(4096, 0.1, None, diverged="guessing")]
-    message = "learning_rates: expected one that trains at 4096 tokens per step, all diverged"
-    with pytest.raises(ValueError, match=message):
+def test_no_rate_is_chosen_where_none_finished_or_all_diverged():
+    rows, message = [searched(512, 0.1, 2.0)], "learning_rates: expected one that trains at 4096 tokens per step, "
+    with pytest.raises(ValueError, match=f"{message}no run has finished"):
+        chosen_rates(CPU_PLAN, rows)
+    rows += [searched(4096, rate, None, diverged="guessing") for rate in (0.1, 0.2)]
+    with pytest.raises(ValueError, match=f"{message}all 2 finished runs diverged"):
         chosen_rates(CPU_PLAN, rows)
 
 
@@ -404,6 +406,21 @@ def test_report_only_trains_nothing_and_names_what_is_unfinished(text, fake):
     assert len(unfinished) == 4
     assert all("sagebwd_qk_reference_row" in name for name in unfinished)
     assert len(found.rows) == len({file.stem for file in (text / "grid").glob("*.json")})
+
+
+def test_report_only_leaves_out_a_traced_run_that_is_unfinished(text, fake, capsys):
+    fake(fails=["exact_plain_4096"])
+    with pytest.raises(RuntimeError, match="exact_plain_4096"):
+        main([*COMMAND, "--corpus", "text.txt"])
+    capsys.readouterr()
+    main([*COMMAND, "--report-only", "--json", "grid.json", "--traces", "layers.json"])
+    (name,) = read_record(text / "grid.json").provenance["unfinished"]
+    assert name.startswith("exact_plain_4096")
+    assert f"unfinished: {name}\n" in capsys.readouterr().out
+    traced = read_record(text / "layers.json")
+    assert traced.provenance["unfinished"] == [name]
+    expected = [(4096, True), (512, True), (512, False)]
+    assert [(row["tokens_per_step"], row["qk_norm"]) for row in traced.rows] == expected
 
 
 def test_on_gpus_each_is_shared_by_as_many_runs_as_asked_for(text, monkeypatch):

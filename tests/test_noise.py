@@ -29,6 +29,7 @@ from sage_ref.training.noise import (
     parameter_groups,
     with_totals,
 )
+from sage_ref.training.pretrain import load_model
 
 SMALL = NoiseSettings(batches=6, sequences=2, folds=3, variants=("per block, nearest",))
 
@@ -355,9 +356,12 @@ def test_rows_say_which_checkpoint_they_are_of(checkpoints, tmp_path, monkeypatc
     monkeypatch.setattr(noise_module, "gradient_noise", watched)
     rows = measured(checkpoints, tmp_path / "noise.partial")
     assert [row["step"] for row in rows] == [2] * 8 + [3] * 8
+    model, _ = load_model(checkpoints[0])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     for row in rows:
         names = ("qk_norm", "attention", "seed", "tokens_per_step")
         assert [row[name] for name in names] == [True, "exact", 4, 96]
+        assert [row[name] for name in ("layers", "width", "heads", "parameters")] == [2, 32, 4, parameters]
     first, last = (rows[n]["gradient_square"] for n in (7, 15))
     assert first != last
     # Batches come from what the model was trained on.

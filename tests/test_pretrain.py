@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, assert_same_bits, log_r
 
 from sage_ref.__main__ import main
 from sage_ref.models.llama import Llama
-from sage_ref.recorded import read_record
+from sage_ref.recorded import read_record, replaced
 from sage_ref.tables import table2_rows
 from sage_ref.tracing import INTERMEDIATES
 from sage_ref.training import pretrain as pretrain_module
@@ -454,6 +456,32 @@ def test_a_checkpoint_is_replaced_in_one_step(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
 
 
+def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, monkeypatch):
+    """Of this checkpoint: another run saves in the same folder at the same moment."""
+    checkpoint, other = tmp_path / "run[1].pt", tmp_path / "run[1].pt.other"
+    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
+    training.save(checkpoint)
+
+    def killed(state, path):
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", killed)
+        child = os.fork()
+        if child == 0:
+            try:
+                training.save(checkpoint)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    with replaced(other) as temporary:
+        temporary.write_text("of the other run")
+        training.save(checkpoint)
+    assert sorted(tmp_path.iterdir()) == [checkpoint, other]
+
+
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_weights(tmp_path, monkeypatch, fsdp):
     training, gathered = Pretraining(sixteen_letters(), CONFIG, SETTINGS), []
@@ -526,6 +554,28 @@ def test_losses_above_guessing_are_no_divergence_in_warm_up_nor_below_it_later(t
     with monkeypatch.context() as patch:
         poisoned(patch, step=0, loss=2.77)  # guessing is ln 16 = 2.7726
         assert pretrained(tmp_path).diverged is None
+
+
+def test_a_run_without_warm_up_is_not_judged_by_its_first_steps(tmp_path, monkeypatch):
+    settings, losses = replace(SETTINGS, warmup_steps=0), Pretraining.loss
+
+    def poor_start(training, inputs, targets):
+        is_first = training.step < 4 and torch.is_grad_enabled()
+        return losses(training, inputs, targets) * (not is_first) + 2.9 * is_first
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretraining, "loss", poor_start)
+        (tmp_path / "learns").mkdir()
+        assert pretrained(tmp_path / "learns", settings=settings).diverged is None
+    poisoned(monkeypatch, step=0, loss=2.9)
+    training = pretrained(tmp_path, settings=settings)
+    assert training.diverged == "the loss before step 8 is 2.900, that of guessing 2.773"
+
+
+def test_losses_that_warm_up_had_a_part_in_are_not_judged(tmp_path, monkeypatch):
+    poisoned(monkeypatch, step=0, loss=2.9)
+    training = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=5))
+    assert training.diverged == "the loss before step 12 is 2.900, that of guessing 2.773"
 
 
 def test_a_model_that_the_last_step_breaks_has_diverged(tmp_path, monkeypatch):

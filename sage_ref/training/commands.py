@@ -85,13 +85,17 @@ def pretrain_grid(options: argparse.Namespace) -> None:
     records = grid.records(cells)
     rows = [record.rows[0] for record in records.values()]
     print(markdown_table(*grid_table(rows)))
-    facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": [c.name for c in cells if c not in records]}
+    unfinished = [cell.name for cell in cells if cell not in records]
+    if unfinished:
+        print(f"unfinished: {', '.join(unfinished)}")
+    facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": unfinished}
     if options.json:
         first = next(iter(records.values())).provenance
         facts |= {"corpus": first["corpus"], "arguments": first["arguments"]}
         write_record(options.json, rows, command=options.command, **facts, **measured_on(records.values()))
     if options.traces:
-        traced = {c: records[c] for c in plan.cells(rates) if c.attention == "exact" and c.seed == plan.seeds[0]}
+        exact = [cell for cell in plan.cells(rates) if cell.attention == "exact" and cell.seed == plan.seeds[0]]
+        traced = grid.records(exact)
         write_record(options.traces, traces(traced), command=options.command, **facts, **measured_on(traced.values()))
 
 
@@ -115,19 +119,22 @@ def pretrain_speed(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from sage_ref.training.pretrain import processes
-    from sage_ref.training.speed import SpeedPlan, speed_table, step_times
+    from sage_ref.training.speed import SpeedPlan, interrupted, speed_table, step_times
 
     names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
     plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
-    rows = []
+    rows, facts = [], {"plan": asdict(plan)}
     with processes(options.device) as group:
-        for row in step_times(plan, group):  # on the first process alone
+        if options.json and group.is_first:
+            rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
+            if rows:
+                print(f"{options.json} has {len(rows)} rows, which are not measured again")
+        for row in step_times(plan, group, tuple(rows)):  # on the first process alone
             rows.append(row)
             if options.json:
-                write_record(options.json, rows, command=options.command, plan=asdict(plan))
+                write_record(options.json, rows, command=options.command, **facts)
         if group.is_first:
-            header = ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", "against exact")
-            print(markdown_table(header, speed_table(rows)))
+            print(markdown_table(*speed_table(rows)))
 
 
 def capture(options: argparse.Namespace) -> None:
@@ -387,7 +394,7 @@ def add_train_router_options(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     ("pretrain", pretrain, add_pretrain_options, "pre-train a Llama, on one device or, under torchrun, on many"),
     ("pretrain-grid", pretrain_grid, add_pretrain_grid_options, "the plan of runs behind notebook 06, on all GPUs"),
-    ("pretrain-speed", pretrain_speed, add_pretrain_speed_options, "time of a step, exact against SageBwd"),
+    ("pretrain-speed", pretrain_speed, add_pretrain_speed_options, "time of a step: exact, FlashAttention-2, SageBwd"),
     ("noise", noise, add_noise_options, "gradient noise against the bias of quantisation, on checkpoints"),
     ("capture", capture, add_capture_options, "save what enters the attention of a pre-trained model"),
     (

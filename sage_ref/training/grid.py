@@ -133,15 +133,16 @@ CPU_PLAN = GridPlan(
 def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
     """Tokens per step -> the learning rate whose run of `plan.search()` ended at the lowest validation loss.
 
-    ValueError if all runs of a size diverged.
+    ValueError if no run of a size has finished, or all that have diverged.
     """
     rates = {}
     for tokens_per_step in plan.tokens_per_step:
-        ended = [row for row in rows if row["tokens_per_step"] == tokens_per_step and not row["diverged"]]
+        finished = [row for row in rows if row["tokens_per_step"] == tokens_per_step]
+        ended = [row for row in finished if not row["diverged"]]
         if not ended:
-            raise ValueError(
-                f"learning_rates: expected one that trains at {tokens_per_step} tokens per step, all diverged"
-            )
+            outcome = f"all {len(finished)} finished runs diverged" if finished else "no run has finished"
+            expected = f"one that trains at {tokens_per_step} tokens per step"
+            raise ValueError(f"learning_rates: expected {expected}, {outcome}")
         rates[tokens_per_step] = min(ended, key=lambda row: row["final_val_loss"])["learning_rate"]
     return rates
 

@@ -1,5 +1,6 @@
 """A training run that can be killed: everything a checkpoint holds, and the loop that writes one now and then."""
 
+import glob
 import math
 import time
 from abc import ABC, abstractmethod
@@ -128,7 +129,10 @@ class ResumableTraining(ABC):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, checkpoint: Path) -> None:
+        """In one step; what earlier saves left half written, because the run was killed, is removed."""
         state = self.state()
+        for leftover in checkpoint.parent.glob(f".{glob.escape(checkpoint.name)}.[0-9]*"):  # named by `replaced`
+            leftover.unlink()
         with replaced(checkpoint) as temporary:
             torch.save(state, temporary)
 

@@ -222,7 +222,7 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
 def noise_of_checkpoints(
     checkpoints: Sequence[Path], corpus: Corpus, settings: NoiseSettings, partial: Path, device: str
 ) -> list[Row]:
-    """`gradient_noise` of every checkpoint, its rows marked with step, qk_norm and trained attention.
+    """`gradient_noise` of every checkpoint, its rows marked with its step, its training and the shape of its model.
 
     Finished checkpoints are kept in `partial`, so a killed measurement goes on where it was.
     ValueError if a checkpoint was trained on another corpus.
@@ -239,7 +239,9 @@ def noise_of_checkpoints(
             raise ValueError(f"corpus: expected {wanted}, got {corpus.name}, sha256 {corpus.sha256}")
         names.append(name := f"{checkpoint} {arguments} {settings}")
         if name not in done:
-            facts = {key: arguments[key] for key in ("step", "qk_norm", "attention", "seed")}
+            of_run, of_model = ("step", "qk_norm", "attention", "seed"), ("layers", "width", "heads")
+            facts = {key: arguments[key] for key in of_run + of_model}
+            facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
             facts["tokens_per_step"] = arguments["batch_size"] * arguments["context"]
             done[name] = [facts | row for row in gradient_noise(model, train_corpus, settings)]
             with replaced(partial) as temporary:

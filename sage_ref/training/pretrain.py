@@ -174,15 +174,17 @@ class Pretraining(ResumableTraining):
         """The base's row, and the errors of every layer's attention if asked for.
 
         Raises `Diverged` if the validation loss is not finite, or if the training loss since the last report is above
-        that of guessing, ln(vocabulary).
+        that of guessing, ln(vocabulary). The first steps, and those of the warm-up, are not judged by that: a model
+        that has learned nothing yet may well be worse than guessing.
         """
+        since = self.losses[-1]["step"] if self.losses else 0
         row = super().report(train_losses)
         if not math.isfinite(row["validation_loss"]):
             raise Diverged(f"the validation loss after step {self.step} is not finite")
         if self.trace:
             self.traces += [{"step": self.step} | error for error in self.attention_errors()]
         guessing = math.log(self.config.vocab_size)
-        if self.step > self.settings.warmup_steps and row["train_loss"] > guessing:
+        if since >= max(1, self.settings.warmup_steps) and row["train_loss"] > guessing:
             raise Diverged(
                 f"the loss before step {self.step} is {row['train_loss']:.3f}, that of guessing {guessing:.3f}"
             )
