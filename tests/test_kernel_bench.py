@@ -1,7 +1,6 @@
 """How a time is measured: on the CPU here, with a driver that stands in for the GPU's."""
 
 import statistics
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,21 +11,31 @@ import triton
 from sage_kernels import bench
 
 
-class Event:
-    """`torch.cuda.Event` for what ends before it returns."""
+class Clock:
+    """Goes on only while something works."""
 
-    def __init__(self, enable_timing):
-        assert enable_timing
+    ms = 0.0
 
-    def record(self):
-        self.ms = 1e3 * time.perf_counter()
-
-    def elapsed_time(self, end):
-        return end.ms - self.ms
+    def perf_counter(self):
+        return self.ms / 1e3
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
+def clock(monkeypatch):
+    clock = Clock()
+
+    class Event:
+        """`torch.cuda.Event` for what ends before it returns."""
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = clock.ms
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
     driver = SimpleNamespace(
         get_device_interface=lambda: SimpleNamespace(Event=Event, synchronize=lambda: None),
         get_empty_cache_for_benchmark=lambda: None,
@@ -34,30 +43,32 @@ def on_the_cpu(monkeypatch):
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench, "time", clock)
+    return clock
 
 
 class Work:
     """A call that takes so many milliseconds, the first one longer: it compiles."""
 
-    def __init__(self, ms, compiling=0.0):
-        self.ms, self.compiling, self.calls = ms, compiling, 0
+    def __init__(self, clock, ms, compiling=0.0):
+        self.clock, self.ms, self.compiling, self.calls = clock, ms, compiling, 0
 
     def __call__(self):
         self.calls += 1
-        time.sleep((self.ms if self.calls > 1 else self.ms + self.compiling) / 1e3)
+        self.clock.ms += self.ms if self.calls > 1 else self.ms + self.compiling
 
 
 @pytest.mark.parametrize("ms", [15, 40, 80])
-def test_slow_work_is_repeated_five_times_and_not_much_more(ms):
-    work = Work(ms, compiling=300)
+def test_slow_work_is_repeated_five_times_and_not_much_more(clock, ms):
+    work = Work(clock, ms, compiling=300)
     timing = bench.measure(work)
     assert bench.REPETITIONS <= timing.repetitions < 2 * bench.REPETITIONS
     assert work.calls < 4 * bench.REPETITIONS
-    assert ms <= timing.ms_p20 <= timing.ms_median <= timing.ms_p80
+    assert (timing.ms_median, timing.ms_p20, timing.ms_p80) == pytest.approx((ms, ms, ms))
 
 
-def test_fast_work_fills_its_time():
-    assert bench.measure(Work(1)).repetitions > 20
+def test_fast_work_fills_its_time(clock):
+    assert bench.measure(Work(clock, 1)).repetitions == 60
 
 
 def test_times_of_several_rounds_count_together(monkeypatch):
