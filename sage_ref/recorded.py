@@ -4,6 +4,7 @@ A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, comm
 Only the program that measured something writes one; prose, figures and tables read it.
 """
 
+import glob
 import json
 import os
 import platform
@@ -87,6 +88,12 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what `replaced` left beside a path that one process writes, when that was killed."""
+    for leftover in Path(path).parent.glob(f".{glob.escape(Path(path).name)}.[0-9]*"):
+        leftover.unlink()
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

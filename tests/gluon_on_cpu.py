@@ -15,6 +15,7 @@ from types import FunctionType, SimpleNamespace
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
@@ -39,6 +40,19 @@ def plain(function: JITFunction, names: dict) -> FunctionType:
         return made[fn]
 
     return rebuilt(function.fn)
+
+
+# Careless ways with a ring, to be noticed: in place of `hopper.arrived` and `hopper.let_go`.
+
+
+@gluon.jit
+def arrived_or_not(ring, n):
+    return ring[0].index(n % ring[0].shape[0])
+
+
+@gluon.jit
+def never_let_go(ring, n):
+    pass
 
 
 class Pointer:

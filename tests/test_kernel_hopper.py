@@ -28,7 +28,7 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
-from gluon_on_cpu import OnCPU, plain
+from gluon_on_cpu import OnCPU, arrived_or_not, never_let_go, plain
 from sage_kernels import hopper, ops, tuning
 from sage_kernels.forward import level5_hopper
 from sage_kernels.launch import Launch
@@ -118,22 +118,12 @@ def test_source_makes_nan_where_level_4_does(broken):
 
 
 @gluon.jit
-def arrived_or_not(ring, n):
-    return ring[0].index(n % ring[0].shape[0])
-
-
-@gluon.jit
 def arrived_and_let_go(ring, n):
     tiles, ready, empty = ring
     place = n % tiles.shape[0]
     mbarrier.wait(ready.index(place), (n // tiles.shape[0]) & 1)
     mbarrier.arrive(empty.index(place), count=1)
     return tiles.index(place)
-
-
-@gluon.jit
-def never_let_go(ring, n):
-    pass
 
 
 @on_the_cpu

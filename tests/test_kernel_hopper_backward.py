@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
-from gluon_on_cpu import OnCPU
+from gluon_on_cpu import OnCPU, arrived_or_not, never_let_go
 from sage_kernels import hopper, ops, tuning
 from sage_kernels.backward import level4_hopper
 from sage_kernels.ladder import BACKWARD_LEVELS
@@ -118,19 +118,9 @@ def test_source_repeats_whoever_is_ahead():
 
 
 @gluon.jit
-def arrived_or_not(ring, n):
-    return ring[0].index(n % ring[0].shape[0])
-
-
-@gluon.jit
 def let_go_twice(ring, n):
     mbarrier.arrive(ring[2].index(n % ring[0].shape[0]), count=1)
     mbarrier.arrive(ring[2].index((n + 1) % ring[0].shape[0]), count=1)
-
-
-@gluon.jit
-def never_let_go(ring, n):
-    pass
 
 
 @on_the_cpu

@@ -120,9 +120,9 @@ def bench_shape(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Iterator[d
     )  # fmt: skip
 
 
-def _ladder_rows(shape, inputs, exact, best, options, row):
+def _ladder_rows(shape, tensors, exact, best, options, row):
     """Kernels and ops of every level. best: the forward level whose results the backward levels take."""
-    query, key, value, grad_output = inputs
+    query, key, value, grad_output = tensors
     prepare = {"scale": options["scale"], "smooth_k": True}
     for level, chosen in enumerate(FORWARD_LEVELS):
         if obstacle(chosen, query.device, shape.head_dim) is not None:

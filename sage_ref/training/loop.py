@@ -1,6 +1,5 @@
 """A training run that can be killed: everything a checkpoint holds, and the loop that writes one now and then."""
 
-import glob
 import math
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from sage_ref.recorded import Row, replaced
+from sage_ref.recorded import Row, remove_leftovers, replaced
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,7 @@ class ResumableTraining(ABC):
     def save(self, checkpoint: Path) -> None:
         """In one step; what earlier saves left half written, because the run was killed, is removed."""
         state = self.state()
-        for leftover in checkpoint.parent.glob(f".{glob.escape(checkpoint.name)}.[0-9]*"):  # named by `replaced`
-            leftover.unlink()
+        remove_leftovers(checkpoint)
         with replaced(checkpoint) as temporary:
             torch.save(state, temporary)
 
