@@ -37,7 +37,7 @@ class Record(NamedTuple):
         devices = _listed(self.provenance["gpu"] or self.provenance["cpu"])
         commits = [commit[:7] for commit in _listed(self.provenance["commit"])]
         measured = f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
-        return f"{measured}, commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
+        return f"{measured}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def _listed(value: str | list[str]) -> list[str]:

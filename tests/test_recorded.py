@@ -113,7 +113,7 @@ def test_caption_names_device_day_and_commit(gpu, device):
 
 def test_caption_of_several_runs_names_all_commits():
     facts = {"gpu": ["H100", "H200"], "date": "2026-01-02", "commit": ["0123456789", "abcdef0123-dirty"]}
-    assert Record(facts, []).caption == "measured on H100 and H200, 2026-01-02, commits 0123456 and abcdef0"
+    assert Record(facts, []).caption == "measured on H100 and H200, 2026-01-02, commits 0123456, abcdef0"
 
 
 def test_markdown_table():
