@@ -67,7 +67,8 @@ class Pointer:
             return self.numbers[self.offset]
         return torch.where(mask, self.numbers[torch.where(mask, self.offset, 0)], other)
 
-    def store(self, x, mask):
+    def store(self, x, mask=None):
+        mask = torch.ones_like(self.offset, dtype=torch.bool) if mask is None else mask
         self.numbers[self.offset[mask]] = x[mask]
 
 
@@ -85,6 +86,9 @@ class Descriptor:
         tile[tuple(map(slice, found.shape))] = found
         return tile
 
+    def write(self, tile, row, column):
+        self.x[row : row + tile.shape[0], column : column + tile.shape[1]] = tile
+
 
 class Place:
     """A tile in shared memory."""
@@ -100,6 +104,10 @@ class Place:
 
     def slice(self, first, rows):
         return Part(self, slice(first, first + rows))
+
+    def store(self, x):
+        assert self.readers == 0, "a tile is overwritten while it is read"
+        self.tile = x.clone()
 
 
 class Part:
@@ -154,6 +162,7 @@ class Warps:
     def __init__(self, weight: int):
         self.weight, self.turn, self.can_go_on = weight, threading.Semaphore(0), lambda: True
         self.matmuls = []  # in flight, in their order
+        self.stores = []  # likewise
 
 
 class Machine:
@@ -185,6 +194,7 @@ class Machine:
         try:
             with torch.no_grad():
                 function(*arguments)
+            assert not group.stores, "a program ends before its tiles are read"
         except Exception as error:
             self.error = self.error or error
         self.running.remove(group)
@@ -217,7 +227,7 @@ class Machine:
 
     def names(self):
         language = SimpleNamespace(
-            int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16, float32=torch.float32,
             minimum=lambda x, y: torch.fmin(torch.as_tensor(x), torch.as_tensor(y)),
             maximum=lambda x, y: torch.fmax(torch.as_tensor(x), torch.as_tensor(y)),
             max=torch.amax, sum=torch.sum, log2=torch.log2, static_range=range,
@@ -227,14 +237,17 @@ class Machine:
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
             split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
             convert_layout=lambda x, _, assert_trivial=False: x, SliceLayout=lambda *_: None,
-            load=Pointer.load, store=lambda pointer, x, mask: pointer.store(x, mask),
+            load=Pointer.load, store=Pointer.store,
             program_id=lambda _: torch.tensor(self.program), inline_asm_elementwise=run_ptx,
             allocate_shared_memory=self.allocate, warp_specialize=self.run_warps,
         )  # fmt: skip
         barriers = SimpleNamespace(
             MBarrierLayout=lambda: "barrier", init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive
         )
-        copies = SimpleNamespace(async_copy_global_to_shared=self.copy)
+        copies = SimpleNamespace(
+            async_copy_global_to_shared=self.copy, async_copy_shared_to_global=self.copy_out,
+            store_wait=self.wait_for_stores,
+        )  # fmt: skip
         return {
             "gl": language, "mbarrier": barriers, "tma": copies, "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_product,
@@ -273,6 +286,22 @@ class Machine:
         self.flights.append(arrive)
         self.pause()
 
+    def copy_out(self, descriptor, coordinates, place):
+        """The tile is read, and written, when it is waited for and not before."""
+        place.readers += 1
+
+        def arrive():
+            descriptor.write(place.tile, *coordinates)
+            place.readers -= 1
+
+        self.current.stores.append(arrive)
+        self.pause()
+
+    def wait_for_stores(self, in_flight):
+        self.pause()
+        while len(self.current.stores) > in_flight:
+            self.current.stores.pop(0)()
+
     def multiply(self, left, right, accumulator, use_acc, is_async):
         assert is_async
         assert not use_acc
@@ -296,10 +325,15 @@ class OnCPU:
 
     def __init__(self, program: JITFunction, seed: int = 0, **names):
         self.program, self.machine = program, Machine(seed)
-        self.function = plain(program, self.machine.names() | names)
+        self.names = self.machine.names() | names
+        self.function = plain(program, self.names)
+
+    def converted(self, constant):
+        return plain(constant, self.names) if isinstance(constant, JITFunction) else constant
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **constants):
+            constants = {name: self.converted(value) for name, value in constants.items()}
             given = dict(zip(self.program.arg_names, map(argument, arguments), strict=False)) | constants
             for i in range(grid[0]):
                 self.machine.run(self.function, i, given)

@@ -34,7 +34,8 @@ from sage_kernels.ladder import (
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
 
 from sage_ref.attention import attention_forward, causal_mask, softmax_scale
-from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward
+from sage_ref.quantization import fake_quantize, quantize
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
 from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
@@ -43,6 +44,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle(chosen, DEVICE, 64) is None]
 BACKWARD = [level for level, chosen in enumerate(BACKWARD_LEVELS) if obstacle(chosen, DEVICE, 64) is None]
 EXACT_MATMULS = (MATMULS, ("dP", "O"))  # of forward levels 0 and 1; in the others dP alone is in 16 bit
+KEPT = [level for level, chosen in enumerate(BACKWARD_LEVELS) if chosen.kept]  # whose dQ has a dS from 16 bit
 PER_BLOCK = 2  # the backward level with one scale per tile of P and dS; level 0 is in 16 bit, others scale by rows
 # For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
 MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
@@ -242,12 +244,23 @@ def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
     """S: dQ, dK, dV of an INT8 backward level, from the kernel's own O and L, so that one pass is judged alone."""
     query, key, value, grad_output = (x.float() for x in draw(case))
     forward = forward_level(case, feeding(level, case))
+    chosen = settings(case, granularity="block" if level == PER_BLOCK else "row")
     gradients = sagebwd_backward(
         grad_output, query, shared(case, key), shared(case, value),
-        forward.output.float(), natural_log_sum_exp(case, feeding(level, case)),
-        settings(case, granularity="block" if level == PER_BLOCK else "row"),
+        forward.output.float(), natural_log_sum_exp(case, feeding(level, case)), chosen,
     )  # fmt: skip
+    if level in KEPT:
+        _, key, _, _ = smooth(query, shared(case, key), chosen)
+        ds_hat = fake_quantize(kept(gradients.grad_scores, chosen), chosen.per_query)
+        dq = ds_hat @ fake_quantize(key, (chosen.block_kv, None)) * softmax_scale(case.scale, case.head_dim)
+        gradients = gradients._replace(grad_query=dq)
     return gradients.grad_query, summed(case, gradients.grad_key), summed(case, gradients.grad_value)
+
+
+def kept(ds: Tensor, settings: SageBwdSettings) -> Tensor:
+    """dS as the program of keys leaves it for dQ: float16, in units of its key's scale."""
+    scale = quantize(ds, settings.per_key).scale.repeat_interleave(settings.block_q, -2)[..., : ds.shape[-2], :]
+    return (ds / scale.clamp(min=1e-37)).half().float() * scale
 
 
 def distance(x: Tensor, y: Tensor) -> float:

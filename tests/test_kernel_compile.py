@@ -23,9 +23,10 @@ HOPPER = [level for level in FORWARD if FORWARD_LEVELS[level].hopper]
 CASES = [Case("forward", level, 90 if level in HOPPER else (80, 90)[level % 2], 64, True) for level in FORWARD]
 CASES += [Case("forward", level, 90, 128, is_causal) for level in HOPPER for is_causal in (False, True)]
 CASES += [
-    Case(BACKWARD_LEVELS[level].kernels(64)[level // 2], level, (90, 80)[level % 2], 64, True)
+    Case(BACKWARD_LEVELS[level].kernels(64)[level // 2 % 2], level, (90, 80)[level % 2], 64, True)
     for level in BACKWARD if BACKWARD_LEVELS[level].hopper is None
 ]  # fmt: skip
+CASES += [Case("dq_kept", 5, capability, 128, True) for capability in (80, 90)]
 HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper]
 CASES += [
     Case(kernel, level, 90, head_dim, True)
@@ -73,6 +74,10 @@ def compiled():
     return {case: Compiled(*fields) for case, fields in zip(CASES, found, strict=True)}
 
 
+def is_dq_from_kept(case):
+    return case.kernel.startswith("dq") and BACKWARD_LEVELS[case.level].kept
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} sm_{case.capability}")
 def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, case):
     found = compiled[case]
@@ -80,10 +85,29 @@ def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, c
     assert 0 < found.registers <= 255
     assert (found.int8_instructions > 0) == compiling.is_int8(case)
     int8 = FORWARD_LEVELS[case.level].int8 if case.kernel == "forward" else "all but dP"
-    assert (found.float16_instructions > 0) == (int8 != "QKV" and case.kernel not in ("dv", "sla2_top_blocks"))
+    has_dp = case.kernel not in ("dv", "sla2_top_blocks") and not is_dq_from_kept(case)
+    assert (found.float16_instructions > 0) == (int8 != "QKV" and has_dp)
     assert found.registers <= (compiling.launch_of(case).max_registers or 255)
     if case.level in HOPPER and case.kernel == "forward":
         assert found.spills == 0
+
+
+# What level 5's loop for dQ executes, for Hopper.
+LOOPS = """
+import json
+from sage_kernels.compile import Case, compiled_kernel, machine_code
+from sage_kernels.instructions import FROM_FLOAT16, hot_loop
+for head_dim in (64, 128):
+    code = machine_code(compiled_kernel(Case("dq_kept", 5, 90, head_dim, False)))
+    print(json.dumps(hot_loop(code, 64, FROM_FLOAT16)))
+"""
+
+
+def test_kept_numbers_lie_as_the_matmul_wants_them():
+    """No thread hands dS or dS^ to another: only the maximum of a row crosses threads, two rows in two steps."""
+    for loop in run_where_triton_compiles(LOOPS):
+        assert sum(instruction.startswith("SHFL") for instruction in loop) == 4
+        assert not [instruction for instruction in loop if instruction.startswith("STS")]
 
 
 def test_matmuls_that_wait_for_one_another_are_seen():

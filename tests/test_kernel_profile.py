@@ -15,6 +15,7 @@ LAUNCH = """  {name} (2752, 1, 1)x(512, 1, 1), Context 1, Stream 7, Device 0, CC
     Elapsed Cycles                cycle    4,355,254
     Duration                         {unit}     {ms}
     L2 Cache Throughput               %        23.38
+    DRAM Throughput                   %        12.50
     SM: Issue Active                                                                    %        {issue}
     SM: Inst Executed Pipe Xu                                                           %        49.92
     SM: Pipe Tensor Cycles Active                                                       %        46.86
@@ -37,7 +38,8 @@ def test_every_launch_of_a_report_is_read_in_order():
     text = "==PROF== Connected\n[1] python3\n" + launch() + "\n" + launch("query_program", issue="49.29")
     first, second = profile.parsed(text)
     assert list(first) == list(profile.METRICS)
-    assert (first["tensor"], first["issue"], first["exp2"], first["l2"]) == (46.86, 52.18, 49.92, 23.38)
+    assert (first["tensor"], first["issue"], first["exp2"]) == (46.86, 52.18, 49.92)
+    assert (first["l2"], first["dram"]) == (23.38, 12.5)
     assert (first["alu"], first["fma"], first["profiled_ms"], first["profiled_ghz"]) == (38.59, 20.08, 1002.42, 1.79)
     assert [first[name] for name in profile.METRICS if name.startswith("stall")] == [2.51, 1.03, 0.81, 0.54]
     assert second["issue"] == 49.29

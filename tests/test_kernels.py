@@ -234,7 +234,7 @@ def launches():
             if chosen.hopper is None
         ]
         for kernel, level in ((kernel, level) for kernels, level in names for kernel in kernels):
-            if ON_GPU or head_dim == 64 or kernel in ("dk", "dv"):
+            if ON_GPU or head_dim == 64 or kernel in ("dk", "dv", "dk_kept"):
                 distinct = {launch if ON_GPU else launch[:2]: launch for launch in CANDIDATES[kernel]}
                 yield from ((kernel, level, launch, case) for launch in distinct.values())
 

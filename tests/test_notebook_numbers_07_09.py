@@ -196,13 +196,18 @@ class TestInstructionCounter:
         assert [self.counter.kind_of(line) for line in self.counter.hot_loop(CODE, scores=1)] == kinds
         assert [self.counter.kind_of(line) for line in self.counter.hot_loop(CODE, scores=2)][0] == "matmul"
 
+    def test_of_a_kernel_without_exponentials_it_takes_the_loop_with_another_instruction(self):
+        code = CODE.replace("MUFU.EX2 R5, R3", "HADD2.F32 R5, R3")
+        kinds = ["arithmetic", "conversion", "conversion", "matmul", "rest"]
+        assert [self.counter.kind_of(line) for line in self.counter.hot_loop(code, 1, "HADD2.F32")] == kinds
+
     @pytest.mark.parametrize("scores", [3, 100])
     def test_refuses_code_without_such_a_loop(self, scores):
-        with pytest.raises(ValueError, match=f"code: expected a loop with {scores} exponentials"):
+        with pytest.raises(ValueError, match=f"code: expected a loop with {scores} instructions MUFU.EX2"):
             self.counter.hot_loop(CODE, scores)
 
     def test_refuses_a_loop_over_more_than_one_tile(self):
-        with pytest.raises(ValueError, match="code: expected a loop with 1 exponentials"):
+        with pytest.raises(ValueError, match="code: expected a loop with 1 instructions MUFU.EX2"):
             self.counter.hot_loop(CODE.replace("FADD R3, R3, R4", "MUFU.EX2 R3, R4"), scores=1)
 
     def test_the_record_is_what_it_counts(self, instructions):

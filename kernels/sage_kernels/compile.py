@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_kernels import hopper
-from sage_kernels.backward import level0_16bit, level4_hopper
+from sage_kernels.backward import level0_16bit, level5_kept
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward import level5_hopper
 from sage_kernels.forward.program import forward_program
@@ -39,7 +39,7 @@ from sage_kernels.sla2.sums import key_block_program
 
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-# Pointers to float32, besides those to scales; to int32; to int8 always.
+# Pointers to float32, besides those to scales; to float16; to int32; to int8 always.
 FLOAT32 = {
     f"{name}_ptr"
     for name in (
@@ -47,6 +47,7 @@ FLOAT32 = {
         "means", "scores",
     )
 }  # fmt: skip
+FLOAT16 = {"kept_ptr"}
 INT32, INT8 = {"entries_ptr", "counts_ptr"}, {"q_hat_ptr", "vt_hat_ptr"}
 # SLA2's programs that run around its ladder, with the warps they are launched with.
 SLA2_AROUND = {"sla2_key_blocks": 8, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
@@ -132,7 +133,11 @@ def launch_of(case: Case) -> Launch:
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
-        return level5_hopper.LAUNCH if case.kernel == "forward" else level4_hopper.LAUNCHES[case.kernel]
+        return (
+            level5_hopper.LAUNCH
+            if case.kernel == "forward"
+            else BACKWARD_LEVELS[case.level].hopper.LAUNCHES[case.kernel]
+        )
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
@@ -183,10 +188,15 @@ def _program(case: Case, launch: Launch):
     level = BACKWARD_LEVELS[case.level]
     constants |= {"IS_INT8": level.int8, "PER_BLOCK": level.per_block}
     int8 = {"q_ptr", "k_ptr", "qt_ptr", "kt_ptr", "dot_ptr"} if level.int8 else set()
+    if case.kernel == "dq_kept":
+        return level5_kept.query_program, {name: constants[name] for name in ("D", "DP", "IS_CAUSAL")}, int8
     if case.kernel.startswith("dq"):
         return dq_program, constants | {"QUERY_ROWS": level.query_rows}, int8
     parts = {"WITH_DK": "dk" in case.kernel, "WITH_DV": "dv" in case.kernel}
-    return dkdv_program, constants | {"KEY_ROWS": level.key_rows} | parts, int8
+    constants |= {"KEY_ROWS": level.key_rows, "KEEP": level5_kept.keep} | parts
+    if "kept" not in case.kernel:
+        constants |= dict.fromkeys(("KEEP", "kept_ptr", "kept_scale_ptr"))
+    return dkdv_program, constants, int8
 
 
 def _sla2_program(case: Case, launch: Launch):
@@ -222,7 +232,11 @@ def _sla2_program(case: Case, launch: Launch):
 def _hopper_program(case: Case):
     """(program, its own constants, options, type and shape of what its descriptors fetch)."""
     if case.kernel != "forward":
-        return *level4_hopper.program_of(case.kernel), level4_hopper.tile_shapes(case.kernel, case.head_dim)
+        level = BACKWARD_LEVELS[case.level].hopper
+        program, constants, options = level.program_of(case.kernel)
+        if case.kernel != "dq" and not constants["KEEP"]:
+            constants |= dict.fromkeys(("kept_descriptor", "kept_scale_ptr"))
+        return program, constants, options, level.tile_shapes(case.kernel, case.head_dim)
     tiles = {name: (torch.int8, shape) for name, shape in level5_hopper.tile_shapes(case.head_dim).items()}
     return level5_hopper.hopper_program, {}, level5_hopper.OPTIONS, tiles
 
@@ -230,10 +244,12 @@ def _hopper_program(case: Case):
 def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
     if name in tiles:
         dtype, shape = tiles[name]
-        kind = {torch.int8: "i8", torch.float32: "fp32"}.get(dtype, "bf16")
+        kind = {torch.int8: "i8", torch.float32: "fp32", torch.float16: "fp16"}.get(dtype, "bf16")
         return f"tensordesc<{kind}{list(shape)},{hopper.layout(*shape, dtype=dtype)!r}>"
     if name in int8_pointers | INT8:
         return "*i8"
+    if name in FLOAT16:
+        return "*fp16"
     if name in INT32:
         return "*i32"
     if name == "mask_ptr":

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sage_kernels.compile import Case, cases, compiled_kernel, launch_of, machine_code
+from sage_kernels.ladder import BACKWARD_LEVELS
 
+FROM_FLOAT16 = "HADD2.F32"  # the conversion from float16 to float32
 # The first kind whose pattern matches the start of an instruction's name is its kind.
 KINDS = {
     "matmul": "HGMMA|IGMMA",
     "exp2": "MUFU.EX2",
-    "conversion": "F2I|I2F|F2F|FRND",
+    "conversion": f"F2I|I2F|F2F|FRND|{FROM_FLOAT16}",
     "maximum": "FMNMX|VIMNMX",
     "arithmetic": "FADD|FMUL|FFMA",
     "move": "MOV|IMAD.MOV|PRMT|SEL|SHFL|LOP3",
@@ -35,7 +37,8 @@ def case_rows(case: Case) -> Iterator[dict]:
     launch = launch_of(case)
     settings = {name: value for name, value in launch._asdict().items() if value is not None}
     scores = launch.block_q * launch.block_kv // (32 * launch.num_warps)
-    counts = Counter(map(kind_of, hot_loop(machine_code(compiled_kernel(case)), scores)))
+    of_each = FROM_FLOAT16 if case.kernel.startswith("dq") and BACKWARD_LEVELS[case.level].kept else "MUFU.EX2"
+    counts = Counter(map(kind_of, hot_loop(machine_code(compiled_kernel(case)), scores, of_each)))
     for kind in KINDS:
         yield {
             "kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, **settings, "kind": kind,
@@ -43,11 +46,12 @@ def case_rows(case: Case) -> Iterator[dict]:
         }  # fmt: skip
 
 
-def hot_loop(code: str, scores: int) -> list[str]:
-    """The instructions of the loop over tiles: of a label and a branch back to it, the shortest with a tile's exp2.
+def hot_loop(code: str, scores: int, of_each: str = "MUFU.EX2") -> list[str]:
+    """The instructions of the loop over tiles: of a label and a branch back to it, the shortest with a tile's scores.
 
-    scores: a tile's per thread; every one costs an exponential, and a row a few more. Without that a spin on a barrier
-    could be taken for the loop, or the masked tile after it.
+    scores: a tile's per thread. of_each: an instruction that every score costs once; for most kernels the exponential,
+    of which a row costs a few more. Without that a spin on a barrier could be taken for the loop, or the masked tile
+    after it.
     """
     instructions, labels, loops = [], {}, []
     for line in code.splitlines():
@@ -58,9 +62,9 @@ def hot_loop(code: str, scores: int) -> list[str]:
             target = re.match(r"BRA.*?(\.L_x_\d+)", instruction[1])
             if target and target[1] in labels:
                 loops.append(instructions[labels[target[1]] :])
-    loops = [loop for loop in loops if scores <= sum(kind_of(x) == "exp2" for x in loop) < 1.25 * scores]
+    loops = [loop for loop in loops if scores <= sum(x.startswith(of_each) for x in loop) < 1.25 * scores]
     if not loops:
-        raise ValueError(f"code: expected a loop with {scores} exponentials, found none")
+        raise ValueError(f"code: expected a loop with {scores} instructions {of_each}, found none")
     return min(loops, key=len)
 
 

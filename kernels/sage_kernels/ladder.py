@@ -6,14 +6,16 @@ benchmark walks from FlashAttention to the fastest INT8 kernel by changing one n
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sage_kernels import hopper
-from sage_kernels.backward import level0_16bit, level1_int8, level4_hopper
+from sage_kernels.backward import level0_16bit, level1_int8, level4_hopper, level5_kept, level6_hopper
 from sage_kernels.backward import level3_folded as backward_level3_folded
+from sage_kernels.backward.kept import heads_together
 from sage_kernels.backward.program import BackwardInputs, run_dkdv, run_dq
 from sage_kernels.forward import (
     level0_flash_attention,
@@ -55,11 +57,14 @@ class BackwardLevel(NamedTuple):
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
     grouped: bool = False  # the transposed copies in the order of tiles.group_columns
     split_from: int = 256  # padded head size from which dK and dV take a program each
-    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=..., scale=...)
+    kept: bool = False  # dQ comes from the dS that the program of dK keeps
+    hopper: ModuleType | None = None  # a level that is Hopper's alone: its run(inputs, is_causal=..., scale=...)
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """The programs it takes, by their names in `launch.CANDIDATES`; the name's start says what they compute."""
         parts = ("dq", "dkdv") if padded_head_dim < self.split_from else ("dq", "dk", "dv")
+        if self.kept and self.hopper is None:  # dV's program is level 3's
+            return tuple(part if part == "dv" else f"{part}_kept" for part in reversed(parts))
         suffix = "" if self.int8 else "_16bit"
         return tuple(part + ("_per_block" if self.per_block else suffix) for part in parts)
 
@@ -81,9 +86,12 @@ BACKWARD_LEVELS = (
         grouped=True, split_from=128,
     ),
     BackwardLevel(
-        "Hopper: warps with different jobs", None, None, grouped=True, split_from=128, hopper=level4_hopper.run
+        "Hopper: warps with different jobs", None, None, grouped=True, split_from=128, hopper=level4_hopper
     ),
+    BackwardLevel("dS is kept", None, backward_level3_folded.key_rows, grouped=True, split_from=128, kept=True),
+    BackwardLevel("Hopper: dS is kept", None, None, grouped=True, split_from=128, kept=True, hopper=level6_hopper),
 )  # fmt: skip
+FOLDED = 3  # the backward level that does what level 5 can't: a head whose dS is too large to keep
 
 
 def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim: int) -> str | None:
@@ -165,11 +173,16 @@ def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: 
     if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
         raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
     if chosen.hopper is not None:
-        return chosen.hopper(inputs, is_causal=is_causal, scale=scale)
+        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
+    if chosen.kept and heads_together(inputs) == 0:
+        return run_backward(inputs, FOLDED, is_causal=is_causal, scale=scale)
+    kernels = chosen.kernels(head_dim)
+    launches = {kernel: choose_launch(kernel, level, head_dim, is_causal, device) for kernel in kernels}
+    if chosen.kept:
+        return level5_kept.run(inputs, launches, is_causal=is_causal, scale=scale)
     options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
     gradients = {}
-    for kernel in chosen.kernels(head_dim):
-        launch = choose_launch(kernel, level, head_dim, is_causal, device)
+    for kernel, launch in launches.items():
         outputs = kernel.partition("_")[0]
         if outputs == "dq":
             gradients["dq"] = run_dq(inputs, chosen.query_rows, launch, **options)

@@ -33,6 +33,10 @@ CANDIDATES = {
     "dkdv": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
     "dk": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 2)),
     "dv": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 3)),
+    # A tile of dS is kept as two halves of 64 queries, and in the order of four warps that share one.
+    "dq_kept": (Launch(64, 128, 4, 2), Launch(64, 128, 4, 3), Launch(64, 128, 4, 4)),
+    "dkdv_kept": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
+    "dk_kept": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 2)),
     # One scale per tile of P and dS: the tile is the block.
     "dq_per_block": (Launch(128, 128, 8, 2),),
     "dkdv_per_block": (Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
@@ -54,6 +58,9 @@ DEFAULTS = {
     "dkdv": Launch(128, 64, 8, 1),
     "dk": Launch(128, 64, 8, 1),
     "dv": Launch(128, 64, 4, 1),
+    "dq_kept": Launch(64, 128, 4, 2),
+    "dkdv_kept": Launch(128, 128, 8, 1),
+    "dk_kept": Launch(128, 64, 8, 1),
     "dq_per_block": Launch(128, 128, 8, 1),
     "dkdv_per_block": Launch(128, 128, 8, 1),
     "sla2_as_printed": Launch(64, 64, 4, 1),

@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels.backward import level4_hopper
+from sage_kernels.backward import level4_hopper, level6_hopper
+from sage_kernels.backward.kept import room
+from sage_kernels.hopper import TILE
 from sage_kernels.ladder import prepare_backward, prepare_forward, run_forward
 from sage_ref.recorded import Row
 
 BATCH, WIDTH, LENGTH = 4, 2048, 8192
 HEAD_DIMS = (128, 64)
-LEVEL = {"forward": 5, "backward": 4}
+LEVEL = {"forward": 5, "backward": 6}
 SECONDS = 1.5
 # Column of the record -> line of the report of Nsight Compute. Per cent of what the unit could do; cycles per issued
 # instruction that a warp waits; milliseconds and GHz.
@@ -34,6 +36,7 @@ METRICS = {
     "alu": "SM: Pipe Alu Cycles Active",
     "fma": "SM: Pipe Fma Cycles Active",
     "l2": "L2 Cache Throughput",
+    "dram": "DRAM Throughput",
     "stall_barrier": "Stall Barrier",
     "stall_wait": "Stall Wait",
     "stall_not_selected": "Stall Not Selected",
@@ -54,6 +57,8 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     output, log_sum_exp = run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale)
     hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat}
     backward = prepare_backward(grad_output, query, key, value, output, log_sum_exp, LEVEL["backward"], **hats)
+    backward, gradients = level4_hopper.prepared(backward)
+    kept = room(backward, shape[0] * shape[1], TILE.value)  # of all heads, for each program to be launched once
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         peer = F.scaled_dot_product_attention(*leaves)
@@ -65,8 +70,10 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     return {
         "forward": lambda: run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale),
         **{
-            name: lambda name=name: level4_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
-            for name in level4_hopper.kernels(head_dim)
+            name: lambda name=name: level6_hopper.run_kernel(
+                name, backward, gradients, None if name == "dv" else kept, is_causal=False, scale=scale
+            )
+            for name in level6_hopper.kernels(head_dim)
         },
         "cuDNN forward": peer_forward,
         "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sage_kernels.backward import level5_kept
+from sage_kernels.backward.kept import heads_together, in_rounds, room
 from sage_kernels.backward.program import run_dkdv, run_dq
 from sage_kernels.bench import checked, exact_head, measure
 from sage_kernels.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
-from sage_kernels.launch import CANDIDATES, Launch
+from sage_kernels.launch import CANDIDATES, DEFAULTS, Launch
 from sage_kernels.ops import forward_level
 
 
@@ -52,21 +54,43 @@ def runner(kernel: Kernel, prepared: Prepared):
         inputs = prepare_forward(query, key, value, kernel.level, scale=prepared.scale, smooth_k=True)
         return lambda launch: [(run_forward(inputs, kernel.level, launch=launch, **options)[0], exact_o)]
     chosen = BACKWARD_LEVELS[kernel.level]
-    options["per_block"] = chosen.per_block
     feeding = forward_level(query.device, kernel.head_dim) if chosen.int8 else 0
     forward = prepare_forward(query, key, value, feeding, scale=prepared.scale, smooth_k=True)
     saved = run_forward(forward, feeding, is_causal=kernel.causal, scale=prepared.scale)
     hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat} if chosen.int8 else {}
     inputs = prepare_backward(grad_output, query, key, value, *saved, kernel.level, **hats)
-    if kernel.kernel.startswith("dq"):
-        return lambda launch: [(run_dq(inputs, chosen.query_rows, launch, **options), exact_dq)]
     outputs = kernel.kernel.partition("_")[0]
 
-    def run(launch):
-        dk, dv = run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options)
+    def of_keys(dk, dv):
         return [pair for name, *pair in (("dk", dk, exact_dk), ("dv", dv, exact_dv)) if name in outputs]
 
-    return run
+    if kernel.kernel.endswith("_kept"):
+        return _kept_runner(kernel, inputs, of_keys, exact_dq, **options)
+    options["per_block"] = chosen.per_block
+    if outputs == "dq":
+        return lambda launch: [(run_dq(inputs, chosen.query_rows, launch, **options), exact_dq)]
+    return lambda launch: of_keys(*run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options))
+
+
+def _kept_runner(kernel: Kernel, inputs, of_keys, exact_dq, **options):
+    """As `runner`, of the first round of heads."""
+    inputs, gradients = level5_kept.prepared(inputs)
+    together = heads_together(inputs)
+    kept = room(inputs, together, level5_kept.TILE.value)
+    inputs, gradients = next(in_rounds(inputs, gradients, together))
+
+    def run_keys(launch, outputs):
+        level5_kept.run_dkdv(inputs, gradients, kept, launch, outputs=outputs, **options)
+        return of_keys(gradients.key, gradients.value)
+
+    def run_queries(launch):
+        level5_kept.run_dq(inputs, gradients, kept, launch, **options)
+        return [(gradients.query, exact_dq)]
+
+    if kernel.kernel != "dq_kept":
+        return lambda launch: run_keys(launch, kernel.kernel.partition("_")[0])
+    run_keys(DEFAULTS["dk_kept"], "dk")
+    return run_queries
 
 
 def prepare(head_dim: int, causal: bool, batch: int, n: int) -> Prepared:

@@ -55,7 +55,9 @@ def key_rows(
     do_ptr, do_stride_n, dot_ptr, do_scale_ptr, log_sum_exp_ptr, delta_ptr,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_Q: tl.constexpr,
     IS_MASKED: tl.constexpr, PER_BLOCK: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    KEEP: tl.constexpr = None, kept=None,
 ):  # fmt: skip
+    """KEEP: what level 5 does with dS^T, in memory described by `kept`."""
     query = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q_hat_i = load_padded(q_ptr, query, q_stride_n, DP)
     s_q = tl.load(q_scale_ptr + i * BLOCK_Q // SCALE_Q)
@@ -77,6 +79,8 @@ def key_rows(
         dpt_ij = tl.dot(v_j, tl.trans(do_i))
         dst_ij = pt_ij * (dpt_ij - tl.load(delta_ptr + query)[None, :])
         s_ds, inverse = row_scale(dst_ij, PER_BLOCK)
+        if KEEP is not None:
+            KEEP(kept, dst_ij * inverse[:, None], s_ds, i, key, n_q_padded, BLOCK_KV)
         dst_hat_ij = group_columns(low_byte(dst_ij * inverse[:, None]), BLOCK_KV, BLOCK_Q)
         qt_hat_i = load_padded(qt_ptr + i * BLOCK_Q, tl.arange(0, DP), n_q_padded, BLOCK_Q)
         s_dk = s_ds * s_q

@@ -25,8 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
-from sage_kernels.backward.program import LOG2_E, BackwardInputs
+from sage_kernels.backward.program import LOG2_E, BackwardInputs, Gradients
 from sage_kernels.hopper import (
     HEAD_DIMS,
     ROWS,
@@ -46,7 +48,7 @@ from sage_kernels.hopper import (
 )
 from sage_kernels.launch import Launch
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
-from sage_kernels.tiles import NO_KEY, TINY
+from sage_kernels.tiles import TINY
 
 # Warpgroups that compute and places of each ring: many registers for few, or fewer for more.
 LAUNCHES = {
@@ -117,11 +119,17 @@ def largest_of(x, IS_POSITIVE: gl.constexpr):
 
 
 @gluon.jit
+def row_scaled(x, IS_POSITIVE: gl.constexpr):
+    """(x / s, s) of [ROWS, TILE], with a scale per row that makes 127 of its largest number."""
+    largest = largest_of(x, IS_POSITIVE)
+    return x * (fast_reciprocal(largest) * 127.0)[:, None], largest * (1 / 127.0)
+
+
+@gluon.jit
 def row_quantized(x, IS_POSITIVE: gl.constexpr, DP: gl.constexpr):
     """(X^ as the left operand of a matmul, s) of [ROWS, TILE], with a scale per row."""
-    largest = largest_of(x, IS_POSITIVE)
-    x_hat = rounded(x * (fast_reciprocal(largest) * 127.0)[:, None], DP)
-    return x_hat, largest * (1 / 127.0)
+    x, s = row_scaled(x, IS_POSITIVE)
+    return rounded(x, DP), s
 
 
 @gluon.jit
@@ -200,13 +208,11 @@ def query_rows(
     last = gl.where(first_query < n_q, last, 0)
     all_tiles = key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, kv_blocks, IS_CAUSAL)
     k_scale_ptr += (head // groups) * kv_blocks
-    s_q = gl.load(q_scale_ptr + head * q_blocks + gl.minimum(first_query // SCALE_Q, q_blocks - 1))
-    s_k = gl.load(k_scale_ptr)
-    n_q_padded = q_blocks * SCALE_Q
+    s_q, s_k = gl.load(q_scale_ptr + head * q_blocks + first_query // SCALE_Q), gl.load(k_scale_ptr)
+    # Both reach to the end of a block of queries, as the two warpgroups' rows do.
     query = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
-    offsets = head.to(gl.int64) * n_q_padded + query
-    log_sum_exp_i = gl.load(log_sum_exp_ptr + offsets, mask=query < n_q_padded, other=0.0 - NO_KEY)
-    delta_i = gl.load(delta_ptr + offsets, mask=query < n_q_padded, other=0.0)
+    offsets = head.to(gl.int64) * (q_blocks * SCALE_Q) + query
+    log_sum_exp_i, delta_i = gl.load(log_sum_exp_ptr + offsets), gl.load(delta_ptr + offsets)
     dq_i = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
     mbarrier.wait(rows_ready, 0)
     q_hat_i, do_i = q_tiles.index(W), do_tiles.index(W)
@@ -286,8 +292,9 @@ def query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def query_tile(
-    dk_j, dv_j, st_ij, dpt_ij, k_hat_j, v_j, s_k, s_q, s_do, n, first_key, first_query, rings, lines,
-    DP: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_MASKED: gl.constexpr, IS_LAST: gl.constexpr,
+    dk_j, dv_j, st_ij, dpt_ij, k_hat_j, v_j, s_k, s_q, s_do, n, first_key, first_query, head, rings, lines, kept, sizes,
+    DP: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, KEEP: gl.constexpr, W: gl.constexpr,
+    IS_MASKED: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
     """(dk_j, dv_j after the n-th query tile, S^T, dP^T in flight of the next one). dV alone starts nothing before."""
     q_ring, do_ring, qt_ring, dot_ring = rings
@@ -327,9 +334,11 @@ def query_tile(
         dst_ij = pt_ij * (dpt - delta_i[None, :])
     if WITH_DK:
         let_go(do_ring, n)
-        dst_hat_ij, s_ds = row_quantized(dst_ij, False, DP)
+        dst_ij, s_ds = row_scaled(dst_ij, False)
+        if KEEP is not None:
+            KEEP(kept, dst_ij, s_ds, head, first_key, first_query, sizes, W)
         dk_j, st_ij, dpt_ij = last_matmul(
-            dk_j, st_ij, dpt_ij, dst_hat_ij, s_ds * s_q, k_hat_j, v_j, (q_ring, do_ring, qt_ring), n,
+            dk_j, st_ij, dpt_ij, rounded(dst_ij, DP), s_ds * s_q, k_hat_j, v_j, (q_ring, do_ring, qt_ring), n,
             DP, WITH_DV, IS_LAST,
         )  # fmt: skip
     return dk_j, dv_j, st_ij, dpt_ij
@@ -337,9 +346,9 @@ def query_tile(
 
 @gluon.jit
 def key_rows(
-    k_tiles, v_tiles, rows_ready, rings, lines, pointers, sizes, scale,
+    k_tiles, v_tiles, rows_ready, rings, lines, kept, pointers, sizes, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, W: gl.constexpr,
+    KEEP: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, or one of them, of warpgroup W's 64 keys, over the query heads that share them."""
     q_ring, do_ring, qt_ring, dot_ring = rings
@@ -357,8 +366,8 @@ def key_rows(
     k_hat_j, v_j = k_tiles.index(W), v_tiles.index(W)
     n = 0
     for g in range(0, groups):
-        i = q_blocks - 1
-        scale_at = (kv_head * groups + g) * q_blocks + i
+        head, i = kv_head * groups + g, q_blocks - 1
+        scale_at = head * q_blocks + i
         s_q, s_do = gl.load(q_scale_ptr + scale_at), gl.load(do_scale_ptr + scale_at)
         if WITH_DK:
             st_ij, dpt_ij = first_matmuls(k_hat_j, v_j, q_ring, do_ring, n, WITH_DV)
@@ -368,15 +377,15 @@ def key_rows(
             scale_at -= 1
             next_s_q, next_s_do = gl.load(q_scale_ptr + scale_at), gl.load(do_scale_ptr + scale_at)
             dk_j, dv_j, st_ij, dpt_ij = query_tile(
-                dk_j, dv_j, st_ij, dpt_ij, k_hat_j, v_j, s_k, s_q, s_do, n, first_key, i * TILE, rings, lines,
-                DP, WITH_DK, WITH_DV, False, False,
+                dk_j, dv_j, st_ij, dpt_ij, k_hat_j, v_j, s_k, s_q, s_do, n, first_key, i * TILE, head,
+                rings, lines, kept, sizes, DP, WITH_DK, WITH_DV, KEEP, W, False, False,
             )  # fmt: skip
             s_q, s_do = next_s_q, next_s_do
             n += 1
             i -= 1
         dk_j, dv_j, st_ij, dpt_ij = query_tile(
-            dk_j, dv_j, st_ij, dpt_ij, k_hat_j, v_j, s_k, s_q, s_do, n, first_key, i * TILE, rings, lines,
-            DP, WITH_DK, WITH_DV, IS_CAUSAL, True,
+            dk_j, dv_j, st_ij, dpt_ij, k_hat_j, v_j, s_k, s_q, s_do, n, first_key, i * TILE, head,
+            rings, lines, kept, sizes, DP, WITH_DK, WITH_DV, KEEP, W, IS_CAUSAL, True,
         )  # fmt: skip
         n += 1
         # Tiles for the warpgroups above.
@@ -392,6 +401,8 @@ def key_rows(
                 arrived(qt_ring, n)
                 let_go(qt_ring, n)
             n += 1
+    if KEEP is not None:
+        tma.store_wait(0)
     offset = kv_head.to(gl.int64) * n_k * D
     if WITH_DK:
         store(dk_ptr + offset, dk_j * scale, first_key, n_k, D, DP)
@@ -400,13 +411,13 @@ def key_rows(
 
 
 @gluon.jit
-def fetch_with_line(ring, line, n, descriptor, row, line_descriptor, token):
+def fetch_with_line(ring, line, n, descriptor, row, column, line_descriptor, token):
     """`fetch`, and one number for each of the tile's tokens."""
     tiles, ready, empty = ring
     places: gl.constexpr = tiles.shape[0]
     mbarrier.wait(empty.index(n % places), ((n // places) & 1) ^ 1)
     mbarrier.expect(ready.index(n % places), descriptor.block_type.nbytes + line_descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, [row, 0], ready.index(n % places), tiles.index(n % places))
+    tma.async_copy_global_to_shared(descriptor, [row, column], ready.index(n % places), tiles.index(n % places))
     tma.async_copy_global_to_shared(line_descriptor, [token], ready.index(n % places), line.index(n % places))
 
 
@@ -438,9 +449,9 @@ def load_for_keys(
         i = q_blocks - 1
         for _ in range(0, query_tiles(first_key, q_blocks, IS_CAUSAL)):
             token = (head * q_blocks + i) * TILE
-            fetch_with_line(q_ring, log_sum_exps, n, q_descriptor, token, l_descriptor, token)
+            fetch_with_line(q_ring, log_sum_exps, n, q_descriptor, token, 0, l_descriptor, token)
             if WITH_DK:
-                fetch_with_line(do_ring, deltas, n, do_descriptor, head * n_q + i * TILE, delta_descriptor, token)
+                fetch_with_line(do_ring, deltas, n, do_descriptor, head * n_q + i * TILE, 0, delta_descriptor, token)
             if WITH_DV:
                 fetch(dot_ring, n, dot_descriptor, head * DP, i * TILE)
             if WITH_DK:
@@ -486,12 +497,12 @@ def query_program(
 @gluon.jit(do_not_specialize=SIZES)
 def key_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
-    delta_descriptor, k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr,
+    delta_descriptor, k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr, kept_descriptor, kept_scale_ptr,
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
-    WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, KEEP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, or one of them; what the other one needs is not read."""
+    """dK and dV, or one of them; what the other one needs is not read. KEEP: level 6's, or None."""
     k_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], k_descriptor.layout)
     rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(rows_ready, count=1)
@@ -505,6 +516,11 @@ def key_program(
         deltas = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], delta_descriptor.layout)
     if WITH_DV:
         dot_ring = ring(dot_descriptor, PLACES, WARPGROUPS)
+    kept = 0
+    if KEEP is not None:
+        shape: gl.constexpr = [WARPGROUPS] + kept_descriptor.block_shape
+        kept_tiles = gl.allocate_shared_memory(kept_descriptor.dtype, shape, kept_descriptor.layout)
+        kept = (kept_tiles, kept_descriptor, kept_scale_ptr)
     fence_async_shared()
     rings, lines = (q_ring, do_ring, qt_ring, dot_ring), (log_sum_exps, deltas)
     descriptors = (
@@ -517,10 +533,10 @@ def key_program(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, pointers, sizes, scale, D, DP, WARPGROUPS,
-                            WITH_DK, WITH_DV, IS_CAUSAL, 0)),
-                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, pointers, sizes, scale, D, DP, WARPGROUPS,
-                            WITH_DK, WITH_DV, IS_CAUSAL, 1)),
+                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, kept, pointers, sizes, scale, D, DP,
+                            WARPGROUPS, WITH_DK, WITH_DV, KEEP, IS_CAUSAL, 0)),
+                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, kept, pointers, sizes, scale, D, DP,
+                            WARPGROUPS, WITH_DK, WITH_DV, KEEP, IS_CAUSAL, 1)),
                 (load_for_keys, (descriptors, k_tiles, v_tiles, rows_ready, rings, lines, sizes, DP, WARPGROUPS,
                                  WITH_DK, WITH_DV, IS_CAUSAL)),
             ],
@@ -529,12 +545,12 @@ def key_program(
     else:
         gl.warp_specialize(
             [
-                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, pointers, sizes, scale, D, DP, WARPGROUPS,
-                            WITH_DK, WITH_DV, IS_CAUSAL, 0)),
-                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, pointers, sizes, scale, D, DP, WARPGROUPS,
-                            WITH_DK, WITH_DV, IS_CAUSAL, 1)),
-                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, pointers, sizes, scale, D, DP, WARPGROUPS,
-                            WITH_DK, WITH_DV, IS_CAUSAL, 2)),
+                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, kept, pointers, sizes, scale, D, DP,
+                            WARPGROUPS, WITH_DK, WITH_DV, KEEP, IS_CAUSAL, 0)),
+                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, kept, pointers, sizes, scale, D, DP,
+                            WARPGROUPS, WITH_DK, WITH_DV, KEEP, IS_CAUSAL, 1)),
+                (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, kept, pointers, sizes, scale, D, DP,
+                            WARPGROUPS, WITH_DK, WITH_DV, KEEP, IS_CAUSAL, 2)),
                 (load_for_keys, (descriptors, k_tiles, v_tiles, rows_ready, rings, lines, sizes, DP, WARPGROUPS,
                                  WITH_DK, WITH_DV, IS_CAUSAL)),
             ],
@@ -556,7 +572,7 @@ def program_of(kernel: str):
     options = {"num_warps": 4, "maxnreg": AT_START[launch.max_registers]}
     if kernel == "dq":
         return query_program, constants, options
-    return key_program, constants | {"WITH_DK": "dk" in kernel, "WITH_DV": "dv" in kernel}, options
+    return key_program, constants | {"WITH_DK": "dk" in kernel, "WITH_DV": "dv" in kernel, "KEEP": None}, options
 
 
 def tile_shapes(
@@ -585,43 +601,55 @@ def rows_of_16_bytes(x: Tensor, padded_head_dim: int) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def run_kernel(kernel: str, inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """dQ [B, H, Nq, D]; dK, dV or both [B, Hkv, Nk, D]: what the program of that name computes."""
-    query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
-    batch, heads, n_q, head_dim = query.shape
-    kv_heads, n_k, dp = key.shape[1], key.shape[2], padded_head_dim(head_dim)
+def prepared(inputs: BackwardInputs) -> tuple[BackwardInputs, Gradients]:
+    """(inputs that the copy engine can fetch, copied once for all programs if need be; gradients, empty)."""
+    query, key = inputs.query, inputs.key
+    do, v = (rows_of_16_bytes(x, padded_head_dim(query.shape[3])) for x in (inputs.grad_output, inputs.value))
+    gradients = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key))
+    return inputs._replace(grad_output=do, value=v), Gradients(*gradients)
+
+
+def run_kernel(
+    kernel: str,
+    inputs: BackwardInputs,
+    gradients: Gradients,
+    *,
+    is_causal: bool,
+    scale: float,
+    keep: JITFunction | None = None,
+    kept: tuple[TensorDescriptor | None, Tensor | None] = (None, None),
+) -> None:
+    """What the program of that name computes: dQ; dK, dV or both. keep, kept: level 6's, in a program of dK."""
+    q_hat, k_hat, do_hat, do, v = inputs.q_hat, inputs.k_hat, inputs.do_hat, inputs.grad_output, inputs.value
+    batch, heads, n_q, head_dim = inputs.query.shape
+    kv_heads, n_k, dp = inputs.key.shape[1], inputs.key.shape[2], padded_head_dim(head_dim)
     groups, n_q_padded, n_k_padded = heads // kv_heads, padded_length(n_q), padded_length(n_k)
-    do, v = (rows_of_16_bytes(x, dp) for x in (inputs.grad_output, inputs.value))
+    program, constants, options = program_of(kernel)
     if kernel == "dq":
         tensors = (q_hat.values, do, k_hat.values, v, k_hat.transposed)
-        gradients = outputs = (torch.empty(query.shape, dtype=query.dtype, device=query.device),)
-        pointers = (q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, *outputs)
+        pointers = (q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, gradients.query)
         blocks, all_heads = -(-n_q_padded // LAUNCHES[kernel].block_q), batch * heads
         bytes_per_head = 4 * n_k_padded * dp
     else:
         tensors = (
             k_hat.values, v, q_hat.values, do, q_hat.transposed, do_hat.transposed, inputs.log_sum_exp, inputs.delta
         )  # fmt: skip
-        gradients = tuple(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(len(kernel) // 2))
-        outputs = (gradients[0], gradients[-1])  # a program writes into the place of its own
-        pointers = (k_hat.scale, q_hat.scale, do_hat.scale, *outputs)
+        pointers = (k_hat.scale, q_hat.scale, do_hat.scale, gradients.key, gradients.value, *kept)
         blocks, all_heads = -(-n_k_padded // LAUNCHES[kernel].block_kv), batch * kv_heads
         bytes_per_head = {"dk": 4, "dv": 2, "dkdv": 5}[kernel] * n_q_padded * dp * groups
         scale = 1 / LOG2_E  # of dK alone: the scale of Q^ carries c log2(e)
-    program, constants, options = program_of(kernel)
+        constants |= {"KEEP": keep}
     shapes = [shape for _, shape in tile_shapes(kernel, dp).values()]
     program[(blocks * all_heads,)](
         *(descriptor(x, *shape) for x, shape in zip(tensors, shapes, strict=True)), *pointers,
         blocks, all_heads, heads_at_a_time(bytes_per_head), groups, n_q, n_k, n_q_padded // BLOCK_Q,
         n_k_padded // BLOCK_KV, scale, D=head_dim, DP=dp, IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
-    return gradients
 
 
 def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
-    head_dim = inputs.query.shape[3]
-    # Once for all programs, where it takes a copy.
-    do, v = (rows_of_16_bytes(x, padded_head_dim(head_dim)) for x in (inputs.grad_output, inputs.value))
-    inputs = inputs._replace(grad_output=do, value=v)
-    return tuple(x for name in kernels(head_dim) for x in run_kernel(name, inputs, is_causal=is_causal, scale=scale))
+    inputs, gradients = prepared(inputs)
+    for kernel in kernels(inputs.query.shape[3]):
+        run_kernel(kernel, inputs, gradients, is_causal=is_causal, scale=scale)
+    return tuple(gradients)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from sage_kernels.launch import Launch
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim, padded_length
@@ -35,6 +36,14 @@ class BackwardInputs(NamedTuple):
     q_hat: Quantized | None
     k_hat: Quantized | None
     do_hat: Quantized | None
+
+
+class Gradients(NamedTuple):
+    """Where the programs write."""
+
+    query: Tensor  # [B, H, Nq, D]
+    key: Tensor  # [B, Hkv, Nk, D]
+    value: Tensor
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -89,11 +98,13 @@ def dkdv_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr, qt_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n, dot_ptr, do_scale_ptr,
-    log_sum_exp_ptr, delta_ptr, dk_ptr, dv_ptr, heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
+    log_sum_exp_ptr, delta_ptr, dk_ptr, dv_ptr, kept_ptr, kept_scale_ptr,
+    heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
     KEY_ROWS: tl.constexpr, IS_INT8: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_Q: tl.constexpr, SCALE_KV: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    """dK and dV, or one of them. KEEP: what level 5 does with dS^T, or None."""
     j = tl.program_id(0)  # the first keys, which most queries see, first
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = heads // groups
@@ -121,19 +132,20 @@ def dkdv_program(
         q_head_ptr = q_ptr + batch * q_stride_b + h * q_stride_h
         do_head_ptr = do_ptr + batch * do_stride_b + h * do_stride_h
         rows, copies, scales = head * n_q_padded, head * n_q_padded * DP, head * (n_q_padded // SCALE_Q)
+        kept = (kept_ptr, kept_scale_ptr, head, n_k, n_k_padded)
         for i in range(first, full):
             dk_j, dv_j = KEY_ROWS(
                 dk_j, dv_j, k_j, s_k, v_j, i, key, n_q, n_k, n_q_padded, q_head_ptr, q_stride_n, q_scale_ptr + scales,
                 qt_ptr + copies, do_head_ptr, do_stride_n, dot_ptr + copies, do_scale_ptr + scales,
                 log_sum_exp_ptr + rows, delta_ptr + rows, D, DP, BLOCK_Q, BLOCK_KV, SCALE_Q, True, PER_BLOCK,
-                WITH_DK, WITH_DV,
+                WITH_DK, WITH_DV, *((KEEP, kept) if KEEP is not None else ()),
             )  # fmt: skip
         for i in range(full, end):
             dk_j, dv_j = KEY_ROWS(
                 dk_j, dv_j, k_j, s_k, v_j, i, key, n_q, n_k, n_q_padded, q_head_ptr, q_stride_n, q_scale_ptr + scales,
                 qt_ptr + copies, do_head_ptr, do_stride_n, dot_ptr + copies, do_scale_ptr + scales,
                 log_sum_exp_ptr + rows, delta_ptr + rows, D, DP, BLOCK_Q, BLOCK_KV, SCALE_Q, False, PER_BLOCK,
-                WITH_DK, WITH_DV,
+                WITH_DK, WITH_DV, *((KEEP, kept) if KEEP is not None else ()),
             )  # fmt: skip
     offsets = kv_head * n_k * D + key[:, None] * D + d[None, :]
     if WITH_DK:
@@ -174,8 +186,14 @@ def run_dkdv(
     is_causal: bool,
     scale: float,
     outputs: str = "dkdv",
+    into: tuple[Tensor, Tensor] | None = None,
+    keep: JITFunction | None = None,
+    kept: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV [B, Hkv, Nk, D] with the loop body key_rows; outputs "dk" or "dv" leaves the other unwritten."""
+    """dK and dV [B, Hkv, Nk, D] with the loop body key_rows; outputs "dk" or "dv" leaves the other unwritten.
+
+    into: where to write them, if not in new tensors. keep, kept: level 5's.
+    """
     query, key, heads, groups = (
         inputs.query,
         inputs.key,
@@ -183,17 +201,17 @@ def run_dkdv(
         inputs.query.shape[1] // inputs.key.shape[1],
     )
     n_q_padded, n_k_padded = padded_length(query.shape[2]), padded_length(key.shape[2])
-    dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+    dk, dv = into or (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
     q, k = _operand(query, inputs.q_hat), _operand(key, inputs.k_hat)
     v, do = inputs.value, inputs.grad_output
     dkdv_program[(n_k_padded // launch.block_kv, key.shape[0] * key.shape[1])](
         q, *q.stride()[:3], _scale(inputs.q_hat, dk), _transposed(inputs.q_hat, dk),
         k, *k.stride()[:3], _scale(inputs.k_hat, dk), v, *v.stride()[:3], do, *do.stride()[:3],
-        _transposed(inputs.do_hat, dk), _scale(inputs.do_hat, dk), inputs.log_sum_exp, inputs.delta, dk, dv,
+        _transposed(inputs.do_hat, dk), _scale(inputs.do_hat, dk), inputs.log_sum_exp, inputs.delta, dk, dv, *kept,
         heads, groups, query.shape[2], key.shape[2], n_q_padded, n_k_padded, scale * LOG2_E,
         scale if inputs.q_hat is None else 1 / LOG2_E,  # the scale of an INT8 Q carries c log2(e)
         KEY_ROWS=key_rows, PER_BLOCK=per_block, WITH_DK="dk" in outputs, WITH_DV="dv" in outputs,
-        **_constants(inputs, launch, is_causal),
+        KEEP=keep, **_constants(inputs, launch, is_causal),
     )  # fmt: skip
     return dk, dv
 
