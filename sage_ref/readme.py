@@ -95,8 +95,9 @@ def pretraining_speed() -> str:
     sentences = []
     for name, words in exact.items():
         rows = record.select(attention="sagebwd", devices=1)
-        ratios = ", ".join(f"{relative_rate(record, row, attention=name):.2f} (N={row['context']})" for row in rows)
-        sentences.append(f"SageBwd's tokens/s on one GPU over those of {words}: {ratios}.")
+        ratios = [(row["context"], relative_rate(record, row, attention=name)) for row in rows]
+        if found := [f"{ratio:.2f} (N={n})" for n, ratio in ratios if ratio is not None]:  # not all, if interrupted
+            sentences.append(f"SageBwd's tokens/s on one GPU over those of {words}: {', '.join(found)}.")
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
     described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
     return "\n\n".join([title, markdown_table(*speed_table(record.rows)), *sentences, described])

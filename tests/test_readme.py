@@ -122,6 +122,15 @@ def test_step_times_compare_sagebwd_with_both_exact_attentions(step_times):
     assert flash == f"{start} FlashAttention-2: 1.12 (N=4096), 1.20 (N=16384)."
 
 
+def test_step_times_that_are_not_complete(step_times):
+    """An interrupted measurement: SageBwd at one length, FlashAttention-2 at the other."""
+    way, other = (4096, 1, "none"), (16384, 1, "none")
+    rates = {("exact", *way): 1000, ("sagebwd", *way): 900, ("exact", *other): 500, ("flash_attention_2", *other): 400}
+    *_, pick, _, caption = step_times(rates)
+    assert pick.endswith("the exact attention that PyTorch picks: 0.90 (N=4096).")
+    assert caption.startswith("24 layers")
+
+
 def test_recorded_step_times_have_one_line_each():
     record = read_record(readme.PRETRAIN_SPEED)
     lines = [cells(line) for line in readme.pretraining_speed().splitlines() if line.startswith("| ")][2:]
