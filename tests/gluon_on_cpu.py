@@ -2,9 +2,9 @@
 
 `OnCPU(program)[grid](...)` is launched as the program itself would be. Groups of warps take turns, in an order drawn
 from a seed: some are often ahead, some behind. Copies arrive late, matmuls read their tiles when they are waited for
-and not before, and a place is garbage from the moment its next tile is ordered. So whoever reads or lets go too early
-computes nonsense or fails, and whoever waits for what never comes is told so. Layouts mean nothing here: the compiled
-code is the test of those.
+and not before, additions to memory likewise, and a place is garbage from the moment its next tile is ordered. So
+whoever reads, writes or lets go too early computes nonsense or fails, and whoever waits for what never comes is told
+so. Layouts mean nothing here: the compiled code is the test of those.
 """
 
 import math
@@ -13,12 +13,22 @@ import re
 import threading
 from types import FunctionType, SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
+
+
+def to_dtype(x, dtype, bitcast=False):
+    return x.view(dtype) if bitcast else x.to(dtype)
+
+
+# What a torch.Tensor has as well, with another meaning.
+RENAMED = {"to": "gluon_to", "type": "gluon_type"}
+Tensor.gluon_to, Tensor.gluon_type = to_dtype, SimpleNamespace(layout=None)
 
 
 def plain(function: JITFunction, names: dict) -> FunctionType:
@@ -35,7 +45,8 @@ def plain(function: JITFunction, names: dict) -> FunctionType:
     def rebuilt(fn):
         if fn not in made:
             scope = {}
-            made[fn] = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
+            code = fn.__code__.replace(co_names=tuple(RENAMED.get(name, name) for name in fn.__code__.co_names))
+            made[fn] = FunctionType(code, scope, fn.__name__, fn.__defaults__)
             scope.update({n: converted(names.get(n, v)) for n, v in fn.__globals__.items()})
         return made[fn]
 
@@ -85,35 +96,56 @@ class Descriptor:
         tile[tuple(map(slice, found.shape))] = found
         return tile
 
+    def add(self, tile, *start):
+        self.x[tuple(slice(first, first + n) for first, n in zip(start, tile.shape, strict=True))] += tile
+
 
 class Place:
     """A tile in shared memory."""
 
     def __init__(self, tile: Tensor):
-        self.tile, self.readers = tile, 0
+        self.tile, self.readers, self.is_fenced = tile, 0, True
+
+    @property
+    def shape(self):
+        return self.tile.shape
 
     def permute(self, order):
-        return Part(self, slice(None)).permute(order)
+        return Part(self).permute(order)
 
     def load(self, layout):
-        return Part(self, slice(None)).load(layout)
+        return Part(self).load(layout)
 
-    def slice(self, first, rows):
-        return Part(self, slice(first, first + rows))
+    def slice(self, first, count, axis=0):
+        return Part(self).slice(first, count, axis)
 
 
 class Part:
-    """Rows of a place, seen as they lie or transposed."""
+    """Rows or columns of a place, seen as they lie or transposed."""
 
-    def __init__(self, place: Place, rows: slice, order=None):
-        self.place, self.rows, self.order = place, rows, order
+    def __init__(self, place: Place, cuts: tuple[tuple[int, int, int], ...] = (), order=(0, 1)):
+        self.place, self.cuts, self.order = place, cuts, order
 
     def permute(self, order):
-        return Part(self.place, self.rows, order)
+        return Part(self.place, self.cuts, order)
+
+    def slice(self, first, count, axis=0):
+        return Part(self.place, (*self.cuts, (axis, first, count)), self.order)
+
+    def view(self):
+        tile = self.place.tile
+        for cut in self.cuts:
+            tile = tile.narrow(*cut)
+        return tile
 
     def load(self, layout):
-        tile = self.place.tile[self.rows]
-        return tile.clone() if self.order is None else tile.permute(self.order)
+        return self.view().permute(self.order[: self.view().ndim]).clone()
+
+    def store(self, x):
+        assert self.place.readers == 0, "a tile is overwritten while it is read"
+        assert (x.shape, x.dtype) == (self.view().shape, self.place.tile.dtype)
+        self.view().copy_(x)
+        self.place.is_fenced = False
 
 
 class Ring:
@@ -154,6 +186,7 @@ class Warps:
     def __init__(self, weight: int):
         self.weight, self.turn, self.can_go_on = weight, threading.Semaphore(0), lambda: True
         self.matmuls = []  # in flight, in their order
+        self.additions = []  # likewise
 
 
 class Machine:
@@ -163,7 +196,7 @@ class Machine:
         self.random = random.Random(seed)
 
     def run(self, function, program, arguments):
-        self.program, self.running, self.flights, self.error = program, [], [], None
+        self.program, self.running, self.flights, self.places, self.error = program, [], [], [], None
         function(**arguments)
 
     def run_warps(self, functions, warps, registers):
@@ -185,6 +218,7 @@ class Machine:
         try:
             with torch.no_grad():
                 function(*arguments)
+            assert not group.additions, "a program ends before its tiles are read"
         except Exception as error:
             self.error = self.error or error
         self.running.remove(group)
@@ -217,7 +251,8 @@ class Machine:
 
     def names(self):
         language = SimpleNamespace(
-            int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16,
+            float32=torch.float32,
             minimum=lambda x, y: torch.fmin(torch.as_tensor(x), torch.as_tensor(y)),
             maximum=lambda x, y: torch.fmax(torch.as_tensor(x), torch.as_tensor(y)),
             max=torch.amax, sum=torch.sum, log2=torch.log2, static_range=range,
@@ -226,6 +261,7 @@ class Machine:
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
             split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
+            broadcast=torch.broadcast_tensors, reduce=reduce,
             convert_layout=lambda x, _, assert_trivial=False: x, SliceLayout=lambda *_: None,
             load=Pointer.load, store=lambda pointer, x, mask: pointer.store(x, mask),
             program_id=lambda _: torch.tensor(self.program), inline_asm_elementwise=run_ptx,
@@ -234,16 +270,24 @@ class Machine:
         barriers = SimpleNamespace(
             MBarrierLayout=lambda: "barrier", init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive
         )
-        copies = SimpleNamespace(async_copy_global_to_shared=self.copy)
+        copies = SimpleNamespace(async_copy_global_to_shared=self.copy, store_wait=self.wait_for_additions)
         return {
-            "gl": language, "mbarrier": barriers, "tma": copies, "fence_async_shared": lambda: None,
+            "gl": language, "mbarrier": barriers, "tma": copies, "fence_async_shared": self.fence,
+            "add_to_global": self.add,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_product,
         }  # fmt: skip
 
     def allocate(self, dtype, shape, layout):
         if layout == "barrier":
             return Ring([Barrier() for _ in range(shape[0])], shape) if len(shape) > 1 else Barrier()
-        return Ring([Place(torch.full(shape[1:], 77, dtype=dtype)) for _ in range(shape[0])], shape)
+        places = [Place(torch.full(shape[1:], 77, dtype=dtype)) for _ in range(shape[0])]
+        self.places += places
+        return Ring(places, shape)
+
+    def fence(self):
+        """What has been written into tiles is there for the copy engine too."""
+        for place in self.places:
+            place.is_fenced = True
 
     def init(self, barrier, count):
         barrier.count = barrier.pending = count
@@ -272,6 +316,23 @@ class Machine:
 
         self.flights.append(arrive)
         self.pause()
+
+    def add(self, descriptor, coordinates, place):
+        """The tile is read, and added, when it is waited for and not before."""
+        assert place.is_fenced, "the copy engine may not see what has been written"
+        place.readers += 1
+
+        def arrive():
+            descriptor.add(place.tile, *coordinates)
+            place.readers -= 1
+
+        self.current.additions.append(arrive)
+        self.pause()
+
+    def wait_for_additions(self, in_flight):
+        self.pause()
+        while len(self.current.additions) > in_flight:
+            self.current.additions.pop(0)()
 
     def multiply(self, left, right, accumulator, use_acc, is_async):
         assert is_async
@@ -313,14 +374,63 @@ def argument(x):
     return Pointer(x.view(-1)) if isinstance(x, Tensor) else x
 
 
+def reduce(x, axis, combine):
+    """Neighbours first, as good as any order."""
+    x = x.movedim(axis, -1)
+    while x.shape[-1] > 1:
+        x = combine(x[..., ::2], x[..., 1::2])
+    return x[..., 0]
+
+
 def run_ptx(code, constraints, arguments, dtype, is_pure, pack):
-    """The few instructions that are written in PTX; $0 is the result, $1 ... the arguments."""
-    registers = {f"${i}": x for i, x in enumerate(arguments, 1)}
-    for instruction in re.findall(r"(?:cvt|ex2|lg2|rcp)[^;]+", code):
-        name, result, *operands = re.split(r",?\s+", instruction.strip())
-        values = [registers[x] if x in registers else int(x) for x in operands]
-        registers[result] = PTX[name](*values)
-    return registers["$0"].to(dtype)
+    """The few instructions that are written in PTX; $0 is the result, or $0 and $1; the arguments follow.
+
+    A pair of float16 is an int32; {low, high} are its halves.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    registers = {f"${i}": x for i, x in enumerate(arguments, len(dtypes))}
+
+    def value(operand):
+        if operand[0] == "{":
+            return pair(*(registers[name] for name in names_in(operand)))
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for instruction in re.findall(r"(?:abs|cvt|ex2|fma|lg2|max|mov|mul|prmt|rcp)\.[^;]+", code):
+        name, rest = instruction.split(None, 1)
+        result, *operands = re.findall(r"{[^}]+}|[^\s,]+", rest)
+        found = PTX[name](*map(value, operands))
+        if result[0] == "{":
+            registers |= zip(names_in(result), halves(found), strict=True)
+        else:
+            registers[result] = found
+    results = [registers[f"${i}"] for i in range(len(dtypes))]
+    results = [x.to(kind) for x, kind in zip(results, dtypes, strict=True)]
+    return results if isinstance(dtype, tuple) else results[0]
+
+
+def names_in(braces):
+    return re.findall(r"[^{},\s]+", braces)
+
+
+def halves(pairs):
+    """(low, high) float16."""
+    return pairs.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
+
+
+def pair(low, high):
+    return torch.stack((low, high), -1).view(torch.int32)[..., 0]
+
+
+def of_halves(function):
+    """An instruction of pairs: the same function of low halves and of high ones."""
+    return lambda *pairs: pair(*(function(*x) for x in zip(*map(halves, pairs), strict=True)))
+
+
+def multiply_add(x, y, z):
+    """x y + z of float16, rounded once; a GPU's NaN has all bits set but the sign."""
+    exact = x.double() * y.double() + z.double()
+    rounded = torch.from_numpy(exact.numpy().astype(np.float16))  # PyTorch would round to float32 before
+    return torch.where(rounded.isnan(), 0x7FFF, rounded.view(torch.int16)).to(torch.int16).view(torch.float16)
 
 
 def pack_low(high, low, upper):
@@ -329,10 +439,26 @@ def pack_low(high, low, upper):
     return upper << 16 | high << 8 | low
 
 
+def chosen_bytes(x, y, choice):
+    """prmt: a digit of `choice`, from the lowest up, is the number of a byte of x (0 ... 3) or y (4 ... 7)."""
+    both = torch.cat([z.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)) for z in (x, y)], -1)
+    return both[..., [choice >> 4 * i & 7 for i in range(4)]].view(torch.int32)[..., 0]
+
+
 PTX = {
+    "abs.f16": torch.abs,
+    "cvt.f32.f16": torch.Tensor.float,
+    "cvt.rn.f16x2.f32": lambda high, low: pair(low.half(), high.half()),
+    "cvt.rn.satfinite.f16x2.f32": lambda high, low: pair(*(x.clamp(-65504, 65504).half() for x in (low, high))),
     "cvt.rni.s32.f32": lambda x: x.nan_to_num(0).round().clamp(-(2**31), 2**31 - 1).to(torch.int64),
     "cvt.pack.sat.s8.s32.b32": pack_low,
     "ex2.approx.ftz.f32": torch.exp2,
+    "fma.rn.f16x2": lambda x, y, z: of_halves(multiply_add)(x, y, torch.full_like(x, z)),
     "lg2.approx.ftz.f32": torch.log2,
+    "max.f16": torch.fmax,
+    "max.xorsign.abs.f16x2": of_halves(lambda x, y: torch.fmax(x.abs(), y.abs())),  # nobody asks for the sign
+    "mov.b32": lambda x: x,
+    "mul.rn.f16x2": of_halves(torch.mul),
+    "prmt.b32": chosen_bytes,
     "rcp.approx.ftz.f32": torch.reciprocal,
 }

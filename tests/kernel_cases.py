@@ -31,10 +31,11 @@ from sage_kernels.ladder import (
     run_backward,
     run_forward,
 )
-from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
+from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim
 
-from sage_ref.attention import attention_forward, causal_mask, softmax_scale
-from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward
+from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
+from sage_ref.quantization import fake_quantize, quantize
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
 from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
@@ -43,6 +44,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle(chosen, DEVICE, 64) is None]
 BACKWARD = [level for level, chosen in enumerate(BACKWARD_LEVELS) if obstacle(chosen, DEVICE, 64) is None]
 EXACT_MATMULS = (MATMULS, ("dP", "O"))  # of forward levels 0 and 1; in the others dP alone is in 16 bit
+ONE_PASS = 5  # the backward level that keeps P and dS in float16
+STRETCH = 2.0**15  # of that P
 PER_BLOCK = 2  # the backward level with one scale per tile of P and dS; level 0 is in 16 bit, others scale by rows
 # For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
 MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
@@ -247,7 +250,48 @@ def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
         forward.output.float(), natural_log_sum_exp(case, feeding(level, case)),
         settings(case, granularity="block" if level == PER_BLOCK else "row"),
     )  # fmt: skip
+    if level == ONE_PASS:
+        gradients = one_pass_gradients(case, gradients)
     return gradients.grad_query, summed(case, gradients.grad_key), summed(case, gradients.grad_value)
+
+
+def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBackward:
+    """P, dP - delta and their product in float16, each times a power of two; at a padded head size of 128 dV stays."""
+    query, key, value, grad_output = (x.float() for x in draw(case))
+    q, k = smooth(query, shared(case, key), settings(case))[:2]
+    q, do = (fake_quantize(x, (BLOCK_Q, None)).double() for x in (q, grad_output))
+    k = fake_quantize(k, (BLOCK_KV, None)).double()
+    fit = fits(case, value, grad_output)
+    p = in_float16(gradients.probabilities * STRETCH)
+    ds = in_float16(p * in_float16((gradients.grad_probabilities - gradients.delta) * fit))
+    factor = case.c / (STRETCH * fit).double()
+    dq = rounded_rows(ds) @ k * factor
+    dk = (factor * rounded_rows(ds.mT).mT).mT @ q
+    gradients = gradients._replace(grad_query=dq.float(), grad_key=dk.float())
+    if padded_head_dim(case.head_dim) == 64:
+        gradients = gradients._replace(grad_value=(rounded_rows(p.mT) / STRETCH @ do).float())
+    return gradients
+
+
+def fits(case: Case, value: Tensor, grad_output: Tensor) -> Tensor:
+    """The power of two [B, H, Nq, 1] by which dP - delta of a block of queries surely fits in float16."""
+    largest_do = 127 * quantize(grad_output, (BLOCK_Q, None)).scale  # [B, H, blocks, 1]
+    largest_v = shared(case, value).abs().amax((-1, -2))[..., None, None]
+    bound = (2 * case.head_dim * largest_do.double() * largest_v).clamp(1e-30, 1e37)
+    return torch.exp2(torch.floor(1 - bound.log2())).float().repeat_interleave(BLOCK_Q, 2)[:, :, : case.n_q]
+
+
+def in_float16(x: Tensor) -> Tensor:
+    """Rounded to float16 and kept within it."""
+    return x.clamp(-65504, 65504).half().float()
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """float16 numbers x [..., R, C] on an INT8 grid per row and 128 columns, whose inverse scale / 64 is a float16."""
+    tiles = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK_KV)).unflatten(-1, (-1, BLOCK_KV))
+    largest = tiles.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-15)
+    inverse = 64 * (127 / 64 / largest).half().double()
+    return ((tiles.double() * inverse).round() / inverse).flatten(-2)[..., : x.shape[-1]]
 
 
 def distance(x: Tensor, y: Tensor) -> float:

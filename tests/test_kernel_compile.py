@@ -58,6 +58,17 @@ print(json.dumps(said + asked))
 """
 
 
+# What the loops of the programs of one pass spill, per score.
+COUNT_SPILLS = """
+import json
+from sage_kernels.compile import Case
+from sage_kernels.instructions import case_rows
+for kernel, head_dim in (("dqdkdv", 64), ("dqdk", 128)):
+    rows = case_rows(Case(kernel, 5, 90, head_dim, True))
+    print(json.dumps([row["per_score"] for row in rows if row["kind"] == "spill"]))
+"""
+
+
 def run_where_triton_compiles(code, *arguments):
     """The JSON that it prints, line by line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -84,6 +95,12 @@ def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, c
     assert found.registers <= (compiling.launch_of(case).max_registers or 255)
     if case.level in HOPPER and case.kernel == "forward":
         assert found.spills == 0
+
+
+def test_one_pass_spills_next_to_nothing_in_its_loops():
+    (of_64,), (of_128,) = run_where_triton_compiles(COUNT_SPILLS)
+    assert of_64 == 0
+    assert 0 < of_128 < 0.15
 
 
 def test_matmuls_that_wait_for_one_another_are_seen():

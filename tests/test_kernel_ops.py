@@ -30,6 +30,7 @@ from kernel_cases import (
     run_forward_level,
 )
 from sage_kernels.backward.level4_hopper import key_program, query_program
+from sage_kernels.backward.level5_hopper import one_pass_program
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward.level5_hopper import hopper_program
 from sage_kernels.forward.program import forward_program
@@ -262,6 +263,7 @@ def test_no_kernel_is_compiled_again_for_another_length(head_dim):
 
 def compiled_kernels() -> int:
     programs = (forward_program, hopper_program, dq_program, dkdv_program, query_program, key_program)
+    programs += (one_pass_program,)
     programs += (_quantize_kernel, _transpose_kernel)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 

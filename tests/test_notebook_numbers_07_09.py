@@ -205,6 +205,13 @@ class TestInstructionCounter:
         with pytest.raises(ValueError, match="code: expected a loop with 1 exponentials"):
             self.counter.hot_loop(CODE.replace("FADD R3, R3, R4", "MUFU.EX2 R3, R4"), scores=1)
 
+    def test_of_the_loops_that_add_to_memory_it_takes_the_shortest(self):
+        code = CODE.replace("F2I.S8.NTZ R5, R3", "UTMAREDG.2D.ADD [UR8], [UR4]")
+        kinds = ["arithmetic", "rest", "exp2", "matmul", "rest"]
+        assert [self.counter.kind_of(line) for line in self.counter.adding_loop(code)] == kinds
+        with pytest.raises(ValueError, match="code: expected a loop that adds to memory, found none"):
+            self.counter.adding_loop(CODE)
+
     def test_the_record_is_what_it_counts(self, instructions):
         if instructions.provenance["triton"] != metadata.version("triton"):
             pytest.skip("recorded with another compiler")
@@ -431,7 +438,7 @@ class TestUnits:
         for row in profile.select(head_dim=d):
             if row["tensor"] is None:  # cuDNN's
                 continue
-            level = 5 if row["kernel"] == "forward" else 4
+            level = 5 if row["kernel"] in ("forward", "dqdkdv", "dqdk") else 4
             rows = instructions.select(kernel=row["kernel"], level=level, head_dim=d)
             counted = busy(rows, row["profiled_ms"], row["profiled_ghz"], scores)
             for unit in ("tensor", "exp2", "issue"):

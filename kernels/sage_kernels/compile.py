@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_kernels import hopper
-from sage_kernels.backward import level0_16bit, level4_hopper
+from sage_kernels.backward import level0_16bit
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward import level5_hopper
 from sage_kernels.forward.program import forward_program
@@ -44,7 +44,7 @@ FLOAT32 = {
     f"{name}_ptr"
     for name in (
         "log_sum_exp", "delta", "alpha", "alpha_log_sum_exp", "unsmoothed", "dalpha", "k_mean", "k_bar", "mean",
-        "means", "scores",
+        "means", "scores", "factors", "step",
     )
 }  # fmt: skip
 INT32, INT8 = {"entries_ptr", "counts_ptr"}, {"q_hat_ptr", "vt_hat_ptr"}
@@ -132,7 +132,9 @@ def launch_of(case: Case) -> Launch:
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
-        return level5_hopper.LAUNCH if case.kernel == "forward" else level4_hopper.LAUNCHES[case.kernel]
+        if case.kernel == "forward":
+            return level5_hopper.LAUNCH
+        return BACKWARD_LEVELS[case.level].hopper.LAUNCHES[case.kernel]
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
@@ -222,7 +224,11 @@ def _sla2_program(case: Case, launch: Launch):
 def _hopper_program(case: Case):
     """(program, its own constants, options, type and shape of what its descriptors fetch)."""
     if case.kernel != "forward":
-        return *level4_hopper.program_of(case.kernel), level4_hopper.tile_shapes(case.kernel, case.head_dim)
+        level = BACKWARD_LEVELS[case.level].hopper
+        program, constants, options = level.program_of(case.kernel)
+        if "RAGGED" in program.arg_names:
+            constants["RAGGED"] = case.is_causal  # the longer code with the longer code
+        return program, constants, options, level.tile_shapes(case.kernel, case.head_dim)
     tiles = {name: (torch.int8, shape) for name, shape in level5_hopper.tile_shapes(case.head_dim).items()}
     return level5_hopper.hopper_program, {}, level5_hopper.OPTIONS, tiles
 
@@ -230,7 +236,7 @@ def _hopper_program(case: Case):
 def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
     if name in tiles:
         dtype, shape = tiles[name]
-        kind = {torch.int8: "i8", torch.float32: "fp32"}.get(dtype, "bf16")
+        kind = {torch.int8: "i8", torch.int32: "i32", torch.float32: "fp32"}.get(dtype, "bf16")
         return f"tensordesc<{kind}{list(shape)},{hopper.layout(*shape, dtype=dtype)!r}>"
     if name in int8_pointers | INT8:
         return "*i8"

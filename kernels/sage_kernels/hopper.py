@@ -11,8 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -68,7 +70,10 @@ def key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
 # Rings of tiles
 
 
-TYPES = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+TYPES = {
+    torch.int8: gl.int8, torch.int32: gl.int32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}  # fmt: skip
 
 
 @cache  # one takes longer to make than the rest of a descriptor
@@ -124,6 +129,17 @@ def let_go(ring, n):
     tiles, _, empty = ring
     places: gl.constexpr = tiles.shape[0]
     mbarrier.arrive(empty.index(n % places), count=1)
+
+
+@builtin
+def add_to_global(descriptor, coordinates, tile, _semantic=None):
+    """Let the copy engine add a tile to what `descriptor` describes, at these coordinates; `tma.store_wait` waits.
+
+    Gluon has no name for it, but its compiler knows the operation.
+    """
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
 
 
 # Arithmetic

@@ -6,13 +6,14 @@ benchmark walks from FlashAttention to the fastest INT8 kernel by changing one n
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sage_kernels import hopper
-from sage_kernels.backward import level0_16bit, level1_int8, level4_hopper
+from sage_kernels.backward import level0_16bit, level1_int8, level4_hopper, level5_hopper
 from sage_kernels.backward import level3_folded as backward_level3_folded
 from sage_kernels.backward.program import BackwardInputs, run_dkdv, run_dq
 from sage_kernels.forward import (
@@ -21,8 +22,8 @@ from sage_kernels.forward import (
     level2_int8,
     level3_folded,
     level4_grouped,
-    level5_hopper,
 )
+from sage_kernels.forward import level5_hopper as forward_level5_hopper
 from sage_kernels.forward.program import ForwardInputs, run
 from sage_kernels.launch import Launch, choose_launch
 from sage_kernels.quantize import (
@@ -55,10 +56,12 @@ class BackwardLevel(NamedTuple):
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
     grouped: bool = False  # the transposed copies in the order of tiles.group_columns
     split_from: int = 256  # padded head size from which dK and dV take a program each
-    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=..., scale=...)
+    hopper: ModuleType | None = None  # a level that is Hopper's alone: its run(inputs, is_causal=..., scale=...)
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """The programs it takes, by their names in `launch.CANDIDATES`; the name's start says what they compute."""
+        if self.hopper is not None:
+            return self.hopper.kernels(padded_head_dim)
         parts = ("dq", "dkdv") if padded_head_dim < self.split_from else ("dq", "dk", "dv")
         suffix = "" if self.int8 else "_16bit"
         return tuple(part + ("_per_block" if self.per_block else suffix) for part in parts)
@@ -70,7 +73,7 @@ FORWARD_LEVELS = (
     ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, "QKV"),
     ForwardLevel("no conversions", level3_folded.key_tile, "QKV"),
     ForwardLevel("no shuffles", level4_grouped.key_tile, "QKV", grouped=True),
-    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=level5_hopper.run),
+    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=forward_level5_hopper.run),
 )
 BACKWARD_LEVELS = (
     BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
@@ -80,9 +83,8 @@ BACKWARD_LEVELS = (
         "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
         grouped=True, split_from=128,
     ),
-    BackwardLevel(
-        "Hopper: warps with different jobs", None, None, grouped=True, split_from=128, hopper=level4_hopper.run
-    ),
+    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4_hopper),
+    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5_hopper),
 )  # fmt: skip
 
 
@@ -160,12 +162,12 @@ def prepare_backward(
 
 
 def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) of backward level `level`. Deterministic: no atomic operations."""
+    """(dQ, dK, dV) of backward level `level`. Deterministic: what is added in no fixed order are integers."""
     chosen, device, head_dim = BACKWARD_LEVELS[level], inputs.query.device, padded_head_dim(inputs.query.shape[3])
     if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
         raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
     if chosen.hopper is not None:
-        return chosen.hopper(inputs, is_causal=is_causal, scale=scale)
+        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
     options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
     gradients = {}
     for kernel in chosen.kernels(head_dim):

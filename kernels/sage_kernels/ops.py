@@ -1,6 +1,7 @@
 """SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
 
-Forward level 5 and backward level 4 on Hopper if the head size allows it, else 4 and 3, which read the same inputs.
+Level 5 of both ladders on Hopper if the head size allows it, else forward level 4 and backward level 3, which read the
+same inputs.
 All are deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one
 float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
 """

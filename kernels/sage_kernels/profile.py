@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels.backward import level4_hopper
+from sage_kernels.backward import level4_hopper, level5_hopper
 from sage_kernels.ladder import prepare_backward, prepare_forward, run_forward
 from sage_ref.recorded import Row
 
 BATCH, WIDTH, LENGTH = 4, 2048, 8192
 HEAD_DIMS = (128, 64)
-LEVEL = {"forward": 5, "backward": 4}
+LEVEL = {"forward": 5, "backward": 5}
 SECONDS = 1.5
 # Column of the record -> line of the report of Nsight Compute. Per cent of what the unit could do; cycles per issued
 # instruction that a warp waits; milliseconds and GHz.
@@ -67,6 +67,10 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
         **{
             name: lambda name=name: level4_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
             for name in level4_hopper.kernels(head_dim)
+        },
+        **{
+            name: lambda name=name: level5_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
+            for name in level5_hopper.kernels(head_dim)
         },
         "cuDNN forward": peer_forward,
         "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),
