@@ -170,13 +170,18 @@ def limits() -> str:
     percent = {"tensor": "tensor cores", "exp2": "exp2", "alu": "ALU", "fma": "FMA", "issue": "issue slots", "l2": "L2"}
     lines = []
     for row in record.rows:
-        stalls = (row["stall_barrier"], row["stall_wait"], row["stall_not_selected"])
-        lines.append(
-            (
-                f"{row['kernel']}, D={row['head_dim']}",
+        profiled = [""] * (len(percent) + 2)  # of a peer only clock and power are known
+        if row["tensor"] is not None:
+            stalls = (row["stall_barrier"], row["stall_wait"], row["stall_not_selected"])
+            profiled = [
                 *(f"{row[name]:.0f}%" for name in percent),
                 " / ".join(f"{stall:.1f}" for stall in stalls),
                 f"{row['profiled_ms']:.2f} at {row['profiled_ghz']:.2f}",
+            ]
+        lines.append(
+            (
+                f"{row['kernel']}, D={row['head_dim']}",
+                *profiled,
                 f"{row['sustained_ms']:.2f} at {row['sustained_ghz']:.2f}",
                 f"{row['sustained_watts']:.0f}{', capped' if row['power_capped'] else ''}",
             )

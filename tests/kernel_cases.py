@@ -276,7 +276,13 @@ def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBac
 def fits(case: Case, value: Tensor, grad_output: Tensor) -> Tensor:
     """The power of two [B, H, Nq, 1] by which dP - delta of a block of queries surely fits in float16."""
     largest_do = 127 * quantize(grad_output, (BLOCK_Q, None)).scale  # [B, H, blocks, 1]
-    largest_v = shared(case, value).abs().amax((-1, -2))[..., None, None]
+    n_k, blocks = -(-case.n_k // BLOCK_KV), largest_do.shape[2]
+    v = torch.nn.functional.pad(shared(case, value).abs().amax(-1), (0, n_k * BLOCK_KV - case.n_k))
+    largest_v = v.unflatten(-1, (n_k, BLOCK_KV)).amax(-1).cummax(-1).values  # of a block of keys and all before it
+    last = torch.full((blocks,), n_k - 1, device=DEVICE)  # that these queries see
+    if case.is_causal:
+        last = last.minimum(torch.arange(blocks, device=DEVICE))
+    largest_v = largest_v[..., last, None]
     bound = (2 * case.head_dim * largest_do.double() * largest_v).clamp(1e-30, 1e37)
     return torch.exp2(torch.floor(1 - bound.log2())).float().repeat_interleave(BLOCK_Q, 2)[:, :, : case.n_q]
 

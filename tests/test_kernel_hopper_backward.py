@@ -145,6 +145,19 @@ def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name):
 
 
 @on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_source_lets_later_values_change_nothing_before_them(level, head_dim):
+    case = Case(300, 300, head_dim, 2, 1, is_causal=True)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    found = []
+    for factor in (1, 1e4):
+        value[:, :, 256:] *= factor
+        tensors = (query, key, value, grad_output)
+        found.append(run_source(level, case, tensors, run_forward_level(case, 4, tensors))[0])
+    assert torch.equal(found[0][:, :, :256], found[1][:, :, :256])
+
+
+@on_the_cpu
 @pytest.mark.parametrize(("of_value", "of_grad_output"), [(-66, 0), (0, -66), (50, 50)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_source_with_values_of_any_size(level, head_dim, of_value, of_grad_output):
@@ -295,7 +308,7 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
         assert (x_hat.abs().amax(1) == 127)[largest > 0].all()
 
 
-def run_and_keep_sums(case, tensors):
+def run_and_keep_sums(case, tensors, **names):
     """(sums of dQ, their unit, (dQ, dK, dV)) of level 5."""
     kept, finish = [], level5_hopper._finish_kernel
 
@@ -305,7 +318,7 @@ def run_and_keep_sums(case, tensors):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(level5_hopper, "_finish_kernel", Finish())
-        gradients = run_source(5, case, tensors, run_forward_level(case, 4, tensors))
+        gradients = run_source(5, case, tensors, run_forward_level(case, 4, tensors), **names)
     return *kept, gradients
 
 
@@ -341,6 +354,18 @@ def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim)
 
 
 @on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_block_of_keys_that_a_query_sees_adds_one_part(head_dim, is_causal):
+    """If each part were 1, made of its `half` alone, the sums would count them."""
+    case = Case(300, 200, head_dim, 2, 1, is_causal)
+    sums, *_ = run_and_keep_sums(case, draw(case), multiplier=lambda f: (0, 8, 3))
+    parts = torch.full((384,), 2)
+    parts[:128] -= int(is_causal)
+    assert torch.equal(sums, parts[:, None].int().expand_as(sums))
+
+
+@on_the_cpu
 def test_sums_are_rounded_products():
     """Of integers of a matmul in INT8 and any factor: within half a one, and what 9 bits of the factor leave out."""
     generator = torch.Generator().manual_seed(0)
@@ -359,6 +384,19 @@ def test_sums_are_rounded_products():
 
 
 @on_the_cpu
+def test_units_are_of_all_that_a_query_sees():
+    """Also of keys behind it, unless attention is causal."""
+    case = Case(200, 300, 64, 2, 1)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    value[:, :, 256:] *= 1e4
+    tensors = (query, key, value, grad_output)
+    forward = run_forward_level(case, 4, tensors)
+    found, expected = (run_source(level, case, tensors, forward) for level in (5, 4))
+    for x, y in zip(found, expected, strict=True):
+        assert (x.double() - y.double()).norm() <= 6e-3 * y.double().norm()
+
+
+@on_the_cpu
 def test_units_pass_over_what_is_no_number():
     case = Case(200, 300, 64, 2, 1, batch=2)
     query, key, value, grad_output = (x.clone() for x in draw(case))
@@ -367,25 +405,30 @@ def test_units_pass_over_what_is_no_number():
     scales = [x.scale.clone() for x in (inputs.k_hat, inputs.do_hat)]
     scales[0][0, 0, 1], scales[1][1, 1, 0] = math.nan, math.inf
     k_hat, do_hat = (x._replace(scale=s) for x, s in zip((inputs.k_hat, inputs.do_hat), scales, strict=True))
-    found = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat))
-    stretched, fitted, factors, step, unit = found
-    assert all(x.isfinite().all() for x in (stretched, fitted, factors[..., :3], step, unit))
-    assert torch.equal(factors[..., 3].isfinite(), do_hat.scale.isfinite())
-    expected = level5_hopper.units(inputs)
-    assert all(torch.equal(x[1, 0], y[1, 0]) for x, y in zip(found, expected, strict=True))
+    found = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    of_dv = found[2][..., 3]
+    assert torch.equal(of_dv.isfinite(), do_hat.scale.isfinite())
+    value[0, 0, 7, 3] = value[0, 0, 290, 0] = scales[0][0, 0, 1] = scales[1][1, 1, 0] = of_dv[1, 1, 0] = 0
+    expected = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @on_the_cpu
-@pytest.mark.parametrize("shape", [(200, 300, 64, 4, 2), (130, 500, 40, 2, 1), (300, 200, 128, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(200, 300, 64, 4, 2), (130, 500, 40, 2, 1), (300, 200, 128, 2, 2), (400, 300, 64, 2, 1, True)]
+)
 def test_units_are_the_largest_that_fit(shape):
     case = Case(*shape, batch=2)
     inputs = prepared(5, case)
     s_do = inputs.do_hat.scale.double()
-    log_sum_exp, delta, factors, step, unit = (x.double() for x in level5_hopper.units(inputs))
+    log_sum_exp, delta, factors, step, unit = (x.double() for x in level5_hopper.units(inputs, case.is_causal))
     s_q, fit, of_dk, of_dv = factors.unbind(-1)
     groups = case.heads // case.kv_heads
-    largest_v = inputs.value.double().abs().amax((2, 3)).repeat_interleave(groups, 1)[..., None]
-    largest_k = 127 * inputs.k_hat.scale.double().amax(2).repeat_interleave(groups, 1)[..., None]
+    largest_v = torch.stack([v.double().abs().amax((2, 3)) for v in inputs.value.split(128, 2)], -1)
+    largest_k = 127 * inputs.k_hat.scale.double()
+    # Of all that a block of queries sees.
+    last = [min(i, 2) if case.is_causal else largest_v.shape[2] - 1 for i in range(s_do.shape[2])]
+    largest_v, largest_k = (x.cummax(-1).values[..., last].repeat_interleave(groups, 1) for x in (largest_v, largest_k))
     bound = 2 * case.head_dim * 127 * s_do * largest_v
     # P (1 - P) 2^15 of the bound is at most 2^14.
     for largest, bits in ((bound * fit, 1), (bound * largest_k / unit, 30)):

@@ -157,5 +157,6 @@ def test_limits_has_every_profiled_kernel():
     _, _, *lines = readme.limits().split("\n\n")[0].splitlines()
     assert [cells(line)[0] for line in lines] == [f"{row['kernel']}, D={row['head_dim']}" for row in record.rows]
     for line, row in zip(lines, record.rows, strict=True):
-        assert cells(line)[1] == f"{row['tensor']:.0f}%"
+        profiled = "" if row["tensor"] is None else f"{row['tensor']:.0f}%"  # cuDNN's kernels aren't looked into
+        assert cells(line)[1] == profiled
         assert cells(line)[-1].endswith("capped") == row["power_capped"]

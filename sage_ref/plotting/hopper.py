@@ -29,13 +29,14 @@ class Work(NamedTuple):
 
     int8: int  # multiply-adds in INT8
     sixteen_bit: int  # and in 16 bit
-    streamed: int  # bytes read per token of the other side, of which a program's rows share one stream
+    streamed: int  # bytes read, or added to, per token of the other side, of which a program's rows share one stream
 
 
 FORWARD_WORK = {0: Work(0, 2, 4), 1: Work(1, 1, 3)}  # S and O = P V; later levels have both in INT8
 BACKWARD_WORK = {
     "dq_16bit": Work(0, 3, 4), "dkdv_16bit": Work(0, 4, 4),
     "dq": Work(2, 1, 4), "dk": Work(2, 1, 4), "dv": Work(2, 0, 2), "dkdv": Work(3, 1, 5),
+    "dqdk": Work(3, 1, 12), "dqdkdv": Work(4, 1, 13),  # 8 of them for an addition to dQ: a read and a write
 }  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
     count = {row["kind"]: row["per_score"] for row in rows}
     work, instructions = work_of(kernel, level), sum(count.values())
     alu = sum(count[kind] for kind in ALU_KINDS)
-    own_rows = rows[0]["block_q" if kernel.startswith(("forward", "dq")) else "block_kv"]
+    streams_keys = kernel == "forward" or kernel.split("_")[0] == "dq"
+    own_rows = rows[0]["block_q" if streams_keys else "block_kv"]
     clocks = {
         "tensor": head_dim * (work.int8 / INT8_RATE + work.sixteen_bit / SIXTEEN_BIT_RATE),
         "exp2": count["exp2"] / EXP2_RATE,
@@ -68,13 +70,18 @@ def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def programs(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, list[Row]]:
-    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones."""
+    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones.
+
+    To "dqdk" belongs "dv" of the level before.
+    """
     found = {}
     for row in instructions.select(level=level, head_dim=head_dim):
         if (row["kernel"] == "forward") == (direction == "fwd"):
             found.setdefault(row["kernel"], []).append(row)
     if {"dk", "dv", "dkdv"} <= set(found):
         del found["dkdv"]
+    if "dqdk" in found:
+        found["dv"] = instructions.select(kernel="dv", level=level - 1, head_dim=head_dim)
     return found
 
 

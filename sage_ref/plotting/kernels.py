@@ -40,7 +40,9 @@ LEVEL_NAMES = {
     "fwd": (
         "0\n16 bit", "1\nINT8\nQ K$^T$", "2\nINT8\nP V too", "3\nno con-\nversions", "4\nno\nshuffles", "5\nHopper",
     ),
-    "bwd": ("0\n16 bit", "1\nINT8,\nper row", "2\nINT8,\nper block", "3\nno con-\nversions", "4\nHopper"),
+    "bwd": (
+        "0\n16 bit", "1\nINT8,\nper row", "2\nINT8,\nper block", "3\nno con-\nversions", "4\nHopper", "5\none pass",
+    ),
 }  # fmt: skip
 
 

@@ -68,7 +68,6 @@ from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_len
 # The warpgroups of keys and their registers, places of each ring.
 LAUNCHES = {"dqdk": Launch(BLOCK_Q, BLOCK_KV, 8, 1, 192), "dqdkdv": Launch(BLOCK_Q, BLOCK_KV, 8, 3, 200)}
 AT_START = 128  # registers until the warps part
-CHUNK = 1 << 14  # numbers of V that a program looks at
 EXCHANGE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
 LARGEST_SUM = tl.constexpr(30)  # log2; likewise with 2^31
@@ -471,20 +470,20 @@ def largest_number(pointer, n, BLOCK: tl.constexpr):
     return tl.max(largest, 0)
 
 
-@triton.jit
-def _largest_kernel(x_ptr, largest_ptr, numbers, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the largest |x| of a chunk of a head's numbers."""
-    chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = chunk * CHUNK
-    largest = largest_number(x_ptr + head * numbers + first, tl.minimum(numbers - first, CHUNK), BLOCK)
-    tl.store(largest_ptr + head * tl.num_programs(0) + chunk, largest)
+@triton.jit(do_not_specialize=["n_k"])
+def _largest_kernel(v_ptr, largest_ptr, n_k, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: the largest |V| of a block of keys."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = block * TOKENS
+    largest = largest_number(v_ptr + (head * n_k + first) * D, tl.minimum(n_k - first, TOKENS) * D, BLOCK)
+    tl.store(largest_ptr + head * tl.num_programs(0) + block, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "kv_blocks"])
 def _units_kernel(
-    largest_value_ptr, q_scale_ptr, k_scale_ptr, do_scale_ptr, log_sum_exp_ptr, delta_ptr, stretched_ptr, fitted_ptr,
-    factors_ptr, step_ptr, unit_ptr, groups, chunks, kv_blocks,
-    D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    largest_v_ptr, q_scale_ptr, k_scale_ptr, do_scale_ptr, log_sum_exp_ptr, delta_ptr, stretched_ptr, fitted_ptr,
+    factors_ptr, step_ptr, unit_ptr, groups, kv_blocks,
+    D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries. P is stretched by 2^15, dP - delta by fit; a one in dQ is 2^bits integers.
 
@@ -492,10 +491,13 @@ def _units_kernel(
     unit = 2^-bits, where shrink = 2^-15 / fit
     """
     at, kv_head = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1) // groups
+    visible = kv_blocks
+    if IS_CAUSAL:  # what comes later must not change a bit
+        visible = tl.minimum(kv_blocks, tl.program_id(0) + 1)
     largest_do = 127 * largest_number(do_scale_ptr + at, 1, 1)
-    bound = 2 * D * largest_do * largest_number(largest_value_ptr + kv_head * chunks, chunks, BLOCK)
+    bound = 2 * D * largest_do * largest_number(largest_v_ptr + kv_head * kv_blocks, visible, BLOCK)
     bound = tl.log2(tl.minimum(tl.maximum(bound, 1e-30), 1e37))
-    largest_k = 127 * largest_number(k_scale_ptr + kv_head * kv_blocks, kv_blocks, BLOCK)
+    largest_k = 127 * largest_number(k_scale_ptr + kv_head * kv_blocks, visible, BLOCK)
     bits = tl.floor(-bound - tl.log2(tl.maximum(largest_k, 1e-30)) + LARGEST_SUM)
     bits = tl.minimum(tl.maximum(bits, -120.0), 120.0)  # 2^-bits is a float32
     shift = tl.floor(1 - bound)
@@ -511,7 +513,7 @@ def _units_kernel(
     tl.store(fitted_ptr + query, tl.load(delta_ptr + query) * fit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_q"])
 def _finish_kernel(
     sums_ptr, unit_ptr, q_scale_ptr, dq_ptr, n_q, scale, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -554,24 +556,24 @@ def tile_shapes(
     return rows | {"kt_descriptor": of_keys["qt_descriptor"]} | of_keys | dq
 
 
-def units(inputs: BackwardInputs) -> tuple[Tensor, ...]:
+def units(inputs: BackwardInputs, is_causal: bool) -> tuple[Tensor, ...]:
     """(L and delta [B, H, Nq padded], factors [..., 4], step, unit [B, H, blocks of queries]): see `_units_kernel`.
 
     The inputs' V is contiguous.
     """
     q_hat, k_hat, do_hat, value = inputs.q_hat, inputs.k_hat, inputs.do_hat, inputs.value
     batch, heads, q_blocks = do_hat.scale.shape
-    kv_heads, numbers = value.shape[1], value.shape[2] * value.shape[3]
-    chunks = triton.cdiv(numbers, CHUNK)
-    largest_values = torch.empty(batch, kv_heads, chunks, device=value.device)
-    _largest_kernel[(chunks, batch * kv_heads)](value, largest_values, numbers, CHUNK=CHUNK, BLOCK=4096)
+    kv_heads, n_k, d = value.shape[1:]
+    kv_blocks = k_hat.scale.shape[2]
+    largest_v = torch.empty(batch, kv_heads, kv_blocks, device=value.device)
+    _largest_kernel[(kv_blocks, batch * kv_heads)](value, largest_v, n_k, D=d, TOKENS=BLOCK_KV, BLOCK=4096)
     stretched, fitted = torch.empty_like(inputs.log_sum_exp), torch.empty_like(inputs.delta)
     factors = torch.empty(batch, heads, q_blocks, 4, device=value.device)
     step, unit = torch.empty_like(do_hat.scale), torch.empty_like(do_hat.scale)
     _units_kernel[(q_blocks, batch * heads)](
-        largest_values, q_hat.scale, k_hat.scale, do_hat.scale, inputs.log_sum_exp, inputs.delta,
-        stretched, fitted, factors, step, unit, heads // kv_heads, chunks, k_hat.scale.shape[2],
-        D=inputs.key.shape[3], TOKENS=BLOCK_Q, BLOCK=128,
+        largest_v, q_hat.scale, k_hat.scale, do_hat.scale, inputs.log_sum_exp, inputs.delta, stretched, fitted,
+        factors, step, unit, heads // kv_heads, kv_blocks,
+        D=inputs.key.shape[3], TOKENS=BLOCK_Q, BLOCK=128, IS_CAUSAL=is_causal,
     )  # fmt: skip
     return stretched, fitted, factors, step, unit
 
@@ -583,7 +585,7 @@ def run_kernel(kernel: str, inputs: BackwardInputs, *, is_causal: bool, scale: f
     kv_heads, n_k, dp = key.shape[1], key.shape[2], padded_head_dim(head_dim)
     groups, n_q_padded, n_k_padded = heads // kv_heads, padded_length(n_q), padded_length(n_k)
     q_blocks, kv_blocks = n_q_padded // BLOCK_Q, n_k_padded // BLOCK_KV
-    stretched, fitted, factors, step, unit = units(inputs)
+    stretched, fitted, factors, step, unit = units(inputs, is_causal)
     sums = torch.zeros(batch, heads, n_q_padded, dp, dtype=torch.int32, device=query.device)
     program, constants, options = program_of(kernel)
     dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
