@@ -297,7 +297,7 @@ def key_rows(
 
 @gluon.jit
 def multiplier(f):
-    """(m, half, k) with round(x f) = (x m + half) >> k for integers x: m holds 9 bits of f.
+    """(m, half, k): (x m + half) >> k is round(x f) for integers x, but that m holds 9 bits of f: good to 2^-9 of it.
 
     A conversion of x f would wait for the unit that computes exponentials. |x f| < 2^31 and |x| < 2^21.
     """
@@ -492,7 +492,7 @@ def _units_kernel(
     """
     at, kv_head = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1) // groups
     visible = kv_blocks
-    if IS_CAUSAL:  # what comes later must not change a bit
+    if IS_CAUSAL:  # what comes later must not change a bit; blocks of queries and of keys are equally long
         visible = tl.minimum(kv_blocks, tl.program_id(0) + 1)
     largest_do = 127 * largest_number(do_scale_ptr + at, 1, 1)
     bound = 2 * D * largest_do * largest_number(largest_v_ptr + kv_head * kv_blocks, visible, BLOCK)
