@@ -7,6 +7,7 @@ whoever reads, writes or lets go too early computes nonsense or fails, and whoev
 so. Layouts mean nothing here: the compiled code is the test of those.
 """
 
+import inspect
 import math
 import random
 import re
@@ -36,7 +37,7 @@ def plain(function: JITFunction, names: dict) -> FunctionType:
     made = {}
 
     def converted(value):
-        if isinstance(value, JITFunction):
+        if isinstance(value, JITFunction | Changed):
             return rebuilt(value.fn)
         if isinstance(value, ConstexprFunction):  # makes layouts
             return lambda *_: None
@@ -51,6 +52,17 @@ def plain(function: JITFunction, names: dict) -> FunctionType:
         return made[fn]
 
     return rebuilt(function.fn)
+
+
+class Changed:
+    """A Gluon function with one place of its source changed, to be given in its stead: a mistake to be noticed."""
+
+    def __init__(self, function: JITFunction, old: str, new: str = "pass"):
+        source = inspect.getsource(function.fn)
+        assert source.count(old) == 1, f"{old}: expected once in {function.fn.__name__}"
+        scope = dict(function.fn.__globals__) | {"gluon": SimpleNamespace(jit=lambda fn: fn)}
+        exec(source.replace(old, new), scope)
+        self.fn, self.name = scope[function.fn.__name__], f"{function.fn.__name__}: {old}"
 
 
 # Careless ways with a ring, to be noticed: in place of `hopper.arrived` and `hopper.let_go`.
@@ -79,6 +91,7 @@ class Pointer:
         return torch.where(mask, self.numbers[torch.where(mask, self.offset, 0)], other)
 
     def store(self, x, mask):
+        mask = mask.expand(x.shape)
         self.numbers[self.offset[mask]] = x[mask]
 
 
@@ -115,6 +128,9 @@ class Place:
 
     def load(self, layout):
         return Part(self).load(layout)
+
+    def store(self, x):
+        Part(self).store(x)
 
     def slice(self, first, count, axis=0):
         return Part(self).slice(first, count, axis)
@@ -360,7 +376,7 @@ class OnCPU:
         self.function = plain(program, self.machine.names() | names)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, **constants):
+        def launch(*arguments, num_warps, maxnreg, ptx_options="", **constants):
             given = dict(zip(self.program.arg_names, map(argument, arguments), strict=False)) | constants
             for i in range(grid[0]):
                 self.machine.run(self.function, i, given)
@@ -454,6 +470,7 @@ PTX = {
     "cvt.pack.sat.s8.s32.b32": pack_low,
     "ex2.approx.ftz.f32": torch.exp2,
     "fma.rn.f16x2": lambda x, y, z: of_halves(multiply_add)(x, y, torch.full_like(x, z)),
+    "fma.rn.f32": lambda x, y, z: (x.double() * y + z).float(),
     "lg2.approx.ftz.f32": torch.log2,
     "max.f16": torch.fmax,
     "max.xorsign.abs.f16x2": of_halves(lambda x, y: torch.fmax(x.abs(), y.abs())),  # nobody asks for the sign

@@ -31,7 +31,7 @@ from sage_kernels.ladder import (
     run_backward,
     run_forward,
 )
-from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim
+from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
 
 from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
 from sage_ref.quantization import fake_quantize, quantize
@@ -256,7 +256,7 @@ def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
 
 
 def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBackward:
-    """P, dP - delta and their product in float16, each times a power of two; at a padded head size of 128 dV stays."""
+    """P, dP - delta and their product in float16, each times a power of two."""
     query, key, value, grad_output = (x.float() for x in draw(case))
     q, k = smooth(query, shared(case, key), settings(case))[:2]
     q, do = (fake_quantize(x, (BLOCK_Q, None)).double() for x in (q, grad_output))
@@ -267,10 +267,8 @@ def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBac
     factor = case.c / (STRETCH * fit).double()
     dq = rounded_rows(ds) @ k * factor
     dk = (factor * rounded_rows(ds.mT).mT).mT @ q
-    gradients = gradients._replace(grad_query=dq.float(), grad_key=dk.float())
-    if padded_head_dim(case.head_dim) == 64:
-        gradients = gradients._replace(grad_value=(rounded_rows(p.mT) / STRETCH @ do).float())
-    return gradients
+    dv = rounded_rows(p.mT) / STRETCH @ do
+    return gradients._replace(grad_query=dq.float(), grad_key=dk.float(), grad_value=dv.float())
 
 
 def fits(case: Case, value: Tensor, grad_output: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ COUNT_SPILLS = """
 import json
 from sage_kernels.compile import Case
 from sage_kernels.instructions import case_rows
-for kernel, head_dim in (("dqdkdv", 64), ("dqdk", 128)):
+for kernel, head_dim in (("dqdkdv", 64), ("dqdkdv_wide", 128)):
     rows = case_rows(Case(kernel, 5, 90, head_dim, True))
     print(json.dumps([row["per_score"] for row in rows if row["kind"] == "spill"]))
 """

@@ -21,10 +21,10 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
-from gluon_on_cpu import Machine, OnCPU, arrived_or_not, never_let_go, plain
+from gluon_on_cpu import Changed, Machine, OnCPU, arrived_or_not, never_let_go, plain
 from sage_kernels import hopper, ops, tuning
-from sage_kernels.backward import level4_hopper, level5_hopper
-from sage_kernels.backward.level5_hopper import columns_of
+from sage_kernels.backward import level4_hopper, level5_hopper, level5_wide, one_pass
+from sage_kernels.backward.one_pass import columns_of
 from sage_kernels.hopper import add_to_global
 from sage_kernels.ladder import BACKWARD_LEVELS
 from sage_kernels.tiles import TINY
@@ -54,8 +54,8 @@ def level(request):
 
 def on_the_cpu_instead(patch, seed=0, **names):
     """Let the levels' programs run on the CPU. names: what some global names of their source mean instead."""
-    for module in LEVELS.values():
-        for program in {"query_program", "key_program", "one_pass_program"} & vars(module).keys():
+    for module in (*LEVELS.values(), level5_wide):
+        for program in {"query_program", "key_program", "one_pass_program", "wide_program"} & vars(module).keys():
             on_cpu = OnCPU(getattr(module, program), seed=seed, largest_of=largest_of, **names)
             patch.setattr(module, program, on_cpu)
 
@@ -245,7 +245,6 @@ def add_without_a_fence(exchange, n, step, kt_tile, stage, dq_descriptor, row, H
 
 
 @on_the_cpu
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("careless", "noticed"),
     [
@@ -258,10 +257,42 @@ def add_without_a_fence(exchange, n, step, kt_tile, stage, dq_descriptor, row, H
     ],
     ids=lambda x: "" if isinstance(x, str) else next(iter(x.values())).fn.__name__,
 )  # fmt: skip
-def test_carelessness_with_what_is_handed_over_and_added_is_noticed(careless, noticed, head_dim):
-    case = Case(300, 300, head_dim, 1, 1)
+def test_carelessness_with_what_is_handed_over_and_added_is_noticed(careless, noticed):
+    case = Case(300, 300, 64, 1, 1)
     with pytest.raises((AssertionError, RuntimeError), match=noticed):
         assert_backward(case, 5, run_source(5, case, **careless))
+
+
+READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
+EARLY = f"{READ}|more arrivals|nobody has waited|deadlock|{WRONG}"
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [
+        (Changed(level5_wide.hand_over, "mbarrier.wait(empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
+        (Changed(level5_wide.hand_over, "handed.index(H + zero)", "handed.index(1 - H + zero)"), WRONG),
+        (Changed(level5_wide.hand_over, "H == 1", "H == 0"), WRONG),
+        (Changed(level5_wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
+        (Changed(level5_wide.query_tile, "mbarrier.wait(queries_ready, n & 1)"), EARLY),
+        (Changed(level5_wide.query_tile, "mbarrier.wait(dot_ready, n & 1)"), EARLY),
+        (Changed(level5_wide.query_tile, "mbarrier.wait(qt_ready, n & 1)"), EARLY),
+        (Changed(level5_wide.add_part, "mbarrier.wait(full, n & 1)"), WRONG),
+        (Changed(level5_wide.add_part, "mbarrier.arrive(empty, count=1)"), "deadlock"),
+        (Changed(level5_wide.add_part, "tma.store_wait(0)"), READ),
+        (Changed(level5_wide.add_part, "fence_async_shared()"), UNSEEN),
+        (Changed(level5_wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
+        (Changed(level5_wide.load_for_keys, "mbarrier.wait(full, (n & 1) ^ 1)"), EARLY),
+        (Changed(level5_wide.load_for_keys, "mbarrier.wait(empty, (n & 1) ^ 1)"), EARLY),
+        (Changed(level5_wide.store_halves, "pointers + HALF", "pointers"), WRONG),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_carelessness_at_a_head_size_of_128_is_noticed(changed, noticed):
+    case = Case(300, 300, 128, 1, 1)
+    with pytest.raises((AssertionError, RuntimeError), match=noticed):
+        assert_backward(case, 5, run_source(5, case, **{changed.fn.__name__: changed}))
 
 
 # Level 5: pairs, units, sums
@@ -275,15 +306,15 @@ def on_plain_tensors(function):
 def test_pairs_keep_the_order_of_columns():
     x = torch.randn(64, 64)
     x[5, 6], x[7, 8], x[9, 10], x[11, 13] = 1e5, -1e5, math.inf, math.nan
-    pairs = on_plain_tensors(level5_hopper.paired)(x)
+    pairs = on_plain_tensors(one_pass.paired)(x)
     x = x.clamp(-65504, 65504)
     assert pairs.dtype == torch.int32
     torch.testing.assert_close(
-        on_plain_tensors(level5_hopper.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True
+        on_plain_tensors(one_pass.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True
     )
-    pairs_of = on_plain_tensors(level5_hopper.pairs_of)
+    pairs_of = on_plain_tensors(one_pass.pairs_of)
     assert torch.equal(pairs_of(x.half(), 64), pairs)
-    both = on_plain_tensors(level5_hopper.joined_pairs)(pairs, pairs_of(2 * x.half(), 64))
+    both = on_plain_tensors(one_pass.joined_pairs)(pairs, pairs_of(2 * x.half(), 64))
     assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1).half(), 128))
 
 
@@ -294,8 +325,8 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
     x = (size * torch.randn(64, 128)).clamp(-(2**15), 2**15).half()
     x[1] = x[2] = x[3] = 0
     x[2, 100], x[3, 7] = 2**15, math.nan
-    pairs = on_plain_tensors(level5_hopper.pairs_of)(x, 128)
-    x_hat, s = on_plain_tensors(level5_hopper.quantized_pairs)(pairs, 64)
+    pairs = on_plain_tensors(one_pass.pairs_of)(x, 128)
+    x_hat, s = on_plain_tensors(one_pass.quantized_pairs)(pairs, 64)
     assert x_hat.dtype == torch.int8
     ordered = on_plain_tensors(hopper.group_columns)(x)
     largest = x.double().nan_to_num(0).abs().amax(1)
@@ -374,7 +405,7 @@ def test_sums_are_rounded_products():
     limit = (2.0**30 / f.double()).clamp(max=128 * 127**2)[:, None]
     x = torch.cat((2 * torch.rand(4000, 30, generator=generator) - 1, torch.tensor([[1.0, -1.0]]).expand(4000, 2)), 1)
     x = (x.double() * limit).int()
-    m, half, k = on_plain_tensors(level5_hopper.multiplier)(f)
+    m, half, k = on_plain_tensors(one_pass.multiplier)(f)
     assert all(part.dtype == torch.int32 for part in (m, half, k))
     found, exact = (x * m + half >> k).double(), x.double() * f.double()[:, None]
     error = (found - exact).abs()
@@ -493,7 +524,7 @@ def test_asked_for_where_it_cannot_run_it_is_an_error(level):
 @pytest.mark.parametrize(("head_dim", "size"), [(33, 64), (64, 64), (65, 128), (128, 128)])
 def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
     """Level 5's own: at 128 dV comes from level 4's."""
-    expected = {4: {64: ("dq", "dkdv"), 128: ("dq", "dk", "dv")}, 5: {64: ("dqdkdv",), 128: ("dqdk",)}}
+    expected = {4: {64: ("dq", "dkdv"), 128: ("dq", "dk", "dv")}, 5: {64: ("dqdkdv",), 128: ("dqdkdv_wide",)}}
     for level, names in expected.items():
         assert BACKWARD_LEVELS[level].kernels(size) == LEVELS[level].kernels(head_dim) == names[size]
         assert set(names[size]) <= set(LEVELS[level].LAUNCHES)

@@ -31,6 +31,7 @@ from kernel_cases import (
 )
 from sage_kernels.backward.level4_hopper import key_program, query_program
 from sage_kernels.backward.level5_hopper import _finish_kernel, _largest_kernel, _units_kernel, one_pass_program
+from sage_kernels.backward.level5_wide import wide_program
 from sage_kernels.backward.program import dkdv_program, dq_program
 from sage_kernels.forward.level5_hopper import hopper_program
 from sage_kernels.forward.program import forward_program
@@ -264,7 +265,8 @@ def test_no_kernel_is_compiled_again_for_another_length(head_dim):
 
 def compiled_kernels() -> int:
     programs = (forward_program, hopper_program, dq_program, dkdv_program, query_program, key_program)
-    programs += (one_pass_program, _largest_kernel, _units_kernel, _finish_kernel, _quantize_kernel, _transpose_kernel)
+    programs += (one_pass_program, wide_program, _largest_kernel, _units_kernel, _finish_kernel, _quantize_kernel)
+    programs += (_transpose_kernel,)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 
 

@@ -2,8 +2,8 @@
 
 Counted is the loop without a mask, where nearly all time goes. A warp executes an instruction for 32 threads, and each
 thread holds block_q * block_kv / (32 num_warps) of a tile's scores; so instructions / scores per thread is what one
-score costs in issue slots, of which a multiprocessor has 128 per clock. In the kernels of one pass a third warpgroup
-runs a loop of its own, in which each thread holds twice as many scores: half of its instructions are counted too. An
+score costs in issue slots, of which a multiprocessor has 128 per clock. In dqdkdv a third warpgroup runs a loop of
+its own, in which each thread holds twice as many scores: half of its instructions are counted too. An
 instruction on a pair of float16 numbers counts once.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from sage_kernels.compile import Case, cases, compiled_kernel, launch_of, machine_code
 
-ONE_PASS = ("dqdkdv", "dqdk")
 # The first kind whose pattern matches the start of an instruction's name is its kind.
 KINDS = {
     "matmul": "HGMMA|IGMMA",
@@ -40,7 +39,7 @@ def case_rows(case: Case) -> Iterator[dict]:
     scores = launch.block_q * launch.block_kv // (32 * launch.num_warps)
     code = machine_code(compiled_kernel(case))
     counts = Counter(map(kind_of, hot_loop(code, scores)))
-    for instruction in adding_loop(code) if case.kernel in ONE_PASS else ():
+    for instruction in adding_loop(code) if case.kernel == "dqdkdv" else ():
         counts[kind_of(instruction)] += 0.5
     for kind in KINDS:
         yield {

@@ -69,7 +69,7 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
             for name in level4_hopper.kernels(head_dim)
         },
         **{
-            name: lambda name=name: level5_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
+            name: lambda: level5_hopper.run(backward, is_causal=False, scale=scale)
             for name in level5_hopper.kernels(head_dim)
         },
         "cuDNN forward": peer_forward,

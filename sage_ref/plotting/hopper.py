@@ -36,7 +36,7 @@ FORWARD_WORK = {0: Work(0, 2, 4), 1: Work(1, 1, 3)}  # S and O = P V; later leve
 BACKWARD_WORK = {
     "dq_16bit": Work(0, 3, 4), "dkdv_16bit": Work(0, 4, 4),
     "dq": Work(2, 1, 4), "dk": Work(2, 1, 4), "dv": Work(2, 0, 2), "dkdv": Work(3, 1, 5),
-    "dqdk": Work(3, 1, 12), "dqdkdv": Work(4, 1, 13),  # 8 of them for an addition to dQ: a read and a write
+    "dqdkdv": Work(4, 1, 13), "dqdkdv_wide": Work(4, 1, 13),  # 8 of them for an addition to dQ: a read and a write
 }  # fmt: skip
 
 
@@ -70,18 +70,13 @@ def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def programs(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, list[Row]]:
-    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones.
-
-    To "dqdk" belongs "dv" of the level before.
-    """
+    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones."""
     found = {}
     for row in instructions.select(level=level, head_dim=head_dim):
         if (row["kernel"] == "forward") == (direction == "fwd"):
             found.setdefault(row["kernel"], []).append(row)
     if {"dk", "dv", "dkdv"} <= set(found):
         del found["dkdv"]
-    if "dqdk" in found:
-        found["dv"] = instructions.select(kernel="dv", level=level - 1, head_dim=head_dim)
     return found
 
 
@@ -160,7 +155,7 @@ def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
     clocks.set_ylabel("GHz")
     clocks.margins(y=0.4)
     for ax in (watts, clocks):
-        ax.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=8)
+        ax.set_xticks(range(len(names)), [name.replace(" ", "\n").replace("_", "\n_") for name in names], fontsize=8)
         ax.set_xlim(-0.5, len(names) - 0.5)
         ax.grid(axis="y", alpha=0.3)
     figure.supxlabel(profile.caption, fontsize=8)

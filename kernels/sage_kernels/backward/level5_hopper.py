@@ -1,23 +1,21 @@
-"""Level 5, Hopper: dS is computed once; dQ, dK and, at a head size of 64, dV come from one pass over the tiles.
+"""Level 5, Hopper: dS is computed once; dQ, dK and dV come from one pass over the tiles.
 
 Level 4 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV as
-there, and hand dS^T through shared memory to a third one, which reads it transposed, rounds it with a scale per query,
-multiplies it by K^ and lets the copy engine add the part to dQ in memory. At 128 both gradients don't fit in the
-registers of the keys: dV comes from level 4's program.
+there, and hand dS^T over through shared memory. Whoever is to make dQ reads it transposed, rounds it with a scale per
+query, multiplies it by K^ and lets the copy engine add the part to dQ in memory. At a head size of 64, which this file
+has, that is a third warpgroup. At 128 two gradients leave no registers for it: see `level5_wide.py`.
 
 - The parts of one dQ come from all blocks of keys, in no fixed order. A sum of floats would depend on that order; a sum
   of integers doesn't. So parts are rounded to integers, in a unit per block of queries, and results are still the same
   bit for bit on every run.
 - The unit keeps the sums within 31 bits. Rows of P add up to one, so a row of dS adds up to at most
   max|dP - delta| <= 2 D max|dO| max|V|, and dQ is at most max|K| times that.
-- P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
-  largest. Two lie in one register, and one instruction multiplies, compares or rounds both. P is stretched by 2^15 and
-  dP - delta by the power of two that makes it just fit: |dS| = P (1 - P) |dP - its mean over the other keys| is at most
-  a quarter of the bound above.
+- P and dS are pairs of float16 (`one_pass.py`). P is stretched by 2^15 and dP - delta by the power of two that makes
+  it just fit: |dS| = P (1 - P) |dP - its mean over the other keys| is at most a quarter of the bound above.
 - S and dP come in halves of a tile's queries, so that no warpgroup holds more than one of them in 32 bit.
 
-Expect: five matmuls a tile instead of seven (at 128, six instead of eight), fewer exponentials, and fewer
-instructions for what is left.
+Expect: five matmuls a tile instead of seven (at 128, instead of eight), fewer exponentials, and fewer instructions for
+what is left.
 """
 
 import torch
@@ -28,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from sage_kernels.backward import level4_hopper
+from sage_kernels.backward import level4_hopper, level5_wide
 from sage_kernels.backward.level4_hopper import (
     HALF,
     LOADING_REGISTERS,
@@ -43,6 +41,18 @@ from sage_kernels.backward.level4_hopper import (
     store,
     taken_in,
 )
+from sage_kernels.backward.one_pass import (
+    HANDED,
+    STRETCH,
+    columns_of,
+    ds_half,
+    joined_pairs,
+    load_factors,
+    multiplier,
+    p_half,
+    pairs_of,
+    quantized_pairs,
+)
 from sage_kernels.backward.program import LOG2_E, BackwardInputs
 from sage_kernels.hopper import (
     HEAD_DIMS,
@@ -52,131 +62,22 @@ from sage_kernels.hopper import (
     add_to_global,
     arrived,
     descriptor,
-    fast_exp2,
-    fast_reciprocal,
     fetch,
     heads_at_a_time,
     let_go,
-    operand,
     ring,
-    unpacked,
     work_item,
 )
 from sage_kernels.launch import Launch
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
 
 # The warpgroups of keys and their registers, places of each ring.
-LAUNCHES = {"dqdk": Launch(BLOCK_Q, BLOCK_KV, 8, 1, 192), "dqdkdv": Launch(BLOCK_Q, BLOCK_KV, 8, 3, 200)}
+LAUNCHES = {"dqdkdv": Launch(BLOCK_Q, BLOCK_KV, 8, 3, 200), "dqdkdv_wide": level5_wide.LAUNCH}
 AT_START = 128  # registers until the warps part
-EXCHANGE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
 LARGEST_SUM = tl.constexpr(30)  # log2; likewise with 2^31
 
 
-# Pairs: two columns of float16 in an int32.
-
-
-@gluon.jit
-def paired(x):
-    """float32 [ROWS, HALF] as pairs [ROWS, HALF / 2], kept within float16."""
-    even, odd = gl.split(x.reshape([ROWS, HALF // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def columns_of(pairs, COLUMNS: gl.constexpr):
-    """float16 [ROWS, COLUMNS] of pairs; no instruction is left of this, nor of `pairs_of`."""
-    even, odd = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-    )
-    return gl.join(even, odd).reshape([ROWS, COLUMNS])
-
-
-@gluon.jit
-def pairs_of(x, COLUMNS: gl.constexpr):
-    even, odd = gl.split(x.reshape([ROWS, COLUMNS // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def product_of_pairs(x, y):
-    return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def larger_pair(x, y):
-    """The larger |x| of each half, with a sign that means nothing."""
-    return gl.inline_asm_elementwise(
-        "max.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def largest_of_pairs(pairs):
-    """The largest |x| of each row, float32."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .b16 even, odd;
-        mov.b32 {even, odd}, $1; abs.f16 even, even; abs.f16 odd, odd; max.f16 even, even, odd;
-        cvt.f32.f16 $0, even; }""",
-        "=f,r", [gl.reduce(pairs, 1, larger_pair)], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def quantized_pairs(pairs, COLUMNS: gl.constexpr):
-    """(X^ as the left operand of a matmul with so many COLUMNS, s) of pairs [ROWS, TILE / 2], with a scale per row."""
-    largest = gl.maximum(largest_of_pairs(pairs), 2.0**-15)  # 127 / 64 of its inverse is a float16
-    # 1 / (64 s) twice, and once in float32: s is the scale of what has been rounded with it, not of what was meant.
-    inverse, inverse_32 = gl.inline_asm_elementwise(
-        """{ .reg .b16 low, high;
-        cvt.rn.f16x2.f32 $0, $2, $2; mov.b32 {low, high}, $0; cvt.f32.f16 $1, low; }""",
-        "=&r,=f,f", [fast_reciprocal(largest) * (127 / 64)], dtype=(gl.int32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-    inverse, pairs = gl.broadcast(inverse[:, None], pairs)
-    # float16 numbers from 16 to 32 are 1/64 apart: x / (64 s) + 24 is rounded there, and its low byte is round(x / s).
-    x = gl.inline_asm_elementwise(
-        "{ .reg .b32 c; mov.b32 c, 0x4E004E00; fma.rn.f16x2 $0, $1, $2, c; }",
-        "=r,r,r", [pairs, inverse], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    # The low bytes of two pairs, columns grouped as in `hopper.group_columns`.
-    low, high = gl.split(x.reshape([ROWS, TILE // 16, 2, 4]).permute(0, 1, 3, 2))
-    packed = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
-    x_hat = gl.convert_layout(unpacked(packed.reshape([ROWS, TILE // 4])), operand(COLUMNS))
-    return x_hat, fast_reciprocal(inverse_32 * 64.0)
-
-
 # Rows of keys: everything is transposed, st_ij is S_ij^T.
-
-
-@gluon.jit
-def p_half(st, s, log_sum_exp, first_key, first_query, IS_MASKED: gl.constexpr):
-    """Pairs of P^T of half a tile's queries."""
-    column: gl.constexpr = gl.SliceLayout(0, accumulator(HALF))
-    # [Bkv, Bq / 2], stretched
-    pt = fast_exp2(st.to(gl.float32) * s - log_sum_exp.load(column)[None, :])
-    if IS_MASKED:
-        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
-        query = first_query + gl.arange(0, HALF, column)
-        pt = gl.where(query[None, :] >= key[:, None], pt, 0.0)
-    return paired(pt)
-
-
-@gluon.jit
-def ds_half(pt, dpt, fit, delta, first_key, n_k, RAGGED: gl.constexpr):
-    """Pairs of dS^T of half a tile's queries, from pairs of P^T."""
-    dpt = gl.convert_layout(dpt, accumulator(HALF), assert_trivial=True)
-    difference = paired(dpt * fit - delta.load(gl.SliceLayout(0, accumulator(HALF)))[None, :])
-    dst = product_of_pairs(pt, gl.convert_layout(difference, pt.type.layout, assert_trivial=True))
-    if RAGGED:  # dS, not P: a V past the end, of the next head, may be NaN
-        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, dst.type.layout))
-        dst = gl.where((key < n_k)[:, None], dst, 0)
-    return dst
 
 
 @gluon.jit
@@ -190,22 +91,9 @@ def hand_over(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def joined_pairs(left, right):
-    """Pairs of columns 0 ... 63 and of 64 ... 127, as one [ROWS, TILE / 2]; no instruction is left of this."""
-    return gl.join(left, right).permute(0, 2, 1).reshape([ROWS, TILE // 2])
-
-
-@gluon.jit
-def load_factors(pointer, at):
-    """(s_Q, fit, factor of dS^ Q^, factor of P^ dO^) of a block of queries."""
-    pointer += at * 4
-    return gl.load(pointer), gl.load(pointer + 1), gl.load(pointer + 2), gl.load(pointer + 3)
-
-
-@gluon.jit
 def query_tile(
     dk_j, dv_j, k_hat_j, v_j, s_k, factors, n, first_key, first_query, n_k, rings, lines, exchange,
-    DP: gl.constexpr, WITH_DV: gl.constexpr, RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
+    DP: gl.constexpr, RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dk_j, dv_j after the n-th query tile."""
     s_q, fit, factor_k, factor_v = factors
@@ -221,27 +109,21 @@ def query_tile(
     st_1 = warpgroup_mma_wait(1, deps=(st_1,))
     let_go(q_ring, n)
     pt_1 = p_half(st_1, s_q * s_k, log_sum_exp.slice(HALF, HALF), first_key, first_query + HALF, IS_MASKED)
-    if WITH_DV:
-        pt_hat_ij, s_p = quantized_pairs(joined_pairs(pt_0, pt_1), DP)
-        product = start(pt_hat_ij, arrived(dot_ring, n), DP)
-        dpt_0 = warpgroup_mma_wait(1, deps=(dpt_0,))
-    else:
-        dpt_0 = warpgroup_mma_wait(0, deps=(dpt_0,))
-        dpt_1 = start_16bit(v_j, do_i.slice(HALF, HALF), HALF)
+    pt_hat_ij, s_p = quantized_pairs(joined_pairs(pt_0, pt_1), DP)
+    product = start(pt_hat_ij, arrived(dot_ring, n), DP)
+    dpt_0 = warpgroup_mma_wait(1, deps=(dpt_0,))
     dst_0 = ds_half(pt_0, dpt_0, fit, delta.slice(0, HALF), first_key, n_k, RAGGED)
     hand_over(exchange, n, dst_0, 0, W)
-    if WITH_DV:
-        product = warpgroup_mma_wait(0, deps=(product,))
-        dpt_1 = start_16bit(v_j, do_i.slice(HALF, HALF), HALF)
-        dv_j = taken_in(dv_j, product, s_p * factor_v, DP)
+    product = warpgroup_mma_wait(0, deps=(product,))
+    dpt_1 = start_16bit(v_j, do_i.slice(HALF, HALF), HALF)
+    dv_j = taken_in(dv_j, product, s_p * factor_v, DP)
     dpt_1 = warpgroup_mma_wait(0, deps=(dpt_1,))
     dst_1 = ds_half(pt_1, dpt_1, fit, delta.slice(HALF, HALF), first_key, n_k, RAGGED)
     hand_over(exchange, n, dst_1, 1, W)
     # Not before: let go of right after the loads of a line, a ring of one place lost numbers on the GPU. The copy
     # engine overtook loads still on their way. Here L and delta have come, for dS was computed from them.
     let_go(do_ring, n)
-    if WITH_DV:
-        let_go(dot_ring, n)
+    let_go(dot_ring, n)
     dst_hat_ij, s_ds = quantized_pairs(joined_pairs(dst_0, dst_1), DP)
     product = warpgroup_mma_wait(0, deps=(start(dst_hat_ij, arrived(qt_ring, n), DP),))
     let_go(qt_ring, n)
@@ -251,7 +133,7 @@ def query_tile(
 @gluon.jit
 def key_rows(
     k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale,
-    D: gl.constexpr, DP: gl.constexpr, WITH_DV: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
     """dK, and dV, of warpgroup W's 64 keys, over the query heads that share them."""
@@ -263,7 +145,7 @@ def key_rows(
     tiles = query_tiles(block * TILE, q_blocks, IS_CAUSAL)
     s_k = gl.load(k_scale_ptr + kv_head * kv_blocks + block)
     dk_j = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
-    dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator(DP)) if WITH_DV else 0
+    dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
     mbarrier.wait(rows_ready, 0)
     k_hat_j, v_j = k_tiles.index(W), v_tiles.index(W)
     n = 0
@@ -276,62 +158,43 @@ def key_rows(
             next_factors = load_factors(factors_ptr, at)
             dk_j, dv_j = query_tile(
                 dk_j, dv_j, k_hat_j, v_j, s_k, factors, n, first_key, i * TILE, n_k, rings, lines, exchange,
-                DP, WITH_DV, RAGGED, False, W,
+                DP, RAGGED, False, W,
             )  # fmt: skip
             factors = next_factors
             n += 1
             i -= 1
         dk_j, dv_j = query_tile(
             dk_j, dv_j, k_hat_j, v_j, s_k, factors, n, first_key, i * TILE, n_k, rings, lines, exchange,
-            DP, WITH_DV, RAGGED, IS_CAUSAL, W,
+            DP, RAGGED, IS_CAUSAL, W,
         )  # fmt: skip
         n += 1
     offset = kv_head.to(gl.int64) * n_k * D
     store(dk_ptr + offset, dk_j * scale, first_key, n_k, D, DP)
-    if WITH_DV:
-        store(dv_ptr + offset, dv_j, first_key, n_k, D, DP)
+    store(dv_ptr + offset, dv_j, first_key, n_k, D, DP)
 
 
 # Rows of queries.
 
 
 @gluon.jit
-def multiplier(f):
-    """(m, half, k): (x m + half) >> k is round(x f) for integers x, but that m holds 9 bits of f: good to 2^-9 of it.
-
-    A conversion of x f would wait for the unit that computes exponentials. |x f| < 2^31 and |x| < 2^21.
-    """
-    bits = f.to(gl.int32, bitcast=True)
-    k = 135 - (bits >> 23)
-    m = ((bits & 0x7FFFFF) + 0x804000) >> 15
-    m = (m << gl.maximum(0 - k, 0)) >> gl.minimum(gl.maximum(k - 30, 0), 31)
-    k = gl.minimum(gl.maximum(k, 0), 30)
-    return m[:, None], ((1 << k) >> 1)[:, None], k[:, None]
-
-
-@gluon.jit
 def add_part(exchange, n, step, kt_tile, stage, dq_descriptor, first_query, H: gl.constexpr, DP: gl.constexpr):
-    """Add dS K^ of half H of the n-th tile's queries to dQ, both halves at once if the stage has room for them.
+    """Add dS K^ of half H of the n-th tile's queries to dQ; both halves at once, with the second one.
 
     step: integers per dS^ of scale one.
     """
     handed, full, empty = exchange
-    first: gl.constexpr = H * HALF % stage.shape[0]  # row of the stage
     mbarrier.wait(full.index(H), n & 1)
     ds = handed.index(H).permute((1, 0)).load(accumulator(TILE))
-    ds_hat_ij, s_ds = quantized_pairs(pairs_of(ds, TILE), HALF)
-    m, half, k = multiplier(gl.convert_layout(s_ds * step, gl.SliceLayout(1, accumulator(HALF))))
-    for part in gl.static_range(DP // HALF):
-        columns = kt_tile.slice(part * HALF, HALF)
-        product = warpgroup_mma_wait(0, deps=(start(ds_hat_ij, columns, HALF),))
-        if part == DP // HALF - 1:
-            mbarrier.arrive(empty.index(H), count=1)
-        if first + part == 0:
-            tma.store_wait(0)  # the copy engine has read what lay in the stage
-        stage.slice(first, HALF).slice(part * HALF, HALF, 1).store((product * m + half) >> k)
-    if first + HALF == stage.shape[0]:
+    ds_hat_ij, s_ds = quantized_pairs(pairs_of(ds, TILE), DP)
+    m, half, k = multiplier(gl.convert_layout(s_ds * step, gl.SliceLayout(1, accumulator(DP))))
+    product = warpgroup_mma_wait(0, deps=(start(ds_hat_ij, kt_tile, DP),))
+    mbarrier.arrive(empty.index(H), count=1)
+    if H == 0:
+        tma.store_wait(0)  # the copy engine has read what lay in the stage
+    stage.slice(H * HALF, HALF).store((product * m + half) >> k)
+    if H == 1:
         fence_async_shared()
-        add_to_global(dq_descriptor, [first_query + H * HALF - first, 0], stage)
+        add_to_global(dq_descriptor, [first_query, 0], stage)
 
 
 @gluon.jit
@@ -374,7 +237,7 @@ def fetch_with_lines(ring, lines, n, descriptor, row, l_descriptor, delta_descri
 @gluon.jit
 def load_for_keys(
     descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes,
-    DP: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: K^, V and K^T, then tiles of Q^, dO with L and delta, dO^T and Q^T."""
     (
@@ -400,8 +263,7 @@ def load_for_keys(
             fetch_with_lines(
                 do_ring, lines, n, do_descriptor, head * n_q + i * TILE, l_descriptor, delta_descriptor, token
             )
-            if WITH_DV:
-                fetch(dot_ring, n, dot_descriptor, head * DP, i * TILE)
+            fetch(dot_ring, n, dot_descriptor, head * DP, i * TILE)
             fetch(qt_ring, n, qt_descriptor, head * DP, i * TILE)
             n += 1
             i -= 1
@@ -412,8 +274,8 @@ def one_pass_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
-    D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, DO_PLACES: gl.constexpr, REGISTERS: gl.constexpr,
-    QUERY_REGISTERS: gl.constexpr, WITH_DV: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
+    QUERY_REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and sums of dQ. RAGGED: the last block of keys isn't full."""
     k_tiles = gl.allocate_shared_memory(gl.int8, [2, ROWS, DP], k_descriptor.layout)
@@ -421,13 +283,13 @@ def one_pass_program(
     kt_tile = gl.allocate_shared_memory(gl.int8, [1, DP, TILE], kt_descriptor.layout).index(0)
     rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(rows_ready, count=1)
-    q_ring, do_ring = ring(q_descriptor, PLACES, 2), ring(do_descriptor, DO_PLACES, 2)
+    q_ring, do_ring = ring(q_descriptor, PLACES, 2), ring(do_descriptor, PLACES, 2)
     qt_ring = ring(qt_descriptor, PLACES, 2)
-    rings = (q_ring, do_ring, qt_ring, ring(dot_descriptor, PLACES, 2) if WITH_DV else qt_ring)
-    log_sum_exps = gl.allocate_shared_memory(gl.float32, [DO_PLACES, TILE], l_descriptor.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [DO_PLACES, TILE], delta_descriptor.layout)
+    rings = (q_ring, do_ring, qt_ring, ring(dot_descriptor, PLACES, 2))
+    log_sum_exps = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], l_descriptor.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], delta_descriptor.layout)
     # A place for each half of a tile's dS^T, filled by two warpgroups and emptied by one.
-    handed = gl.allocate_shared_memory(gl.float16, [2, TILE, HALF], EXCHANGE)
+    handed = gl.allocate_shared_memory(gl.float16, [2, TILE, HALF], HANDED)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(2):
@@ -444,12 +306,12 @@ def one_pass_program(
     sizes = (blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
     gl.warp_specialize(
         [
-            (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale, D, DP, WITH_DV,
-                        RAGGED, IS_CAUSAL, 0)),
-            (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale, D, DP, WITH_DV,
-                        RAGGED, IS_CAUSAL, 1)),
+            (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale, D, DP, RAGGED,
+                        IS_CAUSAL, 0)),
+            (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale, D, DP, RAGGED,
+                        IS_CAUSAL, 1)),
             (query_rows, (kt_tile, rows_ready, exchange, stage, dq_descriptor, pointers, sizes, DP, IS_CAUSAL)),
-            (load_for_keys, (descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes, DP, WITH_DV,
+            (load_for_keys, (descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes, DP,
                              IS_CAUSAL)),
         ],
         [4, 4, 1], [REGISTERS, QUERY_REGISTERS, LOADING_REGISTERS],
@@ -530,18 +392,17 @@ def _finish_kernel(
 
 
 def kernels(head_dim: int) -> tuple[str, ...]:
-    """The program of its own that a head size takes: a name in `LAUNCHES`."""
-    return ("dqdkdv",) if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dqdk",)
+    """The program that a head size takes: a name in `LAUNCHES`."""
+    return ("dqdkdv",) if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dqdkdv_wide",)
 
 
 def program_of(kernel: str):
     """(program, its constants besides sizes, RAGGED and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
     launch = LAUNCHES[kernel]
-    constants = {
-        "PLACES": launch.num_stages, "DO_PLACES": max(2, launch.num_stages), "REGISTERS": launch.max_registers,
-        "QUERY_REGISTERS": 4 * AT_START - LOADING_REGISTERS.value - 2 * launch.max_registers,
-        "WITH_DV": kernel == "dqdkdv",
-    }  # fmt: skip
+    if kernel == "dqdkdv_wide":
+        return level5_wide.wide_program, {"REGISTERS": launch.max_registers}, level5_wide.OPTIONS
+    query_registers = 4 * AT_START - LOADING_REGISTERS.value - 2 * launch.max_registers
+    constants = {"PLACES": launch.num_stages, "REGISTERS": launch.max_registers, "QUERY_REGISTERS": query_registers}
     return one_pass_program, constants, {"num_warps": 4, "maxnreg": AT_START}
 
 
@@ -552,7 +413,8 @@ def tile_shapes(
     of_keys = level4_hopper.tile_shapes("dkdv", padded_head_dim, dtype)
     names = ("k_descriptor", "v_descriptor")
     rows = {name: of_keys.pop(name) for name in names}
-    dq = {"dq_descriptor": (torch.int32, (TILE.value * HALF.value // padded_head_dim, padded_head_dim))}
+    queries_at_once = HALF.value if kernel == "dqdkdv_wide" else TILE.value
+    dq = {"dq_descriptor": (torch.int32, (queries_at_once, HALF.value))}
     return rows | {"kt_descriptor": of_keys["qt_descriptor"]} | of_keys | dq
 
 
@@ -578,44 +440,33 @@ def units(inputs: BackwardInputs, is_causal: bool) -> tuple[Tensor, ...]:
     return stretched, fitted, factors, step, unit
 
 
-def run_kernel(kernel: str, inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """dQ [B, H, Nq, D], dK [B, Hkv, Nk, D] and of "dqdkdv" dV, too; V and dO lie as the copy engine wants them."""
+def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k, dp = key.shape[1], key.shape[2], padded_head_dim(head_dim)
+    grad_output, value = (rows_of_16_bytes(x, dp) for x in (inputs.grad_output, inputs.value))
     groups, n_q_padded, n_k_padded = heads // kv_heads, padded_length(n_q), padded_length(n_k)
     q_blocks, kv_blocks = n_q_padded // BLOCK_Q, n_k_padded // BLOCK_KV
-    stretched, fitted, factors, step, unit = units(inputs, is_causal)
+    stretched, fitted, factors, step, unit = units(inputs._replace(value=value), is_causal)
     sums = torch.zeros(batch, heads, n_q_padded, dp, dtype=torch.int32, device=query.device)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key))
+    (kernel,) = kernels(head_dim)
     program, constants, options = program_of(kernel)
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    outputs = tuple(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(1 + constants["WITH_DV"]))
     tensors = (
-        k_hat.values, inputs.value, k_hat.transposed, q_hat.values, inputs.grad_output, q_hat.transposed,
-        do_hat.transposed, stretched, fitted, sums,
+        k_hat.values, value, k_hat.transposed, q_hat.values, grad_output, q_hat.transposed, do_hat.transposed,
+        stretched, fitted, sums,
     )  # fmt: skip
     shapes = [shape for _, shape in tile_shapes(kernel, dp).values()]
     blocks, all_heads = kv_blocks, batch * kv_heads
-    bytes_per_head = {"dqdk": 8, "dqdkdv": 9}[kernel] * n_q_padded * dp * groups
     program[(blocks * all_heads,)](
         *(descriptor(x, *shape) for x, shape in zip(tensors, shapes, strict=True)),
-        k_hat.scale, factors, step, outputs[0], outputs[-1],
-        blocks, all_heads, heads_at_a_time(bytes_per_head), groups, n_q, n_k, q_blocks, kv_blocks, 1 / LOG2_E,
+        k_hat.scale, factors, step, dk, dv,
+        blocks, all_heads, heads_at_a_time(9 * n_q_padded * dp * groups), groups, n_q, n_k, q_blocks, kv_blocks,
+        1 / LOG2_E,
         D=head_dim, DP=dp, RAGGED=n_k % BLOCK_KV != 0, IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
     _finish_kernel[(q_blocks, batch * heads)](
         sums, unit, q_hat.scale, dq, n_q, scale, D=head_dim, DP=dp, BLOCK=BLOCK_Q
     )  # fmt: skip
-    return dq, *outputs
-
-
-def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
-    head_dim = inputs.query.shape[3]
-    do, v = (rows_of_16_bytes(x, padded_head_dim(head_dim)) for x in (inputs.grad_output, inputs.value))
-    inputs = inputs._replace(grad_output=do, value=v)
-    (kernel,) = kernels(head_dim)
-    gradients = run_kernel(kernel, inputs, is_causal=is_causal, scale=scale)
-    if kernel == "dqdk":
-        gradients += level4_hopper.run_kernel("dv", inputs, is_causal=is_causal, scale=scale)
-    return gradients
+    return dq, dk, dv
