@@ -97,10 +97,8 @@ def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, c
         assert found.spills == 0
 
 
-def test_one_pass_spills_next_to_nothing_in_its_loops():
-    (of_64,), (of_128,) = run_where_triton_compiles(COUNT_SPILLS)
-    assert of_64 == 0
-    assert 0 < of_128 < 0.15
+def test_one_pass_spills_nothing_in_its_loops():
+    assert run_where_triton_compiles(COUNT_SPILLS) == [[0], [0]]
 
 
 def test_matmuls_that_wait_for_one_another_are_seen():

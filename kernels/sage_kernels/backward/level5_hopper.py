@@ -74,7 +74,7 @@ from sage_kernels.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_len
 # The warpgroups of keys and their registers, places of each ring.
 LAUNCHES = {"dqdkdv": Launch(BLOCK_Q, BLOCK_KV, 8, 3, 200), "dqdkdv_wide": level5_wide.LAUNCH}
 AT_START = 128  # registers until the warps part
-LARGEST_SUM = tl.constexpr(30)  # log2; likewise with 2^31
+LARGEST_SUM = tl.constexpr(30)  # log2; of the sums of dQ, for int32 ends at 2^31
 
 
 # Rows of keys: everything is transposed, st_ij is S_ij^T.
