@@ -58,7 +58,7 @@ print(json.dumps(said + asked))
 """
 
 
-# What the loops of the programs of one pass spill, per score.
+# What the loops of the programs of one pass that are counted spill, per score.
 COUNT_SPILLS = """
 import json
 from sage_kernels.compile import Case
@@ -97,7 +97,7 @@ def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, c
         assert found.spills == 0
 
 
-def test_one_pass_spills_nothing_in_its_loops():
+def test_one_pass_spills_nothing_in_the_loop_that_is_counted():
     assert run_where_triton_compiles(COUNT_SPILLS) == [[0], [0]]
 
 

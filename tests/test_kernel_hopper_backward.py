@@ -523,7 +523,6 @@ def test_asked_for_where_it_cannot_run_it_is_an_error(level):
 
 @pytest.mark.parametrize(("head_dim", "size"), [(33, 64), (64, 64), (65, 128), (128, 128)])
 def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
-    """Level 5's own: at 128 dV comes from level 4's."""
     expected = {4: {64: ("dq", "dkdv"), 128: ("dq", "dk", "dv")}, 5: {64: ("dqdkdv",), 128: ("dqdkdv_wide",)}}
     for level, names in expected.items():
         assert BACKWARD_LEVELS[level].kernels(size) == LEVELS[level].kernels(head_dim) == names[size]

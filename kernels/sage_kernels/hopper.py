@@ -93,6 +93,19 @@ def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
 
 
 @gluon.jit
+def place(descriptor):
+    """One place for a tile of a descriptor: what has an index(0)."""
+    return gl.allocate_shared_memory(descriptor.dtype, [1] + descriptor.block_shape, descriptor.layout)
+
+
+@gluon.jit
+def barrier(ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(made, count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def ring(descriptor, PLACES: gl.constexpr, WARPGROUPS: gl.constexpr):
     """(tiles, ready, empty): places for tiles of a descriptor, and their barriers."""
     tiles = gl.allocate_shared_memory(descriptor.dtype, [PLACES] + descriptor.block_shape, descriptor.layout)

@@ -33,6 +33,7 @@ from sage_kernels.hopper import (
     TILE,
     accumulator,
     arrived,
+    barrier,
     descriptor,
     fast_exp2,
     fast_reciprocal,
@@ -463,8 +464,7 @@ def query_program(
     """dQ."""
     q_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], q_descriptor.layout)
     do_tiles = gl.allocate_shared_memory(do_descriptor.dtype, [WARPGROUPS, ROWS, DP], do_descriptor.layout)
-    rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_ready, count=1)
+    rows_ready = barrier(1)
     k_ring, v_ring = ring(k_descriptor, PLACES, WARPGROUPS), ring(v_descriptor, PLACES, WARPGROUPS)
     rings = (k_ring, v_ring, ring(kt_descriptor, PLACES, WARPGROUPS))
     fence_async_shared()
@@ -493,8 +493,7 @@ def key_program(
 ):  # fmt: skip
     """dK and dV, or one of them; what the other one needs is not read."""
     k_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], k_descriptor.layout)
-    rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_ready, count=1)
+    rows_ready = barrier(1)
     q_ring = ring(q_descriptor, PLACES, WARPGROUPS)
     log_sum_exps = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], l_descriptor.layout)
     # What isn't there goes by the name of something that is.

@@ -3,7 +3,8 @@
 Level 4 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV as
 there, and hand dS^T over through shared memory. Whoever is to make dQ reads it transposed, rounds it with a scale per
 query, multiplies it by K^ and lets the copy engine add the part to dQ in memory. At a head size of 64, which this file
-has, that is a third warpgroup. At 128 two gradients leave no registers for it: see `level5_wide.py`.
+has, that is a third warpgroup. At 128 two gradients leave no registers for it: see `level5_wide.py`. What comes before
+and after the program is the same for both, and here.
 
 - The parts of one dQ come from all blocks of keys, in no fixed order. A sum of floats would depend on that order; a sum
   of integers doesn't. So parts are rounded to integers, in a unit per block of queries, and results are still the same
@@ -30,10 +31,8 @@ from sage_kernels.backward import level4_hopper, level5_wide
 from sage_kernels.backward.level4_hopper import (
     HALF,
     LOADING_REGISTERS,
-    SCALE_KV,
     SIZES,
     accumulator_16bit,
-    load_rows,
     query_tiles,
     rows_of_16_bytes,
     start,
@@ -48,6 +47,7 @@ from sage_kernels.backward.one_pass import (
     ds_half,
     joined_pairs,
     load_factors,
+    load_keys,
     multiplier,
     p_half,
     pairs_of,
@@ -61,10 +61,12 @@ from sage_kernels.hopper import (
     accumulator,
     add_to_global,
     arrived,
+    barrier,
     descriptor,
     fetch,
     heads_at_a_time,
     let_go,
+    place,
     ring,
     work_item,
 )
@@ -133,10 +135,9 @@ def query_tile(
 @gluon.jit
 def key_rows(
     k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale,
-    D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    W: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK, and dV, of warpgroup W's 64 keys, over the query heads that share them."""
+    """dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
     k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr = pointers
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
     block, kv_head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
@@ -236,9 +237,8 @@ def fetch_with_lines(ring, lines, n, descriptor, row, l_descriptor, delta_descri
 
 @gluon.jit
 def load_for_keys(
-    descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes,
-    DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
+    descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr
+):
     """The loading warp: K^, V and K^T, then tiles of Q^, dO with L and delta, dO^T and Q^T."""
     (
         k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor,
@@ -248,11 +248,10 @@ def load_for_keys(
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
     block, kv_head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
     first_key = (blocks - 1 - block) * TILE
-    nbytes: gl.constexpr = k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes
-    mbarrier.expect(rows_ready, 2 * nbytes + kt_descriptor.block_type.nbytes)
-    load_rows(k_tiles, rows_ready, k_descriptor, kv_head * (kv_blocks * SCALE_KV) + first_key, 2)
-    load_rows(v_tiles, rows_ready, v_descriptor, kv_head * n_k + first_key, 2)
-    tma.async_copy_global_to_shared(kt_descriptor, [kv_head * DP, first_key], rows_ready, kt_tile)
+    load_keys(
+        k_descriptor, v_descriptor, kt_descriptor, k_tiles, v_tiles, kt_tile, rows_ready, kv_head, first_key, n_k,
+        kv_blocks, DP,
+    )  # fmt: skip
     n = 0
     for g in range(0, groups):
         head = kv_head * groups + g
@@ -274,18 +273,16 @@ def one_pass_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
-    D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
-    QUERY_REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and sums of dQ. RAGGED: the last block of keys isn't full."""
     k_tiles = gl.allocate_shared_memory(gl.int8, [2, ROWS, DP], k_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2, ROWS, DP], v_descriptor.layout)
-    kt_tile = gl.allocate_shared_memory(gl.int8, [1, DP, TILE], kt_descriptor.layout).index(0)
-    rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_ready, count=1)
+    kt_tile = place(kt_descriptor).index(0)
+    rows_ready = barrier(1)
     q_ring, do_ring = ring(q_descriptor, PLACES, 2), ring(do_descriptor, PLACES, 2)
-    qt_ring = ring(qt_descriptor, PLACES, 2)
-    rings = (q_ring, do_ring, qt_ring, ring(dot_descriptor, PLACES, 2))
+    rings = (q_ring, do_ring, ring(qt_descriptor, PLACES, 2), ring(dot_descriptor, PLACES, 2))
     log_sum_exps = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], l_descriptor.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], delta_descriptor.layout)
     # A place for each half of a tile's dS^T, filled by two warpgroups and emptied by one.
@@ -295,7 +292,7 @@ def one_pass_program(
     for half in gl.static_range(2):
         mbarrier.init(full.index(half), count=2)
         mbarrier.init(empty.index(half), count=1)
-    stage = gl.allocate_shared_memory(gl.int32, [1] + dq_descriptor.block_shape, dq_descriptor.layout).index(0)
+    stage = place(dq_descriptor).index(0)
     fence_async_shared()
     lines, exchange = (log_sum_exps, deltas), (handed, full, empty)
     descriptors = (
@@ -311,8 +308,7 @@ def one_pass_program(
             (key_rows, (k_tiles, v_tiles, rows_ready, rings, lines, exchange, pointers, sizes, scale, D, DP, RAGGED,
                         IS_CAUSAL, 1)),
             (query_rows, (kt_tile, rows_ready, exchange, stage, dq_descriptor, pointers, sizes, DP, IS_CAUSAL)),
-            (load_for_keys, (descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes, DP,
-                             IS_CAUSAL)),
+            (load_for_keys, (descriptors, k_tiles, v_tiles, kt_tile, rows_ready, rings, lines, sizes, DP, IS_CAUSAL)),
         ],
         [4, 4, 1], [REGISTERS, QUERY_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
@@ -459,11 +455,11 @@ def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tenso
     )  # fmt: skip
     shapes = [shape for _, shape in tile_shapes(kernel, dp).values()]
     blocks, all_heads = kv_blocks, batch * kv_heads
+    bytes_per_head = 9 * n_q_padded * dp * groups  # Q^, Q^T, dO^T: one each; dO: two; sums: four
     program[(blocks * all_heads,)](
         *(descriptor(x, *shape) for x, shape in zip(tensors, shapes, strict=True)),
         k_hat.scale, factors, step, dk, dv,
-        blocks, all_heads, heads_at_a_time(9 * n_q_padded * dp * groups), groups, n_q, n_k, q_blocks, kv_blocks,
-        1 / LOG2_E,
+        blocks, all_heads, heads_at_a_time(bytes_per_head), groups, n_q, n_k, q_blocks, kv_blocks, 1 / LOG2_E,
         D=head_dim, DP=dp, RAGGED=n_k % BLOCK_KV != 0, IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
     _finish_kernel[(q_blocks, batch * heads)](

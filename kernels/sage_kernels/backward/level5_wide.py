@@ -8,8 +8,8 @@ overlap to its neighbour:
   to dQ; its own rows it reads back when their turn comes, for dK.
 - A product is taken in by halves of its columns.
 - The fewer barriers, the less the four warps of a warpgroup wait for one another: `full` says that dS^T lies there and
-  that Q^ and dO are done with, `empty` that dS^T has been read and that dO^T and Q^T are done with. The loading warp
-  waits for both.
+  that Q^, dO, L and delta are done with, `empty` that dS^T has been read and that dO^T and Q^T are done with. The
+  loading warp waits for both.
 - Addresses of tiles are the same for every query tile, and the compiler would keep dozens of them in registers that it
   hasn't got. `n >> 30` is 0, but it can't know: it computes them where they are needed.
 - The assembler's usual optimisations move every product's sum to the end and spill for it; its first level doesn't.
@@ -22,10 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sage_kernels.backward.level4_hopper import (
     HALF,
     LOADING_REGISTERS,
-    SCALE_KV,
     SIZES,
     accumulator_16bit,
-    load_rows,
     query_tiles,
     start,
     start_16bit,
@@ -36,12 +34,13 @@ from sage_kernels.backward.one_pass import (
     ds_half,
     joined_pairs,
     load_factors,
+    load_keys,
     multiplier,
     p_half,
     pairs_of,
     quantized_pairs,
 )
-from sage_kernels.hopper import ROWS, TILE, accumulator, add_to_global, work_item
+from sage_kernels.hopper import ROWS, TILE, accumulator, add_to_global, barrier, place, work_item
 from sage_kernels.launch import Launch
 from sage_kernels.quantize import BLOCK_KV, BLOCK_Q
 
@@ -72,6 +71,7 @@ def hand_over(handed, pairs, full, empty, n, zero, H: gl.constexpr, W: gl.conste
 
 @gluon.jit
 def read_back(handed, zero, H: gl.constexpr, W: gl.constexpr):
+    """Pairs of this warpgroup's own rows of half H."""
     return pairs_of(handed.index(H + zero).slice(W * ROWS, ROWS).load(accumulator_16bit(HALF)), HALF)
 
 
@@ -101,10 +101,12 @@ def query_tile(
     """Halves of dk_j and dv_j after the n-th query tile, the at-th of all."""
     dk_0, dk_1, dv_0, dv_1 = gradients
     queries_ready, dot_ready, qt_ready, full, empty = barriers
+    k_tiles, v_tiles, kt_tiles = rows
+    q_tiles, do_tiles, dot_tiles, qt_tiles, log_sum_exps, deltas = tiles
     zero = n >> 30
-    k_hat_j, v_j, kt_j = rows[0].index(W + zero), rows[1].index(W + zero), rows[2].index(zero)
-    q_hat_i, do_i, dot_i, qt_i = tiles[0].index(zero), tiles[1].index(zero), tiles[2].index(zero), tiles[3].index(zero)
-    log_sum_exp, delta = tiles[4].index(zero), tiles[5].index(zero)
+    k_hat_j, v_j, kt_j = k_tiles.index(W + zero), v_tiles.index(W + zero), kt_tiles.index(zero)
+    q_hat_i, do_i, dot_i, qt_i = q_tiles.index(zero), do_tiles.index(zero), dot_tiles.index(zero), qt_tiles.index(zero)
+    log_sum_exp, delta = log_sum_exps.index(zero), deltas.index(zero)
     s_q, fit, factor_k, factor_v = load_factors(factors_ptr, at)
     mbarrier.wait(queries_ready, n & 1)
     st_0 = warpgroup_mma_wait(0, deps=(start(k_hat_j, q_hat_i.slice(0, HALF), HALF),))
@@ -201,11 +203,10 @@ def load_for_keys(descriptors, rows, rows_ready, tiles, barriers, sizes, DP: gl.
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
     block, kv_head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
     first_key = (blocks - 1 - block) * TILE
-    nbytes: gl.constexpr = k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes
-    mbarrier.expect(rows_ready, 2 * nbytes + kt_descriptor.block_type.nbytes)
-    load_rows(k_tiles, rows_ready, k_descriptor, kv_head * (kv_blocks * SCALE_KV) + first_key, 2)
-    load_rows(v_tiles, rows_ready, v_descriptor, kv_head * n_k + first_key, 2)
-    tma.async_copy_global_to_shared(kt_descriptor, [kv_head * DP, first_key], rows_ready, kt_tiles.index(0))
+    load_keys(
+        k_descriptor, v_descriptor, kt_descriptor, k_tiles, v_tiles, kt_tiles.index(0), rows_ready, kv_head, first_key,
+        n_k, kv_blocks, DP,
+    )  # fmt: skip
     of_queries: gl.constexpr = q_descriptor.block_type.nbytes + do_descriptor.block_type.nbytes
     n = 0
     for g in range(0, groups):
@@ -226,18 +227,6 @@ def load_for_keys(descriptors, rows, rows_ready, tiles, barriers, sizes, DP: gl.
             tma.async_copy_global_to_shared(qt_descriptor, [head * DP, i * TILE], qt_ready, qt_tiles.index(0))
             n += 1
             i -= 1
-
-
-@gluon.jit
-def place(descriptor):
-    return gl.allocate_shared_memory(descriptor.dtype, [1] + descriptor.block_shape, descriptor.layout)
-
-
-@gluon.jit
-def barrier(ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(made, count=ARRIVALS)
-    return made
 
 
 @gluon.jit(do_not_specialize=SIZES)

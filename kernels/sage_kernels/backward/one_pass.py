@@ -1,4 +1,4 @@
-"""What both programs of level 5 compute with: pairs, halves of tiles and the integers that dQ is summed in.
+"""What both programs of level 5 share: pairs, a block of keys, halves of tiles and the integers that dQ is summed in.
 
 P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
 largest. Two lie in one register, and one instruction multiplies, compares or rounds both.
@@ -7,8 +7,9 @@ largest. Two lie in one register, and one instruction multiplies, compares or ro
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sage_kernels.backward.level4_hopper import HALF
+from sage_kernels.backward.level4_hopper import HALF, SCALE_KV, load_rows
 from sage_kernels.hopper import ROWS, TILE, accumulator, fast_exp2, fast_reciprocal, operand, unpacked
 
 STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
@@ -96,6 +97,22 @@ def quantized_pairs(pairs, COLUMNS: gl.constexpr):
 def joined_pairs(left, right):
     """Pairs of columns 0 ... 63 and of 64 ... 127, as one [ROWS, TILE / 2]; no instruction is left of this."""
     return gl.join(left, right).permute(0, 2, 1).reshape([ROWS, TILE // 2])
+
+
+# A block of keys.
+
+
+@gluon.jit
+def load_keys(
+    k_descriptor, v_descriptor, kt_descriptor, k_tiles, v_tiles, kt_tile, rows_ready, kv_head, first_key, n_k,
+    kv_blocks, DP: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: K^, V and K^T of a program's block of keys."""
+    nbytes: gl.constexpr = k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes
+    mbarrier.expect(rows_ready, 2 * nbytes + kt_descriptor.block_type.nbytes)
+    load_rows(k_tiles, rows_ready, k_descriptor, kv_head * (kv_blocks * SCALE_KV) + first_key, 2)
+    load_rows(v_tiles, rows_ready, v_descriptor, kv_head * n_k + first_key, 2)
+    tma.async_copy_global_to_shared(kt_descriptor, [kv_head * DP, first_key], rows_ready, kt_tile)
 
 
 # Halves of a tile: its keys by 64 of its queries.

@@ -37,6 +37,7 @@ from sage_kernels.hopper import (
     TILE,
     accumulator,
     arrived,
+    barrier,
     descriptor,
     fast_exp2,
     fast_log2,
@@ -211,8 +212,7 @@ def hopper_program(
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], q_descriptor.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
+    q_ready = barrier(1)
     k_ring, v_ring = ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS)
     fence_async_shared()
     descriptors = (q_descriptor, k_descriptor, vt_descriptor)
