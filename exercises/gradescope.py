@@ -13,7 +13,7 @@ from typing import Any
 
 from exercises import ROOT, exercise_names, grading
 from exercises.isolation import Sandbox
-from sage_ref.recorded import replaced
+from sage_ref.records import replaced
 
 FRAMEWORK = ("__init__.py", "__main__.py", "grading.py", "isolation.py", "wire.py", "worker.py")
 PINNED = ("safetensors", "torch", "triton", "numpy")  # what grading needs, under constraints.txt

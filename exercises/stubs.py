@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises import ROOT, exercise_names
-from sage_ref.recorded import markdown_table, replaced
+from sage_ref.records import markdown_table, replaced
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 MARKER = re.compile(r"(?P<indent> *)### (?P<kind>BEGIN|END) SOLUTION(?:: (?P<task>.+))?")

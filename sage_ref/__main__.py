@@ -1,4 +1,4 @@
-"""`python -m sage_ref COMMAND`: info, table1, table2, readme, and what trains (sage_ref/training/commands.py)."""
+"""`python -m sage_ref COMMAND`: info, table1, table2, readme, and what trains (sage_ref/experiments/commands.py)."""
 
 import argparse
 import json
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from sage_ref.arguments import positive, tile_size
-from sage_ref.ops import triton_obstacle
-from sage_ref.recorded import RECORDED, Record, markdown_table, provenance, read_record, replaced, write_record
-from sage_ref.training import commands as training
+from sage_ref.backend import triton_obstacle
+from sage_ref.command_line import positive, tile_size
+from sage_ref.experiments import commands as training
+from sage_ref.records import RECORDED, Record, markdown_table, provenance, read_record, replaced, write_record
 
 MEASURES = {"cosine": ".4f", "rel_l2": ".4f", "rms": ".1e"}
 
@@ -43,7 +43,7 @@ def info(options: argparse.Namespace) -> None:
 def table1(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from sage_ref import tables
+    from sage_ref.experiments import tables
 
     sweep = tables.Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
     checkpoint = (options.json or Path("runs/table1.json")).with_suffix(".partial")
@@ -69,8 +69,8 @@ def describe(setting: dict) -> str:
 
 
 def table2(options: argparse.Namespace) -> None:
-    from sage_ref import tables
-    from sage_ref.sagebwd import SageBwdSettings
+    from sage_ref.experiments import tables
+    from sage_ref.sagebwd.whole import SageBwdSettings
     from sage_ref.training.capture import read_capture
 
     settings = SageBwdSettings(is_causal=True, granularity=options.granularity)
@@ -94,8 +94,8 @@ def table2(options: argparse.Namespace) -> None:
 
 
 def readme(options: argparse.Namespace) -> None:
-    from sage_ref.plotting import overview_figure
-    from sage_ref.readme import BENCH, OVERVIEW, TABLE2, rewrite
+    from sage_ref.course.figures import overview_figure
+    from sage_ref.course.readme import BENCH, OVERVIEW, TABLE2, rewrite
 
     OVERVIEW.parent.mkdir(exist_ok=True)
     overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(OVERVIEW, dpi=130)
@@ -107,7 +107,7 @@ def readme(options: argparse.Namespace) -> None:
 
 
 def add_table1_options(parser: argparse.ArgumentParser) -> None:
-    from sage_ref.tables import Table1Sweep
+    from sage_ref.experiments.tables import Table1Sweep
 
     default = Table1Sweep()
     parser.add_argument("--n", type=positive, nargs="+", default=default.lengths, help="sequence lengths")
@@ -119,7 +119,7 @@ def add_table1_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_table2_options(parser: argparse.ArgumentParser) -> None:
-    from sage_ref.tables import CAPTURES
+    from sage_ref.experiments.tables import CAPTURES
 
     recorded = [RECORDED / f"{name}.safetensors" for name in CAPTURES.values()]
     parser.add_argument("--capture", type=Path, nargs="+", default=recorded, metavar="FILE", help="of `capture`")

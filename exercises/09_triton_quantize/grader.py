@@ -120,7 +120,7 @@ def many_rows(draw):
 
 def library(x, block, *_):
     """What the exercise imitates: psi of the repository's kernels."""
-    from sage_kernels.quantize import quantize as quantize_on_gpu
+    from sage_kernels.common.quantize import quantize as quantize_on_gpu
 
     quantize_on_gpu(x[None, None], block)
 

@@ -187,7 +187,7 @@ def long_sequence(draw):
 
 @functools.cache
 def level2_inputs():
-    from sage_kernels.ladder import prepare_forward
+    from sage_kernels.sagebwd.ladder import prepare_forward
 
     q, k, v = torch.randn(3, 1, 1, N_FAST, D_FAST, dtype=torch.float16, device="cuda")
     return prepare_forward(q, k, v, 2, scale=1 / math.sqrt(D_FAST), smooth_k=False)
@@ -195,7 +195,7 @@ def level2_inputs():
 
 def level2(*_):
     """What the exercise imitates: level 2 of the repository's forward ladder, on its own copies of such inputs."""
-    from sage_kernels.ladder import run_forward
+    from sage_kernels.sagebwd.ladder import run_forward
 
     run_forward(level2_inputs(), 2, is_causal=False, scale=1 / math.sqrt(D_FAST))
 

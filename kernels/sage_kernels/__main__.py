@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from sage_ref.recorded import markdown_table, replaced, write_record
+from sage_ref.records import markdown_table, replaced, write_record
 
 HERE = Path(__file__).parent
-COMPILE_RECORD = HERE / "compile_record.json"
+COMPILE_RECORD = HERE / "measure" / "compile_record.json"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,16 +46,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def bench(options: argparse.Namespace) -> None:
-    from sage_kernels import bench, tuning
-    from sage_kernels.sla2 import bench as sla2_bench
-    from sage_kernels.sla2 import tuning as sla2_tuning
+    from sage_kernels.measure import bench, sla2_bench, sla2_tuning, tuning
 
     require_gpu()
     if options.tune:
         sla2 = options.op == "sla2"
         rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
         print(markdown_table(rows[0], [row.values() for row in rows]))
-        table = HERE / ("launch_hopper_sla2.json" if sla2 else "launch_hopper.json")
+        table = HERE / "common" / ("launch_hopper_sla2.json" if sla2 else "launch_hopper.json")
         write_record(options.record or table, rows, command=options.command)
         return
     shapes, bench_shape = bench.SHAPES, bench.bench_shape
@@ -76,8 +74,7 @@ def bench(options: argparse.Namespace) -> None:
 
 
 def accuracy(options: argparse.Namespace) -> None:
-    from sage_kernels import accuracy
-    from sage_kernels.sla2 import accuracy as sla2_accuracy
+    from sage_kernels.measure import accuracy, sla2_accuracy
 
     require_gpu()
     if options.op == "sla2":
@@ -104,7 +101,7 @@ def accuracy(options: argparse.Namespace) -> None:
 
 
 def profile(options: argparse.Namespace) -> None:
-    from sage_kernels import profile
+    from sage_kernels.measure import profile
 
     require_gpu()
     rows = list(profile.rows())
@@ -120,7 +117,7 @@ def require_gpu() -> None:
 
 
 def compile_levels(options: argparse.Namespace) -> None:
-    from sage_kernels import compile
+    from sage_kernels.measure import compile
 
     every = [*compile.cases(), *compile.sla2_cases()]
     wanted = [case for case in every if not options.capability or case.capability in options.capability]
@@ -145,7 +142,7 @@ def compile_levels(options: argparse.Namespace) -> None:
 
 
 def instructions(options: argparse.Namespace) -> None:
-    from sage_kernels import instructions
+    from sage_kernels.measure import instructions
 
     rows = list(instructions.rows())
     print(markdown_table(rows[0], [row.values() for row in rows]))

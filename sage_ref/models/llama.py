@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_ref.ops import reference_attention, sagebwd_attention
-from sage_ref.sagebwd import SageBwdSettings
+from sage_ref.backend import reference_attention, sagebwd_attention
+from sage_ref.sagebwd.whole import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
 ATTENTIONS = ("exact", "sagebwd")

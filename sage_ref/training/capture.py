@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from sage_ref.models.llama import Llama
-from sage_ref.recorded import replaced
+from sage_ref.records import replaced
 
 TENSORS = ("query", "key", "value", "grad_output")
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_ref.recorded import replaced
+from sage_ref.records import replaced
 
 # Site packages are not the standard library, its tests are half of it and hold oddities on purpose, and the
 # sysconfig data names the machine that Python was built on.

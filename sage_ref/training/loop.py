@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from sage_ref.recorded import Row, remove_leftovers, replaced
+from sage_ref.records import Row, remove_leftovers, replaced
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from sage_ref.experiments.tables import table2_rows
 from sage_ref.models.llama import Llama, LlamaConfig
-from sage_ref.recorded import Row, replaced
-from sage_ref.tables import table2_rows
+from sage_ref.records import Row, replaced
 from sage_ref.training.capture import attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings

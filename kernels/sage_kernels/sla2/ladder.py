@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sage_kernels.forward import level0_flash_attention, level4_grouped
-from sage_kernels.launch import Launch, choose_launch
-from sage_kernels.quantize import padded_head_dim, quantize
-from sage_kernels.sla2 import level0_as_printed, level1_lists
-from sage_kernels.sla2.backward import BackwardInputs, run_key, run_linear_query, run_query
-from sage_kernels.sla2.forward import Forward, ForwardInputs, run_forward
+from sage_kernels.common.launch import Launch, choose_launch
+from sage_kernels.common.quantize import padded_head_dim, quantize
+from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
+from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
+from sage_kernels.sla2.forward import level0_as_printed, level1_lists
+from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
 from sage_kernels.sla2.lists import BlockLists, block_lists
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean
 from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key

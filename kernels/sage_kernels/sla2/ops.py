@@ -8,15 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from sage_kernels import ops
-from sage_kernels.quantize import padded_head_dim, padded_length
-from sage_kernels.sla2.backward import BackwardInputs
+from sage_kernels.common.quantize import padded_head_dim, padded_length
+from sage_kernels.sagebwd import ops
+from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.ladder import Router, prepare, run, run_backward
 from sage_kernels.sla2.lists import BlockLists
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from sage_ref.attention import softmax_scale
-from sage_ref.sla import BlockSettings
+from sage_ref.sla2.branches import BlockSettings
 
 LEVEL_16BIT, LEVEL_INT8 = 2, 3
 

@@ -61,7 +61,7 @@ def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, c
 
 
 def top_blocks(scores: Tensor, count: int) -> tuple[Tensor, BlockLists]:
-    """(mask bool [B, H, Tm, Tn], its lists): the `count` largest of each row; ties as in `sage_ref.sla.top_blocks`.
+    """(mask bool [B, H, Tm, Tn], its lists): the `count` largest of each row, ties as `sage_ref.sla2` breaks them.
 
     scores: float32 [B, H, Tm, Tn]; count <= Tn.
     """

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length, psi
+from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length, psi
+from sage_kernels.common.tiles import group_columns, load_tokens, softmax_features
 from sage_kernels.sla2.routing import BLOCK_KV
-from sage_kernels.tiles import group_columns, load_tokens, softmax_features
 
 
 @triton.jit

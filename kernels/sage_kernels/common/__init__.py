@@ -1,0 +1,1 @@
+"""What all kernels share: tile helpers, the quantiser, launch settings."""

@@ -1,0 +1,86 @@
+"""Launch settings: tile sizes, warps and pipeline stages of every kernel.
+
+Hopper's are measured: `python -m sage_kernels bench --tune` times CANDIDATES and writes launch_hopper.json, which is
+read here; nothing is tuned at import or at the first call. Other GPUs get DEFAULTS, which fit the shared memory of
+every GPU from sm_80 on.
+
+A candidate must keep the quantiser's promise that a scale is constant along a contraction: tiles of at most 128 keys
+where keys are contracted (forward, dq), of at most 128 queries where queries are (dk, dv). Since P and dS get a scale
+per row of one tile, these two numbers also decide the results; so they are 128 in every launch of an INT8 level.
+"""
+
+import json
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
+
+
+CANDIDATES = {
+    "forward": (Launch(64, 128, 4, 2), Launch(64, 128, 4, 3), Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
+    "dq_16bit": (Launch(64, 128, 4, 2), Launch(128, 64, 8, 3), Launch(128, 128, 8, 2)),
+    "dkdv_16bit": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 3), Launch(64, 128, 8, 2)),
+    "dq": (Launch(64, 128, 4, 2), Launch(64, 128, 4, 3), Launch(128, 128, 8, 2)),
+    "dkdv": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
+    "dk": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 2)),
+    "dv": (Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 128, 8, 3)),
+    # One scale per tile of P and dS: the tile is the block.
+    "dq_per_block": (Launch(128, 128, 8, 2),),
+    "dkdv_per_block": (Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),
+    # SLA2: block_q is the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number
+    # of columns.
+    "sla2_as_printed": (Launch(64, 64, 4, 1), Launch(128, 64, 8, 1)),
+    "sla2_forward_16bit": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 3), Launch(128, 64, 8, 2), Launch(128, 64, 8, 3)),
+    "sla2_forward": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, 168), Launch(64, 64, 4, 3, 168), Launch(128, 64, 8, 2)),
+    "sla2_mix": (Launch(64, 64, 4, 1), Launch(64, 64, 8, 1)),
+    "sla2_linear_query": (Launch(128, 64, 8, 1), Launch(128, 64, 16, 1), Launch(128, 32, 8, 1)),
+    "sla2_query": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 1), Launch(128, 64, 8, 2)),
+    "sla2_key": (Launch(64, 64, 4, 2), Launch(64, 64, 4, 3), Launch(32, 64, 4, 3)),
+}
+DEFAULTS = {
+    "forward": Launch(64, 128, 4, 1),
+    "dq_16bit": Launch(64, 64, 4, 1),
+    "dkdv_16bit": Launch(64, 64, 4, 1),
+    "dq": Launch(64, 128, 8, 1),
+    "dkdv": Launch(128, 64, 8, 1),
+    "dk": Launch(128, 64, 8, 1),
+    "dv": Launch(128, 64, 4, 1),
+    "dq_per_block": Launch(128, 128, 8, 1),
+    "dkdv_per_block": Launch(128, 128, 8, 1),
+    "sla2_as_printed": Launch(64, 64, 4, 1),
+    "sla2_forward_16bit": Launch(64, 64, 4, 1),
+    "sla2_forward": Launch(64, 64, 4, 1),
+    "sla2_mix": Launch(64, 64, 8, 1),
+    "sla2_linear_query": Launch(128, 32, 8, 1),
+    "sla2_query": Launch(64, 64, 4, 1),
+    "sla2_key": Launch(32, 64, 4, 1),
+}
+
+
+def choose_launch(kernel: str, level: int, padded_head_dim: int, is_causal: bool, device: torch.device) -> Launch:
+    """The launch of a kernel of `CANDIDATES`: measured if this GPU's family and this case were, else the default."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        return measured_launches().get((kernel, level, max(padded_head_dim, 64), is_causal), DEFAULTS[kernel])
+    return DEFAULTS[kernel]
+
+
+@cache
+def measured_launches() -> dict[tuple, Launch]:
+    """The rows of the launch tables: (kernel, level, padded head size, is_causal) -> Launch."""
+    records = [
+        resources.files("sage_kernels.common") / name for name in ("launch_hopper.json", "launch_hopper_sla2.json")
+    ]
+    rows = [row for record in records if record.is_file() for row in json.loads(record.read_text())["rows"]]
+    return {
+        (row["kernel"], row["level"], row["head_dim"], row["causal"]): Launch(*map(row.get, Launch._fields))
+        for row in rows
+    }

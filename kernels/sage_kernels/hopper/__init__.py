@@ -1,0 +1,1 @@
+"""What the kernels for Hopper, written in Gluon, share."""

@@ -1,0 +1,1 @@
+"""Programs that measure the kernels: time, accuracy, machine code, launch tables."""

@@ -1,0 +1,104 @@
+"""How far the kernels are from the reference that simulates them, and both from exact attention, on this GPU.
+
+Two tables: design's list of awkward shapes (kernel against simulation), and the paper's Table 1 computed with the
+kernels, beside the reference's and the paper's.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import sage_ref
+from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
+from sage_ref.backend import reference_attention
+from sage_ref.experiments.tables import PAPER_TABLE1, TENSORS, table1_inputs
+from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.tracing import exact_intermediates, relative_l2
+
+LENGTHS = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
+HEAD_DIMS = (32, 64, 96, 128)
+HEADS = ((4, 4), (8, 2), (4, 1))  # query heads, key heads
+# One key: P is 1 and dS is 0, exactly. Nothing to compare.
+SMALLEST_KEYS = 2
+
+
+def simulation_settings(is_causal: bool) -> SageBwdSettings:
+    """The reference's settings that simulate the registered operation: forward levels 4 and 5, backward 3 to 5.
+
+    Backward level 5 rounds more than they do: P and dS to float16, parts of dQ to integers.
+    """
+    return SageBwdSettings(is_causal=is_causal, block_q=BLOCK_Q, block_kv=BLOCK_KV, granularity="row")
+
+
+def outputs_and_gradients(attention, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """O, dQ, dK, dV of attention(query, key, value) given [query, key, value, grad_output]."""
+    *operands, grad_output = inputs
+    leaves = [x.detach().requires_grad_() for x in operands]
+    output = attention(*leaves)
+    return dict(zip(TENSORS, (output, *torch.autograd.grad(output, leaves, grad_output)), strict=True))
+
+
+def both(inputs: list[Tensor], is_causal: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(kernel's, simulation's) O, dQ, dK, dV."""
+    settings = simulation_settings(is_causal)
+    kernel = outputs_and_gradients(
+        lambda q, k, v: sage_ref.sagebwd_attention(q, k, v, is_causal=is_causal, enable_gqa=True, backend="triton"),
+        inputs,
+    )
+    return kernel, outputs_and_gradients(lambda q, k, v: reference_attention(q, k, v, settings), inputs)
+
+
+def shape_rows(device: str = "cuda") -> Iterator[dict]:
+    """Relative L2 of the kernel's O, dQ, dK, dV against the simulation's, over all shapes and both dtypes."""
+    for (n_q, n_k), head_dim, (heads, kv_heads), is_causal, dtype in itertools.product(
+        LENGTHS, HEAD_DIMS, HEADS, (False, True), (torch.float16, torch.bfloat16)
+    ):
+        sizes = [(2, heads, n_q), (2, kv_heads, n_k), (2, kv_heads, n_k), (2, heads, n_q)]
+        inputs = [torch.randn(*size, head_dim, device=device).to(dtype) for size in sizes]
+        kernel, simulation = both(inputs, is_causal)
+        tensors = TENSORS if n_k >= SMALLEST_KEYS else ("O", "dV")
+        yield {
+            "table": "shapes", "n_q": n_q, "n_k": n_k, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads,
+            "causal": is_causal, "dtype": str(dtype).removeprefix("torch."),
+            **{name: float(f"{relative_l2(kernel[name], simulation[name]):.3g}") for name in tensors},
+        }  # fmt: skip
+
+
+def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str = "cuda") -> Iterator[dict]:
+    """Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the simulation's."""
+    for sigma, printed in PAPER_TABLE1.items():
+        errors = {name: [0.0, 0.0] for name in TENSORS}
+        for seed in range(seeds):
+            inputs = table1_inputs(n, head_dim, sigma, seed, device)
+            exact = exact_intermediates(*inputs, simulation_settings(False))
+            for which, found in enumerate(both(inputs, False)):
+                for name in TENSORS:
+                    errors[name][which] += relative_l2(found[name], exact[name]) / seeds
+        for (name, (kernel, simulation)), (_, paper) in zip(errors.items(), printed, strict=True):
+            yield {
+                "table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim,
+                "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(simulation, 6), "paper_rel_l2": paper,
+            }  # fmt: skip
+
+
+def repeats_are_equal(times: int = 100, device: str = "cuda") -> bool:
+    """True if `times` runs give the same bits."""
+    inputs = [torch.randn(2, 4, 1000, 128, device=device, dtype=torch.bfloat16) for _ in range(4)]
+
+    def attention(q, k, v):
+        return sage_ref.sagebwd_attention(q, k, v, is_causal=True, backend="triton")
+
+    first = outputs_and_gradients(attention, inputs)
+    runs = (outputs_and_gradients(attention, inputs) for _ in range(times))
+    return all(torch.equal(run[name], first[name]) for run in runs for name in TENSORS)
+
+
+def largest(rows: list[dict]) -> dict[str, float]:
+    """The largest error of each tensor over the rows of `shape_rows`."""
+    found = {name: max(row.get(name, 0.0) for row in rows) for name in TENSORS}
+    if any(math.isnan(value) for value in found.values()):
+        raise RuntimeError("accuracy: expected finite errors, got NaN")
+    return found

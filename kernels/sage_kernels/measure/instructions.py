@@ -1,0 +1,86 @@
+"""What the loop of every level executes, read from its machine code for Hopper; no GPU is needed for that.
+
+Counted is the loop without a mask, where nearly all time goes. A warp executes an instruction for 32 threads, and each
+thread holds block_q * block_kv / (32 num_warps) of a tile's scores; so instructions / scores per thread is what one
+score costs in issue slots, of which a multiprocessor has 128 per clock. In dqdkdv a third warpgroup runs a loop of
+its own, in which each thread holds twice as many scores: half of its instructions are counted too. An
+instruction on a pair of float16 numbers counts once.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from sage_kernels.measure.compile import Case, cases, compiled_kernel, launch_of, machine_code
+
+# The first kind whose pattern matches the start of an instruction's name is its kind.
+KINDS = {
+    "matmul": "HGMMA|IGMMA",
+    "exp2": "MUFU.EX2",
+    "conversion": "F2I|I2F|F2F|FRND|HADD2.F32",
+    "maximum": "FMNMX|VIMNMX|HMNMX2",
+    "arithmetic": "FADD|FMUL|FFMA|HMUL2|HFMA2(?!.MMA)",
+    "move": "MOV|IMAD.MOV|PRMT|SEL|SHFL|LOP3",
+    "spill": "LDL|STL",
+    "rest": "",
+}
+
+
+def rows() -> Iterator[dict]:
+    """One row per kernel and kind of instruction, head sizes 64 and 128, not causal."""
+    for case in cases(capabilities=(90,)):
+        case = case._replace(is_causal=False)
+        yield from case_rows(case)
+
+
+def case_rows(case: Case) -> Iterator[dict]:
+    launch = launch_of(case)
+    settings = {name: value for name, value in launch._asdict().items() if value is not None}
+    scores = launch.block_q * launch.block_kv // (32 * launch.num_warps)
+    code = machine_code(compiled_kernel(case))
+    counts = Counter(map(kind_of, hot_loop(code, scores)))
+    for instruction in adding_loop(code) if case.kernel == "dqdkdv" else ():
+        counts[kind_of(instruction)] += 0.5
+    for kind in KINDS:
+        yield {
+            "kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, **settings, "kind": kind,
+            "instructions": counts[kind], "per_score": round(counts[kind] / scores, 4),
+        }  # fmt: skip
+
+
+def hot_loop(code: str, scores: int) -> list[str]:
+    """The instructions of the loop over tiles: of a label and a branch back to it, the shortest with a tile's exp2.
+
+    scores: a tile's per thread; every one costs an exponential, and a row a few more. Without that a spin on a barrier
+    could be taken for the loop, or the masked tile after it.
+    """
+    found = [loop for loop in loops(code) if scores <= sum(kind_of(x) == "exp2" for x in loop) < 1.25 * scores]
+    if not found:
+        raise ValueError(f"code: expected a loop with {scores} exponentials, found none")
+    return min(found, key=len)
+
+
+def adding_loop(code: str) -> list[str]:
+    """The shortest loop in which the copy engine adds to memory: that of the warpgroup of dQ."""
+    found = [loop for loop in loops(code) if any(x.startswith("UTMAREDG") for x in loop)]
+    if not found:
+        raise ValueError("code: expected a loop that adds to memory, found none")
+    return min(found, key=len)
+
+
+def loops(code: str) -> list[list[str]]:
+    """The instructions from every label to every branch back to it."""
+    instructions, labels, found = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([^;]+?)\s*;", line):
+            instructions.append(instruction[1])
+            target = re.match(r"BRA.*?(\.L_x_\d+)", instruction[1])
+            if target and target[1] in labels:
+                found.append(instructions[labels[target[1]] :])
+    return found
+
+
+def kind_of(instruction: str) -> str:
+    return next(kind for kind, pattern in KINDS.items() if re.match(pattern, instruction))

@@ -1,0 +1,158 @@
+"""What limits the Hopper kernels: busy units and stalls of one launch (Nsight Compute), clock and power under load.
+
+A launch that is profiled alone finds the card cool. Trained with, the same kernel follows the one before it without a
+pause, and the card lowers its clock where it reaches its power limit. So every kernel also runs in a loop of SECONDS
+while nvidia-smi is asked what clock and power it sees.
+"""
+
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
+from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
+from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
+from sage_ref.records import Row
+
+BATCH, WIDTH, LENGTH = 4, 2048, 8192
+HEAD_DIMS = (128, 64)
+LEVEL = {"forward": 5, "backward": 5}
+SECONDS = 1.5
+# Column of the record -> line of the report of Nsight Compute. Per cent of what the unit could do; cycles per issued
+# instruction that a warp waits; milliseconds and GHz.
+METRICS = {
+    "tensor": "SM: Pipe Tensor Cycles Active",
+    "issue": "SM: Issue Active",
+    "exp2": "SM: Inst Executed Pipe Xu",
+    "alu": "SM: Pipe Alu Cycles Active",
+    "fma": "SM: Pipe Fma Cycles Active",
+    "l2": "L2 Cache Throughput",
+    "stall_barrier": "Stall Barrier",
+    "stall_wait": "Stall Wait",
+    "stall_not_selected": "Stall Not Selected",
+    "stall_long_scoreboard": "Stall Long Scoreboard",
+    "profiled_ms": "Duration",
+    "profiled_ghz": "SM Frequency",
+}
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats")
+LAUNCH = re.compile(r"^  \S+ \(\d+, \d+, \d+\)x\(\d+, \d+, \d+\)", re.MULTILINE)
+POWER_CAP = 0x4  # nvidia-smi's bit for a clock lowered by the power limit
+
+
+def calls(head_dim: int) -> dict[str, Callable[[], object]]:
+    """Name -> one launch of each Hopper kernel, not causal, and the peers' passes beside them."""
+    shape, scale = (BATCH, WIDTH // head_dim, LENGTH, head_dim), head_dim**-0.5
+    query, key, value, grad_output = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    forward = prepare_forward(query, key, value, LEVEL["forward"], scale=scale, smooth_k=True)
+    output, log_sum_exp = run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale)
+    hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat}
+    backward = prepare_backward(grad_output, query, key, value, output, log_sum_exp, LEVEL["backward"], **hats)
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        peer = F.scaled_dot_product_attention(*leaves)
+
+    def peer_forward():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(query, key, value)
+
+    return {
+        "forward": lambda: run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale),
+        **{
+            name: lambda name=name: level4_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
+            for name in level4_hopper.kernels(head_dim)
+        },
+        **{
+            name: lambda: level5_hopper.run(backward, is_causal=False, scale=scale)
+            for name in level5_hopper.kernels(head_dim)
+        },
+        "cuDNN forward": peer_forward,
+        "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),
+    }
+
+
+def launch_once(head_dim: int) -> None:
+    """What runs under Nsight Compute: every kernel once, after a first launch that is not looked at."""
+    ours = [run for name, run in calls(head_dim).items() if "cuDNN" not in name]
+    for run in ours:
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    for run in ours:
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def report(head_dim: int) -> str:
+    """Nsight Compute's text on `launch_once`, clocks left alone. RuntimeError with its last words if it fails."""
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", "regex:_program$"]
+    command += [word for section in SECTIONS for word in ("--section", section)] + ["--print-details", "all"]
+    code = f"from sage_kernels.measure.profile import launch_once; launch_once({head_dim})"
+    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ncu ended with exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+    return done.stdout
+
+
+def parsed(text: str) -> list[dict[str, float]]:
+    """METRICS of every launch in a report, in the order of the launches.
+
+    ValueError if a launch lacks one, or if a time is not in milliseconds.
+    """
+    starts = [match.start() for match in LAUNCH.finditer(text)]
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        values = {}
+        for name, label in METRICS.items():
+            line = re.search(rf"^ +{re.escape(label)} +(\S+) +([\d.,]+)\s*$", text[start:end], re.MULTILINE)
+            if line is None or (name == "profiled_ms" and line[1] != "ms"):
+                raise ValueError(f"text: expected a line {label!r} of every launch, got {line and line[0]!r}")
+            values[name] = float(line[2].replace(",", ""))
+        found.append(values)
+    return found
+
+
+def sustained(run: Callable[[], object]) -> dict[str, float | bool]:
+    """Milliseconds of a call, clock (GHz) and power (watts) while it is repeated; median of nvidia-smi's samples.
+
+    The first third of the samples is left out: clock and power take their time.
+    """
+    query = "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
+    device = str(torch.cuda.get_device_properties().uuid)
+    command = ["nvidia-smi", "-i", f"GPU-{device}", query, "--format=csv,noheader,nounits", "-lms", "50"]
+    run()  # compiles, or chooses an algorithm
+    torch.cuda.synchronize()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+        count, start = 0, time.monotonic()
+        while (seconds := time.monotonic() - start) < SECONDS:
+            for _ in range(10):
+                run()
+            torch.cuda.synchronize()
+            count += 10
+        watch.terminate()
+        samples = [line.split(", ") for line in watch.stdout.read().splitlines()[:-1]]
+    samples = samples[math.ceil(len(samples) / 3) :]
+    capped = statistics.median(bool(int(reasons, 16) & POWER_CAP) for _, _, reasons in samples)
+    return {
+        "sustained_ms": round(1e3 * seconds / count, 4),
+        "sustained_ghz": statistics.median(float(clock) for clock, _, _ in samples) / 1e3,
+        "sustained_watts": statistics.median(float(watts) for _, watts, _ in samples),
+        "power_capped": bool(capped),
+    }
+
+
+def rows() -> Iterator[Row]:
+    """One per kernel and head size; the peers' have no profile."""
+    for head_dim in HEAD_DIMS:
+        profiles = parsed(report(head_dim))
+        for i, (name, run) in enumerate(calls(head_dim).items()):
+            profile = dict.fromkeys(METRICS) if "cuDNN" in name else profiles[i]
+            yield {"kernel": name, "head_dim": head_dim, "n": LENGTH} | profile | sustained(run)

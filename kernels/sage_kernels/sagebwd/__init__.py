@@ -1,0 +1,1 @@
+"""SageBwd: the two ladders of kernels, and the registered operation."""

@@ -1,0 +1,1 @@
+"""Level 4, Hopper: split backward by warps with different jobs."""

@@ -1,0 +1,1 @@
+"""Level 5, Hopper: one pass over the tiles."""

@@ -1,0 +1,35 @@
+"""Level 4: P never crosses threads.
+
+Idea: after S = Q K^T a thread holds columns 2t, 2t+1, 2t+8, 2t+9 of each group of 16 keys; for P V the tensor core
+wants 4t ... 4t+3 from it. Level 3 pays for the difference with shuffles between threads. But a sum over keys may run
+in any order: with V^T stored in the order in which P lies (`group_columns`), nothing has to move.
+"""
+
+import triton
+import triton.language as tl
+
+from sage_kernels.common.tiles import ROUNDER, group_columns, is_visible, load_padded, low_byte, offset_dot
+from sage_kernels.sagebwd.forward.level3_folded import folded_softmax
+
+
+@triton.jit
+def key_tile(
+    q_hat_i, s_q, m, l, o_i, j, query, n_k, k_ptr, k_stride_n, k_scale_ptr, vt_ptr, vt_stride_d, v_scale_ptr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_KV: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    k_hat_j = load_padded(k_ptr, key, k_stride_n, DP)
+    s_k = tl.load(k_scale_ptr + j * BLOCK_KV // SCALE_KV)
+    # [Bq, Bkv], ROUNDER too large
+    s_ij = offset_dot(q_hat_i, tl.trans(k_hat_j), BLOCK_Q, BLOCK_KV)
+    if IS_MASKED:
+        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, IS_CAUSAL), s_ij, -float("inf"))
+    p_ij, s_p, m_new, l, rescale = folded_softmax(s_ij, s_q * s_k, m, l, IS_MASKED)
+    vt_hat_j = load_padded(vt_ptr + j * BLOCK_KV, tl.arange(0, DP), vt_stride_d, BLOCK_KV)
+    s_pv = s_p * tl.load(v_scale_ptr + j * BLOCK_KV // SCALE_KV)
+    p_hat_ij = group_columns(low_byte(p_ij), BLOCK_Q, BLOCK_KV)
+    pv_ij = offset_dot(p_hat_ij, tl.trans(vt_hat_j), BLOCK_Q, DP)
+    # ROUNDER leaves through the accumulator's own multiply-add.
+    o_i = (o_i * rescale[:, None] - (s_pv * ROUNDER)[:, None]) + pv_ij * s_pv[:, None]
+    return m_new, l, o_i

@@ -1,0 +1,183 @@
+"""The two ladders by level: prepare a level's inputs, then run its kernels.
+
+Every level takes the same 16-bit tensors and gives the same results up to quantisation, so a notebook, a test or the
+benchmark walks from FlashAttention to the fastest INT8 kernel by changing one number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_kernels.common.launch import Launch, choose_launch
+from sage_kernels.common.quantize import (
+    BLOCK_KV,
+    BLOCK_Q,
+    Quantized,
+    last_axis_contiguous,
+    padded_head_dim,
+    padded_length,
+    quantize,
+    transpose,
+)
+from sage_kernels.hopper import toolbox as hopper
+from sage_kernels.sagebwd.backward import level0_16bit, level1_int8
+from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
+from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
+from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
+from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq
+from sage_kernels.sagebwd.forward import (
+    level0_flash_attention,
+    level1_int8_scores,
+    level2_int8,
+    level3_folded,
+    level4_grouped,
+)
+from sage_kernels.sagebwd.forward import level5_hopper as forward_level5_hopper
+from sage_kernels.sagebwd.forward.program import ForwardInputs, run
+
+LOG2_E = math.log2(math.e)
+
+
+class ForwardLevel(NamedTuple):
+    name: str
+    key_tile: object  # the loop's body; None for a level that is a program of its own
+    int8: str  # which of Q, K, V are read in INT8
+    grouped: bool = False  # V^T in the order of tiles.group_columns
+    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=...) -> O, L
+
+
+class BackwardLevel(NamedTuple):
+    name: str
+    query_rows: object
+    key_rows: object
+    int8: bool = True
+    per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
+    grouped: bool = False  # the transposed copies in the order of tiles.group_columns
+    split_from: int = 256  # padded head size from which dK and dV take a program each
+    hopper: ModuleType | None = None  # a level that is Hopper's alone: its run(inputs, is_causal=..., scale=...)
+
+    def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
+        """The programs it takes, by their names in `launch.CANDIDATES`; the name's start says what they compute."""
+        if self.hopper is not None:
+            return self.hopper.kernels(padded_head_dim)
+        parts = ("dq", "dkdv") if padded_head_dim < self.split_from else ("dq", "dk", "dv")
+        suffix = "" if self.int8 else "_16bit"
+        return tuple(part + ("_per_block" if self.per_block else suffix) for part in parts)
+
+
+FORWARD_LEVELS = (
+    ForwardLevel("FlashAttention, 16 bit", level0_flash_attention.key_tile, ""),
+    ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, "QK"),
+    ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, "QKV"),
+    ForwardLevel("no conversions", level3_folded.key_tile, "QKV"),
+    ForwardLevel("no shuffles", level4_grouped.key_tile, "QKV", grouped=True),
+    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=forward_level5_hopper.run),
+)
+BACKWARD_LEVELS = (
+    BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
+    BackwardLevel("INT8, scales per row", level1_int8.query_rows, level1_int8.key_rows),
+    BackwardLevel("INT8, scales per block", level1_int8.query_rows, level1_int8.key_rows, per_block=True),
+    BackwardLevel(
+        "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
+        grouped=True, split_from=128,
+    ),
+    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4_hopper),
+    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5_hopper),
+)  # fmt: skip
+
+
+def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim: int) -> str | None:
+    """Why a level can't run there, or None if it can."""
+    return None if level.hopper is None else hopper.obstacle(device, head_dim)
+
+
+def best_level(levels: Sequence[ForwardLevel | BackwardLevel], device: torch.device, head_dim: int) -> int:
+    """The last level of a ladder that can run there."""
+    return max(i for i, level in enumerate(levels) if obstacle(level, device, head_dim) is None)
+
+
+def prepare_forward(
+    query: Tensor, key: Tensor, value: Tensor, level: int, *, scale: float, smooth_k: bool
+) -> ForwardInputs:
+    """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D]."""
+    int8 = FORWARD_LEVELS[level].int8
+    query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
+    q_hat = k_hat = v_hat = None
+    if "Q" in int8:
+        # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
+        q_hat, _ = quantize(query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E)
+        k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
+        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+    if "V" in int8:
+        v_hat, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
+    return ForwardInputs(query, key, value, q_hat, k_hat, v_hat)
+
+
+def run_forward(
+    inputs: ForwardInputs, level: int, *, is_causal: bool, scale: float, launch: Launch | None = None
+) -> tuple[Tensor, Tensor]:
+    """(O, L) of forward level `level`; see `forward.program.run`. A level of Hopper's has one launch only, its own."""
+    chosen, device, head_dim = FORWARD_LEVELS[level], inputs.query.device, inputs.query.shape[3]
+    if (why := obstacle(chosen, device, head_dim)) is not None:
+        raise ValueError(f"level: expected one that can run here, got forward level {level}: {why}")
+    if chosen.hopper is not None:
+        if launch is not None:
+            raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
+        return chosen.hopper(inputs, is_causal=is_causal)
+    launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
+    return run(inputs, chosen.key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
+
+
+def prepare_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    level: int,
+    *,
+    q_hat: Quantized | None = None,
+    k_hat: Quantized | None = None,
+) -> BackwardInputs:
+    """What backward level `level` reads: delta, dO and its copies, and the transposes of the forward's Q^ and K^.
+
+    An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes.
+    """
+    grad_output, query, key, value = (last_axis_contiguous(x) for x in (grad_output, query, key, value))
+    if not BACKWARD_LEVELS[level].int8:
+        delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
+        delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
+        return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None)
+    grouped = BACKWARD_LEVELS[level].grouped
+    do_hat, delta = quantize(grad_output, BLOCK_Q, row_sum_with=output, values=False, transposed=True, grouped=grouped)
+    q_hat, k_hat = (x._replace(transposed=transpose(x.values, grouped)) for x in (q_hat, k_hat))
+    # A GPU's maximum passes over NaN, and INT8 has none: a query whose L or delta is NaN spoils its block's scales.
+    sum_l, sum_delta = (x.unflatten(-1, (-1, BLOCK_Q)).sum(-1) for x in (log_sum_exp, delta))
+    q_hat = q_hat._replace(scale=torch.add(q_hat.scale, sum_l + sum_delta, alpha=0))
+    do_hat = do_hat._replace(scale=torch.add(do_hat.scale, sum_l, alpha=0))
+    return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat)
+
+
+def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) of backward level `level`. Deterministic: what is added in no fixed order are integers."""
+    chosen, device, head_dim = BACKWARD_LEVELS[level], inputs.query.device, padded_head_dim(inputs.query.shape[3])
+    if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
+        raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
+    if chosen.hopper is not None:
+        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
+    options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
+    gradients = {}
+    for kernel in chosen.kernels(head_dim):
+        launch = choose_launch(kernel, level, head_dim, is_causal, device)
+        outputs = kernel.partition("_")[0]
+        if outputs == "dq":
+            gradients["dq"] = run_dq(inputs, chosen.query_rows, launch, **options)
+            continue
+        dk, dv = run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options)
+        gradients |= {name: x for name, x in (("dk", dk), ("dv", dv)) if name in outputs}
+    return gradients["dq"], gradients["dk"], gradients["dv"]

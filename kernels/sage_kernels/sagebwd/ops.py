@@ -1,0 +1,136 @@
+"""SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
+
+Level 5 of both ladders on Hopper if the head size allows it, else forward level 4 and backward level 3, which read the
+same inputs.
+All are deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one
+float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
+While it runs, backward level 5 takes 4 D bytes per query token and head for its sums.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim, padded_length
+from sage_kernels.sagebwd.ladder import (
+    BACKWARD_LEVELS,
+    FORWARD_LEVELS,
+    best_level,
+    prepare_backward,
+    prepare_forward,
+    run_backward,
+    run_forward,
+)
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
+MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
+# Triton runs kernels on the CPU, one operation at a time. Like Triton, we look once.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_too_old(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def obstacle(query: Tensor, smooth_q: bool) -> str | None:
+    """Why these kernels can't take this call, or None if they can."""
+    dtypes = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
+        return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
+    if not torch.compiler.is_compiling() and is_too_old(query.device):
+        return "the kernels need a GPU of compute capability 8.0 or later"
+    if query.dtype not in dtypes:
+        return f"the kernels need dtype {' or '.join(map(str, dtypes))}, and query has {query.dtype}"
+    if query.shape[0] * query.shape[1] > MAX_HEADS:
+        return f"the kernels need at most {MAX_HEADS} heads in a batch, and query has {query.shape[:2].numel()}"
+    if not MIN_HEAD_DIM <= query.shape[3] <= MAX_HEAD_DIM:
+        return f"the kernels need a head size from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, and query has {query.shape[3]}"
+    if smooth_q:
+        return "the kernels don't smooth Q"
+    return None
+
+
+def forward_level(device: torch.device, head_dim: int) -> int:
+    """The forward level that runs there."""
+    return best_level(FORWARD_LEVELS, device, head_dim)
+
+
+def backward_level(device: torch.device, head_dim: int) -> int:
+    """The backward level that runs there."""
+    return best_level(BACKWARD_LEVELS, device, head_dim)
+
+
+@torch.library.custom_op("sage_kernels::forward", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale."""
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        level = forward_level(query.device, query.shape[3])
+        inputs = prepare_forward(query, key, value, level, scale=scale, smooth_k=smooth_k)
+        output, log_sum_exp = run_forward(inputs, level, is_causal=is_causal, scale=scale)
+    return output, log_sum_exp, inputs.q_hat.values, inputs.q_hat.scale, inputs.k_hat.values, inputs.k_hat.scale
+
+
+@forward.register_fake
+def _(query, key, value, is_causal, scale, smooth_k):
+    def hat(x, block):
+        padded = padded_length(x.shape[2])
+        values = x.new_empty(*x.shape[:2], padded, padded_head_dim(x.shape[3]), dtype=torch.int8)
+        return values, x.new_empty(*x.shape[:2], padded // block, dtype=torch.float32)
+
+    log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
+    return query.new_empty(query.shape), log_sum_exp, *hat(query, BLOCK_Q), *hat(key, BLOCK_KV)
+
+
+@torch.library.custom_op("sage_kernels::backward", mutates_args=())
+def backward(
+    grad_output: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    q_values: Tensor,
+    q_scale: Tensor,
+    k_values: Tensor,
+    k_scale: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV."""
+    # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
+    hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
+    with torch.cuda.device_of(value):
+        level = backward_level(value.device, value.shape[3])
+        inputs = prepare_backward(grad_output, grad_output, value, value, output, log_sum_exp, level, **hats)
+        return run_backward(inputs, level, is_causal=is_causal, scale=scale)
+
+
+@backward.register_fake
+def _(grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, is_causal, scale):
+    return grad_output.new_empty(grad_output.shape), value.new_empty(value.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    _, _, value, ctx.is_causal, ctx.scale, _ = inputs
+    result, *for_backward = output
+    ctx.save_for_backward(value, result, *for_backward)
+    # Or every backward pass would fill tensors of zeros, as large as L, Q^ and K^, that nobody reads.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_output, *_):
+    if grad_output is None:  # what follows O is a constant
+        return (None,) * 6
+    gradients = backward(grad_output, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+    return *gradients, None, None, None
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def sagebwd_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, smooth_k: bool
+) -> Tensor:
+    """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
+    return forward(query, key, value, is_causal, scale, smooth_k)[0]

@@ -1,0 +1,1 @@
+"""SLA2 forward: level by level."""

@@ -1,0 +1,86 @@
+"""Level 0: Algorithm 2 as it is printed.
+
+Every query block walks over all key blocks. A selected one goes through softmax attention; of every other one h_j and
+z_j are added to H_i and Z_i. At 97% sparsity that reads nearly all h_j for every query block: the D x D matrices of
+unselected blocks, not the attention, are what this level spends its time on.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels.common.launch import Launch
+from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim
+from sage_kernels.common.tiles import NO_KEY, load_tokens, softmax_features
+from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
+from sage_kernels.sla2.forward.program import inverse_or_zero
+from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def as_printed_program(
+    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
+    v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr, o_ptr, heads, groups, n_q, n_k, scale,
+    D: tl.constexpr, DP: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, h = head // heads, head % heads
+    key_blocks, d = tl.cdiv(n_k, BLOCK_KV), tl.arange(0, DP)
+    query = tile * TILE_Q + tl.arange(0, TILE_Q)
+    block = head * tl.cdiv(n_q, BLOCK_Q) + tile * TILE_Q // BLOCK_Q
+    # [Bq, D]
+    q_i = load_tokens(q_ptr + batch * q_stride_b + h * q_stride_h, query, q_stride_n, n_q, D, DP, True)
+    s_q = tl.zeros([TILE_Q], tl.float32) + scale
+    k_ptr += batch * k_stride_b + (h // groups) * k_stride_h
+    v_ptr += batch * v_stride_b + (h // groups) * v_stride_h
+    key_sums_ptr += (head // groups) * key_blocks * DP * (DP + 1)
+    m = tl.full([TILE_Q], NO_KEY, tl.float32)
+    l = tl.zeros([TILE_Q], tl.float32)
+    o_i = tl.zeros([TILE_Q, DP], tl.float32)
+    h_i = tl.zeros([DP, DP], tl.float32)
+    z_i = tl.zeros([DP], tl.float32)
+    for j in range(key_blocks):
+        if tl.load(mask_ptr + block * key_blocks + j):
+            m, l, o_i = key_tile(
+                q_i, s_q, m, l, o_i, j, query, n_k, k_ptr, k_stride_n, k_ptr, v_ptr, v_stride_n, v_ptr,
+                D, DP, TILE_Q, BLOCK_KV, BLOCK_KV, False, True,
+            )  # fmt: skip
+        else:
+            row_ptr = key_sums_ptr + j * DP * (DP + 1)
+            h_i += tl.load(row_ptr + d[:, None] * DP + d[None, :]).to(tl.float32)
+            z_i += tl.load(row_ptr + DP * DP + d).to(tl.float32)
+    dtype = key_sums_ptr.dtype.element_ty
+    q_phi_i = softmax_features(q_i.to(tl.float32), D, DP).to(dtype)
+    inverse = inverse_or_zero(tl.sum(q_phi_i.to(tl.float32) * z_i[None, :], 1))
+    o_l = tl.dot(q_phi_i, h_i.to(dtype)) * inverse[:, None]
+    alpha_i = tl.load(alpha_ptr + block)
+    o_i = alpha_i * o_i * inverse_or_zero(l)[:, None] + (1.0 - alpha_i) * o_l
+    inside = (query[:, None] < n_q) & (d[None, :] < D)
+    tl.store(o_ptr + head * n_q * D + query[:, None] * D + d[None, :], o_i.to(o_ptr.dtype.element_ty), mask=inside)
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Tensor,
+    alpha: Tensor,
+    key_sums: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+) -> Tensor:
+    """O [B, H, Nq, D]. key_sums: h_j and z_j, [B, Hkv, Tn, Dp (Dp + 1)]."""
+    query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
+    batch, heads, n_q, head_dim = query.shape
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    as_printed_program[(triton.cdiv(n_q, launch.block_q), batch * heads)](
+        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], block_mask, alpha, key_sums,
+        output, heads, heads // key.shape[1], n_q, key.shape[2], scale * math.log2(math.e), D=head_dim,
+        DP=padded_head_dim(head_dim), TILE_Q=launch.block_q, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return output

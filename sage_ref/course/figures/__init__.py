@@ -1,0 +1,71 @@
+"""Figures the notebooks and the README share. A function that makes a Figure returns it; others draw on given axes."""
+
+# ruff: noqa: F401 (what notebooks import from here)
+from sage_ref.course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
+from sage_ref.course.figures.hopper import (
+    MULTIPROCESSORS,
+    UNIT_COLORS,
+    busy,
+    busy_figure,
+    draw_activity,
+    draw_units,
+    level_clocks,
+    power_figure,
+    unit_clocks,
+)
+from sage_ref.course.figures.kernels import (
+    KIND_COLORS,
+    LEVEL_NAMES,
+    PEAK,
+    TERA_SLOTS,
+    draw_instructions,
+    ladder_figure,
+    overview_figure,
+    roofline_figure,
+)
+from sage_ref.course.figures.layers import layer_errors_figure, layer_training_figure
+from sage_ref.course.figures.noise import (
+    PAPER_SIZES,
+    VARIANT_STYLES,
+    balance_figure,
+    draw_balance,
+    noise_figure,
+    tokens_at_bias_figure,
+)
+from sage_ref.course.figures.pretraining import MAIN_KINDS, final_losses_figure, gap_figure, pretrain_curves_figure
+from sage_ref.course.figures.sla2_kernels import (
+    DENSE_PEERS,
+    SLA2_LEVEL_NAMES,
+    dense_time,
+    flex_time,
+    sla2_ladder_figure,
+    sla2_parts,
+    sla2_parts_figure,
+    sla2_sparsity_figure,
+    sla2_time,
+)
+from sage_ref.course.figures.sparse import (
+    draw_block_mass,
+    draw_singular_values,
+    list_lengths_figure,
+    quantization_aware_figure,
+    router_figure,
+    soft_mask_figure,
+    sparsity_figure,
+)
+from sage_ref.course.figures.style import (
+    BLACK,
+    BLUE,
+    COLORS,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    TENSOR_COLORS,
+    YELLOW,
+    panels,
+    show_letters,
+    show_matrix,
+)
+from sage_ref.course.figures.table1 import table1_choices_figure, table1_figure

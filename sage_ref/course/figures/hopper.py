@@ -1,0 +1,181 @@
+"""What each unit of a multiprocessor has to do for a score, how busy a profiler found it, and who works when."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
+from sage_ref.records import Record, Row
+
+MULTIPROCESSORS = 132
+# Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units. The
+# L2 cache is shared by all; its 5120 bytes are what NVIDIA names for the generation before.
+INT8_RATE, SIXTEEN_BIT_RATE = 4096, 2048
+EXP2_RATE, ALU_RATE, ISSUE_RATE = 16, 64, 128
+L2_RATE = 5120 / MULTIPROCESSORS
+ALU_KINDS = ("conversion", "maximum", "move")
+UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2": PURPLE}
+UNIT_NAMES = {
+    "tensor": "tensor cores", "exp2": "exp2 unit", "alu": "conversions, maxima, moves", "issue": "issue slots",
+    "l2": "L2 cache",
+}  # fmt: skip
+
+
+class Work(NamedTuple):
+    """What a program does for a score, in units of D."""
+
+    int8: int  # multiply-adds in INT8
+    sixteen_bit: int  # and in 16 bit
+    streamed: int  # bytes read, or added to, per token of the other side, of which a program's rows share one stream
+
+
+FORWARD_WORK = {0: Work(0, 2, 4), 1: Work(1, 1, 3)}  # S and O = P V; later levels have both in INT8
+BACKWARD_WORK = {
+    "dq_16bit": Work(0, 3, 4), "dkdv_16bit": Work(0, 4, 4),
+    "dq": Work(2, 1, 4), "dk": Work(2, 1, 4), "dv": Work(2, 0, 2), "dkdv": Work(3, 1, 5),
+    "dqdkdv": Work(4, 1, 13), "dqdkdv_wide": Work(4, 1, 13),  # 8 of them for an addition to dQ: a read and a write
+}  # fmt: skip
+
+
+def work_of(kernel: str, level: int) -> Work:
+    if kernel == "forward":
+        return FORWARD_WORK.get(level, Work(2, 0, 2))
+    return BACKWARD_WORK[kernel.removesuffix("_per_block")]
+
+
+def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
+    """Clocks of a multiprocessor that each unit needs for one score of a program, if nothing holds it up.
+
+    rows: one program's rows of `python -m sage_kernels instructions`. "turns" is the time if no two units ever worked
+    at once: tensor cores, exp2, ALU, then all other instructions.
+    """
+    kernel, level, head_dim = (rows[0][name] for name in ("kernel", "level", "head_dim"))
+    count = {row["kind"]: row["per_score"] for row in rows}
+    work, instructions = work_of(kernel, level), sum(count.values())
+    alu = sum(count[kind] for kind in ALU_KINDS)
+    streams_keys = kernel == "forward" or kernel.split("_")[0] == "dq"
+    own_rows = rows[0]["block_q" if streams_keys else "block_kv"]
+    clocks = {
+        "tensor": head_dim * (work.int8 / INT8_RATE + work.sixteen_bit / SIXTEEN_BIT_RATE),
+        "exp2": count["exp2"] / EXP2_RATE,
+        "alu": alu / ALU_RATE,
+        "issue": instructions / ISSUE_RATE,
+        "l2": head_dim * work.streamed / own_rows / L2_RATE,
+    }
+    others = (instructions - count["exp2"] - alu) / ISSUE_RATE
+    return clocks | {"turns": clocks["tensor"] + clocks["exp2"] + clocks["alu"] + others}
+
+
+def programs(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, list[Row]]:
+    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones."""
+    found = {}
+    for row in instructions.select(level=level, head_dim=head_dim):
+        if (row["kernel"] == "forward") == (direction == "fwd"):
+            found.setdefault(row["kernel"], []).append(row)
+    if {"dk", "dv", "dkdv"} <= set(found):
+        del found["dkdv"]
+    return found
+
+
+def level_clocks(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, float]:
+    """`unit_clocks` of a level's programs, one after the other: summed."""
+    clocks = [unit_clocks(rows) for rows in programs(instructions, level, head_dim, direction).values()]
+    return {unit: sum(each[unit] for each in clocks) for unit in clocks[0]} if clocks else {}
+
+
+def draw_units(axes: Axes, levels: Mapping[object, Mapping[str, float]], measured: Mapping, *, title: str) -> None:
+    """A group of bars per level: clocks per score that each unit needs. Lines: all by turns, and what was measured."""
+    for x, (level, clocks) in enumerate(levels.items()):
+        for i, (unit, color) in enumerate(UNIT_COLORS.items()):
+            label = UNIT_NAMES[unit] if x == 0 else None
+            axes.bar(x - 0.3 + 0.15 * i, clocks[unit], width=0.15, color=color, label=label)
+        ends = x - 0.4, x + 0.4
+        axes.plot(ends, [clocks["turns"]] * 2, ":", color=BLACK, label=None if x else "if no two worked at once")
+        axes.plot(ends, [measured[level]] * 2, color=RED, linewidth=2.5, label=None if x else "measured")
+    axes.set_xticks(range(len(levels)), [str(level) for level in levels])
+    axes.set_title(title, fontsize=10)
+    axes.set_ylim(0, None)
+
+
+def busy(rows: Sequence[Row], ms: float, ghz: float, scores: float) -> dict[str, float]:
+    """Per cent of a program's time that each unit must have been busy, from its instructions: `unit_clocks` / time."""
+    available = ms * 1e6 * ghz * MULTIPROCESSORS / scores
+    return {unit: 100 * clocks / available for unit, clocks in unit_clocks(rows).items() if unit in UNIT_COLORS}
+
+
+def busy_figure(
+    profile: Record, instructions: Record, kernels: Mapping[str, int], *, scores: Mapping[int, float], title: str
+) -> Figure:
+    """How busy each unit was according to the profiler (bars) and by counting (diamonds), for head sizes 128 and 64.
+
+    kernels: level of each program shown; those that a record lacks are left out. scores: how many of them the profiled
+    shape has, by head size.
+    """
+    figure, axes = panels(2, width=5.2, height=3.6, sharey=True, title=title)
+    for ax, head_dim in zip(axes, (128, 64), strict=True):
+        found = [row for kernel in kernels for row in profile.select(kernel=kernel, head_dim=head_dim)]
+        for x, row in enumerate(found):
+            kernel = row["kernel"]
+            counted = instructions.select(kernel=kernel, level=kernels[kernel], head_dim=head_dim)
+            by_counting = busy(counted, row["profiled_ms"], row["profiled_ghz"], scores[head_dim]) if counted else {}
+            for i, (unit, color) in enumerate(UNIT_COLORS.items()):
+                place = x - 0.3 + 0.15 * i
+                ax.bar(place, row[unit], width=0.15, color=color, label=None if x else UNIT_NAMES[unit])
+                if counted:
+                    label = None if x or i else "by counting"
+                    ax.plot(place, by_counting[unit], "D", color=RED, mec="white", markersize=6, label=label)
+        ax.set_xticks(range(len(found)), [row["kernel"] for row in found])
+        ax.set_xlim(-0.6, len(found) - 0.4)
+        ax.set_title(f"D = {head_dim}", fontsize=10)
+    axes[0].set(ylabel="% of the time", ylim=(0, 100))
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    figure.supxlabel(profile.caption, fontsize=8)
+    return figure
+
+
+def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
+    """Watts and clock of every program after it ran for a while; open circles where power held the clock down."""
+    figure, (watts, clocks) = panels(2, width=5.2, height=3.6, title=title)
+    names = dict.fromkeys(row["kernel"] for row in profile.rows)
+    names = sorted(names, key=lambda name: "cuDNN" in name)  # ours first
+    for offset, head_dim, color in ((-0.1, 128, BLUE), (0.1, 64, SKY)):
+        for row in profile.select(head_dim=head_dim):
+            x = names.index(row["kernel"]) + offset
+            style = {"color": color, "markersize": 9, "mfc": "white" if row["power_capped"] else color}
+            watts.plot(x, row["sustained_watts"], "o", **style)
+            clocks.plot(x, row["sustained_ghz"], "o", **style)
+        watts.plot([], [], "o", color=color, markersize=9, label=f"D = {head_dim}")
+    watts.plot([], [], "o", color="0.5", mfc="white", markersize=9, label="clock held down by power")
+    watts.axhline(limit, color=RED, linestyle="--", linewidth=1.2, label="the GPU's power limit")
+    watts.legend(fontsize=8, loc="lower left")
+    watts.set(ylabel="watts", ylim=(0, 1.1 * limit))
+    clocks.set_ylabel("GHz")
+    clocks.margins(y=0.4)
+    for ax in (watts, clocks):
+        ax.set_xticks(range(len(names)), [name.replace(" ", "\n").replace("_", "\n_") for name in names], fontsize=8)
+        ax.set_xlim(-0.5, len(names) - 0.5)
+        ax.grid(axis="y", alpha=0.3)
+    figure.supxlabel(profile.caption, fontsize=8)
+    return figure
+
+
+def draw_activity(axes: Axes, log: Mapping[str, Sequence[str]], colors: Mapping[str, str], *, title: str) -> None:
+    """Who does what when: a line per name of `log`, the first at the top, of what it did in each tick.
+
+    What has no colour is left white.
+    """
+    for y, activities in enumerate(log.values()):
+        start = 0
+        for what, ticks in groupby(activities):
+            end = start + len(list(ticks))
+            if what in colors:
+                axes.barh(y, end - start, left=start, color=colors[what], edgecolor="white", linewidth=0.5, height=0.8)
+            start = end
+    for what, color in colors.items():
+        axes.barh(0, 0, color=color, label=what)
+    axes.set_yticks(range(len(log)), list(log), fontsize=8)
+    axes.set_ylim(len(log) - 0.4, -0.6)
+    axes.set_title(title, fontsize=10)

@@ -1,0 +1,132 @@
+"""What the kernels of each level do and how fast they are."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sage_ref.course.figures.errors import error_map
+from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, panels
+from sage_ref.experiments.tables import most_error_prone
+from sage_ref.records import Record, Row
+
+
+def overview_figure(table2: Record, bench: Record) -> Figure:
+    """The course in one picture: where INT8's error grows in a trained model, and what each kernel idea gains.
+
+    table2: rows of `python -m sage_ref table2`, of which the most error-prone layer with QK-norm is drawn; bench: rows
+    of `python -m sage_kernels bench`, of which the forward kernels at the README's size are.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", width_ratios=(1.15, 1))
+    errors = {row["tensor"]: row["rel_l2"] for row in most_error_prone(table2.select(qk_norm=True))}
+    error_map(left, errors, title="INT8's error on its way to the gradients\n(relative L2, a trained language model)")
+    size = {"n_q": 8192, "head_dim": 128, "causal": False, "direction": "fwd"}
+    levels = sorted(bench.select(provider="sage_kernels", scope="kernel", **size), key=lambda row: row["level"])
+    names = [name.partition("\n")[2] for name in LEVEL_NAMES["fwd"][: len(levels)]]
+    right.bar(names, [row["tops"] for row in levels], color=[SKY] + [BLUE] * len(levels[1:]), width=0.6)
+    for provider, name, color in (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN)):
+        tops = bench.select(provider=provider, **size)[0]["tops"]
+        right.axhline(tops, color=color, linestyle="--", linewidth=1.2)
+        right.text(len(levels) - 0.6, tops + 8, name, color=color, fontsize=9)
+    title = f"One idea per kernel level\n(forward, D=128, N=8192, {bench.provenance['gpu']})"
+    right.set_title(title, fontsize=10)
+    right.set(ylabel="TOPS", ylim=(0, 1.1 * max(row["tops"] for row in levels)), xlim=(-0.5, len(levels) + 1.3))
+    right.tick_params(axis="x", labelsize=9)
+    return figure
+
+
+LEVEL_NAMES = {
+    "fwd": (
+        "0\n16 bit", "1\nINT8\nQ K$^T$", "2\nINT8\nP V too", "3\nno con-\nversions", "4\nno\nshuffles", "5\nHopper",
+    ),
+    "bwd": (
+        "0\n16 bit", "1\nINT8,\nper row", "2\nINT8,\nper block", "3\nno con-\nversions", "4\nHopper", "5\none pass",
+    ),
+}  # fmt: skip
+
+
+def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | None = None) -> Figure:
+    """TOPS of every level at N=8192, kernel alone and with quantisation, for head sizes 128 and 64; peers as lines.
+
+    bench: rows of `python -m sage_kernels bench`; direction "fwd" or "bwd"; here: rows measured on this machine.
+    """
+    figure, axes = panels(2, width=5.2, height=3.9, sharey=True, title=title)
+    size = {"n_q": 8192, "causal": False, "direction": direction}
+    for ax, head_dim in zip(axes, (128, 64), strict=True):
+
+        def tops(record, scope, head_dim=head_dim):
+            rows = record.select(provider="sage_kernels", scope=scope, head_dim=head_dim, **size)
+            return [row["tops"] for row in sorted(rows, key=lambda row: row["level"])]
+
+        levels = range(len(tops(bench, "kernel")))
+        ax.bar(levels, tops(bench, "kernel"), width=0.7, color=[SKY] + [BLUE] * len(levels[1:]), label="kernel alone")
+        ax.plot(levels, tops(bench, "op"), "_", color=ORANGE, markersize=22, markeredgewidth=2, label="with quantising")
+        if here:
+            found = tops(here, "kernel")  # the last level needs a Hopper GPU
+            ax.plot(range(len(found)), found, "D", color=BLACK, label=f"kernel, {here.provenance['gpu']}")
+        for provider, name, color in (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN)):
+            peer = bench.select(provider=provider, head_dim=head_dim, **size)[0]["tops"]
+            ax.axhline(peer, color=color, linestyle="--", linewidth=1.2, label=name)
+        ax.set_title(f"D = {head_dim}", fontsize=10)
+        ax.set_xticks(levels, LEVEL_NAMES[direction][: len(levels)], fontsize=8)
+    axes[0].set(ylabel="TOPS", ylim=(0, 1.35 * axes[0].dataLim.ymax))
+    axes[0].legend(fontsize=8, ncols=2, loc="upper left")
+    figure.supxlabel(bench.caption, fontsize=8)
+    return figure
+
+
+# The kinds of `python -m sage_kernels instructions`, in the order they are stacked.
+KIND_COLORS = {
+    "matmul": BLACK, "exp2": ORANGE, "maximum": GREEN, "arithmetic": BLUE, "conversion": RED, "move": PURPLE,
+    "spill": YELLOW, "rest": "0.8",
+}  # fmt: skip
+
+
+def draw_instructions(axes: Axes, kernels: Mapping[str, Sequence[Row]], *, title: str) -> None:
+    """One bar per name of `kernels`: instructions per score of its rows by kind, stacked."""
+    bottom = [0.0] * len(kernels)
+    for kind, color in KIND_COLORS.items():
+        heights = [sum(row["per_score"] for row in rows if row["kind"] == kind) for rows in kernels.values()]
+        axes.bar(list(kernels), heights, bottom=bottom, color=color, width=0.7, label=kind)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_title(title, fontsize=10)
+    axes.tick_params(axis="x", labelsize=8)
+
+
+# Data sheet of the H200, dense, in TOPS. Per multiprocessor and clock these are 8192 and 4096 operations, beside 128
+# issue slots; so a second has PEAK / 4096 * 128 slots.
+PEAK = {"INT8": 1979, "bf16": 989}
+TERA_SLOTS = PEAK["bf16"] / 4096 * 128
+
+
+def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figure:
+    """Forward levels' TOPS against matmul operations per instruction, under the roofs of an H200.
+
+    Roofs: the tensor cores (flat), the issue slots (sloped); dashed: both one after the other instead of overlapped.
+    """
+    figure, (ax,) = panels(1, width=7.0, height=4.4, title=title)
+    work = [PEAK["INT8"] / TERA_SLOTS * 1.1**i for i in range(-19, 10)]  # the ridge is one of them
+    for name, peak in PEAK.items():
+        color = BLUE if name == "INT8" else SKY
+        ax.plot(work, [min(peak, TERA_SLOTS * x) for x in work], color=color, label=f"{name} roof")
+        ax.plot(
+            work, [1 / (1 / peak + 1 / (TERA_SLOTS * x)) for x in work], "--", color=color, label=f"{name}, no overlap"
+        )
+    for head_dim, marker, color in ((64, "o", ORANGE), (128, "s", RED)):
+        size = {"head_dim": head_dim, "n_q": 8192, "causal": False, "scope": "kernel", "direction": "fwd"}
+        levels = sorted(bench.select(provider="sage_kernels", **size), key=lambda row: row["level"])
+        for row in levels:
+            counted = instructions.select(kernel="forward", level=row["level"], head_dim=head_dim)
+            x = 4 * head_dim / sum(kind["per_score"] for kind in counted)
+            label = f"levels 0 to {row['level']}, D = {head_dim}" if row is levels[-1] else None
+            ax.plot(x, row["tops"], marker, color=color, mfc=color if row["level"] else "none", label=label)
+            ax.annotate(str(row["level"]), (x, row["tops"]), (5, -10), textcoords="offset points", fontsize=9)
+    ax.set(xscale="log", yscale="log", xlabel="matmul operations per instruction", ylabel="TOPS", ylim=(200, 2400))
+    ax.set_xticks([10, 20, 50, 100], [10, 20, 50, 100])
+    ax.set_yticks([200, 500, 1000, 2000], [200, 500, 1000, 2000])
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8, loc="upper left")
+    figure.supxlabel(bench.caption, fontsize=8)
+    return figure

@@ -1,0 +1,173 @@
+"""Sparse-linear attention: block masks, the linear branch, routers, training for INT8."""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from sage_ref.attention import attention_forward
+from sage_ref.course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, PURPLE, RED, SKY, panels
+from sage_ref.records import Record
+from sage_ref.sla2.branches import (
+    BlockSettings,
+    block_mass,
+    heuristic_scores,
+    linear_branch,
+    selected_count,
+    sparse_branch,
+    top_blocks,
+)
+from sage_ref.sla2.router import soft_top_k
+from sage_ref.sla2.whole import mix, per_query
+from sage_ref.tracing import relative_l2
+
+
+def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = None, title: str) -> None:
+    """What each block of keys holds of its row's probability, [Tm, Tn], logarithmically; unselected blocks are pale."""
+    opacity = None if block_mask is None else 0.2 + 0.8 * block_mask.double().numpy()
+    norm = LogNorm(0.05 / mass.shape[-1], 20 / mass.shape[-1], clip=True)
+    axes.imshow(mass.numpy(), cmap="viridis", norm=norm, alpha=opacity, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="block of keys", ylabel="block of queries")
+    axes.set_title(title, fontsize=9)
+    colors = plt.cm.ScalarMappable(norm, "viridis")
+    axes.figure.colorbar(colors, ax=axes, fraction=0.046, extend="both", label="share of the row's mass")
+
+
+def sparsity_figure(
+    query: Tensor, key: Tensor, value: Tensor, sparsities: Sequence[float], settings: BlockSettings
+) -> Figure:
+    """For each sparsity: the blocks that SLA's heuristic selects in the first head, and what they hold in all heads.
+
+    query, key, value [B, H, N, D]. Errors are those of O_s alone and of the mix with the true mass as alpha.
+    """
+    title = "The fewer blocks the softmax keeps, the more the linear branch has to say"
+    figure, axes = panels(len(sparsities), width=3.5, height=3.2, title=title)
+    exact = attention_forward(query, key, value, scale=settings.scale).output
+    mass, scores = block_mass(query, key, settings), heuristic_scores(query, key, settings)
+    for ax, sparsity in zip(axes, sparsities, strict=True):
+        mask = top_blocks(scores, selected_count(sparsity, mass.shape[-1]))
+        alpha = (mass * mask).sum(-1)
+        o_s, _ = sparse_branch(query, key, value, mask, settings)
+        o_l = linear_branch(query, key, value, ~mask, settings)
+        mixed = mix(o_s, o_l, per_query(alpha, query.shape[-2], settings))
+        errors = f"error: sparse {relative_l2(o_s, exact):.2f}, mixed {relative_l2(mixed, exact):.2f}"
+        title = f"sparsity {sparsity:.0%}: {alpha.mean():.0%} of the mass\n{errors}"
+        draw_block_mass(ax, mass[0, 0], block_mask=mask[0, 0], title=title)
+    return figure
+
+
+def draw_singular_values(axes: Axes, singular_values: Mapping[str, Tensor], *, rank: int, title: str) -> None:
+    """Singular values of named matrices, largest first; right of the line a matrix of rank `rank` has none."""
+    for (name, values), color in zip(singular_values.items(), COLORS, strict=False):
+        axes.plot(range(1, len(values) + 1), values, color=color, label=name)
+    axes.axvline(rank, color=BLACK, linewidth=1, linestyle=":", label=f"rank {rank}")
+    axes.set(yscale="log", xscale="log", ylim=(1e-4, None), xlabel="number of the singular value")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) -> Figure:
+    """SoftTop-k of one row of P_c and of log P_c at each temperature, blocks by rank; dotted: hard Top-k.
+
+    logits [Tn], as the router gives them for a block of queries; count: how many blocks the row sums to.
+    """
+    title = "SoftTop-k is flat until tau is as small as the scores' differences"
+    figure, axes = panels(len(temperatures), width=2.9, height=3.2, sharey=True, title=title)
+    rank = range(1, len(logits) + 1)
+    scores = {"P_c": (logits.softmax(-1), BLUE), "log P_c": (logits.log_softmax(-1), ORANGE)}
+    for ax, temperature in zip(axes, temperatures, strict=True):
+        for name, (x, color) in scores.items():
+            weights = soft_top_k(x, count, temperature).sort(descending=True).values
+            ax.plot(rank, weights.detach(), color=color, label=f"SoftTop-k of {name}")
+        ax.step(rank, [float(i <= count) for i in rank], ":", where="mid", color=BLACK, label="hard Top-k")
+        ax.set(xlabel="rank of the key block", xscale="log", ylim=(-0.03, 1.05))
+        ax.set_title(f"tau = {temperature:g}", fontsize=10)
+    axes[0].set_ylabel("weight of the block")
+    axes[-1].legend(fontsize=8)
+    return figure
+
+
+def router_figure(record: Record, *, title: str) -> Figure:
+    """Error of each method against k, on fitted and on held-out samples, mean over layers; dots are seeds.
+
+    record: rows of `python -m sage_ref train-router` for several sparsities.
+    """
+    figure, axes = panels(2, width=4.6, height=4.2, title=title)
+    styles = {
+        ("heuristic, sparse only", None): ("s", BLACK, "heuristic router, sparse only"),
+        ("SLA, best step", None): ("D", RED, "SLA (best step)"),
+        ("SLA2", "soft, P_c / 0.1"): ("v", PURPLE, "SLA2, stage 1 as printed"),
+        ("heuristic, alpha fitted", None): ("^", SKY, "heuristic router, fitted alpha"),
+        ("SLA2", "straight-through, log P_c / 1"): ("o", BLUE, "SLA2, straight-through"),
+        ("best mask, alpha fitted", None): ("*", GREEN, "best mask, fitted alpha"),
+    }
+    for ax, samples in zip(axes, ("fitted", "held out"), strict=True):
+        for (method, relaxation), (marker, color, label) in styles.items():
+            of_method = record.select(samples=samples, method=method)
+            found = [row for row in of_method if row.get("relaxation") == relaxation]
+            by_seed = {(row["sparsity"], row.get("seed")): [] for row in found}
+            for row in found:
+                by_seed[row["sparsity"], row.get("seed")].append(row["error"])
+            percent = sorted({sparsity for sparsity, _ in by_seed})
+            seeds = {s: [mean(x) for (of, _), x in by_seed.items() if of == s] for s in percent}
+            ax.plot([100 * (1 - s) for s in percent], [mean(seeds[s]) for s in percent], color=color, linewidth=1)
+            dots = [(100 * (1 - s), error) for s, errors in seeds.items() for error in errors]
+            ax.plot(*zip(*dots, strict=True), marker, color=color, markersize=6, label=label)
+        ax.set(xlabel="k: blocks selected, %", xticks=[3, 4, 5], ylim=(0, 1.4 * ax.dataLim.ymax))
+        ax.set_title(f"{samples} samples", fontsize=10)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("squared error / squared length of O")
+    axes[0].legend(fontsize=7, ncols=2, loc="upper right")
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure
+
+
+def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
+    """A block mask [Tm, Tn] and how long its lists are: by query block (right) and by key block (below)."""
+    mask = block_mask.numpy()
+    rows, columns = mask.shape
+    figure, ((ax, right), (below, empty)) = plt.subplots(
+        2, 2, figsize=(8, 4.6), layout="constrained", width_ratios=(4, 1), height_ratios=(3, 1), sharex="col"
+    )
+    figure.suptitle(title, fontsize=11)
+    ax.imshow(mask, cmap="Blues", aspect="auto", interpolation="nearest")
+    ax.set(ylabel="block of queries")
+    right.barh(range(rows), mask.sum(1), color=BLUE, height=1.0)
+    right.set(xlabel="blocks of keys\nin its list", ylim=(rows - 0.5, -0.5), xlim=(0, None))
+    right.tick_params(labelbottom=True)
+    below.bar(range(columns), mask.sum(0), color=ORANGE, width=1.0)
+    below.set(xlabel="block of keys", ylabel="blocks of queries\nin its list")
+    empty.set_axis_off()
+    return figure
+
+
+def quantization_aware_figure(record: Record, *, title: str) -> Figure:
+    """Error of the quantised layer against the outlier in V, by way of training: mean and standard deviation.
+
+    record: rows of `sage_ref.experiments.quantization_aware.study_rows`. One panel per layer and video.
+    """
+    layers, ways, outliers = (
+        list(dict.fromkeys(row[name] for row in record.rows)) for name in ("layer", "way", "value_outlier")
+    )
+    figure, axes = panels(2 * len(layers), width=2.9, height=3.4, sharey=True, title=title)
+    places = [(layer, video) for layer in layers for video in ("fitted", "other")]
+    for ax, (layer, video) in zip(axes, places, strict=True):
+        exact = mean(row[f"{video}_16bit"] for row in record.select(layer=layer, way="afterwards"))
+        ax.axhline(exact, color="0.5", linestyle=":", label="trained and run in 16 bit")
+        for i, (way, color) in enumerate(zip(ways, (BLACK, RED, BLUE), strict=True)):
+            found = [[row[f"{video}_int8"] for row in record.select(layer=layer, way=way, value_outlier=x)]
+                     for x in outliers]  # fmt: skip
+            x = [place + 0.15 * (i - 1) for place in range(len(outliers))]
+            style = {"fmt": "os^"[i], "color": color, "capsize": 3, "markersize": 5, "label": way}
+            ax.errorbar(x, list(map(mean, found)), yerr=list(map(stdev, found)), **style)
+        ax.set_title(f"layer {layer}, {video} video", fontsize=10)
+        ax.set_xlabel("outlier in V, times")
+        ax.set_xticks(range(len(outliers)), [f"{x:g}" for x in outliers])
+    axes[0].set_ylabel("relative L2 error of the INT8 layer")
+    axes[0].legend(fontsize=7)
+    figure.supxlabel(record.caption, fontsize=8)
+    return figure

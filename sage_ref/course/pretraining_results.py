@@ -1,0 +1,126 @@
+"""What recorded pre-training runs and gradients say: losses by seed and their intervals, bias against noise, claims.
+
+Records are those of `python -m sage_ref pretrain-grid` (runs, and traces of their layers) and of `noise`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from sage_ref.records import Record, Row
+
+# Figure 1 of the SageBwd paper: tokens per step -> final loss of its 325M model with QK-norm, in nats per GPT-2 token.
+PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
+# The kinds of runs of `python -m sage_ref pretrain-grid`: attention, smoothing, granularity.
+RUN_KINDS = {
+    "exact": ("exact", None, None),
+    "SageBwd, K smoothed": ("sagebwd", "k", None),
+    "SageBwd, nothing smoothed": ("sagebwd", "none", None),
+    "SageBwd, Q and K smoothed": ("sagebwd", "qk", "row"),
+    "SageBwd, one scale per tile": ("sagebwd", "k", "block"),
+}
+# Student's t, 97.5%, for 1, 2, ... degrees of freedom.
+T_QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+)  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """Of the mean of `count` values: its standard error, and half the width of its 95% interval (Student's t)."""
+
+    mean: float
+    error: float
+    half: float
+    count: int
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """ValueError for fewer than two values, or more than the table of quantiles serves."""
+    count = len(values)
+    if not 2 <= count <= len(T_QUANTILES) + 1:
+        raise ValueError(f"values: expected 2 to {len(T_QUANTILES) + 1} of them, got {count}")
+    error = stdev(values) / math.sqrt(count)
+    return Interval(mean(values), error, T_QUANTILES[count - 2] * error, count)
+
+
+def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True) -> dict[int, Row]:
+    """seed -> run of one of RUN_KINDS, at the learning rate that was chosen for its tokens per step."""
+    attention, smoothing, granularity = RUN_KINDS[kind]
+    rate = record.provenance["learning_rate"][str(tokens_per_step)]
+    rows = record.select(
+        attention=attention, smoothing=smoothing, granularity=granularity, qk_norm=qk_norm,
+        tokens_per_step=tokens_per_step, learning_rate=rate,
+    )  # fmt: skip
+    return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
+
+
+def final_losses(runs: Mapping[int, Row]) -> dict[int, float]:
+    """seed -> final validation loss, of the runs that did not diverge."""
+    return {seed: row["final_val_loss"] for seed, row in runs.items() if not row["diverged"]}
+
+
+def loss_summary(runs: Mapping[int, Row]) -> str:
+    """ "0.6617 (0.6592 to 0.6639, 3 seeds)"."""
+    losses = list(final_losses(runs).values())
+    diverged = f", {len(runs) - len(losses)} diverged" if len(losses) < len(runs) else ""
+    if len(losses) < 2:
+        return f"{losses[0]:.4f} (1 seed{diverged})" if losses else diverged.removeprefix(", ") or "not run"
+    return f"{mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds{diverged})"
+
+
+def paired_differences(
+    record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True, *, baseline: str = "exact"
+) -> dict[int, float]:
+    """seed -> final loss of that kind less that of the baseline: same weights at the start, same batches."""
+    losses, others = (final_losses(pretrain_runs(record, x, tokens_per_step, qk_norm)) for x in (kind, baseline))
+    return {seed: losses[seed] - others[seed] for seed in losses if seed in others}
+
+
+def relative_gaps(record: Record, tokens_per_step: int) -> list[float]:
+    """By seed: SageBwd's final loss less exact attention's, as a share of the mean of the latter."""
+    exact = mean(final_losses(pretrain_runs(record, "exact", tokens_per_step)).values())
+    return [gap / exact for gap in paired_differences(record, "SageBwd, K smoothed", tokens_per_step).values()]
+
+
+def noise_checkpoints(record: Record) -> dict[str, list[Row]]:
+    """The rows of every checkpoint of a noise record by a name for it, in the order they were measured."""
+    found: dict[str, list[Row]] = {}
+    for row in record.rows:
+        norm = "QK-norm" if row["qk_norm"] else "no QK-norm"
+        name = "step {step}, {tokens_per_step:,} tokens per step, {attention}, ".format(**row)
+        found.setdefault(f"{name}{norm}, seed {row['seed']}", []).append(row)
+    return found
+
+
+def noise_of(rows: Iterable[Row], group: str, variant: str) -> Row:
+    """The one row of a checkpoint that has this group and variant."""
+    (row,) = (row for row in rows if (row["group"], row["variant"]) == (group, variant))
+    return row
+
+
+def bias_to_gradient(row: Row) -> float:
+    """|b| / |G|; zero where no bias was found, NaN where no gradient was."""
+    return math.sqrt(max(row["bias_square"], 0) / row["gradient_square"]) if row["gradient_square"] > 0 else math.nan
+
+
+def score_groups(rows: Iterable[Row]) -> list[str]:
+    """The groups of parameters that make Q and K, layer by layer."""
+    return [group for group in dict.fromkeys(row["group"] for row in rows) if group.endswith("query and key")]
+
+
+def bias_to_noise(row: Row, tokens_per_step: float) -> float:
+    """|b| / sqrt(tr(Sigma) / T); NaN where no bias was found."""
+    return math.sqrt(tokens_per_step / row["tokens_at_bias"]) if row["tokens_at_bias"] else math.nan
+
+
+def last_errors(record: Record, tokens_per_step: int, qk_norm: bool) -> dict[str, dict[str, float]]:
+    """ "layer 0" -> tensor -> relative L2 error at the end of training; rows of `pretrain-grid --traces`."""
+    rows = record.select(tokens_per_step=tokens_per_step, qk_norm=qk_norm)
+    last = max(row["step"] for row in rows)
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["step"] == last:
+            found.setdefault(f"layer {row['layer']}", {})[row["tensor"]] = row["rel_l2"]
+    return found

@@ -1,0 +1,111 @@
+"""What the notebooks share besides figures: versions, predictions, and where Triton runs."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata, util
+
+import torch
+
+from sage_ref.records import REPOSITORY, Record, provenance
+
+_guesses: dict[str, object] = {}
+
+
+def versions() -> str:
+    """One line that names what a notebook ran with."""
+    names = ("torch", "triton", "numpy", "matplotlib")
+    installed = [f"{name} {metadata.version(name)}" for name in names if util.find_spec(name)]
+    return f"Python {platform.python_version()}, " + ", ".join(installed)
+
+
+def predict(question: str, guess: object) -> None:
+    """Store the reader's guess before the answer is computed."""
+    _guesses[question] = guess
+    print(f"{question}: your prediction is {guess}")
+
+
+def compare(question: str, measured: float, digits: int = 3) -> None:
+    """Put the stored guess beside the measured value."""
+    if question not in _guesses:
+        raise ValueError(f"question: expected one of {sorted(_guesses)}, got {question!r}")
+    guess, shown = _guesses[question], round(measured, digits)
+    line = f"{question}: predicted {guess}, measured {measured:.{digits}f}"
+    if isinstance(guess, int | float) and guess * shown > 0:
+        ratio = max(guess / shown, shown / guess)
+        line += f" (a factor of {ratio:.1f} apart)" if ratio >= 1.05 else " (spot on)"
+    print(line)
+
+
+def grade(exercise: str) -> None:
+    """Print what `python -m exercises grade` says to exercises/NAME/exercise.py as it stands, from any folder.
+
+    RuntimeError if it was the grader that broke, or there is no such exercise.
+    """
+    command = [sys.executable, "-m", "exercises", "grade", exercise]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    print(done.stdout, end="")
+    if done.returncode:
+        raise RuntimeError(
+            f"grade: expected the grader of {exercise!r} to run, got exit status {done.returncode}: {done.stderr}"
+        )
+
+
+def triton_device() -> str | None:
+    """Where this machine runs Triton: "cuda", "cpu" through the interpreter, or None where triton isn't installed.
+
+    The one place that sets TRITON_INTERPRET; call it before triton is imported.
+    """
+    if util.find_spec("triton") is None:
+        return None
+    if torch.cuda.is_available():
+        return "cuda"
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton_device: expected to run before triton is imported; restart the kernel")
+    os.environ["TRITON_INTERPRET"] = "1"
+    return "cpu"
+
+
+def measured_here() -> Record | None:
+    """What `python -m sage_kernels bench` measures at N=8192, on this machine's GPU; None without one."""
+    if triton_device() != "cuda":
+        return None
+    from sage_kernels.measure.bench import SHAPES, bench_shape
+
+    shapes = [shape for shape in SHAPES if shape.n == 8192 and not shape.causal]
+    return Record(provenance("measured_here()"), [row for shape in shapes for row in bench_shape(shape)])
+
+
+def letter_inputs(
+    text: str, *, sharpness: float = 0.5, key_offset: float = 0.0, head_dim: int = 64, seed: int = 0
+) -> list[torch.Tensor]:
+    """Q, K, V, dO, float32 [1, 1, N, D], of a made-up head with one token per letter of `text`.
+
+    A query matches the keys of the same letter, best where the letter before agrees too, so a repeated word finds
+    itself. sharpness multiplies Q; key_offset times one random vector is added to every key. V and dO are random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    letters = sorted(set(text))
+    here = torch.tensor([letters.index(letter) for letter in text])
+    embedding, embedding_before = torch.randn(2, len(letters), head_dim, generator=generator)
+    token = (embedding[here] + 0.8 * embedding_before[here.roll(1)]) / 1.3
+    query_noise, key_noise, value, grad_output = torch.randn(4, len(text), head_dim, generator=generator)
+    offset = torch.randn(head_dim, generator=generator)
+    query = sharpness * (token + 0.5 * query_noise)
+    key = token + 0.5 * key_noise + key_offset * offset
+    return [x[None, None] for x in (query, key, value, grad_output)]
+
+
+def bytes_kept_for_backward(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> int:
+    """Bytes that autograd holds on to between function(*inputs) and its backward pass, each storage counted once."""
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        _output = function(*(x.detach().requires_grad_() for x in inputs))  # alive, so that no address is used twice
+    return sum(kept.values())

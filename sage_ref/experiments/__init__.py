@@ -1,0 +1,1 @@
+"""Measurements, each with its options and its command in one file."""

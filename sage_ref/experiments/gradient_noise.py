@@ -1,0 +1,271 @@
+"""Gradient noise against quantisation bias: the papers' reason why SageBwd falls behind at many tokens per step.
+
+The gradient of a batch of T tokens is G + n + b + v. G is the exact gradient of the expected loss; n is the noise of
+the batch, E n = 0 and E|n|^2 = tr(Sigma) / T; b is the quantisation error that every batch repeats, its bias; v is the
+rest of that error, E v = 0 and E|v|^2 = tr(V) / T. More tokens per step average n and v away, not b: at
+T* = tr(Sigma) / |b|^2 the bias is as large as the noise. The gradient noise scale is tr(Sigma) / |G|^2.
+
+Both gradients of a pair, exact and quantised, see the same batch, so their difference holds no batch noise. All of it
+is computed in float32, so that what differs is the attention alone; only the variant "bf16" is not.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_ref.models.llama import Llama
+from sage_ref.records import Row, replaced
+from sage_ref.training.capture import next_token_loss
+from sage_ref.training.corpus import Corpus
+
+# All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
+SAGEBWD = {
+    "attention": "sagebwd",
+    "backend": "reference",
+    "smooth_k": True,
+    "smooth_q": False,
+    "ds_rounding": "nearest",
+}
+# What computes the second gradient of a pair: changes to the model's configuration. "bf16" is no SageBwd at all but
+# what everybody trains with: exact attention, all matmuls in bfloat16.
+VARIANTS = {
+    "bf16": {"attention": "exact"},
+    "per block, nearest": SAGEBWD | {"granularity": "block"},
+    "per block, stochastic": SAGEBWD | {"granularity": "block", "ds_rounding": "stochastic"},
+    "per row, nearest": SAGEBWD | {"granularity": "row"},
+    "per row, stochastic": SAGEBWD | {"granularity": "row", "ds_rounding": "stochastic"},
+    "per block, no smoothing": SAGEBWD | {"granularity": "block", "smooth_k": False},
+    "per block, Q and K smoothed": SAGEBWD | {"granularity": "block", "smooth_q": True},
+}
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class NoiseSettings:
+    """batches: pairs of gradients, in `folds` independent parts. sequences: of one batch."""
+
+    batches: int = 32
+    sequences: int = 8
+    folds: int = 8
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("batches", "sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.folds < 3 or self.batches % self.folds or self.batches == self.folds:
+            raise ValueError(f"folds: expected at least 3, and a proper divisor of {self.batches}, got {self.folds}")
+        if unknown := set(self.variants) - set(VARIANTS):
+            raise ValueError(f"variants: expected names of {list(VARIANTS)}, got {sorted(unknown)}")
+
+
+class Moments(NamedTuple):
+    """Of random vectors with mean m, seen in batches: |m|^2, its standard error, and the trace of their covariance."""
+
+    square: float
+    square_error: float
+    trace: float
+
+
+class Accumulator:
+    """Sums of vectors by fold, and of their squares: what `moments` needs, without keeping the vectors."""
+
+    def __init__(self, folds: int, batches: int):
+        self.folds, self.batches = folds, batches
+        self.sums: list[Tensor | None] = [None] * folds
+        self.squares = 0.0
+
+    def add(self, batch: int, vector: Tensor) -> None:
+        fold = batch % self.folds
+        self.sums[fold] = vector.clone() if self.sums[fold] is None else self.sums[fold].add_(vector)
+        self.squares += vector.square().sum(dtype=torch.float64).item()
+
+    def moments(self) -> Moments:
+        """|m|^2 is the mean product of the means of two different folds: unbiased, as their noise is independent.
+
+        Its standard error is the jackknife's, leaving out one fold at a time. The trace is the sample variance.
+        """
+        means = torch.stack(self.sums) / (self.batches // self.folds)  # [folds, parameters]
+        products = (means.double() @ means.double().mT).cpu()
+        square = _mean_off_diagonal(products)
+        others = [[f for f in range(self.folds) if f != left_out] for left_out in range(self.folds)]
+        left = torch.tensor([_mean_off_diagonal(products[kept][:, kept]) for kept in others], dtype=torch.float64)
+        error = math.sqrt((self.folds - 1) / self.folds * (left - left.mean()).square().sum().item())
+        mean_square = products.mean().item()  # |mean of all|^2
+        trace = (self.squares - self.batches * mean_square) / (self.batches - 1)
+        return Moments(square, error, trace)
+
+
+def _mean_off_diagonal(products: Tensor) -> float:
+    count = len(products)
+    return ((products.sum() - products.trace()) / (count * (count - 1))).item()
+
+
+def parameter_groups(model: Llama) -> dict[str, list[Tensor]]:
+    """The parameters whose gradients are measured together: of every layer those that make Q and K, and the others.
+
+    dQ and dK, where the error of dS goes, reach Q's and K's projections directly and all else through the residual.
+    """
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        part, *path = name.split(".")
+        group = "embedding and norm"
+        if part == "blocks":
+            makes_scores = path[1] == "attention" and path[2] in ("query", "key", "qk_norm")
+            group = f"layer {path[0]}, {'query and key' if makes_scores else 'other'}"
+        groups.setdefault(group, []).append(parameter)
+    return groups
+
+
+@contextmanager
+def attention_as(model: Llama, **changes) -> Iterator[None]:
+    """In the block, every attention core of the model has its configuration with these changes."""
+    before = [block.attention.core.config for block in model.blocks]
+    for block, config in zip(model.blocks, before, strict=True):
+        block.attention.core.config = replace(config, **changes)
+    try:
+        yield
+    finally:
+        for block, config in zip(model.blocks, before, strict=True):
+            block.attention.core.config = config
+
+
+def gradient(model: Llama, inputs: Tensor, targets: Tensor, groups: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The gradient of the mean loss of one batch, one flat vector per group."""
+    parameters = [parameter for group in groups.values() for parameter in group]
+    found = iter(torch.autograd.grad(next_token_loss(model, inputs, targets), parameters))
+    return {name: torch.cat([next(found).flatten() for _ in group]) for name, group in groups.items()}
+
+
+def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> list[Row]:
+    """One row per variant and group of parameters, with sums over each layer and over the whole model.
+
+    noise_scale: tr(Sigma) / |G|^2 in tokens. bias_square: |b|^2 with its standard error. tokens_at_bias: T*, the tokens
+    per step at which the bias reaches the noise; tokens_at_bias_low: with |b|^2 two standard errors larger. Both None
+    if that |b|^2 is not above zero.
+    """
+    device = model.embedding.weight.device
+    groups = parameter_groups(model)
+    context = model.config.context
+    names = ("exact", *settings.variants)
+    sums = {name: {group: Accumulator(settings.folds, settings.batches) for group in groups} for name in names}
+    for number in tqdm(range(settings.batches), unit="batch"):
+        batch = corpus.batch(settings.sequences, context, seed=settings.seed, step=number)
+        batch = [x.to(device) for x in batch]
+        with attention_as(model, attention="exact", granularity=None, ds_rounding="nearest"):
+            exact = gradient(model, *batch, groups)
+        for group, vector in exact.items():
+            sums["exact"][group].add(number, vector)
+        for name in settings.variants:
+            torch.manual_seed(settings.seed + number)  # the draws of stochastic rounding
+            in_bf16 = torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
+            with attention_as(model, **VARIANTS[name]), in_bf16:
+                quantized = gradient(model, *batch, groups)
+            for group, vector in quantized.items():
+                sums[name][group].add(number, vector.float() - exact[group])
+    moments = {name: with_totals({group: x.moments() for group, x in found.items()}) for name, found in sums.items()}
+    tokens = settings.sequences * context
+    return [
+        noise_row(group, name, moments["exact"][group], moments[name][group], tokens)
+        for name, group in itertools.product(settings.variants, moments["exact"])
+    ]
+
+
+def with_totals(moments: dict[str, Moments]) -> dict[str, Moments]:
+    """The groups, and their sums over each layer and over the model: squares and traces of disjoint parts add up.
+
+    Standard errors are added as if the parts were independent.
+    """
+    totals: dict[str, list[Moments]] = {}
+    for group, found in moments.items():
+        for total in dict.fromkeys((group, group.split(",")[0], WHOLE)):
+            totals.setdefault(total, []).append(found)
+    return {group: _sum_of(parts) for group, parts in totals.items()}
+
+
+def _sum_of(parts: Sequence[Moments]) -> Moments:
+    squares, errors, traces = zip(*parts, strict=True)
+    return Moments(sum(squares), math.hypot(*errors), sum(traces))
+
+
+def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: int) -> Row:
+    """exact and error: of gradients over `tokens` tokens each."""
+
+    def tokens_at(bias_square: float) -> float | None:
+        return exact.trace * tokens / bias_square if bias_square > 0 else None
+
+    return {
+        "group": group,
+        "variant": variant,
+        "gradient_square": exact.square,
+        "gradient_square_error": exact.square_error,
+        "noise_trace": exact.trace * tokens,
+        "noise_scale": exact.trace * tokens / exact.square if exact.square > 0 else None,
+        "bias_square": error.square,
+        "bias_square_error": error.square_error,
+        "variance_trace": error.trace * tokens,
+        "tokens_at_bias": tokens_at(error.square),
+        "tokens_at_bias_low": tokens_at(error.square + 2 * error.square_error),
+    }
+
+
+def noise_of_checkpoints(
+    checkpoints: Sequence[Path], corpus: Corpus, settings: NoiseSettings, partial: Path, device: str
+) -> list[Row]:
+    """`gradient_noise` of every checkpoint, its rows marked with its step, its training and the shape of its model.
+
+    Finished checkpoints are kept in `partial`, so a killed measurement goes on where it was.
+    ValueError if a checkpoint was trained on another corpus.
+    """
+    from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
+
+    train_corpus, _ = corpus.split(VALIDATION_SHARE)
+    done = json.loads(partial.read_text()) if partial.exists() else {}
+    names = []
+    for checkpoint in checkpoints:
+        model, arguments = load_model(checkpoint, device)
+        if arguments["corpus_sha256"] != corpus.sha256:
+            wanted = f"{checkpoint}'s, sha256 {arguments['corpus_sha256']}"
+            raise ValueError(f"corpus: expected {wanted}, got {corpus.name}, sha256 {corpus.sha256}")
+        names.append(name := f"{checkpoint} {arguments} {settings}")
+        if name not in done:
+            of_run, of_model = ("step", "qk_norm", "attention", "seed"), ("layers", "width", "heads")
+            facts = {key: arguments[key] for key in of_run + of_model}
+            facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+            facts["tokens_per_step"] = arguments["batch_size"] * arguments["context"]
+            done[name] = [facts | row for row in gradient_noise(model, train_corpus, settings)]
+            with replaced(partial) as temporary:
+                temporary.write_text(json.dumps(done))
+    return [row for name in names for row in done[name]]
+
+
+def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
+    """Header and lines: the layers and the whole model."""
+    header = (
+        "step",
+        "QK-norm",
+        "part",
+        "gradient",
+        "noise scale",
+        "|bias| / |G|",
+        "tokens per step where bias = noise",
+    )
+    lines = []
+    for row in rows:
+        if "," not in row["group"]:
+            scale, at_bias = (f"{x:.3g}" if x else "-" for x in (row["noise_scale"], row["tokens_at_bias"]))
+            relative = (
+                math.sqrt(max(row["bias_square"], 0) / row["gradient_square"]) if row["gradient_square"] > 0 else 0
+            )
+            lines.append((row["step"], row["qk_norm"], row["group"], row["variant"], scale, f"{relative:.2%}", at_bias))
+    return header, lines

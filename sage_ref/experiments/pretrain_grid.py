@@ -1,0 +1,248 @@
+"""The experiment behind notebook 06: a fixed plan of pre-training runs, worked off by as many GPUs as there are.
+
+Every run is a `python -m sage_ref pretrain` of its own, with its own checkpoint. A run is finished when its result file
+is there; so whatever kills the program or a run, starting it again goes on where it was.
+
+First the learning rate of each number of tokens per step is chosen, on exact attention alone. Then all else runs at it.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tqdm import tqdm
+
+from sage_ref.records import Record, Row, read_record
+
+# What a SageBwd run may smooth, and on which backend: only the reference smooths Q, and only it has the paper's scales,
+# one per tile of P and dS. "row" is what the kernels do.
+SMOOTHINGS = {"none": ("auto", None), "k": ("auto", None), "qk": ("reference", "row")}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. smoothing, backend, granularity: of SageBwd, None for exact attention."""
+
+    attention: str
+    qk_norm: bool
+    tokens_per_step: int
+    seed: int
+    learning_rate: float
+    smoothing: str | None = None
+    backend: str | None = None
+    granularity: str | None = None
+
+    @property
+    def name(self) -> str:
+        parts = (self.attention, self.smoothing, self.backend, self.granularity, "norm" if self.qk_norm else "plain")
+        numbers = f"{self.tokens_per_step}_lr{self.learning_rate:g}_seed{self.seed}"
+        return "_".join([part for part in parts if part] + [numbers])
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `python -m sage_ref pretrain`."""
+        numbers = {"tokens-per-step": self.tokens_per_step, "learning-rate": self.learning_rate, "seed": self.seed}
+        found = ["--attention", self.attention] + [str(x) for name, x in numbers.items() for x in (f"--{name}", x)]
+        found += ["--qk-norm"] * self.qk_norm + ["--trace"] * (self.attention == "exact")
+        if self.attention == "sagebwd":
+            found += ["--backend", self.backend] + (["--granularity", self.granularity] if self.granularity else [])
+            found += ["--smooth-k" if "k" in self.smoothing else "--no-smooth-k"]
+            found += ["--smooth-q"] * ("q" in self.smoothing)
+        return found
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """tokens: of every run. tokens_per_step: small and large.
+
+    seeds, seeds_at_large: of the main cells, at the small and at the large step, where runs scatter more and take less
+    time; all other cells take the first.
+
+    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both sizes of a step. At the large
+    one SageBwd runs once with the paper's scales, too, one per tile of P and dS.
+    warmup, snapshots: shares of a run's steps; a checkpoint is kept at each snapshot.
+    micro_batch: sequences of a pass, at most those of a step.
+    """
+
+    tokens: int = 2**26
+    tokens_per_step: tuple[int, int] = (2**14, 2**17)
+    learning_rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3)
+    warmup: float = 0.1
+    snapshots: tuple[float, ...] = (0.1, 0.5)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds_at_large: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    layers: int = 4
+    width: int = 384
+    heads: int = 3
+    context: int = 1024
+    micro_batch: int = 64
+    reference_micro_batch: int = 16
+    validation_sequences: int = 256
+    autocast: bool = True
+
+    def search(self) -> list[Cell]:
+        """Exact attention with QK-norm at every learning rate."""
+        return [
+            Cell("exact", True, tokens_per_step, self.seeds[0], rate)
+            for tokens_per_step in self.tokens_per_step
+            for rate in self.learning_rates
+        ]
+
+    def cells(self, learning_rate: dict[int, float]) -> list[Cell]:
+        """All other runs, the slowest first. learning_rate: of each number of tokens per step."""
+        found = []
+        small, large = self.tokens_per_step
+        for tokens_per_step, seeds in ((large, self.seeds_at_large), (small, self.seeds)):
+            for qk_norm in (True, False):
+                exact = Cell("exact", qk_norm, tokens_per_step, seeds[0], learning_rate[tokens_per_step])
+                sagebwd = {
+                    smoothing: replace(exact, attention="sagebwd", smoothing=smoothing, backend=backend, granularity=g)
+                    for smoothing, (backend, g) in SMOOTHINGS.items()
+                }
+                found += [exact, *sagebwd.values()]
+                if qk_norm and tokens_per_step == large:
+                    found += [replace(sagebwd["k"], backend="reference", granularity="block")]
+                if qk_norm:
+                    found += [replace(cell, seed=seed) for cell in (exact, sagebwd["k"]) for seed in seeds[1:]]
+        return sorted(found, key=lambda cell: cell.backend != "reference")
+
+
+# The same experiment for a laptop: too small to show anything, large enough to try the program.
+CPU_PLAN = GridPlan(
+    tokens=2**14,
+    tokens_per_step=(2**9, 2**12),
+    learning_rates=(1e-3, 4e-3),
+    context=128,
+    micro_batch=8,
+    reference_micro_batch=8,
+    layers=2,
+    width=64,
+    heads=2,
+    seeds_at_large=(0, 1, 2, 3),
+    validation_sequences=8,
+    autocast=False,
+)
+
+
+def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
+    """Tokens per step -> the learning rate whose run of `plan.search()` ended at the lowest validation loss.
+
+    ValueError if no run of a size has finished, or all that have diverged.
+    """
+    rates = {}
+    for tokens_per_step in plan.tokens_per_step:
+        finished = [row for row in rows if row["tokens_per_step"] == tokens_per_step]
+        ended = [row for row in finished if not row["diverged"]]
+        if not ended:
+            outcome = f"all {len(finished)} finished runs diverged" if finished else "no run has finished"
+            expected = f"one that trains at {tokens_per_step} tokens per step"
+            raise ValueError(f"learning_rates: expected {expected}, {outcome}")
+        rates[tokens_per_step] = min(ended, key=lambda row: row["final_val_loss"])["learning_rate"]
+    return rates
+
+
+class Grid:
+    """Runs cells, as many at once as there are devices.
+
+    folder: of checkpoints, logs and results. corpus: a .bin. devices: one number of a CUDA device per run at a time,
+    None for the CPU.
+    """
+
+    def __init__(self, plan: GridPlan, folder: Path, corpus: Path, devices: Sequence[int | None]):
+        self.plan, self.folder, self.corpus = plan, folder, corpus
+        self.devices: SimpleQueue[int | None] = SimpleQueue()
+        for device in devices:
+            self.devices.put(device)
+        self.at_once = len(devices)
+
+    def result(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Finish every run that has no result yet.
+
+        RuntimeError names the log of a run that broke, after all others have ended.
+        """
+        waiting = [cell for cell in cells if not self.result(cell).exists()]
+        with ThreadPoolExecutor(self.at_once) as pool, tqdm(total=len(waiting), unit="run") as bar:
+            futures = [pool.submit(self.train, cell) for cell in waiting]
+            for future in futures:
+                future.add_done_callback(lambda _: bar.update())
+        for future in futures:
+            future.result()
+
+    def records(self, cells: Sequence[Cell]) -> dict[Cell, Record]:
+        """The results of those runs that are finished."""
+        return {cell: read_record(self.result(cell)) for cell in cells if self.result(cell).exists()}
+
+    def train(self, cell: Cell) -> None:
+        device = self.devices.get()
+        try:
+            self.train_on(device, cell)
+        finally:
+            self.devices.put(device)
+
+    def train_on(self, device: int | None, cell: Cell) -> None:
+        plan, result = self.plan, self.result(cell)
+        largest = plan.reference_micro_batch if cell.backend == "reference" else plan.micro_batch
+        named = {name: getattr(plan, name) for name in ("tokens", "context", "layers", "width", "heads", "warmup")}
+        named |= {"kv-heads": plan.heads, "validation-sequences": plan.validation_sequences, "corpus": self.corpus}
+        named |= {"micro-batch": min(largest, cell.tokens_per_step // plan.context)}
+        named |= {"device": "cpu" if device is None else "cuda"}
+        named |= {"checkpoint": result.with_suffix(".pt"), "json": result}
+        steps = plan.tokens // cell.tokens_per_step
+        command = [
+            sys.executable,
+            "-m",
+            "sage_ref",
+            "pretrain",
+            *cell.arguments,
+            "--autocast" if plan.autocast else "--no-autocast",
+        ]
+        command += [text for name, value in named.items() for text in (f"--{name}", str(value))]
+        command += ["--snapshots", *(str(max(1, round(share * steps))) for share in plan.snapshots)]
+        environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
+        output = result.with_suffix(".log")
+        with output.open("a") as log:
+            code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
+        if code:
+            raise RuntimeError(f"{cell.name}: the run ended with exit status {code}, see {output}")
+
+
+def traces(records: dict[Cell, Record]) -> list[Row]:
+    """The errors of every layer's attention over training, from the runs that traced them."""
+    rows = []
+    for cell, record in records.items():
+        names = {"qk_norm": cell.qk_norm, "tokens_per_step": cell.tokens_per_step, "seed": cell.seed}
+        rows += [names | row for row in record.provenance["traces"]]
+    return rows
+
+
+def measured_on(records: Collection[Record]) -> dict[str, Any]:
+    """The provenance that the runs have in common, and the date of the last one; where they differ, all values."""
+    found: dict[str, Any] = {}
+    for name in ("gpu", "driver", "cpu", "python", "torch", "triton", "commit"):
+        values = sorted({record.provenance[name] for record in records}, key=str)
+        found[name] = values[0] if len(values) == 1 else values
+    return found | {"date": max(record.provenance["date"] for record in records)}
+
+
+def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
+    """Header and lines: mean final loss over seeds, and their range, of every kind of run."""
+    names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "learning_rate")
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    lines = []
+    for kind, runs in found.items():
+        losses = [row["final_val_loss"] for row in runs if not row["diverged"]]
+        mean = f"{sum(losses) / len(losses):.4f}" if losses else "-"
+        spread = f"{max(losses) - min(losses):.4f}" if len(losses) > 1 else "-"
+        lines.append((*("" if x is None else x for x in kind), len(runs), mean, spread, len(runs) - len(losses)))
+    return (*names, "runs", "final validation loss", "range", "diverged"), lines

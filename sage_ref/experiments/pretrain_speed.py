@@ -1,0 +1,162 @@
+"""How long a step of pre-training takes with exact attention and with SageBwd, on one device and on all.
+
+Exact attention is timed twice: with the kernel that PyTorch picks for the device, and with FlashAttention-2, which the
+paper compares with.
+"""
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_ref.models.llama import LlamaConfig
+from sage_ref.records import Record, Row, read_record
+from sage_ref.training.corpus import Corpus
+from sage_ref.training.pretrain import Pretraining, PretrainSettings, Processes
+
+VOCABULARY = 32768
+# The model's attention, and the backend that PyTorch must take for it.
+ATTENTIONS = {
+    "exact": ("exact", None),
+    "flash_attention_2": ("exact", SDPBackend.FLASH_ATTENTION),
+    "sagebwd": ("sagebwd", None),
+}
+NAMES = {"exact": "PyTorch's pick", "flash_attention_2": "FlashAttention-2", "sagebwd": "SageBwd"}
+# By the node of the backward pass, which autograd makes for the kernel of the forward pass.
+KERNELS = {
+    "ScaledDotProductCudnnAttentionBackward0": "cuDNN",
+    "ScaledDotProductFlashAttentionBackward0": "FlashAttention-2",
+    "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's CPU kernel",
+    "GeneratedBackwardFor_sage_kernels_forward_defaultBackward": "sage_kernels",
+    "SageBwdFunctionBackward": "reference",
+}
+WAY = ("context", "devices", "parallel")
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """tokens_per_device: of a step; more devices mean more tokens per step. warmup, steps: untimed and timed."""
+
+    contexts: tuple[int, ...] = (4096, 16384)
+    layers: int = 24
+    width: int = 1024
+    heads: int = 16
+    tokens_per_device: int = 2**16
+    tokens_per_pass: int = 2**15
+    warmup: int = 3
+    steps: int = 10
+
+
+def step_times(plan: SpeedPlan, group: Processes, done: Collection[Row] = ()) -> Iterator[Row]:
+    """One row per way to use the devices, context and attention: median, 20th and 80th percentile of the step's time.
+
+    With several processes the first one is timed alone before all are, while the others wait. Only the first yields
+    rows. done: rows that an interrupted measurement left on the first process, not to be measured again.
+    """
+    alone = Processes(0, 1, group.device)
+    ways = [(alone, "none")] + [(group, parallel) for parallel in ("ddp", "fsdp")] * (group.count > 1)
+    tokens = torch.randint(VOCABULARY, (2**22,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    corpus = Corpus("random tokens", tokens, VOCABULARY)
+    finished = [[(row["attention"], *(row[name] for name in WAY)) for row in done]]
+    if group.count > 1:
+        dist.broadcast_object_list(finished, src=0, device=group.device)
+    for (members, parallel), context, attention in itertools.product(ways, plan.contexts, ATTENTIONS):
+        if (attention, context, members.count, parallel) in finished[0]:
+            continue
+        if group.is_first or members.count > 1:
+            row = _row(plan, corpus, context, attention, members, parallel)
+            if group.is_first:
+                yield row
+        if group.count > 1:
+            dist.barrier()
+
+
+def _row(plan: SpeedPlan, corpus: Corpus, context: int, attention: str, group: Processes, parallel: str) -> Row:
+    shape = {"layers": plan.layers, "width": plan.width, "heads": plan.heads, "kv_heads": plan.heads}
+    of_model, backend = ATTENTIONS[attention]
+    config = LlamaConfig(VOCABULARY, context=context, **shape, qk_norm=True, attention=of_model)
+    settings = PretrainSettings(
+        steps=plan.warmup + plan.steps,
+        batch_size=plan.tokens_per_device * group.count // context,
+        micro_batch_size=min(plan.tokens_per_pass, plan.tokens_per_device) // context,
+        autocast=group.device.type == "cuda",
+    )
+    training = Pretraining(corpus, config, settings, group, fsdp=parallel == "fsdp")
+    nodes, times = set(), []
+    core = training.model.blocks[0].attention.core
+    core.register_forward_hook(lambda module, inputs, output: nodes.add(output.grad_fn.name()))
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        for _ in range(settings.steps):
+            started = time.perf_counter()
+            training.advance()
+            times.append(1e3 * (time.perf_counter() - started))
+    (node,) = nodes
+    fastest, *_, slowest = statistics.quantiles(times[plan.warmup :], n=5, method="inclusive")
+    median = statistics.median(times[plan.warmup :])
+    return (
+        {"attention": attention, "autograd_node": node, "devices": group.count, "parallel": parallel}
+        | {"context": context, "tokens_per_step": training.tokens_per_step}
+        | {"parameters": sum(x.numel() for x in training.model.parameters())}
+        | {"ms_median": round(median, 2), "ms_p20": round(fastest, 2), "ms_p80": round(slowest, 2)}
+        | {"tokens_per_second": round(1e3 * training.tokens_per_step / median)}
+    )
+
+
+def interrupted(path: Path, plan: SpeedPlan, here: dict[str, Any]) -> tuple[list[Row], str | list[str]]:
+    """The rows that a measurement left at `path`, none if there is no file, and the commits of both measurements.
+
+    here: `provenance` of the measurement that goes on. ValueError if the plan, the machine or its software was another:
+    rows that are compared differ in nothing else.
+    """
+    if not path.exists():
+        return [], here["commit"]
+    found, rows = read_record(path)
+    for name, value in (here | json.loads(json.dumps({"plan": asdict(plan)}))).items():
+        if name not in ("commit", "date", "command") and found.get(name) != value:
+            raise ValueError(
+                f"path: expected a measurement with {name}={value}, {path} has {name}={found.get(name)}: "
+                "remove that file or name another"
+            )
+    before = found["commit"] if isinstance(found["commit"], list) else [found["commit"]]
+    commits = list(dict.fromkeys([*before, here["commit"]]))
+    return rows, commits if len(commits) > 1 else commits[0]
+
+
+def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
+    """Header and lines: what ran, its time and rate, and its rate over that of either exact attention and one device.
+
+    A cell is empty where there is no row to compare with; a column with nothing to compare is left out.
+    """
+    record = Record({}, list(rows))
+    compared = {f"against {NAMES[name]}": {"attention": name} for name in ("exact", "flash_attention_2")}
+    compared["against one device"] = {"devices": 1, "parallel": "none"}
+    compared = {title: other for title, other in compared.items() if 0 < len(record.select(**other)) < len(rows)}
+    attentions = list(ATTENTIONS)
+    lines = []
+    for row in sorted(rows, key=lambda row: (*(row[name] for name in WAY), attentions.index(row["attention"]))):
+        ratios = (relative_rate(record, row, **other) for other in compared.values())
+        cells = (_attention_name(row), row["ms_median"], f"{row['tokens_per_second']:,}")
+        lines.append((*(row[name] for name in WAY), *cells, *("" if x is None else f"{x:.2f}" for x in ratios)))
+    return ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", *compared), lines
+
+
+def relative_rate(record: Record, row: Row, **other: Any) -> float | None:
+    """Tokens per second over those of the row that differs in `other` alone; None if there is none."""
+    found = record.select(**{name: row[name] for name in ("attention", *WAY)} | other)
+    return row["tokens_per_second"] / found[0]["tokens_per_second"] if found else None
+
+
+def _attention_name(row: Row) -> str:
+    """With the kernel, if the row knows it and the name doesn't say it."""
+    name, node = NAMES[row["attention"]], row.get("autograd_node")
+    kernel = KERNELS.get(node, node)
+    return name if kernel in (None, name) else f"{name} ({kernel})"

@@ -1,0 +1,154 @@
+"""SLA2: sparse-linear attention whose router and whose mix of the two branches are learned (arXiv 2602.12675).
+
+The router chooses the key blocks that get softmax attention, linear attention takes the others, and alpha, one number
+per head and block of queries, is the weight of the first: O = alpha O_s + (1 - alpha) O_l.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from sage_ref.backend import chosen_backend, repeat_heads, sparse_linear_attention, sparse_linear_obstacle
+from sage_ref.checks import check_count, check_heads, check_options, check_share
+from sage_ref.sagebwd.whole import working_dtype
+from sage_ref.sla2.branches import BlockSettings, block_count, block_mass, into_blocks, selected_count, top_blocks
+from sage_ref.sla2.router import Relaxation, Router
+from sage_ref.sla2.whole import soft_sparse_linear_attention
+
+
+class SLA2(nn.Module):
+    """Sparse-linear attention with a learnable router; a drop-in for attention between any two sequences.
+
+    forward(query [B, H, Nq, D], key, value [B, Hkv, Nk, D], protect=None) -> [B, H, Nq, D] in the dtype of query.
+    Hkv < H is grouped-query attention; Hkv must divide H. protect: bool [Nk], True for keys that every query must
+    attend to: their blocks are chosen first (and count towards the selected ones).
+
+    sparsity: share of key blocks that a query block leaves to the linear branch; of Tn blocks it selects
+        `sla.selected_count`, at least one. query_blocks: how many alphas a head has, one per query block, for inputs of
+        exactly that many blocks; the default 1 is broadcast to any length.
+    quantize: run the sparse branch of stage 2 in INT8 (forward pass only). relaxation: what stage 1 has for the hard
+        mask; `router.PRINTED` is the paper's formula, the default departs from it (sage_ref/sla2/router.py says why).
+    backend: as in `sage_ref.sparse_linear_attention`; stage 1 always runs on the reference.
+
+    stage(1) trains router and alpha through `relaxation`, with all blocks computed. stage(2), the initial state,
+    is the real thing: hard Top-k, alpha trains with the model, the router is frozen. ValueError or TypeError
+    name the argument that doesn't fit.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        sparsity: float = 0.97,
+        block_q: int = 128,
+        block_kv: int = 64,
+        quantize: bool = True,
+        query_blocks: int = 1,
+        relaxation: Relaxation = Relaxation(),  # noqa: B008 (frozen)
+        backend: str = "auto",
+    ):
+        super().__init__()
+        for name, count in (("head_dim", head_dim), ("num_heads", num_heads), ("query_blocks", query_blocks)):
+            check_count(name, count)
+        check_share("sparsity", sparsity)
+        check_options(None, backend, quantize=quantize)
+        self.head_dim, self.num_heads, self.sparsity = head_dim, num_heads, sparsity
+        self.relaxation, self.backend = relaxation, backend
+        self.settings = BlockSettings(block_q, block_kv, quantize=quantize)
+        self.router = Router(head_dim, self.settings)
+        self.alpha_logit = nn.Parameter(torch.full((num_heads, query_blocks), 3.0))
+        self.stage(2)
+
+    def stage(self, number: int) -> "SLA2":
+        """Choose what is computed and what trains: 1, the soft mask, router and alpha; 2, the hard mask and alpha."""
+        if number not in (1, 2):
+            raise ValueError(f"number: expected stage 1 or 2, got {number!r}")
+        self.current_stage = number
+        self.router.requires_grad_(number == 1)
+        return self
+
+    def alpha(self, batch: int, query_blocks: int) -> Tensor:
+        """sigmoid(alpha_logit), [B, H, Tm] as a view."""
+        stored = self.alpha_logit.shape[1]
+        if stored not in (1, query_blocks):
+            raise ValueError(f"query: expected {stored} blocks of queries, one per alpha of a head, got {query_blocks}")
+        return torch.sigmoid(self.alpha_logit).expand(batch, -1, query_blocks)
+
+    @torch.no_grad()
+    def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
+        """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, mean over what shares it.
+
+        Kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn.
+        """
+        query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim)
+        with torch.autocast(query.device.type, enabled=False):
+            q, k = self._for_router(query, key)
+            mass = (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)  # [H, Tm]
+        self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
+        if self.alpha_logit.shape[1] == 1:
+            mass = mass.mean(-1, keepdim=True)
+        self.alpha_logit.copy_(mass.logit(eps=1e-4))
+
+    def block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+        """The hard choice: bool [B, H, Tm, Tn], equally many blocks in every row. query, key: equally many heads."""
+        logits = self.router(query, key).detach()
+        protected, count = self._protected(protect, key)
+        return top_blocks(logits.masked_fill(protected, math.inf), count)
+
+    def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+        """Weights of `relaxation`: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
+        scores = self.relaxation.scores_of(self.router(query, key))
+        protected, count = self._protected(protect, key)
+        if protect is None:
+            return self.relaxation.block_weights(scores, count)[0]
+        remaining = count - int(protected.sum())
+        if remaining == 0:
+            return protected.to(scores.dtype).expand_as(scores)
+        weights, _ = self.relaxation.block_weights(scores[..., ~protected], remaining)
+        return torch.ones_like(scores).masked_scatter(~protected, weights)
+
+    def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor, int]:
+        """bool [Tn], blocks with a protected key, and how many blocks each query block selects."""
+        n_k, block_kv = key.shape[-2], self.settings.block_kv
+        count = selected_count(self.sparsity, block_count(n_k, block_kv))
+        if protect is None:
+            return torch.zeros(block_count(n_k, block_kv), dtype=torch.bool, device=key.device), count
+        if not isinstance(protect, Tensor):
+            raise TypeError(f"protect: expected a torch.Tensor, got {type(protect).__name__}")
+        if protect.dtype != torch.bool:
+            raise TypeError(f"protect: expected dtype torch.bool, got {protect.dtype}")
+        if protect.shape != (n_k,):
+            raise ValueError(f"protect: expected shape {(n_k,)}, one entry per key, got {tuple(protect.shape)}")
+        protected = into_blocks(protect.to(key.device)[:, None], block_kv).any(-2).squeeze(-1)
+        return protected, max(count, int(protected.sum()))
+
+    def _for_router(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """query and key in the working dtype, with equally many heads."""
+        return query.to(working_dtype(query)), repeat_heads(key.to(working_dtype(key)), query.shape[1])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
+        alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
+        if self.current_stage == 1:
+            with torch.autocast(query.device.type, enabled=False):
+                q, k = self._for_router(query, key)
+                v = repeat_heads(value.to(q.dtype), self.num_heads)
+                soft = self.soft_block_mask(q, k, protect)
+                output = soft_sparse_linear_attention(q, k, v, soft, alpha.to(q.dtype), self.settings)
+            return output.to(query.dtype)
+        if chosen_backend(self.backend, lambda: sparse_linear_obstacle(query, self.settings)) == "triton":
+            from sage_kernels.sla2.ops import routed_attention
+
+            protected, count = self._protected(protect, key)
+            projections = self.router.proj_q.weight, self.router.proj_k.weight
+            return routed_attention(
+                query, key, value, *projections, alpha, count, protected, quantize=self.settings.quantize
+            )  # fmt: skip
+        with torch.autocast(query.device.type, enabled=False):
+            block_mask = self.block_mask(*self._for_router(query, key), protect)
+        return sparse_linear_attention(
+            query, key, value, block_mask, alpha, quantize=self.settings.quantize,
+            block_q=self.settings.block_q, block_kv=self.settings.block_kv, backend="reference",
+        )  # fmt: skip

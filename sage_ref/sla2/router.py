@@ -1,0 +1,134 @@
+"""SLA2's learnable router: which blocks get softmax attention, and how that choice is trained (arXiv 2602.12675).
+
+P_c = softmax(c proj_q(Qbar) proj_k(Kbar)^T) with Qbar, Kbar the means of blocks of queries and of smoothed keys.
+Hard Top-k keeps the largest k% of each row, and has no gradient. In training SoftTop-k stands in:
+
+SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to as many blocks as Top-k keeps.
+
+Printed is SoftTop-k of P_c with tau = 0.1 in the place of Top-k. Here the default differs in two ways (`Relaxation`):
+the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c with tau = 1.
+Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat; a flat mask cancels in the softmax,
+so the loss is near 0 whatever the hard mask would choose, and alpha ends far too large for it.
+
+With the identity for both projections this is SLA's heuristic router.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sage_ref.attention import softmax_scale
+from sage_ref.checks import refuse_second_derivative
+from sage_ref.sla2.branches import BlockSettings, block_mean, top_blocks
+from sage_ref.smoothing import smooth_key
+
+SCORES = ("P_c", "log P_c")
+# Of an unselected block in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
+LEAST_WEIGHT = 1e-3
+BISECTIONS = 60  # each halves the bracket of lambda: from a width of 1e6 to float64's last digits
+
+
+class SoftTopK(torch.autograd.Function):
+    """sigmoid(x / tau + lambda) with rows that sum to `count`, and its exact gradient.
+
+    With w = s (1 - s), ds = (w dx - w (w . dx) / sum(w)) / tau: the second term is what lambda gives way so that the
+    row keeps its sum. The matrix is symmetric, so the gradient of x is the same formula with ds in place of dx.
+    """
+
+    @staticmethod
+    def forward(ctx, x, count, temperature):
+        logits = x.double() / temperature
+        share = torch.tensor(count / x.shape[-1], dtype=torch.float64).logit().to(x.device)
+        # At the lower end no term exceeds count / n, so the row sums to at most count; at the upper end to at least.
+        lower = share - logits.amax(-1, keepdim=True)
+        upper = share - logits.amin(-1, keepdim=True)
+        for _ in range(BISECTIONS):
+            middle = (lower + upper) / 2
+            too_much = torch.sigmoid(logits + middle).sum(-1, keepdim=True) > count
+            lower, upper = torch.where(too_much, lower, middle), torch.where(too_much, middle, upper)
+        soft = torch.sigmoid(logits + (lower + upper) / 2)
+        ctx.save_for_backward(soft)
+        ctx.temperature = temperature
+        return soft.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_soft):
+        refuse_second_derivative("SoftTop-k's")
+        (soft,) = ctx.saved_tensors
+        w = soft * (1 - soft)
+        shared = (w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
+        return ((w * grad_soft - w * shared) / ctx.temperature).to(grad_soft.dtype), None, None
+
+
+def soft_top_k(x: Tensor, count: int, temperature: float = 0.1) -> Tensor:
+    """SoftTop-k of x [..., Tn] along the last axis: numbers in (0, 1), each row summing to `count` within 1e-6.
+
+    `count` of Tn or more gives all ones. Once differentiable.
+    ValueError unless count >= 1 and temperature > 0.
+    """
+    if count < 1:
+        raise ValueError(f"count: expected at least 1, got {count}")
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected a positive number, got {temperature}")
+    return torch.ones_like(x) if count >= x.shape[-1] else SoftTopK.apply(x, count, temperature)
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What stands in for the hard mask while the router is fitted: SoftTop-k at a temperature.
+
+    scores: what SoftTop-k is applied to, "P_c" as printed, or "log P_c", whose blocks come in the same order but whose
+    differences do not shrink with the number of blocks. straight_through: SoftTop-k gives the gradient alone; the
+    forward pass takes the hard mask (0 raised to LEAST_WEIGHT, which bounds the gradient).
+    """
+
+    scores: str = "log P_c"
+    temperature: float = 1.0
+    straight_through: bool = True
+
+    def __post_init__(self):
+        if self.scores not in SCORES:
+            raise ValueError(f"scores: expected one of {SCORES}, got {self.scores!r}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: expected a positive number, got {self.temperature}")
+
+    @property
+    def name(self) -> str:
+        return f"{'straight-through' if self.straight_through else 'soft'}, {self.scores} / {self.temperature:g}"
+
+    def scores_of(self, logits: Tensor) -> Tensor:
+        """P_c or log P_c from the router's logits [..., Tm, Tn]."""
+        return logits.softmax(-1) if self.scores == "P_c" else logits.log_softmax(-1)
+
+    def block_weights(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(M for the two branches, SoftTop-k), [..., Tm, Tn] each, rows of SoftTop-k summing to `count`."""
+        soft = soft_top_k(scores, count, self.temperature)
+        if not self.straight_through:
+            return soft, soft
+        hard = top_blocks(scores.detach(), count).to(soft.dtype).clamp_min(LEAST_WEIGHT)
+        return hard + (soft - soft.detach()), soft
+
+
+PRINTED = Relaxation("P_c", 0.1, straight_through=False)
+
+
+class Router(nn.Module):
+    """Scores of key blocks for each query block. proj_q, proj_k [D, D], one pair for all heads, start at the identity.
+
+    forward(query [..., Nq, D], key [..., Nk, D]) -> logits c proj_q(Qbar) proj_k(Kbar)^T, [..., Tm, Tn]. Their softmax
+    is P_c; it puts the blocks of a row in the same order.
+    """
+
+    def __init__(self, head_dim: int, settings: BlockSettings):
+        super().__init__()
+        self.settings = settings
+        self.proj_q = nn.Linear(head_dim, head_dim, bias=False)
+        self.proj_k = nn.Linear(head_dim, head_dim, bias=False)
+        nn.init.eye_(self.proj_q.weight)
+        nn.init.eye_(self.proj_k.weight)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        q_bar = block_mean(query, self.settings.block_q) @ self.proj_q.weight.to(query.dtype).mT
+        k_bar = block_mean(smooth_key(key)[0], self.settings.block_kv) @ self.proj_k.weight.to(key.dtype).mT
+        return q_bar @ k_bar.mT * softmax_scale(self.settings.scale, query.shape[-1])

@@ -1,0 +1,344 @@
+"""The notebooks as committed: run once from top to bottom, outputs kept, nothing of the machine that ran them inside.
+
+nbval runs them again and compares, but it passes a notebook whose outputs were cleared and ignores misspelt tags.
+"""
+
+import ast
+import copy
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from sage_ref.course import figures as plotting
+from sage_ref.records import REPOSITORY
+
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+KNOWN_TAGS = {"nbval-ignore-output"}
+LAST_SECTIONS = ["What to remember", "Exercises", "Where the papers say more"]
+LARGEST = 1_500_000  # bytes
+PRINTS = {"print", "predict", "compare"}
+FIGURE_MAKERS = {"subplots", "panels"} | {
+    name
+    for name, function in inspect.getmembers(plotting, inspect.isfunction)
+    if inspect.signature(function).return_annotation is Figure
+}
+SLIDERS = {"interact", "interact_manual", "interactive", "interactive_output"}
+OF_THIS_MACHINE = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|Users)\b|\bC:\\|ipykernel_")
+
+
+def lint(path: Path) -> list[str]:
+    return problems(path.name, json.loads(path.read_text()), path.stat().st_size)
+
+
+def problems(name: str, notebook: dict, size: int) -> list[str]:
+    """What is wrong with a notebook, one line each; empty if nothing is."""
+    cells = notebook["cells"]
+    code_cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    found = [f"size: expected at most {LARGEST} bytes, got {size}"] if size > LARGEST else []
+    if notebook["metadata"] != METADATA:
+        found.append(f"metadata: expected {METADATA}, got keys {sorted(notebook['metadata'])}")
+    counts = [cell["execution_count"] for cell in code_cells]
+    if counts != list(range(1, len(counts) + 1)):
+        found.append(f"execution counts: expected 1 to {len(counts)} in order, got {counts}")
+    if not any(cell["outputs"] for cell in code_cells):
+        found.append("outputs: expected some, got none in any cell")
+    found += text_problems(name, cells)
+    local_functions = calls_of_functions(code_cells)
+    for number, cell in enumerate(cells):
+        complaints = machine_problems(cell)
+        if cell["cell_type"] == "code":
+            complaints += code_problems(cell, local_functions)
+        found += [f"cell {number}: {complaint}" for complaint in complaints]
+    return found
+
+
+def text_problems(name: str, cells: list[dict]) -> list[str]:
+    """The title, the sections every notebook ends with, and links to files that don't exist."""
+    found = []
+    title = "".join(cells[0]["source"]) if cells[0]["cell_type"] == "markdown" else ""
+    if not re.match(rf"# {name[:2]} · \w", title) or not re.search(r"\d+ minutes", title):
+        found.append(f"first cell: expected the title '# {name[:2]} · ...' and the minutes it takes")
+    modules = re.findall(r"`((?:sage_ref|kernels)/[\w/]+\.py)`", title)
+    if not modules:
+        found.append("first cell: expected the module it pairs with, as in `sage_ref/attention.py`")
+    markdown = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", markdown)
+    missing = [target for target in modules if not (REPOSITORY / target).exists()]
+    missing += [target for target in linked if not (REPOSITORY / "notebooks" / target).exists()]
+    found += [f"link: expected a file, found none at {target}" for target in missing]
+    sections = re.split(r"^## ", markdown, flags=re.MULTILINE)[1:]
+    headings = [section.splitlines()[0].strip() for section in sections]
+    if headings[-3:] != LAST_SECTIONS:
+        found.append(f"last sections: expected {LAST_SECTIONS}, got {headings[-3:]}")
+    elif (exercises := len(re.findall(r"^\d+\. ", sections[-2], flags=re.MULTILINE))) != 3:
+        found.append(f"exercises: expected three, got {exercises}")
+    return found
+
+
+def machine_problems(cell: dict) -> list[str]:
+    """Paths and process names of the machine that ran the cell."""
+    texts = ["".join(cell["source"])]
+    for output in cell.get("outputs", []):
+        texts += ["".join(output.get("text", "")), "".join(output.get("traceback", ""))]
+        texts += ["".join(text) for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
+    return [f"of this machine: {match}" for text in texts for match in OF_THIS_MACHINE.findall(text)]
+
+
+def code_problems(cell: dict, local_functions: dict[str, set[str]]) -> list[str]:
+    """Errors, warnings, tags, and outputs that should be there."""
+    found = []
+    tags = set(cell["metadata"].get("tags", []))
+    if unknown := tags - KNOWN_TAGS:
+        found.append(f"tags: expected {sorted(KNOWN_TAGS)}, got {sorted(unknown)}")
+    outputs = cell["outputs"]
+    found += [f"error output: {output['ename']}" for output in outputs if output["output_type"] == "error"]
+    found += [f"stderr: {''.join(output['text'])[:80]}" for output in outputs if output.get("name") == "stderr"]
+    calls = with_calls_inside(calls_when_run(ast.parse("".join(cell["source"]))), local_functions)
+    if calls & PRINTS and not any(output.get("name") == "stdout" for output in outputs):
+        found.append("output: expected text, since the cell prints")
+    if calls & FIGURE_MAKERS and not any("image/png" in output.get("data", {}) for output in outputs):
+        found.append("output: expected a PNG, since the cell draws a figure")
+    if calls & SLIDERS and not outputs:
+        found.append("output: expected some, since the cell has a slider")
+    if calls & SLIDERS and "nbval-ignore-output" not in tags:
+        found.append("tags: expected nbval-ignore-output, since the cell has a slider")
+    return found
+
+
+def calls_when_run(node: ast.AST) -> set[str]:
+    """Names of the functions that run for certain with the node: not in a definition, nor under an if."""
+    found = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.If):
+            continue
+        if isinstance(child, ast.Call):
+            found.add(getattr(child.func, "attr", getattr(child.func, "id", "")))
+        found |= calls_when_run(child)
+    return found
+
+
+def calls_of_functions(code_cells: list[dict]) -> dict[str, set[str]]:
+    """What each function that the notebook defines at top level calls."""
+    trees = [ast.parse("".join(cell["source"])) for cell in code_cells]
+    return {
+        node.name: calls_when_run(node) for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+
+
+def with_calls_inside(calls: set[str], local_functions: dict[str, set[str]]) -> set[str]:
+    """`calls`, and what the notebook's own functions among them call in turn."""
+    found, pending = set(), set(calls)
+    while pending:
+        name = pending.pop()
+        found.add(name)
+        pending |= local_functions.get(name, set()) - found
+    return found
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS[0].name == "00_start_here.ipynb"
+    assert {path.name[:2] for path in NOTEBOOKS} >= {f"{number:02}" for number in range(13)}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook(path):
+    assert lint(path) == []
+
+
+def test_the_course_map_lists_every_notebook_with_its_minutes():
+    cells = json.loads(NOTEBOOKS[0].read_text())["cells"]
+    (course,) = [text for cell in cells if (text := "".join(cell["source"])).startswith("## The course")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in course.splitlines() if line[2:4].isdigit()]
+    assert [number for number, *_ in rows] == [f"{number:02}" for number in range(15)]
+    to_come = [row for row in rows if row[-1] == "to come"]
+    ready = [row for row in rows if row[-1] != "to come"]
+    for path, (number, title, _, minutes, state) in zip(NOTEBOOKS, ready, strict=True):
+        assert number == path.name[:2]
+        assert minutes.isdigit()
+        assert re.search(rf"\b{minutes} minutes", "".join(json.loads(path.read_text())["cells"][0]["source"]))
+        assert state == ("you are here" if path == NOTEBOOKS[0] else "ready")
+        assert path == NOTEBOOKS[0] or title.endswith(f"({path.name})")
+    assert all(state == "to come" and "](" not in title for _, title, _, _, state in to_come)
+
+
+def code(source: str, count: int, outputs: list[dict], *tags: str) -> dict:
+    metadata = {"tags": list(tags)} if tags else {}
+    return {
+        "cell_type": "code", "source": source, "execution_count": count, "outputs": outputs, "metadata": metadata
+    }  # fmt: skip
+
+
+def stdout(text: str) -> dict:
+    return {"output_type": "stream", "name": "stdout", "text": text}
+
+
+def notebook_without_problems() -> dict:
+    image = {
+        "output_type": "display_data",
+        "metadata": {},
+        "data": {"image/png": "iVBOR/tmp/w0KGgo=", "text/plain": ""},
+    }
+    title = "# 00 · A title\n\n**Pairs with** `sage_ref/attention.py` · **Time** 5 minutes"
+    end = "## What to remember\n\n## Exercises\n\n1. One\n2. Two\n3. Three\n\n## Where the papers say more\n"
+    markdown = [{"cell_type": "markdown", "source": text, "metadata": {}} for text in (title, end)]
+    cells = [
+        code("print(1)", 1, [stdout("1\n")]),
+        code("def draw():\n    return panels(1)", 2, []),
+        code("_ = draw()", 3, [image]),
+        code("_ = interact(draw, x=(1, 2))", 4, [image], "nbval-ignore-output"),
+        code("if device is None:\n    print('none')", 5, []),
+    ]
+    return {"cells": [markdown[0], *cells, markdown[1]], "metadata": copy.deepcopy(METADATA)}
+
+
+def test_the_lint_accepts_a_notebook_without_problems():
+    assert problems("00_title.ipynb", notebook_without_problems(), LARGEST) == []
+
+
+def clear_outputs(cells, notebook):
+    for cell in cells[1:-1]:
+        cell.update(outputs=[], execution_count=None)
+
+
+def clear_counts(cells, notebook):
+    for cell in cells[1:-1]:
+        cell.update(execution_count=None)
+
+
+def clear_one_text(cells, notebook):
+    cells[1]["outputs"] = []
+
+
+def clear_one_figure(cells, notebook):
+    cells[3]["outputs"] = []
+
+
+def clear_one_slider(cells, notebook):
+    cells[4]["outputs"] = []
+
+
+def run_out_of_order(cells, notebook):
+    cells[1]["execution_count"], cells[2]["execution_count"] = 2, 1
+
+
+def run_twice(cells, notebook):
+    for cell in cells[1:-1]:
+        cell["execution_count"] += 5
+
+
+def misspell_a_tag(cells, notebook):
+    cells[1]["metadata"] = {"tags": ["nbval-ignore-outputs"]}
+
+
+def forget_the_tag_of_a_slider(cells, notebook):
+    cells[4]["metadata"] = {}
+
+
+def keep_widget_state(cells, notebook):
+    notebook["metadata"]["widgets"] = {}
+
+
+def run_with_another_kernel(cells, notebook):
+    notebook["metadata"]["kernelspec"]["name"] = "venv"
+
+
+def print_a_path(cells, notebook):
+    cells[1]["outputs"][0]["text"] = "saved /home/me/x\n"
+
+
+def print_a_windows_path(cells, notebook):
+    cells[1]["outputs"][0]["text"] = "saved C:\\x\n"
+
+
+def write_a_path(cells, notebook):
+    cells[1]["source"] = "print(open('/tmp/x').read())"
+
+
+def name_the_kernel_process(cells, notebook):
+    cells[1]["outputs"].append(stdout("ipykernel_4711/1.py"))
+
+
+def fail(cells, notebook):
+    cells[2]["outputs"] = [{"output_type": "error", "ename": "KeyError", "evalue": "", "traceback": []}]
+
+
+def warn(cells, notebook):
+    cells[1]["outputs"].append({"output_type": "stream", "name": "stderr", "text": "UserWarning"})
+
+
+def forget_the_minutes(cells, notebook):
+    cells[0]["source"] = "# 00 · A title\n\n`sage_ref/attention.py`"
+
+
+def number_it_wrongly(cells, notebook):
+    cells[0]["source"] = cells[0]["source"].replace("# 00", "# 01")
+
+
+def forget_the_module(cells, notebook):
+    cells[0]["source"] = "# 00 · A title\n\n5 minutes"
+
+
+def pair_with_no_module(cells, notebook):
+    cells[0]["source"] = cells[0]["source"].replace("attention.py", "atention.py")
+
+
+def link_to_nothing(cells, notebook):
+    cells[0]["source"] += "\n\n[next](99_nothing.ipynb)"
+
+
+def end_without_the_papers(cells, notebook):
+    cells[-1]["source"] = "## What to remember\n\n## Exercises\n"
+
+
+def set_two_exercises(cells, notebook):
+    cells[-1]["source"] = cells[-1]["source"].replace("3. Three\n", "")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "reports"),
+    [
+        (clear_outputs, "outputs: expected some, got none"),
+        (clear_counts, "execution counts: expected 1 to 5 in order"),
+        (clear_one_text, "cell 1: output: expected text"),
+        (clear_one_figure, "cell 3: output: expected a PNG"),
+        (clear_one_slider, "cell 4: output: expected some"),
+        (run_out_of_order, "execution counts: expected 1 to 5 in order"),
+        (run_twice, "execution counts: expected 1 to 5 in order"),
+        (misspell_a_tag, "cell 1: tags: expected ['nbval-ignore-output'], got ['nbval-ignore-outputs']"),
+        (forget_the_tag_of_a_slider, "cell 4: tags: expected nbval-ignore-output"),
+        (keep_widget_state, "metadata: expected"),
+        (run_with_another_kernel, "metadata: expected"),
+        (print_a_path, "cell 1: of this machine: /home"),
+        (print_a_windows_path, "cell 1: of this machine: C:\\"),
+        (write_a_path, "cell 1: of this machine: /tmp"),
+        (name_the_kernel_process, "cell 1: of this machine: ipykernel_"),
+        (fail, "cell 2: error output: KeyError"),
+        (warn, "cell 1: stderr: UserWarning"),
+        (forget_the_minutes, "first cell: expected the title"),
+        (number_it_wrongly, "first cell: expected the title"),
+        (forget_the_module, "first cell: expected the module"),
+        (pair_with_no_module, "link: expected a file, found none at sage_ref/atention.py"),
+        (link_to_nothing, "link: expected a file, found none at 99_nothing.ipynb"),
+        (end_without_the_papers, "last sections: expected"),
+        (set_two_exercises, "exercises: expected three, got 2"),
+    ],
+)
+def test_the_lint_reports(breaks, reports):
+    notebook = notebook_without_problems()
+    breaks(notebook["cells"], notebook)
+    found = problems("00_title.ipynb", notebook, LARGEST)
+    assert any(line.startswith(reports) for line in found), found
+
+
+def test_the_lint_reports_a_notebook_that_is_too_large():
+    assert problems("00_title.ipynb", notebook_without_problems(), LARGEST + 1) == [
+        f"size: expected at most {LARGEST} bytes, got {LARGEST + 1}"
+    ]

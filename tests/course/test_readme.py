@@ -1,0 +1,162 @@
+"""The READMEs say what the records say."""
+
+import re
+
+import matplotlib.pyplot as plt
+import pytest
+
+from sage_ref.course import readme
+from sage_ref.course.claims import claims, hypothesis
+from sage_ref.course.figures import overview_figure
+from sage_ref.course.pretraining_results import final_losses, pretrain_runs
+from sage_ref.course.readme import BENCH, LAYERS, NOISE, PRETRAIN, SECTIONS, TABLE2, rewritten
+from sage_ref.experiments.tables import PAPER_TABLE2
+from sage_ref.records import REPOSITORY, Record, read_record, write_record
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_measured_parts_are_in_step(name):
+    assert rewritten(name) == (REPOSITORY / name).read_text(), "run `python -m sage_ref readme`"
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_stale_part_is_noticed(name, monkeypatch):
+    sections = {section: lambda: "something else" for section in SECTIONS[name]}
+    monkeypatch.setitem(readme.SECTIONS, name, sections)
+    assert rewritten(name) != (REPOSITORY / name).read_text()
+
+
+def test_a_missing_marker_is_an_error(monkeypatch):
+    monkeypatch.setitem(readme.SECTIONS, "README.md", {"no such part": lambda: ""})
+    with pytest.raises(ValueError, match="no such part"):
+        rewritten("README.md")
+
+
+def test_links_and_pictures_exist():
+    for name in SECTIONS:
+        folder = (REPOSITORY / name).parent
+        for target in re.findall(r"\]\(([^)#]+)\)", (REPOSITORY / name).read_text()):
+            assert (folder / target).exists(), f"{name}: {target}"
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table2_has_the_worst_layer_of_each_model_and_the_papers():
+    record = read_record(TABLE2)
+    header, _, *lines, _, caption = readme.table2().splitlines()
+    assert cells(header)[1:] == list(PAPER_TABLE2)
+    assert [cells(line)[0].partition(", ")[0] for line in lines] == ["with QK-norm", "without QK-norm", "paper"]
+    for line, qk_norm in zip(lines, (True, False), strict=False):
+        worst = max(record.select(qk_norm=qk_norm, tensor="dQ"), key=lambda row: row["rel_l2"])["layer"]
+        name, *shown = cells(line)
+        assert name.endswith(f", layer {worst}")
+        rows = record.select(qk_norm=qk_norm, layer=worst)
+        assert shown == [f"{row['cosine']:.4f} / {row['rel_l2']:.4f}" for row in rows]
+    assert cells(lines[2])[1:] == [f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in PAPER_TABLE2.values()]
+    for capture in record.provenance["captures"]:
+        assert f"step {capture['run']['step']:,} of {capture['run']['steps']:,}" in caption
+
+
+def test_the_overview_shows_the_worst_layer_with_qk_norm():
+    record = read_record(TABLE2)
+    larger = [row | {"rel_l2": (1 if row["qk_norm"] else 3) * row["rel_l2"]} for row in record.rows]
+    figure = overview_figure(Record({}, larger), read_record(BENCH))
+    worst = max(record.select(qk_norm=True, tensor="dQ"), key=lambda row: row["rel_l2"])["layer"]
+    written = [text.get_text() for text in figure.axes[0].texts]
+    for row in record.select(qk_norm=True, layer=worst):
+        assert written[written.index(row["tensor"]) + 1] == f"{row['rel_l2']:.1%}"
+    plt.close(figure)
+
+
+def test_pretraining_has_every_main_cell_and_the_claims():
+    runs = read_record(PRETRAIN)
+    text = readme.pretraining()
+    for size in runs.provenance["plan"]["tokens_per_step"]:
+        assert f"{size:,} tokens per step" in text.splitlines()[0]
+        for kind in ("exact", "SageBwd, K smoothed"):
+            losses = final_losses(pretrain_runs(runs, kind, size)).values()
+            assert f"({min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds)" in text
+    for printed in ("2.563 at 262,144", "2.586 at 2,097,152", "2.561 at 262,144", "2.640 at 2,097,152"):
+        assert printed in text
+    for claim in claims(runs, read_record(LAYERS)):
+        assert f"| {claim.paper} | {claim.ours} | {claim.verdict} |" in text
+    assert text.endswith(hypothesis(runs, read_record(NOISE)))
+
+
+SPEED_PLAN = {"layers": 24, "width": 1024, "heads": 16, "tokens_per_device": 65536}
+
+
+@pytest.fixture
+def step_times(tmp_path, monkeypatch):
+    """step_times(rates) -> lines of the part. rates: {(attention, N, GPUs, parallel): tokens per second}."""
+    monkeypatch.setattr(readme, "read_record", lambda name: read_record(tmp_path / f"{name}.json"))
+
+    def write(rates):
+        rows = [
+            dict(zip(("attention", "context", "devices", "parallel"), place, strict=True))
+            | {"ms_median": 1e6 / rate, "tokens_per_second": rate}
+            for place, rate in rates.items()
+        ]
+        write_record(tmp_path / f"{readme.PRETRAIN_SPEED}.json", rows, command="c", plan=SPEED_PLAN)
+        return readme.pretraining_speed().splitlines()
+
+    return write
+
+
+def test_step_times_compare_sagebwd_with_both_exact_attentions(step_times):
+    ways = [(4096, 1, "none"), (16384, 1, "none"), (4096, 2, "ddp")]
+    rates = {("exact", *way): rate for way, rate in zip(ways, (1000, 500, 1900), strict=True)}
+    rates |= {("flash_attention_2", *way): rate for way, rate in zip(ways, (800, 400, 1500), strict=True)}
+    rates |= {("sagebwd", *way): rate for way, rate in zip(ways, (900, 480, 1800), strict=True)}
+    title, _, header, _, *lines, _, pick, _, flash, _, caption = step_times(rates)
+    assert title.endswith(", with the exact attention that PyTorch picks and with FlashAttention-2:")
+    assert caption.startswith("24 layers, width 1024, 16 heads, 65,536 tokens per GPU and step, bfloat16; measured on")
+    others = ["PyTorch's pick", "FlashAttention-2", "one device"]
+    assert cells(header)[6:] == [f"against {other}" for other in others]
+    assert [cells(line)[3] for line in lines] == ["PyTorch's pick", "FlashAttention-2", "SageBwd"] * 3
+    assert cells(lines[5]) == ["4096", "2", "ddp", "SageBwd", f"{1e6 / 1800}", "1,800", "0.95", "1.20", "2.00"]
+    start = "SageBwd's tokens/s on one GPU over those of"
+    assert pick == f"{start} the exact attention that PyTorch picks: 0.90 (N=4096), 0.96 (N=16384)."
+    assert flash == f"{start} FlashAttention-2: 1.12 (N=4096), 1.20 (N=16384)."
+
+
+def test_step_times_that_are_not_complete(step_times):
+    """An interrupted measurement: SageBwd at one length, FlashAttention-2 at the other."""
+    way, other = (4096, 1, "none"), (16384, 1, "none")
+    rates = {("exact", *way): 1000, ("sagebwd", *way): 900, ("exact", *other): 500, ("flash_attention_2", *other): 400}
+    *_, pick, _, caption = step_times(rates)
+    assert pick.endswith("the exact attention that PyTorch picks: 0.90 (N=4096).")
+    assert caption.startswith("24 layers")
+
+
+def test_recorded_step_times_have_one_line_each():
+    record = read_record(readme.PRETRAIN_SPEED)
+    lines = [cells(line) for line in readme.pretraining_speed().splitlines() if line.startswith("| ")][2:]
+    shown = [(*line[:3], line[4]) for line in lines]
+    names = ("context", "devices", "parallel", "ms_median")
+    assert sorted(shown) == sorted(tuple(str(row[name]) for name in names) for row in record.rows)
+
+
+def test_lengths_are_ratios_of_measured_times():
+    record = read_record("bench_h200")
+    header, _, *lines = readme.lengths().split("\n\n")[0].splitlines()
+    assert cells(header) == ["N", "D=128", "D=128, causal", "D=64", "D=64, causal"]
+    assert [cells(line)[0] for line in lines] == [f"{n:,}" for n in sorted({row["n_q"] for row in record.rows})]
+    shape = {"n_q": 65536, "head_dim": 64, "causal": True, "direction": "fwd+bwd", "scope": "autograd"}
+    flash, cudnn, sage = (
+        record.select(provider=provider, **shape)[0]["ms_median"]
+        for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
+    )
+    assert cells(lines[-1])[-1] == f"{flash / sage:.2f}x / {cudnn / sage:.2f}x"
+
+
+def test_limits_has_every_profiled_kernel():
+    record = read_record("profile_h200")
+    _, _, *lines = readme.limits().split("\n\n")[0].splitlines()
+    assert [cells(line)[0] for line in lines] == [f"{row['kernel']}, D={row['head_dim']}" for row in record.rows]
+    for line, row in zip(lines, record.rows, strict=True):
+        profiled = "" if row["tensor"] is None else f"{row['tensor']:.0f}%"  # cuDNN's kernels aren't looked into
+        assert cells(line)[1] == profiled
+        assert cells(line)[-1].endswith("capped") == row["power_capped"]

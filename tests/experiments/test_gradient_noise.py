@@ -1,0 +1,440 @@
+"""Moments are unbiased and their errors honest, and what is measured is the gradient of the whole model."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, pretrained, sixteen_letters
+
+from sage_ref.__main__ import main
+from sage_ref.experiments import gradient_noise as noise_module
+from sage_ref.experiments.gradient_noise import (
+    VARIANTS,
+    Accumulator,
+    Moments,
+    NoiseSettings,
+    attention_as,
+    gradient,
+    gradient_noise,
+    noise_of_checkpoints,
+    noise_row,
+    noise_table,
+    parameter_groups,
+    with_totals,
+)
+from sage_ref.models.llama import Llama
+from sage_ref.quantization import fake_quantize
+from sage_ref.records import markdown_table, read_record
+from sage_ref.training.capture import next_token_loss
+from sage_ref.training.corpus import Corpus
+from sage_ref.training.pretrain import load_model
+
+SMALL = NoiseSettings(batches=6, sequences=2, folds=3, variants=("per block, nearest",))
+
+
+# Moments of random vectors
+
+
+def moments_of(vectors, folds):
+    """vectors: [batches, parameters]."""
+    accumulator = Accumulator(folds, len(vectors))
+    for number, vector in enumerate(vectors):
+        accumulator.add(number, vector)
+    return accumulator.moments()
+
+
+def repeated(mean, deviation, *, batches=16, folds=8, repetitions=600):
+    """(squares, their errors, traces) of vectors drawn from N(mean, deviation^2) again and again."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (repetitions, batches, len(mean))
+    draws = mean + deviation * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.tensor([moments_of(vectors, folds) for vectors in draws], dtype=torch.float64).T
+
+
+MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64)
+DEVIATION = torch.tensor([1.0, 0.5, 2.0, 3.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mean", [MEAN, 0 * MEAN], ids=["a mean", "mean zero"])
+def test_moments_are_unbiased(mean):
+    squares, _, traces = repeated(mean, DEVIATION)
+    for found, expected in ((squares, mean.square().sum()), (traces, DEVIATION.square().sum())):
+        standard_error = found.std() / len(found) ** 0.5
+        assert (found.mean() - expected).abs() < 3 * standard_error
+        assert standard_error < 0.02 * DEVIATION.square().sum()
+
+
+def test_a_mean_of_zero_is_as_often_below_zero_as_above():
+    squares, _, _ = repeated(0 * MEAN, DEVIATION)
+    assert 0.35 < (squares < 0).double().mean() < 0.75
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_the_error_of_the_square_is_the_spread_of_repetitions(scale):
+    squares, errors, _ = repeated(2 * MEAN, scale * DEVIATION / 4)
+    assert errors.square().mean().sqrt() == pytest.approx(squares.std().item(), rel=0.15)
+
+
+def test_the_error_of_a_square_of_zero_is_not_too_small():
+    squares, errors, _ = repeated(0 * MEAN, DEVIATION)
+    assert 0.9 < errors.square().mean().sqrt() / squares.std() < 1.8
+
+
+def test_moments_are_their_formulas():
+    """|m|^2: mean product of two folds' means; its error: jackknife over folds; trace: sample covariance."""
+    vectors = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
+    found = moments_of(vectors, 4)
+    folds = [vectors[fold::4].mean(0) for fold in range(4)]
+
+    def square(kept):
+        pairs = [(folds[a] @ folds[b]).item() for a in kept for b in kept if a != b]
+        return sum(pairs) / len(pairs)
+
+    left = [square([fold for fold in range(4) if fold != out]) for out in range(4)]
+    variance = 3 / 4 * sum((x - sum(left) / 4) ** 2 for x in left)
+    assert found.square == pytest.approx(square(range(4)))
+    assert found.square_error == pytest.approx(variance**0.5)
+    assert found.trace == pytest.approx(vectors.T.cov().trace().item())
+
+
+def test_vectors_that_never_change_have_no_noise():
+    found = moments_of(MEAN.expand(8, 4), 4)
+    assert found.square == pytest.approx(MEAN.square().sum().item())
+    assert (found.square_error, found.trace) == pytest.approx((0, 0), abs=1e-9)
+
+
+def test_added_vectors_are_not_kept():
+    accumulator, vector = Accumulator(3, 6), torch.ones(4)
+    for number in range(6):
+        accumulator.add(number, vector)
+    vector.zero_()
+    assert accumulator.moments().square == 4
+    # One sum per fold, whatever the number of batches.
+    assert [x.shape for x in accumulator.sums] == [(4,)] * 3
+
+
+def test_nearest_rounding_has_a_bias_and_stochastic_rounding_has_variance():
+    """Numbers just above a step of the grid: all are rounded down, or a third of them up."""
+    torch.manual_seed(0)
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        errors = []
+        for _ in range(64):
+            x = 1.3 + 0.05 * torch.randn(1, 200)
+            x[0, 0] = 127.0  # makes the step of the grid 1
+            errors.append((fake_quantize(x, (1, 200), rounding=rounding) - x).flatten().double())
+        found[rounding] = moments_of(torch.stack(errors), 8)
+    nearest, stochastic = found["nearest"], found["stochastic"]
+    assert nearest.square == pytest.approx(199 * 0.3**2, rel=0.02)
+    assert abs(stochastic.square) < 3 * stochastic.square_error < 0.05 * nearest.square
+    assert stochastic.trace == pytest.approx(199 * 0.3 * 0.7, rel=0.05)
+    assert nearest.trace < 0.02 * stochastic.trace
+
+
+# Parts of a model
+
+
+def test_layers_and_the_whole_are_sums_of_their_parts():
+    parts = {
+        "embedding and norm": Moments(1.0, 3.0, 10.0),
+        "layer 0, query and key": Moments(2.0, 4.0, 20.0),
+        "layer 0, other": Moments(4.0, 12.0, 40.0),
+        "layer 1, query and key": Moments(8.0, 1.0, 80.0),
+        "layer 1, other": Moments(16.0, 2.0, 160.0),
+    }
+    found = with_totals(parts)
+    assert {group: found[group] for group in parts} == parts
+    totals = {group: x for group, x in found.items() if group not in parts}
+    assert set(totals) == {"layer 0", "layer 1", "whole"}
+    assert totals["layer 0"] == pytest.approx((6.0, 160**0.5, 60.0))
+    assert totals["layer 1"] == pytest.approx((24.0, 5**0.5, 240.0))
+    assert totals["whole"] == pytest.approx((31.0, 174**0.5, 310.0))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Llama(CONFIG)
+
+
+def test_every_parameter_is_in_one_group(model):
+    groups = parameter_groups(model)
+    names = {id(x): name for name, x in model.named_parameters()}
+    found = {group: [names[id(x)] for x in members] for group, members in groups.items()}
+    assert sorted(sum(found.values(), [])) == sorted(names.values())
+    assert set(found) == {"embedding and norm"} | {
+        f"layer {n}, {x}" for n in (0, 1) for x in ("query and key", "other")
+    }
+    assert found["embedding and norm"] == ["embedding.weight", "norm.weight"]
+    inside = ("query.weight", "key.weight", "qk_norm.query_norm.weight", "qk_norm.key_norm.weight")
+    assert sorted(found["layer 1, query and key"]) == sorted(f"blocks.1.attention.{x}" for x in inside)
+
+
+def test_the_gradient_of_the_groups_is_that_of_the_whole_model(model):
+    batch = sixteen_letters().batch(2, CONFIG.context, seed=0, step=0)
+    groups = parameter_groups(model)
+    found = gradient(model, *batch, groups)
+    assert all(x.grad is None for x in model.parameters())
+    next_token_loss(model, *batch).backward()
+    for group, members in groups.items():
+        assert torch.equal(found[group], torch.cat([x.grad.flatten() for x in members])), group
+
+
+def test_attention_is_another_only_inside_the_block(model):
+    def configs():
+        return [block.attention.core.config for block in model.blocks]
+
+    with attention_as(model, attention="sagebwd", backend="reference", smooth_q=True):
+        assert configs() == [replace(CONFIG, attention="sagebwd", backend="reference", smooth_q=True)] * 2
+    assert configs() == [CONFIG] * 2
+    with pytest.raises(ZeroDivisionError), attention_as(model, attention="sagebwd"):
+        1 / 0  # noqa: B018
+    assert configs() == [CONFIG] * 2
+
+
+# Gradient noise of a model
+
+
+def rows_of(model, settings=SMALL, corpus=None):
+    rows = gradient_noise(model, corpus or sixteen_letters(), settings)
+    return {(row["variant"], row["group"]): row for row in rows}
+
+
+def test_gradient_noise_is_its_definition(model):
+    """From the gradients of all batches, in double precision."""
+    rows = rows_of(model)
+    exact, errors = [], []
+    for number in range(6):
+        batch = sixteen_letters().batch(2, CONFIG.context, seed=0, step=number)
+        for config, found in ((CONFIG, exact), (replace(STOCHASTIC, ds_rounding="nearest"), errors)):
+            twin = Llama(config)
+            twin.load_state_dict(model.state_dict())
+            next_token_loss(twin, *batch).backward()
+            names = [name for name, _ in twin.named_parameters() if name.startswith("blocks.1.")]
+            found.append({name: x.grad.double() for name, x in twin.named_parameters()})
+            names = {"whole": list(found[-1]), "layer 1": names}
+    tokens = 2 * 24
+    for group, members in names.items():
+        row = rows["per block, nearest", group]
+        g, q = (torch.stack([torch.cat([x[n].flatten() for n in members]) for x in some]) for some in (exact, errors))
+        expected, expected_error = (moments_of(vectors, 3) for vectors in (g, q - g))
+        assert row["gradient_square"] == pytest.approx(expected.square, rel=1e-4)
+        assert row["noise_trace"] == pytest.approx(tokens * g.var(0).sum().item(), rel=1e-4)
+        assert row["noise_scale"] == pytest.approx(row["noise_trace"] / expected.square, rel=1e-4)
+        assert row["bias_square"] == pytest.approx(expected_error.square, rel=1e-3, abs=1e-4 * expected_error.trace)
+        assert row["variance_trace"] == pytest.approx(tokens * expected_error.trace, rel=1e-3)
+
+
+def test_exact_against_exact_has_no_error(model, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "exact again", {"attention": "exact"})
+    for row in rows_of(model, replace(SMALL, variants=("exact again",))).values():
+        assert (row["bias_square"], row["bias_square_error"], row["variance_trace"]) == (0, 0, 0)
+        assert (row["tokens_at_bias"], row["tokens_at_bias_low"]) == (None, None)
+        assert row["noise_trace"] > 0
+
+
+def one_batch():
+    """A corpus of as many tokens as one sequence needs: every batch is the same."""
+    return Corpus("one sequence", sixteen_letters().tokens[: CONFIG.context + 1], 16)
+
+
+def test_without_noise_of_batches_nearest_rounding_is_all_bias_and_stochastic_rounding_varies(model):
+    variants = ("per block, nearest", "per block, stochastic")
+    rows = rows_of(model, NoiseSettings(batches=16, sequences=1, folds=8, variants=variants), one_batch())
+    nearest, stochastic = (rows[name, "whole"] for name in variants)
+    assert nearest["noise_trace"] < 1e-9 * nearest["gradient_square"] * CONFIG.context
+    assert nearest["bias_square"] > 0
+    assert nearest["variance_trace"] < 1e-6 * nearest["bias_square"] * CONFIG.context
+    assert stochastic["variance_trace"] > 1e-2 * nearest["bias_square"] * CONFIG.context
+    key_and_query = "layer 0, query and key"
+    assert rows[variants[1], key_and_query]["bias_square"] < rows[variants[0], key_and_query]["bias_square"]
+
+
+def test_every_variant_measures_an_error_of_its_own(model):
+    settings = NoiseSettings(batches=6, sequences=1, folds=3)
+    assert settings.variants == tuple(VARIANTS)
+    rows = rows_of(model, settings)
+    groups = {"whole", "embedding and norm"}
+    groups |= {f"layer {n}{part}" for n in (0, 1) for part in ("", ", query and key", ", other")}
+    assert set(rows) == {(name, group) for name in VARIANTS for group in groups}
+    for row in rows.values():
+        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
+        assert row["variance_trace"] > 0
+    assert len({rows[name, "whole"]["variance_trace"] for name in VARIANTS}) == len(VARIANTS)
+    # Gradients and their noise are those of exact attention: the same beside every variant.
+    assert len({(rows[name, "whole"]["gradient_square"], rows[name, "whole"]["noise_trace"]) for name in VARIANTS}) == 1
+
+
+def test_bfloat16_is_exact_attention_in_bfloat16(model, monkeypatch):
+    seen = []
+
+    def hook(core, qkv, output):
+        seen.append((core.config.attention, output.dtype))
+
+    model.blocks[0].attention.core.register_forward_hook(hook)
+    rows_of(model, replace(SMALL, variants=("bf16", "per row, nearest")))
+    assert seen == [("exact", torch.float32), ("exact", torch.bfloat16), ("sagebwd", torch.float32)] * 6
+
+
+def test_what_a_checkpoint_was_trained_with_changes_nothing(model):
+    """The variants say all about SageBwd themselves."""
+    settings = NoiseSettings(batches=6, sequences=1, folds=3)
+    twin = Llama(replace(STOCHASTIC, granularity="row", smooth_k=False, smooth_q=True))
+    twin.load_state_dict(model.state_dict())
+    assert rows_of(twin, settings) == rows_of(model, settings)
+
+
+def test_a_measurement_is_a_function_of_its_seed(model):
+    settings = replace(SMALL, variants=("per block, stochastic",))
+    first = rows_of(model, settings)
+    torch.manual_seed(5)
+    assert rows_of(model, settings) == first
+    assert rows_of(model, replace(settings, seed=1)) != first
+
+
+def test_tokens_at_bias_are_where_bias_reaches_noise():
+    exact, error = Moments(2.0, 0.1, 5.0), Moments(0.25, 0.125, 3.0)
+    assert noise_row("layer 0", "bf16", exact, error, 100) == {
+        "group": "layer 0",
+        "variant": "bf16",
+        "gradient_square": 2.0,
+        "gradient_square_error": 0.1,
+        "noise_trace": 500.0,
+        "noise_scale": 250.0,
+        "bias_square": 0.25,
+        "bias_square_error": 0.125,
+        "variance_trace": 300.0,
+        "tokens_at_bias": 2000.0,
+        "tokens_at_bias_low": 1000.0,
+    }
+    unknown = noise_row("layer 0", "bf16", Moments(-1.0, 1.0, 5.0), Moments(-0.25, 0.25, 3.0), 100)
+    assert (unknown["noise_scale"], unknown["tokens_at_bias"]) == (None, None)
+    assert unknown["tokens_at_bias_low"] == 2000.0
+    assert noise_row("", "", exact, Moments(-1.0, 0.1, 3.0), 100)["tokens_at_bias_low"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batches": 0}, "batches: expected at least 1, got 0"),
+        ({"sequences": 0}, "sequences: expected at least 1, got 0"),
+        ({"folds": 2}, "folds: expected at least 3, and a proper divisor of 32, got 2"),
+        ({"folds": 5}, "folds: expected at least 3, and a proper divisor of 32, got 5"),
+        ({"batches": 8}, "folds: expected at least 3, and a proper divisor of 8, got 8"),
+        ({"variants": ("bf16", "int4")}, r"variants: expected names of \['bf16', .*\], got \['int4'\]"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        NoiseSettings(**changes)
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """After two steps, and after three."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    pretrained(folder, settings=replace(SETTINGS, steps=3, report_every=3, seed=4), snapshots=(2,))
+    return [folder / "run_step2.pt", folder / "run.pt"]
+
+
+def measured(checkpoints, partial, corpus=None, settings=SMALL):
+    return noise_of_checkpoints(checkpoints, corpus or sixteen_letters(), settings, partial, "cpu")
+
+
+def test_rows_say_which_checkpoint_they_are_of(checkpoints, tmp_path, monkeypatch):
+    seen, measure = [], gradient_noise
+
+    def watched(model, corpus, settings):
+        seen.append(corpus)
+        return measure(model, corpus, settings)
+
+    monkeypatch.setattr(noise_module, "gradient_noise", watched)
+    rows = measured(checkpoints, tmp_path / "noise.partial")
+    assert [row["step"] for row in rows] == [2] * 8 + [3] * 8
+    model, _ = load_model(checkpoints[0])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    for row in rows:
+        names = ("qk_norm", "attention", "seed", "tokens_per_step")
+        assert [row[name] for name in names] == [True, "exact", 4, 96]
+        assert [row[name] for name in ("layers", "width", "heads", "parameters")] == [2, 32, 4, parameters]
+    first, last = (rows[n]["gradient_square"] for n in (7, 15))
+    assert first != last
+    # Batches come from what the model was trained on.
+    assert [corpus.name for corpus in seen] == ["sixteen letters (train)"] * 2
+
+
+def test_a_killed_measurement_goes_on_where_it_was(checkpoints, tmp_path, monkeypatch):
+    measure, steps = gradient_noise, []
+
+    def killed_in_the_second(model, corpus, settings):
+        if len(steps) == 1:
+            raise KeyboardInterrupt
+        steps.append(0)
+        return measure(model, corpus, settings)
+
+    partial = tmp_path / "noise.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(noise_module, "gradient_noise", killed_in_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            measured(checkpoints, partial)
+    assert len(json.loads(partial.read_text())) == 1
+    monkeypatch.setattr(noise_module, "gradient_noise", lambda *x: steps.append(1) or measure(*x))
+    rows = measured(checkpoints, partial)
+    assert steps == [0, 1]
+    assert rows == measured(checkpoints, tmp_path / "whole.partial")
+    steps.clear()
+    assert measured(checkpoints[::-1], partial) == rows[8:] + rows[:8]  # both are there, in any order
+    assert steps == []
+    # Another measurement, and other weights under the old name, are no part of this one.
+    assert measured(checkpoints[1:], partial, settings=replace(SMALL, seed=1)) != rows[8:]
+    assert steps == [1]
+
+
+def test_another_corpus_is_refused(checkpoints, tmp_path):
+    other = Corpus("other", sixteen_letters().tokens.flip(0), 16)
+    with pytest.raises(ValueError, match="corpus: expected .*run_step2.pt's, sha256 .*, got other, sha256 "):
+        measured(checkpoints, tmp_path / "noise.partial", other)
+
+
+def test_the_table_has_the_layers_and_the_whole():
+    parts = [("layer 0, other", 4.0), ("layer 0", 4.0), ("whole", 4.0), ("layer 1", 0.0)]
+    rows = [
+        {"step": 7, "qk_norm": True} | noise_row(part, "bf16", Moments(gradient, 0, 5.0), Moments(bias, 0, 1.0), 100)
+        for (part, gradient), bias in zip(parts, (1.0, 0.01, -1.0, 1.0), strict=True)
+    ]
+    header, lines = noise_table(rows)
+    assert len(header) == len(lines[0])
+    assert lines == [
+        (7, True, "layer 0", "bf16", "125", "5.00%", "5e+04"),
+        (7, True, "whole", "bf16", "125", "0.00%", "-"),
+        (7, True, "layer 1", "bf16", "-", "0.00%", "500"),
+    ]
+
+
+def test_the_command_measures_and_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    shape = "--context 16 --layers 1 --width 16 --heads 2 --kv-heads 1 --tokens 64 --tokens-per-step 32 --warmup 1"
+    options = f"{shape} --micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
+    main(["pretrain", "--corpus", "text.txt", *options.split(), "--snapshots", "1"])
+    capsys.readouterr()
+    options = "--corpus text.txt --batches 6 --sequences 2 --folds 3 --device cpu --json noise.json --variants bf16"
+    main(["noise", "run_step1.pt", "run.pt", *options.split(), "per row, nearest"])
+    record = read_record(tmp_path / "noise.json")
+    assert {(row["step"], row["variant"], row["group"]) for row in record.rows} == {
+        (step, variant, group)
+        for step in (1, 2)
+        for variant in ("bf16", "per row, nearest")
+        for group in ("whole", "layer 0", "embedding and norm", "layer 0, query and key", "layer 0, other")
+    }
+    settings = NoiseSettings(6, 2, 3, ("bf16", "per row, nearest"))
+    assert record.provenance["settings"] == json.loads(json.dumps(asdict(settings)))
+    assert record.provenance["corpus"]["name"] == "text.txt"
+    assert not (tmp_path / "noise.partial").exists()
+    printed = capsys.readouterr().out
+    assert markdown_table(*noise_table(record.rows)) in printed

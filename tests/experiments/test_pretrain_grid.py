@@ -1,0 +1,488 @@
+"""The plan has every cell of the experiment, a run has its place on a device to itself, what is finished stays so."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_ref.__main__ import main
+from sage_ref.experiments import pretrain_grid as grid_module
+from sage_ref.experiments.pretrain_grid import (
+    CPU_PLAN,
+    Cell,
+    Grid,
+    GridPlan,
+    chosen_rates,
+    grid_table,
+    measured_on,
+    traces,
+)
+from sage_ref.records import Record, read_record, write_record
+from sage_ref.training.corpus import read_corpus, write_tokens
+
+PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN}
+TINY = replace(
+    CPU_PLAN, tokens=256, tokens_per_step=(32, 128), context=16, layers=1, width=16, heads=1, validation_sequences=2
+)
+
+
+def all_cells(plan):
+    rates = {number: 10.0 * number for number in plan.tokens_per_step}
+    return plan.search(), plan.cells(rates)
+
+
+# The plan
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_plan_has_every_cell_of_the_experiment(plan):
+    """Tokens per step x {exact, SageBwd} x {QK-norm, none} x smoothing {none, K, Q and K} of SageBwd."""
+    _, cells = all_cells(plan)
+    kinds = Counter((cell.tokens_per_step, cell.attention, cell.qk_norm, cell.smoothing) for cell in cells)
+    for tokens_per_step in plan.tokens_per_step:
+        for qk_norm in (True, False):
+            assert kinds[tokens_per_step, "exact", qk_norm, None] >= 1
+            for smoothing in ("none", "k", "qk"):
+                assert kinds[tokens_per_step, "sagebwd", qk_norm, smoothing] >= 1
+    assert len(kinds) == 2 * 2 * 4
+    assert len(set(cells)) == len(cells)
+    assert len({cell.name for cell in cells}) == len(cells)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_main_four_cells_have_at_least_three_seeds_and_the_others_the_first(plan):
+    _, cells = all_cells(plan)
+    seeds = {}
+    for cell in cells:
+        kind = (cell.tokens_per_step, cell.attention, cell.qk_norm, cell.smoothing, cell.backend, cell.granularity)
+        seeds.setdefault(kind, set()).add(cell.seed)
+    assert len(set(plan.seeds)) >= 3
+    seeds_at = dict(zip(plan.tokens_per_step, (plan.seeds, plan.seeds_at_large), strict=True))
+    assert set(plan.seeds) < set(plan.seeds_at_large)
+    main_cells = {
+        (tokens_per_step, attention, True, smoothing, backend, None)
+        for tokens_per_step in plan.tokens_per_step
+        for attention, smoothing, backend in (("exact", None, None), ("sagebwd", "k", "auto"))
+    }
+    assert len(main_cells) == 4
+    for kind, found in seeds.items():
+        assert found == (set(seeds_at[kind[0]]) if kind in main_cells else {plan.seeds[0]}), kind
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_sizes_of_a_step_are_eight_times_apart_and_divide_all(plan):
+    small, large = plan.tokens_per_step
+    assert large >= 8 * small
+    for tokens_per_step in plan.tokens_per_step:
+        assert plan.tokens % tokens_per_step == 0
+        assert tokens_per_step % plan.context == 0
+        for largest in (plan.micro_batch, plan.reference_micro_batch):
+            assert (tokens_per_step // plan.context) % min(largest, tokens_per_step // plan.context) == 0
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_learning_rate_is_searched_on_exact_attention_alone(plan):
+    search, _ = all_cells(plan)
+    assert {(cell.attention, cell.qk_norm, cell.seed) for cell in search} == {("exact", True, plan.seeds[0])}
+    found = [(cell.tokens_per_step, cell.learning_rate) for cell in search]
+    assert found == [(size, rate) for size in plan.tokens_per_step for rate in plan.learning_rates]
+    assert len(plan.learning_rates) >= 2
+
+
+def test_all_cells_of_a_size_run_at_its_rate_and_the_slowest_start_first():
+    _, cells = all_cells(GridPlan())
+    assert all(cell.learning_rate == 10 * cell.tokens_per_step for cell in cells)
+    slow = [cell.backend == "reference" for cell in cells]
+    assert slow == sorted(slow, reverse=True)
+    assert sum(slow) == 5
+
+
+def test_one_run_has_the_papers_scales_at_the_large_step():
+    _, cells = all_cells(GridPlan())
+    expected = Cell("sagebwd", True, 2**17, 0, 10.0 * 2**17, smoothing="k", backend="reference", granularity="block")
+    assert [cell for cell in cells if cell.granularity == "block"] == [expected]
+
+
+def test_only_the_reference_smooths_q_and_chooses_scales():
+    for cell in all_cells(GridPlan())[1]:
+        if cell.attention == "exact":
+            assert (cell.smoothing, cell.backend, cell.granularity) == (None, None, None)
+        elif cell.backend == "auto":
+            assert cell.smoothing in ("none", "k")
+            assert cell.granularity is None
+        else:
+            assert cell.backend == "reference"
+            assert cell.granularity == ("row" if cell.smoothing == "qk" else "block")
+
+
+# Which rate
+
+
+def searched(size, rate, loss, **more):
+    row = {"attention": "exact", "tokens_per_step": size, "learning_rate": rate, "final_val_loss": loss}
+    return row | {"diverged": None} | more
+
+
+def test_the_rate_with_the_lowest_loss_is_chosen_at_each_size():
+    rows = [searched(512, 0.1, 2.0), searched(512, 0.2, 1.9), searched(4096, 0.1, 2.5), searched(4096, 0.2, 2.6)]
+    rows += [searched(512, 0.3, None, diverged="the loss of step 3 is not finite"), searched(2**20, 0.5, 0.1)]
+    assert chosen_rates(CPU_PLAN, rows) == {512: 0.2, 4096: 0.1}
+
+
+def test_no_rate_is_chosen_where_none_finished_or_all_diverged():
+    rows, message = [searched(512, 0.1, 2.0)], "learning_rates: expected one that trains at 4096 tokens per step, "
+    with pytest.raises(ValueError, match=f"{message}no run has finished"):
+        chosen_rates(CPU_PLAN, rows)
+    rows += [searched(4096, rate, None, diverged="guessing") for rate in (0.1, 0.2)]
+    with pytest.raises(ValueError, match=f"{message}all 2 finished runs diverged"):
+        chosen_rates(CPU_PLAN, rows)
+
+
+# Running
+
+
+class FakeRuns:
+    """Stands for subprocess.run: writes the result that each run would, and remembers what was called."""
+
+    def __init__(self, fails=(), seconds=0.0, loss=None):
+        self.fails, self.seconds, self.loss = fails, seconds, loss or (lambda options: 2.0)
+        self.calls, self.on_device, self.most = [], Counter(), Counter()
+        self.lock = threading.Lock()
+
+    def __call__(self, command, *, stdout, stderr, env, check):
+        assert command[:4] == [sys.executable, "-m", "sage_ref", "pretrain"]
+        assert not check
+        options = dict(zip(command, command[1:], strict=False))
+        device = env.get("CUDA_VISIBLE_DEVICES") if options["--device"] == "cuda" else "cpu"
+        with self.lock:
+            self.calls.append((command, env))
+            self.on_device[device] += 1
+            self.most[device] = max(self.most[device], self.on_device[device])
+        time.sleep(self.seconds)
+        result = Path(options["--json"])
+        stdout.write(f"{result.stem}\n")
+        with self.lock:
+            self.on_device[device] -= 1
+        if any(name in result.name for name in self.fails):
+            return subprocess.CompletedProcess(command, 3)
+        row = dict.fromkeys(("smoothing", "granularity", "diverged"))
+        row |= {"attention": options["--attention"], "qk_norm": "--qk-norm" in command}
+        row |= {"tokens_per_step": int(options["--tokens-per-step"]), "seed": int(options["--seed"])}
+        row |= {"learning_rate": float(options["--learning-rate"]), "final_val_loss": self.loss(options)}
+        found = [{"step": 0, "layer": 0, "tensor": "dS"}] if "--trace" in command else []
+        write_record(result, [row], command=" ".join(command), corpus="text", arguments={}, traces=found)
+        return subprocess.CompletedProcess(command, 0)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """fake(...) -> FakeRuns, from then on in the place of every run."""
+    monkeypatch.setattr("sage_ref.records._commit", lambda: "0" * 40)  # it would start git
+
+    def replace_runs(**options):
+        runs = FakeRuns(**options)
+        monkeypatch.setattr(grid_module.subprocess, "run", runs)
+        return runs
+
+    return replace_runs
+
+
+def some_cells(count):
+    return [Cell("exact", True, 512, seed, 0.001) for seed in range(count)]
+
+
+def options_of(command):
+    return dict(zip(command, command[1:], strict=False))
+
+
+def test_a_run_is_told_its_cell_and_its_plan(tmp_path, fake):
+    runs = fake()
+    plan = replace(GridPlan(), reference_micro_batch=4)
+    exact = Cell("exact", False, 2**14, 1, 0.002)
+    kernels = Cell("sagebwd", True, 2**17, 0, 0.001, "k", "auto")
+    reference = Cell("sagebwd", True, 2**17, 0, 0.001, "qk", "reference", "row")
+    unsmoothed = Cell("sagebwd", False, 2**14, 0, 0.001, "none", "auto")
+    Grid(plan, tmp_path, Path("corpus.bin"), [None]).run([exact, kernels, reference, unsmoothed])
+    first, second, third, fourth = (command for command, _ in runs.calls)
+    expected = {
+        "--attention": "exact", "--tokens-per-step": "16384", "--learning-rate": "0.002", "--seed": "1",
+        "--tokens": str(2**26), "--context": "1024", "--layers": "4", "--width": "384", "--heads": "3",
+        "--kv-heads": "3", "--warmup": "0.1", "--validation-sequences": "256", "--corpus": "corpus.bin",
+        "--micro-batch": "16", "--device": "cpu", "--json": str(tmp_path / f"{exact.name}.json"),
+        "--checkpoint": str(tmp_path / f"{exact.name}.pt"),
+    }  # fmt: skip
+    assert expected.items() <= options_of(first).items()
+    assert first[first.index("--snapshots") :] == ["--snapshots", "410", "2048"]
+    flags = ("--qk-norm", "--trace", "--smooth-k", "--no-smooth-k", "--smooth-q", "--autocast")
+    found = [[flag for flag in flags if flag in command] for command in (first, second, third, fourth)]
+    assert found[0] == ["--trace", "--autocast"]
+    assert found[1] == ["--qk-norm", "--smooth-k", "--autocast"]
+    assert found[2] == ["--qk-norm", "--smooth-k", "--smooth-q", "--autocast"]
+    assert found[3] == ["--no-smooth-k", "--autocast"]
+    micro = [options_of(command)["--micro-batch"] for command in (first, second, third, fourth)]
+    assert micro == ["16", "64", "4", "16"]  # a step of 16384 tokens has 16 sequences
+    chosen = [(options_of(command).get("--backend"), options_of(command).get("--granularity")) for command in
+              (first, second, third, fourth)]  # fmt: skip
+    assert chosen == [(None, None), ("auto", None), ("reference", "row"), ("auto", None)]
+
+
+def test_short_runs_have_their_snapshots_at_a_step_that_exists(tmp_path, fake):
+    runs = fake()
+    Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [None]).run([Cell("exact", True, 2**12, 0, 0.001)])
+    ((command, _),) = runs.calls
+    assert command[command.index("--snapshots") :] == ["--snapshots", "1", "2"]
+    assert "--autocast" not in command
+
+
+def test_what_a_run_prints_is_kept_beside_its_result(tmp_path, fake):
+    fake()
+    (cell,) = some_cells(1)
+    Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [None]).run([cell])
+    assert (tmp_path / f"{cell.name}.log").read_text() == f"{cell.name}\n"
+    assert Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [None]).result(cell) == tmp_path / f"{cell.name}.json"
+
+
+def test_finished_runs_are_not_run_again(tmp_path, fake):
+    cells, runs = some_cells(4), fake()
+    Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [None]).run(cells[:2])
+    grid = Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [None])
+    assert list(grid.records(cells)) == cells[:2]
+    grid.run(cells)
+    seeds = [options_of(command)["--seed"] for command, _ in runs.calls]
+    assert seeds == ["0", "1", "2", "3"]
+    records = grid.records(cells)
+    assert list(records) == cells
+    assert [record.rows[0]["seed"] for record in records.values()] == [0, 1, 2, 3]
+
+
+def test_a_run_that_breaks_is_named_after_all_others_have_ended(tmp_path, fake):
+    runs, cells = fake(fails=["seed1"], seconds=0.01), some_cells(5)
+    grid = Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [0, 1])
+    message = f"{cells[1].name}: the run ended with exit status 3, see .*{cells[1].name}.log"
+    with pytest.raises(RuntimeError, match=message):
+        grid.run(cells)
+    assert len(runs.calls) == 5
+    assert list(grid.records(cells)) == [cells[0], *cells[2:]]
+    fake()
+    grid.run(cells)  # the devices have come back, that of the broken run too
+    assert list(grid.records(cells)) == cells
+
+
+def test_no_two_runs_share_a_place_on_a_device(tmp_path, fake):
+    runs = fake(seconds=0.02)
+    Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [0, 1, 2, 2]).run(some_cells(24))
+    assert runs.most == {"0": 1, "1": 1, "2": 2}
+    assert len(runs.calls) == 24
+    assert {env["CUDA_VISIBLE_DEVICES"] for _, env in runs.calls} == {"0", "1", "2"}
+
+
+def test_runs_on_the_cpu_follow_each_other_and_see_the_same_environment(tmp_path, fake, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    runs = fake(seconds=0.01)
+    Grid(CPU_PLAN, tmp_path, Path("corpus.bin"), [None]).run(some_cells(4))
+    assert runs.most == {"cpu": 1}
+    assert all(env == dict(os.environ) for _, env in runs.calls)
+
+
+# Records
+
+
+def record(**facts):
+    common = {"gpu": "H200", "driver": "1", "cpu": "c", "python": "3", "torch": "2", "triton": "3", "commit": "a"}
+    return Record(common | {"date": "2026-01-01"} | facts, [])
+
+
+def test_the_provenance_is_what_the_runs_have_in_common():
+    found = measured_on([record(), record(date="2026-01-03", commit="b"), record(date="2026-01-02", driver=None)])
+    assert found.pop("commit") == ["a", "b"]
+    assert found.pop("driver") == ["1", None]
+    assert found.pop("date") == "2026-01-03"
+    assert found == {"gpu": "H200", "cpu": "c", "python": "3", "torch": "2", "triton": "3"}
+
+
+def test_traces_say_which_run_they_are_of():
+    cells = [Cell("exact", qk_norm, 512, 0, 0.001) for qk_norm in (True, False)]
+    records = {cell: record(traces=[{"step": 1, "layer": 0}, {"step": 2, "layer": 0}]) for cell in cells}
+    names = {"tokens_per_step": 512, "seed": 0, "layer": 0}
+    assert traces(records) == [names | {"qk_norm": qk, "step": step} for qk in (True, False) for step in (1, 2)]
+
+
+def test_the_table_has_mean_range_and_divergence_of_every_kind_of_run():
+    kind = {"qk_norm": True, "smoothing": None, "granularity": None}
+    rows = [searched(512, 0.1, loss, **kind, seed=seed) for seed, loss in enumerate((2.0, 2.5, 2.25))]
+    rows += [searched(512, 0.1, None, **kind | {"qk_norm": False}, diverged="guessing")]
+    rows += [searched(512, 0.1, loss, **kind | {"smoothing": "k"}, diverged=reason)
+             for loss, reason in ((3.0, None), (None, "nan"))]  # fmt: skip
+    header, lines = grid_table(rows)
+    assert [dict(zip(header, line, strict=True)) for line in lines] == [
+        {
+            "tokens_per_step": 512,
+            "qk_norm": qk_norm,
+            "attention": "exact",
+            "smoothing": smoothing,
+            "granularity": "",
+            "learning_rate": 0.1,
+            "runs": runs,
+            "final validation loss": mean,
+            "range": spread,
+            "diverged": diverged,
+        }
+        for qk_norm, smoothing, runs, mean, spread, diverged in (
+            (True, "", 3, "2.2500", "0.5000", 0),
+            (False, "", 1, "-", "-", 1),
+            (True, "k", 2, "3.0000", "-", 1),
+        )
+    ]
+
+
+# Command line
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    return tmp_path
+
+
+COMMAND = ["pretrain-grid", "--plan", "cpu", "--folder", "grid"]
+
+
+def test_the_command_works_off_the_plan_and_records_it(text, fake, capsys):
+    def loss(options):
+        """Of the search 0.001 is best at the small step, 0.004 at the large one."""
+        small = options["--tokens-per-step"] == "512"
+        return 2.0 + (options["--learning-rate"] != ("0.001" if small else "0.004"))
+
+    runs = fake(loss=loss)
+    main([*COMMAND, "--corpus", "text.txt", "--json", "grid.json", "--traces", "layers.json"])
+    printed = capsys.readouterr().out
+    rates = {512: 0.001, 4096: 0.004}
+    cells = list(dict.fromkeys(CPU_PLAN.search() + CPU_PLAN.cells(rates)))
+    names = [Path(options_of(command)["--json"]).stem for command, _ in runs.calls]
+    assert sorted(names) == sorted(cell.name for cell in cells)
+    assert set(names[:4]) == {cell.name for cell in CPU_PLAN.search()}
+    assert {options_of(command)["--corpus"] for command, _ in runs.calls} == {"grid/corpus.bin"}
+    tokens = (text / "grid" / "corpus.bin").read_bytes()
+    assert tokens[::2] == (text / "text.txt").read_bytes()
+    found = read_record(text / "grid.json")
+    assert len(found.rows) == len(cells)
+    assert found.provenance["plan"] == json.loads(json.dumps(asdict(CPU_PLAN)))
+    assert found.provenance["learning_rate"] == {"512": 0.001, "4096": 0.004}
+    assert found.provenance["unfinished"] == []
+    assert found.provenance["corpus"] == "text"
+    assert "| 4096 | True | sagebwd |" in printed
+    traced = read_record(text / "layers.json")
+    expected = [cell for cell in CPU_PLAN.cells(rates) if cell.attention == "exact" and cell.seed == 0]
+    assert len(expected) == 4
+    assert [(row["tokens_per_step"], row["qk_norm"], row["seed"]) for row in traced.rows] == [
+        (cell.tokens_per_step, cell.qk_norm, cell.seed) for cell in expected
+    ]
+
+
+def test_the_command_goes_on_after_a_run_that_broke(text, fake):
+    runs = fake(fails=["sagebwd_none_auto_plain_512"])
+    with pytest.raises(RuntimeError, match="sagebwd_none_auto_plain_512.*exit status 3"):
+        main([*COMMAND, "--corpus", "text.txt", "--json", "grid.json"])
+    assert not (text / "grid.json").exists()
+    before, runs = len(runs.calls), fake()
+    main([*COMMAND, "--json", "grid.json"])  # the corpus is in the folder
+    assert len(runs.calls) == 1
+    assert len(read_record(text / "grid.json").rows) == before
+
+
+def test_report_only_trains_nothing_and_names_what_is_unfinished(text, fake):
+    fake(fails=["sagebwd_qk"])
+    with pytest.raises(RuntimeError, match="sagebwd_qk"):
+        main([*COMMAND, "--corpus", "text.txt"])
+    (text / "grid" / "corpus.bin").unlink()
+    runs = fake()
+    main([*COMMAND, "--report-only", "--json", "grid.json"])
+    assert runs.calls == []
+    assert not (text / "grid" / "corpus.bin").exists()
+    found = read_record(text / "grid.json")
+    unfinished = found.provenance["unfinished"]
+    assert len(unfinished) == 4
+    assert all("sagebwd_qk_reference_row" in name for name in unfinished)
+    assert len(found.rows) == len({file.stem for file in (text / "grid").glob("*.json")})
+
+
+def test_report_only_leaves_out_a_traced_run_that_is_unfinished(text, fake, capsys):
+    fake(fails=["exact_plain_4096"])
+    with pytest.raises(RuntimeError, match="exact_plain_4096"):
+        main([*COMMAND, "--corpus", "text.txt"])
+    capsys.readouterr()
+    main([*COMMAND, "--report-only", "--json", "grid.json", "--traces", "layers.json"])
+    (name,) = read_record(text / "grid.json").provenance["unfinished"]
+    assert name.startswith("exact_plain_4096")
+    assert f"unfinished: {name}\n" in capsys.readouterr().out
+    traced = read_record(text / "layers.json")
+    assert traced.provenance["unfinished"] == [name]
+    expected = [(4096, True), (512, True), (512, False)]
+    assert [(row["tokens_per_step"], row["qk_norm"]) for row in traced.rows] == expected
+
+
+def test_on_gpus_each_is_shared_by_as_many_runs_as_asked_for(text, monkeypatch):
+    given = []
+
+    class Seen(Exception):
+        pass
+
+    def seen(plan, folder, corpus, devices):
+        given.append((plan, devices))
+        raise Seen
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(grid_module, "Grid", seen)
+    with pytest.raises(Seen):
+        main(["pretrain-grid", "--runs-per-gpu", "3"])
+    ((plan, devices),) = given
+    assert plan == GridPlan()
+    assert Counter(devices) == {0: 3, 1: 3}
+
+
+def test_every_cell_trains(text, monkeypatch):
+    """The smallest model, in this process; on a CPU, where the kernels would be interpreted, by the reference."""
+
+    def run_here(command, **_):
+        main(["reference" if text == "auto" else text for text in command[3:]])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(grid_module.subprocess, "run", run_here)
+    monkeypatch.setattr("sage_ref.records._commit", lambda: "0" * 40)
+    write_tokens(read_corpus(text / "text.txt").tokens.numpy(), text / "corpus.bin")
+    search, cells = all_cells(TINY)
+    kinds = {replace(cell, learning_rate=0.001, seed=0): None for cell in (*search, *cells)}
+    assert len(kinds) == 2 * 2 * 4 + 1
+    grid = Grid(TINY, text, Path("corpus.bin"), [None])
+    grid.run(list(kinds))
+    for cell, found in grid.records(list(kinds)).items():
+        (row,) = found.rows
+        assert (row["attention"], row["qk_norm"], row["smoothing"]) == (cell.attention, cell.qk_norm, cell.smoothing)
+        assert (row["granularity"], row["tokens_per_step"]) == (cell.granularity, cell.tokens_per_step)
+        assert (row["tokens"], row["learning_rate"], row["diverged"]) == (256, 0.001, None)
+        assert bool(found.provenance["traces"]) == (cell.attention == "exact")
+        steps = 256 // cell.tokens_per_step
+        assert (text / f"{cell.name}_step{steps // 2}.pt").exists()
+
+
+def test_a_run_is_a_process_of_its_own(text):
+    write_tokens(read_corpus(text / "text.txt").tokens.numpy(), text / "corpus.bin")
+    cell = Cell("sagebwd", True, 128, 0, 0.001, "qk", "reference", "row")
+    grid = Grid(TINY, text, text / "corpus.bin", [None])
+    grid.run([cell])
+    (row,) = grid.records([cell])[cell].rows
+    assert (row["tokens"], row["smoothing"], row["granularity"]) == (256, "qk", "row")
+    assert math.isfinite(row["final_val_loss"])
+    assert "2 steps, 256 tokens" in (text / f"{cell.name}.log").read_text()

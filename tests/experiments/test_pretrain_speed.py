@@ -1,0 +1,316 @@
+"""Step times: one row per way to use the devices, context and attention, and a table that compares them."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_ref.__main__ import main
+from sage_ref.experiments import pretrain_speed as speed
+from sage_ref.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
+from sage_ref.models.llama import Llama, LlamaConfig
+from sage_ref.records import REPOSITORY, provenance, read_record, write_record
+from sage_ref.training.pretrain import Pretraining, Processes
+
+# Once per process, in whichever test comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:sage_ref. backend='auto' uses the reference:UserWarning")
+
+PLAN = SpeedPlan((16, 32), layers=1, width=16, heads=2, tokens_per_device=64, tokens_per_pass=32, warmup=1, steps=5)
+CELLS = [(context, name) for context in (16, 32) for name in ("exact", "flash_attention_2", "sagebwd")]
+ON_CPU = {
+    "exact": "ScaledDotProductFlashAttentionForCpuBackward0",
+    "flash_attention_2": "ScaledDotProductFlashAttentionForCpuBackward0",
+    "sagebwd": "SageBwdFunctionBackward",
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Steps take 1, 2, 3, ... seconds of a clock that stands still otherwise; the first of each model is 100 s longer.
+
+    The list of models that took steps, each once a step.
+    """
+    now, stepped = [0.0], []
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speed, "VOCABULARY", 64)
+    take_step = Pretraining.advance
+
+    def advance(training):
+        take_step(training)
+        number = sum(x is training for x in stepped)
+        stepped.append(training)
+        now[0] += number + 100 * (number == 0)
+
+    monkeypatch.setattr(Pretraining, "advance", advance)
+    return stepped
+
+
+def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps(clock):
+    rows = list(step_times(PLAN, Processes()))
+    assert [(row["context"], row["attention"]) for row in rows] == CELLS
+    for row in rows:
+        # Steps of 1, 2, 3, 4 and 5 seconds after one that doesn't count.
+        assert (row["ms_median"], row["ms_p20"], row["ms_p80"]) == (3000.0, 1800.0, 4200.0)
+        assert (row["devices"], row["parallel"], row["tokens_per_step"]) == (1, "none", 64)
+        assert row["tokens_per_second"] == round(64 / 3)
+    model = Llama(LlamaConfig(64, context=16, layers=1, width=16, heads=2, kv_heads=2, qk_norm=True))
+    assert {row["parameters"] for row in rows} == {sum(x.numel() for x in model.parameters())}
+    assert len(clock) == 6 * 6
+
+
+def test_steps_are_those_of_the_plan(clock):
+    list(step_times(PLAN, Processes()))
+    trainings = list(dict.fromkeys(clock))
+    in_model = {"exact": "exact", "flash_attention_2": "exact", "sagebwd": "sagebwd"}
+    assert [(x.config.context, x.config.attention) for x in trainings] == [(n, in_model[name]) for n, name in CELLS]
+    for training in trainings:
+        settings, config = training.settings, training.config
+        assert (settings.batch_size * config.context, settings.micro_batch_size * config.context) == (64, 32)
+        assert (config.layers, config.width, config.heads, config.kv_heads) == (1, 16, 2, 2)
+        assert (config.qk_norm, config.smooth_k, config.backend) == (True, True, "auto")
+        assert not settings.autocast  # that is for a GPU
+        assert not settings.compile  # a compiled model may keep a backend that is no longer asked for
+        assert training.processes == Processes()
+
+
+def test_flash_attention_2_has_no_other_backend(monkeypatch):
+    """Exact attention and SageBwd have what PyTorch allows, before it and after."""
+    allowed = []
+    take_step = Pretraining.advance
+
+    def advance(training):
+        found = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled())
+        allowed.append((*found, torch.backends.cuda.math_sdp_enabled()))
+        take_step(training)
+
+    monkeypatch.setattr(Pretraining, "advance", advance)
+    monkeypatch.setattr(speed, "VOCABULARY", 64)
+    list(step_times(PLAN, Processes()))
+    steps = PLAN.warmup + PLAN.steps
+    assert [allowed[n * steps : (n + 1) * steps] for n in range(len(CELLS))] == [
+        [(True, False, False) if name == "flash_attention_2" else (True, True, True)] * steps for _, name in CELLS
+    ]
+
+
+def test_a_row_names_what_ran(clock):
+    assert [row["autograd_node"] for row in step_times(PLAN, Processes())] == [ON_CPU[name] for _, name in CELLS]
+    with sdpa_kernel(SDPBackend.MATH):  # then the pick is another, and FlashAttention-2 is still itself
+        rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    exact, flash, _ = (row["autograd_node"] for row in rows)
+    assert exact != flash == ON_CPU["flash_attention_2"]
+
+
+def test_several_devices_are_timed_after_one_with_ddp_then_with_fsdp(monkeypatch):
+    """The others wait while the first is alone, and only the first has rows. No process is started here."""
+    made, waited, sent = [], [], []
+
+    def row(plan, corpus, context, attention, group, parallel):
+        made.append((group.count, parallel, context, attention))
+        return {"number": len(made)}
+
+    monkeypatch.setattr(speed, "_row", row)
+    monkeypatch.setattr(speed.dist, "barrier", lambda: waited.append(len(made)))
+    monkeypatch.setattr(speed.dist, "broadcast_object_list", lambda objects, src, device: sent.append(src))
+    cells = [(*way, *cell) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for cell in CELLS]
+    assert list(step_times(PLAN, Processes(0, 2))) == [{"number": n + 1} for n in range(18)]
+    assert made == cells
+    assert waited == list(range(1, 19))
+    made.clear()
+    waited.clear()
+    assert list(step_times(PLAN, Processes(1, 2))) == []
+    assert made == [cell for cell in cells if cell[0] == 2]
+    assert len(waited) == 18
+    assert sent == [0, 0]
+
+
+def test_rows_that_are_there_are_not_measured_again(clock):
+    rows = list(step_times(PLAN, Processes()))
+    left = [rows[1], rows[5]]
+    assert list(step_times(PLAN, Processes(), [row for row in rows if row not in left])) == left
+    elsewhere = [rows[0] | {"devices": 2}, rows[0] | {"parallel": "ddp"}, rows[0] | {"context": 8}]
+    assert list(step_times(PLAN, Processes(), elsewhere)) == rows
+
+
+HERE = provenance("c") | {"gpu": "a GPU", "commit": "b"}
+
+
+def test_an_interrupted_measurement_goes_on_at_its_commit_or_a_later_one(tmp_path):
+    path = tmp_path / "speed.json"
+    assert interrupted(path, PLAN, HERE) == ([], "b")
+    rows = [{"context": 16}, {"context": 32}]
+    for before, both in (("b", "b"), ("a", ["a", "b"]), (["a", "b"], ["a", "b"]), (["a", "c"], ["a", "c", "b"])):
+        facts = HERE | {"commit": before, "date": "yesterday"}
+        write_record(path, rows, **facts, plan=asdict(PLAN))
+        assert interrupted(path, PLAN, HERE) == (rows, both)
+
+
+@pytest.mark.parametrize("name", ["gpu", "driver", "cpu", "python", "torch", "triton"])
+def test_rows_of_another_machine_or_software_are_not_added_to(tmp_path, name):
+    path = tmp_path / "speed.json"
+    write_record(path, [{"context": 16}], **(HERE | {name: "another"}), plan=asdict(PLAN))
+    with pytest.raises(ValueError, match=f"{name}=.*has {name}=another: remove that file or name another"):
+        interrupted(path, PLAN, HERE)
+
+
+def test_rows_of_another_plan_are_not_added_to(tmp_path):
+    path = tmp_path / "speed.json"
+    write_record(path, [{"context": 16}], **HERE, plan=asdict(replace(PLAN, steps=6)))
+    with pytest.raises(ValueError, match="plan=.*'steps': 5.*has plan=.*'steps': 6"):
+        interrupted(path, PLAN, HERE)
+    write_record(path, [{"context": 16}], **HERE)
+    with pytest.raises(ValueError, match="has plan=None"):
+        interrupted(path, PLAN, HERE)
+
+
+def row(context, attention, rate, devices=1, parallel="none", **more):
+    names = {"context": context, "attention": attention, "devices": devices, "parallel": parallel}
+    return names | {"ms_median": 1e6 / rate, "tokens_per_second": rate} | more
+
+
+def test_the_table_compares_with_exact_attention_and_with_one_device():
+    rows = [row(32, "exact", 500), row(32, "sagebwd", 250), row(16, "sagebwd", 5000, 2, "ddp")]
+    rows += [row(16, "flash_attention_2", 2000, 2, "ddp"), row(16, "exact", 4000, 2, "ddp")]
+    rows += [row(16, "exact", 2000, 2, "fsdp"), row(16, "sagebwd", 1500)]
+    rows += [row(16, "flash_attention_2", 750), row(16, "exact", 1000)]
+    header, lines = speed_table(rows)
+    assert header[:6] == ("N", "devices", "parallel", "attention", "ms per step", "tokens/s")
+    assert header[6:] == ("against PyTorch's pick", "against FlashAttention-2", "against one device")
+    assert lines == [
+        (16, 1, "none", "PyTorch's pick", 1000.0, "1,000", "1.00", "1.33", "1.00"),
+        (16, 1, "none", "FlashAttention-2", 1e6 / 750, "750", "0.75", "1.00", "1.00"),
+        (16, 1, "none", "SageBwd", 1e6 / 1500, "1,500", "1.50", "2.00", "1.00"),
+        (16, 2, "ddp", "PyTorch's pick", 250.0, "4,000", "1.00", "2.00", "4.00"),
+        (16, 2, "ddp", "FlashAttention-2", 500.0, "2,000", "0.50", "1.00", "2.67"),
+        (16, 2, "ddp", "SageBwd", 200.0, "5,000", "1.25", "2.50", "3.33"),
+        (16, 2, "fsdp", "PyTorch's pick", 500.0, "2,000", "1.00", "", "2.00"),
+        (32, 1, "none", "PyTorch's pick", 2000.0, "500", "1.00", "", "1.00"),
+        (32, 1, "none", "SageBwd", 4000.0, "250", "0.50", "", "1.00"),
+    ]
+
+
+def test_the_table_has_no_column_that_compares_nothing():
+    assert speed_table([row(16, "exact", 1000), row(16, "sagebwd", 1500)])[0][6:] == ("against PyTorch's pick",)
+    assert speed_table([row(16, "exact", 1000)]) == (
+        ("N", "devices", "parallel", "attention", "ms per step", "tokens/s"),
+        [(16, 1, "none", "PyTorch's pick", 1000.0, "1,000")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "node", "name"),
+    [
+        ("exact", "ScaledDotProductCudnnAttentionBackward0", "PyTorch's pick (cuDNN)"),
+        ("exact", "ScaledDotProductFlashAttentionBackward0", "PyTorch's pick (FlashAttention-2)"),
+        ("exact", "SomeNewAttentionBackward0", "PyTorch's pick (SomeNewAttentionBackward0)"),
+        ("flash_attention_2", "ScaledDotProductFlashAttentionBackward0", "FlashAttention-2"),
+        ("flash_attention_2", ON_CPU["flash_attention_2"], "FlashAttention-2 (PyTorch's CPU kernel)"),
+        ("sagebwd", "GeneratedBackwardFor_sage_kernels_forward_defaultBackward", "SageBwd (sage_kernels)"),
+        ("sagebwd", ON_CPU["sagebwd"], "SageBwd (reference)"),
+    ],
+)
+def test_the_table_names_the_kernel(attention, node, name):
+    assert speed_table([row(16, attention, 1000, autograd_node=node)])[1][0][3] == name
+
+
+def test_a_step_smaller_than_a_pass_is_one_pass(clock):
+    list(step_times(replace(PLAN, contexts=(16,), tokens_per_pass=2**15), Processes()))
+    assert {(x.settings.batch_size, x.settings.micro_batch_size) for x in clock} == {(4, 4)}
+
+
+def command(path):
+    sizes = "--contexts 16 32 --layers 1 --width 32 --heads 1 --tokens-per-device 64 --device cpu"
+    return ["pretrain-speed", *sizes.split(), "--json", str(path)]
+
+
+def test_the_command_times_and_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "VOCABULARY", 64)
+    main(command(tmp_path / "speed.json"))
+    record = read_record(tmp_path / "speed.json")
+    assert [(row["context"], row["attention"]) for row in record.rows] == CELLS
+    plan = SpeedPlan((16, 32), 1, 32, 1, 64)
+    assert record.provenance["plan"] == json.loads(json.dumps(asdict(plan)))
+    printed = capsys.readouterr().out
+    assert "not measured again" not in printed
+    for line, row in zip(speed_table(record.rows)[1], record.rows, strict=True):
+        assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
+        assert row["tokens_per_second"] == pytest.approx(64e3 / row["ms_median"], rel=0.01)
+        assert f"| {row['context']} | 1 | none | {line[3]} | {row['ms_median']} |" in printed
+
+
+def test_the_command_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "VOCABULARY", 64)
+    path = tmp_path / "speed.json"
+    measure = speed._row
+    measured = []
+
+    def row(plan, corpus, context, attention, *rest):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((context, attention))
+        return measure(plan, corpus, context, attention, *rest)
+
+    monkeypatch.setattr(speed, "_row", row)
+    for kept in (2, 4, 6):
+        monkeypatch.setenv("SAGE_REF_COMMIT", f"commit{kept}")
+        with pytest.raises(KeyboardInterrupt) if kept < 6 else nullcontext():
+            main(command(path))
+        record = read_record(path)
+        assert [(row["context"], row["attention"]) for row in record.rows] == CELLS[:kept]
+        assert measured == CELLS[kept - 2 : kept]
+        measured.clear()
+    commits = [commit.removesuffix("-dirty") for commit in record.provenance["commit"]]
+    assert commits == ["commit2", "commit4", "commit6"]
+    printed = capsys.readouterr().out
+    assert f"{path} has 2 rows, which are not measured again" in printed
+    assert f"{path} has 4 rows, which are not measured again" in printed
+
+
+# In every process that torchrun starts.
+SMALL = """
+import sys
+import torch
+from sage_ref.__main__ import main
+from sage_ref.experiments import pretrain_speed as speed
+torch.set_num_threads(1)
+speed.VOCABULARY = 64
+Pretraining = speed.Pretraining
+def built(*arguments, fsdp):
+    print(f"fsdp={fsdp}")
+    return Pretraining(*arguments, fsdp=fsdp)
+speed.Pretraining = built
+main(sys.argv[1:])
+"""
+
+
+def test_two_processes_go_on_where_they_were_interrupted(tmp_path):
+    """The file is known to the first process alone, and both leave out the same rows: else one waits for ever."""
+    path = tmp_path / "speed.json"
+    sizes = "--contexts 16 --layers 1 --width 16 --heads 1 --tokens-per-device 32 --warmup 1 --steps 2 --device cpu"
+    places = [(way, name) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for name in ON_CPU]
+    kept = [row(16, name, 1000, *way) for way, name in places if (way, name) not in (places[1], places[4], places[8])]
+    plan = SpeedPlan((16,), layers=1, width=16, heads=1, tokens_per_device=32, warmup=1, steps=2)
+    write_record(path, kept, command="c", plan=asdict(plan))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    timing = [sys.executable, "-c", SMALL, "pretrain-speed", *sizes.split(), "--json", path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *torchrun, *timing], cwd=REPOSITORY, env=environment, **pipes) as process:
+        try:
+            printed, errors = process.communicate(timeout=120)
+        finally:
+            process.terminate()  # torchrun then ends what it started
+    assert process.returncode == 0, errors
+    assert f"{path} has 6 rows, which are not measured again" in printed
+    rows = read_record(path).rows
+    assert rows[:6] == kept
+    found = [((row["devices"], row["parallel"]), row["attention"]) for row in rows[6:]]
+    assert found == [places[1], places[4], places[8]]
+    assert [row["autograd_node"] for row in rows[6:]] == [ON_CPU[name] for _, name in found]
+    # The first process alone, then both, then both with FSDP.
+    assert (printed.count("fsdp=False"), printed.count("fsdp=True")) == (1 + 2, 2)

@@ -1,0 +1,436 @@
+"""Stage 1 makes the hard mask better where the heuristic is wrong, and every number it is compared with is right."""
+
+import itertools
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.testing import assert_close
+
+from sage_ref.__main__ import main
+from sage_ref.experiments import router_fit as router_training
+from sage_ref.experiments.router_fit import (
+    FITTED,
+    HELD_OUT,
+    FitSettings,
+    RouterSweep,
+    branches,
+    correlation,
+    fit_router,
+    fitted_alpha,
+    flatness,
+    held_mass,
+    heuristic_mask,
+    mask_rows,
+    mixed_row,
+    result_table,
+    router_sweep,
+    samples,
+    sla_rows,
+    split_samples,
+    squared_error,
+    stage1_loss,
+    sweep_length,
+    trained_rows,
+)
+from sage_ref.records import Record, read_record
+from sage_ref.sla2.branches import SLA, block_count, top_blocks
+from sage_ref.sla2.router import LEAST_WEIGHT, PRINTED, Relaxation, soft_top_k
+from sage_ref.sla2.whole import soft_sparse_linear_attention
+from sage_ref.training import video_like as structured
+from sage_ref.training.capture import Capture, write_capture
+from sage_ref.training.video_like import VideoLike, video_like
+
+# Outliers among the queries put their block's mean where the block has no mass: the heuristic is wrong on purpose.
+DATA = VideoLike(grid=(4, 8, 8), cube=(1, 4, 4), heads=2, head_dim=16, outlier=120.0)
+SETTINGS = FitSettings(sparsity=0.9, steps=80, query_blocks=8, learning_rate=5e-3)
+FAST = replace(SETTINGS, steps=2)
+
+
+def outlier_samples(count, seed=0, blocks=SETTINGS.blocks):
+    tensors, _ = video_like(DATA, count, seed=seed)
+    return samples(*tensors.values(), blocks)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return outlier_samples(3)
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return outlier_samples(2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def straight_through(fitted):
+    return fit_router(fitted, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def printed(fitted):
+    return fit_router(fitted, replace(SETTINGS, relaxation=PRINTED, steps=200, learning_rate=1e-2))
+
+
+def by_method(rows, sample_set):
+    return {row["method"]: row for row in rows if row["samples"] == sample_set}
+
+
+def test_the_fit_beats_the_heuristic_where_that_is_wrong(fitted, held_out, straight_through):
+    baselines = mask_rows(fitted, held_out, SETTINGS) + sla_rows(fitted, held_out, SETTINGS)
+    trained = trained_rows(fitted, held_out, straight_through, SETTINGS.relaxation)
+    for sample_set in (FITTED, HELD_OUT):
+        methods = by_method(baselines, sample_set)
+        row = by_method(trained, sample_set)["SLA2"]
+        assert row["error"] < 0.95 * methods["heuristic, alpha fitted"]["error"]
+        assert row["error"] < methods["SLA, best step"]["error"]
+        assert row["share_of_best_mass"] > methods["heuristic, alpha fitted"]["share_of_best_mass"] + 0.05
+        assert row["error"] > methods["best mask, alpha fitted"]["error"]
+
+
+def test_the_printed_stand_in_is_solved_by_a_flat_mask(fitted, printed):
+    """Its loss falls to almost nothing while the mask that will be used gets worse."""
+    before = held_mass(fitted, heuristic_mask(fitted, SETTINGS))["mass"]
+    row = by_method(trained_rows(fitted, fitted, printed, PRINTED), FITTED)["SLA2"]
+    assert row["error_stage1"] < 0.3 * printed.trace[0]["loss"]
+    assert row["flatness"] > row["flatness_at_start"]
+    assert row["mass"] < before
+    assert row["error"] > 3 * row["error_stage1"]
+
+
+def test_no_mask_holds_more_than_the_best_one(fitted, held_out, straight_through):
+    rows = mask_rows(fitted, held_out, SETTINGS) + trained_rows(fitted, held_out, straight_through, Relaxation())
+    assert all(row["share_of_best_mass"] <= 1 + 1e-6 for row in rows)
+    for row in rows:
+        assert (row["share_of_best_mass"] == pytest.approx(1, abs=1e-6)) == row["method"].startswith("best mask")
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 3, 31):
+        mask = top_blocks(torch.rand(fitted.mass.shape, generator=generator), count)
+        assert held_mass(fitted, mask)["share_of_best_mass"] < 1
+    everything = torch.ones_like(mask)
+    assert held_mass(fitted, everything) == pytest.approx({"mass": 1.0, "share_of_best_mass": 1.0})
+
+
+def test_the_mass_held_is_that_of_the_probabilities(fitted):
+    mask = heuristic_mask(fitted, SETTINGS)
+    p = (fitted.query @ fitted.key.mT / 4).softmax(-1)
+    seen = mask.repeat_interleave(16, -2).repeat_interleave(8, -1)
+    assert held_mass(fitted, mask)["mass"] == pytest.approx((p * seen).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_fitted_alpha_cannot_be_improved(fitted):
+    mask = heuristic_mask(fitted, SETTINGS)
+    o_s, o_l = branches(fitted, mask, SETTINGS.blocks)
+    alpha = fitted_alpha(fitted, o_s, o_l)
+    assert alpha.shape == (2,)
+    least = mixed_row(fitted, mask, alpha, SETTINGS.blocks)["error"]
+    for head in range(2):
+        for change in (-0.02, 0.02):
+            other = alpha.clone()
+            other[head] += change
+            assert mixed_row(fitted, mask, other, SETTINGS.blocks)["error"] > least
+
+
+def test_alphas_of_the_baselines_come_from_the_fitted_samples(fitted, held_out):
+    rows = mask_rows(fitted, held_out, SETTINGS)
+    for name in ("heuristic", "best mask"):
+        for words in ("alpha from data", "alpha fitted", "sparse only"):
+            method = f"{name}, {words}"
+            alphas = [by_method(rows, sample_set)[method]["alpha"] for sample_set in (FITTED, HELD_OUT)]
+            assert alphas[0] == pytest.approx(alphas[1])
+        method = f"{name}, alpha from data"
+        assert by_method(rows, FITTED)[method]["alpha"] == pytest.approx(
+            by_method(rows, FITTED)[method]["mass"], rel=1e-5
+        )
+        assert by_method(rows, FITTED)[f"{name}, sparse only"]["alpha"] == 1
+
+
+def test_sla_starts_as_sparse_attention_and_learns(fitted, held_out):
+    sla = SLA(16, 2, sparsity=SETTINGS.sparsity, block_q=16, block_kv=8)
+    alone = squared_error(sla(*fitted[:3]), fitted).item()
+    sparse = by_method(mask_rows(fitted, held_out, SETTINGS), FITTED)["heuristic, sparse only"]
+    assert sparse["error"] == pytest.approx(alone, rel=1e-5)
+    rows = sla_rows(fitted, held_out, SETTINGS)
+    for sample_set in (FITTED, HELD_OUT):
+        methods = by_method(rows, sample_set)
+        assert methods["SLA, best step"]["error"] <= methods["SLA"]["error"]
+    # Told when to stop it is at least the sparse attention it starts as; at its last step it fits too closely.
+    sparse = by_method(mask_rows(fitted, held_out, SETTINGS), HELD_OUT)["heuristic, sparse only"]["error"]
+    assert by_method(rows, HELD_OUT)["SLA, best step"]["error"] <= sparse * (1 + 1e-5)
+    assert by_method(rows, HELD_OUT)["SLA"]["error"] > sparse
+    assert by_method(rows, FITTED)["SLA"]["error"] < alone
+    assert by_method(sla_rows(fitted, held_out, FAST), FITTED)["SLA"]["error"] < alone
+
+
+def test_the_trained_error_is_that_of_the_module_itself(fitted, held_out, straight_through):
+    model = straight_through.model
+    assert model.current_stage == 2
+    row = by_method(trained_rows(fitted, held_out, straight_through, Relaxation()), HELD_OUT)["SLA2"]
+    with torch.no_grad():
+        output = model(*held_out[:3])
+    assert row["error"] == pytest.approx(squared_error(output, held_out).item(), rel=1e-5)
+
+
+def test_alpha_is_fitted_to_the_trained_mask_and_compared_with_its_mass(fitted, held_out, straight_through):
+    model = straight_through.model
+    row = by_method(trained_rows(fitted, held_out, straight_through, Relaxation()), HELD_OUT)["SLA2"]
+    mask = model.block_mask(fitted.query, fitted.key)
+    alpha = fitted_alpha(fitted, *branches(fitted, mask, SETTINGS.blocks))
+    expected = mixed_row(held_out, model.block_mask(held_out.query, held_out.key), alpha, SETTINGS.blocks)
+    assert row["error_fitted_alpha"] == pytest.approx(expected["error"], rel=1e-6)
+    assert row["alpha_minus_mass"] == pytest.approx(row["alpha"] - row["mass"], abs=1e-6)
+
+
+def test_the_printed_loss_is_that_of_the_module_in_stage_1(fitted):
+    model = fit_router(fitted, replace(FAST, alpha_per_block=True)).model
+    for sample, rows in (([0, 1, 2], torch.arange(16)), ([1], torch.tensor([5, 2]))):
+        with torch.no_grad():
+            loss, soft = stage1_loss(model, fitted, PRINTED, sample, rows)
+            model.relaxation = PRINTED
+            everything = model.soft_block_mask(fitted.query[sample], fitted.key[sample])
+            output = soft_output(model, fitted, sample, everything)
+        assert_close(soft, everything[:, :, rows])
+        wanted = fitted.output[sample].unflatten(2, (16, 16))[:, :, rows]
+        error = output.unflatten(2, (16, 16))[:, :, rows] - wanted
+        assert_close(loss, error.square().sum() / wanted.square().sum())
+
+
+def soft_output(model, data, sample, weights):
+    alpha = model.alpha(len(sample), 16)
+    return soft_sparse_linear_attention(*(x[sample] for x in data[:3]), weights, alpha, model.settings)
+
+
+def test_straight_through_takes_values_from_top_k_and_gradients_from_soft_top_k():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 12, generator=generator, requires_grad=True)
+    direction = torch.randn(2, 3, 12, generator=generator)
+    for scores, temperature in (("log P_c", 1.0), ("P_c", 0.1)):
+        relaxation = Relaxation(scores, temperature)
+        weights, soft = relaxation.block_weights(relaxation.scores_of(logits), 4)
+        expected = top_blocks(logits, 4).float().clamp_min(LEAST_WEIGHT)
+        assert torch.equal(weights, expected)
+        p_c = logits.softmax(-1)
+        by_hand = soft_top_k(p_c if scores == "P_c" else p_c.log(), 4, temperature)
+        assert_close(soft, by_hand)
+        (grad,) = torch.autograd.grad((weights * direction).sum(), logits)
+        (expected_grad,) = torch.autograd.grad((by_hand * direction).sum(), logits)
+        assert_close(grad, expected_grad)
+        assert grad.abs().max() > 1e-3
+        weights, soft = replace(relaxation, straight_through=False).block_weights(relaxation.scores_of(logits), 4)
+        assert torch.equal(weights, soft)
+        assert_close(soft, by_hand)
+
+
+def test_flatness_is_one_for_even_weights_and_zero_for_a_hard_mask():
+    assert flatness(torch.full((2, 3, 8), 0.25)) == pytest.approx(1)
+    assert flatness(top_blocks(torch.rand(2, 3, 8), 2).float()) == pytest.approx(0, abs=1e-6)
+
+
+def test_correlation_is_none_where_one_side_is_constant():
+    x = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+    assert correlation(x, -3 * x) == pytest.approx(-1, abs=1e-5)
+    assert correlation(x, torch.ones_like(x)) is None
+
+
+@pytest.mark.parametrize("alpha_per_block", [False, True])
+def test_alpha_starts_at_the_mass_and_moves(fitted, alpha_per_block):
+    settings = replace(FAST, alpha_per_block=alpha_per_block, alpha_learning_rate=1e-9)
+    model = fit_router(fitted, settings).model
+    assert model.alpha_logit.shape == (2, 16 if alpha_per_block else 1)
+    held = (fitted.mass * heuristic_mask(fitted, settings)).sum(-1).mean(0)
+    assert_close(model.alpha(1, 16)[0], held if alpha_per_block else held.mean(-1, keepdim=True).expand(-1, 16))
+    moved = fit_router(fitted, replace(settings, alpha_learning_rate=0.05)).model.alpha(1, 16)
+    assert (moved - model.alpha(1, 16)).abs().mean() > 1e-3
+
+
+def test_a_fit_is_a_function_of_its_seed(fitted):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, again, other = (fit_router(fitted, replace(FAST, seed=seed)).model for seed in (0, 0, 1))
+    assert not torch.equal(first.router.proj_q.weight, other.router.proj_q.weight)
+    for name, x in first.state_dict().items():
+        assert torch.equal(x, again.state_dict()[name])
+    # Linear layers draw weights before they become identities; what comes out does not depend on it.
+    torch.set_rng_state(before)
+    assert torch.equal(fit_router(fitted, FAST).model.router.proj_q.weight, first.router.proj_q.weight)
+
+
+def test_learning_rates_follow_a_cosine_to_zero(fitted):
+    rates = []
+
+    def keep(optimizer, *_):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+
+    hook = register_optimizer_step_pre_hook(keep)
+    try:
+        fit_router(fitted, replace(FAST, steps=4))
+    finally:
+        hook.remove()
+    assert_close(
+        torch.tensor(rates) / torch.tensor(rates[0]),
+        torch.tensor([[1.0], [0.8536], [0.5], [0.1464]]).expand(4, 2),
+        atol=1e-4,
+        rtol=0,
+    )
+    assert rates[0] == [FAST.learning_rate, FAST.alpha_learning_rate]
+
+
+def test_a_length_with_a_partial_block_is_fitted_on_its_whole_blocks():
+    tensors = [x[:, :, :250] for x in video_like(DATA, 2)[0].values()]
+    data = samples(*tensors, SETTINGS.blocks)
+    found = fit_router(data, replace(FAST, alpha_per_block=True))
+    row = by_method(trained_rows(data, data, found, Relaxation()), FITTED)["SLA2"]
+    with torch.no_grad():
+        assert row["error"] == pytest.approx(squared_error(found.model(*tensors), data).item(), rel=1e-5)
+    assert found.model.alpha_logit.shape[1] == block_count(250, 16) == 16
+    held = (data.mass * heuristic_mask(data, FAST)).sum(-1).mean(0)
+    moved = (found.model.alpha(1, 16)[0] - held).abs()
+    assert moved[:, :-1].max() > 1e-2
+    assert moved[:, -1].max() < 1e-5
+
+
+def test_impossible_settings_are_refused(fitted):
+    with pytest.raises(ValueError, match=r"scores: expected one of \('P_c', 'log P_c'\), got 'logits'"):
+        Relaxation("logits")
+    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
+        Relaxation(temperature=0)
+    for name in ("steps", "query_blocks"):
+        with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+            replace(SETTINGS, **{name: 0})
+    with pytest.raises(ValueError, match="query: expected at least block_q=512 tokens, got 256"):
+        fit_router(fitted, replace(SETTINGS, block_q=512))
+    with pytest.raises(ValueError, match="capture: expected 2 samples or more, one of them to hold out, got 1"):
+        split_samples(video_like(DATA, 1)[0])
+
+
+def test_a_fit_that_left_the_numbers_is_refused(fitted):
+    broken = fitted._replace(output=torch.full_like(fitted.output, torch.nan))
+    with pytest.raises(RuntimeError, match="left weights that are not finite"):
+        fit_router(broken, FAST)
+
+
+def test_the_last_sample_is_held_out():
+    tensors, _ = video_like(DATA, 3)
+    fit, held = split_samples(tensors)
+    for x, first, last in zip(tensors.values(), fit, held, strict=True):
+        assert torch.equal(torch.cat((first, last)), x)
+        assert len(last) == 1
+
+
+SWEEP = RouterSweep(FAST, sparsities=(0.9, 0.95), relaxations=(PRINTED, Relaxation()), seeds=(0, 1))
+LAYERS = {2: video_like(DATA, 2)[0], 7: video_like(DATA, 2, seed=1)[0]}
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
+    whole = list(router_sweep(SWEEP, LAYERS, "data", tmp_path / "whole.partial"))
+    assert len(whole) == sweep_length(SWEEP, LAYERS) == 2 * 2 * 5
+    fits = []
+    monkeypatch.setattr(
+        router_training, "fit_router", lambda data, settings: fits.append(settings) or fit_router(data, settings)
+    )
+    checkpoint = tmp_path / "sweep.partial"
+    killed = router_sweep(SWEEP, LAYERS, "data", checkpoint)
+    first = [next(killed) for _ in range(7)]
+    killed.close()
+    assert len(fits) == 5  # the other two lists are baselines
+    resumed = list(router_sweep(SWEEP, LAYERS, "data", checkpoint))
+    assert len(fits) == 16
+    assert resumed == whole
+    assert resumed[:7] == first
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+    # Other data and other settings find nothing of theirs in the checkpoint.
+    swapped = dict(zip(LAYERS, reversed(LAYERS.values()), strict=True))
+    assert next(router_sweep(SWEEP, swapped, "other data", checkpoint)) != whole[0]
+    longer = SWEEP._replace(settings=replace(FAST, steps=3))
+    assert list(itertools.islice(router_sweep(longer, LAYERS, "data", checkpoint), 2))[1] != whole[1]
+
+
+def test_the_rows_say_what_they_are(tmp_path):
+    rows = [row for found in router_sweep(SWEEP, LAYERS, "data", tmp_path / "p") for row in found]
+    record = Record({}, rows)
+    assert {row["layer"] for row in rows} == {2, 7}
+    assert {(row["sparsity"], row["blocks"]) for row in rows} == {(0.9, 3), (0.95, 2)}
+    trained = record.select(method="SLA2", layer=2, sparsity=0.9)
+    assert {(row["relaxation"], row["seed"], row["samples"]) for row in trained} == {
+        (relaxation.name, seed, sample_set)
+        for relaxation in SWEEP.relaxations
+        for seed in (0, 1)
+        for sample_set in (FITTED, HELD_OUT)
+    }
+    assert {r.name for r in SWEEP.relaxations} == {"soft, P_c / 0.1", "straight-through, log P_c / 1"}
+
+
+def test_the_table_shows_means_over_layers_and_seeds():
+    def row(method, samples, error, **more):
+        return {"sparsity": 0.97, "method": method, "samples": samples, "error": error} | more
+
+    def both(method, fitted, held_out, **more):
+        return [row(method, s, e, share_of_best_mass=0.5, **more) for s, e in ((FITTED, fitted), (HELD_OUT, held_out))]
+
+    rows = both("SLA", 0.1, 0.3) + both("SLA", 0.2, 0.4)
+    for seed, error in enumerate((0.2, 0.6)):
+        rows += both("SLA2", 0.1, error, relaxation="soft", seed=seed, error_fitted_alpha=error / 2)
+    lines = result_table(Record({}, rows)).splitlines()
+    assert lines[2] == "| 97% | SLA | 0.1500 | 0.3500 |  |  | 0.500 |"
+    assert lines[3] == "| 97% | SLA2 (soft) | 0.1000 | 0.4000 | 0.2000 to 0.6000 | 0.2000 | 0.500 |"
+
+
+def test_the_command_fits_prints_and_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_capture(tmp_path / "c.safetensors", Capture({"made": "up"}, LAYERS))
+    options = "--capture c.safetensors --k 10 5 --seeds 2 --steps 2 --device cpu --json out.json"
+    main(["train-router", *options.split()])
+    printed = capsys.readouterr()
+    record = read_record(tmp_path / "out.json")
+    assert printed.out.count("| 90% |") == printed.out.count("| 95% |") == 10
+    assert "20/20" in printed.err
+    assert {file.name for file in tmp_path.iterdir()} == {"c.safetensors", "out.json"}
+    assert record.provenance["command"] == f"python -m sage_ref train-router {options}"
+    assert record.provenance["data"]["capture"] == "c.safetensors"
+    assert re.fullmatch("[0-9a-f]{64}", record.provenance["data"]["sha256"])
+    assert record.provenance["seeds"] == [0, 1]
+    assert record.provenance["settings"]["steps"] == 2
+    for name in ("torch", "cpu", "commit", "date", "threads", "device"):
+        assert record.provenance[name], name
+    assert {row["layer"] for row in record.rows} == {2, 7}
+    main(["train-router", *options.split()])
+    assert read_record(tmp_path / "out.json").rows == record.rows
+    with pytest.raises(SystemExit):
+        main(["train-router", "--k", "0"])
+
+
+def test_the_command_takes_made_up_data_and_studies_every_stand_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(router_training, "STUDY", (PRINTED,))
+    monkeypatch.setattr(structured, "VideoLike", partial(VideoLike, grid=DATA.grid, cube=DATA.cube))
+    options = "--outlier 120 --k 3 --seeds 1 --steps 1 --study --device cpu --json out.json"
+    main(["train-router", *options.split()])
+    record = read_record(tmp_path / "out.json")
+    assert record.provenance["data"]["structured"]["outlier"] == 120
+    assert {row.get("relaxation") for row in record.rows} == {None, PRINTED.name}
+    assert "soft, P_c / 0.1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["train_router_cpu", "train_router_study_cpu", "train_router_structured_cpu"])
+def test_the_record_shows_what_the_course_says_of_stage_1(name):
+    """At 3 % of the blocks, hard mask, held-out samples, mean over layers, each of three seeds."""
+    record = read_record(name)
+
+    def error(**selected):
+        rows = record.select(sparsity=0.97, samples=HELD_OUT, **selected)
+        assert len(rows) == len({row["layer"] for row in record.rows})
+        return sum(row["error"] for row in rows) / len(rows)
+
+    trained = [row for row in record.rows if row["method"] == "SLA2"]
+    assert {row["seed"] for row in trained} == set(record.provenance["seeds"]) == {0, 1, 2}
+    record = Record(record.provenance, [{"relaxation": None, "seed": None} | row for row in record.rows])
+    before = error(method="heuristic, alpha from data")
+    for seed in record.provenance["seeds"]:
+        after = error(method="SLA2", relaxation=Relaxation().name, seed=seed)
+        for method in ("heuristic, alpha from data", "heuristic, alpha fitted", "SLA", "SLA, best step"):
+            assert after < error(method=method), method
+        assert error(method="SLA2", relaxation=PRINTED.name, seed=seed) > before
+        assert after > error(method="best mask, alpha fitted")

@@ -1,0 +1,305 @@
+"""What the SLA2 kernel tests share: cases, how a level is run, and what the oracles say of a case.
+
+G is SLA2 in float64, S the reference in float32 (INT8 simulated), E what PyTorch's 16-bit operations make of the same
+formula, with its linear branch in the type in which the kernels keep their sums: bfloat16 on a GPU, float32 in the
+interpreter. A 16-bit kernel may err twice as much as E. The INT8 kernel is held to S; where S keeps the linear branch
+in float32 and the kernel doesn't, E's error of that branch is allowed.
+"""
+
+import math
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from kernel_cases import DEVICE, KV_HEADS, ON_GPU, SHAPES, distance
+from sage_kernels.sla2.backward.program import BackwardInputs
+from sage_kernels.sla2.forward.program import Forward
+from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward
+from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.sums import sums_dtype
+from torch import Tensor
+
+from sage_ref.attention import softmax_scale
+from sage_ref.sla2.branches import (
+    BlockSettings,
+    block_count,
+    divisor,
+    into_blocks,
+    key_block_sums,
+    selected_count,
+    spread_blocks,
+    weighted_sums,
+)
+from sage_ref.sla2.whole import from_blocks, mix, per_query, sla2_backward, sla2_forward
+from sage_ref.smoothing import key_mean_scores
+
+FORWARD = range(len(LEVELS))
+TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # the levels that the registered operation runs, and so the backward pass follows
+
+
+class Case(NamedTuple):
+    n_q: int
+    n_k: int
+    selected: str = "half"  # of each row's key blocks, see `drawn_mask`
+    head_dim: int = 64
+    heads: int = 2
+    kv_heads: int = 2
+    dtype: torch.dtype = torch.float16
+    batch: int = 1
+    scale: float | None = None
+    alpha: float | None = None  # None: drawn from [0, 1), one per head and block of queries
+    std: float = 1.0  # of Q and K
+    key_offset: float = 0.0  # times one random vector, added to every key
+
+    def __str__(self) -> str:
+        name = f"{self.n_q}x{self.n_k}-{self.selected}-D{self.head_dim}-{self.heads}of{self.kv_heads}"
+        changed = self._field_defaults.items() - self._asdict().items()
+        rest = [f"{field}={getattr(self, field)}" for field in self._fields[7:] if field in dict(changed)]
+        return "-".join([name, str(self.dtype).removeprefix("torch."), *rest])
+
+    @property
+    def c(self) -> float:
+        return softmax_scale(self.scale, self.head_dim)
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int]:
+        """Shape of the block mask."""
+        return self.batch, self.heads, block_count(self.n_q, BLOCK_Q), block_count(self.n_k, BLOCK_KV)
+
+    def settings(self, *, quantize: bool = False) -> BlockSettings:
+        return BlockSettings(BLOCK_Q, BLOCK_KV, scale=self.scale, quantize=quantize)
+
+
+SELECTED = ("none", "one", "half", "all but one", "all")
+if ON_GPU:
+    COMPILED = tuple(product((32, 64, 96, 128), (torch.float16, torch.bfloat16)))
+    CASES = [
+        Case(*shape, selected, head_dim, 8, KV_HEADS[(i + j + k) % 3], dtype)
+        for (i, shape), (j, selected), (k, (head_dim, dtype)) in product(
+            enumerate(SHAPES), enumerate(SELECTED), enumerate(COMPILED)
+        )
+    ]
+else:
+    CASES = [
+        Case(1, 1, "none", 32, batch=2),
+        Case(1, 1, "all", 32),
+        Case(3, 3, "mixed", 48, 4, 1),
+        Case(64, 1, "mixed", 32),
+        Case(150, 203, "none", 32, 1, 1),
+        Case(150, 203, "one", 64, 4, 1),
+        Case(203, 140, "half", 64, 2, 1),
+        Case(128, 192, "all but one", 96, 1, 1),
+        Case(130, 128, "all", 64, 1, 1),
+        Case(140, 150, "mixed", 48, 4, 2),
+    ]
+SMALL = Case(150, 140, "mixed", 32, 2, 1)  # two blocks of queries, three of keys, partial ones; shared keys
+OPTIONS = [
+    SMALL._replace(scale=-0.2),
+    SMALL._replace(scale=0.0),
+    SMALL._replace(scale=1.0, selected="half"),
+    SMALL._replace(key_offset=8.0),
+    SMALL._replace(alpha=0.0),
+    SMALL._replace(alpha=1.0),
+    SMALL._replace(alpha=1.5),
+]
+
+
+class Tensors(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_output: Tensor
+    block_mask: Tensor
+    alpha: Tensor
+
+
+class Result(NamedTuple):
+    prepared: Prepared
+    forward: Forward
+
+
+class Exact(NamedTuple):
+    """O, its linear branch's share of it, and dQ, dK, dV, dalpha."""
+
+    output: Tensor
+    linear_share: Tensor
+    gradients: tuple[Tensor, ...]
+
+
+@lru_cache(maxsize=4)
+def draw(case: Case) -> Tensors:
+    """Seeded Gaussian Q, K, V, dO, a block mask and alpha."""
+    generator = torch.Generator(DEVICE).manual_seed(case.n_q + case.n_k)
+    q_shape = (case.batch, case.heads, case.n_q, case.head_dim)
+    kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
+    shapes = (q_shape, kv_shape, kv_shape, q_shape, case.head_dim)
+    q, k, v, do, offset = (torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)
+    q, k = q * case.std, k * case.std + offset * case.key_offset
+    alpha = torch.rand(case.blocks[:3], generator=generator, device=DEVICE)
+    if case.alpha is not None:
+        alpha.fill_(case.alpha)
+    return Tensors(*(x.to(case.dtype) for x in (q, k, v, do)), drawn_mask(case, generator), alpha)
+
+
+def drawn_mask(case: Case, generator: torch.Generator) -> Tensor:
+    """Every row selects as many blocks as `case.selected` says; mixed: any number, none and all among them."""
+    columns = case.blocks[3]
+    count = {
+        "none": 0,
+        "one": 1,
+        "half": columns // 2,
+        "97%": selected_count(0.97, columns),
+        "all but one": columns - 1,
+        "all": columns,
+    }.get(case.selected)
+    if count is None:
+        counts = torch.randint(columns + 1, case.blocks[:3], generator=generator, device=DEVICE)
+        counts.view(-1)[-1], counts.view(-1)[0] = columns, 0
+        count = counts[..., None]
+    return torch.rand(case.blocks, generator=generator, device=DEVICE).argsort(-1) < count
+
+
+def run_level(case: Case, level: int, tensors: Tensors | None = None, **launch) -> Result:
+    query, key, value, _, block_mask, alpha = tensors or draw(case)
+    prepared = prepare(query, key, value, block_mask, alpha, level, scale=case.c)
+    return Result(prepared, run(prepared, level, scale=case.c, save=level > 0, **launch))
+
+
+def run_gradients(
+    case: Case, level: int, tensors: Tensors | None = None, result: Result | None = None
+) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dalpha after forward level `level`."""
+    query, key, value, grad_output, _, alpha = tensors or draw(case)
+    prepared, forward = result or forward_level(case, level)
+    inputs = BackwardInputs(
+        grad_output, query, key, value, alpha, prepared.inputs.sums, forward.sparse_output, forward.log_sum_exp,
+        prepared.k_mean,
+    )  # fmt: skip
+    return run_backward(inputs, prepared.block_mask, prepared.inputs.lists, scale=case.c)
+
+
+forward_level = lru_cache(maxsize=12)(run_level)
+gradients_after = lru_cache(maxsize=6)(run_gradients)
+
+
+def drawn_router(case: Case, count: int, protected: Tensor | None = None) -> Router:
+    """Projections that are not the identity."""
+    generator = torch.Generator(DEVICE).manual_seed(case.head_dim)
+    shape = (2, case.head_dim, case.head_dim)
+    return Router(*torch.randn(shape, generator=generator, device=DEVICE), count, protected)
+
+
+def shared(case: Case, x: Tensor) -> Tensor:
+    """K or V repeated for the query heads that share it."""
+    return x.repeat_interleave(case.heads // case.kv_heads, dim=1)
+
+
+def summed(case: Case, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dalpha with dK and dV of the repeated heads summed over those that share one."""
+    dq, dk, dv, dalpha = gradients
+    return dq, *(x.unflatten(1, (case.kv_heads, -1)).sum(2) for x in (dk, dv)), dalpha
+
+
+@lru_cache(maxsize=2)
+def exact(case: Case) -> Exact:
+    """G, in float64."""
+    query, key, value, grad_output, block_mask, alpha = draw(case)
+    q, k, v, do, alpha = (x.double() for x in (query, shared(case, key), shared(case, value), grad_output, alpha))
+    forward = sla2_forward(q, k, v, block_mask, alpha, case.settings())
+    gradients = sla2_backward(do, q, k, v, block_mask, alpha, forward[1], forward.log_sum_exp, case.settings())
+    linear_share = (1 - per_query(alpha, case.n_q, case.settings())) * forward.linear_output
+    return Exact(forward.output, linear_share, summed(case, gradients))
+
+
+@lru_cache(maxsize=2)
+def eager(case: Case) -> Exact:
+    """E: matmuls and softmax in 16 bit, gradients by autograd."""
+    query, key, value, grad_output, block_mask, alpha = draw(case)
+    leaves = [x.detach().requires_grad_() for x in (query, key, value, alpha)]
+    q, k, v = leaves[0], shared(case, leaves[1]), shared(case, leaves[2])
+    settings, dtype = case.settings(), sums_dtype(query)
+    seen = spread_blocks(block_mask, case.n_q, case.n_k, settings)
+    sees_any = seen.any(-1, keepdim=True)
+    scores = (q @ k.mT * case.c).masked_fill(~seen & sees_any, -math.inf)
+    o_s = torch.softmax(scores, -1) @ v * sees_any
+    q_phi, k_phi = (x.softmax(-1, dtype=torch.float32).to(dtype) for x in (q, k))
+    h_i, z_i = weighted_sums((~block_mask).to(dtype), *key_block_sums(k_phi, v.to(dtype), settings))
+    q_i = into_blocks(q_phi, BLOCK_Q)
+    o_l = from_blocks(q_i @ h_i / divisor(q_i @ z_i[..., None]), case.n_q)
+    share = per_query(leaves[3], case.n_q, settings)
+    output = mix(o_s, o_l, share).to(case.dtype)
+    return Exact(output.detach(), ((1 - share) * o_l).detach(), torch.autograd.grad(output, leaves, grad_output))
+
+
+@lru_cache(maxsize=6)
+def simulated(case: Case, level: int) -> tuple[Tensor, Tensor]:
+    """S: O, and L (natural, of the unsmoothed scores; -inf without a key)."""
+    query, key, value, _, block_mask, alpha = draw(case)
+    q, k, v = query.float(), shared(case, key).float(), shared(case, value).float()
+    forward = sla2_forward(q, k, v, block_mask, alpha, case.settings(quantize=level == LEVEL_INT8))
+    return forward.output, forward.log_sum_exp
+
+
+def natural_log_sum_exp(case: Case, result: Result) -> Tensor:
+    """A level's L, [B, H, Nq, 1]: from log2 to natural, from the smoothed scores to the scores themselves."""
+    log_sum_exp = result.forward.log_sum_exp[..., : case.n_q, None] * math.log(2)
+    if result.prepared.k_mean is None:
+        return log_sum_exp
+    mean = shared(case, result.prepared.k_mean)[:, :, None]
+    return log_sum_exp + key_mean_scores(draw(case).query.float(), mean, case.c)
+
+
+@lru_cache(maxsize=4)
+def simulated_gradients(case: Case, level: int) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dalpha in float64 from the kernel's own O_s and L, so that one pass is judged alone."""
+    query, key, value, grad_output, block_mask, alpha = draw(case)
+    q, k, v, do, alpha = (x.double() for x in (query, shared(case, key), shared(case, value), grad_output, alpha))
+    result = forward_level(case, level)
+    saved = result.forward.sparse_output.double(), natural_log_sum_exp(case, result).double()
+    return summed(case, sla2_backward(do, q, k, v, block_mask, alpha, *saved, case.settings()))
+
+
+@lru_cache(maxsize=2)
+def sizes(case: Case) -> tuple[float, ...]:
+    """What rounding errors of O, dQ, dK, dV, dalpha are measured by; dalpha's sum adds products that nearly cancel."""
+    query, key, value, grad_output, block_mask, alpha = draw(case)
+    q, k, v = query.float(), shared(case, key).float(), shared(case, value).float()
+    forward = sla2_forward(q, k, v, block_mask, alpha, case.settings())
+    products = grad_output * (forward.sparse_output.abs() + forward.linear_output.abs())
+    *gradients, _ = exact(case).gradients
+    floor = 1e-2 * grad_output.norm()
+    return *(max(x.norm(), floor).item() for x in (exact(case).output, *gradients)), products.norm().item()
+
+
+def assert_as_good_as_eager(case: Case, found: Tensor, exact: Tensor, error: float, size: float) -> None:
+    """The error against the exact tensor at most twice E's, plus the dtype's rounding."""
+    assert distance(found, exact) <= 2 * error + torch.finfo(case.dtype).eps * size
+
+
+def assert_close(case: Case, found: Tensor, simulated: Tensor, allowed: float = 0.0) -> None:
+    """Relative L2 against S at most 2e-3; what is zero but for rounding is held against dO's size instead."""
+    expected = simulated.to(found.dtype).double()
+    assert distance(found, expected) <= 2e-3 * expected.norm() + 1e-5 * draw(case).grad_output.norm() + allowed
+
+
+def assert_forward(case: Case, level: int, output: Tensor) -> None:
+    """The oracles' verdict on a forward level's O."""
+    g, e, s = exact(case), eager(case), simulated(case, level)[0]
+    if level == LEVEL_INT8:
+        assert_close(case, output, s, distance(e.linear_share, g.linear_share))
+        return
+    assert_as_good_as_eager(case, output, g.output, distance(e.output, g.output), sizes(case)[0])
+    if not ON_GPU:  # there the linear branch's sums, in bfloat16, are what limits the output
+        assert_close(case, output, s)
+
+
+def assert_gradients(case: Case, level: int, gradients: tuple[Tensor, ...]) -> None:
+    """The oracles' verdict on dQ, dK, dV, dalpha after a level."""
+    expected = simulated_gradients(case, level)
+    errors = [distance(*pair) for pair in zip(eager(case).gradients, exact(case).gradients, strict=True)]
+    for found, s, error, size in zip(gradients, expected, errors, sizes(case)[1:], strict=True):
+        assert_as_good_as_eager(case, found, s, error, size)
+        if not ON_GPU:
+            assert_close(case, found, s)

@@ -1,0 +1,580 @@
+"""Backward levels 4 and 5, Hopper's: their source on the CPU against the simulation, and what that GPU alone shows."""
+
+import math
+import re
+
+import pytest
+import torch
+from kernel_cases import (
+    BACKWARD,
+    DEVICE,
+    MARKS,
+    ON_GPU,
+    Case,
+    assert_backward,
+    draw,
+    forward_level,
+    prepare_backward,
+    run_backward,
+    run_backward_level,
+    run_forward_level,
+)
+
+pytest.importorskip("triton")
+from sage_kernels.common.tiles import TINY
+from sage_kernels.hopper import toolbox as hopper
+from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, arrived_or_not, never_let_go, plain
+from sage_kernels.hopper.toolbox import add_to_global
+from sage_kernels.measure import tuning
+from sage_kernels.sagebwd import ops
+from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
+from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
+from sage_kernels.sagebwd.backward.level5 import one_pass
+from sage_kernels.sagebwd.backward.level5 import wide as level5_wide
+from sage_kernels.sagebwd.backward.level5.one_pass import columns_of
+from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from sage_ref import sagebwd_attention
+
+pytestmark = MARKS
+LEVELS = {4: level4_hopper, 5: level5_hopper}
+LAST = max(LEVELS)
+WRONG = "^$"  # numbers: what `assert_backward` says
+on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
+
+
+def largest_of(x, is_positive):
+    """A GPU's maximum passes over NaN."""
+    assert not is_positive or not (x < 0).any()
+    return x.abs().nan_to_num(0.0, posinf=math.inf).amax(1).clamp(min=TINY.value)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    return request.param
+
+
+def on_the_cpu_instead(patch, seed=0, **names):
+    """Let the levels' programs run on the CPU. names: what some global names of their source mean instead."""
+    for module in (*LEVELS.values(), level5_wide):
+        for program in {"query_program", "key_program", "one_pass_program", "wide_program"} & vars(module).keys():
+            on_cpu = OnCPU(getattr(module, program), seed=seed, largest_of=largest_of, **names)
+            patch.setattr(module, program, on_cpu)
+
+
+def prepared(level, case, tensors=None, forward=None):
+    query, key, value, grad_output = tensors or draw(case)
+    inputs, output, log_sum_exp = forward or forward_level(case, 4)
+    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat}
+    return prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
+
+
+def run_source(level, case, tensors=None, forward=None, seed=None, **names):
+    """dQ, dK, dV of a level."""
+    with pytest.MonkeyPatch.context() as patch:
+        on_the_cpu_instead(patch, seed or case.n_q, **names)
+        return LEVELS[level].run(prepared(level, case, tensors, forward), **case.options)
+
+
+SOURCE_CASES = [
+    Case(1, 1, 64),
+    Case(3, 3, 128, 4, 2, is_causal=True, batch=2),
+    Case(113, 203, 40, 2, 1),
+    Case(203, 113, 96, 2, 1, is_causal=True),
+    Case(300, 420, 64),
+    Case(420, 300, 64, 4, 2, is_causal=True),
+    Case(420, 300, 128, 2, 1, is_causal=True),  # dV's three warpgroups have different last tiles
+    Case(257, 384, 128, 1, 1),
+    Case(20, 400, 64, is_causal=True),  # keys that no query sees
+    Case(400, 20, 33, 1, 1, is_causal=True),
+    Case(150, 140, scale=-0.2),
+    Case(150, 140, scale=0.0, is_causal=True),
+    Case(150, 300, smooth_k=False, key_offset=3.0),
+    Case(150, 140, std=5.0),
+]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+def test_source_gives_the_simulations_result(level, case):
+    assert_backward(case, level, run_source(level, case))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_output"])
+def test_source_with_blocks_of_zeros(level, name):
+    case = Case(200, 300, 64, 2, 1, is_causal=True)
+    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
+    tensors[name][:, :, 128:] = 0
+    forward = run_forward_level(case, 4, tuple(tensors.values()))
+    gradients = run_source(level, case, tuple(tensors.values()), forward)
+    level3 = run_backward_level(case, 3, tuple(tensors.values()), forward)
+    for found, expected in zip(gradients, level3, strict=True):
+        assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("bad", "head_dim"), [(math.nan, 64), (math.inf, 64), (math.nan, 128)])
+def test_source_does_not_lose_an_overflow_nor_spread_it_to_other_heads(level, bad, head_dim):
+    """Rows past a head's end are the next head's: its NaN must not come in."""
+    case = Case(100, 90, head_dim, 4, 2, batch=2)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    fine = run_source(level, case)
+    grad_output[0, 2, 3, 5] = bad
+    value[1, 0, 2, 1] = bad
+    tensors = (query, key, value, grad_output)
+    found = run_source(level, case, tensors, run_forward_level(case, 4, tensors))
+    assert not found[0][0, 2, 3].isfinite().any()
+    assert not any(x[0, 1].isfinite().all() for x in found[1:])
+    assert all(
+        torch.equal(x[0, 0], y[0, 0]) and torch.equal(x[1, -1], y[1, -1]) for x, y in zip(found, fine, strict=True)
+    )
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["key", "value", "grad_output"])
+def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name):
+    """They lie behind this head's last tokens, in its last tiles, and are beyond the float16 that fits this head."""
+    case = Case(150, 140, 64)
+    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
+    tensors[name][:, 0] /= 64
+    found = []
+    for factor in (1, 1e4):
+        tensors[name][:, 1] *= factor
+        given = tuple(tensors.values())
+        found.append(run_source(level, case, given, run_forward_level(case, 4, given)))
+    assert all(torch.equal(x[:, 0], y[:, 0]) for x, y in zip(*found, strict=True))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_source_lets_later_values_change_nothing_before_them(level, head_dim):
+    case = Case(300, 300, head_dim, 2, 1, is_causal=True)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    found = []
+    for factor in (1, 1e4):
+        value[:, :, 256:] *= factor
+        tensors = (query, key, value, grad_output)
+        found.append(run_source(level, case, tensors, run_forward_level(case, 4, tensors))[0])
+    assert torch.equal(found[0][:, :, :256], found[1][:, :, :256])
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("of_value", "of_grad_output"), [(-66, 0), (0, -66), (50, 50)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_source_with_values_of_any_size(level, head_dim, of_value, of_grad_output):
+    """Powers of two in V and in dO, 1e-20 to 1e15, come out as such: nothing underflows, overflows or saturates."""
+    case = Case(150, 140, head_dim, 2, 1, is_causal=True)
+    query, key, value, grad_output = (x.bfloat16() for x in draw(case))
+    forward = forward_level(case, 4)
+    gradients = []
+    for v, do in ((0, 0), (of_value, of_grad_output)):
+        tensors = (query, key, 2.0**v * value, 2.0**do * grad_output)
+        given = forward._replace(output=2.0**v * forward.output.bfloat16())
+        gradients.append(run_source(level, case, tensors, given))
+    exponents = (of_value + of_grad_output, of_value + of_grad_output, of_grad_output)
+    for x, y, exponent in zip(*gradients, exponents, strict=True):
+        assert torch.equal(x.double() * 2.0**exponent, y.double())
+
+
+@on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_source_repeats_whoever_is_ahead(level, head_dim):
+    case = Case(300, 260, head_dim, 2, 1, is_causal=True)
+    runs = [run_source(level, case, seed=seed) for seed in (1, 2, 3)]
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+@gluon.jit
+def let_go_twice(ring, n):
+    mbarrier.arrive(ring[2].index(n % ring[0].shape[0]), count=1)
+    mbarrier.arrive(ring[2].index((n + 1) % ring[0].shape[0]), count=1)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    "careless", [{"arrived": arrived_or_not}, {"let_go": let_go_twice}, {"let_go": never_let_go}], ids=str
+)
+def test_carelessness_with_tiles_is_noticed(level, careless):
+    case = Case(500, 300, 64)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_backward(case, level, run_source(level, case, **careless))
+
+
+@gluon.jit
+def hand_over_without_waiting(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
+    handed, full, _ = exchange
+    handed.index(H).slice(W * 64, 64).store(columns_of(pairs, 64))
+    mbarrier.arrive(full.index(H), count=1)
+
+
+@gluon.jit
+def hand_over_too_early(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
+    handed, full, empty = exchange
+    mbarrier.wait(empty.index(H), (n & 1) ^ 1)
+    mbarrier.arrive(full.index(H), count=1)
+    handed.index(H).slice(W * 64, 64).store(columns_of(pairs, 64))
+
+
+@gluon.jit
+def hand_over_the_other_half(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
+    handed, full, empty = exchange
+    mbarrier.wait(empty.index(H), (n & 1) ^ 1)
+    handed.index(1 - H).slice(W * 64, 64).store(columns_of(pairs, 64))
+    mbarrier.arrive(full.index(H), count=1)
+
+
+@gluon.jit
+def never_handed_back(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
+    mbarrier.wait(exchange[1].index(H), n & 1)
+
+
+@gluon.jit
+def add_without_waiting(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
+    handed, full, empty = exchange
+    mbarrier.wait(full.index(H), n & 1)
+    mbarrier.arrive(empty.index(H), count=1)
+    stage.slice(0, stage.shape[0]).store(gl.zeros(stage.shape, gl.int32, None))
+    fence_async_shared()
+    add_to_global(dq_descriptor, [row, 0], stage)
+
+
+@gluon.jit
+def add_without_a_fence(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
+    mbarrier.wait(exchange[1].index(H), n & 1)
+    stage.slice(0, stage.shape[0]).store(gl.zeros(stage.shape, gl.int32, None))
+    add_to_global(dq_descriptor, [row, 0], stage)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("careless", "noticed"),
+    [
+        ({"hand_over": hand_over_without_waiting}, f"deadlock|{WRONG}"),
+        ({"hand_over": hand_over_too_early}, WRONG),
+        ({"hand_over": hand_over_the_other_half}, WRONG),
+        ({"add_part": never_handed_back}, "deadlock"),
+        ({"add_part": add_without_waiting}, "a tile is overwritten while it is read"),
+        ({"add_part": add_without_a_fence}, "the copy engine may not see what has been written"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x.values())).fn.__name__,
+)  # fmt: skip
+def test_carelessness_with_what_is_handed_over_and_added_is_noticed(careless, noticed):
+    case = Case(300, 300, 64, 1, 1)
+    with pytest.raises((AssertionError, RuntimeError), match=noticed):
+        assert_backward(case, 5, run_source(5, case, **careless))
+
+
+READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
+EARLY = f"{READ}|more arrivals|nobody has waited|deadlock|{WRONG}"
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [
+        (Changed(level5_wide.hand_over, "mbarrier.wait(empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
+        (Changed(level5_wide.hand_over, "handed.index(H + zero)", "handed.index(1 - H + zero)"), WRONG),
+        (Changed(level5_wide.hand_over, "H == 1", "H == 0"), WRONG),
+        (Changed(level5_wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
+        (Changed(level5_wide.query_tile, "mbarrier.wait(queries_ready, n & 1)"), EARLY),
+        (Changed(level5_wide.query_tile, "mbarrier.wait(dot_ready, n & 1)"), EARLY),
+        (Changed(level5_wide.query_tile, "mbarrier.wait(qt_ready, n & 1)"), EARLY),
+        (Changed(level5_wide.add_part, "mbarrier.wait(full, n & 1)"), WRONG),
+        (Changed(level5_wide.add_part, "mbarrier.arrive(empty, count=1)"), "deadlock"),
+        (Changed(level5_wide.add_part, "tma.store_wait(0)"), READ),
+        (Changed(level5_wide.add_part, "fence_async_shared()"), UNSEEN),
+        (Changed(level5_wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
+        (Changed(level5_wide.load_for_keys, "mbarrier.wait(full, (n & 1) ^ 1)"), EARLY),
+        (Changed(level5_wide.load_for_keys, "mbarrier.wait(empty, (n & 1) ^ 1)"), EARLY),
+        (Changed(level5_wide.store_halves, "pointers + HALF", "pointers"), WRONG),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_carelessness_at_a_head_size_of_128_is_noticed(changed, noticed):
+    case = Case(300, 300, 128, 1, 1)
+    with pytest.raises((AssertionError, RuntimeError), match=noticed):
+        assert_backward(case, 5, run_source(5, case, **{changed.fn.__name__: changed}))
+
+
+# Level 5: pairs, units, sums
+
+
+def on_plain_tensors(function):
+    return plain(function, Machine(0).names())
+
+
+@on_the_cpu
+def test_pairs_keep_the_order_of_columns():
+    x = torch.randn(64, 64)
+    x[5, 6], x[7, 8], x[9, 10], x[11, 13] = 1e5, -1e5, math.inf, math.nan
+    pairs = on_plain_tensors(one_pass.paired)(x)
+    x = x.clamp(-65504, 65504)
+    assert pairs.dtype == torch.int32
+    torch.testing.assert_close(
+        on_plain_tensors(one_pass.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True
+    )
+    pairs_of = on_plain_tensors(one_pass.pairs_of)
+    assert torch.equal(pairs_of(x.half(), 64), pairs)
+    both = on_plain_tensors(one_pass.joined_pairs)(pairs, pairs_of(2 * x.half(), 64))
+    assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1).half(), 128))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("size", [1.0, 3e-8, 1e-6, 9000.0])
+def test_pairs_are_rounded_to_the_nearest_integer(size):
+    """Of every size that float16 has: s is the scale of what was rounded, and no number leaves INT8."""
+    x = (size * torch.randn(64, 128)).clamp(-(2**15), 2**15).half()
+    x[1] = x[2] = x[3] = 0
+    x[2, 100], x[3, 7] = 2**15, math.nan
+    pairs = on_plain_tensors(one_pass.pairs_of)(x, 128)
+    x_hat, s = on_plain_tensors(one_pass.quantized_pairs)(pairs, 64)
+    assert x_hat.dtype == torch.int8
+    ordered = on_plain_tensors(hopper.group_columns)(x)
+    largest = x.double().nan_to_num(0).abs().amax(1)
+    torch.testing.assert_close(s.double(), largest.clamp(min=2.0**-15) / 127, rtol=2.0**-10, atol=0)
+    exact = ordered.double() / s.double()[:, None]
+    is_number = ordered.isfinite()
+    assert ((x_hat - exact).abs()[is_number] <= 0.5 + 1e-4).all()
+    assert (x_hat[~is_number].abs() <= 1).all()
+    if size > 1e-6:
+        assert (x_hat.abs().amax(1) == 127)[largest > 0].all()
+
+
+def run_and_keep_sums(case, tensors, **names):
+    """(sums of dQ, their unit, (dQ, dK, dV)) of level 5."""
+    kept, finish = [], level5_hopper._finish_kernel
+
+    class Finish:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: (kept.extend(arguments[:2]), finish[grid](*arguments, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(level5_hopper, "_finish_kernel", Finish())
+        gradients = run_source(5, case, tensors, run_forward_level(case, 4, tensors), **names)
+    return *kept, gradients
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("head_dim", "n_k", "size"), [(64, 2, 1.0), (64, 300, 1e-3), (64, 300, 20.0), (128, 300, 1.0)])
+def test_sums_of_dq_use_their_bits_and_never_pass_them(head_dim, n_k, size):
+    """Half of the keys stand against the other half, in V, in K and in P: no dQ could be larger for such numbers."""
+    case = Case(128, n_k, head_dim, 1, 1, scale=1.0, smooth_k=False)
+    sign = torch.where(torch.arange(n_k) < n_k // 2, 1.0, -1.0)[:, None].half()
+    query = torch.zeros(1, 1, 128, head_dim).half()
+    query[..., 0] = 1e-4
+    key, value = sign.expand(n_k, head_dim)[None, None], size * sign.expand(n_k, head_dim)[None, None]
+    sums, _, gradients = run_and_keep_sums(case, (query, key, value, torch.full_like(query, size)))
+    assert 2**28 <= sums.long().abs().max() <= 2**30
+    exact = size * size * head_dim  # |dP - delta| is that for every key
+    torch.testing.assert_close(gradients[0].float(), torch.full(query.shape, exact), rtol=1e-2, atol=0)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim):
+    """P is one for a key of its own and next to nothing for the rest: dS cancels, and none of it overflows."""
+    case = Case(200, 300, head_dim, 2, 1)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    tensors = (30 * query, key, 30 * value, 30 * grad_output)
+    forward = run_forward_level(case, 4, tensors)
+    sums, _, found = run_and_keep_sums(case, tensors)
+    assert sums.long().abs().max() < 2**30
+    assert not sums[:, :, case.n_q :].any()
+    expected = run_source(4, case, tensors, forward)
+    for x, y in zip(found, expected, strict=True):
+        assert (x.float() - y.float()).norm() <= 6e-3 * y.float().norm()
+
+
+@on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_block_of_keys_that_a_query_sees_adds_one_part(head_dim, is_causal):
+    """If each part were 1, made of its `half` alone, the sums would count them."""
+    case = Case(300, 200, head_dim, 2, 1, is_causal)
+    sums, *_ = run_and_keep_sums(case, draw(case), multiplier=lambda f: (0, 8, 3))
+    parts = torch.full((384,), 2)
+    parts[:128] -= int(is_causal)
+    assert torch.equal(sums, parts[:, None].int().expand_as(sums))
+
+
+@on_the_cpu
+def test_sums_are_rounded_products():
+    """Of integers of a matmul in INT8 and any factor: within half a one, and what 9 bits of the factor leave out."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.exp2(torch.empty(4000).uniform_(-60, 31, generator=generator))
+    f[:5] = torch.tensor([0.0, 1e-40, 1.0, 2.0**30, (2 - 2.0**-8) * 0.5])
+    limit = (2.0**30 / f.double()).clamp(max=128 * 127**2)[:, None]
+    x = torch.cat((2 * torch.rand(4000, 30, generator=generator) - 1, torch.tensor([[1.0, -1.0]]).expand(4000, 2)), 1)
+    x = (x.double() * limit).int()
+    m, half, k = on_plain_tensors(one_pass.multiplier)(f)
+    assert all(part.dtype == torch.int32 for part in (m, half, k))
+    found, exact = (x * m + half >> k).double(), x.double() * f.double()[:, None]
+    error = (found - exact).abs()
+    assert (error <= 0.5 + 2.0**-9 * exact.abs()).all()
+    large = exact.abs() > 2**20
+    assert (error / exact.abs())[large].square().mean().sqrt() < 1e-3
+
+
+@on_the_cpu
+def test_units_are_of_all_that_a_query_sees():
+    """Also of keys behind it, unless attention is causal."""
+    case = Case(200, 300, 64, 2, 1)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    value[:, :, 256:] *= 1e4
+    tensors = (query, key, value, grad_output)
+    forward = run_forward_level(case, 4, tensors)
+    found, expected = (run_source(level, case, tensors, forward) for level in (5, 4))
+    for x, y in zip(found, expected, strict=True):
+        assert (x.double() - y.double()).norm() <= 6e-3 * y.double().norm()
+
+
+@on_the_cpu
+def test_units_pass_over_what_is_no_number():
+    case = Case(200, 300, 64, 2, 1, batch=2)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    inputs = prepared(5, case)
+    value[0, 0, 7, 3], value[0, 0, 290, 0] = math.nan, math.inf
+    scales = [x.scale.clone() for x in (inputs.k_hat, inputs.do_hat)]
+    scales[0][0, 0, 1], scales[1][1, 1, 0] = math.nan, math.inf
+    k_hat, do_hat = (x._replace(scale=s) for x, s in zip((inputs.k_hat, inputs.do_hat), scales, strict=True))
+    found = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    of_dv = found[2][..., 3]
+    assert torch.equal(of_dv.isfinite(), do_hat.scale.isfinite())
+    value[0, 0, 7, 3] = value[0, 0, 290, 0] = scales[0][0, 0, 1] = scales[1][1, 1, 0] = of_dv[1, 1, 0] = 0
+    expected = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    "shape", [(200, 300, 64, 4, 2), (130, 500, 40, 2, 1), (300, 200, 128, 2, 2), (400, 300, 64, 2, 1, True)]
+)
+def test_units_are_the_largest_that_fit(shape):
+    case = Case(*shape, batch=2)
+    inputs = prepared(5, case)
+    s_do = inputs.do_hat.scale.double()
+    log_sum_exp, delta, factors, step, unit = (x.double() for x in level5_hopper.units(inputs, case.is_causal))
+    s_q, fit, of_dk, of_dv = factors.unbind(-1)
+    groups = case.heads // case.kv_heads
+    largest_v = torch.stack([v.double().abs().amax((2, 3)) for v in inputs.value.split(128, 2)], -1)
+    largest_k = 127 * inputs.k_hat.scale.double()
+    # Of all that a block of queries sees.
+    last = [min(i, 2) if case.is_causal else largest_v.shape[2] - 1 for i in range(s_do.shape[2])]
+    largest_v, largest_k = (x.cummax(-1).values[..., last].repeat_interleave(groups, 1) for x in (largest_v, largest_k))
+    bound = 2 * case.head_dim * 127 * s_do * largest_v
+    # P (1 - P) 2^15 of the bound is at most 2^14.
+    for largest, bits in ((bound * fit, 1), (bound * largest_k / unit, 30)):
+        assert (largest <= 2**bits * 1.0001).all()
+        assert (largest > 2 ** (bits - 1) * 0.9999).all()
+    for x in (fit, unit):
+        assert torch.equal(x.log2(), x.log2().round())
+    assert torch.equal(step, 2.0**-15 / (fit * unit))
+    assert torch.equal(s_q, inputs.q_hat.scale.double())
+    assert torch.equal(of_dk, s_q * 2.0**-15 / fit)
+    assert torch.equal(of_dv, s_do * 2.0**-15)
+    torch.testing.assert_close(log_sum_exp, inputs.log_sum_exp.double() - 15, rtol=1e-6, atol=1e-5)
+    assert torch.equal(delta, inputs.delta.double() * fit.repeat_interleave(128, 2))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("layout", ["heads last", "every third", "unaligned", "odd size"])
+def test_tensors_that_the_copy_engine_cannot_fetch_are_copied(layout):
+    x = torch.arange(2 * 3 * 5 * 24, dtype=torch.float16).reshape(2, 3, 5, 24)
+    x = {
+        "heads last": x.transpose(1, 2), "every third": x[..., ::3], "unaligned": x.flatten()[1:-239].view(2, 2, 5, 24),
+        "odd size": x[..., :23],
+    }[layout]  # fmt: skip
+    fetched = level4_hopper.rows_of_16_bytes(x, 32)
+    assert fetched.is_contiguous()
+    assert fetched.data_ptr() % 16 == fetched.shape[3] * 2 % 16 == 0
+    assert torch.equal(fetched[..., : x.shape[3]], x)
+
+
+def test_a_tensor_that_it_can_fetch_is_not():
+    x = torch.zeros(2, 3, 5, 40, dtype=torch.float16)
+    assert level4_hopper.rows_of_16_bytes(x, 64) is x
+
+
+@pytest.mark.parametrize("rows", [128, 192])
+def test_the_diagonal_crosses_the_last_query_tile_of_a_warpgroup_and_no_other(rows):
+    tiles = level4_hopper.query_tiles.fn
+    for q_blocks in range(1, 9):
+        for first_key in range(0, 1300, 64):
+            own = counted(tiles, first_key, q_blocks)
+            assert 1 <= own <= counted(tiles, first_key // rows * rows, q_blocks) <= q_blocks
+            visited = range(q_blocks - own, q_blocks)
+            assert all(i * 128 >= first_key + 63 for i in visited[1:])  # all queries see all keys
+            assert visited[0] == q_blocks - 1 or visited[0] * 128 <= first_key  # and none before sees any
+
+
+def counted(tiles, first_key, q_blocks):
+    return q_blocks - min(first_key // 128, q_blocks - 1)
+
+
+# Where it runs
+
+
+@on_the_cpu
+def test_asked_for_where_it_cannot_run_it_is_an_error(level):
+    message = f"expected one that can run here, got backward level {level}: it needs a Hopper GPU, and query is on cpu"
+    case = Case(3, 3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_backward(prepared(level, case), level, **case.options)
+
+
+@pytest.mark.parametrize(("head_dim", "size"), [(33, 64), (64, 64), (65, 128), (128, 128)])
+def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
+    expected = {4: {64: ("dq", "dkdv"), 128: ("dq", "dk", "dv")}, 5: {64: ("dqdkdv",), 128: ("dqdkdv_wide",)}}
+    for level, names in expected.items():
+        assert BACKWARD_LEVELS[level].kernels(size) == LEVELS[level].kernels(head_dim) == names[size]
+        assert set(names[size]) <= set(LEVELS[level].LAUNCHES)
+
+
+@on_the_cpu
+def test_they_have_no_other_launch():
+    assert not LEVELS.keys() & {kernel.level for kernel in tuning.kernels() if kernel.kernel != "forward"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "level"),
+    [((9, 0), 128, LAST), ((9, 0), 33, LAST), ((9, 0), 32, 3), ((8, 0), 64, 3), ((10, 0), 128, 3)],
+)
+def test_the_operation_takes_the_last_on_hopper_if_the_head_size_allows(monkeypatch, capability, head_dim, level):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ops.backward_level(torch.device("cuda"), head_dim) == level
+
+
+@on_the_cpu
+def test_operation_with_it(monkeypatch, level):
+    case = Case(200, 150, heads=2, kv_heads=1, is_causal=True)
+    query, key, value, grad_output = draw(case)
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    output = sagebwd_attention(*leaves, is_causal=True, enable_gqa=True, backend="triton")
+    expected = run_source(level, case)
+    monkeypatch.setattr(ops, "backward_level", lambda device, head_dim: level)
+    monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
+    on_the_cpu_instead(monkeypatch)
+    gradients = torch.autograd.grad(output, leaves, grad_output)
+    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(LAST not in BACKWARD, reason="needs a Hopper GPU")
+class TestOnHopper:
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_repeats_are_equal_bit_for_bit(self, level, head_dim, is_causal):
+        """Many programs and many tiles: a missing barrier would show in some of 100 runs."""
+        case = Case(2048, 2048, head_dim, 16, 4, is_causal, torch.bfloat16, batch=4)
+        first = run_backward_level(case, level)
+        for _ in range(100):
+            assert all(torch.equal(x, y) for x, y in zip(run_backward_level(case, level), first, strict=True))
+        assert_backward(case, level, first)
+
+    def test_the_operation_takes_the_last(self):
+        assert [ops.backward_level(DEVICE, head_dim) for head_dim in (32, 33, 64, 128)] == [3, LAST, LAST, LAST]

@@ -1,0 +1,73 @@
+"""The profile of the Hopper kernels: Nsight Compute's report and nvidia-smi's samples are read right."""
+
+import io
+import itertools
+
+import pytest
+
+pytest.importorskip("triton")
+from sage_kernels.measure import profile
+
+LAUNCH = """  {name} (2752, 1, 1)x(512, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Section: GPU Speed Of Light Throughput
+    Metric Name             Metric Unit Metric Value
+    SM Frequency                    Ghz         1.79
+    Elapsed Cycles                cycle    4,355,254
+    Duration                         {unit}     {ms}
+    L2 Cache Throughput               %        23.38
+    SM: Issue Active                                                                    %        {issue}
+    SM: Inst Executed Pipe Xu                                                           %        49.92
+    SM: Pipe Tensor Cycles Active                                                       %        46.86
+    SM: Pipe Tensor Type Hmma Hgmma Qgmma Imma Igmma Bmma Bgmma Cycles Active           %        40.00
+    SM: Pipe Alu Cycles Active                                                          %        38.59
+    SM: Pipe Fma Cycles Active                                                          %        20.08
+    SM: Pipe Fmaheavy Cycles Active                                                     %         9.79
+    Stall Barrier                   inst         2.51
+    Stall Wait                      inst         1.03
+    Stall Not Selected              inst         0.81
+    Stall Long Scoreboard           inst         0.54
+"""
+
+
+def launch(name="hopper_program", unit="ms", ms="1,002.42", issue="52.18"):
+    return LAUNCH.format(name=name, unit=unit, ms=ms, issue=issue)
+
+
+def test_every_launch_of_a_report_is_read_in_order():
+    text = "==PROF== Connected\n[1] python3\n" + launch() + "\n" + launch("query_program", issue="49.29")
+    first, second = profile.parsed(text)
+    assert list(first) == list(profile.METRICS)
+    assert (first["tensor"], first["issue"], first["exp2"], first["l2"]) == (46.86, 52.18, 49.92, 23.38)
+    assert (first["alu"], first["fma"], first["profiled_ms"], first["profiled_ghz"]) == (38.59, 20.08, 1002.42, 1.79)
+    assert [first[name] for name in profile.METRICS if name.startswith("stall")] == [2.51, 1.03, 0.81, 0.54]
+    assert second["issue"] == 49.29
+
+
+@pytest.mark.parametrize("text", [launch().replace("Stall Wait", "Stall Else"), launch(unit="us")])
+def test_a_report_that_lacks_something_is_an_error(text):
+    with pytest.raises(ValueError, match=r"text: expected a line .* of every launch"):
+        profile.parsed(launch() + text)
+
+
+class Watch(io.StringIO):
+    """nvidia-smi: two samples before the card warms up, four after, and one cut off in the middle."""
+
+    def __init__(self, command, **_):
+        cool, warm = ["1980, 300.00, 0x0000000000000000"] * 2, ["1700, 690.50, 0x0000000000000024"] * 4
+        super().__init__("\n".join([*cool, *warm, "17"]))
+        self.stdout = self
+
+    def terminate(self):
+        pass
+
+
+def test_clock_and_power_are_those_of_a_warm_card(monkeypatch):
+    launched = []
+    monkeypatch.setattr(profile.subprocess, "Popen", Watch)
+    monkeypatch.setattr(profile.torch.cuda, "get_device_properties", lambda: type("Device", (), {"uuid": "1"}))
+    monkeypatch.setattr(profile.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(profile.time, "monotonic", itertools.count(0, 0.5).__next__)
+    found = profile.sustained(lambda: launched.append(1))
+    # The clock is read at the start and before every ten calls: 20 calls in 1.5 s, after one untimed.
+    assert len(launched) == 21
+    assert found == {"sustained_ms": 75.0, "sustained_ghz": 1.7, "sustained_watts": 690.5, "power_capped": True}

@@ -1,0 +1,454 @@
+"""Every level of both ladders against the oracles; the quantiser; which memory the kernels read and write."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from kernel_cases import (
+    BACKWARD,
+    BLOCK_KV,
+    BLOCK_Q,
+    CASES,
+    COMPILED,
+    DEVICE,
+    FORWARD,
+    MARKS,
+    ON_GPU,
+    OPTIONS,
+    SMALL,
+    VALUE_BLOCKS,
+    Case,
+    assert_backward,
+    assert_forward,
+    assert_forward_by_blocks,
+    backward_level,
+    distance,
+    draw,
+    exact,
+    feeding,
+    fill_cache,
+    forward_level,
+    guarded,
+    guarded_allocations,
+    natural_log_sum_exp,
+    run_backward_level,
+    run_forward_level,
+    simulated_backward,
+    simulated_forward,
+    takes,
+)
+from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch
+from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim, padded_length, quantize, transpose
+from sage_kernels.sagebwd import ladder
+from triton.runtime.errors import OutOfResources
+
+import sage_ref.quantization
+
+pytestmark = MARKS
+INT8_FORWARD, INT8_BACKWARD = FORWARD[1:], BACKWARD[1:]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32] if ON_GPU else [torch.float16, torch.float32]
+
+
+@pytest.fixture(scope="module", params=CASES + OPTIONS, ids=str)
+def case(request):
+    """For all tests of one case to run together: its results are kept."""
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request):
+    """On a GPU: what the selected tests run is compiled beforehand, in parallel."""
+    if ON_GPU:
+        names = " ".join(item.name for item in request.session.items)
+        cases = [
+            Case(113, 203, head_dim, 8, kv_heads, is_causal, dtype)
+            for head_dim, is_causal, dtype in COMPILED for kv_heads in (8, 2)
+        ]  # fmt: skip
+        forward = [level for level in FORWARD if f"forward{level}" in names]
+        backward = [level for level in BACKWARD if f"backward{level}" in names]
+        jobs = [(run_forward_level, case, level) for case, level in product(cases, forward) if takes(level, case)]
+        jobs += [
+            (run_backward_level, case, level)
+            for case, level in product(cases, backward) if takes(level, case, ladder.BACKWARD_LEVELS)
+        ]  # fmt: skip
+        if test_every_launch_gives_the_simulations_result.__name__ in names:
+            jobs += [(run_launch, *launch) for launch in LAUNCHES]
+        fill_cache(jobs)
+
+
+# Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
+
+
+@pytest.mark.parametrize("case", [SMALL._replace(head_dim=64), Case(70, 140, 96)], ids=str, scope="function")
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
+def test_kernels_read_and_write_nothing_but_their_tensors(level, case):
+    """Inputs lie between NaNs, outputs and intermediates between guards, and start out as NaN: nothing changes."""
+    tensors, guards = zip(*(guarded(x, math.nan) for x in draw(case)), strict=True)
+    results = {}
+    for forward in FORWARD if level == 0 else [feeding(level, case)]:
+        with guarded_allocations():
+            results[forward] = run_forward_level(case, forward, tensors)
+    saved = results[feeding(level, case)]
+    saved = saved._replace(output=guarded(saved.output, math.nan)[0])
+    with guarded_allocations():
+        gradients = run_backward_level(case, level, tensors, saved)
+    for forward, result in results.items():
+        assert torch.equal(result.output, forward_level(case, forward).output)
+        assert torch.equal(result.log_sum_exp, forward_level(case, forward).log_sum_exp)
+    for x, y in zip(gradients, backward_level(case, level), strict=True):
+        assert torch.equal(x, y)
+    for x, before, around in zip(tensors, draw(case), guards, strict=True):
+        assert torch.equal(x, before)
+        assert all(guard.isnan().all() for guard in around)
+
+
+# The levels against the oracles
+
+
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
+def test_output_is_the_simulations(case, level):
+    output = forward_level(case, level).output
+    assert output.dtype == case.dtype
+    assert output.is_contiguous()
+    assert_forward(case, level, output)
+
+
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
+def test_log_sum_exp_is_the_simulations(case, level):
+    _, expected = simulated_forward(case, level)
+    torch.testing.assert_close(natural_log_sum_exp(case, level), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
+def test_log_sum_exp_past_the_end_makes_probabilities_vanish(level):
+    padding = forward_level(SMALL, level).log_sum_exp[..., SMALL.n_q :]
+    assert padding.shape[-1] == padded_length(SMALL.n_q) - SMALL.n_q
+    assert (padding > 1e9).all()
+
+
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
+def test_gradients_are_the_simulations(case, level):
+    gradients = backward_level(case, level)
+    assert all(x.dtype == case.dtype and x.is_contiguous() for x in gradients)
+    assert_backward(case, level, gradients)
+
+
+def assert_same_error(case, found, simulated, exact):
+    """The error against G is S's within 15%: not larger, and not that of a kernel that quantised less."""
+    error, rounding = distance(simulated, exact), torch.finfo(case.dtype).eps / 2 * exact.norm()
+    assert 0.85 * error - rounding <= distance(found, exact) <= 1.15 * error + rounding
+
+
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
+def test_error_of_the_output_is_the_simulations(case, level):
+    simulated, _ = simulated_forward(case, level)
+    assert_same_error(case, forward_level(case, level).output, simulated, exact(case)[0])
+
+
+@pytest.mark.parametrize("level", INT8_BACKWARD, ids="backward{}".format)
+def test_errors_of_the_gradients_are_the_simulations(case, level):
+    for one in zip(backward_level(case, level), simulated_backward(case, level), exact(case)[1:], strict=True):
+        assert_same_error(case, *one)
+
+
+@pytest.mark.parametrize("std", [10.0, 20.0])
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
+def test_large_scores_do_not_overflow(level, std):
+    """From here on the rounding of level 3's exponents, left alone, would let 127 P round to 128, which is -128."""
+    case = SMALL._replace(std=std)
+    output, (simulated, _) = forward_level(case, level).output, simulated_forward(case, level)
+    assert distance(output, simulated) <= 0.1 * distance(simulated, exact(case)[0])
+
+
+@pytest.mark.parametrize("value_case", VALUE_BLOCKS, ids=str)
+@pytest.mark.parametrize("level", FORWARD[2:], ids="forward{}".format)
+def test_value_blocks_of_different_size(level, value_case):
+    assert_forward_by_blocks(value_case, level, forward_level(value_case, level).output)
+
+
+@pytest.mark.parametrize("level", FORWARD, ids="forward{}".format)
+def test_scores_may_rise_from_tile_to_tile(level):
+    """The second key tile's exceed the first's by so much that 2 to that power is no float32."""
+    case = Case(113, 203, 96, ramp=4.0)
+    assert_forward(case, level, forward_level(case, level).output)
+
+
+@pytest.mark.parametrize("level", INT8_BACKWARD, ids="backward{}".format)
+def test_gradients_at_large_scores(level):
+    """Where one large dS decides a row, rounding it the other way shows there; the other rows agree."""
+    case = SMALL._replace(std=10.0)
+    for found, simulated in zip(backward_level(case, level), simulated_backward(case, level), strict=True):
+        rows = (found - simulated).norm(dim=-1) / simulated.norm(dim=-1)
+        assert rows.nanmedian() <= 1e-3
+
+
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
+def test_smoothing_takes_a_key_offset_out_of_the_error(level):
+    cases = (SMALL._replace(key_offset=8.0, smooth_k=smooth_k) for smooth_k in (False, True))
+    rough, smooth = (distance(forward_level(case, level).output, exact(case)[0]) for case in cases)
+    assert smooth < 0.5 * rough
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
+def test_blocks_of_zeros(level, name):
+    """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
+    query, key, value, grad_output = (x.clone() for x in draw(SMALL))
+    {"query": query, "key": key, "value": value}[name][:, :, BLOCK_KV:] = 0
+    tensors = (query, key, value, grad_output)
+    forward = run_forward_level(SMALL._replace(smooth_k=False), level, tensors)
+    assert forward.output.isfinite().all()
+    if level == FORWARD[-1]:
+        for backward in INT8_BACKWARD:
+            assert all(x.isfinite().all() for x in run_backward_level(SMALL, backward, tensors, forward))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
+def test_an_overflow_in_the_gradient_is_not_lost(level, bad):
+    """INT8 has no NaN and a GPU's maximum passes over it; a loss scaler must see it all the same."""
+    case = Case(150, 20, SMALL.head_dim, 4, 2, is_causal=True)
+    query, key, value, grad_output = (x.clone() for x in draw(case))
+    grad_output[0, 1, 70, 5] = bad
+    gradients = run_backward_level(
+        case, level, (query, key, value, grad_output), forward_level(case, feeding(level, case))
+    )
+    assert not gradients[0][0, 1, 70].isfinite().any()
+    assert not any(x[0, 0].isfinite().all() for x in gradients[1:])
+    assert all(torch.equal(x[0, -1], y[0, -1]) for x, y in zip(gradients, backward_level(case, level), strict=True))
+
+
+# Launches: what a launch may change is speed
+
+
+def launches():
+    """(kernel, level, launch, case): every candidate of every level; on the CPU every tile shape once."""
+    for head_dim, is_causal in product((64, 128), (True, False) if ON_GPU else (True,)):
+        size = (777, 1000) if ON_GPU else (130, 203) if head_dim == 64 else (20, 140)
+        case = Case(*size, head_dim, 2, 1, is_causal, torch.bfloat16 if ON_GPU else torch.float16)
+        names = [(("forward",), level) for level in FORWARD if ladder.FORWARD_LEVELS[level].hopper is None]
+        names += [
+            (chosen.kernels(head_dim), level)
+            for level, chosen in enumerate(ladder.BACKWARD_LEVELS)
+            if chosen.hopper is None
+        ]
+        for kernel, level in ((kernel, level) for kernels, level in names for kernel in kernels):
+            if ON_GPU or head_dim == 64 or kernel in ("dk", "dv"):
+                distinct = {launch if ON_GPU else launch[:2]: launch for launch in CANDIDATES[kernel]}
+                yield from ((kernel, level, launch, case) for launch in distinct.values())
+
+
+LAUNCHES = list(launches())
+
+
+def run_launch(kernel, level, launch, case):
+    """O, or (dQ, dK, dV), with this launch of one kernel and the usual one of the others."""
+    if kernel == "forward":
+        return run_forward_level(case, level, launch=launch).output
+
+    def chosen(name, *rest):
+        return launch if name == kernel else choose_launch(name, *rest)
+
+    forward = forward_level(case, feeding(level, case))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder, "choose_launch", chosen)
+        return run_backward_level(case, level, forward=forward)
+
+
+def launch_name(value):
+    return "x".join(map(str, value)) if isinstance(value, Launch) else str(value)
+
+
+@pytest.mark.parametrize(("kernel", "level", "launch", "launch_case"), LAUNCHES, ids=launch_name)
+def test_every_launch_gives_the_simulations_result(kernel, level, launch, launch_case):
+    try:
+        result = run_launch(kernel, level, launch, launch_case)
+    except OutOfResources as error:  # it can't be selected either: the launch table holds what ran
+        pytest.skip(str(error))
+    (assert_forward if kernel == "forward" else assert_backward)(launch_case, level, result)
+
+
+def test_every_kernel_has_launches_that_keep_the_scales_constant():
+    kernels = {kernel for kernel in CANDIDATES if not kernel.startswith("sla2_")}
+    assert CANDIDATES.keys() == DEFAULTS.keys()
+    assert kernels == {kernel for kernel, *_ in LAUNCHES}
+    int8 = [(kernel, launch) for kernel in kernels if not kernel.endswith("_16bit")
+            for launch in (*CANDIDATES[kernel], DEFAULTS[kernel])]  # fmt: skip
+    for kernel, launch in int8:
+        if kernel.startswith(("forward", "dq")) or "per_block" in kernel:
+            assert launch.block_kv == BLOCK_KV
+        if kernel.startswith(("dk", "dv")) or "per_block" in kernel:
+            assert launch.block_q == BLOCK_Q
+
+
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
+def test_repeats_are_equal_bit_for_bit(level):
+    first = backward_level(SMALL, level)
+    for _ in range(100 if ON_GPU else 2):
+        forward = run_forward_level(SMALL, feeding(level, SMALL))
+        assert torch.equal(forward.output, forward_level(SMALL, feeding(level, SMALL)).output)
+        for x, y in zip(run_backward_level(SMALL, level, forward=forward), first, strict=True):
+            assert torch.equal(x, y)
+
+
+# Layouts
+
+
+def heads_last(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] in memory
+
+
+def part_of_more_heads(x):
+    return torch.stack([x, x + 1, x - 1], 2).flatten(1, 2)[:, ::3]
+
+
+def head_dim_outermost(x):
+    return x.mT.contiguous().mT
+
+
+def every_third_number(x):
+    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("layout", [heads_last, part_of_more_heads, head_dim_outermost, every_third_number])
+@pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
+def test_any_strides(level, layout):
+    case = Case(40, 150, 64, 2, 2, is_causal=True, batch=2, smooth_k=False)
+    tensors = tuple(layout(x) for x in draw(case))
+    assert not any(x.is_contiguous() for x in tensors)
+    for forward in FORWARD if level == 0 else [feeding(level, case)]:
+        result = run_forward_level(case, forward, tensors)
+        assert torch.equal(result.output, forward_level(case, forward).output)
+    result = run_forward_level(case, feeding(level, case), tensors)
+    result = result._replace(output=layout(result.output))
+    for x, y in zip(run_backward_level(case, level, tensors, result), backward_level(case, level), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_gradient_that_is_one_number_seen_everywhere():
+    query, key, value, _ = draw(SMALL)
+    ones = torch.ones((), dtype=SMALL.dtype, device=DEVICE).expand(query.shape)
+    for level in BACKWARD:
+        gradients = (
+            run_backward_level(SMALL, level, (query, key, value, x), forward_level(SMALL, feeding(level, SMALL)))
+            for x in (ones, ones.contiguous())
+        )
+        assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(32768, 64), (64, 32768)])
+def test_more_elements_than_32_bits_count(lengths):
+    """Q, or K and V, of more than 2^31 elements: the last heads come out as they do alone."""
+    heads = 2**31 // (32768 * 128) + 8
+    case = Case(*lengths, 128, heads, heads, smooth_k=False)
+    q_shape, kv_shape = ((1, heads, n, 128) for n in lengths)
+    shapes = (q_shape, kv_shape, kv_shape, q_shape)
+    tensors = tuple(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for shape in shapes)
+    alone = tuple(x[:, -2:].clone() for x in tensors)
+    alone_case = case._replace(heads=2, kv_heads=2)
+    level = BACKWARD[-1]
+    expected = run_forward_level(alone_case, FORWARD[-1], alone)
+    expected_gradients = run_backward_level(alone_case, level, alone, expected)
+    forward = run_forward_level(case, FORWARD[-1], tensors)
+    assert torch.equal(forward.output[:, -2:], expected.output)
+    for x, y in zip(run_backward_level(case, level, tensors, forward), expected_gradients, strict=True):
+        assert torch.equal(x[:, -2:], y)
+
+
+# The quantiser
+
+
+def reference_psi(x, block, mean):
+    """psi of [B, H, N, D] by the reference, on the CPU, where dividing by 127 is rounded correctly."""
+    x = x.float() if mean is None else x.float() - mean[:, :, None]
+    return sage_ref.quantization.quantize(x.cpu(), (block, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_mean", [False, True])
+@pytest.mark.parametrize(("n", "head_dim"), [(1, 32), (113, 64), (128, 96), (203, 128), (300, 33)])
+def test_quantised_values_and_scales_are_the_references(n, head_dim, with_mean, dtype):
+    x = torch.randn(2, 3, n, head_dim, generator=torch.Generator().manual_seed(n)).to(DEVICE, dtype)
+    mean = x.mean(-2, dtype=torch.float32) if with_mean else None
+    for block in {BLOCK_Q, BLOCK_KV}:
+        expected = reference_psi(x, block, mean)
+        (values, transposed, scale), row_sum = quantize(x, block, mean=mean, transposed=True)
+        assert row_sum is None
+        blocks = expected.scale.shape[-2]
+        assert values.shape == (2, 3, padded_length(n), padded_head_dim(head_dim))
+        assert scale.shape == (2, 3, padded_length(n) // block)
+        assert torch.equal(values[..., :n, :head_dim].cpu(), expected.values)
+        assert torch.equal(scale[..., :blocks].cpu(), expected.scale.squeeze(-1))
+        assert not values[..., n:, :].any()
+        assert not values[..., head_dim:].any()
+        assert not scale[..., blocks:].any()
+        assert torch.equal(transposed, values.mT)
+
+
+@pytest.mark.parametrize("block", sorted({BLOCK_Q, BLOCK_KV}))
+def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side(block):
+    """Of 16 columns, thread t holds 2t, 2t+1, 2t+8, 2t+9 of a matmul's result."""
+    x = torch.randn(1, 2, 203, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    order = [column for t in range(4) for column in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
+    (values, grouped, _), _ = quantize(x, block, transposed=True, grouped=True)
+    expected = values.mT.unflatten(-1, (-1, 16))[..., order].flatten(-2)
+    assert torch.equal(grouped, expected)
+    assert torch.equal(transpose(values, grouped=True), expected)
+    assert torch.equal(transpose(values, grouped=False), values.mT)
+
+
+def test_only_the_copies_asked_for_are_made():
+    x = draw(SMALL)[0]
+    (values, transposed, _), _ = quantize(x, BLOCK_Q, values=False, transposed=True)
+    assert values is None
+    (all_values, none, _), _ = quantize(x, BLOCK_Q)
+    assert none is None
+    assert torch.equal(transposed, all_values.mT)
+
+
+def test_a_factor_multiplies_the_scales_alone():
+    x = draw(SMALL)[0]
+    (values, _, scale), _ = quantize(x, BLOCK_Q)
+    (same_values, _, scaled), _ = quantize(x, BLOCK_Q, factor=0.25)
+    assert torch.equal(values, same_values)
+    assert torch.equal(scaled, scale * 0.25)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_delta(head_dim):
+    case = SMALL._replace(head_dim=head_dim)
+    x, _, _, grad_output = draw(case)
+    _, delta = quantize(grad_output, BLOCK_Q, row_sum_with=heads_last(x), values=False, transposed=True)
+    expected = (grad_output.double() * x.double()).sum(-1)
+    torch.testing.assert_close(delta[..., : case.n_q].double(), expected, rtol=1e-5, atol=1e-4)
+    assert delta.shape[-1] == padded_length(case.n_q)
+    assert not delta[..., case.n_q :].any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_spoils_the_scale_of_its_block_alone(bad):
+    x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    (values, _, scale), _ = quantize(x, 128)
+    x[0, 1, 130, 7] = bad
+    (found_values, _, found), _ = quantize(x, 128)
+    assert found[0, 1, 1].isnan()
+    scale[0, 1, 1] = found[0, 1, 1] = 0
+    assert torch.equal(found, scale)
+    assert torch.equal(found_values[0, 0], values[0, 0])
+    assert torch.equal(found_values[0, 1, :128], values[0, 1, :128])
+    assert torch.equal(found_values[0, 1, 256:], values[0, 1, 256:])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-44])
+def test_blocks_too_small_for_a_scale_become_zeros(size):
+    x = torch.full((1, 1, 64, 32), size, device=DEVICE)
+    (values, _, scale), _ = quantize(x, BLOCK_Q)
+    assert not values.any()
+    assert scale[0, 0, 0].item() == pytest.approx(size / 127, abs=1e-44)
+
+
+def test_a_contiguous_last_axis_costs_no_copy():
+    view = heads_last(draw(SMALL)[0])
+    assert last_axis_contiguous(view) is view

@@ -1,0 +1,607 @@
+"""SLA2's kernels by level against the oracles; routing, lists and sums; which memory is read and written; launches."""
+
+import json
+import math
+from itertools import product
+
+import pytest
+import torch
+from kernel_cases import DEVICE, MARKS, ON_GPU, distance, fill_cache, guarded, guarded_allocations
+from sage_kernels.common import launch as launch_tables
+from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch, measured_launches
+from sage_kernels.common.quantize import padded_head_dim, padded_length, quantize
+from sage_kernels.sla2 import ladder
+from sage_kernels.sla2.backward import program as backward
+from sage_kernels.sla2.forward import program as forward
+from sage_kernels.sla2.ladder import LEVELS
+from sage_kernels.sla2.lists import block_lists
+from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean, top_blocks
+from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
+from sla2_cases import (
+    CASES,
+    FORWARD,
+    OPTIONS,
+    SMALL,
+    TRAINED,
+    Case,
+    assert_forward,
+    assert_gradients,
+    draw,
+    drawn_router,
+    eager,
+    exact,
+    forward_level,
+    gradients_after,
+    natural_log_sum_exp,
+    run_gradients,
+    run_level,
+    shared,
+    simulated,
+)
+from triton.runtime.errors import OutOfResources
+
+import sage_ref.sla2.branches
+from sage_ref.sla2.branches import BlockSettings, block_count, block_mean
+from sage_ref.sla2.router import Router
+from sage_ref.sla2.whole import sla2_forward
+
+pytestmark = MARKS
+DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+SAVING = FORWARD[1:]  # level 0 leaves nothing for a backward pass
+
+
+@pytest.fixture(scope="module", params=CASES + OPTIONS, ids=str)
+def case(request):
+    """For all tests of one case to run together: its results are kept."""
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """On a GPU: what the tests below run is compiled beforehand, in parallel."""
+    if ON_GPU:
+        cases = [
+            Case(113, 203, "half", head_dim, 8, kv_heads, dtype)
+            for head_dim, kv_heads, dtype in product((32, 64, 96, 128), (8, 2), DTYPES)
+        ]
+        jobs = [(run_level, case, level) for case, level in product(cases, FORWARD)]
+        jobs += [(run_gradients, case, level) for case, level in product(cases, TRAINED)]
+        fill_cache([*jobs, *((run_launch, *launch) for launch in LAUNCHES)])
+
+
+def all_equal(results, expected):
+    return all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
+def drawn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
+
+
+@pytest.mark.parametrize("n_q", [40, 70, 150])  # the last block of queries less than half full, more, and one of two
+@pytest.mark.parametrize("level", FORWARD)
+def test_kernels_read_and_write_nothing_but_their_tensors(level, n_q):
+    """Inputs lie between NaNs, outputs and intermediates between guards, and start out as NaN: nothing changes."""
+    case = SMALL._replace(n_q=n_q, head_dim=64 if n_q == 70 else 48)
+    plain = draw(case)
+    tensors, guards = zip(*(guarded(x, math.nan) for x in plain), strict=True)
+    tensors = type(plain)(*tensors)
+    with guarded_allocations():
+        result = run_level(case, level, tensors)
+    for x, y in zip(result.forward, forward_level(case, level).forward, strict=True):
+        assert x is y is None or torch.equal(x[:, :, :n_q], y[:, :, :n_q])
+    if level in TRAINED:
+        with guarded_allocations():
+            gradients = run_gradients(case, level, tensors, result)
+        assert all_equal(gradients, gradients_after(case, level))
+    for x, before, around in zip(tensors, plain, guards, strict=True):
+        assert torch.equal(x, before)
+        assert all((guard.isnan() if guard.is_floating_point() else guard).all() for guard in around)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_routing_reads_and_writes_nothing_but_its_tensors(quantized):
+    case = SMALL._replace(head_dim=48)
+    level, router = LEVEL_INT8 if quantized else LEVEL_16BIT, drawn_router(case, 2)
+    query, key, value, _, _, alpha = draw(case)
+    expected = ladder.prepare(query, key, value, router, alpha, level, scale=case.c)
+    query, key, value = (guarded(x, math.nan)[0] for x in (query, key, value))
+    with guarded_allocations():
+        found = ladder.prepare(query, key, value, router, alpha, level, scale=case.c)
+    assert torch.equal(found.block_mask, expected.block_mask)
+    assert all_equal(found.inputs.lists, expected.inputs.lists)
+    assert torch.equal(found.inputs.sums, expected.inputs.sums)
+
+
+# The levels against the oracles
+
+
+@pytest.mark.parametrize("level", FORWARD)
+def test_output_is_the_references(case, level):
+    output = forward_level(case, level).forward.output
+    assert output.dtype == case.dtype
+    assert output.is_contiguous()
+    assert_forward(case, level, output)
+
+
+@pytest.mark.parametrize("level", SAVING)
+def test_log_sum_exp_is_the_references(case, level):
+    expected = simulated(case, level)[1]
+    found = natural_log_sum_exp(case, forward_level(case, level))
+    empty = expected == -math.inf
+    assert (found[empty] > 1e29).all()  # P is then 0 in the backward pass
+    torch.testing.assert_close(found[~empty], expected[~empty], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", TRAINED)
+def test_gradients_are_the_references(case, level):
+    *gradients, dalpha = found = gradients_after(case, level)
+    assert all(x.dtype == case.dtype and x.is_contiguous() for x in gradients)
+    assert dalpha.dtype == torch.float32
+    assert_gradients(case, level, found)
+
+
+def test_error_of_int8_is_the_simulations(case):
+    """The error against G is S's within 15%: not larger, and not that of a kernel that quantised less."""
+    g, e, (s, _) = exact(case), eager(case), simulated(case, LEVEL_INT8)
+    error, rounding = distance(s, g.output), torch.finfo(case.dtype).eps / 2 * g.output.norm()
+    rounding += distance(e.linear_share, g.linear_share)
+    found = distance(forward_level(case, LEVEL_INT8).forward.output, g.output)
+    assert 0.85 * error - rounding <= found <= 1.15 * error + rounding
+
+
+@pytest.mark.parametrize("level", FORWARD)
+def test_everything_selected_is_attention_and_nothing_selected_is_linear_attention(level):
+    everything = Case(70, 90, "all", 32, alpha=1.0)
+    nothing = everything._replace(selected="none", alpha=0.0)
+    query, key, value = (x.float() for x in draw(everything)[:3])
+    exact = (query @ key.mT * everything.c).softmax(-1) @ value
+    output = forward_level(everything, level).forward.output
+    assert distance(output, exact) <= (0.03 if level == LEVEL_INT8 else 2e-3) * exact.norm()
+    weights = query.softmax(-1) @ key.softmax(-1).mT
+    exact = weights / weights.sum(-1, keepdim=True) @ value
+    output = forward_level(nothing, level).forward.output
+    assert distance(output, exact) <= (1e-2 if ON_GPU else 2e-3) * exact.norm()  # bfloat16 sums there
+
+
+@pytest.mark.parametrize("level", TRAINED)
+def test_a_branch_without_weight_leaves_no_gradient(level):
+    """alpha = 0: the scores get none, though log(alpha) is minus infinity. alpha = 1: phi gets none."""
+    tensors = draw(SMALL._replace(selected="all", alpha=0.0))
+    dq, dk, dv, dalpha = run_gradients(SMALL, level, tensors, run_level(SMALL, level, tensors))
+    assert not dq.any()
+    assert not dk.any()
+    assert not dv.any()
+    assert dalpha.isfinite().all()
+    tensors = draw(SMALL._replace(selected="none", alpha=1.0))
+    dq, dk, dv, dalpha = run_gradients(SMALL, level, tensors, run_level(SMALL, level, tensors))
+    assert not dq.any()
+    assert not dk.any()
+    assert not dv.any()
+    assert dalpha.isfinite().all()
+
+
+@pytest.mark.parametrize("std", [10.0, 60.0])
+@pytest.mark.parametrize("level", TRAINED)
+def test_large_inputs_give_finite_outputs_and_gradients(level, std):
+    """Softmax is then one-hot, and so is phi: a query may share no feature with any unselected key."""
+    case = SMALL._replace(std=std)
+    result = forward_level(case, level)
+    assert result.forward.output.isfinite().all()
+    assert (result.forward.output.float() - simulated(case, level)[0]).norm(dim=-1).median() <= 2e-2
+    if level == LEVEL_16BIT:  # in INT8, P = 2^(S - L) of exact S and quantised L may exceed float16
+        assert all(x.isfinite().all() for x in run_gradients(case, level, result=result))
+
+
+@pytest.mark.parametrize("level", [0, LEVEL_16BIT])
+@pytest.mark.parametrize("gap", [60.0, 80.0, 92.0, 110.0])
+def test_features_in_common_may_vanish(level, gap):
+    """Near the smallest float32 phi(Q) Z counts as 0, as in the reference: nothing overflows."""
+    case = Case(20, 70, "none", 32)
+    query, key, *rest = draw(case)
+    query, key = query.clone(), key.clone()
+    query[..., 0] += gap
+    key[..., 1] += gap
+    tensors = type(draw(case))(query, key, *rest)
+    result = run_level(case, level, tensors)
+    *operands, block_mask, alpha = (x.float() if x.is_floating_point() else x for x in (*tensors[:3], *tensors[4:]))
+    expected = sla2_forward(*operands, block_mask, alpha, case.settings()).output
+    assert expected.any() == (gap < 70)
+    assert distance(result.forward.output, expected) <= (1e-2 if ON_GPU else 2e-3) * expected.norm()
+    if level:
+        assert all(x.isfinite().all() for x in run_gradients(case, level, tensors, result))
+
+
+@pytest.mark.parametrize("level", [LEVEL_INT8])
+def test_smoothing_takes_a_key_offset_out_of_the_error(level, monkeypatch):
+    case = SMALL._replace(key_offset=8.0, selected="all", alpha=1.0)
+    smooth = distance(forward_level(case, level).forward.output, exact(case).output)
+    monkeypatch.setattr(ladder, "sequence_mean", lambda means, *_: torch.zeros_like(means[:, :, 0]))
+    rough = distance(run_level(case, level).forward.output, exact(case).output)
+    assert smooth < 0.5 * rough
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("level", FORWARD)
+def test_blocks_of_zeros(level, name):
+    """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
+    tensors = draw(SMALL)._replace(**{name: getattr(draw(SMALL), name).clone()})
+    getattr(tensors, name)[:, :, BLOCK_KV:] = 0
+    result = run_level(SMALL, level, tensors)
+    assert result.forward.output.isfinite().all()
+    if level in TRAINED:
+        assert all(x.isfinite().all() for x in run_gradients(SMALL, level, tensors, result))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("selected", ["none", "all"])
+def test_an_overflow_in_the_gradient_is_not_lost(selected, bad):
+    case = Case(150, 20, selected, 32, 2, 1)
+    tensors = draw(case)._replace(grad_output=draw(case).grad_output.clone())
+    tensors.grad_output[0, 1, 70, 5] = bad
+    dq, dk, dv, dalpha = run_gradients(case, LEVEL_16BIT, tensors, forward_level(case, LEVEL_16BIT))
+    assert not dq[0, 1, 70].isfinite().any()
+    assert not dk.isfinite().all()
+    assert not dv.isfinite().all()
+    assert not dalpha[0, 1, 0].isfinite()
+    assert torch.equal(dq[0, 0], gradients_after(case, LEVEL_16BIT)[0][0, 0])
+    assert torch.equal(dalpha[0, 0], gradients_after(case, LEVEL_16BIT)[3][0, 0])
+
+
+# Launches: what a launch may change is speed
+
+
+BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")
+
+
+def launches():
+    """(kernel, level, launch, case): every candidate of every level; on the CPU every tile shape once."""
+    for head_dim in (64, 128) if ON_GPU else (64,):
+        size = (777, 1000) if ON_GPU else (150, 140)
+        case = Case(*size, "half", head_dim, 2, 1, torch.bfloat16 if ON_GPU else torch.float16)
+        names = [(LEVELS[level].kernel, level) for level in FORWARD]
+        names += [("sla2_mix", 1), *((kernel, level) for level, kernel in product(TRAINED, BACKWARD_KERNELS))]
+        for kernel, level in names if ON_GPU else dict(names).items():
+            distinct = {x if ON_GPU else x[:2]: x for x in (*CANDIDATES[kernel], DEFAULTS[kernel])}
+            yield from ((kernel, level, launch, case) for launch in distinct.values())
+
+
+LAUNCHES = list(launches())
+
+
+def run_launch(kernel, level, launch, case):
+    """O, or the gradients, with this launch of one kernel and the usual one of the others."""
+
+    def chosen(name, *rest):
+        return launch if name == kernel else choose_launch(name, *rest)
+
+    backward = kernel in BACKWARD_KERNELS
+    result = forward_level(case, level) if backward else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder, "choose_launch", chosen)
+        return run_gradients(case, level, result=result) if backward else run_level(case, level).forward.output
+
+
+def launch_name(value):
+    return "x".join(map(str, value)) if isinstance(value, Launch) else str(value)
+
+
+@pytest.mark.parametrize(("kernel", "level", "launch", "launch_case"), LAUNCHES, ids=launch_name)
+def test_every_launch_gives_the_references_result(kernel, level, launch, launch_case):
+    try:
+        result = run_launch(kernel, level, launch, launch_case)
+    except OutOfResources as error:  # it can't be selected either: the launch table holds what ran
+        pytest.skip(str(error))
+    (assert_gradients if kernel in BACKWARD_KERNELS else assert_forward)(launch_case, level, result)
+
+
+def test_every_kernel_has_launches_whose_tiles_fit_its_blocks():
+    kernels = {kernel for kernel in CANDIDATES if kernel.startswith("sla2_")}
+    assert kernels == {kernel for kernel, *_ in LAUNCHES} == {x for x in DEFAULTS if x.startswith("sla2_")}
+    for kernel in kernels:
+        for launch in (*CANDIDATES[kernel], DEFAULTS[kernel]):
+            assert BLOCK_Q % launch.block_q == 0
+            assert launch.block_kv == BLOCK_KV or kernel == "sla2_linear_query"
+
+
+def test_a_measured_launch_may_limit_registers(tmp_path, monkeypatch):
+    """Rows of both tables are read; those of before max_registers have no limit."""
+    old = {
+        "kernel": "dq", "level": 3, "head_dim": 64, "causal": True,
+        "block_q": 64, "block_kv": 128, "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+    new = old | {"kernel": "sla2_forward", "causal": False, "max_registers": 168}
+    for name, row in (("launch_hopper.json", old), ("launch_hopper_sla2.json", new)):
+        (tmp_path / name).write_text(json.dumps({"rows": [row]}))
+    monkeypatch.setattr(launch_tables.resources, "files", lambda _: tmp_path)
+    read = measured_launches.__wrapped__
+    assert read() == {
+        ("dq", 3, 64, True): Launch(64, 128, 4, 2, None),
+        ("sla2_forward", 3, 64, False): Launch(64, 128, 4, 2, 168),
+    }
+    (tmp_path / "launch_hopper.json").unlink()
+    assert list(read()) == [("sla2_forward", 3, 64, False)]
+
+
+@pytest.mark.parametrize("kernel", ["sla2_forward", "sla2_query", "sla2_key"])
+def test_the_limit_of_registers_reaches_the_compiler(kernel, monkeypatch):
+    limits, result = [], forward_level(SMALL, LEVEL_INT8)
+
+    class Program:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: limits.append(options["maxnreg"])
+
+    monkeypatch.setattr(forward, "sparse_forward_program", Program())
+    monkeypatch.setattr(backward, "query_program", Program())
+    monkeypatch.setattr(backward, "key_program", Program())
+    monkeypatch.setattr(ladder, "choose_launch", lambda name, *_: DEFAULTS[name]._replace(max_registers=len(name)))
+    if kernel == "sla2_forward":
+        ladder.run(result.prepared, LEVEL_INT8, scale=SMALL.c)
+    else:
+        run_gradients(SMALL, LEVEL_INT8, result=result)
+    assert len(kernel) in limits
+
+
+@pytest.mark.parametrize("level", TRAINED)
+def test_repeats_are_equal_bit_for_bit(level):
+    case = Case(1000, 1000, "half", 64, 4, 2) if ON_GPU else SMALL
+    first, gradients = forward_level(case, level).forward, gradients_after(case, level)
+    for _ in range(100 if ON_GPU else 2):
+        result = run_level(case, level)
+        assert torch.equal(result.forward.output, first.output)
+        assert all_equal(run_gradients(case, level, result=result), gradients)
+
+
+# Layouts
+
+
+def heads_last(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] in memory
+
+
+def part_of_more_heads(x):
+    return torch.stack([x, x + 1, x - 1], 2).flatten(1, 2)[:, ::3]
+
+
+def head_dim_outermost(x):
+    return x.mT.contiguous().mT
+
+
+def every_third_number(x):
+    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
+
+
+LAYOUTS = [heads_last, part_of_more_heads, head_dim_outermost, every_third_number]
+
+
+@pytest.mark.parametrize("level", FORWARD)
+def test_any_strides(level):
+    """Q, K, V, dO each in a layout of their own, another one at every level."""
+    case = Case(40, 150, "half", 64, 2, 2, batch=2)
+    names, layouts = draw(case)._fields, LAYOUTS[level:] + LAYOUTS[:level]
+    laid_out = {name: layout(x) for name, layout, x in zip(names, layouts, draw(case), strict=False)}
+    tensors = draw(case)._replace(**laid_out)
+    assert not any(x.is_contiguous() for x in tensors[:4])
+    result = run_level(case, level, tensors)
+    assert torch.equal(result.forward.output, forward_level(case, level).forward.output)
+    if level in TRAINED:
+        assert all_equal(run_gradients(case, level, tensors, result), gradients_after(case, level))
+
+
+def test_a_gradient_that_is_one_number_seen_everywhere():
+    ones = torch.ones((), dtype=SMALL.dtype, device=DEVICE).expand(draw(SMALL).query.shape)
+    results = (
+        run_gradients(SMALL, LEVEL_16BIT, draw(SMALL)._replace(grad_output=x), forward_level(SMALL, LEVEL_16BIT))
+        for x in (ones, ones.contiguous())
+    )
+    assert all_equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(32768, 64), (64, 32768)])
+def test_more_elements_than_32_bits_count(lengths):
+    """Q, or K and V, of more than 2^31 elements: the last heads come out as they do alone."""
+    heads = 2**31 // (32768 * 128) + 8
+    alone_case = Case(*lengths, "half", 128, 2, 2, torch.bfloat16)
+    case = alone_case._replace(heads=heads, kv_heads=heads)
+    q_shape, kv_shape = ((1, heads, n, 128) for n in lengths)
+    q, k, v, do = (torch.randn(s, dtype=torch.bfloat16, device=DEVICE) for s in (q_shape, kv_shape, kv_shape, q_shape))
+    tensors = draw(alone_case)._replace(
+        query=q, key=k, value=v, grad_output=do,
+        block_mask=torch.rand(case.blocks, device=DEVICE) < 0.5, alpha=torch.rand(case.blocks[:3], device=DEVICE),
+    )  # fmt: skip
+    alone = type(tensors)(*(x[:, -2:].clone() for x in tensors))
+    for level in TRAINED:
+        expected = run_level(alone_case, level, alone)
+        result = run_level(case, level, tensors)
+        pairs = [(result.forward.output, expected.forward.output)]
+        gradients = run_gradients(case, level, tensors, result), run_gradients(alone_case, level, alone, expected)
+        for found, x in [*pairs, *zip(*gradients, strict=True)]:  # the sums' matmul may split differently
+            assert distance(found[:, -2:], x) <= 4e-3 * x.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", FORWARD)
+def test_a_long_sequence_at_97_percent(level, dtype):
+    case = Case(4096, 4096, "97%", 128, 4, 4, dtype)
+    assert_forward(case, level, forward_level(case, level).forward.output)
+    if level in TRAINED:
+        assert_gradients(case, level, gradients_after(case, level))
+
+
+# Routing: block means, the largest scores of a row, lists
+
+
+@pytest.mark.parametrize(("n", "head_dim"), [(1, 32), (3, 33), (63, 64), (64, 96), (65, 48), (300, 128)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_block_means(n, head_dim, dtype):
+    x = (drawn(2, 3, n, head_dim, seed=n) + 5).to(dtype)
+    for values in (False, True):
+        hat, q_bar = quantize(x, BLOCK_Q, values=values, block_mean=True, factor=0.3)
+        torch.testing.assert_close(q_bar, block_mean(x.float(), BLOCK_Q), rtol=1e-5, atol=1e-5)
+        assert (hat.values is not None) == values
+    k_bar = key_blocks(x, x, int8=False).k_bar
+    torch.testing.assert_close(k_bar, block_mean(x.float(), BLOCK_KV), rtol=1e-5, atol=1e-5)
+    mean = sequence_mean(k_bar, n, BLOCK_KV)
+    torch.testing.assert_close(mean, x.float().mean(-2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [64 * 64, 64 * 64 + 1, 64 * 200 - 3])
+def test_sequence_mean_of_many_blocks(n):
+    means = drawn(1, 2, block_count(n, 64), 48)
+    tokens = torch.full(means.shape[2:3], 64.0, device=DEVICE)
+    tokens[-1] = n - 64 * (len(tokens) - 1)
+    expected = (means.double() * tokens[:, None].double()).sum(-2) / n
+    torch.testing.assert_close(sequence_mean(means, n, 64).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, 1.0, -1.0]
+
+
+def special_scores(columns):
+    pick = torch.randint(len(SPECIAL), (1, 2, 3, columns), generator=torch.Generator().manual_seed(columns))
+    scores = torch.tensor(SPECIAL)[pick]
+    scores[0, 0, 0], scores[0, 0, 1], scores[0, 0, 2] = math.nan, -math.inf, -0.0
+    scores[0, 0, 2, ::2] = 0.0
+    return scores.to(DEVICE)
+
+
+def few_values(columns):
+    return drawn(1, 2, 2, columns, seed=columns).round()
+
+
+def distinct(columns):
+    return drawn(1, 2, 2, columns, seed=columns)
+
+
+@pytest.mark.parametrize("scores", [distinct, few_values, special_scores])
+@pytest.mark.parametrize("columns", [1, 7, 64, 65, 300])
+def test_top_blocks_are_the_references(columns, scores):
+    scores = scores(columns)
+    for count in sorted({1, max(1, columns // 3), columns}):
+        with guarded_allocations():
+            mask, lists = top_blocks(scores, count)
+        assert torch.equal(mask.cpu(), sage_ref.sla2.branches.top_blocks(scores.cpu(), count))
+        assert (lists.counts == count).all()
+        assert torch.equal(lists.entries, mask.nonzero()[:, -1].view(lists.entries.shape).int())
+        assert lists.entries.dtype == lists.counts.dtype == torch.int32
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (5, 1), (3, 70), (20, 64)])
+def test_lists_hold_what_the_mask_selects_in_ascending_order(rows, columns, by_key):
+    mask = torch.rand(2, 3, rows, columns, generator=torch.Generator().manual_seed(rows)) < 0.4
+    mask[0, 0], mask[1, 2] = True, False
+    with guarded_allocations():
+        entries, counts = block_lists(mask.to(DEVICE), by_key=by_key)
+    mask = mask.mT if by_key else mask
+    assert torch.equal(counts.cpu(), mask.sum(-1, dtype=torch.int32))
+    assert entries.shape == mask.shape
+    for found, row in zip(entries.cpu().flatten(0, 2), mask.flatten(0, 2), strict=True):
+        expected = row.nonzero()[:, 0].int()
+        assert torch.equal(found[: len(expected)], expected)
+        assert (found[len(expected) :] == 77).all()  # what the memory held before
+
+
+def reference_scores(case, router, query, key):
+    """By the reference's router module, in float64; the order of a row is what counts."""
+    module = Router(case.head_dim, case.settings()).to(DEVICE, torch.float64)
+    with torch.no_grad():
+        module.proj_q.weight.copy_(router.proj_q)
+        module.proj_k.weight.copy_(router.proj_k)
+        return module(query.double(), shared(case, key).double())
+
+
+@pytest.mark.parametrize("level", TRAINED)
+@pytest.mark.parametrize("scale", [0.125, -0.125])
+@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (20, 700)])
+def test_routed_blocks_are_the_references(shape, scale, level):
+    """And from there on all is as if the mask had been given."""
+    case = Case(*shape, "half", 48, 4, 2, scale=scale, key_offset=4.0)
+    router = drawn_router(case, max(1, case.blocks[3] // 3))
+    query, key, value, _, _, alpha = draw(case)
+    prepared = ladder.prepare(query, key, value, router, alpha, level, scale=case.c)
+    scores = reference_scores(case, router, query, key)
+    steps = scores.sort(-1).values.diff(dim=-1)
+    assert (steps > 1e-4 * scores.abs().amax()).all()  # no near ties, which rounding may decide
+    expected = sage_ref.sla2.branches.top_blocks(scores, router.count)
+    assert torch.equal(prepared.block_mask, expected)
+    given = ladder.prepare(query, key, value, expected, alpha, level, scale=case.c)
+    assert torch.equal(prepared.inputs.lists.counts, given.inputs.lists.counts)
+    assert torch.equal(prepared.inputs.lists.entries, given.inputs.lists.entries[..., : router.count])
+    assert torch.equal(prepared.inputs.sums, given.inputs.sums)
+    for found, x in zip(prepared.inputs[6:], given.inputs[6:], strict=True):
+        assert found is x is None or torch.equal(found.scale[..., :1], x.scale[..., :1])
+
+
+def test_protected_blocks_come_first():
+    q_bar, k_bar = drawn(1, 2, 3, 32), drawn(1, 1, 10, 32, seed=1)
+    projections = torch.eye(32, device=DEVICE), torch.eye(32, device=DEVICE)
+    protected = torch.zeros(10, dtype=torch.bool, device=DEVICE)
+    protected[[2, 9]] = True
+    mask, lists = route(q_bar, k_bar, *projections, 4, protected)
+    scores = (q_bar @ k_bar.mT).masked_fill(protected, math.inf)
+    assert torch.equal(mask, sage_ref.sla2.branches.top_blocks(scores, 4))
+    assert mask[..., protected].all()
+    assert torch.equal(lists.counts, mask.sum(-1).int())
+
+
+# The linear branch's sums
+
+
+@pytest.mark.parametrize(("n", "head_dim"), [(1, 32), (70, 48), (200, 64), (130, 128)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_key_block_sums_are_the_references(n, head_dim, dtype):
+    key, value = (drawn(2, 3, n, head_dim, seed=seed).to(dtype) for seed in (n, n + 1))
+    with guarded_allocations():
+        sums = key_blocks(key, value, int8=False).sums.float()
+    dp = padded_head_dim(head_dim)
+    h, z = sage_ref.sla2.branches.key_block_sums(
+        key.float().softmax(-1), value.float(), BlockSettings(BLOCK_Q, BLOCK_KV)
+    )
+    found_h, found_z = sums[..., : dp * dp].unflatten(-1, (dp, dp)), sums[..., dp * dp :]
+    limit = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-3, "atol": 1e-4}  # bfloat16 there
+    torch.testing.assert_close(found_h[..., :head_dim, :head_dim], h, **limit)
+    torch.testing.assert_close(found_z[..., :head_dim], z, **limit)
+    assert not found_h[..., head_dim:, :].any()
+    assert not found_h[..., head_dim:].any()
+    assert not found_z[..., head_dim:].any()
+
+
+@pytest.mark.parametrize("n", [1, 70, 200])
+def test_values_are_quantised_as_the_quantiser_does(n):
+    value = drawn(2, 3, n, 48).to(DTYPES[-1])
+    expected, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=True)
+    with guarded_allocations():
+        found = key_blocks(value + 1, value, int8=True).v_hat
+    blocks = block_count(n, BLOCK_KV)  # what comes after them is in no list
+    assert torch.equal(found.transposed[..., : blocks * BLOCK_KV], expected.transposed[..., : blocks * BLOCK_KV])
+    assert torch.equal(found.scale[..., :blocks], expected.scale[..., :blocks])
+    assert found.values is None
+    assert key_blocks(value, value, int8=False).v_hat is None
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_sums_over_unselected_blocks(kv_heads):
+    mask = torch.rand(2, 4, 3, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.5
+    complement = (~mask).float().unflatten(1, (kv_heads, -1))
+    by_key_block, by_query_block = drawn(2, kv_heads, 5, 33), drawn(2, 4, 3, 33, seed=1)
+    expected = torch.einsum("bgrij,bgjw->bgriw", complement, by_key_block).flatten(1, 2)
+    torch.testing.assert_close(unselected_sums(mask, by_key_block), expected)
+    expected = torch.einsum("bgrij,bgriw->bgjw", complement, by_query_block.unflatten(1, (kv_heads, -1)))
+    torch.testing.assert_close(unselected_sums_by_key(mask, by_query_block, kv_heads), expected)
+
+
+@pytest.mark.parametrize("level", SAVING)
+def test_log_sum_exp_past_the_end_makes_probabilities_vanish(level):
+    """Or whatever past the end the backward pass reads: its tiles cover whole blocks of queries."""
+    for n_q in (40, 150):
+        case = SMALL._replace(n_q=n_q)
+        with guarded_allocations():
+            padding = run_level(case, level).forward.log_sum_exp[..., n_q:]
+        assert padding.shape[-1] == padded_length(n_q) - n_q
+        assert (padding > 1e9).all()

@@ -1,0 +1,226 @@
+"""The Llama is its equations: each part against a slower way to write it, and what attention by name changes."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from sage_ref.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
+from sage_ref.sagebwd.whole import SageBwdSettings
+
+SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
+
+
+def llama(seed=0, dtype=torch.float64, **changes):
+    torch.manual_seed(seed)
+    return Llama(LlamaConfig(**SMALL | changes)).to(dtype)
+
+
+def tokens(count=24, batch=2, seed=1):
+    return torch.randint(SMALL["vocab_size"], (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def as_complex(x):
+    """Features (x_i, x_(i + D/2)) as x_i + i x_(i + D/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.complex(first, second)
+
+
+def test_rotary_embedding_is_a_complex_rotation():
+    torch.manual_seed(0)
+    x = torch.randn(3, 20, 8, dtype=torch.float64)
+    rotary = RotaryEmbedding(8, 20).double()
+    for n in range(20):
+        turn = torch.tensor([n * 10000 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
+        expected = as_complex(x)[:, n] * torch.polar(torch.ones_like(turn), turn)
+        assert_close(as_complex(rotary(x))[:, n], expected, atol=1e-5, rtol=0)  # its angles are float32
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    torch.manual_seed(0)
+    rotary = RotaryEmbedding(8, 20).double()
+    q, k = (torch.randn(1, 8, dtype=torch.float64).expand(20, 8) for _ in range(2))
+    products = rotary(q) @ rotary(k).mT
+    for distance in range(-19, 20):
+        diagonal = products.diagonal(distance)
+        assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=0)
+    assert products.std() > 0.1
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_attention_is_its_equation_head_by_head(qk_norm):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, qk_norm=qk_norm)
+    attention = Attention(config).double()
+    if qk_norm:
+        torch.nn.init.uniform_(attention.qk_norm.query_norm.weight, 0.5, 2.0)
+        torch.nn.init.uniform_(attention.qk_norm.key_norm.weight, 0.5, 2.0)
+    x = torch.randn(24, 32, dtype=torch.float64)
+    heads = []
+    for head in range(4):
+        key_head = head // 2  # four query heads share two key heads
+        q, k, v = (
+            x @ project.weight[h * 8 : h * 8 + 8].T
+            for project, h in ((attention.query, head), (attention.key, key_head), (attention.value, key_head))
+        )
+        if qk_norm:
+            q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * attention.qk_norm.query_norm.weight
+            k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt() * attention.qk_norm.key_norm.weight
+        scores = attention.rotary(q) @ attention.rotary(k).T / math.sqrt(8)
+        scores = scores.masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -math.inf)
+        heads.append(scores.softmax(-1) @ v)
+    expected = torch.cat(heads, dim=-1) @ attention.output.weight.T
+    assert_close(attention(x[None])[0], expected, atol=1e-12, rtol=0)
+
+
+def test_swiglu_and_the_residual_stream_are_their_equations():
+    model = llama()
+    block, x = model.blocks[0], torch.randn(2, 24, 32, dtype=torch.float64)
+    mlp = block.mlp
+    silu = torch.sigmoid(x @ mlp.gate.weight.T) * (x @ mlp.gate.weight.T)
+    assert_close(mlp(x), (silu * (x @ mlp.up.weight.T)) @ mlp.down.weight.T)
+    between = x + block.attention(block.attention_norm(x))
+    assert_close(block(x), between + mlp(block.mlp_norm(between)))
+
+
+def test_no_token_sees_a_later_one():
+    model, before = llama(), tokens()
+    after = before.clone()
+    after[:, 15] = (after[:, 15] + 1) % SMALL["vocab_size"]
+    difference = (model(after) - model(before)).abs().amax((0, 2))
+    assert difference[:15].max() == 0
+    assert difference[15:].min() > 0
+
+
+def test_initial_weights():
+    model = Llama(LlamaConfig(vocab_size=256, layers=8))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+            assert parameter.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+        elif parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.02)
+        else:
+            assert (parameter == 1).all()
+
+
+def test_input_and_output_share_the_embedding():
+    model = llama()
+    assert sum(p.numel() for p in model.parameters()) == 31 * 32 + 2 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 128 + 64) + 32
+    x = model(tokens())
+    with torch.no_grad():
+        model.embedding.weight[7] = 0
+    assert (model(tokens())[..., 7] == 0).all()
+    assert (x[..., 7] != 0).any()
+
+
+@pytest.mark.parametrize(("width", "expected"), [(32, 128), (256, 704), (768, 2048), (1024, 2752)])
+def test_mlp_width(width, expected):
+    config = LlamaConfig(vocab_size=8, width=width)
+    assert config.mlp_width == expected
+    assert SwiGLU(config).down.weight.shape == (width, expected)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_sagebwd_attention_trains_all_weights_and_is_close_to_exact(qk_norm):
+    gradients = {}
+    for attention in ("exact", "sagebwd"):
+        model = llama(dtype=torch.float32, attention=attention, backend="reference", qk_norm=qk_norm)
+        F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten()).backward()
+        assert all(p.grad.abs().max() > 0 for p in model.parameters())
+        gradients[attention] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    error = (gradients["sagebwd"] - gradients["exact"]).norm() / gradients["exact"].norm()
+    assert 1e-5 < error < 1e-2
+
+
+def test_smoothing_reaches_sagebwd():
+    outputs = [
+        llama(attention="sagebwd", backend="reference", smooth_k=smooth_k, smooth_q=smooth_q)(tokens())
+        for smooth_k, smooth_q in ((False, False), (True, False), (True, True))
+    ]
+    assert len({x.sum().item() for x in outputs}) == 3
+
+
+def query_gradient(model):
+    """Of the first layer's query projection."""
+    loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten())
+    return torch.autograd.grad(loss, model.blocks[0].attention.query.weight)[0]
+
+
+def test_scales_of_the_reference_are_those_asked_for():
+    """Without a word about scales: one per tile of P and dS, the reference's own."""
+    gradients = {
+        granularity: query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
+        for granularity in (None, "block", "row")
+    }
+    assert torch.equal(gradients[None], gradients["block"])
+    assert not torch.equal(gradients["row"], gradients["block"])
+
+
+def test_stochastic_rounding_draws_from_torchs_generator():
+    """The gradient is a function of its state, and differs from draw to draw; nearest rounding draws nothing."""
+    gradients = {}
+    for rounding in ("nearest", "stochastic"):
+        model = llama(attention="sagebwd", backend="reference", ds_rounding=rounding)
+        for seed in (1, 2, 1):
+            torch.manual_seed(seed)
+            gradients.setdefault(rounding, []).append(query_gradient(model))
+    first, second, again = gradients["stochastic"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert torch.equal(gradients["nearest"][0], gradients["nearest"][1])
+
+
+def test_reference_settings_are_the_configurations():
+    config = LlamaConfig(
+        **SMALL, backend="reference", smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
+    )
+    expected = SageBwdSettings(
+        is_causal=True, smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
+    )
+    assert config.reference_settings == expected
+    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True, granularity="block")
+
+
+def test_attention_compiles_to_one_graph():
+    model = llama(qk_norm=True, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(compiled(tokens()), model(tokens()))
+
+
+def test_autocast_normalises_and_rotates_in_float32():
+    model = llama(qk_norm=True, dtype=torch.float32)
+    attention, seen = model.blocks[1].attention, {}
+    attention.query.register_forward_hook(lambda module, x, projected: seen.update(projected=projected))
+    attention.core.register_forward_hook(lambda module, qkv, o: seen.update(zip("qkvo", (*qkv, o), strict=True)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(tokens())
+    assert {x.dtype for x in seen.values()} == {torch.bfloat16}
+    q = attention.qk_norm.query_norm(attention.split_heads(seen["projected"].float()))
+    assert torch.equal(seen["q"], attention.rotary(q).bfloat16())
+    assert_close(low.float(), model(tokens()), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 30}, "width: expected an even number for each of the 4 heads, got 30"),
+        ({"width": 36}, "width: expected an even number"),
+        ({"kv_heads": 3}, "kv_heads: expected a number that divides heads=4, got 3"),
+        ({"layers": 0}, "layers: expected at least 1, got 0"),
+        ({"attention": "flash"}, "attention: expected one of .*'exact', 'sagebwd'.*, got 'flash'"),
+        ({"granularity": "row"}, "backend: expected 'reference', which alone takes granularity=row .*, got 'auto'"),
+        ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
+        ({"granularity": "column", "backend": "reference"}, "granularity: "),
+        ({"ds_rounding": "up", "backend": "reference"}, "ds_rounding: "),
+    ],
+)
+def test_impossible_configurations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(**SMALL | changes)
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match="tokens: expected at most 24 per sequence, got 25"):
+        llama()(tokens(25))

@@ -1,0 +1,313 @@
+"""The package as installed: what importing it needs, pins, the command line, and what the reference costs."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from datetime import datetime
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sage_ref import __main__ as command_line
+from sage_ref.attention import attention_backward, attention_forward
+from sage_ref.experiments import tables
+from sage_ref.records import REPOSITORY, read_record
+from sage_ref.sagebwd.whole import SageBwdSettings, sagebwd_backward, sagebwd_forward
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+TABLE1 = ["table1", "--n", "32", "--head-dim", "16", "--blocks", "16x16", "8x16", "--seeds", "2", "--json"]
+
+
+def python(program, *arguments):
+    """Standard output of a fresh interpreter that runs `program`."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# What importing needs
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}, for this test")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_every_module_imports_without_triton():
+    program = """
+import importlib, pkgutil, sage_ref
+names = [m.name for m in pkgutil.walk_packages(sage_ref.__path__, "sage_ref.")]
+for name in names:
+    importlib.import_module(name)
+print(*names)
+"""
+    modules = python(BLOCK + program, "triton").split()
+    files = (REPOSITORY / "sage_ref").rglob("[!_]*.py")
+    assert {str(f.relative_to(REPOSITORY).with_suffix("")).replace(os.sep, ".") for f in files} <= set(modules)
+
+
+def test_attention_needs_torch_alone():
+    """torch itself imports numpy where it finds it, so absence is tested by taking everything else away."""
+    program = """
+import torch, sage_ref
+q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+sage_ref.sagebwd_attention(*sage_ref.QKNorm(8)(q, k), v, backend="reference").sum().backward()
+for model in (sage_ref.SLA(8, 2), sage_ref.SLA2(8, 2, backend="reference"), sage_ref.SLA2(8, 2).stage(1)):
+    model(q, k, v).sum().backward()
+print(q.grad.isfinite().all().item())
+"""
+    others = (
+        "triton",
+        "sage_kernels",
+        "numpy",
+        "matplotlib",
+        "tqdm",
+        "safetensors",
+        "tokenizers",
+        "hypothesis",
+        "pytest",
+    )
+    assert python(BLOCK + program, *others).split() == ["True"]
+
+
+def test_importing_is_quick_and_brings_nothing_else():
+    program = """
+import sys, time, torch
+before, start = set(sys.modules), time.perf_counter()
+import sage_ref
+print(time.perf_counter() - start, *{name.partition(".")[0] for name in set(sys.modules) - before})
+"""
+    runs = [python(program).split() for _ in range(3)]
+    assert min(float(seconds) for seconds, *_ in runs) <= 0.3  # over `import torch`
+    brought = set(runs[0][1:]) - sys.stdlib_module_names
+    assert brought == {"sage_ref"}
+
+
+# Pins: pyproject.toml gives ranges, constraints.txt the versions, environment.yml installs under them
+
+
+def pins():
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    names = [canonical(pin.name) for pin in found]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"==[^*,]+", str(pin.specifier)) for pin in found)
+    return {name: str(pin.specifier).removeprefix("==") for name, pin in zip(names, found, strict=True)}
+
+
+def canonical(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def requirements():
+    extras = PROJECT["optional-dependencies"]
+    return [Requirement(text) for text in [*PROJECT["dependencies"], *(r for some in extras.values() for r in some)]]
+
+
+def test_every_requirement_is_pinned_within_its_range():
+    pinned = pins()
+    for requirement in requirements():
+        if canonical(requirement.name) == PROJECT["name"]:
+            assert requirement.extras < set(PROJECT["optional-dependencies"])
+        else:
+            assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
+
+
+def test_the_pins_are_the_pair_of_torch_and_triton_that_belong_together():
+    assert (pins()["torch"], pins()["triton"]) == ("2.13.0", "3.7.1")
+    lowest = {r.name: str(r.specifier) for r in requirements() if r.name in ("torch", "triton")}
+    assert lowest == {"torch": ">=2.11", "triton": ">=3.6"}
+
+
+def test_the_course_extra_is_all_extras():
+    (course,) = map(Requirement, PROJECT["optional-dependencies"]["course"])
+    assert course.extras == set(PROJECT["optional-dependencies"]) - {"course"}
+
+
+def test_conda_installs_the_same_pins():
+    environment = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
+    *packages, by_pip = environment["dependencies"]
+    assert by_pip == {"pip": ["--constraint constraints.txt", "--editable .[course]"]}
+    (version,) = [package.removeprefix("python=") for package in packages if package.startswith("python=")]
+    assert SpecifierSet(PROJECT["requires-python"]).contains(version)
+    assert "pip" in packages
+    # Whatever else conda brings must not be a second source of a pinned package.
+    assert not {canonical(re.split("[=<> ]", package)[0]) for package in packages} & set(pins())
+
+
+def test_make_installs_the_same_pins():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert re.search(r"pip install .*--constraint constraints\.txt .*--editable \.\[course\]", makefile)
+
+
+# Command line
+
+
+def test_help_names_every_command():
+    done = subprocess.run([sys.executable, "-m", "sage_ref", "--help"], capture_output=True, text=True, check=True)
+    for name, *_ in command_line.COMMANDS:
+        assert re.search(rf"^ +{name}\s", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in command_line.COMMANDS])
+def test_every_command_has_help_and_json(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        command_line.main([name, "--help"])
+    assert stop.value.code == 0
+    assert "--json FILE" in capsys.readouterr().out
+
+
+def test_info_says_what_this_machine_runs(capsys, tmp_path):
+    command_line.main(["info", "--json", str(tmp_path / "info.json")])
+    printed = capsys.readouterr().out
+    facts = json.loads((tmp_path / "info.json").read_text())
+    assert facts["torch"] == torch.__version__
+    assert re.match("triton|reference, because ", facts["backend chosen by auto"])
+    for name, value in facts.items():
+        assert f"| {name} | {value} |" in printed
+
+
+def test_table1_prints_a_table_and_records_where_it_comes_from(capsys, tmp_path):
+    command_line.main([*TABLE1, str(tmp_path / "table1.json")])
+    printed = capsys.readouterr().out
+    record = read_record(tmp_path / "table1.json")
+    assert len(record.rows) == 2 * 2 * len(tables.PAPER_TABLE1) * len(tables.TENSORS)
+    facts = record.provenance
+    assert facts["command"] == f"python -m sage_ref {' '.join(TABLE1)} {tmp_path / 'table1.json'}"
+    assert facts["seeds"] == [0, 1]
+    assert facts["torch"] == torch.__version__
+    assert facts["commit"]
+    assert datetime.fromisoformat(facts["date"]).tzinfo
+    best = tables.closest_setting(record)
+    assert f"Closest to the paper over all rows: {command_line.describe(best)}" in printed
+    for row in record.select(**best):
+        assert f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # the checkpoint is gone
+
+
+def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
+    measure, measured = tables._table1_rows, []
+
+    def killed_in_the_third(n, head_dim, sigma, sweep, device):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(sigma)
+        return measure(n, head_dim, sigma, sweep, device)
+
+    monkeypatch.setattr(tables, "_table1_rows", killed_in_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        command_line.main([*TABLE1, str(tmp_path / "table1.json")])
+    assert [path.name for path in tmp_path.iterdir()] == ["table1.partial"]
+    monkeypatch.setattr(
+        tables, "_table1_rows", lambda n, d, sigma, *rest: measured.append(sigma) or measure(n, d, sigma, *rest)
+    )
+    command_line.main([*TABLE1, str(tmp_path / "table1.json")])
+    assert measured == list(tables.PAPER_TABLE1)
+    command_line.main([*TABLE1, str(tmp_path / "again.json")])
+    assert read_record(tmp_path / "table1.json").rows == read_record(tmp_path / "again.json").rows
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["table1", "--blocks", "64"], "argument --blocks: expected two numbers as in 128x64, got '64'"),
+        (["table1", "--blocks", "64x0"], "argument --blocks: expected at least 1, got 0"),
+        (["table1", "--seeds", "0"], "argument --seeds: expected at least 1, got 0"),
+        (["table1", "--granularity", "tile"], "argument --granularity: invalid choice: 'tile'"),
+        (["train-router", "--k", "0"], "argument --k: expected a number above 0 and up to 100, got 0"),
+        (["pretrain", "--snapshots", "0"], "argument --snapshots: expected at least 1, got 0"),
+        (["pretrain", "--attention", "flash"], "argument --attention: invalid choice: 'flash'"),
+        (["noise"], "the following arguments are required: CHECKPOINT"),
+        (["noise", "run.pt", "--variants", "int4"], "argument --variants: invalid choice: 'int4'"),
+        (["capture", "run.pt"], "the following arguments are required: --layers"),
+        (["table9"], "invalid choice: 'table9'"),
+        ([], "the following arguments are required: command"),
+    ],
+)
+def test_bad_options_are_named(capsys, options, message):
+    with pytest.raises(SystemExit) as stop:
+        command_line.main(options)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# What the reference costs: forward and backward at B=1, H=4, N=1024, D=64 in float32
+
+
+@pytest.fixture(scope="module")
+def passes():
+    """Forward and backward of exact attention and of SageBwd, to be called."""
+    q, k, v, do = torch.randn(4, 1, 4, 1024, 64, generator=torch.Generator().manual_seed(0))
+
+    def exact():
+        forward = attention_forward(q, k, v)
+        attention_backward(do, q, k, v, forward.output, forward.log_sum_exp)
+
+    def sagebwd():
+        settings = SageBwdSettings()
+        forward = sagebwd_forward(q, k, v, settings)
+        sagebwd_backward(do, q, k, v, forward.output, forward.log_sum_exp, settings)
+
+    return exact, sagebwd
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes that tensors made inside hold at most, counted after every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+            self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {address: found for address, found in self.alive.items() if not found[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def test_the_reference_takes_at_most_four_times_as_long_as_exact_attention(passes):
+    """Processor time on one thread, so that what else runs on the machine does not count. Medians of 5."""
+
+    def seconds(run):
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+
+    assert torch.get_num_threads() == 1
+    for run in passes:
+        run()
+    of_exact, of_sagebwd = map(
+        statistics.median, zip(*([seconds(run) for run in passes] for _ in range(5)), strict=True)
+    )
+    assert of_sagebwd < 1.5
+    assert of_sagebwd < 4 * of_exact
+
+
+def test_the_reference_holds_at_most_four_times_the_memory_of_exact_attention(passes):
+    peaks = []
+    for run in passes:
+        with PeakMemory() as memory:
+            run()
+        peaks.append(memory.peak)
+    of_exact, of_sagebwd = peaks
+    assert of_exact >= 4 * 4 * 1024**2 * 4  # P, dP, dP - delta and dS at once
+    assert of_sagebwd < 4 * of_exact

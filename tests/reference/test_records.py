@@ -1,0 +1,120 @@
+"""Records: written whole or not at all, read back as they were, with where they come from."""
+
+import json
+import re
+from datetime import UTC, datetime
+
+import pytest
+import torch
+
+from sage_ref import records as recorded
+from sage_ref.records import Record, markdown_table, provenance, read_record, replaced, write_record
+
+ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
+
+
+def test_replaced_writes_in_one_step(tmp_path):
+    path = tmp_path / "new" / "folder" / "file.txt"
+    with replaced(path) as temporary:
+        temporary.write_text("whole")
+        assert temporary.parent == path.parent  # else the last step could be a copy
+        assert not path.exists()
+    assert path.read_text() == "whole"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path, error):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def interrupted():
+        with replaced(path) as temporary:
+            temporary.write_text("half of the n")
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_before_anything_was_written_is_the_one_that_is_raised(tmp_path):
+    with pytest.raises(ZeroDivisionError), replaced(tmp_path / "file.txt"):
+        1 / 0  # noqa: B018
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_reads_back_as_it_was_written(tmp_path):
+    path = tmp_path / "table.json"
+    write_record(path, ROWS, command="python -m this", seeds=[0, 1])
+    record = read_record(path)
+    assert record.rows == ROWS
+    assert record.provenance["command"] == "python -m this"
+    assert record.provenance["seeds"] == [0, 1]
+    assert len(path.read_text().splitlines()) < 30  # a row per line: changes are readable in a diff
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_that_json_cannot_hold_leave_the_old_record(tmp_path):
+    path = tmp_path / "table.json"
+    write_record(path, ROWS, command="first")
+    with pytest.raises(TypeError):
+        write_record(path, [{"rel_l2": torch.ones(1)}], command="second")
+    assert read_record(path).provenance["command"] == "first"
+
+
+def test_records_of_the_notebooks_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "RECORDED", tmp_path)
+    write_record(tmp_path / "table1.json", ROWS, command="c")
+    assert read_record("table1").rows == ROWS
+    with pytest.raises(FileNotFoundError, match=r"name: expected a record at .*table2\.json, found none"):
+        read_record("table2")
+
+
+def test_select_wants_every_value():
+    record = Record({}, ROWS)
+    assert record.select(tensor="dQ") == ROWS[:1]
+    assert record.select(tensor="dK", rel_l2=0.5) == ROWS[1:]
+    assert record.select(tensor="dK", rel_l2=0.25) == []
+    assert record.select() == ROWS
+    with pytest.raises(KeyError, match="tenso"):
+        record.select(tenso="dQ")
+
+
+def test_provenance_says_what_measured_and_when(monkeypatch):
+    monkeypatch.setenv("SAGE_REF_COMMIT", "0123456789abcdef")
+    facts = provenance("python -m this")
+    assert set(facts) == {"gpu", "driver", "cpu", "python", "torch", "triton", "commit", "date", "command"}
+    assert facts["torch"] == torch.__version__
+    assert (facts["gpu"] is None) == (not torch.cuda.is_available())
+    assert re.fullmatch(r".+, \d+ cores", facts["cpu"])
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
+    assert facts["commit"].removesuffix("-dirty") == "0123456789abcdef"
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_commit_is_marked_when_sources_differ_from_it(monkeypatch):
+    answers = {"rev-parse": "0123456", "status": ""}
+    monkeypatch.setattr(recorded, "_output", lambda git, subcommand, *rest: answers[subcommand])
+    monkeypatch.delenv("SAGE_REF_COMMIT", raising=False)
+    assert recorded._commit() == "0123456"
+    answers["status"] = " M sage_ref/backend.py"
+    assert recorded._commit() == "0123456-dirty"
+    answers |= {"rev-parse": None, "status": None}  # no git
+    assert recorded._commit() == "unknown"
+
+
+@pytest.mark.parametrize(("gpu", "device"), [("H200", "H200"), (None, "a CPU, 2 cores")])
+def test_caption_names_device_day_and_commit(gpu, device):
+    facts = {"gpu": gpu, "cpu": "a CPU, 2 cores", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789"}
+    assert Record(facts, []).caption == f"measured on {device}, 2026-01-02, commit 0123456"
+
+
+def test_caption_of_several_runs_names_all_commits():
+    facts = {"gpu": ["H100", "H200"], "date": "2026-01-02", "commit": ["0123456789", "abcdef0123-dirty"]}
+    assert Record(facts, []).caption == "measured on H100 and H200, 2026-01-02, commits 0123456, abcdef0"
+
+
+def test_markdown_table():
+    assert markdown_table(("a", "b"), [(1, None), ("x", 0.5)]) == "| a | b |\n| --- | --- |\n| 1 | None |\n| x | 0.5 |"

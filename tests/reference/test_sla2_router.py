@@ -1,0 +1,228 @@
+"""SLA2's router: SoftTop-k and its gradient, scores of blocks."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from sage_ref.sla2.branches import BlockSettings, block_mean, heuristic_scores, top_blocks
+from sage_ref.sla2.router import Router, SoftTopK, soft_top_k
+
+SMALL = BlockSettings(16, 8)
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def gradient_of(x, count, temperature, grad_soft):
+    x = x.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(soft_top_k(x, count, temperature), x, grad_soft)
+    return gradient
+
+
+# SoftTop-k
+
+
+@given(
+    row=st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=40),
+    temperature=st.sampled_from([1e-4, 0.1, 1.0, 1e4]),
+    data=st.data(),
+)
+def test_rows_sum_to_count_and_keep_their_order(row, temperature, data):
+    """Scores apart by up to 2e8 temperatures, equal, or nearly so."""
+    count = data.draw(st.integers(1, len(row)))
+    x = torch.tensor(row, dtype=torch.float64)
+    soft = soft_top_k(x, count, temperature)
+    assert soft.sum().item() == pytest.approx(count, abs=1e-6)
+    assert ((soft >= 0) & (soft <= 1)).all()
+    # Up to float64's last digits: torch computes the tail of a row with other instructions than its vectors.
+    in_order = soft[x.argsort()]
+    assert (in_order.diff() >= -1e-15).all()
+    assert all(soft[x == value].max() - soft[x == value].min() <= 1e-15 for value in x)
+
+
+@pytest.mark.parametrize("key_blocks", [2, 7, 512, 1182])
+@pytest.mark.parametrize("temperature", [0.03, 0.1, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_a_sigmoid_with_one_shift_per_row(key_blocks, temperature, dtype):
+    """P_c of the paper's sizes. In float32 too the sum is right to 1e-6: each number is rounded by at most 6e-8."""
+    p_c = (drawn(2, 3, key_blocks) * 3).softmax(-1).to(dtype)
+    count = max(1, round(0.03 * key_blocks))
+    soft = soft_top_k(p_c, count, temperature)
+    assert soft.dtype == dtype
+    assert_close(soft.double().sum(-1), torch.full((2, 3), float(count)).double(), atol=1e-6, rtol=0)
+    shift = soft.double().logit() - p_c.double() / temperature
+    one_shift = shift.gather(-1, (soft - 0.5).abs().argmin(-1, keepdim=True))  # where it is known best
+    atol = 1e-6 if dtype == torch.float32 else 1e-12
+    assert_close(soft.double(), torch.sigmoid(p_c.double() / temperature + one_shift), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 2.0])
+def test_the_gradient_passes_gradcheck(count, temperature):
+    x = (drawn(3, 5) * 0.3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: soft_top_k(x, count, temperature), x)
+
+
+def test_the_gradient_is_that_of_the_constrained_sigmoid():
+    """(w dx - w (w . dx) / sum(w)) / tau with w = s (1 - s): the row's sum doesn't move."""
+    x, grad_soft = drawn(4, 9, seed=1), drawn(4, 9, seed=2)
+    soft = soft_top_k(x, 3, 0.5)
+    w = soft * (1 - soft)
+    jacobian = (torch.diag_embed(w) - w[..., :, None] * w[..., None, :] / w.sum(-1)[..., None, None]) / 0.5
+    gradient = gradient_of(x, 3, 0.5, grad_soft)
+    assert_close(gradient, (jacobian @ grad_soft[..., None]).squeeze(-1), atol=1e-12, rtol=0)
+    assert_close(gradient.sum(-1), torch.zeros(4).double(), atol=1e-12, rtol=0)
+    assert_close(gradient_of(x, 3, 0.5, torch.ones_like(x)), torch.zeros_like(x), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_narrow_inputs_are_computed_wide(dtype):
+    x, grad_soft = drawn(4, 9, seed=1).to(dtype), drawn(4, 9, seed=2).to(dtype)
+    assert torch.equal(soft_top_k(x, 3), soft_top_k(x.double(), 3).to(dtype))
+    gradient = gradient_of(x, 3, 0.1, grad_soft)
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, gradient_of(x.double(), 3, 0.1, grad_soft.double()).to(dtype))
+
+
+def test_the_default_temperature_is_the_papers():
+    assert torch.equal(soft_top_k(drawn(9), 3), soft_top_k(drawn(9), 3, 0.1))
+
+
+def test_a_low_temperature_gives_top_k_and_a_high_one_equal_shares():
+    x = drawn(6, 20)
+    assert_close(soft_top_k(x, 4, 1e-6), top_blocks(x, 4).double(), atol=1e-9, rtol=0)
+    assert_close(soft_top_k(x, 4, 1e9), torch.full_like(x, 4 / 20), atol=1e-8, rtol=0)
+    distance = [(soft_top_k(x, 4, tau) - top_blocks(x, 4).double()).abs().sum() for tau in (0.03, 0.1, 0.3, 1, 3)]
+    assert all(a < b for a, b in zip(distance, distance[1:], strict=False))
+
+
+def test_equal_scores_share_the_count():
+    """At no temperature does SoftTop-k break a tie: two blocks for one place get half of it each."""
+    x = torch.tensor([3.0, 1, 1, 0], dtype=torch.float64)
+    assert_close(soft_top_k(x, 2, 1e-3), torch.tensor([1, 0.5, 0.5, 0]).double(), atol=1e-9, rtol=0)
+    assert_close(
+        soft_top_k(torch.zeros(7).double(), 3), torch.full((7,), 3 / 7, dtype=torch.float64), atol=1e-12, rtol=0
+    )
+
+
+def test_a_constant_changes_nothing():
+    x, grad_soft = drawn(3, 11), drawn(3, 11, seed=1)
+    for constant in (5.0, -1e3, 1e6):
+        assert_close(soft_top_k(x + constant, 3), soft_top_k(x, 3), atol=1e-8, rtol=0)
+        shifted = gradient_of(x + constant, 3, 0.1, grad_soft)
+        assert_close(shifted, gradient_of(x, 3, 0.1, grad_soft), atol=1e-7, rtol=0)
+
+
+def test_each_row_has_its_own_shift():
+    x = drawn(2, 3, 8)
+    together = soft_top_k(x, 2)
+    for index in ((0, 0), (1, 2)):
+        assert torch.equal(soft_top_k(x[index], 2), together[index])
+    x[0, 1] = math.nan
+    with_nan = soft_top_k(x, 2)
+    assert with_nan[0, 1].isnan().all()
+    with_nan[0, 1] = together[0, 1]
+    assert torch.equal(with_nan, together)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1, 1e3, 1e6])
+def test_extreme_scores_give_finite_gradients(dtype, size):
+    """Also where every number of a row is 0 or 1, and w is zero throughout."""
+    x = torch.linspace(-1, 1, 10, dtype=dtype).mul(size).expand(2, 10)
+    soft = soft_top_k(x, 3)
+    assert_close(soft.double().sum(-1), torch.full((2,), 3.0).double(), atol=1e-6, rtol=0)
+    gradient = gradient_of(x, 3, 0.1, drawn(2, 10, dtype=dtype))
+    assert gradient.isfinite().all()
+    assert gradient.any() == (size <= 1)
+
+
+def test_as_many_as_there_are_gives_ones():
+    x = drawn(2, 5, dtype=torch.float32)
+    for count in (5, 6):
+        assert torch.equal(soft_top_k(x, count), torch.ones_like(x))
+    assert not torch.equal(soft_top_k(x, 4), torch.ones_like(x))
+    assert torch.equal(soft_top_k(x[:, :1], 1), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 0}, "count: expected at least 1, got 0"),
+        ({"count": -2}, "count: expected at least 1, got -2"),
+        ({"count": 2, "temperature": 0}, "temperature: expected a positive number, got 0"),
+        ({"count": 2, "temperature": -0.1}, "temperature: expected a positive number, got -0.1"),
+        ({"count": 2, "temperature": math.nan}, "temperature: expected a positive number, got nan"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        soft_top_k(torch.zeros(4), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_derivative_is_refused(dtype):
+    x = drawn(5, dtype=dtype).requires_grad_()
+    soft = SoftTopK.apply(x, 2, 0.1)
+    for loss in (soft[0], soft.square().sum()):
+        with pytest.raises(RuntimeError, match="^create_graph: expected False, as SoftTop-k's gradients have no"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+# The router
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (16, 8), (50, 33), (33, 50)])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_at_first_the_router_is_the_heuristic(n_q, n_k, scale):
+    q, k = drawn(2, 3, n_q, 8), drawn(2, 3, n_k, 8, seed=1)
+    settings = BlockSettings(16, 8, scale=scale)
+    logits = Router(8, settings)(q, k)
+    scores = heuristic_scores(q, k, settings)
+    assert_close(logits.softmax(-1), scores, atol=1e-13, rtol=0)
+    for count in range(1, scores.shape[-1]):
+        assert torch.equal(top_blocks(logits, count), top_blocks(scores, count))
+
+
+def test_logits_are_the_scores_of_projected_means():
+    q, k = drawn(2, 20, 4), drawn(2, 30, 4, seed=1)
+    router = Router(4, BlockSettings(16, 8, scale=0.7))
+    for parameter, seed in ((router.proj_q.weight, 2), (router.proj_k.weight, 3)):
+        parameter.data = drawn(4, 4, seed=seed, dtype=torch.float32)
+    q_bar = block_mean(q, 16) @ router.proj_q.weight.double().mT
+    k_bar = block_mean(k - k.mean(-2, keepdim=True), 8) @ router.proj_k.weight.double().mT
+    assert_close(router(q, k), torch.einsum("bid,bjd->bij", q_bar, k_bar) * 0.7, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_added_to_all_keys_changes_nothing(dtype):
+    q, k = drawn(2, 20, 8, dtype=dtype), drawn(2, 30, 8, seed=1, dtype=dtype)
+    router = Router(8, SMALL)
+    router.proj_k.weight.data = drawn(8, 8, seed=2, dtype=torch.float32)
+    logits = router(q, k)
+    shifted = router(q, k + drawn(8, seed=3, dtype=dtype) * 10)
+    assert logits.dtype == dtype
+    assert_close(shifted, logits, atol=2000 * torch.finfo(dtype).eps, rtol=0)
+    assert torch.equal(top_blocks(shifted, 2), top_blocks(logits, 2))
+
+
+def test_projections_have_no_bias_and_are_shared_by_all_heads():
+    shapes = {name: tuple(parameter.shape) for name, parameter in Router(8, SMALL).named_parameters()}
+    assert shapes == {"proj_q.weight": (8, 8), "proj_k.weight": (8, 8)}
+
+
+def test_gradients_reach_both_projections_and_both_inputs():
+    q, k = drawn(2, 20, 4).requires_grad_(), drawn(2, 30, 4, seed=1).requires_grad_()
+    router = Router(4, SMALL).double()
+    weights = [drawn(4, 4, seed=seed).requires_grad_() for seed in (2, 3)]
+
+    def logits(q, k, w_q, w_k):
+        named = {"proj_q.weight": w_q, "proj_k.weight": w_k}
+        return torch.func.functional_call(router, named, (q, k))
+
+    assert torch.autograd.gradcheck(logits, (q, k, *weights))

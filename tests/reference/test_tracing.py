@@ -1,0 +1,82 @@
+"""Errors of the intermediates, and the bound on dS."""
+
+import math
+
+import pytest
+import torch
+
+from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings
+from sage_ref.tracing import (
+    INTERMEDIATES,
+    cosine,
+    exact_intermediates,
+    grad_scores_bound,
+    relative_l2,
+    rms,
+    sagebwd_intermediates,
+    trace,
+)
+
+
+def test_measures_on_vectors_worked_out_by_hand():
+    y = torch.tensor([3.0, 4.0])
+    assert rms(y) == pytest.approx(5 / math.sqrt(2))
+    assert relative_l2(torch.tensor([3.0, 3.0]), y) == pytest.approx(1 / 5)
+    assert relative_l2(2 * y, y) == pytest.approx(1)
+    assert cosine(torch.tensor([4.0, 3.0]), y) == pytest.approx(24 / 25)
+    assert cosine(-0.5 * y, y) == pytest.approx(-1)
+
+
+def test_measures_are_taken_in_float64():
+    y = torch.full((10**6,), 300.0, dtype=torch.float16)  # its squares overflow, its sum too
+    assert rms(y) == 300
+    assert relative_l2(y, y) == 0
+    assert cosine(y, y) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_trace_compares_every_intermediate_by_the_papers_name(inputs, is_causal):
+    tensors = inputs(100, 130, 16, dtype=torch.float32)
+    settings = SageBwdSettings(is_causal=is_causal, scale=0.2)
+    exact, quantized = exact_intermediates(*tensors, settings), sagebwd_intermediates(*tensors, settings)
+    errors = trace(*tensors, settings)
+    assert tuple(errors) == tuple(exact) == tuple(quantized) == INTERMEDIATES
+    for name, error in errors.items():
+        assert exact[name].dtype == torch.float64
+        assert error == (
+            cosine(quantized[name], exact[name]), relative_l2(quantized[name], exact[name]), rms(exact[name])
+        )  # fmt: skip
+    assert errors["dP"].rel_l2 < 1e-6  # the one matmul that is not quantised
+    assert all(1e-3 < errors[name].rel_l2 < 0.1 for name in INTERMEDIATES if name != "dP")
+
+
+def test_exact_intermediates_take_the_definitions(inputs):
+    q, k, v, do = inputs(20, 30, 8)
+    exact = exact_intermediates(q, k, v, do, SageBwdSettings())
+    p = torch.softmax(q @ k.mT / math.sqrt(8), -1)
+    expected = {
+        "P": p, "O": p @ v, "dP": do @ v.mT, "delta": (do * (p @ v)).sum(-1, keepdim=True), "dV": p.mT @ do
+    }  # fmt: skip
+    for name, value in expected.items():
+        torch.testing.assert_close(exact[name], value, atol=1e-12, rtol=0)
+
+
+def test_nothing_quantised_leaves_no_error(inputs):
+    for error in trace(*inputs(20, 30, 8), SageBwdSettings(exact_matmuls=MATMULS)).values():
+        assert error.rel_l2 < 1e-12
+        assert error.cosine == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sigma", [0.1, 1, 10])
+def test_the_bound_on_grad_scores_holds(inputs, sigma, is_causal):
+    q, k, v, do = inputs(60, 90, 16)
+    exact = exact_intermediates(q * sigma, k * sigma, v, do, SageBwdSettings(is_causal=is_causal))
+    assert rms(exact["dS"]) <= grad_scores_bound(exact["dP"], exact["delta"])
+
+
+def test_the_bound_is_reached_when_every_query_looks_at_the_key_of_largest_gradient():
+    dp, delta = torch.tensor([[[2.0, -6.0, 0.0, 0.0]]]), torch.tensor([[[1.0]]])
+    assert grad_scores_bound(dp, delta) == pytest.approx(7 / 2)  # N = 4
+    p = torch.tensor([[[0.0, 1.0, 0.0, 0.0]]])
+    assert rms(p * (dp - delta)) == pytest.approx(7 / 2)

@@ -1,0 +1,769 @@
+"""A step reads its own batch in passes of any size, a stopped run goes on bit for bit, divergence is a result."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, assert_same_bits, log_rows, pretrained, saved, sixteen_letters
+
+from sage_ref.__main__ import main
+from sage_ref.experiments.tables import table2_rows
+from sage_ref.models.llama import Llama
+from sage_ref.records import read_record, replaced
+from sage_ref.tracing import INTERMEDIATES
+from sage_ref.training import pretrain as pretrain_module
+from sage_ref.training.capture import attention_tensors, next_token_loss
+from sage_ref.training.corpus import Corpus
+from sage_ref.training.loop import ResumableTraining
+from sage_ref.training.pretrain import (
+    Pretraining,
+    Processes,
+    load_model,
+    processes,
+    result_row,
+    snapshot_path,
+)
+
+SNAPSHOTS = (3, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run that nothing interrupted."""
+    return tmp_path_factory.mktemp("uninterrupted")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    return pretrained(folder, STOCHASTIC, snapshots=SNAPSHOTS)
+
+
+# What a step does
+
+
+def gradients(config=CONFIG, step=0, **changes):
+    """Loss and gradients of one step of a new model."""
+    training = Pretraining(sixteen_letters(), config, replace(SETTINGS, **changes))
+    training.step = step
+    loss = training.accumulate_gradients()
+    return loss, [x.grad for x in training.model.parameters()]
+
+
+def test_the_gradients_of_a_step_are_those_of_its_batch():
+    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=3))
+    training.step = 2
+    loss = training.accumulate_gradients()
+    train_corpus, _ = sixteen_letters().split(0.02)
+    torch.manual_seed(3)
+    model = Llama(CONFIG)
+    expected = next_token_loss(model, *train_corpus.batch(4, CONFIG.context, seed=3, step=2))
+    expected.backward()
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected.detach())
+    for (name, found), x in zip(training.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, x.grad, msg=name)
+
+
+def test_the_size_of_a_pass_changes_nothing_but_the_order_of_sums():
+    whole_loss, whole = gradients(micro_batch_size=4)
+    for size in (1, 2):
+        loss, found = gradients(micro_batch_size=size)
+        torch.testing.assert_close(loss, whole_loss, rtol=1e-6, atol=0)
+        for parts, at_once in zip(found, whole, strict=True):
+            assert (parts - at_once).norm() < 1e-6 * at_once.norm()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_pass_holds_as_many_sequences_as_asked_for(size, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        pretrain_module, "next_token_loss", lambda model, x, y: seen.append(len(x)) or next_token_loss(model, x, y)
+    )
+    gradients(micro_batch_size=size)
+    assert seen == [size] * (4 // size)
+    seen.clear()
+    Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, micro_batch_size=size)).validation_loss()
+    assert seen == [size] * (8 // size)
+
+
+def test_every_step_reads_its_own_batch(monkeypatch):
+    drawn, batch = [], Corpus.batch
+
+    def recorded(corpus, *shape, seed, step):
+        drawn.append((corpus.name, *shape, seed, step))
+        return batch(corpus, *shape, seed=seed, step=step)
+
+    monkeypatch.setattr(Corpus, "batch", recorded)
+    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
+    for _ in range(3):
+        training.advance()
+    assert drawn == [("sixteen letters (train)", 4, 24, 5, step) for step in range(3)]
+
+
+def test_validation_reads_the_tail_alone_and_the_same_at_every_call(monkeypatch):
+    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
+    _, validation = sixteen_letters().split(0.02)
+    assert torch.equal(training.validation_corpus.tokens, validation.tokens)
+    assert len(training.train_corpus.tokens) + len(validation.tokens) == 10_000
+    with torch.no_grad():
+        expected = next_token_loss(training.model, *validation.batch(8, 24, seed=0, step=0)).item()
+    assert training.validation_loss() == training.validation_loss() == pytest.approx(expected, rel=1e-6)
+
+
+def test_draws_of_stochastic_rounding_are_a_function_of_seed_and_step():
+    """The batch, the weights and the sizes of the passes being the same."""
+
+    def drawn(step=1, seed=0, disturbance=0):
+        training = Pretraining(sixteen_letters(), STOCHASTIC, replace(SETTINGS, seed=seed))
+        batch = training.train_corpus.batch(4, 24, seed=0, step=0)
+        training.train_corpus.__dict__["batch"] = lambda *shape, **place: batch
+        training.model.load_state_dict(reference)
+        training.step = step
+        torch.manual_seed(disturbance)
+        training.accumulate_gradients()
+        return torch.cat([x.grad.flatten() for x in training.model.parameters()])
+
+    reference = Pretraining(sixteen_letters(), STOCHASTIC, SETTINGS).model.state_dict()
+    first = drawn()
+    assert torch.equal(drawn(disturbance=1), first)
+    for other in (drawn(step=2), drawn(seed=1), drawn(step=0, seed=1)):
+        assert not torch.equal(other, first)
+
+
+def test_passes_of_a_step_round_with_different_draws(monkeypatch):
+    states = []
+    monkeypatch.setattr(
+        pretrain_module,
+        "next_token_loss",
+        lambda *arguments: states.append(torch.get_rng_state()) or next_token_loss(*arguments),
+    )
+    gradients(STOCHASTIC)
+    assert not torch.equal(*states)
+
+
+def test_building_a_model_leaves_torchs_random_numbers_alone():
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    Pretraining(sixteen_letters(), CONFIG, SETTINGS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_learning_rate_warms_up_then_follows_a_cosine_to_a_tenth(uninterrupted, folder):
+    long = replace(SETTINGS, steps=30, warmup_steps=5, learning_rate=0.01)
+    rates = [long.learning_rate_at(step) for step in range(31)]
+    assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert (rates[5], rates[30]) == pytest.approx((0.01, 0.001))
+    assert rates[17] + rates[18] == pytest.approx(0.01 + 0.001)
+    assert replace(long, warmup_steps=0).learning_rate_at(0) == 0.01
+    # The rate in the log is the one that the step was made with.
+    logged = [row["learning_rate"] for row in log_rows(folder) if "learning_rate" in row]
+    assert logged == [SETTINGS.learning_rate_at(step) for step in range(12)]
+
+
+def test_weights_move_by_adamw_with_decay_of_matrices_only_and_clipped_gradients():
+    settings = replace(SETTINGS, max_grad_norm=0.5)
+    training = Pretraining(sixteen_letters(), CONFIG, settings)
+    before = {name: x.detach().clone() for name, x in training.model.named_parameters()}
+    _, found = gradients()
+    norm = torch.cat([x.flatten() for x in found]).norm()
+    training.advance()
+    assert norm > 0.5
+    assert training.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    rate = settings.learning_rate_at(0)
+    for (name, x), gradient in zip(training.model.named_parameters(), found, strict=True):
+        clipped = gradient * 0.5 / norm
+        kept = 1 - rate * 0.1 if x.dim() > 1 else 1
+        # The first step of Adam goes by the sign of the gradient.
+        expected = before[name] * kept - rate * clipped / (clipped.abs() + 1e-8)
+        torch.testing.assert_close(x.detach(), expected, atol=1e-5, rtol=0, msg=name)
+    assert all(x.grad is None for x in training.model.parameters())
+    assert [group["betas"] for group in training.optimizer.param_groups] == [(0.9, 0.95)] * 2
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_weights_in_float32(monkeypatch):
+    seen = set()
+    core = pretrain_module.next_token_loss
+
+    def watched(model, inputs, targets):
+        hooks = [b.attention.core.register_forward_hook(lambda m, x, y: seen.add(y.dtype)) for b in model.blocks]
+        loss = core(model, inputs, targets)
+        for hook in hooks:
+            hook.remove()
+        return loss
+
+    monkeypatch.setattr(pretrain_module, "next_token_loss", watched)
+    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, autocast=True))
+    loss = training.advance()
+    assert seen == {torch.bfloat16}
+    assert {x.dtype for x in training.model.parameters()} == {torch.float32}
+    assert {x["exp_avg"].dtype for x in training.optimizer.state.values()} == {torch.float32}
+    expected, _ = gradients()
+    assert 0 < abs(loss - expected) < 0.02
+    seen.clear()
+    training.validation_loss()
+    assert seen == {torch.bfloat16}
+
+
+def test_compile_hands_the_model_to_torch(monkeypatch, tmp_path):
+    compile_, compiled = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or compile_(model, backend="eager"))
+    settings = replace(SETTINGS, steps=2, report_every=1)
+    training = pretrained(tmp_path, settings=replace(settings, compile=True))
+    assert compiled == [training.model]
+    (tmp_path / "plain").mkdir()
+    expected = pretrained(tmp_path / "plain", settings=settings)
+    assert len(compiled) == 1
+    found, losses = ([row["validation_loss"] for row in x.losses] for x in (training, expected))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert saved(tmp_path / "run.pt")["model"].keys() == saved(tmp_path / "plain" / "run.pt")["model"].keys()
+
+
+# Settings
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "report_every", "micro_batch_size", "validation_sequences"])
+def test_impossible_settings_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+        replace(SETTINGS, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro": 3}, "batch_size: expected a multiple of passes of 3 sequences in each of 1 processes, got 4"),
+        ({"count": 3}, "batch_size: expected a multiple of passes of 1 sequences in each of 3 processes, got 4"),
+        ({"count": 2, "micro": 4}, "batch_size: .* of 4 sequences in each of 2 processes, got 4"),
+        ({"fsdp": True}, "fsdp, trace: expected fsdp with several processes, trace with one, got 1"),
+        ({"trace": True, "count": 2}, "fsdp, trace: expected .*, trace with one, got 2"),
+        ({"trace": True, "fsdp": True, "count": 2}, "fsdp, trace: expected .*, trace with one, got 2"),
+    ],
+)
+def test_processes_and_passes_that_cannot_be_are_refused(options, message):
+    options = {"count": 1, "micro": 1} | options
+    group, settings = Processes(0, options.pop("count")), replace(SETTINGS, micro_batch_size=options.pop("micro"))
+    with pytest.raises(ValueError, match=message):
+        Pretraining(sixteen_letters(), CONFIG, settings, group, **options)
+
+
+def test_without_torchrun_one_process_trains_alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with processes("cpu") as group:
+        assert group == Processes(0, 1, torch.device("cpu"))
+        assert not torch.distributed.is_initialized()
+
+
+# A run
+
+
+def test_training_learns(uninterrupted):
+    first, last = uninterrupted.losses[0], uninterrupted.losses[-1]
+    assert first["validation_loss"] == pytest.approx(math.log(16), rel=0.05)
+    assert last["validation_loss"] < 0.7 * math.log(16)
+    assert [row["step"] for row in uninterrupted.losses] == [0, 4, 8, 12]
+
+
+def test_the_log_has_a_line_for_every_step_and_for_every_report(uninterrupted, folder):
+    rows = log_rows(folder)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["tokens"] for row in steps] == [96 * step for step in range(1, 13)]
+    assert set(steps[0]) == {"step", "tokens", "loss", "gradient_norm", "learning_rate"}
+    assert all(row["gradient_norm"] > 0 for row in steps)
+    reports = [row for row in rows if "validation_loss" in row]
+    assert reports == uninterrupted.losses
+    assert rows.index(reports[1]) == 1 + 4
+    for number, report in enumerate(reports[1:]):
+        trained = [row["loss"] for row in steps[4 * number : 4 * number + 4]]
+        assert report["train_loss"] == pytest.approx(sum(trained) / 4)
+    assert reports[0]["train_loss"] is None
+    seconds = [json.loads(line).get("seconds") for line in (folder / "run.jsonl").read_text().splitlines()]
+    seconds = [x for x in seconds if x is not None]
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1] == pytest.approx(uninterrupted.seconds, abs=1e-4)
+
+
+def test_a_run_ends_at_its_last_step_whatever_the_reports(tmp_path):
+    training = pretrained(tmp_path, settings=replace(SETTINGS, steps=5))
+    assert training.step == saved(tmp_path / "run.pt")["step"] == 5
+    assert [row["step"] for row in training.losses] == [0, 4, 5]
+
+
+def test_snapshots_are_checkpoints_of_their_steps(uninterrupted, folder):
+    assert {x.name for x in folder.iterdir()} == {"run.pt", "run.jsonl", "run_step3.pt", "run_step8.pt"}
+    assert snapshot_path(folder / "run.pt", 3) == folder / "run_step3.pt"
+    for step in SNAPSHOTS:
+        assert saved(folder / f"run_step{step}.pt")["step"] == step
+
+
+def test_a_snapshot_goes_on_to_the_same_end(tmp_path, uninterrupted, folder):
+    (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
+    pretrained(tmp_path, STOCHASTIC)
+    assert_same_bits(saved(tmp_path / "run.pt"), saved(folder / "run.pt"))
+
+
+def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
+    model, arguments = load_model(folder / "run_step3.pt")
+    assert model.config == STOCHASTIC
+    assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {
+        "corpus_sha256": sixteen_letters().sha256,
+        "step": 3,
+    }
+    model, _ = load_model(folder / "run.pt")
+    assert_same_bits(dict(model.state_dict()), dict(uninterrupted.model.state_dict()))
+
+
+# Stopped and resumed
+
+
+class Stopped(KeyboardInterrupt):
+    pass
+
+
+def stopped(monkeypatch, owner, name, when, *, after=False):
+    """The call of owner.name for which `when(its arguments)` holds stops the run: before it did anything, or after."""
+    original = getattr(owner, name)
+
+    def watched(*arguments):
+        is_last = when(*arguments)
+        if is_last and not after:
+            raise Stopped
+        found = original(*arguments)
+        if is_last:
+            raise Stopped
+        return found
+
+    monkeypatch.setattr(owner, name, watched)
+
+
+@pytest.mark.parametrize(
+    ("name", "when", "after"),
+    [
+        ("advance", lambda training: training.step == 7, False),  # between two checkpoints
+        ("advance", lambda training: training.step == 4, False),  # right after one
+        ("accumulate_gradients", lambda training: training.step == 6, True),  # between gradients and weights
+        ("report", lambda training, losses: training.step == 8, True),  # between a report and its line
+        ("save", lambda training, path: training.step == 8 and path.stem == "run", False),  # instead of a checkpoint
+        ("save", lambda training, path: training.step == 8 and path.stem == "run", True),  # right after one
+        ("save", lambda training, path: path.stem == "run_step8", False),  # instead of a snapshot
+        ("report", lambda training, losses: training.step == 0, True),  # before the first line
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, folder, monkeypatch, name, when, after):
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, name, when, after=after)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
+    pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
+    assert log_rows(tmp_path) == log_rows(folder)
+    assert {x.name for x in tmp_path.iterdir()} == {x.name for x in folder.iterdir()}
+    for file in folder.glob("*.pt"):
+        assert_same_bits(saved(tmp_path / file.name), saved(file))
+
+
+def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, "advance", lambda training: training.step == 7)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path, STOCHASTIC)
+    log = tmp_path / "run.jsonl"
+    assert [row["step"] for row in log_rows(tmp_path)][-1] == 7
+    log.write_text(log.read_text() + '{"step": 8, "tok')
+    pretrained(tmp_path, STOCHASTIC)
+    assert log_rows(tmp_path) == log_rows(folder)
+
+
+def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monkeypatch):
+    """A run killed while it does so has lost none of the lines before its checkpoint."""
+    (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
+    (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
+
+    def half_written(path, text):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half_written)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path, STOCHASTIC)
+    pretrained(tmp_path, STOCHASTIC)
+    assert log_rows(tmp_path) == log_rows(folder)
+
+
+def test_a_run_without_its_checkpoint_starts_its_log_again(tmp_path, uninterrupted, folder):
+    (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
+    pretrained(tmp_path, STOCHASTIC)
+    assert log_rows(tmp_path) == log_rows(folder)
+
+
+def test_a_finished_run_does_nothing_and_says_the_same(tmp_path, uninterrupted, folder, monkeypatch):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+
+    def never(*arguments):
+        raise AssertionError
+
+    for name in ("advance", "report", "save"):
+        monkeypatch.setattr(Pretraining, name, never)
+    again = pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
+    for file in folder.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+    assert result_row(again) == result_row(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (STOCHASTIC, replace(SETTINGS, seed=1), "expected a run with seed=1, .*run.pt has seed=0"),
+        (STOCHASTIC, replace(SETTINGS, micro_batch_size=1), "expected a run with micro_batch_size=1, .* has "),
+        (replace(STOCHASTIC, ds_rounding="nearest"), SETTINGS, "ds_rounding=nearest, .* has ds_rounding=stochastic"),
+        (CONFIG, SETTINGS, "expected a run with attention=exact, .*run.pt has attention=sagebwd"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted, folder, config, settings, message):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=f"checkpoint: .*{message}"):
+        pretrained(tmp_path, config, settings)
+    assert (tmp_path / "run.jsonl").read_bytes() == (folder / "run.jsonl").read_bytes()
+
+
+def test_a_checkpoint_of_another_corpus_is_refused(uninterrupted, folder):
+    other = Corpus("other", sixteen_letters().tokens.flip(0), 16)
+    with pytest.raises(ValueError, match="checkpoint: expected a run with corpus_sha256="):
+        Pretraining(other, STOCHASTIC, SETTINGS).load(folder / "run.pt")
+
+
+def test_a_checkpoint_is_replaced_in_one_step(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "run.pt"
+    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
+    training.save(checkpoint)
+    before = checkpoint.read_bytes()
+
+    def half_written(state, path):
+        path.write_bytes(b"half")
+        raise Stopped
+
+    monkeypatch.setattr(torch, "save", half_written)
+    with pytest.raises(Stopped):
+        training.save(checkpoint)
+    assert checkpoint.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, monkeypatch):
+    """Of this checkpoint: another run saves in the same folder at the same moment."""
+    checkpoint, other = tmp_path / "run[1].pt", tmp_path / "run[1].pt.other"
+    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
+    training.save(checkpoint)
+
+    def killed(state, path):
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", killed)
+        child = os.fork()
+        if child == 0:
+            try:
+                training.save(checkpoint)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    with replaced(other) as temporary:
+        temporary.write_text("of the other run")
+        training.save(checkpoint)
+    assert sorted(tmp_path.iterdir()) == [checkpoint, other]
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_weights(tmp_path, monkeypatch, fsdp):
+    training, gathered = Pretraining(sixteen_letters(), CONFIG, SETTINGS), []
+    training.processes, training.fsdp = Processes(1, 2), fsdp
+    monkeypatch.setattr(Pretraining, "state", lambda training: gathered.append(training) or {})
+    training.save(tmp_path / "run.pt")
+    assert not list(tmp_path.iterdir())
+    assert len(gathered) == fsdp
+
+
+# Divergence
+
+
+def poisoned(monkeypatch, *, step, loss=None, gradient=None):
+    """From `step` on the loss of every pass is `loss`, or the gradient of one weight is `gradient`."""
+    accumulate, loss_of = Pretraining.accumulate_gradients, Pretraining.loss
+
+    def poisoned_loss(training, inputs, targets):
+        found = loss_of(training, inputs, targets)
+        is_poisoned = loss is not None and training.step >= step and torch.is_grad_enabled()
+        return found * 0 + loss if is_poisoned else found
+
+    def poisoned_gradients(training):
+        total = accumulate(training)
+        if gradient is not None and training.step >= step:
+            training.model.norm.weight.grad[0] = gradient
+        return total
+
+    monkeypatch.setattr(Pretraining, "loss", poisoned_loss)
+    monkeypatch.setattr(Pretraining, "accumulate_gradients", poisoned_gradients)
+
+
+DIVERGENCES = {
+    "loss nan": ({"step": 6, "loss": math.nan}, 6, "the loss of step 6 is not finite"),
+    "loss infinite": ({"step": 6, "loss": math.inf}, 6, "the loss of step 6 is not finite"),
+    "gradient infinite": ({"step": 6, "gradient": math.inf}, 6, "the gradient of step 6 is not finite"),
+    "gradient nan": ({"step": 6, "gradient": math.nan}, 6, "the gradient of step 6 is not finite"),
+    "right after a report": ({"step": 4, "gradient": math.inf}, 4, "the gradient of step 4 is not finite"),
+    "first step": ({"step": 0, "loss": math.nan}, 0, "the loss of step 0 is not finite"),
+    "guessing": ({"step": 4, "loss": 2.9}, 8, "the loss before step 8 is 2.900, that of guessing 2.773"),
+}
+
+
+@pytest.mark.parametrize("case", DIVERGENCES)
+def test_divergence_ends_the_run_as_a_result(tmp_path, monkeypatch, case):
+    poison, step, reason = DIVERGENCES[case]
+    with monkeypatch.context() as patch:
+        poisoned(patch, **poison)
+        training = pretrained(tmp_path)
+    assert (training.step, training.diverged) == (step, reason)
+    assert log_rows(tmp_path)[-1] == {"step": step, "diverged": reason}
+    state = saved(tmp_path / "run.pt")
+    assert (state["step"], state["diverged"]) == (step, reason)
+    assert all(x.isfinite().all() for x in state["model"].values())
+    row = result_row(training)
+    assert (row["diverged"], row["final_val_loss"], row["steps"]) == (reason, None, step)
+    assert row["curve"][0][0] == 0
+    before = log_rows(tmp_path)
+    again = pretrained(tmp_path)  # nothing is poisoned any more, but it stays ended
+    assert (again.step, again.diverged) == (step, reason)
+    assert result_row(again) == row
+    assert log_rows(tmp_path) == before
+
+
+def test_losses_above_guessing_are_no_divergence_in_warm_up_nor_below_it_later(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        poisoned(patch, step=0, loss=2.9)
+        (tmp_path / "warm").mkdir()
+        assert pretrained(tmp_path / "warm", settings=replace(SETTINGS, warmup_steps=12)).diverged is None
+    with monkeypatch.context() as patch:
+        poisoned(patch, step=0, loss=2.77)  # guessing is ln 16 = 2.7726
+        assert pretrained(tmp_path).diverged is None
+
+
+def test_a_run_without_warm_up_is_not_judged_by_its_first_steps(tmp_path, monkeypatch):
+    settings, losses = replace(SETTINGS, warmup_steps=0), Pretraining.loss
+
+    def poor_start(training, inputs, targets):
+        is_first = training.step < 4 and torch.is_grad_enabled()
+        return losses(training, inputs, targets) * (not is_first) + 2.9 * is_first
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretraining, "loss", poor_start)
+        (tmp_path / "learns").mkdir()
+        assert pretrained(tmp_path / "learns", settings=settings).diverged is None
+    poisoned(monkeypatch, step=0, loss=2.9)
+    training = pretrained(tmp_path, settings=settings)
+    assert training.diverged == "the loss before step 8 is 2.900, that of guessing 2.773"
+
+
+def test_losses_that_warm_up_had_a_part_in_are_not_judged(tmp_path, monkeypatch):
+    poisoned(monkeypatch, step=0, loss=2.9)
+    training = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=5))
+    assert training.diverged == "the loss before step 12 is 2.900, that of guessing 2.773"
+
+
+def test_a_model_that_the_last_step_breaks_has_diverged(tmp_path, monkeypatch):
+    advance = ResumableTraining.advance
+
+    def breaks(training):
+        loss = advance(training)
+        if training.step == 12:
+            with torch.no_grad():
+                training.model.norm.weight[0] = math.nan
+        return loss
+
+    monkeypatch.setattr(Pretraining, "advance", breaks)
+    training = pretrained(tmp_path)
+    assert training.diverged == "the validation loss after step 12 is not finite"
+    assert result_row(training)["final_val_loss"] is None
+
+
+@pytest.mark.parametrize("case", ["right after a report", "guessing"])
+def test_a_run_killed_as_it_diverged_says_so_once(tmp_path, monkeypatch, case):
+    poison, step, reason = DIVERGENCES[case]
+    poisoned(monkeypatch, **poison)
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, "save", lambda training, path: training.diverged)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path)
+    assert log_rows(tmp_path)[-1] == {"step": step, "diverged": reason}
+    pretrained(tmp_path)
+    assert log_rows(tmp_path).count({"step": step, "diverged": reason}) == 1
+    assert log_rows(tmp_path)[-1] == {"step": step, "diverged": reason}
+    assert [row["step"] for row in log_rows(tmp_path) if "loss" in row] == list(range(1, step + 1))
+
+
+# Traces, and the row of a record
+
+
+def test_a_trace_is_the_error_of_every_layer_at_every_report(tmp_path):
+    config = replace(CONFIG, granularity="row", backend="reference", smooth_q=True)
+    settings = replace(SETTINGS, steps=2, report_every=1)
+    training = pretrained(tmp_path, config, settings, trace=True)
+    places = [(row["step"], row["layer"], row["tensor"]) for row in training.traces]
+    assert places == [(step, layer, name) for step in range(3) for layer in range(2) for name in INTERMEDIATES]
+    _, validation = sixteen_letters().split(0.02)
+    batch = validation.batch(1, 24, seed=0, step=0)
+    expected = table2_rows(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
+    assert training.traces[-2 * len(INTERMEDIATES) :] == [{"step": 2} | row for row in expected]
+    assert all(x.grad is None for x in training.model.parameters())
+    assert saved(tmp_path / "run.pt")["traces"] == training.traces
+    again = pretrained(tmp_path, config, settings, trace=True)
+    assert again.traces == training.traces
+    # Looking on changes nothing.
+    (tmp_path / "plain").mkdir()
+    plain = pretrained(tmp_path / "plain", config, settings)
+    assert plain.traces == []
+    assert_same_bits(dict(plain.model.state_dict()), dict(training.model.state_dict()))
+
+
+def test_a_stopped_run_has_each_trace_once(tmp_path, monkeypatch):
+    settings = replace(SETTINGS, steps=4, report_every=2)
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, "save", lambda training, path: training.step == 4)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path, settings=settings, trace=True)
+    resumed = pretrained(tmp_path, settings=settings, trace=True)
+    (tmp_path / "whole").mkdir()
+    assert resumed.traces == pretrained(tmp_path / "whole", settings=settings, trace=True).traces
+
+
+def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
+    row = result_row(uninterrupted)
+    assert row.pop("seconds") == pytest.approx(uninterrupted.seconds, abs=0.01)
+    assert row == {
+        "attention": "sagebwd",
+        "backend": "reference",
+        "qk_norm": True,
+        "smoothing": "k",
+        "granularity": None,
+        "ds_rounding": "stochastic",
+        "tokens_per_step": 96,
+        "learning_rate": 0.02,
+        "seed": 0,
+        "steps": 12,
+        "tokens": 1152,
+        "final_val_loss": uninterrupted.losses[-1]["validation_loss"],
+        "diverged": None,
+        "devices": 1,
+        "curve": [[96 * row["step"], row["validation_loss"]] for row in uninterrupted.losses],
+    }
+
+
+@pytest.mark.parametrize(("q", "k", "smoothing"), [(False, False, "none"), (True, True, "qk"), (True, False, "q")])
+def test_the_row_of_a_run_names_the_smoothing(q, k, smoothing):
+    config = replace(CONFIG, attention="sagebwd", backend="reference", smooth_q=q, smooth_k=k, granularity="row")
+    training = Pretraining(sixteen_letters(), config, SETTINGS)
+    training.report([])
+    row = result_row(training)
+    assert (row["smoothing"], row["granularity"], row["ds_rounding"]) == (smoothing, "row", "nearest")
+
+
+def test_the_row_of_exact_attention_says_nothing_about_sagebwd():
+    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
+    training.report([])
+    row = result_row(training)
+    assert [row[name] for name in ("backend", "smoothing", "granularity", "ds_rounding")] == [None] * 4
+
+
+# Command line
+
+OPTIONS = (  # noqa: SIM905 (as it is typed)
+    "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --tokens 512"
+    " --tokens-per-step 64 --micro-batch 2 --validation-sequences 4 --reports 4 --device cpu --no-autocast"
+    " --checkpoint run.pt --json run.json"
+).split()
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    return tmp_path
+
+
+def test_the_command_trains_and_records(text, capsys):
+    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity row --qk-norm --seed 3"
+    options = f"{sagebwd} --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25 --snapshots 2 5".split()
+    main([*OPTIONS, *options])
+    printed = capsys.readouterr()
+    assert "8/8" in printed.err
+    record = read_record(text / "run.json")
+    (row,) = record.rows
+    arguments = record.provenance["arguments"]
+    expected = {
+        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
+        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "row",
+        "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
+        "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
+        "compile": False,
+    }  # fmt: skip
+    assert expected.items() <= arguments.items()
+    assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
+    assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
+    assert f"8 steps, 512 tokens, {row['seconds']:.0f} s; validation loss {row['final_val_loss']:.4f}" in printed.out
+    assert record.provenance["corpus"]["name"] == "text.txt"
+    assert record.provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
+    assert record.provenance["traces"] == []
+    files = {"text.txt", "run.pt", "run.jsonl", "run.json", "run_step2.pt", "run_step5.pt"}
+    assert {x.name for x in text.iterdir()} == files
+    assert len(log_rows(text)) == 1 + 8 + 4
+
+
+def test_the_command_goes_on_where_it_was_and_repeats_its_record(text, monkeypatch):
+    with monkeypatch.context() as patch:
+        stopped(patch, ResumableTraining, "advance", lambda training: training.step == 5)
+        with pytest.raises(Stopped):
+            main([*OPTIONS, "--trace"])
+    assert not (text / "run.json").exists()
+    main([*OPTIONS, "--trace"])
+    first = read_record(text / "run.json")
+    assert len(first.provenance["traces"]) == 5 * 2 * len(INTERMEDIATES)
+    assert first.provenance["arguments"]["smooth_k"] is True
+    main([*OPTIONS, "--trace"])
+    again = read_record(text / "run.json")
+    assert (again.rows, again.provenance["traces"]) == (first.rows, first.provenance["traces"])
+
+
+def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys):
+    poisoned(monkeypatch, step=3, loss=math.nan)
+    main(OPTIONS)
+    assert "3 steps, 192 tokens, 0 s; diverged: the loss of step 3 is not finite" in capsys.readouterr().out
+    (row,) = read_record(text / "run.json").rows
+    assert row["diverged"] == "the loss of step 3 is not finite"
+
+
+def test_the_command_trains_on_byte_pairs_in_bfloat16(text):
+    main([*OPTIONS, "--vocabulary", "280", "--autocast"])
+    record = read_record(text / "run.json")
+    assert record.provenance["corpus"]["vocabulary"] == record.provenance["arguments"]["vocab_size"] == 280
+    assert record.provenance["arguments"]["autocast"] is True
+    assert len(list((text / "runs").glob("corpus_*_280.bin"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens-per-step", "65"], "tokens_per_step: expected a multiple of 16, got 65"),
+        (["--tokens", "513"], "tokens: expected a multiple of 64, got 513"),
+    ],
+)
+def test_tokens_that_make_no_whole_steps_are_refused(text, options, message):
+    with pytest.raises(SystemExit, match=message):
+        main([*OPTIONS, *options])

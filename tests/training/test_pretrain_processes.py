@@ -1,0 +1,246 @@
+"""Pre-training in processes of its own: killed with SIGKILL again and again, and two that train one model together."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from pretrain_cases import SETTINGS, STOCHASTIC, assert_same_bits, log_rows, pretrained, saved
+
+from sage_ref.__main__ import main
+from sage_ref.records import REPOSITORY, read_record
+from sage_ref.training import pretrain as pretrain_module
+from sage_ref.training.pretrain import Pretraining
+
+# Killed
+
+SNAPSHOTS = (4, 7)
+PLACES = {"step": "advance", "report": "report", "checkpoint": "save"}
+
+
+def run(folder, kill=None):
+    """A whole run in `folder`. kill: (place, step, events): after so many calls and returns of Python functions,
+    counted from the start of the process, or from the first step, report or checkpoint not before `step`, it is over.
+    """
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars
+    if kill is not None:
+        place, step, events = kill
+        left = iter(range(events))
+
+        def watch(frame, event, argument):
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if place == "start":
+            sys.setprofile(watch)
+        else:
+            original = getattr(Pretraining, PLACES[place])
+
+            def watched(training, *arguments):
+                if training.step >= step:
+                    sys.setprofile(watch)
+                return original(training, *arguments)
+
+            setattr(Pretraining, PLACES[place], watched)
+    pretrained(folder, STOCHASTIC, SETTINGS, snapshots=SNAPSHOTS)
+
+
+def counted_run(folder, monkeypatch):
+    """A run that nothing interrupts, and how many calls and returns each place takes at least."""
+    events, now = {}, 0
+
+    def watch(frame, event, argument):
+        nonlocal now
+        now += 1
+
+    def counting(place, original):
+        def counted(*arguments):
+            before = now
+            found = original(*arguments)
+            events[place] = min(events.get(place, now - before), now - before)
+            return found
+
+        return counted
+
+    for place, name in PLACES.items():
+        monkeypatch.setattr(Pretraining, name, counting(place, getattr(Pretraining, name)))
+    for name in ("__init__", "load"):
+        monkeypatch.setattr(Pretraining, name, counting(name, getattr(Pretraining, name)))
+    monkeypatch.setattr(pretrain_module.Log, "__init__", counting("log", pretrain_module.Log.__init__))
+    sys.setprofile(watch)
+    try:
+        pretrained(folder, STOCHASTIC, SETTINGS, snapshots=SNAPSHOTS)
+        pretrained(folder, STOCHASTIC, SETTINGS, snapshots=SNAPSHOTS)  # for `load`
+    finally:
+        sys.setprofile(None)
+    events["start"] = events.pop("__init__") + events.pop("load") + events.pop("log")
+    monkeypatch.undo()
+    return events
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """forked(*arguments) -> exit code of `run` in a process of its own, forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    # The last two are what a first step of training imports.
+    context.set_forkserver_preload(["pytest", "sage_ref.training.pretrain", "numpy.random", "torch._dynamo"])
+
+    def start(*arguments):
+        process = context.Process(target=run, args=arguments)
+        process.start()
+        process.join(timeout=120)
+        exit_code = process.exitcode
+        process.kill()
+        return exit_code
+
+    return start
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_killed_ten_times_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch, forked, seed):
+    """At a random call within a random step, report, checkpoint or start, and at last within the last checkpoint."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    events = counted_run(whole, monkeypatch)
+    draw = random.Random(seed)
+    places = ["step"] * 4 + ["report"] + ["checkpoint"] * 2 + ["start"] * 2
+    draw.shuffle(places)
+    steps = sorted(draw.randrange(SETTINGS.steps - SETTINGS.report_every) for _ in places)
+    # Half as many calls again: into what comes after that place.
+    plan = [(*at, draw.randrange(events[at[0]] * 3 // 2)) for at in zip(places, steps, strict=True)]
+    plan.append(("checkpoint", SETTINGS.steps, draw.randrange(events["checkpoint"])))
+    assert len(plan) == 10
+    for kill in plan:
+        assert forked(killed, kill) == -signal.SIGKILL
+    assert forked(killed) == 0
+    assert log_rows(killed) == log_rows(whole)
+    files = {file.name for file in whole.iterdir()}
+    assert {file.name for file in killed.iterdir() if not file.name.startswith(".")} == files
+    for name in files - {"run.jsonl"}:
+        assert_same_bits(saved(killed / name), saved(whole / name), name)
+
+
+# Two processes, one model
+
+OPTIONS = (  # noqa: SIM905 (as it is typed)
+    "pretrain --corpus {text} --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --qk-norm --tokens 512"
+    " --tokens-per-step 64 --micro-batch 1 --validation-sequences 4 --reports 4 --snapshots 4 --device cpu"
+    " --no-autocast --checkpoint {folder}/run.pt --json {folder}/run.json"
+).split()
+# Runs every list of arguments, all in one group. In folders "..._nan" the second process gets no loss from step 2 on.
+TOGETHER = """
+import contextlib, json, math, sys
+import torch
+from sage_ref.__main__ import main
+from sage_ref.training import pretrain
+torch.set_num_threads(1)
+loss_of = pretrain.Pretraining.loss
+def loss(training, *batch):
+    is_poisoned = poisoned and training.step >= 2 and torch.is_grad_enabled() and training.processes.rank == 1
+    return loss_of(training, *batch) * (math.nan if is_poisoned else 1)
+pretrain.Pretraining.loss = loss
+with pretrain.processes("cpu") as group:
+    pretrain.processes = lambda device: contextlib.nullcontext(group)
+    for arguments in json.loads(sys.argv[1]):
+        poisoned = any("_nan/" in argument for argument in arguments)
+        main(arguments)
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+
+
+def arguments(folder, *more):
+    places = {"folder": folder, "text": folder.parent / "text.txt"}
+    return [option.format(**places) for option in OPTIONS] + list(more)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of folders: the same run by one process, by two with DDP and with FSDP, and those that changed over."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    main(arguments(folder / "one"))
+    shutil.copytree(folder / "one", folder / "one_then_fsdp")
+    (folder / "one_then_fsdp" / "run_step4.pt").replace(folder / "one_then_fsdp" / "run.pt")
+    together = [("ddp",), ("fsdp", "--fsdp"), ("one_then_fsdp", "--fsdp"), ("ddp_nan",), ("fsdp_nan", "--fsdp")]
+    together = json.dumps([arguments(folder / name, *more) for name, *more in together])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *TORCHRUN, sys.executable, "-c", TOGETHER, together]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.terminate()  # torchrun then ends what it started
+    assert process.returncode == 0, errors
+    (folder / "fsdp_then_one").mkdir()
+    shutil.copy(folder / "fsdp" / "run_step4.pt", folder / "fsdp_then_one" / "run.pt")
+    main(arguments(folder / "fsdp_then_one"))
+    return folder
+
+
+def values(folder, name):
+    return [row[name] for row in log_rows(folder) if name in row]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_train_like_one_that_reads_as_many_tokens(runs, way):
+    one, two = runs / "one", runs / way
+    assert values(two, "step") == values(one, "step")
+    assert values(two, "tokens") == values(one, "tokens")
+    for name in ("loss", "gradient_norm", "validation_loss"):
+        assert values(two, name)[0] == pytest.approx(values(one, name)[0], rel=1e-6), name
+        assert values(two, name) == pytest.approx(values(one, name), rel=1e-4), name
+    (row,), (expected,) = read_record(two / "run.json").rows, read_record(one / "run.json").rows
+    assert (row["devices"], expected["devices"]) == (2, 1)
+    differ = {"devices", "seconds", "final_val_loss", "curve"}
+    assert {name: row[name] for name in row.keys() - differ} == {name: expected[name] for name in row.keys() - differ}
+    assert {file.name for file in two.iterdir()} == {file.name for file in one.iterdir()}
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["run.pt", "run_step4.pt"])
+def test_two_processes_save_what_one_does(runs, way, name):
+    """Whole weights and averages of AdamW, under the same names, with what noise in float32 makes of them."""
+
+    def same(found, expected, place):
+        if isinstance(expected, torch.Tensor):
+            assert type(found) is torch.Tensor, place
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype), place
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, msg=place)
+        else:
+            assert found.keys() == expected.keys(), place
+            for key in expected:
+                same(found[key], expected[key], f"{place}, {key}")
+
+    found, expected = saved(runs / way / name), saved(runs / "one" / name)
+    assert found.keys() == expected.keys()
+    assert (found["step"], found["arguments"]) == (expected["step"], expected["arguments"])
+    same(found["model"], expected["model"], "model")
+    same(found["optimizer"]["state"], expected["optimizer"]["state"], "optimizer")
+
+
+@pytest.mark.parametrize("way", ["one_then_fsdp", "fsdp_then_one"])
+def test_a_run_changes_over_between_one_process_and_two(runs, way):
+    one, changed = runs / "one", runs / way
+    steps = values(changed, "step")
+    assert steps == values(one, "step")[-len(steps) :]
+    assert values(changed, "loss")[-4:] == pytest.approx(values(one, "loss")[-4:], rel=1e-4)
+    assert values(changed, "validation_loss")[-2:] == pytest.approx(values(one, "validation_loss")[-2:], rel=1e-4)
+    assert read_record(changed / "run.json").rows[0]["devices"] == (2 if way == "one_then_fsdp" else 1)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_what_diverges_in_one_process_ends_the_run_in_both(runs, way):
+    reason = "the loss of step 2 is not finite"
+    assert log_rows(runs / f"{way}_nan")[-1] == {"step": 2, "diverged": reason}
+    assert saved(runs / f"{way}_nan" / "run.pt")["diverged"] == reason
+    assert read_record(runs / f"{way}_nan" / "run.json").rows[0]["diverged"] == reason
