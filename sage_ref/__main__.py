@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from sage_ref.backend import triton_obstacle
 from sage_ref.command_line import positive, tile_size
 from sage_ref.experiments import commands as training
 from sage_ref.records import RECORDED, Record, markdown_table, provenance, read_record, replaced, write_record
+from sage_ref.sagebwd.api import triton_obstacle
 
 MEASURES = {"cosine": ".4f", "rel_l2": ".4f", "rms": ".1e"}
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_ref.backend import reference_attention, sagebwd_attention
+from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.whole import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 

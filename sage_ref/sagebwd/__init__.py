@@ -10,8 +10,8 @@ from sage_ref.sagebwd.whole import (
     smooth,
     tiled_backward,
     tiled_forward,
-    tiles,
 )
+from sage_ref.shapes import tiles
 
 __all__ = [
     "GRANULARITIES",

@@ -20,6 +20,7 @@ from torch import Tensor
 from sage_ref.attention import AttentionBackward, AttentionForward, causal_mask, softmax_scale
 from sage_ref.checks import refuse_second_derivative
 from sage_ref.quantization import ROUNDINGS, BlockShape, QuantizedTensor, fake_quantize, quantize, quantized_matmul
+from sage_ref.shapes import tiles, working_dtype
 from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query
 
 MATMULS = ("S", "O", "S_backward", "dV", "dP", "dQ", "dK")
@@ -76,11 +77,6 @@ class SmoothedInputs(NamedTuple):
     k: Tensor  # [..., Nk, D]: K - mu_K, or K
     q_mean: Tensor | None  # [..., Nq, D]: mu_Q in every row of its block
     key_mean_scores: Tensor | float  # [..., Nq, 1]: c Q mu_K^T, or 0
-
-
-def working_dtype(x: Tensor) -> torch.dtype:
-    """The reference computes in float32 whatever it is given, except float64, which it keeps."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def smooth(query: Tensor, key: Tensor, settings: SageBwdSettings) -> SmoothedInputs:
@@ -227,11 +223,6 @@ class SageBwdFunction(torch.autograd.Function):
         with torch.autocast(grad_output.device.type, enabled=False):
             gradients = sagebwd_backward(grad_output, *ctx.saved_tensors, ctx.settings)
         return gradients.grad_query, gradients.grad_key, gradients.grad_value, None
-
-
-def tiles(length: int, block: int) -> list[slice]:
-    """[0, block), [block, 2 block), ... up to length; the last tile may be partial."""
-    return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def require_paper_matmuls(settings: SageBwdSettings) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import check_count, check_heads, check_share
-from sage_ref.sagebwd.whole import working_dtype
+from sage_ref.shapes import working_dtype
 from sage_ref.smoothing import smooth_key
 
 FEATURE_MAPS = ("softmax", "elu+1", "relu")

@@ -9,9 +9,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sage_ref.backend import chosen_backend, repeat_heads, sparse_linear_attention, sparse_linear_obstacle
+from sage_ref.backend import chosen_backend
 from sage_ref.checks import check_count, check_heads, check_options, check_share
-from sage_ref.sagebwd.whole import working_dtype
+from sage_ref.shapes import repeat_heads, working_dtype
+from sage_ref.sla2.api import sparse_linear_attention, sparse_linear_obstacle
 from sage_ref.sla2.branches import BlockSettings, block_count, block_mass, into_blocks, selected_count, top_blocks
 from sage_ref.sla2.router import Relaxation, Router
 from sage_ref.sla2.whole import soft_sparse_linear_attention

@@ -22,7 +22,7 @@ from torch import Tensor
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import refuse_second_derivative
 from sage_ref.quantization import fake_quantize, quantize, quantized_matmul
-from sage_ref.sagebwd.whole import tiles, working_dtype
+from sage_ref.shapes import tiles, working_dtype
 from sage_ref.sla2.branches import (
     BlockSettings,
     divisor,

@@ -1,0 +1,72 @@
+"""`sagebwd_attention`: check the arguments, choose a backend, call it."""
+
+from torch import Tensor
+
+from sage_ref import backend as backends
+from sage_ref.attention import softmax_scale
+from sage_ref.checks import autocast, check_each, check_options, check_together
+from sage_ref.sagebwd.whole import SageBwdFunction, SageBwdSettings
+from sage_ref.shapes import repeat_heads
+
+
+def sagebwd_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention for training with six of its seven matmuls in INT8 (SageBwd, Algorithms 1 and 2).
+
+    O = softmax(c Q K^T) V with Q, K, P, V quantised in the forward pass and P, dO, dS, Q, K in the backward pass;
+    dP = dO V^T stays in 16 bit. Called like `torch.nn.functional.scaled_dot_product_attention`.
+
+    query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D]; float16, bfloat16, float32 or float64, all alike.
+    is_causal: query i sees keys 0..i, also when Nq != Nk.
+    scale: c; None means 1/sqrt(D).
+    enable_gqa: allow Hkv < H; H must be a multiple of Hkv, and heads in groups of H/Hkv share keys and values.
+    smooth_k, smooth_q: subtract the mean key of the sequence, the mean query of each block, before quantising.
+    backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else reference,
+        with one warning that says why.
+
+    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key and value. Under autocast,
+    inputs are cast as SDPA's are: all but float64, to the autocast dtype.
+
+    NaN and infinity: a scale is shared by a block, so a NaN in a query gives NaN in that query's block, and a NaN in
+    a value NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
+    (batch, key head), since the mean does; without, every query that sees a key of its block. Other heads and
+    batches never notice.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+    check_each(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    check_together(query, key, value, enable_gqa)
+    check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    if backends.chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
+        from sage_kernels.sagebwd.ops import sagebwd_attention as triton_attention
+
+        scale = softmax_scale(scale, query.shape[3])
+        return triton_attention(query, key, value, is_causal=is_causal, scale=scale, smooth_k=smooth_k)
+    settings = SageBwdSettings(is_causal=is_causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q)
+    return reference_attention(query, key, value, settings)
+
+
+def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> Tensor:
+    """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked."""
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
+    return SageBwdFunction.apply(query, key, value, settings)
+
+
+def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:
+    """Why the SageBwd kernels can't take this call, or None if they can."""
+    if backends.MISSING_PACKAGE:
+        return f"the package {backends.MISSING_PACKAGE} is not installed"
+    from sage_kernels.sagebwd.ops import obstacle
+
+    return obstacle(query, smooth_q)

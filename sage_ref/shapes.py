@@ -1,0 +1,22 @@
+"""Tiles, heads and dtypes: what the reference of SageBwd and that of SLA2 mean in the same way."""
+
+import torch
+from torch import Tensor
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The reference computes in float32 whatever it is given, except float64, which it keeps."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def tiles(length: int, block: int) -> list[slice]:
+    """[0, block), [block, 2 block), ... up to length; the last tile may be partial."""
+    return [slice(start, min(start + block, length)) for start in range(0, length, block)]
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, Hkv, Nk, D] for each of `heads` query heads: [B, H, Nk, D]."""
+    if x.shape[1] == heads:
+        return x
+    # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
+    return x.to(working_dtype(x)).repeat_interleave(heads // x.shape[1], dim=1)

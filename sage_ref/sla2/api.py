@@ -1,0 +1,74 @@
+"""`sparse_linear_attention`: check the arguments, choose a backend, call it."""
+
+from torch import Tensor
+
+from sage_ref import backend as backends
+from sage_ref.attention import softmax_scale
+from sage_ref.checks import autocast, check_alpha, check_block_mask, check_each, check_options, check_together
+from sage_ref.shapes import repeat_heads
+from sage_ref.sla2.branches import BlockSettings, block_count
+from sage_ref.sla2.whole import SparseLinearFunction
+
+
+def sparse_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Tensor,
+    alpha: Tensor | float,
+    *,
+    quantize: bool = False,
+    scale: float | None = None,
+    block_q: int = 128,
+    block_kv: int = 64,
+    backend: str = "auto",
+) -> Tensor:
+    """SLA2's attention for a given block mask: O = alpha O_s + (1 - alpha) O_l (Algorithms 2 and 3 of SLA2).
+
+    O_s = softmax(c Q K^T over the selected blocks) V; O_l = phi(Q) H / (phi(Q) Z), linear attention with phi = softmax
+    over the features, over the others.
+
+    query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D], Hkv a divisor of H; float16, bfloat16, float32 or float64, all
+        alike; any lengths, also Nq != Nk.
+    block_mask: bool, broadcastable to [B, H, ceil(Nq / block_q), ceil(Nk / block_kv)]; True selects a block. Partial
+        last blocks count the tokens they have. A query without a selected block has O_s = 0, one without an unselected
+        block O_l = 0.
+    alpha: weight of the softmax branch in [0, 1], a number or a floating tensor broadcastable to
+        [B, H, ceil(Nq / block_q)]. Not checked; with a negative alpha the kernels' dK and dV are NaN.
+    quantize: O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
+    scale: c; None means 1/sqrt(D).
+    backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else reference, with
+        one warning that says why.
+
+    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key, value and alpha. Under autocast
+    query, key and value are cast as SDPA's are.
+
+    NaN and infinity: every key and value is in one of the two branches, so a NaN in one of them reaches every query of
+    its (batch, key head); a NaN in a query reaches at most that query's block. Other heads and batches never notice.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+    check_each(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    check_together(query, key, value, enable_gqa=True)
+    check_options(scale, backend, quantize=quantize)
+    settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize)
+    blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
+    block_mask = check_block_mask(block_mask, query, blocks)
+    alpha = check_alpha(alpha, query, blocks[:3])
+    if backends.chosen_backend(backend, lambda: sparse_linear_obstacle(query, settings)) == "triton":
+        from sage_kernels.sla2.ops import sparse_linear_attention as triton_attention
+
+        scale = softmax_scale(scale, query.shape[3])
+        return triton_attention(query, key, value, block_mask, alpha, quantize=quantize, scale=scale)
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
+    return SparseLinearFunction.apply(query, key, value, block_mask, alpha, settings)
+
+
+def sparse_linear_obstacle(query: Tensor, settings: BlockSettings) -> str | None:
+    """Why the SLA2 kernels can't take this call, or None if they can."""
+    if backends.MISSING_PACKAGE:
+        return f"the package {backends.MISSING_PACKAGE} is not installed"
+    from sage_kernels.sla2.ops import obstacle
+
+    return obstacle(query, settings)
