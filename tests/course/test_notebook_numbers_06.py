@@ -32,7 +32,7 @@ from sage_ref.course.pretraining_results import (
     score_groups,
 )
 from sage_ref.experiments.gradient_noise import VARIANTS
-from sage_ref.experiments.tables import PAPER_TABLE2
+from sage_ref.experiments.table2 import PAPER_TABLE2
 from sage_ref.quantization import fake_quantize
 from sage_ref.records import REPOSITORY, Record, read_record
 

@@ -347,12 +347,9 @@ def test_the_table_has_mean_range_and_divergence_of_every_kind_of_run():
 # Command line
 
 
-@pytest.fixture
-def text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
-    return tmp_path
 
 
 COMMAND = ["pretrain-grid", "--plan", "cpu", "--folder", "grid"]

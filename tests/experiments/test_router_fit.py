@@ -40,7 +40,6 @@ from sage_ref.records import Record, read_record
 from sage_ref.sla2.branches import SLA, block_count, top_blocks
 from sage_ref.sla2.router import LEAST_WEIGHT, PRINTED, Relaxation, soft_top_k
 from sage_ref.sla2.whole import soft_sparse_linear_attention
-from sage_ref.training import video_like as structured
 from sage_ref.training.capture import Capture, write_capture
 from sage_ref.training.video_like import VideoLike, video_like
 
@@ -405,7 +404,7 @@ def test_the_command_fits_prints_and_records(tmp_path, monkeypatch, capsys):
 def test_the_command_takes_made_up_data_and_studies_every_stand_in(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(router_training, "STUDY", (PRINTED,))
-    monkeypatch.setattr(structured, "VideoLike", partial(VideoLike, grid=DATA.grid, cube=DATA.cube))
+    monkeypatch.setattr(router_training, "VideoLike", partial(VideoLike, grid=DATA.grid, cube=DATA.cube))
     options = "--outlier 120 --k 3 --seeds 1 --steps 1 --study --device cpu --json out.json"
     main(["train-router", *options.split()])
     record = read_record(tmp_path / "out.json")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from datetime import datetime
 
 import pytest
 import torch
@@ -19,14 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_ref import __main__ as command_line
+from sage_ref.__main__ import COMMANDS, main
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.experiments import tables
-from sage_ref.records import REPOSITORY, read_record
+from sage_ref.records import REPOSITORY
 from sage_ref.sagebwd.whole import SageBwdSettings, sagebwd_backward, sagebwd_forward
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-TABLE1 = ["table1", "--n", "32", "--head-dim", "16", "--blocks", "16x16", "8x16", "--seeds", "2", "--json"]
 
 
 def python(program, *arguments):
@@ -162,66 +159,26 @@ def test_make_installs_the_same_pins():
 
 def test_help_names_every_command():
     done = subprocess.run([sys.executable, "-m", "sage_ref", "--help"], capture_output=True, text=True, check=True)
-    for name, *_ in command_line.COMMANDS:
+    for name in COMMANDS:
         assert re.search(rf"^ +{name}\s", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for name, *_ in command_line.COMMANDS])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_json(capsys, name):
     with pytest.raises(SystemExit) as stop:
-        command_line.main([name, "--help"])
+        main([name, "--help"])
     assert stop.value.code == 0
     assert "--json FILE" in capsys.readouterr().out
 
 
 def test_info_says_what_this_machine_runs(capsys, tmp_path):
-    command_line.main(["info", "--json", str(tmp_path / "info.json")])
+    main(["info", "--json", str(tmp_path / "info.json")])
     printed = capsys.readouterr().out
     facts = json.loads((tmp_path / "info.json").read_text())
     assert facts["torch"] == torch.__version__
     assert re.match("triton|reference, because ", facts["backend chosen by auto"])
     for name, value in facts.items():
         assert f"| {name} | {value} |" in printed
-
-
-def test_table1_prints_a_table_and_records_where_it_comes_from(capsys, tmp_path):
-    command_line.main([*TABLE1, str(tmp_path / "table1.json")])
-    printed = capsys.readouterr().out
-    record = read_record(tmp_path / "table1.json")
-    assert len(record.rows) == 2 * 2 * len(tables.PAPER_TABLE1) * len(tables.TENSORS)
-    facts = record.provenance
-    assert facts["command"] == f"python -m sage_ref {' '.join(TABLE1)} {tmp_path / 'table1.json'}"
-    assert facts["seeds"] == [0, 1]
-    assert facts["torch"] == torch.__version__
-    assert facts["commit"]
-    assert datetime.fromisoformat(facts["date"]).tzinfo
-    best = tables.closest_setting(record)
-    assert f"Closest to the paper over all rows: {command_line.describe(best)}" in printed
-    for row in record.select(**best):
-        assert f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # the checkpoint is gone
-
-
-def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
-    measure, measured = tables._table1_rows, []
-
-    def killed_in_the_third(n, head_dim, sigma, sweep, device):
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        measured.append(sigma)
-        return measure(n, head_dim, sigma, sweep, device)
-
-    monkeypatch.setattr(tables, "_table1_rows", killed_in_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        command_line.main([*TABLE1, str(tmp_path / "table1.json")])
-    assert [path.name for path in tmp_path.iterdir()] == ["table1.partial"]
-    monkeypatch.setattr(
-        tables, "_table1_rows", lambda n, d, sigma, *rest: measured.append(sigma) or measure(n, d, sigma, *rest)
-    )
-    command_line.main([*TABLE1, str(tmp_path / "table1.json")])
-    assert measured == list(tables.PAPER_TABLE1)
-    command_line.main([*TABLE1, str(tmp_path / "again.json")])
-    assert read_record(tmp_path / "table1.json").rows == read_record(tmp_path / "again.json").rows
 
 
 @pytest.mark.parametrize(
@@ -243,7 +200,7 @@ def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
 )
 def test_bad_options_are_named(capsys, options, message):
     with pytest.raises(SystemExit) as stop:
-        command_line.main(options)
+        main(options)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

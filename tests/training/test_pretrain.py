@@ -9,15 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, assert_same_bits, log_rows, pretrained, saved, sixteen_letters
+from pretrain_cases import (
+    CONFIG,
+    SETTINGS,
+    STOCHASTIC,
+    Stopped,
+    assert_same_bits,
+    log_rows,
+    poisoned,
+    pretrained,
+    saved,
+    sixteen_letters,
+    stopped,
+)
 
-from sage_ref.__main__ import main
-from sage_ref.experiments.tables import table2_rows
 from sage_ref.models.llama import Llama
-from sage_ref.records import read_record, replaced
+from sage_ref.records import replaced
 from sage_ref.tracing import INTERMEDIATES
 from sage_ref.training import pretrain as pretrain_module
-from sage_ref.training.capture import attention_tensors, next_token_loss
+from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import ResumableTraining
 from sage_ref.training.pretrain import (
@@ -321,26 +331,6 @@ def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
 # Stopped and resumed
 
 
-class Stopped(KeyboardInterrupt):
-    pass
-
-
-def stopped(monkeypatch, owner, name, when, *, after=False):
-    """The call of owner.name for which `when(its arguments)` holds stops the run: before it did anything, or after."""
-    original = getattr(owner, name)
-
-    def watched(*arguments):
-        is_last = when(*arguments)
-        if is_last and not after:
-            raise Stopped
-        found = original(*arguments)
-        if is_last:
-            raise Stopped
-        return found
-
-    monkeypatch.setattr(owner, name, watched)
-
-
 @pytest.mark.parametrize(
     ("name", "when", "after"),
     [
@@ -495,25 +485,6 @@ def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_wei
 # Divergence
 
 
-def poisoned(monkeypatch, *, step, loss=None, gradient=None):
-    """From `step` on the loss of every pass is `loss`, or the gradient of one weight is `gradient`."""
-    accumulate, loss_of = Pretraining.accumulate_gradients, Pretraining.loss
-
-    def poisoned_loss(training, inputs, targets):
-        found = loss_of(training, inputs, targets)
-        is_poisoned = loss is not None and training.step >= step and torch.is_grad_enabled()
-        return found * 0 + loss if is_poisoned else found
-
-    def poisoned_gradients(training):
-        total = accumulate(training)
-        if gradient is not None and training.step >= step:
-            training.model.norm.weight.grad[0] = gradient
-        return total
-
-    monkeypatch.setattr(Pretraining, "loss", poisoned_loss)
-    monkeypatch.setattr(Pretraining, "accumulate_gradients", poisoned_gradients)
-
-
 DIVERGENCES = {
     "loss nan": ({"step": 6, "loss": math.nan}, 6, "the loss of step 6 is not finite"),
     "loss infinite": ({"step": 6, "loss": math.inf}, 6, "the loss of step 6 is not finite"),
@@ -620,7 +591,7 @@ def test_a_trace_is_the_error_of_every_layer_at_every_report(tmp_path):
     assert places == [(step, layer, name) for step in range(3) for layer in range(2) for name in INTERMEDIATES]
     _, validation = sixteen_letters().split(0.02)
     batch = validation.batch(1, 24, seed=0, step=0)
-    expected = table2_rows(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
+    expected = attention_errors(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
     assert training.traces[-2 * len(INTERMEDIATES) :] == [{"step": 2} | row for row in expected]
     assert all(x.grad is None for x in training.model.parameters())
     assert saved(tmp_path / "run.pt")["traces"] == training.traces
@@ -680,90 +651,3 @@ def test_the_row_of_exact_attention_says_nothing_about_sagebwd():
     training.report([])
     row = result_row(training)
     assert [row[name] for name in ("backend", "smoothing", "granularity", "ds_rounding")] == [None] * 4
-
-
-# Command line
-
-OPTIONS = (  # noqa: SIM905 (as it is typed)
-    "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --tokens 512"
-    " --tokens-per-step 64 --micro-batch 2 --validation-sequences 4 --reports 4 --device cpu --no-autocast"
-    " --checkpoint run.pt --json run.json"
-).split()
-
-
-@pytest.fixture
-def text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
-    return tmp_path
-
-
-def test_the_command_trains_and_records(text, capsys):
-    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity row --qk-norm --seed 3"
-    options = f"{sagebwd} --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25 --snapshots 2 5".split()
-    main([*OPTIONS, *options])
-    printed = capsys.readouterr()
-    assert "8/8" in printed.err
-    record = read_record(text / "run.json")
-    (row,) = record.rows
-    arguments = record.provenance["arguments"]
-    expected = {
-        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
-        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "row",
-        "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
-        "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
-        "compile": False,
-    }  # fmt: skip
-    assert expected.items() <= arguments.items()
-    assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
-    assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
-    assert f"8 steps, 512 tokens, {row['seconds']:.0f} s; validation loss {row['final_val_loss']:.4f}" in printed.out
-    assert record.provenance["corpus"]["name"] == "text.txt"
-    assert record.provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
-    assert record.provenance["traces"] == []
-    files = {"text.txt", "run.pt", "run.jsonl", "run.json", "run_step2.pt", "run_step5.pt"}
-    assert {x.name for x in text.iterdir()} == files
-    assert len(log_rows(text)) == 1 + 8 + 4
-
-
-def test_the_command_goes_on_where_it_was_and_repeats_its_record(text, monkeypatch):
-    with monkeypatch.context() as patch:
-        stopped(patch, ResumableTraining, "advance", lambda training: training.step == 5)
-        with pytest.raises(Stopped):
-            main([*OPTIONS, "--trace"])
-    assert not (text / "run.json").exists()
-    main([*OPTIONS, "--trace"])
-    first = read_record(text / "run.json")
-    assert len(first.provenance["traces"]) == 5 * 2 * len(INTERMEDIATES)
-    assert first.provenance["arguments"]["smooth_k"] is True
-    main([*OPTIONS, "--trace"])
-    again = read_record(text / "run.json")
-    assert (again.rows, again.provenance["traces"]) == (first.rows, first.provenance["traces"])
-
-
-def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys):
-    poisoned(monkeypatch, step=3, loss=math.nan)
-    main(OPTIONS)
-    assert "3 steps, 192 tokens, 0 s; diverged: the loss of step 3 is not finite" in capsys.readouterr().out
-    (row,) = read_record(text / "run.json").rows
-    assert row["diverged"] == "the loss of step 3 is not finite"
-
-
-def test_the_command_trains_on_byte_pairs_in_bfloat16(text):
-    main([*OPTIONS, "--vocabulary", "280", "--autocast"])
-    record = read_record(text / "run.json")
-    assert record.provenance["corpus"]["vocabulary"] == record.provenance["arguments"]["vocab_size"] == 280
-    assert record.provenance["arguments"]["autocast"] is True
-    assert len(list((text / "runs").glob("corpus_*_280.bin"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tokens-per-step", "65"], "tokens_per_step: expected a multiple of 16, got 65"),
-        (["--tokens", "513"], "tokens: expected a multiple of 64, got 513"),
-    ],
-)
-def test_tokens_that_make_no_whole_steps_are_refused(text, options, message):
-    with pytest.raises(SystemExit, match=message):
-        main([*OPTIONS, *options])
