@@ -46,7 +46,7 @@ MOVED = {
 
 
 class MovedModules(MetaPathFinder):
-    """Asked last, when no other finder knows the name."""
+    """Asked first: a folder of an old checkout in which only __pycache__ is left would be found as a package."""
 
     def find_spec(self, name, path=None, target=None):
         if name in MOVED:
@@ -56,4 +56,4 @@ class MovedModules(MetaPathFinder):
 def install() -> None:
     """Once, whatever imports it again."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(MovedModules())
+        sys.meta_path.insert(0, MovedModules())

@@ -47,9 +47,10 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def test_every_module_imports_without_triton():
+def test_every_module_imports_without_triton_and_without_a_checkout():
     program = """
-import importlib, pkgutil, sage_ref
+import importlib, pkgutil, sage_ref, sage_ref.records
+sage_ref.records._is_checkout = lambda folder: False
 names = [m.name for m in pkgutil.walk_packages(sage_ref.__path__, "sage_ref.")]
 for name in names:
     importlib.import_module(name)
@@ -60,28 +61,26 @@ print(*names)
     assert {str(f.relative_to(REPOSITORY).with_suffix("")).replace(os.sep, ".") for f in files} <= set(modules)
 
 
-def test_attention_needs_torch_alone():
+def test_attention_and_the_list_of_commands_need_torch_alone():
     """torch itself imports numpy where it finds it, so absence is tested by taking everything else away."""
     program = """
-import torch, sage_ref
+import contextlib, sys, torch, sage_ref
+from sage_ref.__main__ import COMMANDS, main
 q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 sage_ref.sagebwd_attention(*sage_ref.QKNorm(8)(q, k), v, backend="reference").sum().backward()
 for model in (sage_ref.SLA(8, 2), sage_ref.SLA2(8, 2, backend="reference"), sage_ref.SLA2(8, 2).stage(1)):
     model(q, k, v).sum().backward()
-print(q.grad.isfinite().all().item())
+assert q.grad.isfinite().all()
+with contextlib.suppress(SystemExit):
+    main(["--help"])
+assert not {command.module for command in COMMANDS.values()} & set(sys.modules)
+main(["info"])
 """
-    others = (
-        "triton",
-        "sage_kernels",
-        "numpy",
-        "matplotlib",
-        "tqdm",
-        "safetensors",
-        "tokenizers",
-        "hypothesis",
-        "pytest",
-    )
-    assert python(BLOCK + program, *others).split() == ["True"]
+    others = "triton sage_kernels numpy scipy matplotlib tqdm safetensors tokenizers hypothesis pytest"
+    printed = python(BLOCK + program, *others.split())
+    for name in COMMANDS:
+        assert re.search(rf"^ +{name}\s", printed, re.MULTILINE)
+    assert "| backend chosen by auto | reference, because" in printed
 
 
 def test_importing_is_quick_and_brings_nothing_else():
@@ -91,10 +90,12 @@ before, start = set(sys.modules), time.perf_counter()
 import sage_ref
 print(time.perf_counter() - start, *{name.partition(".")[0] for name in set(sys.modules) - before})
 """
-    runs = [python(program).split() for _ in range(3)]
-    assert min(float(seconds) for seconds, *_ in runs) <= 0.3  # over `import torch`
-    brought = set(runs[0][1:]) - sys.stdlib_module_names
-    assert brought == {"sage_ref"}
+    for _ in range(3):  # something else may run on the machine
+        seconds, *brought = python(program).split()
+        if float(seconds) <= 0.3:  # over `import torch`
+            break
+    assert float(seconds) <= 0.3
+    assert set(brought) - sys.stdlib_module_names == {"sage_ref"}
 
 
 # Pins: pyproject.toml gives ranges, constraints.txt the versions, environment.yml installs under them
@@ -155,12 +156,6 @@ def test_make_installs_the_same_pins():
 
 
 # Command line
-
-
-def test_help_names_every_command():
-    done = subprocess.run([sys.executable, "-m", "sage_ref", "--help"], capture_output=True, text=True, check=True)
-    for name in COMMANDS:
-        assert re.search(rf"^ +{name}\s", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
