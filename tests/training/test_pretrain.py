@@ -30,14 +30,7 @@ from sage_ref.training import pretrain as pretrain_module
 from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import ResumableTraining
-from sage_ref.training.pretrain import (
-    Pretraining,
-    Processes,
-    load_model,
-    processes,
-    result_row,
-    snapshot_path,
-)
+from sage_ref.training.pretrain import Pretraining, Processes, load_model, processes, result_row, snapshot_path
 
 SNAPSHOTS = (3, 8)
 
@@ -320,10 +313,7 @@ def test_a_snapshot_goes_on_to_the_same_end(tmp_path, uninterrupted, folder):
 def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
     model, arguments = load_model(folder / "run_step3.pt")
     assert model.config == STOCHASTIC
-    assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {
-        "corpus_sha256": sixteen_letters().sha256,
-        "step": 3,
-    }
+    assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {"corpus_sha256": sixteen_letters().sha256, "step": 3}
     model, _ = load_model(folder / "run.pt")
     assert_same_bits(dict(model.state_dict()), dict(uninterrupted.model.state_dict()))
 

@@ -67,8 +67,7 @@ def shape_alone(size, **fixed):
 
 
 @pytest.mark.parametrize(
-    ("shape", "area"),
-    [("disc", np.pi * 0.2**2), ("square", 4 * 0.16**2), ("ring", np.pi * (0.2**2 - 0.1**2))],
+    ("shape", "area"), [("disc", np.pi * 0.2**2), ("square", 4 * 0.16**2), ("ring", np.pi * (0.2**2 - 0.1**2))]
 )
 def test_shapes_have_their_area_and_move_by_their_velocity(shape, area):
     white = np.ones((2, 3))
