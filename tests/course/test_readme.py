@@ -1,5 +1,6 @@
 """The READMEs say what the records say."""
 
+import itertools
 import re
 
 import matplotlib.pyplot as plt
@@ -17,25 +18,38 @@ from sage_ref.records import REPOSITORY, Record, read_record, write_record
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_measured_parts_are_in_step(name):
-    assert rewritten(name) == (REPOSITORY / name).read_text(), "run `python -m sage_ref readme`"
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_stale_part_is_noticed(name, monkeypatch):
-    sections = {section: lambda: "something else" for section in SECTIONS[name]}
-    monkeypatch.setitem(readme.SECTIONS, name, sections)
-    assert rewritten(name) != (REPOSITORY / name).read_text()
-
-
-def test_a_missing_marker_is_an_error(monkeypatch):
-    monkeypatch.setitem(readme.SECTIONS, "README.md", {"no such part": lambda: ""})
+def test_measured_parts_are_in_step_and_a_stale_one_is_noticed(name, monkeypatch):
+    text = (REPOSITORY / name).read_text()
+    assert rewritten(name) == text, "run `python -m sage_ref readme`"
+    for section in SECTIONS[name]:
+        monkeypatch.setitem(readme.SECTIONS, name, {section: lambda: "something else"})
+        assert rewritten(name) != text
+    monkeypatch.setitem(readme.SECTIONS, name, {"no such part": lambda: ""})
     with pytest.raises(ValueError, match="no such part"):
-        rewritten("README.md")
+        rewritten(name)
+
+
+def test_every_table_of_times_says_how_it_was_timed():
+    """In the paragraph above it."""
+    timed = {
+        "speed",
+        "lengths",
+        "forward",
+        "backward",
+        "limits",
+        "sla2",
+        "sla2_ladder",
+        "sla2_parts",
+        "pretraining_speed",
+    }
+    paragraphs = (REPOSITORY / "RESULTS.md").read_text().replace("\n", " ").split("<!-- begin ")
+    for before, after in itertools.pairwise(paragraphs):
+        if after.split()[0] in timed:
+            assert re.search(r"paired\s+numbers to come", before.rpartition("<!-- end")[2].lower()), after.split()[0]
 
 
 def test_links_and_pictures_exist():
-    for name in SECTIONS:
+    for name in (*SECTIONS, "kernels/README.md"):
         folder = (REPOSITORY / name).parent
         for target in re.findall(r"\]\(([^)#]+)\)", (REPOSITORY / name).read_text()):
             assert (folder / target).exists(), f"{name}: {target}"

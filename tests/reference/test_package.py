@@ -101,45 +101,35 @@ print(time.perf_counter() - start, *{name.partition(".")[0] for name in set(sys.
 # Pins: pyproject.toml gives ranges, constraints.txt the versions, environment.yml installs under them
 
 
-def pins():
-    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    names = [canonical(pin.name) for pin in found]
-    assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"==[^*,]+", str(pin.specifier)) for pin in found)
-    return {name: str(pin.specifier).removeprefix("==") for name, pin in zip(names, found, strict=True)}
-
-
 def canonical(name):
     return re.sub("[-_.]+", "-", name).lower()
 
 
-def requirements():
+@pytest.fixture(scope="module")
+def pins():
+    """name -> version, from constraints.txt."""
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"==[^*,]+", str(pin.specifier)) for pin in found)
+    pinned = {canonical(pin.name): str(pin.specifier).removeprefix("==") for pin in found}
+    assert len(pinned) == len(found)
+    return pinned
+
+
+def test_every_requirement_is_pinned_within_its_range_and_the_course_extra_is_all_extras(pins):
     extras = PROJECT["optional-dependencies"]
-    return [Requirement(text) for text in [*PROJECT["dependencies"], *(r for some in extras.values() for r in some)]]
-
-
-def test_every_requirement_is_pinned_within_its_range():
-    pinned = pins()
-    for requirement in requirements():
-        if canonical(requirement.name) == PROJECT["name"]:
-            assert requirement.extras < set(PROJECT["optional-dependencies"])
-        else:
-            assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
-
-
-def test_the_pins_are_the_pair_of_torch_and_triton_that_belong_together():
-    assert (pins()["torch"], pins()["triton"]) == ("2.13.0", "3.7.1")
-    lowest = {r.name: str(r.specifier) for r in requirements() if r.name in ("torch", "triton")}
+    (course,) = map(Requirement, extras["course"])
+    assert course.extras == set(extras) - {"course"}
+    others = [text for name, texts in extras.items() if name != "course" for text in texts]
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *others]):
+        assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
+    # The pair of torch and triton that belong together, and the lowest that do.
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
+    lowest = {r.name: str(r.specifier) for r in map(Requirement, [*PROJECT["dependencies"], *extras["kernels"]])}
     assert lowest == {"torch": ">=2.11", "triton": ">=3.6"}
 
 
-def test_the_course_extra_is_all_extras():
-    (course,) = map(Requirement, PROJECT["optional-dependencies"]["course"])
-    assert course.extras == set(PROJECT["optional-dependencies"]) - {"course"}
-
-
-def test_conda_installs_the_same_pins():
+def test_conda_and_make_install_the_same_pins(pins):
     environment = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
     *packages, by_pip = environment["dependencies"]
     assert by_pip == {"pip": ["--constraint constraints.txt", "--editable .[course]"]}
@@ -147,10 +137,7 @@ def test_conda_installs_the_same_pins():
     assert SpecifierSet(PROJECT["requires-python"]).contains(version)
     assert "pip" in packages
     # Whatever else conda brings must not be a second source of a pinned package.
-    assert not {canonical(re.split("[=<> ]", package)[0]) for package in packages} & set(pins())
-
-
-def test_make_installs_the_same_pins():
+    assert not {canonical(re.split("[=<> ]", package)[0]) for package in packages} & set(pins)
     makefile = (REPOSITORY / "Makefile").read_text()
     assert re.search(r"pip install .*--constraint constraints\.txt .*--editable \.\[course\]", makefile)
 

@@ -64,6 +64,9 @@ def test_the_gradients_of_a_step_are_those_of_its_batch():
     train_corpus, _ = sixteen_letters().split(0.02)
     torch.manual_seed(3)
     model = Llama(CONFIG)
+    before = torch.get_rng_state()
+    Pretraining(sixteen_letters(), CONFIG, SETTINGS)  # leaves torch's random numbers alone
+    assert torch.equal(torch.get_rng_state(), before)
     expected = next_token_loss(model, *train_corpus.batch(4, CONFIG.context, seed=3, step=2))
     expected.backward()
     assert not loss.requires_grad
@@ -94,28 +97,24 @@ def test_a_pass_holds_as_many_sequences_as_asked_for(size, monkeypatch):
     assert seen == [size] * (8 // size)
 
 
-def test_every_step_reads_its_own_batch(monkeypatch):
+def test_every_step_reads_its_own_batch_and_validation_the_tail_alone(monkeypatch):
     drawn, batch = [], Corpus.batch
 
     def recorded(corpus, *shape, seed, step):
         drawn.append((corpus.name, *shape, seed, step))
         return batch(corpus, *shape, seed=seed, step=step)
 
-    monkeypatch.setattr(Corpus, "batch", recorded)
-    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
-    for _ in range(3):
-        training.advance()
-    assert drawn == [("sixteen letters (train)", 4, 24, 5, step) for step in range(3)]
-
-
-def test_validation_reads_the_tail_alone_and_the_same_at_every_call(monkeypatch):
     training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
     _, validation = sixteen_letters().split(0.02)
-    assert torch.equal(training.validation_corpus.tokens, validation.tokens)
-    assert len(training.train_corpus.tokens) + len(validation.tokens) == 10_000
     with torch.no_grad():
         expected = next_token_loss(training.model, *validation.batch(8, 24, seed=0, step=0)).item()
     assert training.validation_loss() == training.validation_loss() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(training.validation_corpus.tokens, validation.tokens)
+    assert len(training.train_corpus.tokens) + len(validation.tokens) == 10_000
+    monkeypatch.setattr(Corpus, "batch", recorded)
+    for _ in range(3):
+        training.advance()
+    assert drawn == [("sixteen letters (train)", 4, 24, 5, step) for step in range(3)]
 
 
 def test_draws_of_stochastic_rounding_are_a_function_of_seed_and_step():
@@ -147,13 +146,6 @@ def test_passes_of_a_step_round_with_different_draws(monkeypatch):
     )
     gradients(STOCHASTIC)
     assert not torch.equal(*states)
-
-
-def test_building_a_model_leaves_torchs_random_numbers_alone():
-    torch.manual_seed(123)
-    before = torch.get_rng_state()
-    Pretraining(sixteen_letters(), CONFIG, SETTINGS)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_learning_rate_warms_up_then_follows_a_cosine_to_a_tenth(uninterrupted, folder):
@@ -359,7 +351,7 @@ def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, m
 
 
 def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monkeypatch):
-    """A run killed while it does so has lost none of the lines before its checkpoint."""
+    """A run killed while it does so has lost none of the lines before its checkpoint; without one, all go."""
     (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
     (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
 
@@ -371,14 +363,10 @@ def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monke
         patch.setattr(Path, "write_text", half_written)
         with pytest.raises(Stopped):
             pretrained(tmp_path, STOCHASTIC)
-    pretrained(tmp_path, STOCHASTIC)
-    assert log_rows(tmp_path) == log_rows(folder)
-
-
-def test_a_run_without_its_checkpoint_starts_its_log_again(tmp_path, uninterrupted, folder):
-    (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
-    pretrained(tmp_path, STOCHASTIC)
-    assert log_rows(tmp_path) == log_rows(folder)
+    for _ in range(2):
+        pretrained(tmp_path, STOCHASTIC)
+        assert log_rows(tmp_path) == log_rows(folder)
+        (tmp_path / "run.pt").unlink()
 
 
 def test_a_finished_run_does_nothing_and_says_the_same(tmp_path, uninterrupted, folder, monkeypatch):
@@ -507,36 +495,31 @@ def test_divergence_ends_the_run_as_a_result(tmp_path, monkeypatch, case):
     assert log_rows(tmp_path) == before
 
 
-def test_losses_above_guessing_are_no_divergence_in_warm_up_nor_below_it_later(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        poisoned(patch, step=0, loss=2.9)
-        (tmp_path / "warm").mkdir()
-        assert pretrained(tmp_path / "warm", settings=replace(SETTINGS, warmup_steps=12)).diverged is None
-    with monkeypatch.context() as patch:
-        poisoned(patch, step=0, loss=2.77)  # guessing is ln 16 = 2.7726
-        assert pretrained(tmp_path).diverged is None
+@pytest.mark.parametrize(
+    ("loss", "warmup_steps", "diverged_before"),
+    [
+        (2.77, 3, None),  # guessing is ln 16 = 2.7726
+        (2.9, 12, None),
+        (2.9, 5, 12),  # the report that warm-up had a part in is not judged
+        (2.9, 0, 8),  # nor are the first steps, without warm-up
+    ],
+)
+def test_losses_are_judged_by_guessing_after_the_warm_up(tmp_path, monkeypatch, loss, warmup_steps, diverged_before):
+    poisoned(monkeypatch, step=0, loss=loss)
+    found = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=warmup_steps)).diverged
+    expected = f"the loss before step {diverged_before} is {loss:.3f}, that of guessing 2.773"
+    assert found == (expected if diverged_before else None)
 
 
-def test_a_run_without_warm_up_is_not_judged_by_its_first_steps(tmp_path, monkeypatch):
-    settings, losses = replace(SETTINGS, warmup_steps=0), Pretraining.loss
+def test_a_run_without_warm_up_may_start_poorly(tmp_path, monkeypatch):
+    losses = Pretraining.loss
 
     def poor_start(training, inputs, targets):
         is_first = training.step < 4 and torch.is_grad_enabled()
         return losses(training, inputs, targets) * (not is_first) + 2.9 * is_first
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Pretraining, "loss", poor_start)
-        (tmp_path / "learns").mkdir()
-        assert pretrained(tmp_path / "learns", settings=settings).diverged is None
-    poisoned(monkeypatch, step=0, loss=2.9)
-    training = pretrained(tmp_path, settings=settings)
-    assert training.diverged == "the loss before step 8 is 2.900, that of guessing 2.773"
-
-
-def test_losses_that_warm_up_had_a_part_in_are_not_judged(tmp_path, monkeypatch):
-    poisoned(monkeypatch, step=0, loss=2.9)
-    training = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=5))
-    assert training.diverged == "the loss before step 12 is 2.900, that of guessing 2.773"
+    monkeypatch.setattr(Pretraining, "loss", poor_start)
+    assert pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=0)).diverged is None
 
 
 def test_a_model_that_the_last_step_breaks_has_diverged(tmp_path, monkeypatch):
@@ -573,7 +556,7 @@ def test_a_run_killed_as_it_diverged_says_so_once(tmp_path, monkeypatch, case):
 # Traces, and the row of a record
 
 
-def test_a_trace_is_the_error_of_every_layer_at_every_report(tmp_path):
+def test_a_trace_is_the_error_of_every_layer_at_every_report_once(tmp_path, monkeypatch):
     config = replace(CONFIG, granularity="row", backend="reference", smooth_q=True)
     settings = replace(SETTINGS, steps=2, report_every=1)
     training = pretrained(tmp_path, config, settings, trace=True)
@@ -587,22 +570,17 @@ def test_a_trace_is_the_error_of_every_layer_at_every_report(tmp_path):
     assert saved(tmp_path / "run.pt")["traces"] == training.traces
     again = pretrained(tmp_path, config, settings, trace=True)
     assert again.traces == training.traces
+    for name in ("stopped", "plain"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, "save", lambda training, path: training.step == 2)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path / "stopped", config, settings, trace=True)
+    assert pretrained(tmp_path / "stopped", config, settings, trace=True).traces == training.traces
     # Looking on changes nothing.
-    (tmp_path / "plain").mkdir()
     plain = pretrained(tmp_path / "plain", config, settings)
     assert plain.traces == []
     assert_same_bits(dict(plain.model.state_dict()), dict(training.model.state_dict()))
-
-
-def test_a_stopped_run_has_each_trace_once(tmp_path, monkeypatch):
-    settings = replace(SETTINGS, steps=4, report_every=2)
-    with monkeypatch.context() as patch:
-        stopped(patch, Pretraining, "save", lambda training, path: training.step == 4)
-        with pytest.raises(Stopped):
-            pretrained(tmp_path, settings=settings, trace=True)
-    resumed = pretrained(tmp_path, settings=settings, trace=True)
-    (tmp_path / "whole").mkdir()
-    assert resumed.traces == pretrained(tmp_path / "whole", settings=settings, trace=True).traces
 
 
 def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
@@ -627,17 +605,19 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
     }
 
 
-@pytest.mark.parametrize(("q", "k", "smoothing"), [(False, False, "none"), (True, True, "qk"), (True, False, "q")])
-def test_the_row_of_a_run_names_the_smoothing(q, k, smoothing):
-    config = replace(CONFIG, attention="sagebwd", backend="reference", smooth_q=q, smooth_k=k, granularity="row")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"smooth_k": False, "granularity": "row"}, ("none", "row", "nearest")),
+        ({"smooth_q": True, "granularity": "row"}, ("qk", "row", "nearest")),
+        ({"smooth_q": True, "smooth_k": False}, ("q", None, "nearest")),
+        ({"attention": "exact"}, (None, None, None)),
+    ],
+)
+def test_the_row_of_a_run_names_what_attention_it_had(changes, expected):
+    config = replace(CONFIG, **{"attention": "sagebwd", "backend": "reference"} | changes)
     training = Pretraining(sixteen_letters(), config, SETTINGS)
     training.report([])
     row = result_row(training)
-    assert (row["smoothing"], row["granularity"], row["ds_rounding"]) == (smoothing, "row", "nearest")
-
-
-def test_the_row_of_exact_attention_says_nothing_about_sagebwd():
-    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
-    training.report([])
-    row = result_row(training)
-    assert [row[name] for name in ("backend", "smoothing", "granularity", "ds_rounding")] == [None] * 4
+    assert tuple(row[name] for name in ("smoothing", "granularity", "ds_rounding")) == expected
+    assert row["backend"] == (None if config.attention == "exact" else "reference")
