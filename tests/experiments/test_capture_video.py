@@ -12,7 +12,7 @@ from sage_ref.attention import attention_forward
 from sage_ref.experiments.capture_video import TENSORS, concentration, video_attention_tensors
 from sage_ref.models.video_dit import VideoDiTConfig
 from sage_ref.records import RECORDED, read_record
-from sage_ref.training.capture import Capture, read_capture, write_capture
+from sage_ref.training.capture import read_capture
 from sage_ref.training.loop import TrainingSettings
 from sage_ref.training.video import VideoTraining, flow_matching_loss, training_batch
 
@@ -94,14 +94,10 @@ def test_concentration_is_a_mean_over_blocks_of_queries_of_each_head():
     rows = concentration({3: {"query": q, "key": k}})
     for row in rows:
         p = (q @ k.mT / 4).softmax(-1)[row["sample"], row["head"]]
-        best = [
-            sum(
-                sorted((block.sum().item() for block in rows_of_p.split(row["block_kv"], 1)), reverse=True)[
-                    : row["blocks"]
-                ]
-            )
-            for rows_of_p in p.split(row["block_q"])
-        ]
+        best = []
+        for rows_of_p in p.split(row["block_q"]):
+            masses = sorted(block.sum().item() for block in rows_of_p.split(row["block_kv"], 1))
+            best += masses[-row["blocks"] :]
         assert row["mass"] == pytest.approx(sum(best) / 128, rel=1e-4)
 
 
@@ -129,15 +125,6 @@ def test_the_command_trains_captures_and_records(tmp_path, monkeypatch, capsys):
     for row in record.rows:
         line = rf"\| {row['layer']} \| {row['sample']} \| {row['head']} \| .*{row['mass']:.3f}"
         assert re.search(line, printed.out)
-
-
-def test_a_capture_without_gradients_is_read_as_written(tmp_path, trained):
-    _, layers = video_attention_tensors(trained, (0.5,), (1,))
-    write_capture(tmp_path / "c.safetensors", Capture({"noise_levels": [0.5]}, layers))
-    again = read_capture(tmp_path / "c.safetensors").layers
-    assert set(again[1]) == set(TENSORS)
-    for name, tensor in layers[1].items():
-        assert torch.equal(again[1][name], tensor.bfloat16())
 
 
 def test_the_committed_capture_is_what_a_router_can_learn_from():

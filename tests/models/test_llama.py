@@ -79,13 +79,15 @@ def test_swiglu_and_the_residual_stream_are_their_equations():
     assert_close(block(x), between + mlp(block.mlp_norm(between)))
 
 
-def test_no_token_sees_a_later_one():
+def test_no_token_sees_a_later_one_and_too_many_are_refused():
     model, before = llama(), tokens()
     after = before.clone()
     after[:, 15] = (after[:, 15] + 1) % SMALL["vocab_size"]
     difference = (model(after) - model(before)).abs().amax((0, 2))
     assert difference[:15].max() == 0
     assert difference[15:].min() > 0
+    with pytest.raises(ValueError, match="tokens: expected at most 24 per sequence, got 25"):
+        model(tokens(25))
 
 
 def test_initial_weights():
@@ -111,9 +113,7 @@ def test_input_and_output_share_the_embedding():
 
 @pytest.mark.parametrize(("width", "expected"), [(32, 128), (256, 704), (768, 2048), (1024, 2752)])
 def test_mlp_width(width, expected):
-    config = LlamaConfig(vocab_size=8, width=width)
-    assert config.mlp_width == expected
-    assert SwiGLU(config).down.weight.shape == (width, expected)
+    assert SwiGLU(LlamaConfig(vocab_size=8, width=width)).down.weight.shape == (width, expected)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -136,44 +136,35 @@ def test_smoothing_reaches_sagebwd():
     assert len({x.sum().item() for x in outputs}) == 3
 
 
-def query_gradient(model):
-    """Of the first layer's query projection."""
+def query_gradient(**changes):
+    """Of the first layer's query projection, with SageBwd on the reference."""
+    model = llama(attention="sagebwd", backend="reference", **changes)
     loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten())
     return torch.autograd.grad(loss, model.blocks[0].attention.query.weight)[0]
 
 
 def test_scales_of_the_reference_are_those_asked_for():
     """Without a word about scales: one per tile of P and dS, the reference's own."""
-    gradients = {
-        granularity: query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
-        for granularity in (None, "block", "row")
-    }
-    assert torch.equal(gradients[None], gradients["block"])
-    assert not torch.equal(gradients["row"], gradients["block"])
+    unnamed, block, row = (query_gradient(granularity=granularity) for granularity in (None, "block", "row"))
+    assert torch.equal(unnamed, block)
+    assert not torch.equal(row, block)
 
 
-def test_stochastic_rounding_draws_from_torchs_generator():
-    """The gradient is a function of its state, and differs from draw to draw; nearest rounding draws nothing."""
-    gradients = {}
-    for rounding in ("nearest", "stochastic"):
-        model = llama(attention="sagebwd", backend="reference", ds_rounding=rounding)
-        for seed in (1, 2, 1):
-            torch.manual_seed(seed)
-            gradients.setdefault(rounding, []).append(query_gradient(model))
-    first, second, again = gradients["stochastic"]
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_stochastic_rounding_alone_draws_from_torchs_generator(rounding):
+    gradients = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        gradients.append(query_gradient(ds_rounding=rounding))
+    first, second, again = gradients
     assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-    assert torch.equal(gradients["nearest"][0], gradients["nearest"][1])
+    assert torch.equal(first, second) == (rounding == "nearest")
 
 
 def test_reference_settings_are_the_configurations():
-    config = LlamaConfig(
-        **SMALL, backend="reference", smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
-    )
-    expected = SageBwdSettings(
-        is_causal=True, smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
-    )
-    assert config.reference_settings == expected
+    changes = {"smooth_k": False, "smooth_q": True, "granularity": "row", "ds_rounding": "stochastic"}
+    config = LlamaConfig(**SMALL, backend="reference", **changes)
+    assert config.reference_settings == SageBwdSettings(is_causal=True, **changes)
     assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True, granularity="block")
 
 
@@ -213,8 +204,3 @@ def test_autocast_normalises_and_rotates_in_float32():
 def test_impossible_configurations_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         LlamaConfig(**SMALL | changes)
-
-
-def test_too_many_tokens_are_refused():
-    with pytest.raises(ValueError, match="tokens: expected at most 24 per sequence, got 25"):
-        llama()(tokens(25))
