@@ -24,6 +24,15 @@ RUN_KINDS = {
 }
 
 
+def t_quantile(degrees: int) -> float:
+    """Student's t, 97.5%, for that many degrees of freedom."""
+    return float(stdtrit(degrees, 0.975))
+
+
+# For 1, 2, ... degrees of freedom: how many seeds a difference takes.
+T_QUANTILES = tuple(t_quantile(degrees) for degrees in range(1, 20))
+
+
 class Interval(NamedTuple):
     """Of the mean of `count` values: its standard error, and half the width of its 95% interval (Student's t)."""
 
@@ -39,7 +48,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
     if count < 2:
         raise ValueError(f"values: expected at least 2 of them, got {count}")
     error = stdev(values) / math.sqrt(count)
-    return Interval(mean(values), error, float(stdtrit(count - 1, 0.975)) * error, count)
+    return Interval(mean(values), error, t_quantile(count - 1) * error, count)
 
 
 def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True) -> dict[int, Row]:

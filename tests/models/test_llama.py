@@ -136,26 +136,28 @@ def test_smoothing_reaches_sagebwd():
     assert len({x.sum().item() for x in outputs}) == 3
 
 
-def query_gradient(**changes):
-    """Of the first layer's query projection, with SageBwd on the reference."""
-    model = llama(attention="sagebwd", backend="reference", **changes)
+def query_gradient(model):
+    """Of the first layer's query projection."""
     loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten())
     return torch.autograd.grad(loss, model.blocks[0].attention.query.weight)[0]
 
 
 def test_scales_of_the_reference_are_those_asked_for():
     """Without a word about scales: one per tile of P and dS, the reference's own."""
-    unnamed, block, row = (query_gradient(granularity=granularity) for granularity in (None, "block", "row"))
+    unnamed, block, row = (
+        query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
+        for granularity in (None, "block", "row")
+    )
     assert torch.equal(unnamed, block)
     assert not torch.equal(row, block)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_stochastic_rounding_alone_draws_from_torchs_generator(rounding):
-    gradients = []
+    model, gradients = llama(attention="sagebwd", backend="reference", ds_rounding=rounding), []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
-        gradients.append(query_gradient(ds_rounding=rounding))
+        gradients.append(query_gradient(model))
     first, second, again = gradients
     assert torch.equal(first, again)
     assert torch.equal(first, second) == (rounding == "nearest")
