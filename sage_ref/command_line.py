@@ -1,6 +1,15 @@
-"""Types of command-line arguments, for argparse."""
+"""What the commands' options share: types of arguments for argparse, and options that several commands have."""
+
+from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sage_ref.training.corpus import Corpus
 
 
 def positive(text: str) -> int:
@@ -21,3 +30,23 @@ def tile_size(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected two numbers as in 128x64, got {text!r}") from None
     return block_q, block_kv
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def add_corpus_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--corpus", type=Path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens")
+    parser.add_argument(
+        "--vocabulary", type=positive, default=256, help="256: bytes; more: byte pairs made from the text"
+    )
+
+
+def corpus_of(options: argparse.Namespace) -> Corpus:
+    """The corpus that --corpus and --vocabulary name."""
+    from sage_ref.training.corpus import BYTES, byte_pairs, read_corpus
+
+    corpus = read_corpus(options.corpus)
+    has_its_own_tokens = options.vocabulary == BYTES or corpus.vocab_size != BYTES
+    return corpus if has_its_own_tokens else byte_pairs(corpus, options.vocabulary)

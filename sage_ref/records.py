@@ -2,6 +2,9 @@
 
 A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
 Only the program that measured something writes one; prose, figures and tables read it.
+
+REPOSITORY is the checkout of this project and RECORDED its folder of records. Both are looked for when they are asked
+for: a package that was installed elsewhere, without a checkout, works as long as nobody asks.
 """
 
 import glob
@@ -18,9 +21,48 @@ from typing import Any, NamedTuple
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RECORDED = REPOSITORY / "notebooks" / "recorded"
+RECORDED_FOLDER = Path("notebooks", "recorded")
 Row = dict[str, Any]
+
+
+def repository() -> Path:
+    """The checkout: what SAGE_REF_REPOSITORY names, else where this file lies, else the current folder or one above it.
+
+    FileNotFoundError if none of them has the folder of records.
+    """
+    if named := os.environ.get("SAGE_REF_REPOSITORY"):
+        if not _is_checkout(Path(named)):
+            raise FileNotFoundError(f"SAGE_REF_REPOSITORY: expected a folder with {RECORDED_FOLDER}, got {named}")
+        return Path(named).resolve()
+    here = Path.cwd()
+    for folder in (_package_parent(), here, *here.parents):
+        if _is_checkout(folder):
+            return folder
+    raise FileNotFoundError(
+        f"repository: expected a checkout of sage_ref (a folder with {RECORDED_FOLDER}) at {_package_parent()}, {here} "
+        "or above it, found none: run from a checkout, or name one in the environment variable SAGE_REF_REPOSITORY"
+    )
+
+
+def recorded_file(name: str) -> Path:
+    """The file of that name in the checkout's folder of records."""
+    return repository() / RECORDED_FOLDER / name
+
+
+def __getattr__(name: str) -> Path:
+    if name == "REPOSITORY":
+        return repository()
+    if name == "RECORDED":
+        return repository() / RECORDED_FOLDER
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _package_parent() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+def _is_checkout(folder: Path) -> bool:
+    return (folder / RECORDED_FOLDER).is_dir()
 
 
 class Record(NamedTuple):
@@ -46,7 +88,7 @@ def _listed(value: str | list[str]) -> list[str]:
 
 def read_record(name: str | Path) -> Record:
     """A record by its name in notebooks/recorded ("table1_sweep") or by its path."""
-    path = Path(name) if Path(name).suffix else RECORDED / f"{name}.json"
+    path = Path(name) if Path(name).suffix else recorded_file(f"{name}.json")
     if not path.exists():
         raise FileNotFoundError(f"name: expected a record at {path}, found none")
     content = json.loads(path.read_text())
@@ -104,7 +146,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=_package_parent(), check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -117,7 +159,12 @@ def _driver() -> str | None:
 
 
 def _commit() -> str:
-    """The commit that measured, marked -dirty if sources differ from it; SAGE_REF_COMMIT where there is no git."""
+    """The commit that measured, marked -dirty if sources differ from it; SAGE_REF_COMMIT where there is no git.
+
+    Only of the package's own checkout: the folder it was installed into may belong to some other repository.
+    """
+    if not _is_checkout(_package_parent()):
+        return os.environ.get("SAGE_REF_COMMIT") or "unknown"
     commit = os.environ.get("SAGE_REF_COMMIT") or _output("git", "rev-parse", "HEAD")
     changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "sage_ref", "kernels")
     return (commit or "unknown") + ("-dirty" if changed else "")

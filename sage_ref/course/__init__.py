@@ -1,1 +1,1 @@
-"""What the course needs beside the library: README tables, helpers of notebooks, verdicts, figures."""
+"""What the course needs beside the library: tables of results, verdicts, figures, helpers of notebooks."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
+from scipy.special import stdtrit  # the inverse of Student's distribution
+
 from sage_ref.records import Record, Row
 
 # Figure 1 of the SageBwd paper: tokens per step -> final loss of its 325M model with QK-norm, in nats per GPT-2 token.
@@ -20,11 +22,15 @@ RUN_KINDS = {
     "SageBwd, Q and K smoothed": ("sagebwd", "qk", "row"),
     "SageBwd, one scale per tile": ("sagebwd", "k", "block"),
 }
-# Student's t, 97.5%, for 1, 2, ... degrees of freedom.
-T_QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
-)  # fmt: skip
+
+
+def t_quantile(degrees: int) -> float:
+    """Student's t, 97.5%, for that many degrees of freedom."""
+    return float(stdtrit(degrees, 0.975))
+
+
+# For 1, 2, ... degrees of freedom: how many seeds a difference takes.
+T_QUANTILES = tuple(t_quantile(degrees) for degrees in range(1, 20))
 
 
 class Interval(NamedTuple):
@@ -37,12 +43,12 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """ValueError for fewer than two values, or more than the table of quantiles serves."""
+    """ValueError for fewer than two values."""
     count = len(values)
-    if not 2 <= count <= len(T_QUANTILES) + 1:
-        raise ValueError(f"values: expected 2 to {len(T_QUANTILES) + 1} of them, got {count}")
+    if count < 2:
+        raise ValueError(f"values: expected at least 2 of them, got {count}")
     error = stdev(values) / math.sqrt(count)
-    return Interval(mean(values), error, T_QUANTILES[count - 2] * error, count)
+    return Interval(mean(values), error, t_quantile(count - 1) * error, count)
 
 
 def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True) -> dict[int, Row]:

@@ -1,34 +1,38 @@
-"""The parts of README.md and kernels/README.md that are measured: written from the records, never by hand.
+"""What the records say in README.md and RESULTS.md, and the README's figure: `python -m sage_ref readme` writes them.
 
-`python -m sage_ref readme` rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; all else there is written by hand.
 """
 
-import itertools
+import argparse
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from sage_ref.course.claims import claims, hypothesis
-from sage_ref.course.pretraining_results import PAPER_LOSSES, loss_summary, pretrain_runs
-from sage_ref.experiments import tables
-from sage_ref.experiments.pretrain_speed import relative_rate, speed_table
-from sage_ref.records import REPOSITORY, Record, Row, markdown_table, read_record
+from sage_ref.course.figures import overview_figure
+from sage_ref.course.kernel_results import (
+    BENCH,
+    accuracy,
+    instructions,
+    ladder,
+    lengths,
+    limits,
+    sla2,
+    sla2_accuracy,
+    sla2_ladder,
+    sla2_parts,
+    speed,
+)
+from sage_ref.course.results import TABLE2, pretraining, pretraining_speed, table1, table2
+from sage_ref.records import markdown_table, read_record, replaced, repository
 
-BENCH, PROFILE, TABLE1, TABLE2 = "bench_h200", "profile_h200", "table1_sweep", "table2_captures"
-PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
-SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"
-SLA2_SHAPE, SLA2_SPARSITY, SLA2_INT8_LEVEL = {"n_q": 32760}, 0.97, 3  # the paper's 1.3B video model at 480p
-OVERVIEW = REPOSITORY / "notebooks" / "figures" / "overview.png"
-HEAD_DIMS, CAUSAL = (128, 64), (False, True)
-README_N = 8192
-MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
+OVERVIEW = Path("notebooks", "figures", "overview.png")
 
 
 def courses() -> str:
     """The course map: title and minutes of every notebook, from the notebook's own first cell."""
     lines = []
-    for path in sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted((repository() / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         first_cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
         title = re.search(r"# \d+ · (.+)", first_cell)[1]
         minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)[1]
@@ -36,313 +40,21 @@ def courses() -> str:
     return markdown_table(("", "notebook", "minutes"), lines)
 
 
-def table1() -> str:
-    """The paper's Table 1 beside ours at the closest setting of the sweep."""
-    record = read_record(TABLE1)
-    best = tables.closest_setting(record)
-    lines = []
-    for sigma in tables.PAPER_TABLE1:
-        rows = record.select(sigma=sigma, **best)
-        cells = [f"{row['rel_l2']:.4f} ({row['paper_rel_l2']:.4f})" for row in rows]
-        lines.append((sigma, *cells, f"{max(map(tables.deviation, rows)):.0%}"))
-    header = ("sigma", *tables.TENSORS, "largest deviation")
-    setting = "N={n}, D={head_dim}, tiles {block_q}x{block_kv}, one scale per {granularity} of P and dS".format(**best)
-    return f"{markdown_table(header, lines)}\n\n{setting}; mean of {len(record.provenance['seeds'])} seeds."
-
-
-def table2() -> str:
-    """The paper's Table 2 beside ours on the most error-prone layer of both committed captures."""
-    record = read_record(TABLE2)
-    lines = []
-    for qk_norm in (True, False):
-        rows = tables.most_error_prone(record.select(qk_norm=qk_norm))
-        name = f"{'with' if qk_norm else 'without'} QK-norm, layer {rows[0]['layer']}"
-        lines.append((name, *(f"{row['cosine']:.4f} / {row['rel_l2']:.4f}" for row in rows)))
-    printed = (f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in tables.PAPER_TABLE2.values())
-    lines.append(("paper, with QK-norm, layer 11", *printed))
-    captures = record.provenance["captures"]
-    after = sorted({"step {step:,} of {steps:,}".format(**capture["run"]) for capture in captures})
-    kept, captured = (captures[0]["layers_kept"][name] for name in ("kept", "captured"))
-    layers = f"one head; layers {', '.join(map(str, kept))} of {len(captured)}, where errors are largest"
-    table = markdown_table(("cosine / relative L2", *tables.PAPER_TABLE2), lines)
-    return f"{table}\n\nOurs: {layers}; after {' and '.join(after)}."
-
-
-def pretraining() -> str:
-    """Final losses of the pre-training runs beside the paper's, and what all runs say about its claims."""
-    runs = read_record(PRETRAIN)
-    sizes = runs.provenance["plan"]["tokens_per_step"]
-    lines = []
-    for qk_norm, (kind, name) in itertools.product((True, False), MAIN_KINDS.items()):
-        cells = [loss_summary(pretrain_runs(runs, kind, size, qk_norm)) for size in sizes]
-        lines.append((f"{name}, {'QK-norm' if qk_norm else 'no QK-norm'}", *cells))
-    for attention, name in (("exact", "exact"), ("sagebwd", "SageBwd")):
-        cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
-        lines.append((f"the paper's {name}, QK-norm", *cells))
-    losses = markdown_table(("final validation loss", *(f"{size:,} tokens per step" for size in sizes)), lines)
-    verdicts = markdown_table(("the paper says", "our runs", "verdict"), claims(runs, read_record(LAYERS)))
-    bias = hypothesis(runs, read_record(NOISE))
-    model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
-    data = f"{runs.provenance['plan']['tokens'] / 1e6:.0f}M bytes of Python sources"
-    return f"{losses}\n\nMean, range and seeds; {model}, {data} per run; {runs.caption}.\n\n{verdicts}\n\n{bias}"
-
-
-def pretraining_speed() -> str:
-    """Time of a training step with exact attention and with SageBwd."""
-    record = read_record(PRETRAIN_SPEED)
-    exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
-    title = f"A training step of a larger model with SageBwd's kernels, with {' and with '.join(exact.values())}:"
-    sentences = []
-    for name, words in exact.items():
-        rows = record.select(attention="sagebwd", devices=1)
-        ratios = [(row["context"], relative_rate(record, row, attention=name)) for row in rows]
-        if found := [f"{ratio:.2f} (N={n})" for n, ratio in ratios if ratio is not None]:  # not all, if interrupted
-            sentences.append(f"SageBwd's tokens/s on one GPU over those of {words}: {', '.join(found)}.")
-    model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
-    described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
-    return "\n\n".join([title, markdown_table(*speed_table(record.rows)), *sentences, described])
-
-
-def speed() -> str:
-    """The registered operation and its peers on the H200, in milliseconds and as a ratio to FlashAttention-2."""
-    record = read_record(BENCH)
-    lines = []
-    for head_dim in HEAD_DIMS:
-        for causal in CAUSAL:
-            shape = {"n_q": README_N, "head_dim": head_dim, "causal": causal, "scope": "autograd"}
-            for direction in ("fwd", "fwd+bwd"):
-                flash, cudnn, sage = (
-                    record.select(provider=provider, direction=direction, **shape)[0]["ms_median"]
-                    for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
-                )
-                name = f"D={head_dim}{', causal' if causal else ''}, {direction}"
-                ratios = (f"{peer / sage:.2f}x" for peer in (flash, cudnn))
-                lines.append((name, f"{flash:.2f}", f"{cudnn:.2f}", f"{sage:.2f}", *ratios))
-    header = ("FlashAttention-2", "cuDNN", "sage_kernels, quantisation included", "against FA-2", "against cuDNN")
-    header = (f"N={README_N}, ms", *header)
-    return f"{markdown_table(header, lines)}\n\nbfloat16, batch 4, 2048 / D heads; {record.caption}."
-
-
-def ladder(direction: str) -> str:
-    """Every level of a ladder: the kernel alone, and with quantisation, at N = 8192."""
-    record = read_record(BENCH)
-    lines = []
-    levels = sorted({row["level"] for row in record.select(scope="kernel", direction=direction)})
-    for level in levels:
-        cells = [cell for head_dim in HEAD_DIMS for cell in _ladder_cells(record, direction, level, head_dim)]
-        lines.append((level, *cells))
-    for provider, name in (("sdpa_flash", "FlashAttention-2"), ("sdpa_cudnn", "cuDNN")):
-        cells = []
-        for head_dim in HEAD_DIMS:
-            found = [_row(record, direction, head_dim, causal, provider=provider) for causal in CAUSAL]
-            cells += [_timed(row) for row in found] + ["", f"{found[0]['rel_l2']:.4f}"]
-        lines.append((name, *cells))
-    columns = [
-        f"D={d} {what}" for d in HEAD_DIMS for what in ("kernel", "kernel, causal", "with quantisation", "rel. L2")
-    ]
-    table = markdown_table(("level", *columns), lines)
-    return f"{table}\n\nMilliseconds (TOPS), N={README_N}, bfloat16, batch 4, 2048 / D heads; {record.caption}."
-
-
-def lengths() -> str:
-    """Forward and backward with quantisation at every length, as ratios to the peers."""
-    record = read_record(BENCH)
-    kinds = list(itertools.product(HEAD_DIMS, CAUSAL))
-    lines = []
-    for n in sorted({row["n_q"] for row in record.rows}):
-        cells = []
-        for head_dim, causal in kinds:
-            rows = record.select(n_q=n, head_dim=head_dim, causal=causal, scope="autograd", direction="fwd+bwd")
-            ms = {row["provider"]: row["ms_median"] for row in rows}
-            ratios = (ms[peer] / ms["sage_kernels"] for peer in ("sdpa_flash", "sdpa_cudnn"))
-            cells.append(" / ".join(f"{ratio:.2f}x" for ratio in ratios))
-        lines.append((f"{n:,}", *cells))
-    header = ("N", *(f"D={head_dim}{', causal' if causal else ''}" for head_dim, causal in kinds))
-    described = (
-        "Forward and backward, against FlashAttention-2 / cuDNN; bfloat16, batch 4 (1 from N=32,768), 2048 / D heads"
-    )
-    return f"{markdown_table(header, lines)}\n\n{described}; {record.caption}."
-
-
-def limits() -> str:
-    """Busy units, stalls, clock and power of every Hopper kernel."""
-    record = read_record(PROFILE)
-    percent = {"tensor": "tensor cores", "exp2": "exp2", "alu": "ALU", "fma": "FMA", "issue": "issue slots", "l2": "L2"}
-    lines = []
-    for row in record.rows:
-        profiled = [""] * (len(percent) + 2)  # of a peer only clock and power are known
-        if row["tensor"] is not None:
-            stalls = (row["stall_barrier"], row["stall_wait"], row["stall_not_selected"])
-            profiled = [
-                *(f"{row[name]:.0f}%" for name in percent),
-                " / ".join(f"{stall:.1f}" for stall in stalls),
-                f"{row['profiled_ms']:.2f} at {row['profiled_ghz']:.2f}",
-            ]
-        lines.append(
-            (
-                f"{row['kernel']}, D={row['head_dim']}",
-                *profiled,
-                f"{row['sustained_ms']:.2f} at {row['sustained_ghz']:.2f}",
-                f"{row['sustained_watts']:.0f}{', capped' if row['power_capped'] else ''}",
-            )
-        )
-    header = ("kernel", *percent.values(), "stalls", "ms at GHz, alone", "in a loop", "watts")
-    described = (
-        "Per cent of what a unit could do, in one launch under Nsight Compute; stalls: clocks per issued instruction "
-        "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for a turn"
-    )
-    return f"{markdown_table(header, lines)}\n\n{described}. N={README_N}, not causal; {record.caption}."
-
-
-def instructions() -> str:
-    """What one score costs in the unmasked loop of every kernel for Hopper, in instructions by kind."""
-    record = read_record("instructions_sm90")
-    kinds = list(dict.fromkeys(row["kind"] for row in record.rows))
-    kernels = dict.fromkeys((row["kernel"], row["level"]) for row in record.rows)
-    lines = []
-    for kernel, level in kernels:
-        rows = record.select(kernel=kernel, level=level, head_dim=128)
-        if rows:
-            total = sum(row["per_score"] for row in rows)
-            lines.append((kernel, level, *(f"{row['per_score']:.2f}" for row in rows), f"{total:.1f}"))
-    return markdown_table(("kernel", "level", *kinds, "all"), lines)
-
-
-def accuracy() -> str:
-    """The kernels against the simulating reference on awkward shapes, and Table 1 computed with the kernels."""
-    record = read_record("accuracy_h200")
-    lines = []
-    for dtype in ("float16", "bfloat16"):
-        rows = record.select(table="shapes", dtype=dtype)
-        worst = [max(row.get(tensor, 0.0) for row in rows) for tensor in tables.TENSORS]
-        lines.append((f"{dtype}, largest of {len(rows)} shapes", *(f"{error:.4f}" for error in worst)))
-    shapes = markdown_table(("relative L2 against the simulation", *tables.TENSORS), lines)
-    lines = []
-    for sigma in tables.PAPER_TABLE1:
-        rows = record.select(table="table1", sigma=sigma)
-        cells = (
-            f"{row['kernel_rel_l2']:.4f} / {row['reference_rel_l2']:.4f} ({row['paper_rel_l2']:.4f})" for row in rows
-        )
-        lines.append((sigma, *cells))
-    table = markdown_table(("sigma", *tables.TENSORS), lines)
-    size = "N={n}, D={head_dim}".format(**record.select(table="table1")[0])
-    return f"{shapes}\n\n{table}\n\nKernel / simulating reference (paper), {size}, mean of 5 seeds; {record.caption}."
-
-
-def sla2() -> str:
-    """The module SLA2 in INT8 against attention over all keys, by length and sparsity."""
-    record = read_record(SLA2_BENCH)
-    lines = []
-    for n in sorted({row["n_q"] for row in record.rows}):
-        for sparsity in sorted({row["sparsity"] for row in record.select(op="sla2")}):
-            cells = [f"{n} ({record.select(n_q=n)[0]['heads']} heads)", f"{sparsity:.0%}"]
-            for direction in ("fwd", "fwd+bwd"):
-                shape = {"n_q": n, "scope": "autograd", "direction": direction}
-                found = record.select(provider="sage_kernels", sparsity=sparsity, level=SLA2_INT8_LEVEL, **shape)[0]
-                cells.append(f"{found['ms_median']:.2f}")
-                for peer in ("sdpa_flash", "sdpa_cudnn"):
-                    dense = record.select(provider=peer, **shape)[0]
-                    cells.append(f"{dense['ms_median'] / found['ms_median']:.1f}x")
-            lines.append(cells)
-    header = ("N", "sparsity", "forward, ms", "FA-2", "cuDNN", "forward + backward, ms", "FA-2", "cuDNN")
-    return f"{markdown_table(header, lines)}\n\nbfloat16, batch 1, D=128; {record.caption}."
-
-
-def sla2_ladder() -> str:
-    """Every level of the SLA2 ladder at the reference point, beside FlexAttention, which has no linear branch."""
-    record = read_record(SLA2_BENCH)
-    shape = SLA2_SHAPE | {"direction": "fwd"}
-    flash = record.select(provider="sdpa_flash", **shape)[0]["ms_median"]
-    lines = []
-    levels = sorted({row["level"] for row in record.select(scope="op", op="sla2")})
-    for level in levels:
-        kernel, op = (
-            record.select(provider="sage_kernels", level=level, scope=scope, sparsity=SLA2_SPARSITY, **shape)[0]
-            for scope in ("kernel", "op")
-        )
-        cells = f"{kernel['ms_median']:.3f}", f"{op['ms_median']:.3f}", f"{flash / op['ms_median']:.1f}x"
-        lines.append((level, *cells, f"{op['rel_l2']:.4f}"))
-    flex = record.select(provider="flex", part=None, sparsity=SLA2_SPARSITY, **shape)[0]
-    lines.append(("FlexAttention, O_s alone", f"{flex['ms_median']:.3f}", "", "", f"{flex['rel_l2']:.4f}"))
-    header = ("level", "kernel, ms", "op, ms", "op against FA-2", "rel. L2")
-    return f"{markdown_table(header, lines)}\n\n{_sla2_point(record)}."
-
-
-def sla2_parts() -> str:
-    """What the INT8 op spends its time on, and how long its backward takes."""
-    record = read_record(SLA2_BENCH)
-    lines = []
-    lengths = sorted({row["n_q"] for row in record.rows})
-    parts = dict.fromkeys(row["part"] for row in record.select(scope="part"))
-    for part in parts:
-        rows = [record.select(part=part, n_q=n, sparsity=SLA2_SPARSITY)[0] for n in lengths]
-        lines.append((part, *(f"{row['ms_median']:.3f}" for row in rows)))
-    int8 = {"provider": "sage_kernels", "level": SLA2_INT8_LEVEL, "sparsity": SLA2_SPARSITY}
-    whole = [record.select(scope="op", n_q=n, **int8)[0] for n in lengths]
-    lines.append(("the op", *(f"{row['ms_median']:.3f}" for row in whole)))
-    backward = [record.select(scope="autograd", direction="bwd", n_q=n, **int8)[0] for n in lengths]
-    lines.append(("backward", *(f"{row['ms_median']:.3f}" for row in backward)))
-    training = [record.select(scope="autograd", direction="fwd+bwd", n_q=n, **int8)[0] for n in lengths]
-    lines.append(("peak memory, training, GB", *(f"{row['peak_mb'] / 1000:.1f}" for row in training)))
-    header = ("ms", *(f"N={row['n_q']}, {row['heads']} heads" for row in whole))
-    return f"{markdown_table(header, lines)}\n\n{SLA2_SPARSITY:.0%} sparsity, bfloat16, D=128; {record.caption}."
-
-
-def sla2_accuracy() -> str:
-    """The largest error of each tensor against the reference, by dtype, sparse branch and share of selected blocks."""
-    record = read_record(SLA2_ACCURACY)
-    tensors = ("O", "dQ", "dK", "dV", "dalpha")
-    lines = []
-    for dtype in ("float16", "bfloat16"):
-        for quantize in (False, True):
-            for selected in dict.fromkeys(row["selected"] for row in record.rows):
-                rows = record.select(dtype=dtype, quantize=quantize, selected=selected)
-                worst = (max(row.get(tensor, 0.0) for row in rows) for tensor in tensors)
-                lines.append((dtype, "INT8" if quantize else "16 bit", selected, *(f"{error:.4f}" for error in worst)))
-    table = markdown_table(("dtype", "sparse branch", "blocks selected", *tensors), lines)
-    return f"{table}\n\nRelative L2, largest of {len(rows)} shapes each; {record.caption}."
-
-
-def _sla2_point(record: Record) -> str:
-    row = record.select(op="sla2", **SLA2_SHAPE)[0]
-    size = f"N={row['n_q']}, {row['heads']} heads, D={row['head_dim']}"
-    return f"{SLA2_SPARSITY:.0%} sparsity, {size}, bfloat16; {record.caption}"
-
-
-def _ladder_cells(record: Record, direction: str, level: int, head_dim: int) -> list[str]:
-    kernel = [
-        _row(record, direction, head_dim, causal, level=level, scope="kernel", provider="sage_kernels")
-        for causal in CAUSAL
-    ]
-    op = _row(record, direction, head_dim, False, level=level, scope="op", provider="sage_kernels")
-    return [*map(_timed, kernel), f"{op['ms_median']:.2f}", f"{kernel[0]['rel_l2']:.4f}"]
-
-
-def _timed(row: Row) -> str:
-    return f"{row['ms_median']:.2f} ({row['tops']:.0f})"
-
-
-def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) -> Row:
-    return record.select(n_q=README_N, direction=direction, head_dim=head_dim, causal=causal, **values)[0]
-
-
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "course": courses,
+    "README.md": {"course": courses},
+    "RESULTS.md": {
         "table1": table1,
         "table2": table2,
-        "speed": speed,
-        "sla2": sla2,
         "pretraining": pretraining,
         "pretraining_speed": pretraining_speed,
-    },
-    "kernels/README.md": {
+        "speed": speed,
+        "lengths": lengths,
         "forward": lambda: ladder("fwd"),
         "backward": lambda: ladder("bwd"),
         "instructions": instructions,
         "limits": limits,
-        "lengths": lengths,
         "accuracy": accuracy,
+        "sla2": sla2,
         "sla2_ladder": sla2_ladder,
         "sla2_parts": sla2_parts,
         "sla2_accuracy": sla2_accuracy,
@@ -352,7 +64,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 
 def rewritten(name: str) -> str:
     """The text of SECTIONS' file `name` with its measured parts as the records have them now."""
-    text = (REPOSITORY / name).read_text()
+    text = (repository() / name).read_text()
     for section, write in SECTIONS[name].items():
         begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
@@ -366,8 +78,23 @@ def rewrite() -> list[Path]:
     """Bring every file of SECTIONS up to date; returns those that changed."""
     changed = []
     for name in SECTIONS:
-        path, text = REPOSITORY / name, rewritten(name)
+        path, text = repository() / name, rewritten(name)
         if text != path.read_text():
             path.write_text(text)
             changed.append(path)
     return changed
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(options: argparse.Namespace) -> None:
+    overview = repository() / OVERVIEW
+    overview.parent.mkdir(exist_ok=True)
+    overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(overview, dpi=130)
+    changed = [str(path) for path in rewrite()]
+    print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
+    if options.json:
+        with replaced(options.json) as temporary:
+            temporary.write_text(json.dumps(changed) + "\n")

@@ -9,7 +9,7 @@ from importlib import metadata, util
 
 import torch
 
-from sage_ref.records import REPOSITORY, Record, provenance
+from sage_ref.records import Record, provenance, repository
 
 _guesses: dict[str, object] = {}
 
@@ -42,10 +42,11 @@ def compare(question: str, measured: float, digits: int = 3) -> None:
 def grade(exercise: str) -> None:
     """Print what `python -m exercises grade` says to exercises/NAME/exercise.py as it stands, from any folder.
 
+    The grader is no part of the library but a program beside it, so it is started as one, in a process of its own.
     RuntimeError if it was the grader that broke, or there is no such exercise.
     """
     command = [sys.executable, "-m", "exercises", "grade", exercise]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=repository(), capture_output=True, text=True, check=False)
     print(done.stdout, end="")
     if done.returncode:
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""Measurements, each with its options and its command in one file."""
+"""The commands that measure something, each in one file: what it does, `add_options(parser)` and `run(options)`."""

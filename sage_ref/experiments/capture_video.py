@@ -1,77 +1,26 @@
-"""Train a small video diffusion transformer by flow matching, then save what enters its attention: Q, K and V.
+"""`python -m sage_ref capture-video`: train a small video diffusion transformer and save what enters its attention."""
 
-A noisy video is x_t = (1 - t) x + t e with noise e ~ N(0, 1) and noise level t: 0 is the video, 1 is noise alone. The
-model learns the velocity d x_t / d t = e - x; the loss is the mean squared error over pixels, channels and frames.
-"""
-
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_ref.records import Row
+from sage_ref.command_line import add_device_option, positive
+from sage_ref.models.video_dit import VideoDiTConfig
+from sage_ref.records import Row, markdown_table, provenance, write_record
 from sage_ref.sla2.branches import BlockSettings, block_mass, selected_count
-from sage_ref.training.capture import watched_attention
-from sage_ref.training.loop import ResumableTraining, TrainingSettings
-from sage_ref.training.video import videos
+from sage_ref.training.capture import Capture, watched_attention, write_capture
+from sage_ref.training.loop import TrainingSettings, train
+from sage_ref.training.video import CAPTURED, VideoTraining, training_batch
 
 TENSORS = ("query", "key", "value")
-VALIDATION_VIDEOS = 8
 # What `concentration` looks at: block_q x block_kv, and shares of the blocks of keys.
 TILES = ((32, 16), (16, 8))
 SHARES = (0.05, 0.1, 0.2)
-# First numbers of the seeds, so that no video is drawn for two purposes.
-TRAINING, VALIDATION, CAPTURED = range(3)
-
-
-class VideoTraining(ResumableTraining):
-    """A video DiT that learns velocities. Every step draws new videos: there is no data set to go through twice."""
-
-    def __init__(self, config: VideoDiTConfig, settings: TrainingSettings, device: torch.device | str = "cpu"):
-        super().__init__(lambda: VideoDiT(config), settings, asdict(config), device)
-        self.config, self.device = config, device
-
-    def accumulate_gradients(self) -> Tensor:
-        video, noise_level, noise = training_batch(
-            self.config, self.settings.batch_size, seed=(TRAINING, self.settings.seed, self.step)
-        )
-        loss = self.losses_of(video, noise_level, noise).mean()
-        loss.backward()
-        return loss.detach()
-
-    def validation_loss(self) -> float:
-        """Of VALIDATION_VIDEOS videos, over all noise levels."""
-        return self.losses_of(*training_batch(self.config, VALIDATION_VIDEOS, seed=(VALIDATION,))).mean().item()
-
-    def losses_of(self, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-        """`flow_matching_loss` of the model on its device, [B]."""
-        return flow_matching_loss(self.model, *(x.to(self.device) for x in (video, noise_level, noise)))
-
-
-def training_batch(config: VideoDiTConfig, count: int, *, seed: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Videos and noise [count, C, T, H, W], and noise levels [count], drawn on the CPU: alike on every device.
-
-    The levels are uniform on [0, 1], one from each of `count` equal parts, which makes the loss of a batch less noisy.
-    """
-    video = videos(count, config.frames, config.size, seed=seed)
-    rng = np.random.default_rng((*seed, 1))
-    noise_level = torch.from_numpy((np.arange(count) + rng.random(count)) / count).float()
-    return video, noise_level, torch.from_numpy(rng.standard_normal(video.shape, dtype=np.float32))
-
-
-def noisy(video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-    """x_t = (1 - t) x + t e. video and noise [B, C, T, H, W], noise_level [B]."""
-    t = noise_level.view(-1, 1, 1, 1, 1)
-    return (1 - t) * video + t * noise
-
-
-def flow_matching_loss(model: nn.Module, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-    """(model(x_t, t) - (e - x))^2, mean over each video: [B]."""
-    velocity = model(noisy(video, noise_level, noise), noise_level)
-    return (velocity - (noise - video)).square().flatten(1).mean(1)
 
 
 @torch.no_grad()
@@ -112,3 +61,65 @@ def concentration(layers: dict[int, dict[str, Tensor]]) -> list[Row]:
                         | {"share": share, "blocks": count, "mass": float(held)}
                     )
     return rows
+
+
+def concentration_table(rows: list[dict]) -> str:
+    """One line per layer, sample and head, one column per tile size and share of the blocks."""
+    columns, lines = {}, {}
+    for row in rows:
+        column = "{block_q}x{block_kv}: best {blocks} ({share:.0%})".format(**row)
+        columns[column] = None
+        lines.setdefault((row["layer"], row["sample"], row["head"]), {})[column] = f"{row['mass']:.3f}"
+    cells = [(*place, *(line[column] for column in columns)) for place, line in sorted(lines.items())]
+    return markdown_table(("layer", "sample", "head", *columns), cells)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = VideoDiTConfig()
+    parser.add_argument("--steps", type=positive, default=700)
+    parser.add_argument("--frames", type=positive, default=default.frames)
+    parser.add_argument("--size", type=positive, default=default.size, help="pixels of a frame's side")
+    parser.add_argument(
+        "--cube",
+        type=positive,
+        nargs=3,
+        default=default.cube,
+        help="frames, rows, columns of consecutive patches",
+    )
+    parser.add_argument("--depth", type=positive, default=default.layers, help="layers of the model")
+    parser.add_argument("--width", type=positive, default=default.width)
+    parser.add_argument("--heads", type=positive, default=default.heads)
+    # In the default model no head of these layers is near flat at these noise levels. Layer 0 has a nearly flat head,
+    # and the last layers' attention gets flatter towards pure noise.
+    parser.add_argument("--layers", type=int, nargs="+", default=(2, 4), help="layers to capture")
+    parser.add_argument("--noise-levels", type=float, nargs="+", default=(0.4, 0.5), help="one video for each, 0 to 1")
+    add_device_option(parser)
+    parser.add_argument("--out", type=Path, default=Path("runs/capture_video.safetensors"), metavar="FILE")
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/capture_video.pt"), metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> None:
+    shape = {name: getattr(options, name) for name in ("frames", "size", "width", "heads")}
+    config = VideoDiTConfig(**shape, cube=tuple(options.cube), layers=options.depth)
+    training = VideoTraining(config, TrainingSettings(steps=options.steps), options.device)
+    train(training, options.checkpoint)
+    losses, layers = video_attention_tensors(training, options.noise_levels, sorted(set(options.layers)))
+    facts = {
+        "model": asdict(config),
+        "tokens": {
+            "grid": config.grid,
+            "order": "cube after cube; cubes, and tokens of a cube, by frame, then row, then column",
+        },
+        "training": asdict(training.settings) | {"minutes": round(training.seconds / 60, 1)},
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        "losses": training.losses,
+        "captured": "one new video per noise level, after QK-norm and rotation",
+        "noise_levels": options.noise_levels,
+        "captured_losses": losses,
+    }
+    write_capture(options.out, Capture(provenance(options.command) | facts, layers))
+    rows = concentration(layers)
+    print(f"Share of the softmax mass in the best blocks of keys:\n\n{concentration_table(rows)}\n\n{options.out}")
+    if options.json:
+        write_record(options.json, rows, command=options.command, **facts)

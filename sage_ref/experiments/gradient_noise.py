@@ -1,4 +1,6 @@
-"""Gradient noise against quantisation bias: the papers' reason why SageBwd falls behind at many tokens per step.
+"""`python -m sage_ref noise`: gradient noise against quantisation bias, measured on checkpoints of `pretrain`.
+
+The papers say that bias is why SageBwd falls behind at many tokens per step.
 
 The gradient of a batch of T tokens is G + n + b + v. G is the exact gradient of the expected loss; n is the noise of
 the batch, E n = 0 and E|n|^2 = tr(Sigma) / T; b is the quantisation error that every batch repeats, its bias; v is the
@@ -9,12 +11,13 @@ Both gradients of a pair, exact and quantised, see the same batch, so their diff
 is computed in float32, so that what differs is the attention alone; only the variant "bf16" is not.
 """
 
+import argparse
 import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +25,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive
 from sage_ref.models.llama import Llama
-from sage_ref.records import Row, replaced
+from sage_ref.records import Row, markdown_table, replaced, write_record
 from sage_ref.training.capture import next_token_loss
 from sage_ref.training.corpus import Corpus
+from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
 
 # All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
 SAGEBWD = {
@@ -227,8 +232,6 @@ def noise_of_checkpoints(
     Finished checkpoints are kept in `partial`, so a killed measurement goes on where it was.
     ValueError if a checkpoint was trained on another corpus.
     """
-    from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
-
     train_corpus, _ = corpus.split(VALIDATION_SHARE)
     done = json.loads(partial.read_text()) if partial.exists() else {}
     names = []
@@ -269,3 +272,26 @@ def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
             )
             lines.append((row["step"], row["qk_norm"], row["group"], row["variant"], scale, f"{relative:.2%}", at_bias))
     return header, lines
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = NoiseSettings()
+    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
+    add_corpus_options(parser)
+    parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
+    parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")
+    parser.add_argument("--folds", type=positive, default=default.folds, help="independent parts of the batches")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default.variants, metavar="NAME")
+    add_device_option(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    settings = NoiseSettings(options.batches, options.sequences, options.folds, tuple(options.variants))
+    partial = (options.json or Path("runs/noise.json")).with_suffix(".partial")
+    corpus = corpus_of(options)
+    rows = noise_of_checkpoints(options.checkpoints, corpus, settings, partial, options.device)
+    print(markdown_table(*noise_table(rows)))
+    if options.json:
+        facts = {"corpus": corpus.facts, "settings": asdict(settings)}
+        write_record(options.json, rows, command=options.command, **facts)
+    partial.unlink()

@@ -1,4 +1,4 @@
-"""The experiment behind notebook 06: a fixed plan of pre-training runs, worked off by as many GPUs as there are.
+"""`python -m sage_ref pretrain-grid`: the plan of runs behind notebook 06, worked off by as many GPUs as there are.
 
 Every run is a `python -m sage_ref pretrain` of its own, with its own checkpoint. A run is finished when its result file
 is there; so whatever kills the program or a run, starting it again goes on where it was.
@@ -6,19 +6,23 @@ is there; so whatever kills the program or a run, starting it again goes on wher
 First the learning rate of each number of tokens per step is chosen, on exact attention alone. Then all else runs at it.
 """
 
+import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from sage_ref.records import Record, Row, read_record
+from sage_ref.command_line import add_corpus_options, corpus_of, positive
+from sage_ref.records import Record, Row, markdown_table, read_record, write_record
+from sage_ref.training.corpus import write_tokens
 
 # What a SageBwd run may smooth, and on which backend: only the reference smooths Q, and only it has the paper's scales,
 # one per tile of P and dS. "row" is what the kernels do.
@@ -246,3 +250,46 @@ def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
         spread = f"{max(losses) - min(losses):.4f}" if len(losses) > 1 else "-"
         lines.append((*("" if x is None else x for x in kind), len(runs), mean, spread, len(runs) - len(losses)))
     return (*names, "runs", "final validation loss", "range", "diverged"), lines
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_corpus_options(parser)
+    parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--report-only", action="store_true", help="train nothing: report the runs that are finished")
+    parser.add_argument("--folder", type=Path, default=Path("runs/grid"), help="of checkpoints, logs and results")
+    parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FILE", help="write the errors of every layer over training, too"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    on_gpu = torch.cuda.is_available()
+    plan = GridPlan() if options.plan == "gpu" else CPU_PLAN
+    devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
+    corpus = options.folder / "corpus.bin"
+    grid = Grid(plan, options.folder, corpus, devices)
+    if not (corpus.exists() or options.report_only):
+        write_tokens(corpus_of(options).tokens.numpy(), corpus)
+    search = plan.search()
+    if not options.report_only:
+        grid.run(search)
+    rates = chosen_rates(plan, [record.rows[0] for record in grid.records(search).values()])
+    cells = list(dict.fromkeys(search + plan.cells(rates)))
+    if not options.report_only:
+        grid.run(cells)
+    records = grid.records(cells)
+    rows = [record.rows[0] for record in records.values()]
+    print(markdown_table(*grid_table(rows)))
+    unfinished = [cell.name for cell in cells if cell not in records]
+    if unfinished:
+        print(f"unfinished: {', '.join(unfinished)}")
+    facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": unfinished}
+    if options.json:
+        first = next(iter(records.values())).provenance
+        facts |= {"corpus": first["corpus"], "arguments": first["arguments"]}
+        write_record(options.json, rows, command=options.command, **facts, **measured_on(records.values()))
+    if options.traces:
+        exact = [cell for cell in plan.cells(rates) if cell.attention == "exact" and cell.seed == plan.seeds[0]]
+        traced = grid.records(exact)
+        write_record(options.traces, traces(traced), command=options.command, **facts, **measured_on(traced.values()))

@@ -1,9 +1,10 @@
-"""How long a step of pre-training takes with exact attention and with SageBwd, on one device and on all.
+"""`python -m sage_ref pretrain-speed`: time of a training step with exact attention and SageBwd, on one device and all.
 
 Exact attention is timed twice: with the kernel that PyTorch picks for the device, and with FlashAttention-2, which the
 paper compares with.
 """
 
+import argparse
 import itertools
 import json
 import statistics
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_ref.command_line import add_device_option, positive
 from sage_ref.models.llama import LlamaConfig
-from sage_ref.records import Record, Row, read_record
+from sage_ref.records import Record, Row, markdown_table, provenance, read_record, write_record
 from sage_ref.training.corpus import Corpus
-from sage_ref.training.pretrain import Pretraining, PretrainSettings, Processes
+from sage_ref.training.pretrain import Pretraining, PretrainSettings, Processes, processes
 
 VOCABULARY = 32768
 # The model's attention, and the backend that PyTorch must take for it.
@@ -160,3 +162,28 @@ def _attention_name(row: Row) -> str:
     name, node = NAMES[row["attention"]], row.get("autograd_node")
     kernel = KERNELS.get(node, node)
     return name if kernel in (None, name) else f"{name} ({kernel})"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = SpeedPlan()
+    parser.add_argument("--contexts", type=positive, nargs="+", default=default.contexts, metavar="N")
+    for name in ("layers", "width", "heads", "tokens_per_device", "warmup", "steps"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
+    add_device_option(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
+    plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
+    rows, facts = [], {"plan": asdict(plan)}
+    with processes(options.device) as group:
+        if options.json and group.is_first:
+            rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
+            if rows:
+                print(f"{options.json} has {len(rows)} rows, which are not measured again")
+        for row in step_times(plan, group, tuple(rows)):  # on the first process alone
+            rows.append(row)
+            if options.json:
+                write_record(options.json, rows, command=options.command, **facts)
+        if group.is_first:
+            print(markdown_table(*speed_table(rows)))

@@ -1,4 +1,4 @@
-"""Stage 1 of SLA2: fit the router and alpha of a layer to full attention, and judge them by the hard mask.
+"""`python -m sage_ref train-router`: stage 1 of SLA2, the router and alpha of a layer fitted to full attention.
 
 minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 with a stand-in for the hard mask M.
 
@@ -9,20 +9,24 @@ branch, O_s is full attention, and with alpha = 1 nothing is left to minimise, w
 Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 """
 
+import argparse
 import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from sage_ref.attention import attention_forward
-from sage_ref.records import Record, Row, markdown_table, replaced
+from sage_ref.command_line import add_device_option, percentage, positive
+from sage_ref.records import Record, Row, markdown_table, recorded_file, replaced, write_record
 from sage_ref.sla2.branches import (
     SLA,
     BlockSettings,
@@ -38,6 +42,8 @@ from sage_ref.sla2.branches import (
 from sage_ref.sla2.module import SLA2
 from sage_ref.sla2.router import PRINTED, Relaxation
 from sage_ref.sla2.whole import mix, per_query, soft_sparse_linear_attention
+from sage_ref.training.capture import read_capture
+from sage_ref.training.video_like import VideoLike, video_like
 
 SLA_LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FITTED, HELD_OUT = "fitted", "held out"
@@ -417,3 +423,47 @@ def result_table(record: Record) -> str:
             )
         )
     return markdown_table(header, lines)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = FitSettings()
+    parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
+    parser.add_argument("--seeds", type=positive, default=len(RouterSweep().seeds), help="number of seeds")
+    parser.add_argument("--steps", type=positive, default=default.steps)
+    parser.add_argument("--block-q", type=positive, default=default.block_q, help="queries in a block")
+    parser.add_argument("--block-kv", type=positive, default=default.block_kv, help="keys in a block")
+    parser.add_argument("--study", action="store_true", help="try every stand-in for the hard mask, not just two")
+    parser.add_argument("--capture", type=Path, metavar="FILE", help="default: the recorded one")
+    parser.add_argument(
+        "--outlier",
+        type=float,
+        metavar="LOGIT",
+        help="instead of a capture, made-up data with outliers of that size among the queries (0: none)",
+    )
+    add_device_option(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.outlier is None:
+        capture = options.capture or recorded_file("capture_video.safetensors")
+        layers = read_capture(capture).layers
+        source = {"capture": capture.name, "sha256": sha256(capture.read_bytes()).hexdigest()}
+    else:
+        config = VideoLike(outlier=options.outlier)
+        layers = {0: video_like(config, samples=4)[0]}
+        source = {"structured": asdict(config), "samples": 4}
+    settings = FitSettings(block_q=options.block_q, block_kv=options.block_kv, steps=options.steps)
+    sweep = RouterSweep(
+        settings,
+        sparsities=[round(1 - percent / 100, 6) for percent in options.k],
+        relaxations=STUDY if options.study else RouterSweep().relaxations,
+        seeds=range(options.seeds),
+    )
+    checkpoint = (options.json or Path("runs/train_router.json")).with_suffix(".partial")
+    fits = router_sweep(sweep, layers, json.dumps(source), checkpoint, options.device)
+    rows = [row for found in tqdm(fits, total=sweep_length(sweep, layers)) for row in found]
+    print("Hard mask, mean over layers and seeds:\n\n" + result_table(Record({}, rows)))
+    if options.json:
+        facts = {"data": source, "settings": asdict(settings), "seeds": list(sweep.seeds), "device": options.device}
+        write_record(options.json, rows, command=options.command, threads=torch.get_num_threads(), **facts)
+    checkpoint.unlink()

@@ -1,1 +1,4 @@
-"""Text as tokens, training, and what is captured from it. Needs the extra packages of `sage-ref[training]`."""
+"""Training: the loop, a language model and a video model with their data, and what is captured from their attention.
+
+Needs the extra packages of `sage-ref[training]`.
+"""

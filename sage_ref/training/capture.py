@@ -17,7 +17,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from sage_ref.models.llama import Llama
-from sage_ref.records import replaced
+from sage_ref.records import Row, replaced
+from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
 
 TENSORS = ("query", "key", "value", "grad_output")
 
@@ -73,6 +75,30 @@ def attention_tensors(
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         tensors[layer] = dict(zip(TENSORS, (q, k, v, do), strict=True))
     return loss.item(), tensors
+
+
+def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
+    """One row per layer and intermediate: cosine, relative L2, RMS, and for dS the bound on its RMS.
+
+    captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D].
+    """
+    rows = []
+    for layer, tensors in captures.items():
+        inputs = [tensors[name] for name in TENSORS]
+        exact, quantized = exact_intermediates(*inputs, settings), sagebwd_intermediates(*inputs, settings)
+        for name, y in exact.items():
+            bound = grad_scores_bound(exact["dP"], exact["delta"]) if name == "dS" else None
+            rows.append(
+                {
+                    "layer": layer,
+                    "tensor": name,
+                    "cosine": round(cosine(quantized[name], y), 6),
+                    "rel_l2": round(relative_l2(quantized[name], y), 6),
+                    "rms": float(f"{rms(y):.4g}"),
+                    "rms_bound": bound and float(f"{bound:.4g}"),
+                }
+            )
+    return rows
 
 
 def write_capture(path: Path, capture: Capture) -> None:

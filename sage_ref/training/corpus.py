@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,16 @@ class Corpus:
     def sha256(self) -> str:
         """Of the tokens as stored: for a single file what `sha256sum` prints."""
         return hashlib.sha256(self.tokens.numpy().data).hexdigest()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says about it."""
+        return {
+            "name": self.name,
+            "tokens": len(self.tokens),
+            "sha256": self.sha256,
+            "vocabulary": self.vocab_size,
+        }
 
     def split(self, validation_fraction: float = 0.1) -> tuple["Corpus", "Corpus"]:
         """(train, validation): validation is the tail, so that no training sequence overlaps it."""

@@ -23,10 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from sage_ref.experiments.tables import table2_rows
 from sage_ref.models.llama import Llama, LlamaConfig
 from sage_ref.records import Row, replaced
-from sage_ref.training.capture import attention_tensors, next_token_loss
+from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings
 
@@ -191,12 +190,12 @@ class Pretraining(ResumableTraining):
         return row
 
     def attention_errors(self) -> list[Row]:
-        """`table2_rows` of every layer, on one validation sequence."""
+        """Of every layer, on one validation sequence."""
         device = self.processes.device
         batch = (x.to(device) for x in self.validation_corpus.batch(1, self.config.context, seed=0, step=0))
         with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
             _, captured = attention_tensors(self.model, *batch, range(self.config.layers))
-        return table2_rows(captured, self.config.reference_settings)
+        return attention_errors(captured, self.config.reference_settings)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"diverged": self.diverged, "traces": self.traces}

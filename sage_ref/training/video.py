@@ -1,16 +1,27 @@
-"""Videos made from a seed: textured shapes that move, turn and hide each other in front of a gradient of two colours.
+"""A video diffusion transformer learns, by flow matching, from videos that are made from a seed.
 
-Nothing is downloaded, and there is something for attention to find: a shape keeps its texture while it moves, so a
-noisy patch is best told from the rest of its shape, in the same frame and in the others.
+The videos: textured shapes that move, turn and hide each other in front of a gradient of two colours. Nothing is
+downloaded, and there is something for attention to find: a shape keeps its texture while it moves, so a noisy patch is
+best told from the rest of its shape, in the same frame and in the others.
+
+A noisy video is x_t = (1 - t) x + t e with noise e ~ N(0, 1) and noise level t: 0 is the video, 1 is noise alone. The
+model learns the velocity d x_t / d t = e - x; the loss is the mean squared error over pixels, channels and frames.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_ref.training.loop import ResumableTraining, TrainingSettings
 
 SHAPES = ("disc", "square", "ring")
+VALIDATION_VIDEOS = 8
+# First numbers of the seeds, so that no video is drawn for two purposes.
+TRAINING, VALIDATION, CAPTURED = range(3)
 
 
 def videos(count: int, frames: int, size: int, *, seed: Sequence[int]) -> Tensor:
@@ -63,3 +74,50 @@ def colours(rng: np.random.Generator) -> np.ndarray:
 def mix(first: np.ndarray, second: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Colours [3] of each pixel: `first` where share [frames, size, size] is 0, `second` where it is 1."""
     return first[:, None, None, None] * (1 - share) + second[:, None, None, None] * share
+
+
+class VideoTraining(ResumableTraining):
+    """A video DiT that learns velocities. Every step draws new videos: there is no data set to go through twice."""
+
+    def __init__(self, config: VideoDiTConfig, settings: TrainingSettings, device: torch.device | str = "cpu"):
+        super().__init__(lambda: VideoDiT(config), settings, asdict(config), device)
+        self.config, self.device = config, device
+
+    def accumulate_gradients(self) -> Tensor:
+        video, noise_level, noise = training_batch(
+            self.config, self.settings.batch_size, seed=(TRAINING, self.settings.seed, self.step)
+        )
+        loss = self.losses_of(video, noise_level, noise).mean()
+        loss.backward()
+        return loss.detach()
+
+    def validation_loss(self) -> float:
+        """Of VALIDATION_VIDEOS videos, over all noise levels."""
+        return self.losses_of(*training_batch(self.config, VALIDATION_VIDEOS, seed=(VALIDATION,))).mean().item()
+
+    def losses_of(self, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
+        """`flow_matching_loss` of the model on its device, [B]."""
+        return flow_matching_loss(self.model, *(x.to(self.device) for x in (video, noise_level, noise)))
+
+
+def training_batch(config: VideoDiTConfig, count: int, *, seed: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Videos and noise [count, C, T, H, W], and noise levels [count], drawn on the CPU: alike on every device.
+
+    The levels are uniform on [0, 1], one from each of `count` equal parts, which makes the loss of a batch less noisy.
+    """
+    video = videos(count, config.frames, config.size, seed=seed)
+    rng = np.random.default_rng((*seed, 1))
+    noise_level = torch.from_numpy((np.arange(count) + rng.random(count)) / count).float()
+    return video, noise_level, torch.from_numpy(rng.standard_normal(video.shape, dtype=np.float32))
+
+
+def noisy(video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
+    """x_t = (1 - t) x + t e. video and noise [B, C, T, H, W], noise_level [B]."""
+    t = noise_level.view(-1, 1, 1, 1, 1)
+    return (1 - t) * video + t * noise
+
+
+def flow_matching_loss(model: nn.Module, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
+    """(model(x_t, t) - (e - x))^2, mean over each video: [B]."""
+    velocity = model(noisy(video, noise_level, noise), noise_level)
+    return (velocity - (noise - video)).square().flatten(1).mean(1)

@@ -13,7 +13,7 @@ from sage_ref import sagebwd_attention
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.course.figures import draw_block_sizes, draw_probabilities, error_map, panels, show_letters, show_matrix
 from sage_ref.course.teaching import bytes_kept_for_backward, letter_inputs
-from sage_ref.experiments.tables import table1_inputs
+from sage_ref.experiments.table1 import table1_inputs
 from sage_ref.quantization import fake_quantize, integer_matmul, quantize, quantized_matmul
 from sage_ref.sagebwd.whole import SageBwdSettings
 from sage_ref.tracing import cosine, relative_l2, rms, trace

@@ -10,15 +10,8 @@ from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.course.figures import error_heatmap, sigma_figure, table1_choices_figure
-from sage_ref.experiments.tables import (
-    CAPTURES,
-    PAPER_TABLE2,
-    TENSORS,
-    closest_setting,
-    deviation,
-    most_error_prone,
-    table2_rows,
-)
+from sage_ref.experiments.table1 import TENSORS, closest_setting, deviation
+from sage_ref.experiments.table2 import CAPTURES, PAPER_TABLE2, most_error_prone, table2_rows
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.records import RECORDED, read_record
 from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth, tiled_forward

@@ -32,7 +32,7 @@ from sage_ref.course.pretraining_results import (
     score_groups,
 )
 from sage_ref.experiments.gradient_noise import VARIANTS
-from sage_ref.experiments.tables import PAPER_TABLE2
+from sage_ref.experiments.table2 import PAPER_TABLE2
 from sage_ref.quantization import fake_quantize
 from sage_ref.records import REPOSITORY, Record, read_record
 
@@ -190,11 +190,11 @@ class TestStatistics:
         found = mean_interval(values)
         assert found.mean == pytest.approx(0.01)
         assert found.error == pytest.approx(stdev(values) / math.sqrt(3))
-        assert (found.half, found.count) == (pytest.approx(4.303 * found.error), 3)
+        assert (found.half, found.count) == (pytest.approx(4.302653 * found.error), 3)
 
-    @pytest.mark.parametrize("count", [0, 1, 21])
-    def test_interval_needs_two_values_and_a_quantile(self, count):
-        with pytest.raises(ValueError, match=f"values: expected 2 to 20 of them, got {count}"):
+    @pytest.mark.parametrize("count", [0, 1])
+    def test_interval_needs_two_values(self, count):
+        with pytest.raises(ValueError, match=f"values: expected at least 2 of them, got {count}"):
             mean_interval([1.0] * count)
 
     def test_differences_are_paired_by_seed_and_skip_what_is_missing(self):

@@ -1,39 +1,55 @@
 """The READMEs say what the records say."""
 
+import itertools
 import re
 
 import matplotlib.pyplot as plt
 import pytest
 
-from sage_ref.course import readme
+from sage_ref.course import kernel_results, readme, results
 from sage_ref.course.claims import claims, hypothesis
 from sage_ref.course.figures import overview_figure
+from sage_ref.course.kernel_results import BENCH
 from sage_ref.course.pretraining_results import final_losses, pretrain_runs
-from sage_ref.course.readme import BENCH, LAYERS, NOISE, PRETRAIN, SECTIONS, TABLE2, rewritten
-from sage_ref.experiments.tables import PAPER_TABLE2
+from sage_ref.course.readme import SECTIONS, rewritten
+from sage_ref.course.results import LAYERS, NOISE, PRETRAIN, TABLE2
+from sage_ref.experiments.table2 import PAPER_TABLE2
 from sage_ref.records import REPOSITORY, Record, read_record, write_record
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_measured_parts_are_in_step(name):
-    assert rewritten(name) == (REPOSITORY / name).read_text(), "run `python -m sage_ref readme`"
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_stale_part_is_noticed(name, monkeypatch):
-    sections = {section: lambda: "something else" for section in SECTIONS[name]}
-    monkeypatch.setitem(readme.SECTIONS, name, sections)
-    assert rewritten(name) != (REPOSITORY / name).read_text()
-
-
-def test_a_missing_marker_is_an_error(monkeypatch):
-    monkeypatch.setitem(readme.SECTIONS, "README.md", {"no such part": lambda: ""})
+def test_measured_parts_are_in_step_and_a_stale_one_is_noticed(name, monkeypatch):
+    text = (REPOSITORY / name).read_text()
+    assert rewritten(name) == text, "run `python -m sage_ref readme`"
+    for section in SECTIONS[name]:
+        monkeypatch.setitem(readme.SECTIONS, name, {section: lambda: "something else"})
+        assert rewritten(name) != text
+    monkeypatch.setitem(readme.SECTIONS, name, {"no such part": lambda: ""})
     with pytest.raises(ValueError, match="no such part"):
-        rewritten("README.md")
+        rewritten(name)
+
+
+def test_every_table_of_times_says_how_it_was_timed():
+    """In the paragraph above it."""
+    timed = {
+        "speed",
+        "lengths",
+        "forward",
+        "backward",
+        "limits",
+        "sla2",
+        "sla2_ladder",
+        "sla2_parts",
+        "pretraining_speed",
+    }
+    paragraphs = (REPOSITORY / "RESULTS.md").read_text().replace("\n", " ").split("<!-- begin ")
+    for before, after in itertools.pairwise(paragraphs):
+        if after.split()[0] in timed:
+            assert re.search(r"paired\s+numbers to come", before.rpartition("<!-- end")[2].lower()), after.split()[0]
 
 
 def test_links_and_pictures_exist():
-    for name in SECTIONS:
+    for name in (*SECTIONS, "kernels/README.md"):
         folder = (REPOSITORY / name).parent
         for target in re.findall(r"\]\(([^)#]+)\)", (REPOSITORY / name).read_text()):
             assert (folder / target).exists(), f"{name}: {target}"
@@ -45,7 +61,7 @@ def cells(line):
 
 def test_table2_has_the_worst_layer_of_each_model_and_the_papers():
     record = read_record(TABLE2)
-    header, _, *lines, _, caption = readme.table2().splitlines()
+    header, _, *lines, _, caption = results.table2().splitlines()
     assert cells(header)[1:] == list(PAPER_TABLE2)
     assert [cells(line)[0].partition(", ")[0] for line in lines] == ["with QK-norm", "without QK-norm", "paper"]
     for line, qk_norm in zip(lines, (True, False), strict=False):
@@ -72,7 +88,7 @@ def test_the_overview_shows_the_worst_layer_with_qk_norm():
 
 def test_pretraining_has_every_main_cell_and_the_claims():
     runs = read_record(PRETRAIN)
-    text = readme.pretraining()
+    text = results.pretraining()
     for size in runs.provenance["plan"]["tokens_per_step"]:
         assert f"{size:,} tokens per step" in text.splitlines()[0]
         for kind in ("exact", "SageBwd, K smoothed"):
@@ -91,7 +107,7 @@ SPEED_PLAN = {"layers": 24, "width": 1024, "heads": 16, "tokens_per_device": 655
 @pytest.fixture
 def step_times(tmp_path, monkeypatch):
     """step_times(rates) -> lines of the part. rates: {(attention, N, GPUs, parallel): tokens per second}."""
-    monkeypatch.setattr(readme, "read_record", lambda name: read_record(tmp_path / f"{name}.json"))
+    monkeypatch.setattr(results, "read_record", lambda name: read_record(tmp_path / f"{name}.json"))
 
     def write(rates):
         rows = [
@@ -99,8 +115,8 @@ def step_times(tmp_path, monkeypatch):
             | {"ms_median": 1e6 / rate, "tokens_per_second": rate}
             for place, rate in rates.items()
         ]
-        write_record(tmp_path / f"{readme.PRETRAIN_SPEED}.json", rows, command="c", plan=SPEED_PLAN)
-        return readme.pretraining_speed().splitlines()
+        write_record(tmp_path / f"{results.PRETRAIN_SPEED}.json", rows, command="c", plan=SPEED_PLAN)
+        return results.pretraining_speed().splitlines()
 
     return write
 
@@ -132,8 +148,8 @@ def test_step_times_that_are_not_complete(step_times):
 
 
 def test_recorded_step_times_have_one_line_each():
-    record = read_record(readme.PRETRAIN_SPEED)
-    lines = [cells(line) for line in readme.pretraining_speed().splitlines() if line.startswith("| ")][2:]
+    record = read_record(results.PRETRAIN_SPEED)
+    lines = [cells(line) for line in results.pretraining_speed().splitlines() if line.startswith("| ")][2:]
     shown = [(*line[:3], line[4]) for line in lines]
     names = ("context", "devices", "parallel", "ms_median")
     assert sorted(shown) == sorted(tuple(str(row[name]) for name in names) for row in record.rows)
@@ -141,7 +157,7 @@ def test_recorded_step_times_have_one_line_each():
 
 def test_lengths_are_ratios_of_measured_times():
     record = read_record("bench_h200")
-    header, _, *lines = readme.lengths().split("\n\n")[0].splitlines()
+    header, _, *lines = kernel_results.lengths().split("\n\n")[0].splitlines()
     assert cells(header) == ["N", "D=128", "D=128, causal", "D=64", "D=64, causal"]
     assert [cells(line)[0] for line in lines] == [f"{n:,}" for n in sorted({row["n_q"] for row in record.rows})]
     shape = {"n_q": 65536, "head_dim": 64, "causal": True, "direction": "fwd+bwd", "scope": "autograd"}
@@ -154,7 +170,7 @@ def test_lengths_are_ratios_of_measured_times():
 
 def test_limits_has_every_profiled_kernel():
     record = read_record("profile_h200")
-    _, _, *lines = readme.limits().split("\n\n")[0].splitlines()
+    _, _, *lines = kernel_results.limits().split("\n\n")[0].splitlines()
     assert [cells(line)[0] for line in lines] == [f"{row['kernel']}, D={row['head_dim']}" for row in record.rows]
     for line, row in zip(lines, record.rows, strict=True):
         profiled = "" if row["tensor"] is None else f"{row['tensor']:.0f}%"  # cuDNN's kernels aren't looked into

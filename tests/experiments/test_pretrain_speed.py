@@ -1,21 +1,19 @@
 """Step times: one row per way to use the devices, context and attention, and a table that compares them."""
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from process_cases import run_together
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_ref.__main__ import main
 from sage_ref.experiments import pretrain_speed as speed
 from sage_ref.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
 from sage_ref.models.llama import Llama, LlamaConfig
-from sage_ref.records import REPOSITORY, provenance, read_record, write_record
+from sage_ref.records import provenance, read_record, write_record
 from sage_ref.training.pretrain import Pretraining, Processes
 
 # Once per process, in whichever test comes first.
@@ -51,7 +49,7 @@ def clock(monkeypatch):
     return stepped
 
 
-def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps(clock):
+def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(clock):
     rows = list(step_times(PLAN, Processes()))
     assert [(row["context"], row["attention"]) for row in rows] == CELLS
     for row in rows:
@@ -62,10 +60,7 @@ def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps(clock):
     model = Llama(LlamaConfig(64, context=16, layers=1, width=16, heads=2, kv_heads=2, qk_norm=True))
     assert {row["parameters"] for row in rows} == {sum(x.numel() for x in model.parameters())}
     assert len(clock) == 6 * 6
-
-
-def test_steps_are_those_of_the_plan(clock):
-    list(step_times(PLAN, Processes()))
+    assert [row["autograd_node"] for row in rows] == [ON_CPU[name] for _, name in CELLS]
     trainings = list(dict.fromkeys(clock))
     in_model = {"exact": "exact", "flash_attention_2": "exact", "sagebwd": "sagebwd"}
     assert [(x.config.context, x.config.attention) for x in trainings] == [(n, in_model[name]) for n, name in CELLS]
@@ -77,6 +72,20 @@ def test_steps_are_those_of_the_plan(clock):
         assert not settings.autocast  # that is for a GPU
         assert not settings.compile  # a compiled model may keep a backend that is no longer asked for
         assert training.processes == Processes()
+    # Rows that are there are not measured again; those of another way are no such rows.
+    left = [rows[1], rows[5]]
+    assert list(step_times(PLAN, Processes(), [row for row in rows if row not in left])) == left
+    elsewhere = [rows[0] | {"devices": 2}, rows[0] | {"parallel": "ddp"}, rows[0] | {"context": 8}]
+    assert list(step_times(PLAN, Processes(), elsewhere)) == rows
+
+
+def test_a_row_names_what_ran(clock):
+    """With another pick of PyTorch's, FlashAttention-2 is still itself. A step smaller than a pass is one pass."""
+    with sdpa_kernel(SDPBackend.MATH):
+        rows = list(step_times(replace(PLAN, contexts=(16,), tokens_per_pass=2**15), Processes()))
+    exact, flash, _ = (row["autograd_node"] for row in rows)
+    assert exact != flash == ON_CPU["flash_attention_2"]
+    assert {(x.settings.batch_size, x.settings.micro_batch_size) for x in clock} == {(4, 4)}
 
 
 def test_flash_attention_2_has_no_other_backend(monkeypatch):
@@ -96,14 +105,6 @@ def test_flash_attention_2_has_no_other_backend(monkeypatch):
     assert [allowed[n * steps : (n + 1) * steps] for n in range(len(CELLS))] == [
         [(True, False, False) if name == "flash_attention_2" else (True, True, True)] * steps for _, name in CELLS
     ]
-
-
-def test_a_row_names_what_ran(clock):
-    assert [row["autograd_node"] for row in step_times(PLAN, Processes())] == [ON_CPU[name] for _, name in CELLS]
-    with sdpa_kernel(SDPBackend.MATH):  # then the pick is another, and FlashAttention-2 is still itself
-        rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
-    exact, flash, _ = (row["autograd_node"] for row in rows)
-    assert exact != flash == ON_CPU["flash_attention_2"]
 
 
 def test_several_devices_are_timed_after_one_with_ddp_then_with_fsdp(monkeypatch):
@@ -129,14 +130,6 @@ def test_several_devices_are_timed_after_one_with_ddp_then_with_fsdp(monkeypatch
     assert sent == [0, 0]
 
 
-def test_rows_that_are_there_are_not_measured_again(clock):
-    rows = list(step_times(PLAN, Processes()))
-    left = [rows[1], rows[5]]
-    assert list(step_times(PLAN, Processes(), [row for row in rows if row not in left])) == left
-    elsewhere = [rows[0] | {"devices": 2}, rows[0] | {"parallel": "ddp"}, rows[0] | {"context": 8}]
-    assert list(step_times(PLAN, Processes(), elsewhere)) == rows
-
-
 HERE = provenance("c") | {"gpu": "a GPU", "commit": "b"}
 
 
@@ -158,14 +151,14 @@ def test_rows_of_another_machine_or_software_are_not_added_to(tmp_path, name):
         interrupted(path, PLAN, HERE)
 
 
-def test_rows_of_another_plan_are_not_added_to(tmp_path):
-    path = tmp_path / "speed.json"
-    write_record(path, [{"context": 16}], **HERE, plan=asdict(replace(PLAN, steps=6)))
-    with pytest.raises(ValueError, match="plan=.*'steps': 5.*has plan=.*'steps': 6"):
-        interrupted(path, PLAN, HERE)
-    write_record(path, [{"context": 16}], **HERE)
-    with pytest.raises(ValueError, match="has plan=None"):
-        interrupted(path, PLAN, HERE)
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [({"plan": asdict(replace(PLAN, steps=6))}, "plan=.*'steps': 5.*has plan=.*'steps': 6"), ({}, "has plan=None")],
+)
+def test_rows_of_another_plan_are_not_added_to(tmp_path, facts, message):
+    write_record(tmp_path / "speed.json", [{"context": 16}], **HERE, **facts)
+    with pytest.raises(ValueError, match=message):
+        interrupted(tmp_path / "speed.json", PLAN, HERE)
 
 
 def row(context, attention, rate, devices=1, parallel="none", **more):
@@ -218,11 +211,6 @@ def test_the_table_names_the_kernel(attention, node, name):
     assert speed_table([row(16, attention, 1000, autograd_node=node)])[1][0][3] == name
 
 
-def test_a_step_smaller_than_a_pass_is_one_pass(clock):
-    list(step_times(replace(PLAN, contexts=(16,), tokens_per_pass=2**15), Processes()))
-    assert {(x.settings.batch_size, x.settings.micro_batch_size) for x in clock} == {(4, 4)}
-
-
 def command(path):
     sizes = "--contexts 16 32 --layers 1 --width 32 --heads 1 --tokens-per-device 64 --device cpu"
     return ["pretrain-speed", *sizes.split(), "--json", str(path)]
@@ -271,21 +259,16 @@ def test_the_command_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys
     assert f"{path} has 4 rows, which are not measured again" in printed
 
 
-# In every process that torchrun starts.
-SMALL = """
-import sys
-import torch
-from sage_ref.__main__ import main
-from sage_ref.experiments import pretrain_speed as speed
-torch.set_num_threads(1)
-speed.VOCABULARY = 64
-Pretraining = speed.Pretraining
-def built(*arguments, fsdp):
-    print(f"fsdp={fsdp}")
-    return Pretraining(*arguments, fsdp=fsdp)
-speed.Pretraining = built
-main(sys.argv[1:])
-"""
+def timed(arguments):
+    """The command as each of two processes runs it, which print whether a model is shared out."""
+    built = speed.Pretraining
+
+    def told(*positional, fsdp):
+        print(f"fsdp={fsdp}")
+        return built(*positional, fsdp=fsdp)
+
+    speed.VOCABULARY, speed.Pretraining = 64, told
+    main(arguments)
 
 
 def test_two_processes_go_on_where_they_were_interrupted(tmp_path):
@@ -296,16 +279,7 @@ def test_two_processes_go_on_where_they_were_interrupted(tmp_path):
     kept = [row(16, name, 1000, *way) for way, name in places if (way, name) not in (places[1], places[4], places[8])]
     plan = SpeedPlan((16,), layers=1, width=16, heads=1, tokens_per_device=32, warmup=1, steps=2)
     write_record(path, kept, command="c", plan=asdict(plan))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
-    timing = [sys.executable, "-c", SMALL, "pretrain-speed", *sizes.split(), "--json", path]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, *torchrun, *timing], cwd=REPOSITORY, env=environment, **pipes) as process:
-        try:
-            printed, errors = process.communicate(timeout=120)
-        finally:
-            process.terminate()  # torchrun then ends what it started
-    assert process.returncode == 0, errors
+    printed = run_together(tmp_path, timed, ["pretrain-speed", *sizes.split(), "--json", str(path)])
     assert f"{path} has 6 rows, which are not measured again" in printed
     rows = read_record(path).rows
     assert rows[:6] == kept

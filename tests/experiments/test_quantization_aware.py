@@ -1,12 +1,14 @@
 """The small QAT experiment: what each way of training computes, and that nothing else differs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_forward
+from sage_ref.experiments import quantization_aware
 from sage_ref.experiments.quantization_aware import (
     WAYS,
     MappedSLA2,
@@ -97,8 +99,8 @@ def test_errors_are_relative_to_full_attention(layer, tensors):
 @pytest.mark.parametrize("way", WAYS)
 def test_training_reduces_the_error_and_its_seed_decides_the_batches(layer, tensors, way):
     settings = replace(SETTINGS, steps=40, learning_rate=5e-3)
-    first, again, other = (fine_tune(*tensors, way, settings, seed) for seed in (0, 0, 1))
-    assert errors(first, *tensors)[1] < 0.9 * errors(layer, *tensors)[1]
+    assert errors(fine_tune(*tensors, way, settings, 0), *tensors)[1] < 0.9 * errors(layer, *tensors)[1]
+    first, again, other = (fine_tune(*tensors, way, SETTINGS, seed) for seed in (0, 0, 1))
     assert torch.equal(first.maps, again.maps)
     assert not torch.equal(first.maps, other.maps)
     start = layer.sla2.alpha_logit
@@ -118,27 +120,22 @@ def test_the_learning_rate_falls(tensors):
     assert 1.4 < moved < 1.51
 
 
-def test_ways_differ_only_where_int8_does(tensors):
-    maps = [fine_tune(*tensors, way, SETTINGS, seed=0).maps for way in WAYS]
-    assert not torch.equal(maps[0], maps[1])
-    assert not torch.equal(maps[1], maps[2])
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [({"steps": 0}, "steps"), ({"query_blocks": 0}, "query_blocks"), ({"value_outlier": 0.0}, "value_outlier")],
 )
-def test_settings_are_checked(values, message):
+def test_impossible_settings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         TuningSettings(**values)
 
 
-def test_ways_are_checked(tensors):
+def test_ways_are_refused_by_name(tensors):
     with pytest.raises(ValueError, match="way: expected one of .*, got 'before'"):
         fine_tune(*tensors, "before", SETTINGS, seed=0)
 
 
-def test_study_trains_on_the_first_video_and_judges_on_both():
+def test_study_trains_on_the_first_video_and_judges_on_both(monkeypatch):
+    monkeypatch.setattr(quantization_aware, "TuningSettings", partial(TuningSettings, steps=3))
     generator = torch.Generator().manual_seed(0)
     names = ("query", "key", "value")
     capture = {2: {name: torch.randn(2, 4, 256, 16, generator=generator).bfloat16() for name in names}}
@@ -146,7 +143,7 @@ def test_study_trains_on_the_first_video_and_judges_on_both():
     rows = list(study_rows(study, capture))
     assert [(row["value_outlier"], row["way"]) for row in rows] == [(x, way) for x in (1.0, 300.0) for way in WAYS]
     fitted, other = ([capture[2][name][i : i + 1, :1].float() for name in names] for i in (0, 1))
-    tuned = fine_tune(*fitted, "algorithm 3", TuningSettings(value_outlier=300.0), 3)
+    tuned = fine_tune(*fitted, "algorithm 3", TuningSettings(steps=3, value_outlier=300.0), 3)
     row = next(row for row in rows if row["way"] == "algorithm 3" and row["value_outlier"] == 300.0)
     assert row["seed"] == 3
     assert row["layer"] == 2

@@ -28,7 +28,7 @@ def as_complex(x):
     return torch.complex(first, second)
 
 
-def test_rotary_embedding_is_a_complex_rotation():
+def test_rotary_embedding_is_a_complex_rotation_and_products_depend_on_the_distance_alone():
     torch.manual_seed(0)
     x = torch.randn(3, 20, 8, dtype=torch.float64)
     rotary = RotaryEmbedding(8, 20).double()
@@ -36,13 +36,7 @@ def test_rotary_embedding_is_a_complex_rotation():
         turn = torch.tensor([n * 10000 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
         expected = as_complex(x)[:, n] * torch.polar(torch.ones_like(turn), turn)
         assert_close(as_complex(rotary(x))[:, n], expected, atol=1e-5, rtol=0)  # its angles are float32
-
-
-def test_rotated_products_depend_on_the_distance_alone():
-    torch.manual_seed(0)
-    rotary = RotaryEmbedding(8, 20).double()
-    q, k = (torch.randn(1, 8, dtype=torch.float64).expand(20, 8) for _ in range(2))
-    products = rotary(q) @ rotary(k).mT
+    products = rotary(x[0, :1].expand(20, 8)) @ rotary(x[1, :1].expand(20, 8)).mT
     for distance in range(-19, 20):
         diagonal = products.diagonal(distance)
         assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=0)
@@ -85,13 +79,15 @@ def test_swiglu_and_the_residual_stream_are_their_equations():
     assert_close(block(x), between + mlp(block.mlp_norm(between)))
 
 
-def test_no_token_sees_a_later_one():
+def test_no_token_sees_a_later_one_and_too_many_are_refused():
     model, before = llama(), tokens()
     after = before.clone()
     after[:, 15] = (after[:, 15] + 1) % SMALL["vocab_size"]
     difference = (model(after) - model(before)).abs().amax((0, 2))
     assert difference[:15].max() == 0
     assert difference[15:].min() > 0
+    with pytest.raises(ValueError, match="tokens: expected at most 24 per sequence, got 25"):
+        model(tokens(25))
 
 
 def test_initial_weights():
@@ -117,9 +113,7 @@ def test_input_and_output_share_the_embedding():
 
 @pytest.mark.parametrize(("width", "expected"), [(32, 128), (256, 704), (768, 2048), (1024, 2752)])
 def test_mlp_width(width, expected):
-    config = LlamaConfig(vocab_size=8, width=width)
-    assert config.mlp_width == expected
-    assert SwiGLU(config).down.weight.shape == (width, expected)
+    assert SwiGLU(LlamaConfig(vocab_size=8, width=width)).down.weight.shape == (width, expected)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -150,36 +144,29 @@ def query_gradient(model):
 
 def test_scales_of_the_reference_are_those_asked_for():
     """Without a word about scales: one per tile of P and dS, the reference's own."""
-    gradients = {
-        granularity: query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
+    unnamed, block, row = (
+        query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
         for granularity in (None, "block", "row")
-    }
-    assert torch.equal(gradients[None], gradients["block"])
-    assert not torch.equal(gradients["row"], gradients["block"])
+    )
+    assert torch.equal(unnamed, block)
+    assert not torch.equal(row, block)
 
 
-def test_stochastic_rounding_draws_from_torchs_generator():
-    """The gradient is a function of its state, and differs from draw to draw; nearest rounding draws nothing."""
-    gradients = {}
-    for rounding in ("nearest", "stochastic"):
-        model = llama(attention="sagebwd", backend="reference", ds_rounding=rounding)
-        for seed in (1, 2, 1):
-            torch.manual_seed(seed)
-            gradients.setdefault(rounding, []).append(query_gradient(model))
-    first, second, again = gradients["stochastic"]
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_stochastic_rounding_alone_draws_from_torchs_generator(rounding):
+    model, gradients = llama(attention="sagebwd", backend="reference", ds_rounding=rounding), []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        gradients.append(query_gradient(model))
+    first, second, again = gradients
     assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-    assert torch.equal(gradients["nearest"][0], gradients["nearest"][1])
+    assert torch.equal(first, second) == (rounding == "nearest")
 
 
 def test_reference_settings_are_the_configurations():
-    config = LlamaConfig(
-        **SMALL, backend="reference", smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
-    )
-    expected = SageBwdSettings(
-        is_causal=True, smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
-    )
-    assert config.reference_settings == expected
+    changes = {"smooth_k": False, "smooth_q": True, "granularity": "row", "ds_rounding": "stochastic"}
+    config = LlamaConfig(**SMALL, backend="reference", **changes)
+    assert config.reference_settings == SageBwdSettings(is_causal=True, **changes)
     assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True, granularity="block")
 
 
@@ -219,8 +206,3 @@ def test_autocast_normalises_and_rotates_in_float32():
 def test_impossible_configurations_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         LlamaConfig(**SMALL | changes)
-
-
-def test_too_many_tokens_are_refused():
-    with pytest.raises(ValueError, match="tokens: expected at most 24 per sequence, got 25"):
-        llama()(tokens(25))

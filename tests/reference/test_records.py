@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 import torch
 
-from sage_ref import records as recorded
+from sage_ref import records
 from sage_ref.records import Record, markdown_table, provenance, read_record, replaced, write_record
 
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
@@ -64,12 +64,52 @@ def test_rows_that_json_cannot_hold_leave_the_old_record(tmp_path):
     assert read_record(path).provenance["command"] == "first"
 
 
-def test_records_of_the_notebooks_are_found_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "RECORDED", tmp_path)
-    write_record(tmp_path / "table1.json", ROWS, command="c")
+@pytest.fixture
+def installed_elsewhere(tmp_path, monkeypatch):
+    """The package lies where no checkout is, and so does the current folder; a checkout is beside them."""
+    monkeypatch.delenv("SAGE_REF_REPOSITORY", raising=False)
+    monkeypatch.setattr(records, "_package_parent", lambda: tmp_path / "site-packages")
+    for folder in ("site-packages", "somewhere", "checkout/notebooks/recorded", "checkout/deep/down"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "somewhere")
+    return tmp_path / "checkout"
+
+
+def test_the_checkout_is_where_the_package_lies():
+    assert (records.REPOSITORY / "pyproject.toml").exists()
+    assert records.RECORDED == records.REPOSITORY / "notebooks" / "recorded"
+    with pytest.raises(AttributeError, match="no attribute 'REPOSITORIES'"):
+        records.REPOSITORIES  # noqa: B018
+
+
+def test_without_a_checkout_the_error_says_what_was_expected_and_where(installed_elsewhere, monkeypatch):
+    expected = r"repository: expected a checkout .* at .*site-packages, .*somewhere or above it.*SAGE_REF_REPOSITORY"
+    with pytest.raises(FileNotFoundError, match=expected):
+        read_record("table1")
+    monkeypatch.setenv("SAGE_REF_REPOSITORY", "nowhere")
+    with pytest.raises(FileNotFoundError, match="SAGE_REF_REPOSITORY: expected a folder with .*, got nowhere"):
+        records.REPOSITORY  # noqa: B018
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "current folder"])
+def test_records_of_another_checkout_are_found_by_name(installed_elsewhere, monkeypatch, is_named):
+    if is_named:
+        monkeypatch.setenv("SAGE_REF_REPOSITORY", str(installed_elsewhere))
+    else:
+        monkeypatch.chdir(installed_elsewhere / "deep" / "down")
+    write_record(installed_elsewhere / "notebooks" / "recorded" / "table1.json", ROWS, command="c")
     assert read_record("table1").rows == ROWS
     with pytest.raises(FileNotFoundError, match=r"name: expected a record at .*table2\.json, found none"):
         read_record("table2")
+
+
+def test_the_commit_of_another_checkout_is_not_the_packages(installed_elsewhere, monkeypatch):
+    monkeypatch.setattr(records, "_output", lambda *command: "0123456")
+    monkeypatch.delenv("SAGE_REF_COMMIT", raising=False)
+    monkeypatch.chdir(installed_elsewhere)
+    assert records._commit() == "unknown"
+    monkeypatch.setenv("SAGE_REF_COMMIT", "abcdef0")
+    assert records._commit() == "abcdef0"
 
 
 def test_select_wants_every_value():
@@ -96,13 +136,13 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
 
 def test_the_commit_is_marked_when_sources_differ_from_it(monkeypatch):
     answers = {"rev-parse": "0123456", "status": ""}
-    monkeypatch.setattr(recorded, "_output", lambda git, subcommand, *rest: answers[subcommand])
+    monkeypatch.setattr(records, "_output", lambda git, subcommand, *rest: answers[subcommand])
     monkeypatch.delenv("SAGE_REF_COMMIT", raising=False)
-    assert recorded._commit() == "0123456"
+    assert records._commit() == "0123456"
     answers["status"] = " M sage_ref/backend.py"
-    assert recorded._commit() == "0123456-dirty"
+    assert records._commit() == "0123456-dirty"
     answers |= {"rev-parse": None, "status": None}  # no git
-    assert recorded._commit() == "unknown"
+    assert records._commit() == "unknown"
 
 
 @pytest.mark.parametrize(("gpu", "device"), [("H200", "H200"), (None, "a CPU, 2 cores")])

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.experiments.tables import PAPER_TABLE1, TENSORS
+from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS
 from sage_ref.quantization import fake_quantize
 from sage_ref.sagebwd.api import reference_attention
 from sage_ref.sagebwd.whole import (

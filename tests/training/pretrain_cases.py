@@ -63,3 +63,42 @@ def assert_same_bits(found, expected, place="checkpoint"):
         assert torch.equal(found, expected), place
     else:
         assert found == expected, place
+
+
+class Stopped(KeyboardInterrupt):
+    pass
+
+
+def stopped(monkeypatch, owner, name, when, *, after=False):
+    """The call of owner.name for which `when(its arguments)` holds stops the run: before it did anything, or after."""
+    original = getattr(owner, name)
+
+    def watched(*arguments):
+        is_last = when(*arguments)
+        if is_last and not after:
+            raise Stopped
+        found = original(*arguments)
+        if is_last:
+            raise Stopped
+        return found
+
+    monkeypatch.setattr(owner, name, watched)
+
+
+def poisoned(monkeypatch, *, step, loss=None, gradient=None):
+    """From `step` on the loss of every pass is `loss`, or the gradient of one weight is `gradient`."""
+    accumulate, loss_of = Pretraining.accumulate_gradients, Pretraining.loss
+
+    def poisoned_loss(training, inputs, targets):
+        found = loss_of(training, inputs, targets)
+        is_poisoned = loss is not None and training.step >= step and torch.is_grad_enabled()
+        return found * 0 + loss if is_poisoned else found
+
+    def poisoned_gradients(training):
+        total = accumulate(training)
+        if gradient is not None and training.step >= step:
+            training.model.norm.weight.grad[0] = gradient
+        return total
+
+    monkeypatch.setattr(Pretraining, "loss", poisoned_loss)
+    monkeypatch.setattr(Pretraining, "accumulate_gradients", poisoned_gradients)

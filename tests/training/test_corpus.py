@@ -79,26 +79,22 @@ def test_python_is_in_the_order_of_its_files_hashes_without_tests_and_the_build_
     )
 
 
-def test_a_text_file_is_its_bytes(tmp_path):
+def test_a_text_file_is_its_bytes_and_a_folder_its_files_sorted_by_path_without_hidden_ones(tmp_path):
     file = tmp_path / "poem.txt"
     file.write_bytes("Grüße\n".encode())
     corpus = read_corpus(str(file))
     assert corpus.tokens.tolist() == list("Grüße\n".encode())
-    assert corpus.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert corpus.name == "poem.txt"
-
-
-def test_a_folder_is_its_files_sorted_by_path_without_hidden_ones(tmp_path):
-    for name in ("b.txt", "a/z.md", "c", "a/b/c.py", ".git/config", "a/.hidden"):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(f"{name};")
-    assert text_of(read_corpus(tmp_path)) == b"a/b/c.py;a/z.md;b.txt;c;"
+    assert (corpus.name, corpus.sha256) == ("poem.txt", hashlib.sha256(file.read_bytes()).hexdigest())
+    folder = written(tmp_path / "folder", "b.txt", "a/z.md", "c", "a/b/c.py", ".git/config", "a/.hidden")
+    assert text_of(read_corpus(folder)) == b"a/b/c.py;a/z.md;b.txt;c;"
 
 
 def test_a_bin_file_is_mapped_uint16(tmp_path):
     file = tmp_path / "train.bin"
     values = np.array([0, 50256, 7, 65535], dtype="<u2")
-    values.tofile(file)
+    write_tokens(values.astype(int), file)
+    assert file.read_bytes() == values.tobytes()
+    assert list(tmp_path.iterdir()) == [file]
     corpus = read_corpus(file)
     assert corpus.tokens.tolist() == values.tolist()
     assert corpus.vocab_size == 65536
@@ -156,14 +152,6 @@ def test_nothing_to_read_is_an_error(tmp_path, files, path, error, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
         read_corpus(tmp_path / path)
-
-
-def test_written_tokens_are_read_back(tmp_path):
-    tokens = np.array([0, 300, 65535, 1])
-    write_tokens(tokens, tmp_path / "new" / "tokens.bin")
-    corpus = read_corpus(tmp_path / "new" / "tokens.bin")
-    assert (corpus.tokens.dtype, corpus.tokens.tolist()) == (torch.uint16, tokens.tolist())
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["tokens.bin"]
 
 
 # Byte pairs
@@ -228,13 +216,14 @@ def test_a_vocabulary_is_as_large_as_asked_even_where_its_last_token_is_never_us
     assert byte_pairs(text_corpus("ab" * 50), 1000, tmp_path).vocab_size == 1000
 
 
-@pytest.mark.parametrize("vocabulary", [1, 256, 2**16 + 1])
-def test_impossible_vocabularies_are_refused(tmp_path, vocabulary):
-    message = f"vocabulary: expected more than 256 and at most 65536 tokens, got {vocabulary}"
+@pytest.mark.parametrize(
+    ("corpus", "vocabulary", "message"),
+    [
+        *((text_corpus(SENTENCE), n, f"vocabulary: expected more than 256 and at most 65536 tokens, got {n}")
+          for n in (1, 256, 2**16 + 1)),
+        (numbered(20), 300, "corpus: expected bytes, got the torch.uint16 tokens of numbers"),
+    ],
+)  # fmt: skip
+def test_impossible_byte_pairs_are_refused(tmp_path, corpus, vocabulary, message):
     with pytest.raises(ValueError, match=message):
-        byte_pairs(text_corpus(SENTENCE), vocabulary, tmp_path)
-
-
-def test_tokens_have_no_byte_pairs(tmp_path):
-    with pytest.raises(ValueError, match="corpus: expected bytes, got the torch.uint16 tokens of numbers"):
-        byte_pairs(numbered(20), 300, tmp_path)
+        byte_pairs(corpus, vocabulary, tmp_path)

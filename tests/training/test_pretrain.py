@@ -3,31 +3,35 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, assert_same_bits, log_rows, pretrained, saved, sixteen_letters
+from pretrain_cases import (
+    CONFIG,
+    SETTINGS,
+    STOCHASTIC,
+    Stopped,
+    assert_same_bits,
+    log_rows,
+    poisoned,
+    pretrained,
+    saved,
+    sixteen_letters,
+    stopped,
+)
 
-from sage_ref.__main__ import main
-from sage_ref.experiments.tables import table2_rows
 from sage_ref.models.llama import Llama
-from sage_ref.records import read_record, replaced
+from sage_ref.records import replaced
 from sage_ref.tracing import INTERMEDIATES
 from sage_ref.training import pretrain as pretrain_module
-from sage_ref.training.capture import attention_tensors, next_token_loss
+from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import ResumableTraining
-from sage_ref.training.pretrain import (
-    Pretraining,
-    Processes,
-    load_model,
-    processes,
-    result_row,
-    snapshot_path,
-)
+from sage_ref.training.pretrain import Pretraining, Processes, load_model, processes, result_row, snapshot_path
 
 SNAPSHOTS = (3, 8)
 
@@ -61,6 +65,9 @@ def test_the_gradients_of_a_step_are_those_of_its_batch():
     train_corpus, _ = sixteen_letters().split(0.02)
     torch.manual_seed(3)
     model = Llama(CONFIG)
+    before = torch.get_rng_state()
+    Pretraining(sixteen_letters(), CONFIG, SETTINGS)  # leaves torch's random numbers alone
+    assert torch.equal(torch.get_rng_state(), before)
     expected = next_token_loss(model, *train_corpus.batch(4, CONFIG.context, seed=3, step=2))
     expected.backward()
     assert not loss.requires_grad
@@ -91,28 +98,24 @@ def test_a_pass_holds_as_many_sequences_as_asked_for(size, monkeypatch):
     assert seen == [size] * (8 // size)
 
 
-def test_every_step_reads_its_own_batch(monkeypatch):
+def test_every_step_reads_its_own_batch_and_validation_the_tail_alone(monkeypatch):
     drawn, batch = [], Corpus.batch
 
     def recorded(corpus, *shape, seed, step):
         drawn.append((corpus.name, *shape, seed, step))
         return batch(corpus, *shape, seed=seed, step=step)
 
-    monkeypatch.setattr(Corpus, "batch", recorded)
-    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
-    for _ in range(3):
-        training.advance()
-    assert drawn == [("sixteen letters (train)", 4, 24, 5, step) for step in range(3)]
-
-
-def test_validation_reads_the_tail_alone_and_the_same_at_every_call(monkeypatch):
     training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
     _, validation = sixteen_letters().split(0.02)
-    assert torch.equal(training.validation_corpus.tokens, validation.tokens)
-    assert len(training.train_corpus.tokens) + len(validation.tokens) == 10_000
     with torch.no_grad():
         expected = next_token_loss(training.model, *validation.batch(8, 24, seed=0, step=0)).item()
     assert training.validation_loss() == training.validation_loss() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(training.validation_corpus.tokens, validation.tokens)
+    assert len(training.train_corpus.tokens) + len(validation.tokens) == 10_000
+    monkeypatch.setattr(Corpus, "batch", recorded)
+    for _ in range(3):
+        training.advance()
+    assert drawn == [("sixteen letters (train)", 4, 24, 5, step) for step in range(3)]
 
 
 def test_draws_of_stochastic_rounding_are_a_function_of_seed_and_step():
@@ -144,13 +147,6 @@ def test_passes_of_a_step_round_with_different_draws(monkeypatch):
     )
     gradients(STOCHASTIC)
     assert not torch.equal(*states)
-
-
-def test_building_a_model_leaves_torchs_random_numbers_alone():
-    torch.manual_seed(123)
-    before = torch.get_rng_state()
-    Pretraining(sixteen_letters(), CONFIG, SETTINGS)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_learning_rate_warms_up_then_follows_a_cosine_to_a_tenth(uninterrupted, folder):
@@ -310,35 +306,12 @@ def test_a_snapshot_goes_on_to_the_same_end(tmp_path, uninterrupted, folder):
 def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
     model, arguments = load_model(folder / "run_step3.pt")
     assert model.config == STOCHASTIC
-    assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {
-        "corpus_sha256": sixteen_letters().sha256,
-        "step": 3,
-    }
+    assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {"corpus_sha256": sixteen_letters().sha256, "step": 3}
     model, _ = load_model(folder / "run.pt")
     assert_same_bits(dict(model.state_dict()), dict(uninterrupted.model.state_dict()))
 
 
 # Stopped and resumed
-
-
-class Stopped(KeyboardInterrupt):
-    pass
-
-
-def stopped(monkeypatch, owner, name, when, *, after=False):
-    """The call of owner.name for which `when(its arguments)` holds stops the run: before it did anything, or after."""
-    original = getattr(owner, name)
-
-    def watched(*arguments):
-        is_last = when(*arguments)
-        if is_last and not after:
-            raise Stopped
-        found = original(*arguments)
-        if is_last:
-            raise Stopped
-        return found
-
-    monkeypatch.setattr(owner, name, watched)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +352,7 @@ def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, m
 
 
 def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monkeypatch):
-    """A run killed while it does so has lost none of the lines before its checkpoint."""
+    """A run killed while it does so has lost none of the lines before its checkpoint; without one, all go."""
     (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
     (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
 
@@ -391,19 +364,14 @@ def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monke
         patch.setattr(Path, "write_text", half_written)
         with pytest.raises(Stopped):
             pretrained(tmp_path, STOCHASTIC)
-    pretrained(tmp_path, STOCHASTIC)
-    assert log_rows(tmp_path) == log_rows(folder)
-
-
-def test_a_run_without_its_checkpoint_starts_its_log_again(tmp_path, uninterrupted, folder):
-    (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
-    pretrained(tmp_path, STOCHASTIC)
-    assert log_rows(tmp_path) == log_rows(folder)
+    for _ in range(2):
+        pretrained(tmp_path, STOCHASTIC)
+        assert log_rows(tmp_path) == log_rows(folder)
+        (tmp_path / "run.pt").unlink()
 
 
 def test_a_finished_run_does_nothing_and_says_the_same(tmp_path, uninterrupted, folder, monkeypatch):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
 
     def never(*arguments):
         raise AssertionError
@@ -426,8 +394,7 @@ def test_a_finished_run_does_nothing_and_says_the_same(tmp_path, uninterrupted, 
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted, folder, config, settings, message):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     with pytest.raises(ValueError, match=f"checkpoint: .*{message}"):
         pretrained(tmp_path, config, settings)
     assert (tmp_path / "run.jsonl").read_bytes() == (folder / "run.jsonl").read_bytes()
@@ -439,28 +406,12 @@ def test_a_checkpoint_of_another_corpus_is_refused(uninterrupted, folder):
         Pretraining(other, STOCHASTIC, SETTINGS).load(folder / "run.pt")
 
 
-def test_a_checkpoint_is_replaced_in_one_step(tmp_path, monkeypatch):
-    checkpoint = tmp_path / "run.pt"
-    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
-    training.save(checkpoint)
-    before = checkpoint.read_bytes()
-
-    def half_written(state, path):
-        path.write_bytes(b"half")
-        raise Stopped
-
-    monkeypatch.setattr(torch, "save", half_written)
-    with pytest.raises(Stopped):
-        training.save(checkpoint)
-    assert checkpoint.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
-
-
 def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, monkeypatch):
-    """Of this checkpoint: another run saves in the same folder at the same moment."""
+    """And the checkpoint is whole all the time. Another run saves in the same folder at the same moment."""
     checkpoint, other = tmp_path / "run[1].pt", tmp_path / "run[1].pt.other"
     training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
     training.save(checkpoint)
+    before = checkpoint.read_bytes()
 
     def killed(state, path):
         path.write_bytes(b"half")
@@ -476,6 +427,7 @@ def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, m
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2
+    assert checkpoint.read_bytes() == before
     with replaced(other) as temporary:
         temporary.write_text("of the other run")
         training.save(checkpoint)
@@ -493,25 +445,6 @@ def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_wei
 
 
 # Divergence
-
-
-def poisoned(monkeypatch, *, step, loss=None, gradient=None):
-    """From `step` on the loss of every pass is `loss`, or the gradient of one weight is `gradient`."""
-    accumulate, loss_of = Pretraining.accumulate_gradients, Pretraining.loss
-
-    def poisoned_loss(training, inputs, targets):
-        found = loss_of(training, inputs, targets)
-        is_poisoned = loss is not None and training.step >= step and torch.is_grad_enabled()
-        return found * 0 + loss if is_poisoned else found
-
-    def poisoned_gradients(training):
-        total = accumulate(training)
-        if gradient is not None and training.step >= step:
-            training.model.norm.weight.grad[0] = gradient
-        return total
-
-    monkeypatch.setattr(Pretraining, "loss", poisoned_loss)
-    monkeypatch.setattr(Pretraining, "accumulate_gradients", poisoned_gradients)
 
 
 DIVERGENCES = {
@@ -546,36 +479,31 @@ def test_divergence_ends_the_run_as_a_result(tmp_path, monkeypatch, case):
     assert log_rows(tmp_path) == before
 
 
-def test_losses_above_guessing_are_no_divergence_in_warm_up_nor_below_it_later(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        poisoned(patch, step=0, loss=2.9)
-        (tmp_path / "warm").mkdir()
-        assert pretrained(tmp_path / "warm", settings=replace(SETTINGS, warmup_steps=12)).diverged is None
-    with monkeypatch.context() as patch:
-        poisoned(patch, step=0, loss=2.77)  # guessing is ln 16 = 2.7726
-        assert pretrained(tmp_path).diverged is None
+@pytest.mark.parametrize(
+    ("loss", "warmup_steps", "diverged_before"),
+    [
+        (2.77, 3, None),  # guessing is ln 16 = 2.7726
+        (2.9, 12, None),
+        (2.9, 5, 12),  # the report that warm-up had a part in is not judged
+        (2.9, 0, 8),  # nor are the first steps, without warm-up
+    ],
+)
+def test_losses_are_judged_by_guessing_after_the_warm_up(tmp_path, monkeypatch, loss, warmup_steps, diverged_before):
+    poisoned(monkeypatch, step=0, loss=loss)
+    found = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=warmup_steps)).diverged
+    expected = f"the loss before step {diverged_before} is {loss:.3f}, that of guessing 2.773"
+    assert found == (expected if diverged_before else None)
 
 
-def test_a_run_without_warm_up_is_not_judged_by_its_first_steps(tmp_path, monkeypatch):
-    settings, losses = replace(SETTINGS, warmup_steps=0), Pretraining.loss
+def test_a_run_without_warm_up_may_start_poorly(tmp_path, monkeypatch):
+    losses = Pretraining.loss
 
     def poor_start(training, inputs, targets):
         is_first = training.step < 4 and torch.is_grad_enabled()
         return losses(training, inputs, targets) * (not is_first) + 2.9 * is_first
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Pretraining, "loss", poor_start)
-        (tmp_path / "learns").mkdir()
-        assert pretrained(tmp_path / "learns", settings=settings).diverged is None
-    poisoned(monkeypatch, step=0, loss=2.9)
-    training = pretrained(tmp_path, settings=settings)
-    assert training.diverged == "the loss before step 8 is 2.900, that of guessing 2.773"
-
-
-def test_losses_that_warm_up_had_a_part_in_are_not_judged(tmp_path, monkeypatch):
-    poisoned(monkeypatch, step=0, loss=2.9)
-    training = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=5))
-    assert training.diverged == "the loss before step 12 is 2.900, that of guessing 2.773"
+    monkeypatch.setattr(Pretraining, "loss", poor_start)
+    assert pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=0)).diverged is None
 
 
 def test_a_model_that_the_last_step_breaks_has_diverged(tmp_path, monkeypatch):
@@ -612,7 +540,7 @@ def test_a_run_killed_as_it_diverged_says_so_once(tmp_path, monkeypatch, case):
 # Traces, and the row of a record
 
 
-def test_a_trace_is_the_error_of_every_layer_at_every_report(tmp_path):
+def test_a_trace_is_the_error_of_every_layer_at_every_report_once(tmp_path, monkeypatch):
     config = replace(CONFIG, granularity="row", backend="reference", smooth_q=True)
     settings = replace(SETTINGS, steps=2, report_every=1)
     training = pretrained(tmp_path, config, settings, trace=True)
@@ -620,28 +548,23 @@ def test_a_trace_is_the_error_of_every_layer_at_every_report(tmp_path):
     assert places == [(step, layer, name) for step in range(3) for layer in range(2) for name in INTERMEDIATES]
     _, validation = sixteen_letters().split(0.02)
     batch = validation.batch(1, 24, seed=0, step=0)
-    expected = table2_rows(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
+    expected = attention_errors(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
     assert training.traces[-2 * len(INTERMEDIATES) :] == [{"step": 2} | row for row in expected]
     assert all(x.grad is None for x in training.model.parameters())
     assert saved(tmp_path / "run.pt")["traces"] == training.traces
     again = pretrained(tmp_path, config, settings, trace=True)
     assert again.traces == training.traces
+    for name in ("stopped", "plain"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, "save", lambda training, path: training.step == 2)
+        with pytest.raises(Stopped):
+            pretrained(tmp_path / "stopped", config, settings, trace=True)
+    assert pretrained(tmp_path / "stopped", config, settings, trace=True).traces == training.traces
     # Looking on changes nothing.
-    (tmp_path / "plain").mkdir()
     plain = pretrained(tmp_path / "plain", config, settings)
     assert plain.traces == []
     assert_same_bits(dict(plain.model.state_dict()), dict(training.model.state_dict()))
-
-
-def test_a_stopped_run_has_each_trace_once(tmp_path, monkeypatch):
-    settings = replace(SETTINGS, steps=4, report_every=2)
-    with monkeypatch.context() as patch:
-        stopped(patch, Pretraining, "save", lambda training, path: training.step == 4)
-        with pytest.raises(Stopped):
-            pretrained(tmp_path, settings=settings, trace=True)
-    resumed = pretrained(tmp_path, settings=settings, trace=True)
-    (tmp_path / "whole").mkdir()
-    assert resumed.traces == pretrained(tmp_path / "whole", settings=settings, trace=True).traces
 
 
 def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
@@ -666,104 +589,19 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
     }
 
 
-@pytest.mark.parametrize(("q", "k", "smoothing"), [(False, False, "none"), (True, True, "qk"), (True, False, "q")])
-def test_the_row_of_a_run_names_the_smoothing(q, k, smoothing):
-    config = replace(CONFIG, attention="sagebwd", backend="reference", smooth_q=q, smooth_k=k, granularity="row")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"smooth_k": False, "granularity": "row"}, ("none", "row", "nearest")),
+        ({"smooth_q": True, "granularity": "row"}, ("qk", "row", "nearest")),
+        ({"smooth_q": True, "smooth_k": False}, ("q", None, "nearest")),
+        ({"attention": "exact"}, (None, None, None)),
+    ],
+)
+def test_the_row_of_a_run_names_what_attention_it_had(changes, expected):
+    config = replace(CONFIG, **{"attention": "sagebwd", "backend": "reference"} | changes)
     training = Pretraining(sixteen_letters(), config, SETTINGS)
     training.report([])
     row = result_row(training)
-    assert (row["smoothing"], row["granularity"], row["ds_rounding"]) == (smoothing, "row", "nearest")
-
-
-def test_the_row_of_exact_attention_says_nothing_about_sagebwd():
-    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
-    training.report([])
-    row = result_row(training)
-    assert [row[name] for name in ("backend", "smoothing", "granularity", "ds_rounding")] == [None] * 4
-
-
-# Command line
-
-OPTIONS = (  # noqa: SIM905 (as it is typed)
-    "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --tokens 512"
-    " --tokens-per-step 64 --micro-batch 2 --validation-sequences 4 --reports 4 --device cpu --no-autocast"
-    " --checkpoint run.pt --json run.json"
-).split()
-
-
-@pytest.fixture
-def text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
-    return tmp_path
-
-
-def test_the_command_trains_and_records(text, capsys):
-    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity row --qk-norm --seed 3"
-    options = f"{sagebwd} --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25 --snapshots 2 5".split()
-    main([*OPTIONS, *options])
-    printed = capsys.readouterr()
-    assert "8/8" in printed.err
-    record = read_record(text / "run.json")
-    (row,) = record.rows
-    arguments = record.provenance["arguments"]
-    expected = {
-        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
-        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "row",
-        "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
-        "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
-        "compile": False,
-    }  # fmt: skip
-    assert expected.items() <= arguments.items()
-    assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
-    assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
-    assert f"8 steps, 512 tokens, {row['seconds']:.0f} s; validation loss {row['final_val_loss']:.4f}" in printed.out
-    assert record.provenance["corpus"]["name"] == "text.txt"
-    assert record.provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
-    assert record.provenance["traces"] == []
-    files = {"text.txt", "run.pt", "run.jsonl", "run.json", "run_step2.pt", "run_step5.pt"}
-    assert {x.name for x in text.iterdir()} == files
-    assert len(log_rows(text)) == 1 + 8 + 4
-
-
-def test_the_command_goes_on_where_it_was_and_repeats_its_record(text, monkeypatch):
-    with monkeypatch.context() as patch:
-        stopped(patch, ResumableTraining, "advance", lambda training: training.step == 5)
-        with pytest.raises(Stopped):
-            main([*OPTIONS, "--trace"])
-    assert not (text / "run.json").exists()
-    main([*OPTIONS, "--trace"])
-    first = read_record(text / "run.json")
-    assert len(first.provenance["traces"]) == 5 * 2 * len(INTERMEDIATES)
-    assert first.provenance["arguments"]["smooth_k"] is True
-    main([*OPTIONS, "--trace"])
-    again = read_record(text / "run.json")
-    assert (again.rows, again.provenance["traces"]) == (first.rows, first.provenance["traces"])
-
-
-def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys):
-    poisoned(monkeypatch, step=3, loss=math.nan)
-    main(OPTIONS)
-    assert "3 steps, 192 tokens, 0 s; diverged: the loss of step 3 is not finite" in capsys.readouterr().out
-    (row,) = read_record(text / "run.json").rows
-    assert row["diverged"] == "the loss of step 3 is not finite"
-
-
-def test_the_command_trains_on_byte_pairs_in_bfloat16(text):
-    main([*OPTIONS, "--vocabulary", "280", "--autocast"])
-    record = read_record(text / "run.json")
-    assert record.provenance["corpus"]["vocabulary"] == record.provenance["arguments"]["vocab_size"] == 280
-    assert record.provenance["arguments"]["autocast"] is True
-    assert len(list((text / "runs").glob("corpus_*_280.bin"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tokens-per-step", "65"], "tokens_per_step: expected a multiple of 16, got 65"),
-        (["--tokens", "513"], "tokens: expected a multiple of 64, got 513"),
-    ],
-)
-def test_tokens_that_make_no_whole_steps_are_refused(text, options, message):
-    with pytest.raises(SystemExit, match=message):
-        main([*OPTIONS, *options])
+    assert tuple(row[name] for name in ("smoothing", "granularity", "ds_rounding")) == expected
+    assert row["backend"] == (None if config.attention == "exact" else "reference")

@@ -1,20 +1,21 @@
 """Pre-training in processes of its own: killed with SIGKILL again and again, and two that train one model together."""
 
-import json
-import multiprocessing
+import contextlib
+import math
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 from pretrain_cases import SETTINGS, STOCHASTIC, assert_same_bits, log_rows, pretrained, saved
+from process_cases import run_forked, run_together
 
 from sage_ref.__main__ import main
-from sage_ref.records import REPOSITORY, read_record
+from sage_ref.experiments import pretrain as pretrain_command
+from sage_ref.records import read_record
 from sage_ref.training import pretrain as pretrain_module
 from sage_ref.training.pretrain import Pretraining
 
@@ -85,32 +86,13 @@ def counted_run(folder, monkeypatch):
     return events
 
 
-@pytest.fixture(scope="module")
-def forked():
-    """forked(*arguments) -> exit code of `run` in a process of its own, forked from one that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    # The last two are what a first step of training imports.
-    context.set_forkserver_preload(["pytest", "sage_ref.training.pretrain", "numpy.random", "torch._dynamo"])
-
-    def start(*arguments):
-        process = context.Process(target=run, args=arguments)
-        process.start()
-        process.join(timeout=120)
-        exit_code = process.exitcode
-        process.kill()
-        return exit_code
-
-    return start
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_killed_ten_times_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch, forked, seed):
+def test_a_run_killed_ten_times_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
     """At a random call within a random step, report, checkpoint or start, and at last within the last checkpoint."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
     events = counted_run(whole, monkeypatch)
-    draw = random.Random(seed)
+    draw = random.Random(0)
     places = ["step"] * 4 + ["report"] + ["checkpoint"] * 2 + ["start"] * 2
     draw.shuffle(places)
     steps = sorted(draw.randrange(SETTINGS.steps - SETTINGS.report_every) for _ in places)
@@ -119,8 +101,8 @@ def test_a_run_killed_ten_times_equals_an_uninterrupted_one_bit_for_bit(tmp_path
     plan.append(("checkpoint", SETTINGS.steps, draw.randrange(events["checkpoint"])))
     assert len(plan) == 10
     for kill in plan:
-        assert forked(killed, kill) == -signal.SIGKILL
-    assert forked(killed) == 0
+        assert run_forked(run, killed, kill) == -signal.SIGKILL
+    assert run_forked(run, killed) == 0
     assert log_rows(killed) == log_rows(whole)
     files = {file.name for file in whole.iterdir()}
     assert {file.name for file in killed.iterdir() if not file.name.startswith(".")} == files
@@ -135,25 +117,22 @@ OPTIONS = (  # noqa: SIM905 (as it is typed)
     " --tokens-per-step 64 --micro-batch 1 --validation-sequences 4 --reports 4 --snapshots 4 --device cpu"
     " --no-autocast --checkpoint {folder}/run.pt --json {folder}/run.json"
 ).split()
-# Runs every list of arguments, all in one group. In folders "..._nan" the second process gets no loss from step 2 on.
-TOGETHER = """
-import contextlib, json, math, sys
-import torch
-from sage_ref.__main__ import main
-from sage_ref.training import pretrain
-torch.set_num_threads(1)
-loss_of = pretrain.Pretraining.loss
-def loss(training, *batch):
-    is_poisoned = poisoned and training.step >= 2 and torch.is_grad_enabled() and training.processes.rank == 1
-    return loss_of(training, *batch) * (math.nan if is_poisoned else 1)
-pretrain.Pretraining.loss = loss
-with pretrain.processes("cpu") as group:
-    pretrain.processes = lambda device: contextlib.nullcontext(group)
-    for arguments in json.loads(sys.argv[1]):
-        poisoned = any("_nan/" in argument for argument in arguments)
-        main(arguments)
-"""
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+
+
+def train_together(runs):
+    """Every list of arguments, all in one group. In folders "..._nan" the second process has no loss from step 2 on."""
+    loss_of = Pretraining.loss
+
+    def loss(training, *batch):
+        is_poisoned = poisoned and training.step >= 2 and torch.is_grad_enabled() and training.processes.rank == 1
+        return loss_of(training, *batch) * (math.nan if is_poisoned else 1)
+
+    Pretraining.loss = loss
+    with pretrain_module.processes("cpu") as group:
+        pretrain_command.processes = lambda device: contextlib.nullcontext(group)
+        for options in runs:
+            poisoned = any("_nan/" in option for option in options)
+            main(options)
 
 
 def arguments(folder, *more):
@@ -170,17 +149,7 @@ def runs(tmp_path_factory):
     shutil.copytree(folder / "one", folder / "one_then_fsdp")
     (folder / "one_then_fsdp" / "run_step4.pt").replace(folder / "one_then_fsdp" / "run.pt")
     together = [("ddp",), ("fsdp", "--fsdp"), ("one_then_fsdp", "--fsdp"), ("ddp_nan",), ("fsdp_nan", "--fsdp")]
-    together = json.dumps([arguments(folder / name, *more) for name, *more in together])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *TORCHRUN, sys.executable, "-c", TOGETHER, together]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            _, errors = process.communicate(timeout=120)
-        finally:
-            process.terminate()  # torchrun then ends what it started
-    assert process.returncode == 0, errors
+    run_together(folder, train_together, [arguments(folder / name, *more) for name, *more in together])
     (folder / "fsdp_then_one").mkdir()
     shutil.copy(folder / "fsdp" / "run_step4.pt", folder / "fsdp_then_one" / "run.pt")
     main(arguments(folder / "fsdp_then_one"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sage_ref
 from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
-from sage_ref.experiments.tables import PAPER_TABLE1, TENSORS, table1_inputs
+from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
 from sage_ref.sagebwd.api import reference_attention
 from sage_ref.sagebwd.whole import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2

@@ -2,22 +2,10 @@
 
 # ruff: noqa: F401 (what notebooks import from here)
 from sage_ref.course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
-from sage_ref.course.figures.hopper import (
-    MULTIPROCESSORS,
-    UNIT_COLORS,
-    busy,
-    busy_figure,
-    draw_activity,
-    draw_units,
-    level_clocks,
-    power_figure,
-    unit_clocks,
-)
+from sage_ref.course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, draw_units, power_figure
 from sage_ref.course.figures.kernels import (
     KIND_COLORS,
     LEVEL_NAMES,
-    PEAK,
-    TERA_SLOTS,
     draw_instructions,
     ladder_figure,
     overview_figure,
@@ -69,3 +57,4 @@ from sage_ref.course.figures.style import (
     show_matrix,
 )
 from sage_ref.course.figures.table1 import table1_choices_figure, table1_figure
+from sage_ref.course.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks

@@ -11,7 +11,7 @@ from matplotlib.patches import FancyBboxPatch
 from torch import Tensor
 
 from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, SKY, panels
-from sage_ref.experiments.tables import table1_inputs
+from sage_ref.experiments.table1 import table1_inputs
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
 from sage_ref.sagebwd.whole import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates

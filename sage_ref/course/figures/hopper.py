@@ -1,89 +1,16 @@
-"""What each unit of a multiprocessor has to do for a score, how busy a profiler found it, and who works when."""
+"""How busy each unit of a Hopper GPU is, by counting and by a profiler, at what power, and who works when."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
-from sage_ref.records import Record, Row
+from sage_ref.course.hopper_model import UNIT_NAMES, busy
+from sage_ref.records import Record
 
-MULTIPROCESSORS = 132
-# Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units. The
-# L2 cache is shared by all; its 5120 bytes are what NVIDIA names for the generation before.
-INT8_RATE, SIXTEEN_BIT_RATE = 4096, 2048
-EXP2_RATE, ALU_RATE, ISSUE_RATE = 16, 64, 128
-L2_RATE = 5120 / MULTIPROCESSORS
-ALU_KINDS = ("conversion", "maximum", "move")
 UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2": PURPLE}
-UNIT_NAMES = {
-    "tensor": "tensor cores", "exp2": "exp2 unit", "alu": "conversions, maxima, moves", "issue": "issue slots",
-    "l2": "L2 cache",
-}  # fmt: skip
-
-
-class Work(NamedTuple):
-    """What a program does for a score, in units of D."""
-
-    int8: int  # multiply-adds in INT8
-    sixteen_bit: int  # and in 16 bit
-    streamed: int  # bytes read, or added to, per token of the other side, of which a program's rows share one stream
-
-
-FORWARD_WORK = {0: Work(0, 2, 4), 1: Work(1, 1, 3)}  # S and O = P V; later levels have both in INT8
-BACKWARD_WORK = {
-    "dq_16bit": Work(0, 3, 4), "dkdv_16bit": Work(0, 4, 4),
-    "dq": Work(2, 1, 4), "dk": Work(2, 1, 4), "dv": Work(2, 0, 2), "dkdv": Work(3, 1, 5),
-    "dqdkdv": Work(4, 1, 13), "dqdkdv_wide": Work(4, 1, 13),  # 8 of them for an addition to dQ: a read and a write
-}  # fmt: skip
-
-
-def work_of(kernel: str, level: int) -> Work:
-    if kernel == "forward":
-        return FORWARD_WORK.get(level, Work(2, 0, 2))
-    return BACKWARD_WORK[kernel.removesuffix("_per_block")]
-
-
-def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
-    """Clocks of a multiprocessor that each unit needs for one score of a program, if nothing holds it up.
-
-    rows: one program's rows of `python -m sage_kernels instructions`. "turns" is the time if no two units ever worked
-    at once: tensor cores, exp2, ALU, then all other instructions.
-    """
-    kernel, level, head_dim = (rows[0][name] for name in ("kernel", "level", "head_dim"))
-    count = {row["kind"]: row["per_score"] for row in rows}
-    work, instructions = work_of(kernel, level), sum(count.values())
-    alu = sum(count[kind] for kind in ALU_KINDS)
-    streams_keys = kernel == "forward" or kernel.split("_")[0] == "dq"
-    own_rows = rows[0]["block_q" if streams_keys else "block_kv"]
-    clocks = {
-        "tensor": head_dim * (work.int8 / INT8_RATE + work.sixteen_bit / SIXTEEN_BIT_RATE),
-        "exp2": count["exp2"] / EXP2_RATE,
-        "alu": alu / ALU_RATE,
-        "issue": instructions / ISSUE_RATE,
-        "l2": head_dim * work.streamed / own_rows / L2_RATE,
-    }
-    others = (instructions - count["exp2"] - alu) / ISSUE_RATE
-    return clocks | {"turns": clocks["tensor"] + clocks["exp2"] + clocks["alu"] + others}
-
-
-def programs(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, list[Row]]:
-    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones."""
-    found = {}
-    for row in instructions.select(level=level, head_dim=head_dim):
-        if (row["kernel"] == "forward") == (direction == "fwd"):
-            found.setdefault(row["kernel"], []).append(row)
-    if {"dk", "dv", "dkdv"} <= set(found):
-        del found["dkdv"]
-    return found
-
-
-def level_clocks(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, float]:
-    """`unit_clocks` of a level's programs, one after the other: summed."""
-    clocks = [unit_clocks(rows) for rows in programs(instructions, level, head_dim, direction).values()]
-    return {unit: sum(each[unit] for each in clocks) for unit in clocks[0]} if clocks else {}
 
 
 def draw_units(axes: Axes, levels: Mapping[object, Mapping[str, float]], measured: Mapping, *, title: str) -> None:
@@ -98,12 +25,6 @@ def draw_units(axes: Axes, levels: Mapping[object, Mapping[str, float]], measure
     axes.set_xticks(range(len(levels)), [str(level) for level in levels])
     axes.set_title(title, fontsize=10)
     axes.set_ylim(0, None)
-
-
-def busy(rows: Sequence[Row], ms: float, ghz: float, scores: float) -> dict[str, float]:
-    """Per cent of a program's time that each unit must have been busy, from its instructions: `unit_clocks` / time."""
-    available = ms * 1e6 * ghz * MULTIPROCESSORS / scores
-    return {unit: 100 * clocks / available for unit, clocks in unit_clocks(rows).items() if unit in UNIT_COLORS}
 
 
 def busy_figure(

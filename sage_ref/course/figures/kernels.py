@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from sage_ref.course.figures.errors import error_map
 from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, panels
-from sage_ref.experiments.tables import most_error_prone
+from sage_ref.course.hopper_model import PEAK, TERA_SLOTS
+from sage_ref.experiments.table2 import most_error_prone
 from sage_ref.records import Record, Row
 
 
@@ -92,12 +93,6 @@ def draw_instructions(axes: Axes, kernels: Mapping[str, Sequence[Row]], *, title
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_title(title, fontsize=10)
     axes.tick_params(axis="x", labelsize=8)
-
-
-# Data sheet of the H200, dense, in TOPS. Per multiprocessor and clock these are 8192 and 4096 operations, beside 128
-# issue slots; so a second has PEAK / 4096 * 128 slots.
-PEAK = {"INT8": 1979, "bf16": 989}
-TERA_SLOTS = PEAK["bf16"] / 4096 * 128
 
 
 def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figure:

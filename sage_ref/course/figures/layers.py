@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from sage_ref.course.figures.errors import error_heatmap
 from sage_ref.course.figures.style import BLUE, COLORS, ORANGE, RED, panels
 from sage_ref.course.pretraining_results import last_errors
-from sage_ref.experiments.tables import PAPER_TABLE2
+from sage_ref.experiments.table2 import PAPER_TABLE2
 from sage_ref.records import Record, Row
 
 

@@ -6,7 +6,7 @@ from statistics import geometric_mean
 from matplotlib.figure import Figure
 
 from sage_ref.course.figures.style import BLACK, COLORS, TENSOR_COLORS, panels
-from sage_ref.experiments.tables import PAPER_TABLE1
+from sage_ref.experiments.table1 import PAPER_TABLE1
 from sage_ref.records import Record, Row
 
 

@@ -1,17 +1,20 @@
-"""The sweep behind Table 1, which setting it calls closest, and Table 2's rows."""
+"""The sweep behind Table 1, which setting it calls closest, and the command that goes on after a kill."""
 
 import json
 import statistics
+from datetime import datetime
 
 import pytest
 import torch
 
-from sage_ref.experiments import tables
-from sage_ref.experiments.tables import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep, table2_rows
-from sage_ref.records import Record
+from sage_ref.__main__ import main
+from sage_ref.experiments import table1
+from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep
+from sage_ref.records import Record, read_record
 from sage_ref.sagebwd.whole import SageBwdSettings
-from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates
+from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
 
+TABLE1 = ["table1", "--n", "32", "--head-dim", "16", "--blocks", "16x16", "8x16", "--seeds", "2", "--json"]
 SWEEP = Table1Sweep(lengths=(32,), head_dims=(8, 16), blocks=((16, 32), (8, 8)), seeds=(0, 1))
 
 
@@ -31,17 +34,17 @@ def test_the_closest_setting_is_the_one_whose_worst_entry_is_closest():
     record = synthetic(
         even=lambda sigma: 0.85, uneven=lambda sigma: 1.6 if sigma == 3 else 1.01, high=lambda sigma: 1.2
     )
-    assert [setting["n"] for setting in tables.settings_of(record)] == ["even", "uneven", "high"]
-    assert tables.closest_setting(record) == {
+    assert [setting["n"] for setting in table1.settings_of(record)] == ["even", "uneven", "high"]
+    assert table1.closest_setting(record) == {
         "n": "even", "head_dim": 64, "block_q": 64, "block_kv": 64, "granularity": "row"
     }  # fmt: skip
-    per_sigma = {sigma: setting["n"] for sigma, setting in tables.closest_setting_per_sigma(record).items()}
+    per_sigma = {sigma: setting["n"] for sigma, setting in table1.closest_setting_per_sigma(record).items()}
     assert per_sigma == {1: "uneven", 3: "even", 5: "uneven", 8: "uneven", 10: "uneven"}
 
 
 @pytest.mark.parametrize(("rel_l2", "expected"), [(0.08, 0.2), (0.12, 0.2), (0.1, 0.0), (0.3, 2.0)])
 def test_deviation_is_a_fraction_of_the_papers_number(rel_l2, expected):
-    assert tables.deviation({"rel_l2": rel_l2, "paper_rel_l2": 0.1}) == pytest.approx(expected)
+    assert table1.deviation({"rel_l2": rel_l2, "paper_rel_l2": 0.1}) == pytest.approx(expected)
 
 
 def test_inputs_have_the_deviations_of_the_table():
@@ -56,7 +59,7 @@ def test_inputs_have_the_deviations_of_the_table():
 
 def test_a_sweep_measures_every_setting_and_averages_over_seeds(tmp_path):
     rows = [row for found in table1_sweep(SWEEP, tmp_path / "checkpoint") for row in found]
-    keys = [tuple(row[name] for name in (*tables.SETTING, "sigma", "tensor")) for row in rows]
+    keys = [tuple(row[name] for name in (*table1.SETTING, "sigma", "tensor")) for row in rows]
     assert len(set(keys)) == len(keys) == 2 * 2 * 2 * len(PAPER_TABLE1) * len(TENSORS)
     (row,) = Record({}, rows).select(head_dim=16, block_q=16, granularity="row", sigma=3, tensor="dK")
     settings = SageBwdSettings(block_q=16, block_kv=32, granularity="row")
@@ -78,7 +81,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
         measured.append((head_dim, sigma))
         return [{"head_dim": head_dim, "sigma": sigma}]
 
-    monkeypatch.setattr(tables, "_table1_rows", rows)
+    monkeypatch.setattr(table1, "_table1_rows", rows)
     killed = table1_sweep(SWEEP, checkpoint)
     for _ in range(7):
         next(killed)
@@ -101,28 +104,41 @@ def test_rows_of_a_checkpoint_are_those_that_were_measured(tmp_path):
     assert first[0][0]["rel_l2_std"] is None  # one seed has no deviation
 
 
-def test_table2_has_a_row_per_layer_and_intermediate(inputs):
-    names = ("query", "key", "value", "grad_output")
-    captures = {layer: dict(zip(names, inputs(40, 40, 16, seed=layer), strict=True)) for layer in (0, 3)}
-    rows = table2_rows(captures, SageBwdSettings(is_causal=True))
-    assert [(row["layer"], row["tensor"]) for row in rows] == [
-        (layer, tensor) for layer in (0, 3) for tensor in ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
-    ]
-    for row in rows:
-        exact = exact_intermediates(*captures[row["layer"]].values(), SageBwdSettings(is_causal=True))
-        assert row["rms"] == pytest.approx(rms(exact[row["tensor"]]), rel=1e-3)
-        assert (row["rms_bound"] is not None) == (row["tensor"] == "dS")
-        assert row["tensor"] != "dS" or row["rms"] <= row["rms_bound"]
-    assert rows[3]["paper_rel_l2"] == 0.2045
-    assert rows[3]["rel_l2"] != rows[11]["rel_l2"]
-    (dp,) = Record({}, rows).select(layer=0, tensor="dP")
-    assert (dp["cosine"], dp["rel_l2"]) == (1.0, 0.0)
+def test_table1_prints_a_table_and_records_where_it_comes_from(capsys, tmp_path):
+    main([*TABLE1, str(tmp_path / "table1.json")])
+    printed = capsys.readouterr().out
+    record = read_record(tmp_path / "table1.json")
+    assert len(record.rows) == 2 * 2 * len(table1.PAPER_TABLE1) * len(table1.TENSORS)
+    facts = record.provenance
+    assert facts["command"] == f"python -m sage_ref {' '.join(TABLE1)} {tmp_path / 'table1.json'}"
+    assert facts["seeds"] == [0, 1]
+    assert facts["torch"] == torch.__version__
+    assert facts["commit"]
+    assert datetime.fromisoformat(facts["date"]).tzinfo
+    best = table1.closest_setting(record)
+    assert f"Closest to the paper over all rows: {table1.describe(best)}" in printed
+    for row in record.select(**best):
+        assert f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # the checkpoint is gone
 
 
-def test_the_most_error_prone_layer_is_that_of_the_largest_error_of_dq():
-    rows = [
-        {"layer": layer, "tensor": tensor, "rel_l2": error}
-        for layer, errors in ((1, {"dQ": 0.2, "dK": 0.9}), (4, {"dQ": 0.3, "dK": 0.1}), (6, {"dQ": 0.1, "dK": 0.4}))
-        for tensor, error in errors.items()
-    ]
-    assert tables.most_error_prone(iter(rows)) == rows[2:4]
+def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
+    measure, measured = table1._table1_rows, []
+
+    def killed_in_the_third(n, head_dim, sigma, sweep, device):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(sigma)
+        return measure(n, head_dim, sigma, sweep, device)
+
+    monkeypatch.setattr(table1, "_table1_rows", killed_in_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        main([*TABLE1, str(tmp_path / "table1.json")])
+    assert [path.name for path in tmp_path.iterdir()] == ["table1.partial"]
+    monkeypatch.setattr(
+        table1, "_table1_rows", lambda n, d, sigma, *rest: measured.append(sigma) or measure(n, d, sigma, *rest)
+    )
+    main([*TABLE1, str(tmp_path / "table1.json")])
+    assert measured == list(table1.PAPER_TABLE1)
+    main([*TABLE1, str(tmp_path / "again.json")])
+    assert read_record(tmp_path / "table1.json").rows == read_record(tmp_path / "again.json").rows

@@ -1,13 +1,13 @@
-"""The SageBwd paper's Tables 1 and 2, recomputed.
+"""`python -m sage_ref table1`: the SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
 
-Table 1: error of O, dQ, dK, dV on Gaussian inputs whose queries and keys have standard deviation sigma. The paper
-names neither N, D, the tiles nor which entries of P and dS share a scale, so `table1_sweep` tries them all.
-Table 2: error of every intermediate on activations captured from language models, with QK-norm and without.
+Queries and keys have standard deviation sigma. The paper names neither N, D, the tiles nor which entries of P and dS
+share a scale, so `table1_sweep` tries them all.
 """
 
+import argparse
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_ref.records import Record, Row, replaced
+from sage_ref.command_line import add_device_option, positive, tile_size
+from sage_ref.records import Record, Row, markdown_table, replaced, write_record
 from sage_ref.sagebwd.whole import SageBwdSettings
-from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
+from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 
 TENSORS = ("O", "dQ", "dK", "dV")
 # (cosine, relative L2) as printed in the paper: sigma -> O, dQ, dK, dV.
@@ -28,13 +29,6 @@ PAPER_TABLE1 = {
     8: ((0.9953, 0.0972), (0.8900, 0.4666), (0.8886, 0.4699), (0.9953, 0.0973)),
     10: ((0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)),
 }
-# Layer 11 of the paper's 325M model, 2.1M tokens per step, QK-norm, N = 4096.
-PAPER_TABLE2 = {
-    "delta": (0.9973, 0.0736), "P": (0.9917, 0.1293), "dP": (1.0, 0.0), "dS": (0.9789, 0.2045),
-    "O": (0.9969, 0.0793), "dQ": (0.9664, 0.2579), "dK": (0.9537, 0.3074), "dV": (0.9985, 0.0540),
-}  # fmt: skip
-# In notebooks/recorded: Q, K, V and dO of some layers of two models that differ in QK-norm alone.
-CAPTURES = {"QK-norm": "capture_qk_norm_h200", "no QK-norm": "capture_plain_h200"}
 SETTING = ("n", "head_dim", "block_q", "block_kv", "granularity")
 
 
@@ -121,34 +115,37 @@ def closest_setting_per_sigma(record: Record) -> dict[int, dict]:
     }
 
 
-def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """One row per layer and intermediate: cosine, relative L2, RMS, and for dS the bound on its RMS.
-
-    captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D].
-    """
-    rows = []
-    for layer, tensors in captures.items():
-        inputs = [tensors[name] for name in ("query", "key", "value", "grad_output")]
-        exact, quantized = exact_intermediates(*inputs, settings), sagebwd_intermediates(*inputs, settings)
-        for name, y in exact.items():
-            bound = grad_scores_bound(exact["dP"], exact["delta"]) if name == "dS" else None
-            rows.append(
-                {
-                    "layer": layer,
-                    "tensor": name,
-                    "cosine": round(cosine(quantized[name], y), 6),
-                    "rel_l2": round(relative_l2(quantized[name], y), 6),
-                    "rms": float(f"{rms(y):.4g}"),
-                    "rms_bound": bound and float(f"{bound:.4g}"),
-                    "paper_cosine": PAPER_TABLE2[name][0],
-                    "paper_rel_l2": PAPER_TABLE2[name][1],
-                }  # fmt: skip
-            )
-    return rows
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = Table1Sweep()
+    parser.add_argument("--n", type=positive, nargs="+", default=default.lengths, help="sequence lengths")
+    parser.add_argument("--head-dim", type=positive, nargs="+", default=default.head_dims)
+    parser.add_argument("--blocks", type=tile_size, nargs="+", default=default.blocks, metavar="BQxBKV")
+    parser.add_argument("--granularity", nargs="+", default=default.granularities, choices=("block", "row"))
+    parser.add_argument("--seeds", type=positive, default=len(default.seeds), help="number of seeds")
+    add_device_option(parser)
 
 
-def most_error_prone(rows: Iterable[Row]) -> list[Row]:
-    """Those rows of one model in `table2_rows` that are of the layer with the largest error of dQ."""
-    rows = list(rows)
-    worst = max((row for row in rows if row["tensor"] == "dQ"), key=lambda row: row["rel_l2"])["layer"]
-    return [row for row in rows if row["layer"] == worst]
+def run(options: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    sweep = Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
+    checkpoint = (options.json or Path("runs/table1.json")).with_suffix(".partial")
+    total = len(sweep.lengths) * len(sweep.head_dims) * len(PAPER_TABLE1)
+    rows = [row for found in tqdm(table1_sweep(sweep, checkpoint, options.device), total=total) for row in found]
+    record = Record({}, rows)
+    best = closest_setting(record)
+    print(f"Closest to the paper over all rows: {describe(best)}")
+    header = ("sigma", *TENSORS, "largest deviation", "closest setting for this row")
+    lines = []
+    for sigma, setting in closest_setting_per_sigma(record).items():
+        found = record.select(sigma=sigma, **best)
+        cells = [f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" for row in found]
+        lines.append((sigma, *cells, f"{max(map(deviation, found)):.0%}", describe(setting)))
+    print("\nRelative L2 error at that setting, mean over seeds:\n\n" + markdown_table(header, lines))
+    if options.json:
+        write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
+    checkpoint.unlink()
+
+
+def describe(setting: dict) -> str:
+    return "N={n} D={head_dim} tiles {block_q}x{block_kv}, scales per {granularity}".format(**setting)

@@ -1,0 +1,81 @@
+"""The tables of RESULTS.md about the papers' tables and about training, from the records."""
+
+import itertools
+
+from sage_ref.course.claims import claims, hypothesis
+from sage_ref.course.pretraining_results import PAPER_LOSSES, loss_summary, pretrain_runs
+from sage_ref.experiments.pretrain_speed import relative_rate, speed_table
+from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
+from sage_ref.experiments.table2 import PAPER_TABLE2, most_error_prone
+from sage_ref.records import markdown_table, read_record
+
+TABLE1, TABLE2 = "table1_sweep", "table2_captures"
+PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
+MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
+
+
+def table1() -> str:
+    """The paper's Table 1 beside ours at the closest setting of the sweep."""
+    record = read_record(TABLE1)
+    best = closest_setting(record)
+    lines = []
+    for sigma in PAPER_TABLE1:
+        rows = record.select(sigma=sigma, **best)
+        cells = [f"{row['rel_l2']:.4f} ({row['paper_rel_l2']:.4f})" for row in rows]
+        lines.append((sigma, *cells, f"{max(map(deviation, rows)):.0%}"))
+    header = ("sigma", *TENSORS, "largest deviation")
+    setting = "N={n}, D={head_dim}, tiles {block_q}x{block_kv}, one scale per {granularity} of P and dS".format(**best)
+    return f"{markdown_table(header, lines)}\n\n{setting}; mean of {len(record.provenance['seeds'])} seeds."
+
+
+def table2() -> str:
+    """The paper's Table 2 beside ours on the most error-prone layer of both committed captures."""
+    record = read_record(TABLE2)
+    lines = []
+    for qk_norm in (True, False):
+        rows = most_error_prone(record.select(qk_norm=qk_norm))
+        name = f"{'with' if qk_norm else 'without'} QK-norm, layer {rows[0]['layer']}"
+        lines.append((name, *(f"{row['cosine']:.4f} / {row['rel_l2']:.4f}" for row in rows)))
+    printed = (f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in PAPER_TABLE2.values())
+    lines.append(("paper, with QK-norm, layer 11", *printed))
+    captures = record.provenance["captures"]
+    after = sorted({"step {step:,} of {steps:,}".format(**capture["run"]) for capture in captures})
+    kept, captured = (captures[0]["layers_kept"][name] for name in ("kept", "captured"))
+    layers = f"one head; layers {', '.join(map(str, kept))} of {len(captured)}, where errors are largest"
+    table = markdown_table(("cosine / relative L2", *PAPER_TABLE2), lines)
+    return f"{table}\n\nOurs: {layers}; after {' and '.join(after)}."
+
+
+def pretraining() -> str:
+    """Final losses of the pre-training runs beside the paper's, and what all runs say about its claims."""
+    runs = read_record(PRETRAIN)
+    sizes = runs.provenance["plan"]["tokens_per_step"]
+    lines = []
+    for qk_norm, (kind, name) in itertools.product((True, False), MAIN_KINDS.items()):
+        cells = [loss_summary(pretrain_runs(runs, kind, size, qk_norm)) for size in sizes]
+        lines.append((f"{name}, {'QK-norm' if qk_norm else 'no QK-norm'}", *cells))
+    for attention, name in (("exact", "exact"), ("sagebwd", "SageBwd")):
+        cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
+        lines.append((f"the paper's {name}, QK-norm", *cells))
+    losses = markdown_table(("final validation loss", *(f"{size:,} tokens per step" for size in sizes)), lines)
+    verdicts = markdown_table(("the paper says", "our runs", "verdict"), claims(runs, read_record(LAYERS)))
+    bias = hypothesis(runs, read_record(NOISE))
+    model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
+    data = f"{runs.provenance['plan']['tokens'] / 1e6:.0f}M bytes of Python sources"
+    return f"{losses}\n\nMean, range and seeds; {model}, {data} per run; {runs.caption}.\n\n{verdicts}\n\n{bias}"
+
+
+def pretraining_speed() -> str:
+    """Time of a training step with exact attention and with SageBwd."""
+    record = read_record(PRETRAIN_SPEED)
+    exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
+    title = f"A training step of a larger model with SageBwd's kernels, with {' and with '.join(exact.values())}:"
+    sentences = []
+    for name, words in exact.items():
+        rows = record.select(attention="sagebwd", devices=1)
+        ratios = [(row["context"], relative_rate(record, row, attention=name)) for row in rows]
+        if found := [f"{ratio:.2f} (N={n})" for n, ratio in ratios if ratio is not None]:  # not all, if interrupted
+            sentences.append(f"SageBwd's tokens/s on one GPU over those of {words}: {', '.join(found)}.")
+    model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
+    described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
+    return "\n\n".join([title, markdown_table(*speed_table(record.rows)), *sentences, described])

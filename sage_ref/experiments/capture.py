@@ -1,0 +1,54 @@
+"""`python -m sage_ref capture`: save what enters the attention of a pre-trained model on one validation sequence."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive
+from sage_ref.records import provenance, write_record
+from sage_ref.tracing import rms
+from sage_ref.training.capture import Capture, attention_tensors, write_capture
+from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of `pretrain`")
+    add_corpus_options(parser)
+    parser.add_argument("--layers", type=int, nargs="+", required=True, metavar="LAYER")
+    parser.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="default: all")
+    parser.add_argument("--context", type=positive, help="tokens of the sequence; default: as many as the model takes")
+    parser.add_argument("--out", type=Path, default=Path("runs/capture.safetensors"), metavar="FILE")
+    add_device_option(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    corpus = corpus_of(options)
+    model, arguments = load_model(options.checkpoint, options.device)
+    if arguments["corpus_sha256"] != corpus.sha256:
+        raise SystemExit(f"corpus: expected that of {options.checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
+    _, validation = corpus.split(VALIDATION_SHARE)
+    context = options.context or model.config.context
+    batch = [x.to(options.device) for x in validation.batch(1, context, seed=0, step=0)]
+    device_type = torch.device(options.device).type
+    with torch.autocast(device_type, torch.bfloat16, enabled=arguments["autocast"]):
+        loss, layers = attention_tensors(model, *batch, sorted(set(options.layers)))
+    heads = sorted(set(options.heads or range(model.config.heads)))
+    layers = {number: {name: x[:, heads] for name, x in tensors.items()} for number, tensors in layers.items()}
+    facts = {
+        "corpus": corpus.facts,
+        "run": arguments,
+        "captured": "one validation sequence",
+        "heads": heads,
+        "loss": loss,
+        "loss_normalisation": f"mean over {batch[0].numel()} tokens",
+    }
+    write_capture(options.out, Capture(provenance(options.command) | facts, layers))
+    print(f"layers {', '.join(map(str, layers))} of a sequence with loss {loss:.3f}: {options.out}")
+    if options.json:
+        sizes = [
+            {"layer": number, "tensor": name, "shape": list(x.shape), "rms": rms(x)}
+            for number, tensors in layers.items()
+            for name, x in tensors.items()
+        ]
+        write_record(options.json, sizes, command=options.command, **facts)

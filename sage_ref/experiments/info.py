@@ -1,0 +1,24 @@
+"""`python -m sage_ref info`: this machine, the versions, and the backend that "auto" would choose."""
+
+import argparse
+import json
+
+import torch
+
+from sage_ref.records import markdown_table, provenance, replaced
+from sage_ref.sagebwd.api import triton_obstacle
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(options: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = provenance(options.command)
+    example = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device)
+    facts["backend chosen by auto"] = f"reference, because {o}" if (o := triton_obstacle(example)) else "triton"
+    print(markdown_table(("what", "here"), facts.items()))
+    if options.json:
+        with replaced(options.json) as temporary:
+            temporary.write_text(json.dumps(facts, indent=1) + "\n")

@@ -1,0 +1,84 @@
+"""`python -m sage_ref pretrain`: a Llama with exact attention or SageBwd, on one device or, under torchrun, on many."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from sage_ref.checks import BACKENDS
+from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive
+from sage_ref.experiments.table2 import with_paper
+from sage_ref.models.llama import ATTENTIONS, LlamaConfig
+from sage_ref.quantization import ROUNDINGS
+from sage_ref.records import write_record
+from sage_ref.sagebwd.whole import GRANULARITIES
+from sage_ref.training.pretrain import Pretraining, PretrainSettings, pretrain, processes, result_row
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()}
+    add_corpus_options(parser)
+    for name in ("context", "layers", "width", "heads", "kv_heads"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default[name])
+    parser.add_argument("--attention", choices=ATTENTIONS, default="exact")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument("--qk-norm", action="store_true", help="normalise queries and keys")
+    parser.add_argument("--smooth-k", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--smooth-q", action=argparse.BooleanOptionalAction, default=False, help="reference only")
+    parser.add_argument("--granularity", choices=GRANULARITIES, help="scales of P and dS; reference only")
+    parser.add_argument("--ds-rounding", choices=ROUNDINGS, default="nearest", help="reference only")
+    parser.add_argument("--tokens", type=positive, default=2**20, help="of the whole run")
+    parser.add_argument("--tokens-per-step", type=positive, default=2**13)
+    parser.add_argument("--micro-batch", type=positive, default=8, help="sequences that a process works on at once")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=float, default=0.05, help="share of the steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--validation-sequences", type=positive, default=64)
+    parser.add_argument("--reports", type=positive, default=20, help="validation losses and checkpoints of a run")
+    parser.add_argument("--snapshots", type=positive, nargs="+", default=(), metavar="STEP", help="checkpoints to keep")
+    parser.add_argument("--trace", action="store_true", help="measure every layer's INT8 error at every report")
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=on_gpu, help="bfloat16 matmuls")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument(
+        "--fsdp", action="store_true", help="under torchrun, share out weights (FSDP) instead of copying"
+    )
+    add_device_option(parser)
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("runs/pretrain.pt"), metavar="FILE", help="and FILE.jsonl"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    corpus = corpus_of(options)
+    shape = {name: getattr(options, name) for name in ("context", "layers", "width", "heads", "kv_heads")}
+    choice = {name: getattr(options, name) for name in ("attention", "backend", "qk_norm", "smooth_k", "smooth_q")}
+    rounding = {"granularity": options.granularity, "ds_rounding": options.ds_rounding}
+    config = LlamaConfig(corpus.vocab_size, **shape, **choice, **rounding)
+    for name, number in (("tokens_per_step", options.context), ("tokens", options.tokens_per_step)):
+        if getattr(options, name) % number:
+            raise SystemExit(f"{name}: expected a multiple of {number}, got {getattr(options, name)}")
+    steps = options.tokens // options.tokens_per_step
+    settings = PretrainSettings(
+        steps=steps,
+        batch_size=options.tokens_per_step // options.context,
+        learning_rate=options.learning_rate,
+        warmup_steps=round(options.warmup * steps),
+        report_every=-(-steps // options.reports),
+        seed=options.seed,
+        micro_batch_size=options.micro_batch,
+        validation_sequences=options.validation_sequences,
+        autocast=options.autocast,
+        compile=options.compile,
+    )
+    with processes(options.device) as group:
+        run = Pretraining(corpus, config, settings, group, fsdp=options.fsdp, trace=options.trace)
+        log = options.checkpoint.with_suffix(".jsonl")
+        pretrain(run, options.checkpoint, log, options.snapshots)
+        if group.is_first:
+            row = result_row(run)
+            outcome = f"diverged: {run.diverged}" if run.diverged else f"validation loss {row['final_val_loss']:.4f}"
+            print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}; {log}")
+            if options.json:
+                facts = {"corpus": corpus.facts, "arguments": run.arguments, "traces": with_paper(run.traces)}
+                write_record(options.json, [row], command=options.command, **facts)

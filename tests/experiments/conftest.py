@@ -1,0 +1,22 @@
+"""What the tests of the commands share: a text to train on, and a checkpoint of a run on it."""
+
+import pytest
+
+from sage_ref.__main__ import main
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """The current folder, with text.txt in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    return tmp_path
+
+
+@pytest.fixture
+def checkpoint(text):
+    """run.pt in `text`: two steps on its text.txt."""
+    shape = "--context 16 --layers 3 --width 32 --heads 4 --kv-heads 2 --tokens 64 --tokens-per-step 32 --warmup 1"
+    options = "--micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
+    main(["pretrain", "--corpus", "text.txt", *shape.split(), *options.split()])
+    return text / "run.pt"

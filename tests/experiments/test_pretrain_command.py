@@ -1,0 +1,88 @@
+"""`python -m sage_ref pretrain`: options arrive, the record says what ran, a stopped run goes on."""
+
+import math
+
+import pytest
+from pretrain_cases import Stopped, log_rows, poisoned, stopped
+
+from sage_ref.__main__ import main
+from sage_ref.records import read_record
+from sage_ref.tracing import INTERMEDIATES
+from sage_ref.training.loop import ResumableTraining
+
+OPTIONS = (  # noqa: SIM905 (as it is typed)
+    "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --tokens 512"
+    " --tokens-per-step 64 --micro-batch 2 --validation-sequences 4 --reports 4 --device cpu --no-autocast"
+    " --checkpoint run.pt --json run.json"
+).split()
+
+
+def test_the_command_trains_and_records(text, capsys):
+    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity row --qk-norm --seed 3"
+    options = f"{sagebwd} --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25 --snapshots 2 5".split()
+    main([*OPTIONS, *options])
+    printed = capsys.readouterr()
+    assert "8/8" in printed.err
+    record = read_record(text / "run.json")
+    (row,) = record.rows
+    arguments = record.provenance["arguments"]
+    expected = {
+        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
+        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "row",
+        "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
+        "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
+        "compile": False,
+    }  # fmt: skip
+    assert expected.items() <= arguments.items()
+    assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
+    assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
+    assert f"8 steps, 512 tokens, {row['seconds']:.0f} s; validation loss {row['final_val_loss']:.4f}" in printed.out
+    assert record.provenance["corpus"]["name"] == "text.txt"
+    assert record.provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
+    assert record.provenance["traces"] == []
+    files = {"text.txt", "run.pt", "run.jsonl", "run.json", "run_step2.pt", "run_step5.pt"}
+    assert {x.name for x in text.iterdir()} == files
+    assert len(log_rows(text)) == 1 + 8 + 4
+
+
+def test_the_command_goes_on_where_it_was_and_repeats_its_record(text, monkeypatch):
+    with monkeypatch.context() as patch:
+        stopped(patch, ResumableTraining, "advance", lambda training: training.step == 5)
+        with pytest.raises(Stopped):
+            main([*OPTIONS, "--trace"])
+    assert not (text / "run.json").exists()
+    main([*OPTIONS, "--trace"])
+    first = read_record(text / "run.json")
+    assert len(first.provenance["traces"]) == 5 * 2 * len(INTERMEDIATES)
+    assert first.provenance["arguments"]["smooth_k"] is True
+    main([*OPTIONS, "--trace"])
+    again = read_record(text / "run.json")
+    assert (again.rows, again.provenance["traces"]) == (first.rows, first.provenance["traces"])
+
+
+def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys):
+    poisoned(monkeypatch, step=3, loss=math.nan)
+    main(OPTIONS)
+    assert "3 steps, 192 tokens, 0 s; diverged: the loss of step 3 is not finite" in capsys.readouterr().out
+    (row,) = read_record(text / "run.json").rows
+    assert row["diverged"] == "the loss of step 3 is not finite"
+
+
+def test_the_command_trains_on_byte_pairs_in_bfloat16(text):
+    main([*OPTIONS, "--vocabulary", "280", "--autocast"])
+    record = read_record(text / "run.json")
+    assert record.provenance["corpus"]["vocabulary"] == record.provenance["arguments"]["vocab_size"] == 280
+    assert record.provenance["arguments"]["autocast"] is True
+    assert len(list((text / "runs").glob("corpus_*_280.bin"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens-per-step", "65"], "tokens_per_step: expected a multiple of 16, got 65"),
+        (["--tokens", "513"], "tokens: expected a multiple of 64, got 513"),
+    ],
+)
+def test_tokens_that_make_no_whole_steps_are_refused(text, options, message):
+    with pytest.raises(SystemExit, match=message):
+        main([*OPTIONS, *options])
