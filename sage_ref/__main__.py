@@ -70,10 +70,10 @@ def describe(setting: dict) -> str:
 
 def table2(options: argparse.Namespace) -> None:
     from sage_ref.experiments import tables
-    from sage_ref.sagebwd.whole import SageBwdSettings
+    from sage_ref.sagebwd.settings import SageBwdSettings
     from sage_ref.training.capture import read_capture
 
-    settings = SageBwdSettings(is_causal=True, granularity=options.granularity)
+    settings = SageBwdSettings.printed(is_causal=True, granularity=options.granularity)
     header, columns, rows, facts = ["tensor"], [list(tables.PAPER_TABLE2)], [], []
     for path in options.capture:
         capture = read_capture(path)

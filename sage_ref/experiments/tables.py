@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sage_ref.records import Record, Row, replaced
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
 
 TENSORS = ("O", "dQ", "dK", "dV")
@@ -124,7 +124,8 @@ def closest_setting_per_sigma(record: Record) -> dict[int, dict]:
 def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
     """One row per layer and intermediate: cosine, relative L2, RMS, and for dS the bound on its RMS.
 
-    captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D].
+    captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D]. Records from before rows said how
+    they were quantised are of the printed choice, `SageBwdSettings.printed`.
     """
     rows = []
     for layer, tensors in captures.items():
@@ -142,7 +143,8 @@ def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSetting
                     "rms_bound": bound and float(f"{bound:.4g}"),
                     "paper_cosine": PAPER_TABLE2[name][0],
                     "paper_rel_l2": PAPER_TABLE2[name][1],
-                }  # fmt: skip
+                }
+                | settings.in_a_record
             )
     return rows
 

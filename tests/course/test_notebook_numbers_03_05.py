@@ -21,7 +21,7 @@ from sage_ref.experiments.tables import (
 )
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.records import RECORDED, read_record
-from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth, tiled_forward
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth, tiled_forward
 from sage_ref.smoothing import QKNorm, query_mean_grad_key, smooth_key, smooth_query
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates, trace
 from sage_ref.training.capture import read_capture

@@ -35,7 +35,7 @@ from sage_kernels.sagebwd.ladder import (
 
 from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
 from sage_ref.quantization import fake_quantize, quantize
-from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
 from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sage_ref import backend as ops
 from sage_ref import sagebwd_attention, sparse_linear_attention
 from sage_ref.attention import attention_forward
-from sage_ref.sagebwd.whole import SageBwdFunction, SageBwdSettings
+from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
 from sage_ref.sla2.branches import BlockSettings, block_count
 from sage_ref.sla2.whole import SparseLinearFunction
 
