@@ -230,9 +230,10 @@ def test_a_run_is_told_its_cell_and_its_plan(tmp_path, fake):
     assert found[3] == ["--no-smooth-k", "--autocast"]
     micro = [options_of(command)["--micro-batch"] for command in (first, second, third, fourth)]
     assert micro == ["16", "64", "4", "16"]  # a step of 16384 tokens has 16 sequences
-    chosen = [(options_of(command).get("--backend"), options_of(command).get("--granularity")) for command in
-              (first, second, third, fourth)]  # fmt: skip
-    assert chosen == [(None, None), ("auto", None), ("reference", "row"), ("auto", None)]
+    names = ("--backend", "--granularity", "--blocks")
+    chosen = [tuple(map(options_of(command).get, names)) for command in (first, second, third, fourth)]
+    of_kernels, traced = ("auto", None, None), ("reference", "block", "64x64")
+    assert chosen == [traced, of_kernels, ("reference", "row", "64x64"), of_kernels]
 
 
 def test_short_runs_have_their_snapshots_at_a_step_that_exists(tmp_path, fake):
@@ -470,7 +471,8 @@ def test_every_cell_trains(text, monkeypatch):
     for cell, found in grid.records(list(kinds)).items():
         (row,) = found.rows
         assert (row["attention"], row["qk_norm"], row["smoothing"]) == (cell.attention, cell.qk_norm, cell.smoothing)
-        assert (row["granularity"], row["tokens_per_step"]) == (cell.granularity, cell.tokens_per_step)
+        granularity = None if cell.attention == "exact" else cell.granularity or "row"
+        assert (row["granularity"], row["tokens_per_step"]) == (granularity, cell.tokens_per_step)
         assert (row["tokens"], row["learning_rate"], row["diverged"]) == (256, 0.001, None)
         assert bool(found.provenance["traces"]) == (cell.attention == "exact")
         steps = 256 // cell.tokens_per_step

@@ -104,7 +104,7 @@ def test_rows_of_a_checkpoint_are_those_that_were_measured(tmp_path):
 def test_table2_has_a_row_per_layer_and_intermediate(inputs):
     names = ("query", "key", "value", "grad_output")
     captures = {layer: dict(zip(names, inputs(40, 40, 16, seed=layer), strict=True)) for layer in (0, 3)}
-    rows = table2_rows(captures, SageBwdSettings(is_causal=True))
+    rows = table2_rows(captures, SageBwdSettings(is_causal=True, block_q=16))
     assert [(row["layer"], row["tensor"]) for row in rows] == [
         (layer, tensor) for layer in (0, 3) for tensor in ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
     ]
@@ -113,6 +113,7 @@ def test_table2_has_a_row_per_layer_and_intermediate(inputs):
         assert row["rms"] == pytest.approx(rms(exact[row["tensor"]]), rel=1e-3)
         assert (row["rms_bound"] is not None) == (row["tensor"] == "dS")
         assert row["tensor"] != "dS" or row["rms"] <= row["rms_bound"]
+    assert {(row["block_q"], row["block_kv"], row["granularity"]) for row in rows} == {(16, 128, "row")}
     assert rows[3]["paper_rel_l2"] == 0.2045
     assert rows[3]["rel_l2"] != rows[11]["rel_l2"]
     (dp,) = Record({}, rows).select(layer=0, tensor="dP")

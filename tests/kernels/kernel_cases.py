@@ -215,10 +215,7 @@ def eager(case: Case) -> tuple[Tensor, ...]:
 
 
 def settings(case: Case, **options) -> SageBwdSettings:
-    return SageBwdSettings(
-        is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k,
-        block_q=BLOCK_Q, block_kv=BLOCK_KV, **options,
-    )  # fmt: skip
+    return SageBwdSettings(is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k, **options)
 
 
 @lru_cache(maxsize=12)

@@ -149,13 +149,20 @@ def query_gradient(model):
 
 
 def test_scales_of_the_reference_are_those_asked_for():
-    """Without a word about scales: one per tile of P and dS, the reference's own."""
-    gradients = {
-        granularity: query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
-        for granularity in (None, "block", "row")
-    }
-    assert torch.equal(gradients[None], gradients["block"])
-    assert not torch.equal(gradients["row"], gradients["block"])
+    choices = ({}, {"granularity": "row"}, {"granularity": "block"}, {"block_q": 8}, {"block_kv": 8})
+    default, row, *others = (query_gradient(llama(attention="sagebwd", backend="reference", **x)) for x in choices)
+    assert torch.equal(default, row)
+    for i, x in enumerate(others):
+        assert not any(torch.equal(x, y) for y in (row, *others[:i]))
+
+
+def test_the_kernels_get_what_the_configuration_says(monkeypatch):
+    calls = []
+    kernels = lambda query, key, value, **options: calls.append(options) or query  # noqa: E731
+    monkeypatch.setattr("sage_ref.models.llama.sagebwd_attention", kernels)
+    llama(attention="sagebwd", backend="triton", smooth_k=False, granularity="block")(tokens())
+    expected = {"is_causal": True, "enable_gqa": True, "smooth_k": False, "smooth_q": False}
+    assert calls[0] == expected | {"granularity": "block", "backend": "triton"}
 
 
 def test_stochastic_rounding_draws_from_torchs_generator():
@@ -173,14 +180,13 @@ def test_stochastic_rounding_draws_from_torchs_generator():
 
 
 def test_reference_settings_are_the_configurations():
-    config = LlamaConfig(
-        **SMALL, backend="reference", smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
-    )
-    expected = SageBwdSettings(
-        is_causal=True, smooth_k=False, smooth_q=True, granularity="row", ds_rounding="stochastic"
-    )
-    assert config.reference_settings == expected
-    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True, granularity="block")
+    choice = {
+        "smooth_k": False, "smooth_q": True, "granularity": "block", "ds_rounding": "stochastic",
+        "block_q": 16, "block_kv": 32,
+    }  # fmt: skip
+    config = LlamaConfig(**SMALL, backend="reference", **choice)
+    assert config.reference_settings == SageBwdSettings(is_causal=True, **choice)
+    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True)
 
 
 def test_attention_compiles_to_one_graph():
@@ -210,9 +216,10 @@ def test_autocast_normalises_and_rotates_in_float32():
         ({"kv_heads": 3}, "kv_heads: expected a number that divides heads=4, got 3"),
         ({"layers": 0}, "layers: expected at least 1, got 0"),
         ({"attention": "flash"}, "attention: expected one of .*'exact', 'sagebwd'.*, got 'flash'"),
-        ({"granularity": "row"}, "backend: expected 'reference', which alone takes granularity=row .*, got 'auto'"),
+        ({"block_q": 64}, "backend: expected 'reference', which alone takes block_q=64, got 'auto'"),
+        ({"block_kv": 64}, "backend: expected 'reference', which alone takes block_kv=64, got 'auto'"),
         ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
-        ({"granularity": "column", "backend": "reference"}, "granularity: "),
+        ({"granularity": "column"}, "granularity: "),
         ({"ds_rounding": "up", "backend": "reference"}, "ds_rounding: "),
     ],
 )

@@ -175,7 +175,7 @@ def test_table2_shows_the_worst_layer_of_each_capture(text, capsys):
     main(["table2", "--capture", "norm.safetensors", "some.safetensors", "--granularity", "row", "--json", "t.json"])
     shown = capsys.readouterr().out
     record = read_record(text / "t.json")
-    settings = SageBwdSettings(is_causal=True, granularity="row")
+    settings = SageBwdSettings.printed(is_causal=True, granularity="row")
     files = {"norm": True, "some": False}
     expected = [
         {"capture": name, "qk_norm": qk_norm} | row
@@ -252,7 +252,7 @@ def test_the_committed_layers_are_the_first_and_the_most_error_prone(committed):
     for provenance, layers in committed.values():
         recorded = {int(layer): error for layer, error in provenance["layers_kept"]["rel_l2_of_dQ"].items()}
         assert list(recorded) == provenance["layers_kept"]["captured"] == list(range(provenance["run"]["layers"]))
-        for row in table2_rows(layers, SageBwdSettings(is_causal=True)):
+        for row in table2_rows(layers, SageBwdSettings.printed(is_causal=True)):
             assert row["tensor"] != "dQ" or row["rel_l2"] == pytest.approx(recorded[row["layer"]], rel=0.02)
         for layer, error in recorded.items():
             errors[layer] = max(error, errors.get(layer, 0))

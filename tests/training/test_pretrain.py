@@ -652,7 +652,9 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
         "backend": "reference",
         "qk_norm": True,
         "smoothing": "k",
-        "granularity": None,
+        "granularity": "row",
+        "block_q": 128,
+        "block_kv": 128,
         "ds_rounding": "stochastic",
         "tokens_per_step": 96,
         "learning_rate": 0.02,
@@ -668,18 +670,21 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
 
 @pytest.mark.parametrize(("q", "k", "smoothing"), [(False, False, "none"), (True, True, "qk"), (True, False, "q")])
 def test_the_row_of_a_run_names_the_smoothing(q, k, smoothing):
-    config = replace(CONFIG, attention="sagebwd", backend="reference", smooth_q=q, smooth_k=k, granularity="row")
+    config = replace(CONFIG, attention="sagebwd", backend="reference", smooth_q=q, smooth_k=k, granularity="block")
     training = Pretraining(sixteen_letters(), config, SETTINGS)
     training.report([])
     row = result_row(training)
-    assert (row["smoothing"], row["granularity"], row["ds_rounding"]) == (smoothing, "row", "nearest")
+    assert (row["smoothing"], row["granularity"], row["ds_rounding"]) == (smoothing, "block", "nearest")
+
+
+SAGEBWD_ONLY = ("backend", "smoothing", "granularity", "block_q", "block_kv", "ds_rounding")
 
 
 def test_the_row_of_exact_attention_says_nothing_about_sagebwd():
     training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
     training.report([])
     row = result_row(training)
-    assert [row[name] for name in ("backend", "smoothing", "granularity", "ds_rounding")] == [None] * 4
+    assert [row[name] for name in SAGEBWD_ONLY] == [None] * 6
 
 
 # Command line
@@ -699,9 +704,9 @@ def text(tmp_path, monkeypatch):
 
 
 def test_the_command_trains_and_records(text, capsys):
-    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity row --qk-norm --seed 3"
-    options = f"{sagebwd} --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25 --snapshots 2 5".split()
-    main([*OPTIONS, *options])
+    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity block --blocks 8x16"
+    options = f"{sagebwd} --qk-norm --seed 3 --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25".split()
+    main([*OPTIONS, *options, "--snapshots", "2", "5"])
     printed = capsys.readouterr()
     assert "8/8" in printed.err
     record = read_record(text / "run.json")
@@ -709,7 +714,8 @@ def test_the_command_trains_and_records(text, capsys):
     arguments = record.provenance["arguments"]
     expected = {
         "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
-        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "row",
+        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "block",
+        "block_q": 8, "block_kv": 16,
         "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
         "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
         "compile": False,

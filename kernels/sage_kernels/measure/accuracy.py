@@ -70,7 +70,8 @@ def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str 
         for (name, (kernel, reference)), (_, paper) in zip(errors.items(), printed, strict=True):
             yield {
                 "table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim,
-                **SageBwdSettings().in_a_record, "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6), "paper_rel_l2": paper,
+                **SageBwdSettings().in_a_record,
+                "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6), "paper_rel_l2": paper,
             }  # fmt: skip
 
 
