@@ -51,8 +51,12 @@ def check_options(scale: float | None, backend: str, **switches: bool) -> None:
             raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
         if not math.isfinite(scale):
             raise ValueError(f"scale: expected a finite number, got {scale}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    check_choice("backend", backend, BACKENDS)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sage_ref.attention import AttentionBackward, attention_backward, attention_forward
-from sage_ref.sagebwd.whole import SageBwdSettings, sagebwd_backward, sagebwd_forward
+from sage_ref.sagebwd.settings import SageBwdSettings
+from sage_ref.sagebwd.whole import sagebwd_backward, sagebwd_forward
 
 INTERMEDIATES = ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
 

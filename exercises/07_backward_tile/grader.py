@@ -55,7 +55,7 @@ def inputs(draw, n_q, n_k, block_q, block_kv):
 
 def forward(q, k, v, block_q, block_kv):
     """(O float16, L, the settings) of SageBwd on these inputs; the keys are smoothed already."""
-    settings = SageBwdSettings(smooth_k=False, block_q=block_q, block_kv=block_kv)
+    settings = SageBwdSettings.printed(smooth_k=False, block_q=block_q, block_kv=block_kv)
     found = sagebwd_forward(*(x.float() for x in (q, k, v)), settings)
     return found.output.half(), found.log_sum_exp, settings
 

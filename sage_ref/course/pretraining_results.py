@@ -11,6 +11,7 @@ from typing import NamedTuple
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.records import Record, Row
+from sage_ref.sagebwd.settings import SageBwdSettings
 
 # Figure 1 of the SageBwd paper: tokens per step -> final loss of its 325M model with QK-norm, in nats per GPT-2 token.
 PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
@@ -56,10 +57,15 @@ def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool
     attention, smoothing, granularity = RUN_KINDS[kind]
     rate = record.provenance["learning_rate"][str(tokens_per_step)]
     rows = record.select(
-        attention=attention, smoothing=smoothing, granularity=granularity, qk_norm=qk_norm,
-        tokens_per_step=tokens_per_step, learning_rate=rate,
+        attention=attention, smoothing=smoothing, qk_norm=qk_norm, tokens_per_step=tokens_per_step, learning_rate=rate
     )  # fmt: skip
+    rows = [row for row in rows if default_granularity(row["granularity"]) == default_granularity(granularity)]
     return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
+
+
+def default_granularity(granularity: str | None) -> str:
+    """Old records say None where the kernels ran with their own, which is the default now."""
+    return granularity or SageBwdSettings.granularity
 
 
 def final_losses(runs: Mapping[int, Row]) -> dict[int, float]:

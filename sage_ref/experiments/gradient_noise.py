@@ -39,6 +39,8 @@ SAGEBWD = {
     "smooth_k": True,
     "smooth_q": False,
     "ds_rounding": "nearest",
+    "block_q": 64,
+    "block_kv": 64,
 }
 # What computes the second gradient of a pair: changes to the model's configuration. "bf16" is no SageBwd at all but
 # what everybody trains with: exact attention, all matmuls in bfloat16.
@@ -167,7 +169,7 @@ def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> lis
     for number in tqdm(range(settings.batches), unit="batch"):
         batch = corpus.batch(settings.sequences, context, seed=settings.seed, step=number)
         batch = [x.to(device) for x in batch]
-        with attention_as(model, attention="exact", granularity=None, ds_rounding="nearest"):
+        with attention_as(model, attention="exact"):
             exact = gradient(model, *batch, groups)
         for group, vector in exact.items():
             sums["exact"][group].add(number, vector)

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from sage_ref.checks import BACKENDS
-from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive
+from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive, tile_size
 from sage_ref.experiments.table2 import with_paper
 from sage_ref.models.llama import ATTENTIONS, LlamaConfig
 from sage_ref.quantization import ROUNDINGS
 from sage_ref.records import write_record
-from sage_ref.sagebwd.whole import GRANULARITIES
+from sage_ref.sagebwd.settings import GRANULARITIES
 from sage_ref.training.pretrain import Pretraining, PretrainSettings, pretrain, processes, result_row
 
 
@@ -25,8 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--qk-norm", action="store_true", help="normalise queries and keys")
     parser.add_argument("--smooth-k", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--smooth-q", action=argparse.BooleanOptionalAction, default=False, help="reference only")
-    parser.add_argument("--granularity", choices=GRANULARITIES, help="scales of P and dS; reference only")
-    parser.add_argument("--ds-rounding", choices=ROUNDINGS, default="nearest", help="reference only")
+    parser.add_argument("--granularity", choices=GRANULARITIES, default=default["granularity"], help="of P and dS")
+    parser.add_argument("--ds-rounding", choices=ROUNDINGS, default=default["ds_rounding"], help="reference only")
+    blocks = default["block_q"], default["block_kv"]
+    parser.add_argument("--blocks", type=tile_size, default=blocks, metavar="BQxBKV", help="reference only")
     parser.add_argument("--tokens", type=positive, default=2**20, help="of the whole run")
     parser.add_argument("--tokens-per-step", type=positive, default=2**13)
     parser.add_argument("--micro-batch", type=positive, default=8, help="sequences that a process works on at once")
@@ -53,7 +55,9 @@ def run(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
     shape = {name: getattr(options, name) for name in ("context", "layers", "width", "heads", "kv_heads")}
     choice = {name: getattr(options, name) for name in ("attention", "backend", "qk_norm", "smooth_k", "smooth_q")}
+    block_q, block_kv = options.blocks
     rounding = {"granularity": options.granularity, "ds_rounding": options.ds_rounding}
+    rounding |= {"block_q": block_q, "block_kv": block_kv}
     config = LlamaConfig(corpus.vocab_size, **shape, **choice, **rounding)
     for name, number in (("tokens_per_step", options.context), ("tokens", options.tokens_per_step)):
         if getattr(options, name) % number:

@@ -24,9 +24,11 @@ from sage_ref.command_line import add_corpus_options, corpus_of, positive
 from sage_ref.records import Record, Row, markdown_table, read_record, write_record
 from sage_ref.training.corpus import write_tokens
 
-# What a SageBwd run may smooth, and on which backend: only the reference smooths Q, and only it has the paper's scales,
-# one per tile of P and dS. "row" is what the kernels do.
+# What a SageBwd run may smooth, and on which backend with which granularity, None: the default. Only the reference
+# smooths Q.
 SMOOTHINGS = {"none": ("auto", None), "k": ("auto", None), "qk": ("reference", "row")}
+# On the reference backend, and in the traces of exact attention.
+REFERENCE_BLOCKS = "64x64"
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,12 @@ class Cell:
         """Of `python -m sage_ref pretrain`."""
         numbers = {"tokens-per-step": self.tokens_per_step, "learning-rate": self.learning_rate, "seed": self.seed}
         found = ["--attention", self.attention] + [str(x) for name, x in numbers.items() for x in (f"--{name}", x)]
-        found += ["--qk-norm"] * self.qk_norm + ["--trace"] * (self.attention == "exact")
-        if self.attention == "sagebwd":
+        found += ["--qk-norm"] * self.qk_norm
+        if self.attention == "exact":
+            found += ["--trace", "--backend", "reference", "--granularity", "block", "--blocks", REFERENCE_BLOCKS]
+        else:
             found += ["--backend", self.backend] + (["--granularity", self.granularity] if self.granularity else [])
+            found += ["--blocks", REFERENCE_BLOCKS] if self.backend == "reference" else []
             found += ["--smooth-k" if "k" in self.smoothing else "--no-smooth-k"]
             found += ["--smooth-q"] * ("q" in self.smoothing)
         return found

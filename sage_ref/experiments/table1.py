@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sage_ref.command_line import add_device_option, positive, tile_size
 from sage_ref.records import Record, Row, markdown_table, replaced, write_record
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 
 TENSORS = ("O", "dQ", "dK", "dV")

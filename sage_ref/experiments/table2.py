@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sage_ref.records import Row, markdown_table, recorded_file, write_record
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.training.capture import attention_errors, read_capture
 
 # Layer 11 of the paper's 325M model, 2.1M tokens per step, QK-norm, N = 4096.
@@ -24,7 +24,10 @@ MEASURES = {"cosine": ".4f", "rel_l2": ".4f", "rms": ".1e"}
 
 
 def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """`attention_errors` of captured layers, each row with the paper's cosine and relative L2."""
+    """`attention_errors` of captured layers, each row with the paper's cosine and relative L2.
+
+    Records from before rows said how they were quantised are of the printed choice, `SageBwdSettings.printed`.
+    """
     return with_paper(attention_errors(captures, settings))
 
 
@@ -50,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    settings = SageBwdSettings(is_causal=True, granularity=options.granularity)
+    settings = SageBwdSettings.printed(is_causal=True, granularity=options.granularity)
     header, columns, rows, facts = ["tensor"], [list(PAPER_TABLE2)], [], []
     recorded = (recorded_file(f"{name}.safetensors") for name in CAPTURES.values())
     for path in options.capture or recorded:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
 ATTENTIONS = ("exact", "sagebwd")
@@ -25,9 +25,8 @@ NORM_EPS = 1e-6
 class LlamaConfig:
     """Shape of the model. kv_heads < heads is grouped-query attention.
 
-    smooth_k, smooth_q and backend are SageBwd's. So are granularity and ds_rounding (see `SageBwdSettings`), which
-    only the reference leaves open; granularity None is the backend's own: "block" in the reference, "row" in the
-    kernels.
+    smooth_k, smooth_q, granularity and backend are those of `sagebwd_attention`. Only the reference leaves ds_rounding,
+    block_q and block_kv open (see `SageBwdSettings`).
     """
 
     vocab_size: int
@@ -41,8 +40,10 @@ class LlamaConfig:
     smooth_k: bool = True
     smooth_q: bool = False
     backend: str = "auto"
-    granularity: str | None = None
-    ds_rounding: str = "nearest"
+    granularity: str = SageBwdSettings.granularity
+    ds_rounding: str = SageBwdSettings.ds_rounding
+    block_q: int = SageBwdSettings.block_q
+    block_kv: int = SageBwdSettings.block_kv
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "layers", "width", "heads", "kv_heads"):
@@ -54,9 +55,11 @@ class LlamaConfig:
             raise ValueError(f"kv_heads: expected a number that divides heads={self.heads}, got {self.kv_heads}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
-        if self.backend != "reference" and (self.granularity, self.ds_rounding) != (None, "nearest"):
-            chosen = f"granularity={self.granularity} and ds_rounding={self.ds_rounding!r}"
-            raise ValueError(f"backend: expected 'reference', which alone takes {chosen}, got {self.backend!r}")
+        for name in ("ds_rounding", "block_q", "block_kv"):
+            chosen = getattr(self, name)
+            if self.backend != "reference" and chosen != getattr(SageBwdSettings, name):
+                reason = f"'reference', which alone takes {name}={chosen!r}"
+                raise ValueError(f"backend: expected {reason}, got {self.backend!r}")
         self.reference_settings  # noqa: B018 (names a wrong granularity or rounding now, not in the first step)
 
     @property
@@ -75,7 +78,9 @@ class LlamaConfig:
             is_causal=True,
             smooth_k=self.smooth_k,
             smooth_q=self.smooth_q,
-            granularity=self.granularity or "block",
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            granularity=self.granularity,
             ds_rounding=self.ds_rounding,
         )
 
@@ -113,8 +118,9 @@ class AttentionCore(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, **options)
         if self.config.backend == "reference":
             return reference_attention(query, key, value, self.config.reference_settings)
-        smoothing = {"smooth_k": self.config.smooth_k, "smooth_q": self.config.smooth_q}
-        return sagebwd_attention(query, key, value, **options, **smoothing, backend=self.config.backend)
+        for name in ("smooth_k", "smooth_q", "granularity", "backend"):
+            options[name] = getattr(self.config, name)
+        return sagebwd_attention(query, key, value, **options)
 
 
 class Attention(nn.Module):

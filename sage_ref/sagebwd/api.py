@@ -4,8 +4,9 @@ from torch import Tensor
 
 from sage_ref import backend as backends
 from sage_ref.attention import softmax_scale
-from sage_ref.checks import autocast, check_each, check_options, check_together
-from sage_ref.sagebwd.whole import SageBwdFunction, SageBwdSettings
+from sage_ref.checks import autocast, check_choice, check_each, check_options, check_together
+from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
+from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
 
 
@@ -19,6 +20,7 @@ def sagebwd_attention(
     enable_gqa: bool = False,
     smooth_k: bool = True,
     smooth_q: bool = False,
+    granularity: str = "row",
     backend: str = "auto",
 ) -> Tensor:
     """Attention for training with six of its seven matmuls in INT8 (SageBwd, Algorithms 1 and 2).
@@ -31,8 +33,13 @@ def sagebwd_attention(
     scale: c; None means 1/sqrt(D).
     enable_gqa: allow Hkv < H; H must be a multiple of Hkv, and heads in groups of H/Hkv share keys and values.
     smooth_k, smooth_q: subtract the mean key of the sequence, the mean query of each block, before quantising.
+    granularity: which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
+        matmul's result, a query for dQ and a key for dK and dV. "block": the whole tile, as the paper prints it.
     backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else reference,
         with one warning that says why.
+
+    Both backends quantise alike: in blocks of 128 tokens, and P and dS in tiles of 128 x 128. The paper gives no tile
+    sizes; `sage_ref.sagebwd` has its algorithms as printed, and every other choice in `SageBwdSettings`.
 
     Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key and value. Under autocast,
     inputs are cast as SDPA's are: all but float64, to the autocast dtype.
@@ -48,13 +55,13 @@ def sagebwd_attention(
     query, key, value = autocast(query, key, value)
     check_together(query, key, value, enable_gqa)
     check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    check_choice("granularity", granularity, GRANULARITIES)
+    options = {"is_causal": is_causal, "smooth_k": smooth_k, "granularity": granularity}
     if backends.chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
         from sage_kernels.sagebwd.ops import sagebwd_attention as triton_attention
 
-        scale = softmax_scale(scale, query.shape[3])
-        return triton_attention(query, key, value, is_causal=is_causal, scale=scale, smooth_k=smooth_k)
-    settings = SageBwdSettings(is_causal=is_causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q)
-    return reference_attention(query, key, value, settings)
+        return triton_attention(query, key, value, scale=softmax_scale(scale, query.shape[3]), **options)
+    return reference_attention(query, key, value, SageBwdSettings(scale=scale, smooth_q=smooth_q, **options))
 
 
 def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> Tensor:

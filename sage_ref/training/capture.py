@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sage_ref.models.llama import Llama
 from sage_ref.records import Row, replaced
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
 
 TENSORS = ("query", "key", "value", "grad_output")
@@ -78,7 +78,7 @@ def attention_tensors(
 
 
 def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """One row per layer and intermediate: cosine, relative L2, RMS, and for dS the bound on its RMS.
+    """One row per layer and intermediate: cosine, relative L2, RMS, for dS the bound on its RMS, and the scales.
 
     captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D].
     """
@@ -97,6 +97,7 @@ def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSe
                     "rms": float(f"{rms(y):.4g}"),
                     "rms_bound": bound and float(f"{bound:.4g}"),
                 }
+                | settings.in_a_record
             )
     return rows
 

@@ -301,6 +301,8 @@ def result_row(training: Pretraining) -> Row:
         "qk_norm": config.qk_norm,
         "smoothing": None if is_exact else smoothing,
         "granularity": None if is_exact else config.granularity,
+        "block_q": None if is_exact else config.block_q,
+        "block_kv": None if is_exact else config.block_kv,
         "ds_rounding": None if is_exact else config.ds_rounding,
         "tokens_per_step": training.tokens_per_step,
         "learning_rate": settings.learning_rate,
@@ -324,6 +326,8 @@ def load_model(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Ll
     """The model that `pretrain` saved, and the arguments of its run."""
     state = torch.load(checkpoint, weights_only=True, map_location="cpu")
     arguments = state["arguments"]
-    model = Llama(LlamaConfig(**{field.name: arguments[field.name] for field in fields(LlamaConfig)}))
+    names = {field.name for field in fields(LlamaConfig)}
+    # A choice that an older checkpoint doesn't know, or left open as None, is the default.
+    model = Llama(LlamaConfig(**{k: x for k, x in arguments.items() if k in names and x is not None}))
     model.load_state_dict(state["model"])
     return model.to(device), arguments | {"step": state["step"]}

@@ -15,7 +15,7 @@ from sage_ref.course.figures import draw_block_sizes, draw_probabilities, error_
 from sage_ref.course.teaching import bytes_kept_for_backward, letter_inputs
 from sage_ref.experiments.table1 import table1_inputs
 from sage_ref.quantization import fake_quantize, integer_matmul, quantize, quantized_matmul
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, relative_l2, rms, trace
 
 TEXT, WORD = "less precise attention is still attention", "attention"
@@ -79,7 +79,7 @@ def test_00_sagebwd_has_the_gradients_that_rounding_has_not():
 
 
 def test_00_sharp_attention_hurts_ds_dq_and_dk_most():
-    soft, sharp = (trace(*table1_inputs(256, 64, sigma, seed=0), SageBwdSettings()) for sigma in (1, 10))
+    soft, sharp = (trace(*table1_inputs(256, 64, sigma, seed=0), SageBwdSettings.printed()) for sigma in (1, 10))
     for name in ("dS", "dQ", "dK"):
         assert sharp[name].rel_l2 > 3 * max(sharp[other].rel_l2 for other in ("P", "O", "delta", "dV"))
     assert soft["dQ"].rel_l2 > 3 * soft["dS"].rel_l2  # rounding dS, not its own error, is what dQ suffers from
@@ -88,7 +88,7 @@ def test_00_sharp_attention_hurts_ds_dq_and_dk_most():
 
 
 def test_00_the_error_map_shows_every_tensor_with_its_error():
-    errors = {name: error.rel_l2 for name, error in trace(*letter_inputs(TEXT), SageBwdSettings()).items()}
+    errors = {name: error.rel_l2 for name, error in trace(*letter_inputs(TEXT), SageBwdSettings.printed()).items()}
     _, (ax,) = panels(1)
     error_map(ax, errors, title="letters")
     shown = [text.get_text() for text in ax.texts if text.get_text()]

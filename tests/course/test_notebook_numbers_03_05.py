@@ -14,7 +14,7 @@ from sage_ref.experiments.table1 import TENSORS, closest_setting, deviation
 from sage_ref.experiments.table2 import CAPTURES, PAPER_TABLE2, most_error_prone, table2_rows
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.records import RECORDED, read_record
-from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth, tiled_forward
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
 from sage_ref.smoothing import QKNorm, query_mean_grad_key, smooth_key, smooth_query
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates, trace
 from sage_ref.training.capture import read_capture
@@ -37,7 +37,7 @@ def inputs():
 
 
 def errors(q, k, v, do, **settings):
-    traced = trace(q, k, v, do, SageBwdSettings(**settings))
+    traced = trace(q, k, v, do, SageBwdSettings.printed(**settings))
     return {name: traced[name].rel_l2 for name in TENSORS}
 
 
@@ -53,7 +53,7 @@ class TestSmoothing:
 
     def test_adding_the_row_sums_back_makes_dq_worse(self, inputs):
         q, k_plain, v, do, offset = inputs
-        k, settings = k_plain + offset, SageBwdSettings()
+        k, settings = k_plain + offset, SageBwdSettings.printed()
         forward = sagebwd_forward(q, k, v, settings)
         backward = sagebwd_backward(do, q, k, v, forward.output, forward.log_sum_exp, settings)
         ds_hat = fake_quantize(backward.grad_scores, settings.per_query)
@@ -73,7 +73,9 @@ class TestSmoothing:
             k = k_plain + offset
             k[..., -1, :] += change * direction
             k = k - k[..., mean_of, :].mean(-2, keepdim=True)
-            return sagebwd_forward(q, k, v, SageBwdSettings(is_causal=True, smooth_k=False)).output[..., :448, :]
+            return sagebwd_forward(q, k, v, SageBwdSettings.printed(is_causal=True, smooth_k=False)).output[
+                ..., :448, :
+            ]
 
         everything, prefix = slice(None), slice(0, 64)
         before = earlier_rows(0, everything)
@@ -105,7 +107,7 @@ class TestSmoothing:
 
         def score_error(sigma):
             smoothed = smooth_key(sigma * k)[0]
-            scores = sagebwd_forward(sigma * q, smoothed, v, SageBwdSettings()).scores
+            scores = sagebwd_forward(sigma * q, smoothed, v, SageBwdSettings.printed()).scores
             return (scores - sigma * q @ smoothed.mT * C).std().item()
 
         assert score_error(10) == pytest.approx(100 * score_error(1), rel=1e-6)
@@ -156,7 +158,7 @@ class TestForward:
         q, k = q + shift, k - shift
         exact = attention_forward(q.double(), k.double(), v.double())
         assert exact.scores.max() < -104  # exp underflows to zero in float32: with m = 0, l would be zero
-        output, _ = tiled_forward(q, k, v, SageBwdSettings(smooth_k=False))
+        output = sagebwd_forward(q, k, v, SageBwdSettings.printed(smooth_k=False)).output
         assert output.isfinite().all()
 
     def test_constant_scale_loses_the_tail_behind_a_sink(self):
@@ -176,7 +178,7 @@ class TestForward:
         exact = attention_forward(sigma * q, sigma * k, v).output
 
         def error(*exact_matmuls):
-            settings = SageBwdSettings(exact_matmuls=exact_matmuls)
+            settings = SageBwdSettings.printed(exact_matmuls=exact_matmuls)
             return relative_l2(sagebwd_forward(sigma * q, sigma * k, v, settings).output, exact)
 
         s_only, o_only, both = error("O", "dP"), error("S", "dP"), error("dP")
@@ -185,7 +187,7 @@ class TestForward:
 
     def test_log_sum_exp_belongs_to_the_quantized_scores(self):
         q, k, v, _ = gaussian()
-        k, settings = k + 3, SageBwdSettings()
+        k, settings = k + 3, SageBwdSettings.printed()
         forward, smoothed = sagebwd_forward(q, k, v, settings), smooth(q, k, settings)
         log_sum_exp = forward.log_sum_exp[..., None] - smoothed.key_mean_scores
         same = torch.exp(forward.scores - log_sum_exp).sum(-1)
@@ -210,12 +212,12 @@ def captured(place):
 
 @cache
 def exact_of(place):
-    return exact_intermediates(*captured(place), SageBwdSettings(is_causal=True))
+    return exact_intermediates(*captured(place), SageBwdSettings.printed(is_causal=True))
 
 
 @cache
 def sagebwd_of(place, exact_matmuls=("dP",), **choice):
-    settings = SageBwdSettings(is_causal=True, exact_matmuls=exact_matmuls, **choice)
+    settings = SageBwdSettings.printed(is_causal=True, exact_matmuls=exact_matmuls, **choice)
     return sagebwd_intermediates(*captured(place), settings)
 
 
@@ -274,7 +276,7 @@ class TestCaptured:
     def test_errors_of_the_output_arise_where_the_probability_is(self):
         place = "QK-norm", max(layer for _, layer in CAPTURED)
         q, k, v, _ = captured(place)
-        settings = SageBwdSettings(is_causal=True)
+        settings = SageBwdSettings.printed(is_causal=True)
         forward = sagebwd_forward(q, k, v, settings)
         s = q @ smooth_key(k)[0].mT / math.sqrt(q.shape[-1])
         seen = torch.ones(512, 512, dtype=torch.bool).tril()
@@ -418,7 +420,7 @@ class TestBackward:
     @every_place
     def test_table2_is_that_of_the_captures(self, place):
         norm, layer = place
-        rows = table2_rows({layer: CAPTURED[place]}, SageBwdSettings(is_causal=True))
+        rows = table2_rows({layer: CAPTURED[place]}, SageBwdSettings.printed(is_causal=True))
         for row, recorded in zip(rows, TABLE2.select(qk_norm=norm == "QK-norm", layer=layer), strict=True):
             assert recorded["tensor"] == row["tensor"]
             for name in ("cosine", "rel_l2", "rms"):
@@ -445,7 +447,7 @@ class TestBackward:
         seen = torch.ones(ds.shape[-2:], dtype=torch.bool).tril()
         share = {}
         for name in ("block", "row"):
-            zero = quantize(ds, SageBwdSettings(granularity=name).per_query).values == 0
+            zero = quantize(ds, SageBwdSettings.printed(granularity=name).per_query).values == 0
             share[name] = zero[..., seen].double().mean().item()
             assert ds[zero].square().sum() < 1e-3 * ds.square().sum()
         assert share["row"] < share["block"] - 0.25

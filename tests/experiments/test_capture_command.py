@@ -6,7 +6,7 @@ import torch
 from sage_ref.__main__ import main
 from sage_ref.experiments.table2 import CAPTURES, table2_rows
 from sage_ref.records import RECORDED, read_record
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import rms
 from sage_ref.training.capture import TENSORS, attention_tensors, read_capture
 from sage_ref.training.corpus import read_corpus
@@ -120,7 +120,7 @@ def test_the_committed_layers_are_the_first_and_the_most_error_prone(committed):
     for provenance, layers in committed.values():
         recorded = {int(layer): error for layer, error in provenance["layers_kept"]["rel_l2_of_dQ"].items()}
         assert list(recorded) == provenance["layers_kept"]["captured"] == list(range(provenance["run"]["layers"]))
-        for row in table2_rows(layers, SageBwdSettings(is_causal=True)):
+        for row in table2_rows(layers, SageBwdSettings.printed(is_causal=True)):
             assert row["tensor"] != "dQ" or row["rel_l2"] == pytest.approx(recorded[row["layer"]], rel=0.02)
         for layer, error in recorded.items():
             errors[layer] = max(error, errors.get(layer, 0))

@@ -199,7 +199,8 @@ def test_gradient_noise_is_its_definition(model):
     exact, errors = [], []
     for number in range(6):
         batch = sixteen_letters().batch(2, CONFIG.context, seed=0, step=number)
-        for config, found in ((CONFIG, exact), (replace(STOCHASTIC, ds_rounding="nearest"), errors)):
+        quantized = replace(STOCHASTIC, ds_rounding="nearest", granularity="block")
+        for config, found in ((CONFIG, exact), (quantized, errors)):
             twin = Llama(config)
             twin.load_state_dict(model.state_dict())
             next_token_loss(twin, *batch).backward()
@@ -267,7 +268,7 @@ def test_bfloat16_is_exact_attention_in_bfloat16(model):
 def test_what_a_checkpoint_was_trained_with_changes_nothing(model):
     """The variants say all about SageBwd themselves."""
     settings = NoiseSettings(batches=6, sequences=1, folds=3)
-    twin = Llama(replace(STOCHASTIC, granularity="row", smooth_k=False, smooth_q=True))
+    twin = Llama(replace(STOCHASTIC, granularity="block", block_q=8, block_kv=8, smooth_k=False, smooth_q=True))
     twin.load_state_dict(model.state_dict())
     assert rows_of(twin, settings) == rows_of(model, settings)
 

@@ -18,9 +18,9 @@ OPTIONS = (  # noqa: SIM905 (as it is typed)
 
 
 def test_the_command_trains_and_records(text, capsys):
-    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity row --qk-norm --seed 3"
-    options = f"{sagebwd} --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25 --snapshots 2 5".split()
-    main([*OPTIONS, *options])
+    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity block --blocks 8x16"
+    options = f"{sagebwd} --qk-norm --seed 3 --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25".split()
+    main([*OPTIONS, *options, "--snapshots", "2", "5"])
     printed = capsys.readouterr()
     assert "8/8" in printed.err
     record = read_record(text / "run.json")
@@ -28,7 +28,8 @@ def test_the_command_trains_and_records(text, capsys):
     arguments = record.provenance["arguments"]
     expected = {
         "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
-        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "row",
+        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "block",
+        "block_q": 8, "block_kv": 16,
         "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
         "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
         "compile": False,

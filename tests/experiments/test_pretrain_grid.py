@@ -196,16 +196,16 @@ def test_a_run_is_told_its_cell_and_its_plan(tmp_path, fake):
     assert expected.items() <= options_of(first).items()
     assert first[first.index("--snapshots") :] == ["--snapshots", "410", "2048"]
     flags = ("--qk-norm", "--trace", "--smooth-k", "--no-smooth-k", "--smooth-q", "--autocast")
-    chosen = ("--micro-batch", "--backend", "--granularity")  # a step of 16384 tokens has 16 sequences
+    chosen = ("--micro-batch", "--backend", "--granularity", "--blocks")  # a step of 16384 tokens has 16 sequences
     found = [
         ([flag for flag in flags if flag in command], *(options_of(command).get(name) for name in chosen))
         for command, _ in runs.calls
     ]
     assert found == [
-        (["--trace", "--autocast"], "16", None, None),
-        (["--qk-norm", "--smooth-k", "--autocast"], "64", "auto", None),
-        (["--qk-norm", "--smooth-k", "--smooth-q", "--autocast"], "4", "reference", "row"),
-        (["--no-smooth-k", "--autocast"], "16", "auto", None),
+        (["--trace", "--autocast"], "16", "reference", "block", "64x64"),
+        (["--qk-norm", "--smooth-k", "--autocast"], "64", "auto", None, None),
+        (["--qk-norm", "--smooth-k", "--smooth-q", "--autocast"], "4", "reference", "row", "64x64"),
+        (["--no-smooth-k", "--autocast"], "16", "auto", None, None),
     ]
 
 
@@ -410,7 +410,8 @@ def test_every_cell_trains(text, monkeypatch):
     for cell, found in grid.records(list(kinds)).items():
         (row,) = found.rows
         assert (row["attention"], row["qk_norm"], row["smoothing"]) == (cell.attention, cell.qk_norm, cell.smoothing)
-        assert (row["granularity"], row["tokens_per_step"]) == (cell.granularity, cell.tokens_per_step)
+        granularity = None if cell.attention == "exact" else cell.granularity or "row"
+        assert (row["granularity"], row["tokens_per_step"]) == (granularity, cell.tokens_per_step)
         assert (row["tokens"], row["learning_rate"], row["diverged"]) == (256, 0.001, None)
         assert bool(found.provenance["traces"]) == (cell.attention == "exact")
         steps = 256 // cell.tokens_per_step

@@ -11,7 +11,7 @@ from sage_ref.__main__ import main
 from sage_ref.experiments import table1
 from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep
 from sage_ref.records import Record, read_record
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
 
 TABLE1 = ["table1", "--n", "32", "--head-dim", "16", "--blocks", "16x16", "8x16", "--seeds", "2", "--json"]

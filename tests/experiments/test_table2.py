@@ -7,7 +7,7 @@ from sage_ref.__main__ import main
 from sage_ref.experiments import table2
 from sage_ref.experiments.table2 import MEASURES, PAPER_TABLE2, table2_rows
 from sage_ref.records import Record, read_record
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import INTERMEDIATES, exact_intermediates, rms
 from sage_ref.training.capture import Capture, read_capture, write_capture
 
@@ -15,7 +15,7 @@ from sage_ref.training.capture import Capture, read_capture, write_capture
 def test_table2_has_a_row_per_layer_and_intermediate(inputs):
     names = ("query", "key", "value", "grad_output")
     captures = {layer: dict(zip(names, inputs(40, 40, 16, seed=layer), strict=True)) for layer in (0, 3)}
-    rows = table2_rows(captures, SageBwdSettings(is_causal=True))
+    rows = table2_rows(captures, SageBwdSettings(is_causal=True, block_q=16))
     assert [(row["layer"], row["tensor"]) for row in rows] == [
         (layer, tensor) for layer in (0, 3) for tensor in ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
     ]
@@ -24,6 +24,7 @@ def test_table2_has_a_row_per_layer_and_intermediate(inputs):
         assert row["rms"] == pytest.approx(rms(exact[row["tensor"]]), rel=1e-3)
         assert (row["rms_bound"] is not None) == (row["tensor"] == "dS")
         assert row["tensor"] != "dS" or row["rms"] <= row["rms_bound"]
+    assert {(row["block_q"], row["block_kv"], row["granularity"]) for row in rows} == {(16, 128, "row")}
     assert rows[3]["paper_rel_l2"] == 0.2045
     assert rows[3]["rel_l2"] != rows[11]["rel_l2"]
     (dp,) = Record({}, rows).select(layer=0, tensor="dP")
@@ -50,7 +51,7 @@ def test_table2_shows_the_worst_layer_of_each_capture(text, checkpoint, capsys):
     main(["table2", "--capture", "norm.safetensors", "some.safetensors", "--granularity", "row", "--json", "t.json"])
     shown = capsys.readouterr().out
     record = read_record(text / "t.json")
-    settings = SageBwdSettings(is_causal=True, granularity="row")
+    settings = SageBwdSettings.printed(is_causal=True, granularity="row")
     files = {"norm": True, "some": False}
     expected = [
         {"capture": name, "qk_norm": qk_norm} | row

@@ -35,7 +35,7 @@ from sage_kernels.sagebwd.ladder import (
 
 from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
 from sage_ref.quantization import fake_quantize, quantize
-from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
 from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
@@ -215,10 +215,7 @@ def eager(case: Case) -> tuple[Tensor, ...]:
 
 
 def settings(case: Case, **options) -> SageBwdSettings:
-    return SageBwdSettings(
-        is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k,
-        block_q=BLOCK_Q, block_kv=BLOCK_KV, **options,
-    )  # fmt: skip
+    return SageBwdSettings(is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k, **options)
 
 
 @lru_cache(maxsize=12)

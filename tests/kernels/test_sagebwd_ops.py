@@ -18,6 +18,7 @@ from kernel_cases import (
     DEVICE,
     MARKS,
     ON_GPU,
+    PER_BLOCK,
     SMALL,
     Calls,
     Case,
@@ -54,7 +55,10 @@ def compiled():
     if ON_GPU:
         choices = product((32, 64, 96, 128), (2, 1), (False, True), DTYPES)
         cases = [Case(20, 20, head_dim, 2, kv_heads, *rest) for head_dim, kv_heads, *rest in choices]
-        fill_cache([(run_backward_level, case, backward_level(DEVICE, case.head_dim)) for case in cases])
+        levels = ("row", "block")
+        fill_cache(
+            [(run_backward_level, case, backward_level(DEVICE, case.head_dim, x)) for case in cases for x in levels]
+        )
 
 
 def attention(query, key, value, **options):
@@ -75,20 +79,22 @@ def all_equal(results, expected):
 # The registration
 
 
+@pytest.mark.parametrize("granularity", ["row", "block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck_forward(dtype):
+def test_opcheck_forward(dtype, granularity):
     query, key, value, _ = draw(Case(40, 150, heads=2, kv_heads=1, dtype=dtype))
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    torch.library.opcheck(torch.ops.sage_kernels.forward.default, (*leaves, True, 0.125, True))
+    torch.library.opcheck(torch.ops.sage_kernels.forward.default, (*leaves, True, 0.125, True, granularity))
 
 
+@pytest.mark.parametrize("granularity", ["row", "block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck_backward(dtype):
+def test_opcheck_backward(dtype, granularity):
     case = Case(40, 150, heads=2, kv_heads=1, dtype=dtype)
     _, _, value, grad_output = draw(case)
     (_, _, _, q_hat, k_hat, _), output, log_sum_exp = forward_level(case, feeding(LEVEL, case))
     saved = (value, output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale)
-    torch.library.opcheck(torch.ops.sage_kernels.backward.default, (grad_output, *saved, False, 0.125))
+    torch.library.opcheck(torch.ops.sage_kernels.backward.default, (grad_output, *saved, False, 0.125, granularity))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,11 +103,19 @@ def test_opcheck_backward(dtype):
     [{}, {"is_causal": True}, {"scale": -0.3}, {"scale": 0, "is_causal": True}, {"smooth_k": False}],
     ids=str,
 )
-def test_results_are_the_ladders(options, dtype):
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_results_are_the_ladders(options, dtype, granularity):
     case = SMALL._replace(dtype=dtype, **{"is_causal": False, **options})
-    forward = run_forward_level(case, feeding(LEVEL, case))
-    gradients = run_backward_level(case, LEVEL, forward=forward)
-    assert all_equal(with_gradients(*draw(case), **options), (forward.output, *gradients))
+    level = PER_BLOCK if granularity == "block" else LEVEL
+    forward = run_forward_level(case, feeding(level, case))
+    gradients = run_backward_level(case, level, forward=forward)
+    found = with_gradients(*draw(case), granularity=granularity, **options)
+    assert all_equal(found, (forward.output, *gradients))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_one_scale_per_tile_has_one_level_everywhere(head_dim):
+    assert backward_level(DEVICE, head_dim, "block") == PER_BLOCK != backward_level(DEVICE, head_dim)
 
 
 def test_a_gradient_that_is_one_number_seen_everywhere():
@@ -274,15 +288,41 @@ def compiled_kernels() -> int:
 # Which backend runs
 
 
-def test_both_backends_give_nearly_the_same():
-    """They differ in block sizes: both are a quantisation error from exact attention, so from each other too."""
-    tensors = draw(SMALL)
+reference = functools.partial(sagebwd_attention, enable_gqa=True, backend="reference")
+SAME_ON_BOTH = [
+    Case(128, 128, 64),
+    Case(128, 128, 128, is_causal=True),
+    Case(100, 100, 32, 4, 2, is_causal=True),
+    Case(160, 160, 64, is_causal=True),
+    Case(100, 160, 96, 4, 1),
+    Case(160, 100, 48, 2, 1, is_causal=True),
+    Case(64, 200, 128),
+    Case(200, 64, 64),
+    Case(3, 3, 128, 8, 2, is_causal=True),
+    Case(70, 90, 80),
+]
 
-    def reference(query, key, value, **options):
-        return sagebwd_attention(query, key, value, enable_gqa=True, backend="reference", **options)
 
-    for ours, theirs in zip(with_gradients(*tensors), with_gradients(*tensors, call=reference), strict=True):
-        assert 0 < relative_l2(ours, theirs) < 0.06
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("granularity", ["row", "block"])
+@pytest.mark.parametrize("case", SAME_ON_BOTH, ids=str)
+def test_the_reference_simulates_the_kernels(case, granularity, dtype):
+    """O, dQ, dK and dV, end to end, in the defaults of both and with one scale per tile on both.
+
+    They differ by rounding alone: O's last bits reach delta, and a dS near a tie may go to the other side. Where a
+    whole tile shares a scale that step is larger: up to 6e-3 of dQ and dK in single shapes that are not here.
+    """
+    tensors = draw(case._replace(dtype=dtype))
+    options = {"is_causal": case.is_causal, "granularity": granularity}
+    found, simulated = (with_gradients(*tensors, call=call, **options) for call in (attention, reference))
+    for x, y in zip(found, simulated, strict=True):
+        assert relative_l2(x, y) <= (5e-3 if dtype == torch.bfloat16 else 4e-3)
+
+
+def test_the_granularities_differ_in_their_gradients():
+    row, block = (with_gradients(*draw(SMALL), granularity=granularity) for granularity in ("row", "block"))
+    assert torch.equal(row[0], block[0])
+    assert all(relative_l2(x, y) > 5e-3 for x, y in zip(row[1:], block[1:], strict=True))
 
 
 def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
@@ -294,7 +334,7 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = sagebwd_attention(query, key, value, enable_gqa=True)
-    assert calls == [{"is_causal": False, "scale": SMALL.c, "smooth_k": True}]
+    assert calls == [{"is_causal": False, "scale": SMALL.c, "smooth_k": True, "granularity": "row"}]
     assert torch.equal(output, attention(query, key, value))
 
 

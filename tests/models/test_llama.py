@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sage_ref.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 
 SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
 
@@ -143,13 +143,20 @@ def query_gradient(model):
 
 
 def test_scales_of_the_reference_are_those_asked_for():
-    """Without a word about scales: one per tile of P and dS, the reference's own."""
-    unnamed, block, row = (
-        query_gradient(llama(attention="sagebwd", backend="reference", granularity=granularity))
-        for granularity in (None, "block", "row")
-    )
-    assert torch.equal(unnamed, block)
-    assert not torch.equal(row, block)
+    choices = ({}, {"granularity": "row"}, {"granularity": "block"}, {"block_q": 8}, {"block_kv": 8})
+    default, row, *others = (query_gradient(llama(attention="sagebwd", backend="reference", **x)) for x in choices)
+    assert torch.equal(default, row)
+    for i, x in enumerate(others):
+        assert not any(torch.equal(x, y) for y in (row, *others[:i]))
+
+
+def test_the_kernels_get_what_the_configuration_says(monkeypatch):
+    calls = []
+    kernels = lambda query, key, value, **options: calls.append(options) or query  # noqa: E731
+    monkeypatch.setattr("sage_ref.models.llama.sagebwd_attention", kernels)
+    llama(attention="sagebwd", backend="triton", smooth_k=False, granularity="block")(tokens())
+    expected = {"is_causal": True, "enable_gqa": True, "smooth_k": False, "smooth_q": False}
+    assert calls[0] == expected | {"granularity": "block", "backend": "triton"}
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -164,10 +171,13 @@ def test_stochastic_rounding_alone_draws_from_torchs_generator(rounding):
 
 
 def test_reference_settings_are_the_configurations():
-    changes = {"smooth_k": False, "smooth_q": True, "granularity": "row", "ds_rounding": "stochastic"}
-    config = LlamaConfig(**SMALL, backend="reference", **changes)
-    assert config.reference_settings == SageBwdSettings(is_causal=True, **changes)
-    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True, granularity="block")
+    choice = {
+        "smooth_k": False, "smooth_q": True, "granularity": "block", "ds_rounding": "stochastic",
+        "block_q": 16, "block_kv": 32,
+    }  # fmt: skip
+    config = LlamaConfig(**SMALL, backend="reference", **choice)
+    assert config.reference_settings == SageBwdSettings(is_causal=True, **choice)
+    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True)
 
 
 def test_attention_compiles_to_one_graph():
@@ -197,9 +207,10 @@ def test_autocast_normalises_and_rotates_in_float32():
         ({"kv_heads": 3}, "kv_heads: expected a number that divides heads=4, got 3"),
         ({"layers": 0}, "layers: expected at least 1, got 0"),
         ({"attention": "flash"}, "attention: expected one of .*'exact', 'sagebwd'.*, got 'flash'"),
-        ({"granularity": "row"}, "backend: expected 'reference', which alone takes granularity=row .*, got 'auto'"),
+        ({"block_q": 64}, "backend: expected 'reference', which alone takes block_q=64, got 'auto'"),
+        ({"block_kv": 64}, "backend: expected 'reference', which alone takes block_kv=64, got 'auto'"),
         ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
-        ({"granularity": "column", "backend": "reference"}, "granularity: "),
+        ({"granularity": "column"}, "granularity: "),
         ({"ds_rounding": "up", "backend": "reference"}, "ds_rounding: "),
     ],
 )

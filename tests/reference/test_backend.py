@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from sage_ref import backend as ops
 from sage_ref import sagebwd_attention, sparse_linear_attention
 from sage_ref.attention import attention_forward
-from sage_ref.sagebwd.whole import SageBwdFunction, SageBwdSettings
+from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
 from sage_ref.sla2.branches import BlockSettings, block_count
 from sage_ref.sla2.whole import SparseLinearFunction
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAMES = st.sampled_from(["query", "key", "value"])
-BLOCK = 64  # tokens that share a scale
+BLOCK = 128  # tokens that share a scale
 
 
 def reference(query, key, value, **options):
@@ -41,7 +41,8 @@ def with_gradients(query, key, value, grad_output, **options):
 def test_signature():
     assert str(inspect.signature(sagebwd_attention)).replace("torch.Tensor", "Tensor") == (
         "(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None, "
-        "enable_gqa: bool = False, smooth_k: bool = True, smooth_q: bool = False, backend: str = 'auto') -> Tensor"
+        "enable_gqa: bool = False, smooth_k: bool = True, smooth_q: bool = False, granularity: str = 'row', "
+        "backend: str = 'auto') -> Tensor"
     )
 
 
@@ -95,12 +96,16 @@ def test_any_valid_call_is_close_to_exact_attention(batch, heads, n_q, n_k, head
 
 
 def test_every_option_reaches_the_computation(inputs):
-    q, k, v, _ = inputs(100, 100, 16)
-    options = {"is_causal": True, "scale": 0.4, "smooth_k": False, "smooth_q": True}
-    results = [reference(q, k, v), *(reference(q, k, v, **{name: value}) for name, value in options.items())]
+    tensors = inputs(100, 100, 16)
+    options = {"is_causal": True, "scale": 0.4, "smooth_k": False, "smooth_q": True, "granularity": "block"}
+    results = [with_gradients(*tensors, **dict([option]))[1] for option in (("smooth_k", True), *options.items())]
     for i, one in enumerate(results):
         assert not any(torch.equal(one, other) for other in results[:i])
-    assert torch.equal(reference(q, k, v, **options), SageBwdFunction.apply(q, k, v, SageBwdSettings(**options)))
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    output = SageBwdFunction.apply(*leaves, SageBwdSettings(**options))
+    expected = output, *torch.autograd.grad(output, leaves, tensors[3])
+    for x, y in zip(with_gradients(*tensors, **options), expected, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_inputs_are_neither_changed_nor_needed_contiguous(inputs):
@@ -246,6 +251,11 @@ def scale_not_finite(call, draw):
     return ValueError, f"scale: expected a finite number, got {call['scale']}"
 
 
+def unknown_granularity(call, draw):
+    call["granularity"] = draw(st.sampled_from(["tile", "Row", "", None, 1, ["row"]]))
+    return ValueError, f"granularity: expected one of ('block', 'row'), got {call['granularity']!r}"
+
+
 def unknown_backend(call, draw):
     call["backend"] = draw(st.sampled_from(["cuda", "Triton", "", None, 1, ["reference"]]))
     return ValueError, f"backend: expected one of ('auto', 'reference', 'triton'), got {call['backend']!r}"
@@ -256,7 +266,7 @@ def unknown_backend(call, draw):
     [
         wrong_type, wrong_dtype, mixed_dtypes, wrong_rank, zero_size, meta_device, other_batch, other_head_dim,
         other_length_of_value, other_heads_of_value, other_heads_without_gqa, heads_that_do_not_divide, not_a_bool,
-        scale_of_no_number, scale_not_finite, unknown_backend,
+        scale_of_no_number, scale_not_finite, unknown_granularity, unknown_backend,
     ],
 )  # fmt: skip
 @given(data=st.data(), shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 6)] * 3))
@@ -283,10 +293,10 @@ def test_unknown_and_positional_options_are_refused():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("smooth_k", [False, True])
-@pytest.mark.parametrize("token", [0, 70, 149])
+@pytest.mark.parametrize("token", [0, 140, 299])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_nan_goes_where_the_docstring_says_and_nowhere_else(inputs, name, token, smooth_k, is_causal, bad):
-    q, k, v, do = inputs(150, 150, 16, dtype=torch.float32)
+    q, k, v, do = inputs(300, 300, 16, dtype=torch.float32)
     options = {"is_causal": is_causal, "smooth_k": smooth_k}
     clean = with_gradients(q, k, v, do, **options)
     {"query": q, "key": k, "value": v}[name][0, 1, token, 3] = bad
@@ -384,11 +394,12 @@ def kernels(monkeypatch):
 def test_triton_runs_where_it_can_with_every_option(inputs, kernels, backend):
     qkv = inputs(4, 4, 16)[:3]
     assert sagebwd_attention(*qkv, backend=backend) is qkv[0]
-    sagebwd_attention(*qkv, backend=backend, is_causal=True, scale=0.3, smooth_k=False)
-    (tensors, defaults), (_, options) = kernels.calls
+    options = {"is_causal": True, "scale": 0.3, "smooth_k": False, "granularity": "block"}
+    sagebwd_attention(*qkv, backend=backend, **options)
+    (tensors, defaults), (_, passed_on) = kernels.calls
     assert all(x is y for x, y in zip(tensors, qkv, strict=True))
-    assert defaults == {"is_causal": False, "scale": 1 / 4, "smooth_k": True}
-    assert options == {"is_causal": True, "scale": 0.3, "smooth_k": False}
+    assert defaults == {"is_causal": False, "scale": 1 / 4, "smooth_k": True, "granularity": "row"}
+    assert passed_on == options
 
 
 def test_reference_never_touches_triton(inputs, kernels):

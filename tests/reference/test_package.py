@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from sage_ref.__main__ import COMMANDS, main
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.records import REPOSITORY
-from sage_ref.sagebwd.whole import SageBwdSettings, sagebwd_backward, sagebwd_forward
+from sage_ref.sagebwd import SageBwdSettings, sagebwd_backward, sagebwd_forward
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 

@@ -5,8 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from sage_ref import QKNorm
+from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward
 from sage_ref.sagebwd import whole as sagebwd
-from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward
 from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query
 
 same = {"atol": 1e-12, "rtol": 0}

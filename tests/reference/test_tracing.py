@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sage_ref.sagebwd.whole import MATMULS, SageBwdSettings
+from sage_ref.sagebwd import MATMULS, SageBwdSettings
 from sage_ref.tracing import (
     INTERMEDIATES,
     cosine,

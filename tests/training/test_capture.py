@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from sage_ref.attention import attention_forward
 from sage_ref.models.llama import Llama
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import INTERMEDIATES
 from sage_ref.training.capture import (
     TENSORS,

@@ -575,7 +575,9 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
         "backend": "reference",
         "qk_norm": True,
         "smoothing": "k",
-        "granularity": None,
+        "granularity": "row",
+        "block_q": 128,
+        "block_kv": 128,
         "ds_rounding": "stochastic",
         "tokens_per_step": 96,
         "learning_rate": 0.02,
@@ -592,10 +594,10 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"smooth_k": False, "granularity": "row"}, ("none", "row", "nearest")),
-        ({"smooth_q": True, "granularity": "row"}, ("qk", "row", "nearest")),
-        ({"smooth_q": True, "smooth_k": False}, ("q", None, "nearest")),
-        ({"attention": "exact"}, (None, None, None)),
+        ({"smooth_k": False, "granularity": "block"}, ("none", "block", 128, 128, "nearest")),
+        ({"smooth_q": True, "block_q": 8, "block_kv": 16}, ("qk", "row", 8, 16, "nearest")),
+        ({"smooth_q": True, "smooth_k": False}, ("q", "row", 128, 128, "nearest")),
+        ({"attention": "exact"}, (None, None, None, None, None)),
     ],
 )
 def test_the_row_of_a_run_names_what_attention_it_had(changes, expected):
@@ -603,5 +605,6 @@ def test_the_row_of_a_run_names_what_attention_it_had(changes, expected):
     training = Pretraining(sixteen_letters(), config, SETTINGS)
     training.report([])
     row = result_row(training)
-    assert tuple(row[name] for name in ("smoothing", "granularity", "ds_rounding")) == expected
+    names = ("smoothing", "granularity", "block_q", "block_kv", "ds_rounding")
+    assert tuple(row[name] for name in names) == expected
     assert row["backend"] == (None if config.attention == "exact" else "reference")

@@ -1,21 +1,21 @@
-"""How far the kernels are from the reference that simulates them, and both from exact attention, on this GPU.
+"""How far the kernels are from the reference, which simulates them, and both from exact attention, on this GPU.
 
-Two tables: design's list of awkward shapes (kernel against simulation), and the paper's Table 1 computed with the
-kernels, beside the reference's and the paper's.
+Two tables: a list of awkward shapes (kernels against reference), and the paper's Table 1 computed with the kernels,
+beside the reference's and the paper's. Backward level 5 rounds more than the reference does: P and dS to float16, parts
+of dQ to integers.
 """
 
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import sage_ref
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
 from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
-from sage_ref.sagebwd.api import reference_attention
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2
 
 LENGTHS = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
@@ -23,14 +23,6 @@ HEAD_DIMS = (32, 64, 96, 128)
 HEADS = ((4, 4), (8, 2), (4, 1))  # query heads, key heads
 # One key: P is 1 and dS is 0, exactly. Nothing to compare.
 SMALLEST_KEYS = 2
-
-
-def simulation_settings(is_causal: bool) -> SageBwdSettings:
-    """The reference's settings that simulate the registered operation: forward levels 4 and 5, backward 3 to 5.
-
-    Backward level 5 rounds more than they do: P and dS to float16, parts of dQ to integers.
-    """
-    return SageBwdSettings(is_causal=is_causal, block_q=BLOCK_Q, block_kv=BLOCK_KV, granularity="row")
 
 
 def outputs_and_gradients(attention, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -41,46 +33,45 @@ def outputs_and_gradients(attention, inputs: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(TENSORS, (output, *torch.autograd.grad(output, leaves, grad_output)), strict=True))
 
 
-def both(inputs: list[Tensor], is_causal: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(kernel's, simulation's) O, dQ, dK, dV."""
-    settings = simulation_settings(is_causal)
-    kernel = outputs_and_gradients(
-        lambda q, k, v: sage_ref.sagebwd_attention(q, k, v, is_causal=is_causal, enable_gqa=True, backend="triton"),
-        inputs,
-    )
-    return kernel, outputs_and_gradients(lambda q, k, v: reference_attention(q, k, v, settings), inputs)
+def both(inputs: list[Tensor], **options) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(kernels', reference's) O, dQ, dK, dV of `sagebwd_attention` with these options."""
+    attention = partial(sage_ref.sagebwd_attention, enable_gqa=True, **options)
+    kernel, reference = (partial(attention, backend=backend) for backend in ("triton", "reference"))
+    return outputs_and_gradients(kernel, inputs), outputs_and_gradients(reference, inputs)
 
 
 def shape_rows(device: str = "cuda") -> Iterator[dict]:
-    """Relative L2 of the kernel's O, dQ, dK, dV against the simulation's, over all shapes and both dtypes."""
-    for (n_q, n_k), head_dim, (heads, kv_heads), is_causal, dtype in itertools.product(
-        LENGTHS, HEAD_DIMS, HEADS, (False, True), (torch.float16, torch.bfloat16)
+    """Relative L2 of the kernels' O, dQ, dK, dV against the reference's: all shapes, both dtypes and granularities."""
+    for (n_q, n_k), head_dim, (heads, kv_heads), is_causal, dtype, granularity in itertools.product(
+        LENGTHS, HEAD_DIMS, HEADS, (False, True), (torch.float16, torch.bfloat16), GRANULARITIES
     ):
         sizes = [(2, heads, n_q), (2, kv_heads, n_k), (2, kv_heads, n_k), (2, heads, n_q)]
         inputs = [torch.randn(*size, head_dim, device=device).to(dtype) for size in sizes]
-        kernel, simulation = both(inputs, is_causal)
+        kernel, reference = both(inputs, is_causal=is_causal, granularity=granularity)
         tensors = TENSORS if n_k >= SMALLEST_KEYS else ("O", "dV")
         yield {
             "table": "shapes", "n_q": n_q, "n_k": n_k, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads,
             "causal": is_causal, "dtype": str(dtype).removeprefix("torch."),
-            **{name: float(f"{relative_l2(kernel[name], simulation[name]):.3g}") for name in tensors},
+            **SageBwdSettings(granularity=granularity).in_a_record,
+            **{name: float(f"{relative_l2(kernel[name], reference[name]):.3g}") for name in tensors},
         }  # fmt: skip
 
 
 def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str = "cuda") -> Iterator[dict]:
-    """Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the simulation's."""
+    """Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the reference's."""
     for sigma, printed in PAPER_TABLE1.items():
         errors = {name: [0.0, 0.0] for name in TENSORS}
         for seed in range(seeds):
             inputs = table1_inputs(n, head_dim, sigma, seed, device)
-            exact = exact_intermediates(*inputs, simulation_settings(False))
-            for which, found in enumerate(both(inputs, False)):
+            exact = exact_intermediates(*inputs, SageBwdSettings())
+            for which, found in enumerate(both(inputs)):
                 for name in TENSORS:
                     errors[name][which] += relative_l2(found[name], exact[name]) / seeds
-        for (name, (kernel, simulation)), (_, paper) in zip(errors.items(), printed, strict=True):
+        for (name, (kernel, reference)), (_, paper) in zip(errors.items(), printed, strict=True):
             yield {
                 "table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim,
-                "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(simulation, 6), "paper_rel_l2": paper,
+                **SageBwdSettings().in_a_record,
+                "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6), "paper_rel_l2": paper,
             }  # fmt: skip
 
 

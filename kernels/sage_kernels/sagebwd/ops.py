@@ -1,7 +1,7 @@
 """SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
 
-Level 5 of both ladders on Hopper if the head size allows it, else forward level 4 and backward level 3, which read the
-same inputs.
+Level 5 of both ladders on Hopper if the head size allows it, else forward level 4 and backward level 3. With
+granularity "block" the backward level is 2, everywhere.
 All are deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one
 float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
 While it runs, backward level 5 takes 4 D bytes per query token and head for its sums.
@@ -22,6 +22,7 @@ from sage_kernels.sagebwd.ladder import (
     run_backward,
     run_forward,
 )
+from sage_kernels.sagebwd.ladder import obstacle as level_obstacle
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
 MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
@@ -56,16 +57,23 @@ def forward_level(device: torch.device, head_dim: int) -> int:
     return best_level(FORWARD_LEVELS, device, head_dim)
 
 
-def backward_level(device: torch.device, head_dim: int) -> int:
-    """The backward level that runs there."""
-    return best_level(BACKWARD_LEVELS, device, head_dim)
+def backward_level(device: torch.device, head_dim: int, granularity: str = "row") -> int:
+    """The last backward level with these scales of P and dS that can run there."""
+    return max(
+        number
+        for number, level in enumerate(BACKWARD_LEVELS)
+        if level.per_block == (granularity == "block") and level_obstacle(level, device, head_dim) is None
+    )
 
 
 @torch.library.custom_op("sage_kernels::forward", mutates_args=())
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool, granularity: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale."""
+    """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale.
+
+    granularity is the backward pass's: P has one scale per token of a tile here in any case.
+    """
     with torch.cuda.device_of(query):  # Triton launches on the current device
         level = forward_level(query.device, query.shape[3])
         inputs = prepare_forward(query, key, value, level, scale=scale, smooth_k=smooth_k)
@@ -74,7 +82,7 @@ def forward(
 
 
 @forward.register_fake
-def _(query, key, value, is_causal, scale, smooth_k):
+def _(query, key, value, is_causal, scale, smooth_k, granularity):
     def hat(x, block):
         padded = padded_length(x.shape[2])
         values = x.new_empty(*x.shape[:2], padded, padded_head_dim(x.shape[3]), dtype=torch.int8)
@@ -96,23 +104,24 @@ def backward(
     k_scale: Tensor,
     is_causal: bool,
     scale: float,
+    granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV."""
     # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
     hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
     with torch.cuda.device_of(value):
-        level = backward_level(value.device, value.shape[3])
+        level = backward_level(value.device, value.shape[3], granularity)
         inputs = prepare_backward(grad_output, grad_output, value, value, output, log_sum_exp, level, **hats)
         return run_backward(inputs, level, is_causal=is_causal, scale=scale)
 
 
 @backward.register_fake
-def _(grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, is_causal, scale):
+def _(grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, is_causal, scale, granularity):
     return grad_output.new_empty(grad_output.shape), value.new_empty(value.shape), value.new_empty(value.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    _, _, value, ctx.is_causal, ctx.scale, _ = inputs
+    _, _, value, ctx.is_causal, ctx.scale, _, ctx.granularity = inputs
     result, *for_backward = output
     ctx.save_for_backward(value, result, *for_backward)
     # Or every backward pass would fill tensors of zeros, as large as L, Q^ and K^, that nobody reads.
@@ -121,16 +130,16 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_output, *_):
     if grad_output is None:  # what follows O is a constant
-        return (None,) * 6
-    gradients = backward(grad_output, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
-    return *gradients, None, None, None
+        return (None,) * 7
+    gradients = backward(grad_output, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.granularity)
+    return *gradients, None, None, None, None
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def sagebwd_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, smooth_k: bool
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, smooth_k: bool, granularity: str
 ) -> Tensor:
     """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
-    return forward(query, key, value, is_causal, scale, smooth_k)[0]
+    return forward(query, key, value, is_causal, scale, smooth_k, granularity)[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, SKY, panels
 from sage_ref.experiments.table1 import table1_inputs
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
-from sage_ref.sagebwd.whole import SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates
 
 # Where each tensor of the two passes stands in `error_map`, and what it is computed from.
@@ -68,7 +68,7 @@ def sigma_figure(sigmas: Sequence[float]) -> Figure:
     title = "An error in S multiplies P: the same INT8 grid, larger logits"
     figure, axes = panels(len(sigmas), width=3.0, height=3.2, sharey=True, title=title)
     for ax, sigma in zip(axes, sigmas, strict=True):
-        inputs, settings = table1_inputs(256, 64, sigma, seed=0), SageBwdSettings()
+        inputs, settings = table1_inputs(256, 64, sigma, seed=0), SageBwdSettings.printed()
         exact, quantized = exact_intermediates(*inputs, settings), sagebwd_intermediates(*inputs, settings)
         errors = {name: relative_l2(quantized[name], exact[name]) for name in ("P", "O", "dQ")}
         ax.plot(exact["P"].flatten(), quantized["P"].flatten(), ".", color=BLUE, markersize=2)

@@ -1,0 +1,71 @@
+"""What the SageBwd paper fixes and what this project varies."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sage_ref.checks import check_choice
+from sage_ref.quantization import ROUNDINGS, BlockShape
+
+MATMULS = ("S", "O", "S_backward", "dV", "dP", "dQ", "dK")
+GRANULARITIES = ("block", "row")
+
+
+@dataclass(frozen=True)
+class SageBwdSettings:
+    """The defaults are those of the Triton kernels, so that the reference simulates them; `printed` are the paper's.
+
+    scale: c of S = c Q K^T; None means 1/sqrt(D).
+    smooth_k, smooth_q: subtract the mean key of the sequence, the mean query of each block, before quantising.
+    block_q, block_kv: tokens of Q and dO, of K and V, that share a scale; also the tile of P and dS.
+    granularity: which entries of a tile of P and of dS share a scale in the backward pass.
+        "row": one row of the matmul's result: per key for dV and dK, which contract over queries, per query for dQ.
+        "block": the whole tile, as printed.
+    ds_rounding: "nearest", or "stochastic" with draws from `generator` (None: torch's global one).
+    exact_matmuls: the matmuls of `MATMULS` that are not quantised.
+
+    Raises ValueError naming the setting, what was expected and what came.
+    """
+
+    is_causal: bool = False
+    scale: float | None = None
+    smooth_k: bool = True
+    smooth_q: bool = False
+    block_q: int = 128
+    block_kv: int = 128
+    granularity: str = "row"
+    ds_rounding: str = "nearest"
+    generator: torch.Generator | None = None
+    exact_matmuls: tuple[str, ...] = ("dP",)
+
+    def __post_init__(self):
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("ds_rounding", self.ds_rounding, ROUNDINGS)
+        for matmul in self.exact_matmuls:
+            check_choice("exact_matmuls", matmul, MATMULS)
+        for name, value in (("block_q", self.block_q), ("block_kv", self.block_kv)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+
+    @classmethod
+    def printed(cls, **changes) -> "SageBwdSettings":
+        """The paper's Algorithms 1 and 2, with these changes: one scale per tile of P and dS.
+
+        The paper gives no tile sizes. 64 x 64 come close to its Table 1, and the experiments and notebooks take them.
+        """
+        return cls(**{"block_q": 64, "block_kv": 64, "granularity": "block"} | changes)
+
+    @property
+    def in_a_record(self) -> dict[str, int | str]:
+        """What a row of a record says of how its numbers were quantised."""
+        return {"block_q": self.block_q, "block_kv": self.block_kv, "granularity": self.granularity}
+
+    @property
+    def per_query(self) -> BlockShape:
+        """The part of a [block_q, block_kv] tile that shares a scale when the matmul contracts over keys."""
+        return (1, self.block_kv) if self.granularity == "row" else (self.block_q, self.block_kv)
+
+    @property
+    def per_key(self) -> BlockShape:
+        """The part of a [block_q, block_kv] tile that shares a scale when the matmul contracts over queries."""
+        return (self.block_q, 1) if self.granularity == "row" else (self.block_q, self.block_kv)
