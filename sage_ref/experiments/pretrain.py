@@ -76,13 +76,17 @@ def run(options: argparse.Namespace) -> None:
         compile=options.compile,
     )
     with processes(options.device) as group:
-        run = Pretraining(corpus, config, settings, group, fsdp=options.fsdp, trace=options.trace)
+        training = Pretraining(corpus, config, settings, group, fsdp=options.fsdp, trace=options.trace)
         log = options.checkpoint.with_suffix(".jsonl")
-        pretrain(run, options.checkpoint, log, options.snapshots)
+        pretrain(training, options.checkpoint, log, options.snapshots)
         if group.is_first:
-            row = result_row(run)
-            outcome = f"diverged: {run.diverged}" if run.diverged else f"validation loss {row['final_val_loss']:.4f}"
+            row = result_row(training)
+            outcome = (
+                f"diverged: {training.diverged}"
+                if training.diverged
+                else f"validation loss {row['final_val_loss']:.4f}"
+            )
             print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}; {log}")
             if options.json:
-                facts = {"corpus": corpus.facts, "arguments": run.arguments, "traces": with_paper(run.traces)}
+                facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
                 write_record(options.json, [row], command=options.command, **facts)
