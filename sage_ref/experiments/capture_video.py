@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_ref.records import Row
-from sage_ref.sla2.branches import BlockSettings, block_mass, selected_count
+from sage_ref.sla2 import BlockSettings, block_mass, selected_count
 from sage_ref.training.capture import watched_attention
 from sage_ref.training.loop import ResumableTraining, TrainingSettings
 from sage_ref.training.video import videos

@@ -23,21 +23,24 @@ from torch import Tensor
 
 from sage_ref.attention import attention_forward
 from sage_ref.records import Record, Row, markdown_table, replaced
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
+    PRINTED,
     SLA,
+    SLA2,
     BlockSettings,
+    Relaxation,
     block_count,
     block_mass,
     heuristic_scores,
     into_blocks,
     linear_branch,
+    mix,
+    per_query,
     selected_count,
+    soft_sparse_linear_attention,
     sparse_branch,
     top_blocks,
 )
-from sage_ref.sla2.module import SLA2
-from sage_ref.sla2.router import PRINTED, Relaxation
-from sage_ref.sla2.whole import mix, per_query, soft_sparse_linear_attention
 
 SLA_LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FITTED, HELD_OUT = "fitted", "held out"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from sage_ref import SLA
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
     FEATURE_MAPS,
     BlockSettings,
     block_count,

@@ -14,8 +14,16 @@ from torch.testing import assert_close
 
 from sage_ref import SLA2, sparse_linear_attention
 from sage_ref import backend as ops
-from sage_ref.sla2.branches import BlockSettings, block_count, heuristic_scores, selected_count, top_blocks
-from sage_ref.sla2.router import PRINTED, Relaxation, soft_top_k
+from sage_ref.sla2 import (
+    PRINTED,
+    BlockSettings,
+    Relaxation,
+    block_count,
+    heuristic_scores,
+    selected_count,
+    soft_top_k,
+    top_blocks,
+)
 
 SHAPES = [(1, 1), (3, 3), (16, 1), (1, 16), (33, 50), (50, 33), (64, 64)]  # Nq, Nk
 SMALL = {"sparsity": 0.6, "block_q": 16, "block_kv": 8, "backend": "reference", "relaxation": PRINTED}
@@ -477,7 +485,7 @@ def kernels(monkeypatch):
     package = types.ModuleType("sage_kernels.sla2.ops")
     package.calls, package.refusal = [], None
     package.obstacle = lambda query, settings: package.refusal
-    package.routed_attention = lambda *tensors, **options: package.calls.append((tensors, options)) or tensors[2]
+    package.attention = lambda *arguments: package.calls.append(arguments) or arguments[2]
     for name in ("sage_kernels", "sage_kernels.sla2"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "sage_kernels.sla2.ops", package)
@@ -494,15 +502,16 @@ def test_stage_2_hands_the_kernels_what_they_need(inputs, kernels, backend):
     protect = torch.arange(50) == 20
     assert model(q, k, v, protect) is v
     assert model(q, k, v) is v
-    for (tensors, options), blocks in zip(kernels.calls, ([2], []), strict=True):
-        assert all(a is b for a, b in zip(tensors[:3], (q, k, v), strict=True))
-        assert tensors[3] is model.router.proj_q.weight
-        assert tensors[4] is model.router.proj_k.weight
-        assert torch.equal(tensors[5], model.alpha(1, 3))
-        assert tensors[6] == 3
-        assert tensors[7].nonzero().flatten().tolist() == blocks
-        assert tensors[7].shape == (7,)
-        assert options == {"quantize": True}
+    for (*qkv, chooser, alpha, settings), blocks in zip(kernels.calls, ([2], []), strict=True):
+        assert all(a is b for a, b in zip(qkv, (q, k, v), strict=True))
+        assert torch.equal(chooser.proj_q, model.router.proj_q.weight)
+        assert torch.equal(chooser.proj_k, model.router.proj_k.weight)
+        assert not chooser.proj_q.requires_grad
+        assert chooser.count == 3
+        assert chooser.protected.nonzero().flatten().tolist() == blocks
+        assert chooser.protected.shape == (7,)
+        assert torch.equal(alpha, model.alpha(1, 3))
+        assert settings == BlockSettings(16, 8, quantize=True)
     model.stage(1)(q, k, v)
     assert len(kernels.calls) == 2
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from sage_ref.sla2.branches import BlockSettings, block_mean, heuristic_scores, top_blocks
-from sage_ref.sla2.router import Router, SoftTopK, soft_top_k
+from sage_ref.sla2 import BlockSettings, Router, block_mean, heuristic_scores, soft_top_k, top_blocks
+from sage_ref.sla2.router import SoftTopK
 
 SMALL = BlockSettings(16, 8)
 

@@ -9,18 +9,21 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sage_ref import sparse_linear_attention
-from sage_ref.sla2.branches import FEATURE_MAPS, BlockSettings, block_count, selected_count
-from sage_ref.sla2.whole import (
+from sage_ref.sla2 import (
+    FEATURE_MAPS,
+    BlockSettings,
     Sla2Backward,
     Sla2Forward,
     SparseLinearFunction,
-    feature_map_backward,
+    block_count,
+    selected_count,
     sla2_backward,
     sla2_forward,
     soft_sparse_linear_attention,
     tiled_backward,
     tiled_forward,
 )
+from sage_ref.sla2.whole import feature_map_backward
 from sage_ref.tracing import relative_l2
 
 # Nq, Nk, block_q, block_kv: one block, one token, ragged ends on either side, both or neither
