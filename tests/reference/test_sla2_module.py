@@ -88,22 +88,6 @@ def test_sla_is_the_sparse_branch_plus_the_projected_linear_branch(kind, skipped
     assert_close(model(q, k, v), o_s + o_l @ weight.mT + bias, atol=1e-12, rtol=0)
 
 
-def test_the_skipped_share_is_seen_by_neither_branch():
-    """Values of blocks that nobody sees change nothing; those of the others do."""
-    q, k, v = drawn_qkv(16, 80)
-    model = sla(skipped=0.3)
-    selected, linear = model.block_masks(q, k)
-    assert selected.sum(-1).unique().tolist() == [4]
-    assert linear.sum(-1).unique().tolist() == [3]
-    before = model(q, k, v)
-    for head in range(2):
-        for j in range(10):
-            changed = v.clone()
-            changed[:, head, j * 8 : (j + 1) * 8] += 1
-            seen = bool((selected | linear)[0, head, 0, j])
-            assert torch.equal(model(q, k, changed), before) != seen
-
-
 @pytest.mark.parametrize("n_k", [1, 5, 12, 20, 28, 40, 100])
 @pytest.mark.parametrize(("sparsity", "skipped"), [(0, 0), (0.5, 0.5), (0.9, 0.9), (0.99, 0.2), (0.99, 0.99)])
 def test_any_shares_and_lengths_work_in_sla(n_k, sparsity, skipped):
@@ -152,23 +136,6 @@ def test_stage_2_is_sparse_linear_attention_at_the_routers_hard_mask(n_q, n_k, q
     assert torch.equal(model(q, k, v), sparse_linear_attention(q, k, v, mask, alpha, **options))
 
 
-def test_at_first_it_routes_as_sla_does():
-    q, k, _ = drawn_qkv(50, 80)
-    mask = SLA2(8, 2, **SMALL).block_mask(q, k)
-    assert torch.equal(mask, top_blocks(heuristic_scores(q, k, BlockSettings(16, 8)), 4))
-
-
-@STAGES
-def test_a_constant_added_to_all_keys_moves_nothing_but_the_linear_branchs_features(stage):
-    """phi = softmax over the features doesn't see a constant that all features share; the softmax and router none."""
-    q, k, v = drawn_qkv(40, 50)
-    model = module().stage(stage)
-    assert_close(model(q, k + 100, v), model(q, k, v), atol=1e-9, rtol=0)
-    offset = torch.linspace(-5, 5, 8, dtype=torch.float64)
-    assert torch.equal(model.block_mask(q, k + offset), model.block_mask(q, k))
-    assert_close(model.soft_block_mask(q, k + offset), model.soft_block_mask(q, k), atol=1e-9, rtol=0)
-
-
 def test_the_router_is_not_rounded_to_16_bit():
     """Blocks of keys whose scores differ by 1e-4 are told apart, where bfloat16 sees ties."""
     q, k, v = (x.float() for x in drawn_qkv(16, 8))
@@ -202,12 +169,6 @@ def test_stage_1_weighs_both_branches_by_soft_top_k(n_q, n_k):
     alpha = torch.sigmoid(model.alpha_logit.double())[:, :, None]
     assert_close(model(q, k, v), alpha * o_s + (1 - alpha) * o_l, atol=1e-6, rtol=0)  # alpha is a float32 parameter
     assert_close(model.double()(q, k, v), alpha * o_s + (1 - alpha) * o_l, atol=1e-12, rtol=0)
-
-
-def test_a_low_temperature_brings_stage_1_to_stage_2():
-    qkv = drawn_qkv(40, 80)
-    model = module(quantize=False, relaxation=replace(PRINTED, temperature=1e-7))
-    assert_close(model.stage(1)(*qkv), model.stage(2)(*qkv), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("protecting", [False, True])
