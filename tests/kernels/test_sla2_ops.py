@@ -302,18 +302,17 @@ def test_compiled_without_a_graph_break(call, compiler, fresh_dynamo):
         module = module_for(OPCHECK, quantize=True)
         eager, extra = (lambda query, key, value, *_: module(query, key, value)), [module.alpha_logit]
     else:
-        eager, extra = (
-            functools.partial(attention, quantize=call == "quantised"),
-            [tensors.alpha.clone().requires_grad_()],
-        )
+        eager = functools.partial(attention, quantize=call == "quantised")
+        extra = [tensors.alpha.clone().requires_grad_()]
     results = []
     for function in (eager, torch.compile(eager, fullgraph=True, backend=compiler)):
         leaves = [x.detach().requires_grad_() for x in tensors[:3]]
         output = function(*leaves, tensors.block_mask, extra[0])
         results.append((output, *torch.autograd.grad(output, leaves + extra, tensors.grad_output)))
-    (*eager_results, eager_alpha), (*results, alpha) = results
-    assert all_equal(results, eager_results)
-    torch.testing.assert_close(alpha, eager_alpha)
+    *found, dalpha = zip(*results, strict=True)
+    assert all(torch.equal(*pair) for pair in found)
+    assert torch.equal(*dalpha) or call == "module"  # whose gradient goes on through a sigmoid
+    torch.testing.assert_close(*dalpha)
 
 
 @pytest.mark.gpu
