@@ -2,9 +2,7 @@
 
 from sage_ref import moved
 from sage_ref.sagebwd.api import sagebwd_attention
-from sage_ref.sla2.api import sparse_linear_attention
-from sage_ref.sla2.branches import SLA
-from sage_ref.sla2.module import SLA2
+from sage_ref.sla2 import SLA, SLA2, sparse_linear_attention
 from sage_ref.smoothing import QKNorm
 
 __all__ = ["SLA", "SLA2", "QKNorm", "sagebwd_attention", "sparse_linear_attention"]

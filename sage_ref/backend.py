@@ -17,19 +17,22 @@ def _is_installed(package: str) -> bool:
 MISSING_PACKAGE = next((package for package in ("triton", "sage_kernels") if not _is_installed(package)), None)
 
 
-def chosen_backend(backend: str, find_obstacle: Callable[[], str | None]) -> str:
-    """ "triton" or "reference", given what the user asked for and why the kernels can't run, if they can't."""
+def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth: int = 1) -> str:
+    """ "triton" or "reference", given what the user asked for and why the kernels can't run, if they can't.
+
+    depth: calls between the user's code and this one, so that the warning of "auto" points there.
+    """
     if backend == "reference":
         return backend
-    obstacle = find_obstacle()
+    obstacle = f"the package {MISSING_PACKAGE} is not installed" if MISSING_PACKAGE else find_obstacle()
     if obstacle is None:
         return "triton"
     if backend == "triton":
         raise ValueError(f"backend: expected 'triton' to be usable, but {obstacle}")
-    _warn_once(obstacle)
+    _warn_once(obstacle, depth)
     return "reference"
 
 
 @cache
-def _warn_once(obstacle: str) -> None:
-    warnings.warn(f"sage_ref: backend='auto' uses the reference, because {obstacle}.", stacklevel=4)
+def _warn_once(obstacle: str, depth: int) -> None:
+    warnings.warn(f"sage_ref: backend='auto' uses the reference, because {obstacle}.", stacklevel=3 + depth)

@@ -20,3 +20,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
         return x
     # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
     return x.to(working_dtype(x)).repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def in_working_dtype(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """query [B, H, Nq, D], and keys or values [B, Hkv, Nk, D] repeated for its heads, all in the working dtype."""
+    heads, dtype = query.shape[1], working_dtype(query)
+    return query.to(dtype), *(repeat_heads(x.to(dtype), heads) for x in others)

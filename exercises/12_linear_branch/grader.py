@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
-from sage_ref.sla2.module import branches as sla
+from sage_ref import sla2
 
 grader = Grader(
     "12_linear_branch",
@@ -35,7 +35,7 @@ class Case:
         self.heads, head_dim = draw.integers(2, 4), draw.choice((8, 16))
         self.q, self.k, self.v = (draw.normal(self.heads, n, head_dim) for _ in range(3))
         self.block_q, self.block_kv = block_q, block_kv
-        shape = self.heads, sla.block_count(n, block_q), sla.block_count(n, block_kv)
+        shape = self.heads, sla2.block_count(n, block_q), sla2.block_count(n, block_kv)
         self.selected = draw.uniform(*shape) < 0.4
         self.selected[..., 0], self.selected[..., -1] = True, False
         swap = draw.uniform(*shape[:2]) < 0.5
@@ -46,18 +46,18 @@ class Case:
         return self.q, self.k, self.v, self.selected, self.block_q, self.block_kv
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        settings = sla.BlockSettings(self.block_q, self.block_kv)
-        return sla.key_block_sums(self.k.double().softmax(-1), self.v.double(), settings)
+        settings = sla2.BlockSettings(self.block_q, self.block_kv)
+        return sla2.key_block_sums(self.k.double().softmax(-1), self.v.double(), settings)
 
     def expected(self) -> Tensor:
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
-        return sla.linear_branch(q, k, v, ~self.selected, sla.BlockSettings(self.block_q, self.block_kv))
+        return sla2.linear_branch(q, k, v, ~self.selected, sla2.BlockSettings(self.block_q, self.block_kv))
 
     def divided_by_all(self) -> Tensor:
         """O_l with the Z of every block."""
         h, z = self.sums()
-        h_i, _ = sla.weighted_sums((~self.selected).double(), h, z)
-        q_i = sla.into_blocks(self.q.double().softmax(-1), self.block_q)
+        h_i, _ = sla2.weighted_sums((~self.selected).double(), h, z)
+        q_i = sla2.into_blocks(self.q.double().softmax(-1), self.block_q)
         o_l = q_i @ h_i / (q_i @ z.sum(1)[:, None, :, None])
         return o_l.flatten(1, 2)[:, : self.q.shape[1]]
 
@@ -86,7 +86,7 @@ def padding(student, draw):
 def complement(student, draw):
     case = Case(draw, 8 * draw.integers(4, 9), draw.choice((8, 16)), 8)
     h, z = (x.float() for x in case.sums())
-    expected = sla.weighted_sums((~case.selected).double(), h.double(), z.double())
+    expected = sla2.weighted_sums((~case.selected).double(), h.double(), z.double())
     for found, right in zip(student.complement_sums(case.selected, h, z), expected, strict=True):
         close(found, right, "complement", relative_l2=TOLERANCE)
 
@@ -124,6 +124,6 @@ def cancellation(student, draw):
     case.selected[..., huge - 1] = False
     close(student.linear_branch(*case.arguments), case.expected(), "cancellation", relative_l2=TOLERANCE)
     h, z = (x.float() for x in case.sums())
-    expected = sla.weighted_sums((~case.selected).double(), h.double(), z.double())
+    expected = sla2.weighted_sums((~case.selected).double(), h.double(), z.double())
     for found, right in zip(student.complement_sums(case.selected, h, z), expected, strict=True):
         close(found, right, "cancellation", relative_l2=TOLERANCE)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
-from sage_ref.sla2.module import router
+from sage_ref.sla2 import soft_top_k
 
 grader = Grader("13_soft_top_k", {"soft_top_k": Tensor})
 grader.hint(
@@ -34,7 +34,7 @@ def draw_scores(draw: Draw, spread: float = 1.0) -> tuple[Tensor, int, float]:
 
 def expected_gradient(x: Tensor, count: int, temperature: float, upstream: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
-    return torch.autograd.grad(router.soft_top_k(x, count, temperature), x, upstream)[0]
+    return torch.autograd.grad(soft_top_k(x, count, temperature), x, upstream)[0]
 
 
 @grader.test("rows that sum to count", points=2)
@@ -52,12 +52,10 @@ def row_sums(student, draw):
 @grader.test("the values of s", points=2)
 def values(student, draw):
     x, count, temperature = draw_scores(draw)
-    close(
-        student.soft_top_k(x, count, temperature), router.soft_top_k(x, count, temperature), "values", relative_l2=1e-6
-    )
+    close(student.soft_top_k(x, count, temperature), soft_top_k(x, count, temperature), "values", relative_l2=1e-6)
     single = student.soft_top_k(x.float(), count, temperature)
     expect(single.dtype == torch.float32, "dtype")
-    close(single, router.soft_top_k(x, count, temperature), "values", relative_l2=1e-4)
+    close(single, soft_top_k(x, count, temperature), "values", relative_l2=1e-4)
 
 
 @grader.test("scores far from zero")
@@ -65,7 +63,7 @@ def far_away(student, draw):
     x, count, temperature = draw_scores(draw)
     for offset, k in ((1e3, count), (-1e3, 1)):
         s = student.soft_top_k(x + offset, k, temperature)
-        close(s, router.soft_top_k(x + offset, k, temperature), "bracket", relative_l2=1e-6)
+        close(s, soft_top_k(x + offset, k, temperature), "bracket", relative_l2=1e-6)
 
 
 @grader.test("the gradient of x", points=3)
@@ -89,5 +87,5 @@ def saturated(student, draw):
     x = x.argsort(-1).argsort(-1).double()  # 0, 1, 2, ... in some order: far apart at a low temperature
     upstream = draw.normal(*x.shape, dtype=torch.float64)
     s, (found, *_) = student.soft_top_k.gradients(x, count, 1e-4, upstream=upstream)
-    close(s, router.soft_top_k(x, count, 1e-4), "bracket", relative_l2=1e-6)
+    close(s, soft_top_k(x, count, 1e-4), "bracket", relative_l2=1e-6)
     expect(isinstance(found, Tensor) and (found.abs() <= 1e-6).all(), "saturated")

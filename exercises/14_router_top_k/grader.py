@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
-from sage_ref.sla2.module import branches as sla
+from sage_ref import sla2
 
 grader = Grader("14_router_top_k", {"block_means": Tensor, "router_scores": Tensor, "select_blocks": Tensor})
 grader.hint("means", "One mean per block and head, over the tokens of that block.")
@@ -43,14 +43,14 @@ def draw_tokens(draw: Draw, n: int) -> Tensor:
 
 
 def expected_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    return sla.heuristic_scores(q.double(), k.double(), sla.BlockSettings(scale=scale))
+    return sla2.heuristic_scores(q.double(), k.double(), sla2.BlockSettings(scale=scale))
 
 
 @grader.test("block means")
 def means(student, draw):
     block = draw.choice((4, 16))
     x = draw_tokens(draw, block * draw.integers(3, 6))
-    close(student.block_means(x, block), sla.block_mean(x.double(), block), "means", relative_l2=TOLERANCE)
+    close(student.block_means(x, block), sla2.block_mean(x.double(), block), "means", relative_l2=TOLERANCE)
 
 
 @grader.test("the mean of a last block with fewer tokens")
@@ -58,7 +58,7 @@ def ragged(student, draw):
     for _ in range(2):
         block = draw.choice((8, 16))
         x = draw_tokens(draw, block * draw.integers(0, 4) + draw.integers(1, block))
-        close(student.block_means(x, block), sla.block_mean(x.double(), block), "ragged", relative_l2=TOLERANCE)
+        close(student.block_means(x, block), sla2.block_mean(x.double(), block), "ragged", relative_l2=TOLERANCE)
 
 
 @grader.test("scores of key blocks", points=2)
@@ -72,7 +72,7 @@ def scores(student, draw):
     expect((found - without_c).norm() > 1e-3 * without_c.norm(), "c")
     close(found, expected_scores(q, k), "scores", relative_l2=TOLERANCE)
     narrow = student.router_scores(q, k, 32, 16)
-    expected = sla.heuristic_scores(q.double(), k.double(), sla.BlockSettings(32, 16))
+    expected = sla2.heuristic_scores(q.double(), k.double(), sla2.BlockSettings(32, 16))
     close(narrow, expected, "scores", relative_l2=TOLERANCE)
 
 
@@ -91,7 +91,7 @@ def largest(student, draw):
         p = order.float().unflatten(0, (1, -1)).expand(2, -1, -1).clone()
         p[1] = p[1].flip(-1)
         mask = mask_of(student, p.softmax(-1), sparsity)
-        expected = sla.top_blocks(p, sla.selected_count(sparsity, blocks))
+        expected = sla2.top_blocks(p, sla2.selected_count(sparsity, blocks))
         expect(
             mask.sum() != int((1 - sparsity) * blocks) * expected[..., 0].numel() or mask.sum() == expected.sum(),
             "count",
@@ -103,7 +103,7 @@ def largest(student, draw):
 @grader.test("at least one block")
 def at_least_one(student, draw):
     p = draw.normal(2, draw.integers(2, 5), draw.integers(2, 14)).softmax(-1)
-    expect((mask_of(student, p, 0.97) == sla.top_blocks(p, 1)).all(), "at_least_one")
+    expect((mask_of(student, p, 0.97) == sla2.top_blocks(p, 1)).all(), "at_least_one")
 
 
 @grader.test("equal scores", points=2)
@@ -112,4 +112,4 @@ def ties(student, draw):
     p = draw.integers(0, 3, 2, draw.integers(3, 9), blocks).float() / blocks
     p[0, 0] = 1 / blocks
     mask = mask_of(student, p, 0.75)
-    expect((mask == sla.top_blocks(p, sla.selected_count(0.75, blocks))).all(), "ties")
+    expect((mask == sla2.top_blocks(p, sla2.selected_count(0.75, blocks))).all(), "ties")

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
+from sage_ref import sla2
 from sage_ref.attention import attention_forward
-from sage_ref.sla2.module import branches as sla
 
 grader = Grader(
     "15_alpha_from_masses", dict.fromkeys(("selected_mass", "sparse_attention", "mix", "initial_alpha_logit"), Tensor)
@@ -42,7 +42,7 @@ class Case:
         n = 16 * draw.integers(2, 4) + draw.integers(1, 16)
         self.q, self.k, self.v = (draw.normal(draw_heads, n, 16) for draw_heads in (draw.integers(2, 4),) * 3)
         self.q, self.k = self.q * std, self.k * std
-        shape = len(self.q), sla.block_count(n, self.block_q), sla.block_count(n, self.block_kv)
+        shape = len(self.q), sla2.block_count(n, self.block_q), sla2.block_count(n, self.block_kv)
         self.selected = draw.uniform(*shape) < 0.4
         self.selected[..., 0], self.selected[..., 1] = True, False
 
@@ -54,7 +54,7 @@ class Case:
         """P in float64 and the mask of every pair, [H, N, N]."""
         s = attention_forward(self.q.double(), self.k.double(), self.v.double()).scores
         n = s.shape[-1]
-        return s.softmax(-1), sla.spread_blocks(self.selected, n, n, sla.BlockSettings(self.block_q, self.block_kv))
+        return s.softmax(-1), sla2.spread_blocks(self.selected, n, n, sla2.BlockSettings(self.block_q, self.block_kv))
 
     def mass(self) -> Tensor:
         p, mask = self.p()
@@ -62,7 +62,7 @@ class Case:
 
     def sparse(self) -> Tensor:
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
-        return sla.sparse_branch(q, k, v, self.selected, sla.BlockSettings(self.block_q, self.block_kv))[0]
+        return sla2.sparse_branch(q, k, v, self.selected, sla2.BlockSettings(self.block_q, self.block_kv))[0]
 
     def zeros_for_masked(self) -> Tensor:
         """softmax(S * M) V, with or without its weights on masked keys: O_s as printed."""
@@ -130,8 +130,8 @@ def initial(student, draw):
 def initial_edges(student, draw):
     block_q = draw.choice((8, 16))
     masses = draw.uniform(2, block_q * 2 + draw.integers(1, block_q), low=0.02, high=0.98)
-    expected = sla.block_mean(masses.double()[..., None], block_q)[..., 0].logit()
+    expected = sla2.block_mean(masses.double()[..., None], block_q)[..., 0].logit()
     close(student.initial_alpha_logit(masses, block_q), expected, "ragged", relative_l2=TOLERANCE)
     masses[0, :block_q], masses[1, :block_q] = 0.0, 1.0
-    expected = sla.block_mean(masses.double()[..., None], block_q)[..., 0].logit(eps=1e-4)
+    expected = sla2.block_mean(masses.double()[..., None], block_q)[..., 0].logit(eps=1e-4)
     close(student.initial_alpha_logit(masses, block_q), expected, "finite", relative_l2=1e-3)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sage_ref.command_line import add_device_option, positive
 from sage_ref.models.video_dit import VideoDiTConfig
 from sage_ref.records import Row, markdown_table, provenance, write_record
-from sage_ref.sla2.branches import BlockSettings, block_mass, selected_count
+from sage_ref.sla2 import BlockSettings, block_mass, selected_count
 from sage_ref.training.capture import Capture, watched_attention, write_capture
 from sage_ref.training.loop import TrainingSettings, train
 from sage_ref.training.video import CAPTURED, VideoTraining, training_batch

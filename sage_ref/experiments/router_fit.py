@@ -27,21 +27,24 @@ from tqdm import tqdm
 from sage_ref.attention import attention_forward
 from sage_ref.command_line import add_device_option, percentage, positive
 from sage_ref.records import Record, Row, markdown_table, recorded_file, replaced, write_record
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
+    PRINTED,
     SLA,
+    SLA2,
     BlockSettings,
+    Relaxation,
     block_count,
     block_mass,
     heuristic_scores,
     into_blocks,
     linear_branch,
+    mix,
+    per_query,
     selected_count,
+    soft_sparse_linear_attention,
     sparse_branch,
     top_blocks,
 )
-from sage_ref.sla2.module import SLA2
-from sage_ref.sla2.router import PRINTED, Relaxation
-from sage_ref.sla2.whole import mix, per_query, soft_sparse_linear_attention
 from sage_ref.training.capture import read_capture
 from sage_ref.training.video_like import VideoLike, video_like
 

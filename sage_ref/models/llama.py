@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_ref.models.rotary import Rotation
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
@@ -85,7 +86,7 @@ class LlamaConfig:
         )
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Rotation):
     """Turn each pair of features (x_i, x_(i + D/2)) of token n by the angle n / 10000^(2i/D).
 
     A query at m and a key at n then meet at an angle that depends on m - n alone.
@@ -93,16 +94,8 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(self, head_dim: int, context: int):
-        super().__init__()
         frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-        angle = torch.arange(context)[:, None] * frequency  # [context, D/2]
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+        super().__init__(torch.arange(context)[:, None] * frequency)  # [context, D/2]
 
 
 class AttentionCore(nn.Module):

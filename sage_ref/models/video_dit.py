@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_ref.models.rotary import Rotation
 from sage_ref.smoothing import QKNorm
 
 CHANNELS = 3  # red, green, blue
@@ -76,7 +77,7 @@ def raster_order(grid: tuple[int, int, int], cube: tuple[int, int, int]) -> Tens
     return places.permute(0, 2, 4, 1, 3, 5).flatten()
 
 
-class RotaryEmbedding3D(nn.Module):
+class RotaryEmbedding3D(Rotation):
     """Turn each pair of features (x_i, x_(i + D/2)) of a token by an angle proportional to its frame, row or column.
 
     Of the D/2 pairs 3/8 follow the row, 3/8 the column, the rest the frame. Each axis turns its pairs by 1 down to
@@ -87,20 +88,13 @@ class RotaryEmbedding3D(nn.Module):
     """
 
     def __init__(self, head_dim: int, positions: Tensor):
-        super().__init__()
         pairs = head_dim // 2
         spatial = 3 * pairs // 8 or 1
         angles = [
             positions[:, axis, None] * 100.0 ** (-torch.arange(count) / count)
             for axis, count in enumerate((pairs - 2 * spatial, spatial, spatial))
         ]
-        angle = torch.cat(angles, dim=-1)  # [N, D/2]
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * self.cos - second * self.sin, first * self.sin + second * self.cos), dim=-1)
+        super().__init__(torch.cat(angles, dim=-1))  # [N, D/2]
 
 
 class Patches(nn.Module):

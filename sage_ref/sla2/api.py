@@ -1,12 +1,17 @@
-"""`sparse_linear_attention`: check the arguments, choose a backend, call it."""
+"""`sparse_linear_attention`, and `dispatch`, the one place where SLA2's backend is chosen.
 
+sparse_linear_attention (a block mask)  ->  dispatch  ->  reference_attention, or sage_kernels.sla2.ops.attention
+SLA2.forward (a router)                 ->  dispatch
+"""
+
+import torch
 from torch import Tensor
 
-from sage_ref import backend as backends
-from sage_ref.attention import softmax_scale
+from sage_ref.backend import chosen_backend
 from sage_ref.checks import autocast, check_alpha, check_block_mask, check_each, check_options, check_together
-from sage_ref.shapes import repeat_heads
-from sage_ref.sla2.branches import BlockSettings, block_count
+from sage_ref.shapes import in_working_dtype, repeat_heads
+from sage_ref.sla2.blocks import BlockSettings, block_count
+from sage_ref.sla2.router import Routing
 from sage_ref.sla2.whole import SparseLinearFunction
 
 
@@ -56,19 +61,45 @@ def sparse_linear_attention(
     blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
     block_mask = check_block_mask(block_mask, query, blocks)
     alpha = check_alpha(alpha, query, blocks[:3])
-    if backends.chosen_backend(backend, lambda: sparse_linear_obstacle(query, settings)) == "triton":
-        from sage_kernels.sla2.ops import sparse_linear_attention as triton_attention
+    return dispatch(query, key, value, block_mask, alpha, settings, backend)
 
-        scale = softmax_scale(scale, query.shape[3])
-        return triton_attention(query, key, value, block_mask, alpha, quantize=quantize, scale=scale)
-    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
-    return SparseLinearFunction.apply(query, key, value, block_mask, alpha, settings)
+
+def dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chooser: Tensor | Routing,
+    alpha: Tensor,
+    settings: BlockSettings,
+    backend: str,
+) -> Tensor:
+    """O of valid arguments on the backend that `backend` stands for; both backends have this signature.
+
+    query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; chooser: bool [B, H, Tm, Tn], or what chooses the blocks;
+    alpha [B, H, Tm]. Called by a public function only: the warning of "auto" points at whoever calls that.
+    """
+    if chosen_backend(backend, lambda: sparse_linear_obstacle(query, settings), depth=2) == "triton":
+        from sage_kernels.sla2.ops import attention
+
+        return attention(query, key, value, chooser, alpha, settings)
+    return reference_attention(query, key, value, chooser, alpha, settings)
 
 
 def sparse_linear_obstacle(query: Tensor, settings: BlockSettings) -> str | None:
-    """Why the SLA2 kernels can't take this call, or None if they can."""
-    if backends.MISSING_PACKAGE:
-        return f"the package {backends.MISSING_PACKAGE} is not installed"
+    """Why the SLA2 kernels, which are installed, can't take this call, or None if they can."""
     from sage_kernels.sla2.ops import obstacle
 
     return obstacle(query, settings)
+
+
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, settings: BlockSettings
+) -> Tensor:
+    """`dispatch` in plain PyTorch: choose the blocks, then Algorithms 2 and 3 on whole matrices."""
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if isinstance(chooser, Routing):
+        with torch.autocast(query.device.type, enabled=False):
+            block_mask = chooser.block_mask(*in_working_dtype(query, key), settings)
+    else:
+        block_mask = chooser
+    return SparseLinearFunction.apply(query, key, value, block_mask, alpha, settings)

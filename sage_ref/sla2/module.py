@@ -4,18 +4,15 @@ The router chooses the key blocks that get softmax attention, linear attention t
 per head and block of queries, is the weight of the first: O = alpha O_s + (1 - alpha) O_l.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from sage_ref.backend import chosen_backend
 from sage_ref.checks import check_count, check_heads, check_options, check_share
-from sage_ref.shapes import repeat_heads, working_dtype
-from sage_ref.sla2.api import sparse_linear_attention, sparse_linear_obstacle
-from sage_ref.sla2.branches import BlockSettings, block_count, block_mass, into_blocks, selected_count, top_blocks
-from sage_ref.sla2.router import Relaxation, Router
-from sage_ref.sla2.whole import soft_sparse_linear_attention
+from sage_ref.shapes import in_working_dtype
+from sage_ref.sla2.api import dispatch
+from sage_ref.sla2.blocks import BlockSettings, block_count, block_mass, into_blocks, selected_count
+from sage_ref.sla2.branches import soft_sparse_linear_attention
+from sage_ref.sla2.router import Relaxation, Router, Routing
 
 
 class SLA2(nn.Module):
@@ -26,7 +23,7 @@ class SLA2(nn.Module):
     attend to: their blocks are chosen first (and count towards the selected ones).
 
     sparsity: share of key blocks that a query block leaves to the linear branch; of Tn blocks it selects
-        `sla.selected_count`, at least one. query_blocks: how many alphas a head has, one per query block, for inputs of
+        `selected_count`, at least one. query_blocks: how many alphas a head has, one per query block, for inputs of
         exactly that many blocks; the default 1 is broadcast to any length.
     quantize: run the sparse branch of stage 2 in INT8 (forward pass only). relaxation: what stage 1 has for the hard
         mask; `router.PRINTED` is the paper's formula, the default departs from it (sage_ref/sla2/router.py says why).
@@ -85,7 +82,7 @@ class SLA2(nn.Module):
         """
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim)
         with torch.autocast(query.device.type, enabled=False):
-            q, k = self._for_router(query, key)
+            q, k = in_working_dtype(query, key)
             mass = (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)  # [H, Tm]
         self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
         if self.alpha_logit.shape[1] == 1:
@@ -94,9 +91,12 @@ class SLA2(nn.Module):
 
     def block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """The hard choice: bool [B, H, Tm, Tn], equally many blocks in every row. query, key: equally many heads."""
-        logits = self.router(query, key).detach()
+        return self.routing(key, protect).block_mask(query, key, self.settings)
+
+    def routing(self, key: Tensor, protect: Tensor | None = None) -> Routing:
+        """What makes the hard choice, for keys [..., Nk, D]."""
         protected, count = self._protected(protect, key)
-        return top_blocks(logits.masked_fill(protected, math.inf), count)
+        return Routing(self.router.proj_q.weight.detach(), self.router.proj_k.weight.detach(), count, protected)
 
     def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """Weights of `relaxation`: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
@@ -125,31 +125,19 @@ class SLA2(nn.Module):
         protected = into_blocks(protect.to(key.device)[:, None], block_kv).any(-2).squeeze(-1)
         return protected, max(count, int(protected.sum()))
 
-    def _for_router(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query and key in the working dtype, with equally many heads."""
-        return query.to(working_dtype(query)), repeat_heads(key.to(working_dtype(key)), query.shape[1])
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         if self.current_stage == 1:
-            with torch.autocast(query.device.type, enabled=False):
-                q, k = self._for_router(query, key)
-                v = repeat_heads(value.to(q.dtype), self.num_heads)
-                soft = self.soft_block_mask(q, k, protect)
-                output = soft_sparse_linear_attention(q, k, v, soft, alpha.to(q.dtype), self.settings)
-            return output.to(query.dtype)
-        if chosen_backend(self.backend, lambda: sparse_linear_obstacle(query, self.settings)) == "triton":
-            from sage_kernels.sla2.ops import routed_attention
+            return self._soft_attention(query, key, value, protect, alpha)
+        return dispatch(query, key, value, self.routing(key, protect), alpha, self.settings, self.backend)
 
-            protected, count = self._protected(protect, key)
-            projections = self.router.proj_q.weight, self.router.proj_k.weight
-            return routed_attention(
-                query, key, value, *projections, alpha, count, protected, quantize=self.settings.quantize
-            )  # fmt: skip
+    def _soft_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None, alpha: Tensor
+    ) -> Tensor:
+        """Stage 1: O with the weights of `relaxation` for M, in the dtype of query."""
         with torch.autocast(query.device.type, enabled=False):
-            block_mask = self.block_mask(*self._for_router(query, key), protect)
-        return sparse_linear_attention(
-            query, key, value, block_mask, alpha, quantize=self.settings.quantize,
-            block_q=self.settings.block_q, block_kv=self.settings.block_kv, backend="reference",
-        )  # fmt: skip
+            q, k, v = in_working_dtype(query, key, value)
+            weights = self.soft_block_mask(q, k, protect)
+            output = soft_sparse_linear_attention(q, k, v, weights, alpha.to(q.dtype), self.settings)
+        return output.to(query.dtype)

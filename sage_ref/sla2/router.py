@@ -13,15 +13,16 @@ so the loss is near 0 whatever the hard mask would choose, and alpha ends far to
 With the identity for both projections this is SLA's heuristic router.
 """
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import refuse_second_derivative
-from sage_ref.sla2.branches import BlockSettings, block_mean, top_blocks
-from sage_ref.smoothing import smooth_key
+from sage_ref.sla2.blocks import BlockSettings, router_means, top_blocks
 
 SCORES = ("P_c", "log P_c")
 # Of an unselected block in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
@@ -129,6 +130,25 @@ class Router(nn.Module):
         nn.init.eye_(self.proj_k.weight)
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        q_bar = block_mean(query, self.settings.block_q) @ self.proj_q.weight.to(query.dtype).mT
-        k_bar = block_mean(smooth_key(key)[0], self.settings.block_kv) @ self.proj_k.weight.to(key.dtype).mT
-        return q_bar @ k_bar.mT * softmax_scale(self.settings.scale, query.shape[-1])
+        return router_logits(query, key, self.proj_q.weight, self.proj_k.weight, self.settings)
+
+
+def router_logits(query: Tensor, key: Tensor, proj_q: Tensor, proj_k: Tensor, settings: BlockSettings) -> Tensor:
+    """c proj_q(Qbar) proj_k(Kbar)^T. query [..., Nq, D], key [..., Nk, D], proj [D, D] -> [..., Tm, Tn]."""
+    q_bar, k_bar = router_means(query, key, settings)
+    q_bar, k_bar = q_bar @ proj_q.to(query.dtype).mT, k_bar @ proj_k.to(key.dtype).mT
+    return q_bar @ k_bar.mT * softmax_scale(settings.scale, query.shape[-1])
+
+
+class Routing(NamedTuple):
+    """The router's hard choice, as both backends take it. It has no gradient."""
+
+    proj_q: Tensor  # [D, D]
+    proj_k: Tensor  # [D, D]
+    count: int  # key blocks that each query block selects
+    protected: Tensor  # bool [Tn], key blocks that are selected first
+
+    def block_mask(self, query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
+        """bool [..., Tm, Tn], `count` blocks in every row. query [..., Nq, D], key [..., Nk, D]."""
+        logits = router_logits(query, key, self.proj_q, self.proj_k, settings).detach()
+        return top_blocks(logits.masked_fill(self.protected, math.inf), self.count)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from sage_ref.course.figures import draw_block_mass, draw_singular_values, panels, sparsity_figure
 from sage_ref.records import RECORDED
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
     FEATURE_MAPS,
     BlockSettings,
     block_count,
@@ -17,13 +17,14 @@ from sage_ref.sla2.branches import (
     into_blocks,
     key_block_sums,
     linear_branch,
+    mix,
+    per_query,
     selected_count,
     sparse_branch,
     spread_blocks,
     top_blocks,
     weighted_sums,
 )
-from sage_ref.sla2.whole import mix, per_query
 from sage_ref.tracing import relative_l2
 from sage_ref.training.capture import read_capture
 from sage_ref.training.video_like import VideoLike, video_like

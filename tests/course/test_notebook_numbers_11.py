@@ -22,9 +22,20 @@ from sage_ref.experiments.router_fit import (
     stage1_loss,
 )
 from sage_ref.records import RECORDED, Record, read_record
-from sage_ref.sla2.branches import BlockSettings, block_mass, heuristic_scores, into_blocks, sparse_branch, top_blocks
-from sage_ref.sla2.router import PRINTED, Relaxation, Router, soft_top_k
-from sage_ref.sla2.whole import mix, per_query
+from sage_ref.sla2 import (
+    PRINTED,
+    BlockSettings,
+    Relaxation,
+    Router,
+    block_mass,
+    heuristic_scores,
+    into_blocks,
+    mix,
+    per_query,
+    soft_top_k,
+    sparse_branch,
+    top_blocks,
+)
 from sage_ref.training.capture import read_capture
 from sage_ref.training.video_like import VideoLike, video_like
 

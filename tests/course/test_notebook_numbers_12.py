@@ -21,16 +21,18 @@ from sage_ref.course.figures import (
 )
 from sage_ref.experiments.quantization_aware import WAYS, effect
 from sage_ref.records import RECORDED, Record, read_record
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
     BlockSettings,
     block_count,
     heuristic_scores,
     linear_branch,
+    per_query,
     selected_count,
+    sla2_backward,
+    sla2_forward,
     sparse_branch,
     top_blocks,
 )
-from sage_ref.sla2.whole import per_query, sla2_backward, sla2_forward
 from sage_ref.tracing import relative_l2
 from sage_ref.training.capture import read_capture
 

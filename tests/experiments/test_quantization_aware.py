@@ -20,8 +20,7 @@ from sage_ref.experiments.quantization_aware import (
     study_rows,
 )
 from sage_ref.records import Record
-from sage_ref.sla2.branches import BlockSettings
-from sage_ref.sla2.whole import sla2_backward, sla2_forward
+from sage_ref.sla2 import BlockSettings, sla2_backward, sla2_forward
 from sage_ref.tracing import relative_l2
 
 SETTINGS = TuningSettings(sparsity=0.75, block_q=32, block_kv=16, steps=4)

@@ -37,9 +37,8 @@ from sage_ref.experiments.router_fit import (
     trained_rows,
 )
 from sage_ref.records import Record, read_record
-from sage_ref.sla2.branches import SLA, block_count, top_blocks
-from sage_ref.sla2.router import LEAST_WEIGHT, PRINTED, Relaxation, soft_top_k
-from sage_ref.sla2.whole import soft_sparse_linear_attention
+from sage_ref.sla2 import PRINTED, SLA, Relaxation, block_count, soft_sparse_linear_attention, soft_top_k, top_blocks
+from sage_ref.sla2.router import LEAST_WEIGHT
 from sage_ref.training.capture import Capture, write_capture
 from sage_ref.training.video_like import VideoLike, video_like
 

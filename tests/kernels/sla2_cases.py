@@ -22,17 +22,21 @@ from sage_kernels.sla2.sums import sums_dtype
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
     BlockSettings,
     block_count,
     divisor,
+    from_blocks,
     into_blocks,
     key_block_sums,
+    mix,
+    per_query,
     selected_count,
+    sla2_backward,
+    sla2_forward,
     spread_blocks,
     weighted_sums,
 )
-from sage_ref.sla2.whole import from_blocks, mix, per_query, sla2_backward, sla2_forward
 from sage_ref.smoothing import key_mean_scores
 
 FORWARD = range(len(LEVELS))

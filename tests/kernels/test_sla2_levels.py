@@ -41,10 +41,8 @@ from sla2_cases import (
 )
 from triton.runtime.errors import OutOfResources
 
-import sage_ref.sla2.branches
-from sage_ref.sla2.branches import BlockSettings, block_count, block_mean
-from sage_ref.sla2.router import Router
-from sage_ref.sla2.whole import sla2_forward
+import sage_ref.sla2
+from sage_ref.sla2 import BlockSettings, Router, block_count, block_mean, sla2_forward
 
 pytestmark = MARKS
 DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
@@ -485,7 +483,7 @@ def test_top_blocks_are_the_references(columns, scores):
     for count in sorted({1, max(1, columns // 3), columns}):
         with guarded_allocations():
             mask, lists = top_blocks(scores, count)
-        assert torch.equal(mask.cpu(), sage_ref.sla2.branches.top_blocks(scores.cpu(), count))
+        assert torch.equal(mask.cpu(), sage_ref.sla2.top_blocks(scores.cpu(), count))
         assert (lists.counts == count).all()
         assert torch.equal(lists.entries, mask.nonzero()[:, -1].view(lists.entries.shape).int())
         assert lists.entries.dtype == lists.counts.dtype == torch.int32
@@ -528,7 +526,7 @@ def test_routed_blocks_are_the_references(shape, scale, level):
     scores = reference_scores(case, router, query, key)
     steps = scores.sort(-1).values.diff(dim=-1)
     assert (steps > 1e-4 * scores.abs().amax()).all()  # no near ties, which rounding may decide
-    expected = sage_ref.sla2.branches.top_blocks(scores, router.count)
+    expected = sage_ref.sla2.top_blocks(scores, router.count)
     assert torch.equal(prepared.block_mask, expected)
     given = ladder.prepare(query, key, value, expected, alpha, level, scale=case.c)
     assert torch.equal(prepared.inputs.lists.counts, given.inputs.lists.counts)
@@ -545,7 +543,7 @@ def test_protected_blocks_come_first():
     protected[[2, 9]] = True
     mask, lists = route(q_bar, k_bar, *projections, 4, protected)
     scores = (q_bar @ k_bar.mT).masked_fill(protected, math.inf)
-    assert torch.equal(mask, sage_ref.sla2.branches.top_blocks(scores, 4))
+    assert torch.equal(mask, sage_ref.sla2.top_blocks(scores, 4))
     assert mask[..., protected].all()
     assert torch.equal(lists.counts, mask.sum(-1).int())
 
@@ -560,9 +558,7 @@ def test_key_block_sums_are_the_references(n, head_dim, dtype):
     with guarded_allocations():
         sums = key_blocks(key, value, int8=False).sums.float()
     dp = padded_head_dim(head_dim)
-    h, z = sage_ref.sla2.branches.key_block_sums(
-        key.float().softmax(-1), value.float(), BlockSettings(BLOCK_Q, BLOCK_KV)
-    )
+    h, z = sage_ref.sla2.key_block_sums(key.float().softmax(-1), value.float(), BlockSettings(BLOCK_Q, BLOCK_KV))
     found_h, found_z = sums[..., : dp * dp].unflatten(-1, (dp, dp)), sums[..., dp * dp :]
     limit = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-3, "atol": 1e-4}  # bfloat16 there
     torch.testing.assert_close(found_h[..., :head_dim, :head_dim], h, **limit)

@@ -19,8 +19,7 @@ from sage_ref import backend as ops
 from sage_ref import sagebwd_attention, sparse_linear_attention
 from sage_ref.attention import attention_forward
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
-from sage_ref.sla2.branches import BlockSettings, block_count
-from sage_ref.sla2.whole import SparseLinearFunction
+from sage_ref.sla2 import BlockSettings, SparseLinearFunction, block_count
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAMES = st.sampled_from(["query", "key", "value"])
@@ -666,7 +665,7 @@ def sparse_linear_kernels(monkeypatch, fresh_warning):
     package = types.ModuleType("sage_kernels.sla2.ops")
     package.calls, package.refusal = [], lambda query, settings: None
     package.obstacle = lambda query, settings: package.refusal(query, settings)
-    package.sparse_linear_attention = lambda *tensors, **options: package.calls.append((tensors, options)) or tensors[0]
+    package.attention = lambda *arguments: package.calls.append(arguments) or arguments[0]
     for name in ("sage_kernels", "sage_kernels.sla2"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "sage_kernels.sla2.ops", package)
@@ -680,12 +679,12 @@ def test_triton_runs_sparse_linear_attention_where_it_can(inputs, sparse_linear_
     mask, alpha = torch.ones(3, dtype=torch.bool), 0.25
     assert sparse_linear_attention(q, k, v, mask, alpha, backend=backend) is q
     sparse_linear_attention(q, k, v, mask, alpha, backend=backend, quantize=True, scale=0.3)
-    (tensors, defaults), (_, options) = sparse_linear_kernels.calls
+    (*tensors, defaults), (*_, options) = sparse_linear_kernels.calls
     assert all(x is y for x, y in zip(tensors[:3], (q, k, v), strict=True))
     assert torch.equal(tensors[3], torch.ones(1, 2, 2, 3, dtype=torch.bool))
     assert torch.equal(tensors[4], torch.full((1, 2, 2), 0.25, dtype=torch.float64))
-    assert defaults == {"quantize": False, "scale": 1 / 4}
-    assert options == {"quantize": True, "scale": 0.3}
+    assert defaults == BlockSettings()
+    assert options == BlockSettings(scale=0.3, quantize=True)
 
 
 def test_what_the_sparse_linear_kernels_refuse_is_said_and_done_by_the_reference(inputs, sparse_linear_kernels):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sage_ref.sla2.branches import BlockSettings, block_mass, heuristic_scores, top_blocks
+from sage_ref.sla2 import BlockSettings, block_mass, heuristic_scores, top_blocks
 from sage_ref.smoothing import smooth_key
 from sage_ref.training.video_like import VideoLike, video_like
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from sage_kernels.measure.accuracy import HEADS, LENGTHS, SMALLEST_KEYS
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
 from sage_ref import sparse_linear_attention
-from sage_ref.sla2.branches import block_count, selected_count, top_blocks
+from sage_ref.sla2 import block_count, selected_count, top_blocks
 from sage_ref.tracing import relative_l2
 
 HEAD_DIMS = (64, 128)

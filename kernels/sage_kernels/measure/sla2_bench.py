@@ -30,8 +30,7 @@ from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean, t
 from sage_kernels.sla2.sums import key_blocks, unselected_sums
 from sage_ref import SLA2
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.sla2.branches import BlockSettings, selected_count
-from sage_ref.sla2.whole import sla2_backward, sla2_forward
+from sage_ref.sla2 import BlockSettings, selected_count, sla2_backward, sla2_forward
 
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)
 JUDGED_QUERIES = 2048  # of the first head: whole score matrices of long sequences don't fit

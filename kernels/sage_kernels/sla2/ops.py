@@ -16,7 +16,8 @@ from sage_kernels.sla2.lists import BlockLists
 from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from sage_ref.attention import softmax_scale
-from sage_ref.sla2.branches import BlockSettings
+from sage_ref.sla2.blocks import BlockSettings
+from sage_ref.sla2.router import Routing
 
 LEVEL_16BIT, LEVEL_INT8 = 2, 3
 
@@ -126,32 +127,18 @@ def _backward(ctx, grad_outputs):
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def sparse_linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, alpha: Tensor, *, quantize: bool, scale: float
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """O of checked arguments; `sage_ref.sparse_linear_attention` is the way in."""
-    return _attention(query, key, value, alpha, block_mask.contiguous(), None, None, None, 0, quantize, scale)
+    """O of valid arguments, in the signature of the reference; `sage_ref.sla2.api.dispatch` is the way in.
 
-
-def routed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    proj_q: Tensor,
-    proj_k: Tensor,
-    alpha: Tensor,
-    count: int,
-    protected: Tensor | None,
-    *,
-    quantize: bool,
-) -> Tensor:
-    """O with the blocks that SLA2's router chooses; `sage_ref.SLA2` is the way in. The router gets no gradient."""
-    projections = proj_q.detach(), proj_k.detach()
-    scale = softmax_scale(None, query.shape[3])
-    return _attention(query, key, value, alpha, None, *projections, protected, count, quantize, scale)
-
-
-def _attention(query, key, value, alpha, *options):
+    chooser: a block mask, bool [B, H, Tm, Tn], or what chooses the blocks, which gets no gradient.
+    """
+    if isinstance(chooser, Routing):
+        operands = (None, chooser.proj_q, chooser.proj_k, chooser.protected, chooser.count)
+    else:
+        operands = (chooser.contiguous(), None, None, None, 0)
     alpha = alpha.to(torch.float32).contiguous()
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, alpha))
-    return forward(query, key, value, alpha, *options, needs_gradient)[0]
+    scale = softmax_scale(settings.scale, query.shape[3])
+    return forward(query, key, value, alpha, *operands, settings.quantize, scale, needs_gradient)[0]

@@ -12,17 +12,18 @@ from torch import Tensor
 from sage_ref.attention import attention_forward
 from sage_ref.course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, PURPLE, RED, SKY, panels
 from sage_ref.records import Record
-from sage_ref.sla2.branches import (
+from sage_ref.sla2 import (
     BlockSettings,
     block_mass,
     heuristic_scores,
     linear_branch,
+    mix,
+    per_query,
     selected_count,
+    soft_top_k,
     sparse_branch,
     top_blocks,
 )
-from sage_ref.sla2.router import soft_top_k
-from sage_ref.sla2.whole import mix, per_query
 from sage_ref.tracing import relative_l2
 
 

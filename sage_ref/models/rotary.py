@@ -1,0 +1,21 @@
+"""Rotary positions: a token's place turns its queries and keys, so that they meet at an angle of their distance."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotation(nn.Module):
+    """Turn each pair of features (x_i, x_(i + D/2)) of token n by angle[n, i].
+
+    angle: float [tokens, D/2], in radians. forward(x [..., N, D]) -> [..., N, D], N at most `tokens`.
+    """
+
+    def __init__(self, angle: Tensor):
+        super().__init__()
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

@@ -1,0 +1,106 @@
+"""Blocks of queries and of keys, and the block mask M [Tm, Tn]: one entry per block_q queries and block_kv keys.
+
+Between tokens and blocks (`into_blocks`, `from_blocks`, `block_mean`, `spread_blocks`, `per_query`), how many blocks a
+row keeps and which (`selected_count`, `top_blocks`), and two scores for that: where the softmax's mass is
+(`block_mass`), and SLA's guess from block means (`heuristic_scores`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_ref.attention import softmax_scale
+from sage_ref.checks import check_count
+from sage_ref.smoothing import smooth_key
+
+FEATURE_MAPS = ("softmax", "elu+1", "relu")
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """block_q x block_kv: what one entry of a block mask stands for. scale: c, None means 1/sqrt(D).
+
+    feature_map: phi of the linear branch, one of FEATURE_MAPS. quantize: the sparse branch's forward pass in INT8.
+    TypeError or ValueError name the field that doesn't fit.
+    """
+
+    block_q: int = 128
+    block_kv: int = 64
+    scale: float | None = None
+    feature_map: str = "softmax"
+    quantize: bool = False
+
+    def __post_init__(self):
+        check_count("block_q", self.block_q)
+        check_count("block_kv", self.block_kv)
+        if self.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map: expected one of {FEATURE_MAPS}, got {self.feature_map!r}")
+
+
+def block_count(n: int, block: int) -> int:
+    """Blocks of `block` tokens in a sequence of n; the last may be partial."""
+    return -(-n // block)
+
+
+def into_blocks(x: Tensor, block: int) -> Tensor:
+    """[..., N, D] -> [..., ceil(N / block), block, D], the last block filled up with zeros."""
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
+
+
+def from_blocks(blocks: Tensor, n: int) -> Tensor:
+    """The reverse of `into_blocks`: [..., ceil(N / block), block, D] -> [..., N, D]."""
+    return blocks.flatten(-3, -2)[..., :n, :]
+
+
+def block_mean(x: Tensor, block: int) -> Tensor:
+    """Mean of the tokens of each block, [..., N, D] -> [..., ceil(N / block), D]; a partial block's own tokens only."""
+    blocks = into_blocks(x, block)
+    first = torch.arange(blocks.shape[-3], device=x.device) * block
+    tokens = (x.shape[-2] - first).clamp(max=block)
+    return blocks.sum(-2) / tokens[:, None]
+
+
+def router_means(query: Tensor, key: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
+    """What every router looks at: Qbar [..., Tm, D] and Kbar [..., Tn, D], means over blocks of Q and of smoothed K."""
+    return block_mean(query, settings.block_q), block_mean(smooth_key(key)[0], settings.block_kv)
+
+
+def spread_blocks(block_weights: Tensor, n_q: int, n_k: int, settings: BlockSettings) -> Tensor:
+    """The weight of every (query, key) pair: [..., Tm, Tn] -> [..., Nq, Nk]."""
+    by_query = block_weights.repeat_interleave(settings.block_q, -2)[..., :n_q, :]
+    return by_query.repeat_interleave(settings.block_kv, -1)[..., :n_k]
+
+
+def per_query(alpha: Tensor, n_q: int, settings: BlockSettings) -> Tensor:
+    """alpha of each query's block: [..., Tm] -> [..., Nq, 1]."""
+    return alpha.repeat_interleave(settings.block_q, -1)[..., :n_q, None]
+
+
+def selected_count(sparsity: float, key_blocks: int) -> int:
+    """How many key blocks a query block selects: (1 - sparsity) of them, rounded (half to even), and at least one."""
+    return max(1, round((1 - sparsity) * key_blocks))
+
+
+def top_blocks(scores: Tensor, count: int) -> Tensor:
+    """bool, True for the `count` largest scores of each row; among equal scores the block that comes first wins.
+
+    scores [..., Tm, Tn]. count beyond Tn selects all. A NaN counts as larger than any number.
+    """
+    scores = scores + 0.0  # CUDA sorts -0 after 0
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
+
+
+def heuristic_scores(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
+    """SLA's guess at where the mass is: softmax(c Qbar Kbar^T) of block means, K smoothed first. [..., Tm, Tn]."""
+    q_bar, k_bar = router_means(query, key, settings)
+    return (q_bar @ k_bar.mT * softmax_scale(settings.scale, query.shape[-1])).softmax(-1)
+
+
+def block_mass(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
+    """Where the mass is: the sum of P over a block's keys, mean over its queries. [..., Tm, Tn], rows sum to 1."""
+    p = (query @ key.mT * softmax_scale(settings.scale, query.shape[-1])).softmax(-1)
+    by_query = into_blocks(p.mT, settings.block_kv).sum(-2).mT  # [..., Nq, Tn]
+    return block_mean(by_query, settings.block_q)

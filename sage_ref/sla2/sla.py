@@ -1,0 +1,65 @@
+"""SLA, the baseline of SLA2: O = O_s + Proj(O_l), blocks chosen by a heuristic (arXiv 2509.24006).
+
+`branches.py` has the two branches, `blocks.heuristic_scores` what chooses the blocks. Proj has one more task than to
+repair the linear branch: what P1 V lacks of O_s, (alpha - 1) O_s, which is why SLA2 learns alpha instead.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_ref.checks import check_count, check_heads, check_share
+from sage_ref.shapes import in_working_dtype
+from sage_ref.sla2.blocks import BlockSettings, heuristic_scores, selected_count, top_blocks
+from sage_ref.sla2.branches import linear_branch, sparse_branch
+
+
+class SLA(nn.Module):
+    """O = O_s + Proj(O_l): SLA with its block mask from mean-pooled queries and keys.
+
+    sparsity: share of key blocks that a query block leaves to the linear branch. skipped: share of key blocks, those
+    with the lowest scores, that neither branch sees. Proj starts at zero: at first SLA is sparse attention.
+    forward(query, key, value [B, H, N, D], GQA as in SLA2) -> [B, H, Nq, D]. Plain PyTorch, differentiable.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        sparsity: float = 0.9,
+        skipped: float = 0.0,
+        block_q: int = 128,
+        block_kv: int = 64,
+        feature_map: str = "softmax",
+    ):
+        super().__init__()
+        check_count("head_dim", head_dim)
+        check_count("num_heads", num_heads)
+        check_share("sparsity", sparsity)
+        check_share("skipped", skipped)
+        if skipped > sparsity:
+            raise ValueError(f"skipped: expected at most sparsity, {sparsity}, got {skipped}")
+        self.head_dim, self.num_heads, self.sparsity, self.skipped = head_dim, num_heads, sparsity, skipped
+        self.settings = BlockSettings(block_q, block_kv, feature_map=feature_map)
+        self.proj = nn.Linear(head_dim, head_dim)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def block_masks(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """(selected, linear), bool [B, H, Tm, Tn]: what each branch sees. query and key with equally many heads."""
+        scores = heuristic_scores(query, key, self.settings).detach()
+        key_blocks = scores.shape[-1]
+        selected = top_blocks(scores, selected_count(self.sparsity, key_blocks))
+        seen = top_blocks(scores, key_blocks - round(self.skipped * key_blocks))
+        return selected, seen & ~selected
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
+        with torch.autocast(query.device.type, enabled=False):
+            q, k, v = in_working_dtype(query, key, value)
+            selected, linear = self.block_masks(q, k)
+            o_s, _ = sparse_branch(q, k, v, selected, self.settings)
+            o_l = linear_branch(q, k, v, linear, self.settings)
+            repair = F.linear(o_l, self.proj.weight.to(o_l.dtype), self.proj.bias.to(o_l.dtype))
+        return (o_s + repair).to(query.dtype)
