@@ -1,4 +1,6 @@
-"""Tile helpers that several kernels mean in the same way: masks, rounding, integer products."""
+"""What kernels mean in the same way: where a head lies, the size of a tile, masks, rounding, integer products."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +17,31 @@ NO_KEY = tl.constexpr(-1.0e30)
 TINY = tl.constexpr(1.0e-30)
 
 
+class Operand(NamedTuple):
+    """One head of a tensor: a row per token, or per feature of a transposed copy, its numbers side by side."""
+
+    pointer: tl.tensor  # to the first row
+    stride: tl.tensor  # from row to row
+    scale: tl.tensor | None = None  # of an INT8 copy: pointer to one per SCALE_BLOCK tokens
+
+
+class Tile(NamedTuple):
+    """What the compiler knows of a tile of scores."""
+
+    D: int  # head size
+    DP: int  # head size, padded to a power of two
+    BLOCK_Q: int  # queries
+    BLOCK_KV: int  # keys
+    SCALE_BLOCK: int  # tokens that share a scale
+    IS_CAUSAL: bool
+
+
+@triton.jit
+def block_scales(scale_ptr, head, n_padded, SCALE_BLOCK: tl.constexpr):
+    """Pointer to a head's scales; None for a 16-bit tensor, which has none."""
+    return None if scale_ptr is None else scale_ptr + head * (n_padded // SCALE_BLOCK)
+
+
 @triton.jit
 def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
     """bool tile: key j exists and, if causal, j <= i. query and key are index vectors shaped to broadcast."""
@@ -25,34 +52,52 @@ def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def key_tile_range(first_query, n_k, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def key_tile_range(first_query, n_k, TILE: tl.constexpr):
     """(full, end): for these queries key tiles [0, full) need no mask, [full, end) do, later ones are skipped."""
-    full = n_k // BLOCK_KV
-    end = tl.cdiv(n_k, BLOCK_KV)
-    if IS_CAUSAL:
-        full = tl.minimum(full, (first_query + 1) // BLOCK_KV)
-        end = tl.minimum(end, tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))
+    full = n_k // TILE.BLOCK_KV
+    end = tl.cdiv(n_k, TILE.BLOCK_KV)
+    if TILE.IS_CAUSAL:
+        full = tl.minimum(full, (first_query + 1) // TILE.BLOCK_KV)
+        end = tl.minimum(end, tl.cdiv(first_query + TILE.BLOCK_Q, TILE.BLOCK_KV))
     return full, end
 
 
 @triton.jit
-def load_tokens(x_ptr, token, stride_n, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.constexpr):
-    """[tokens, DP] of a 16-bit tensor [N, D]; zeros past D, and past N if IS_MASKED."""
+def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.constexpr):
+    """[tokens, DP] of a 16-bit operand [N, D]; zeros past D, and past N if IS_MASKED."""
     d = tl.arange(0, DP)
-    pointers = x_ptr + token[:, None].to(tl.int64) * stride_n + d[None, :]
+    pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
     if IS_MASKED:
-        x = tl.load(pointers, mask=(token[:, None] < n) & (d[None, :] < D), other=0.0)
+        loaded = tl.load(pointers, mask=(token[:, None] < n) & (d[None, :] < D), other=0.0)
     elif D == DP:
-        x = tl.load(pointers)
+        loaded = tl.load(pointers)
     else:
-        x = tl.load(pointers, mask=d[None, :] < D, other=0.0)
-    return x
+        loaded = tl.load(pointers, mask=d[None, :] < D, other=0.0)
+    return loaded
 
 
 @triton.jit
-def load_padded(x_ptr, row, row_stride, COLUMNS: tl.constexpr):
-    """[rows, COLUMNS] of a padded int8 copy, contiguous along columns: no mask needed."""
-    return tl.load(x_ptr + row[:, None] * row_stride + tl.arange(0, COLUMNS)[None, :])
+def load_padded(x, token, DP: tl.constexpr):
+    """[tokens, DP] of an INT8 operand [Np, Dp]: padded, so that no mask is needed."""
+    return tl.load(x.pointer + token[:, None] * x.stride + tl.arange(0, DP)[None, :])
+
+
+@triton.jit
+def load_transposed(x, first_token, DP: tl.constexpr, TOKENS: tl.constexpr):
+    """[DP, TOKENS] of a transposed INT8 operand [Dp, Np]."""
+    return tl.load(x.pointer + first_token + tl.arange(0, DP)[:, None] * x.stride + tl.arange(0, TOKENS)[None, :])
+
+
+@triton.jit
+def load_with_scale(x, token, n, scale, TILE: tl.constexpr):
+    """(X_i, s [tokens]) of an operand: INT8 with its scales, or 16 bit with `scale` for every token."""
+    if x.scale is None:
+        loaded = load_tokens(x, token, n, TILE.D, TILE.DP, True)
+        s = tl.zeros(token.shape, tl.float32) + scale
+    else:
+        loaded = load_padded(x, token, TILE.DP)
+        s = tl.load(x.scale + token // TILE.SCALE_BLOCK)
+    return loaded, s
 
 
 @triton.jit

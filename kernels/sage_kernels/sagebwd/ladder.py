@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.quantize import (
-    BLOCK_KV,
-    BLOCK_Q,
+    SCALE_BLOCK,
     Quantized,
     last_axis_contiguous,
     padded_head_dim,
@@ -52,8 +51,8 @@ class ForwardLevel(NamedTuple):
 
 class BackwardLevel(NamedTuple):
     name: str
-    query_rows: object
-    key_rows: object
+    key_tile: object
+    query_tile: object
     int8: bool = True
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
     grouped: bool = False  # the transposed copies in the order of tiles.group_columns
@@ -78,11 +77,11 @@ FORWARD_LEVELS = (
     ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=forward_level5_hopper.run),
 )
 BACKWARD_LEVELS = (
-    BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
-    BackwardLevel("INT8, scales per row", level1_int8.query_rows, level1_int8.key_rows),
-    BackwardLevel("INT8, scales per block", level1_int8.query_rows, level1_int8.key_rows, per_block=True),
+    BackwardLevel("16 bit, split", level0_16bit.key_tile, level0_16bit.query_tile, int8=False),
+    BackwardLevel("INT8, scales per row", level1_int8.key_tile, level1_int8.query_tile),
+    BackwardLevel("INT8, scales per block", level1_int8.key_tile, level1_int8.query_tile, per_block=True),
     BackwardLevel(
-        "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
+        "no conversions, no shuffles, no spills", backward_level3_folded.key_tile, backward_level3_folded.query_tile,
         grouped=True, split_from=128,
     ),
     BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4_hopper),
@@ -109,11 +108,11 @@ def prepare_forward(
     q_hat = k_hat = v_hat = None
     if "Q" in int8:
         # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
-        q_hat, _ = quantize(query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E)
+        q_hat, _ = quantize(query if scale >= 0 else -query, SCALE_BLOCK, factor=abs(scale) * LOG2_E)
         k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
-        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+        k_hat, _ = quantize(key, SCALE_BLOCK, mean=k_mean)
     if "V" in int8:
-        v_hat, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
+        v_hat, _ = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
     return ForwardInputs(query, key, value, q_hat, k_hat, v_hat)
 
 
@@ -154,10 +153,12 @@ def prepare_backward(
         delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
         return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None)
     grouped = BACKWARD_LEVELS[level].grouped
-    do_hat, delta = quantize(grad_output, BLOCK_Q, row_sum_with=output, values=False, transposed=True, grouped=grouped)
+    do_hat, delta = quantize(
+        grad_output, SCALE_BLOCK, row_sum_with=output, values=False, transposed=True, grouped=grouped
+    )
     q_hat, k_hat = (x._replace(transposed=transpose(x.values, grouped)) for x in (q_hat, k_hat))
     # A GPU's maximum passes over NaN, and INT8 has none: a query whose L or delta is NaN spoils its block's scales.
-    sum_l, sum_delta = (x.unflatten(-1, (-1, BLOCK_Q)).sum(-1) for x in (log_sum_exp, delta))
+    sum_l, sum_delta = (x.unflatten(-1, (-1, SCALE_BLOCK)).sum(-1) for x in (log_sum_exp, delta))
     q_hat = q_hat._replace(scale=torch.add(q_hat.scale, sum_l + sum_delta, alpha=0))
     do_hat = do_hat._replace(scale=torch.add(do_hat.scale, sum_l, alpha=0))
     return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat)
@@ -176,8 +177,8 @@ def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: 
         launch = choose_launch(kernel, level, head_dim, is_causal, device)
         outputs = kernel.partition("_")[0]
         if outputs == "dq":
-            gradients["dq"] = run_dq(inputs, chosen.query_rows, launch, **options)
+            gradients["dq"] = run_dq(inputs, chosen.key_tile, launch, **options)
             continue
-        dk, dv = run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options)
+        dk, dv = run_dkdv(inputs, chosen.query_tile, launch, outputs=outputs, **options)
         gradients |= {name: x for name, x in (("dk", dk), ("dv", dv)) if name in outputs}
     return gradients["dq"], gradients["dk"], gradients["dv"]

@@ -15,7 +15,7 @@ from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_line
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
 from sage_kernels.sla2.lists import BlockLists, block_lists
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
 from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
 
 LOG2_E = math.log2(math.e)
@@ -66,15 +66,15 @@ def prepare(
     if int8 or routed:
         # The running maximum of the INT8 tiles wants s_Q >= 0, so Q takes the sign of c.
         q_hat, q_bar = quantize(
-            query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
+            query if scale >= 0 else -query, MASK_BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
         )
     if routed:
         block_mask, lists = route(q_bar, blocks.k_bar, *chooser)
     else:
         block_mask, lists = chooser, block_lists(chooser)
     if int8:
-        k_mean = sequence_mean(blocks.k_bar, key.shape[2], BLOCK_KV)
-        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+        k_mean = sequence_mean(blocks.k_bar, key.shape[2], MASK_BLOCK_KV)
+        k_hat, _ = quantize(key, MASK_BLOCK_KV, mean=k_mean)
     sums = unselected_sums(block_mask, blocks.sums)
     hats = (q_hat, k_hat, blocks.v_hat) if int8 else (None, None, None)
     return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, blocks.sums, k_mean)
