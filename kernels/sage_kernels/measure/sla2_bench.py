@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sage_kernels.common.quantize import quantize
-from sage_kernels.measure.bench import PEERS, Timing, checked, measure
+from sage_kernels.measure.bench import PEERS, Timing, measure, require_close
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward, sla2_launch
@@ -119,7 +119,7 @@ def ladder_rows(case: Case, exact: Tensor) -> Iterator[dict]:
         if level == 0 and case.shape.n > 40_000:
             continue  # seconds, and nothing new
         prepared = case.prepare(level)
-        error = checked(judged(run(prepared, level, scale=case.scale).output), exact)
+        error = require_close(judged(run(prepared, level, scale=case.scale).output), exact)
         timing = measure(lambda prepared=prepared, level=level: run(prepared, level, scale=case.scale))
         yield case.row("sla2", "sage_kernels", level, "kernel", "fwd", timing, error)
         timing = measure(lambda level=level: run(case.prepare(level), level, scale=case.scale))
@@ -162,8 +162,8 @@ def module_rows(case: Case, exact: tuple[Tensor, ...]) -> Iterator[dict]:
         leaves = [x.detach().requires_grad_() for x in operands]
         output = module(*leaves)
         found = torch.autograd.grad(output, leaves, case.judged_grad_output())
-        errors = [checked(judged(output), exact[0]), checked(judged(found[0]), exact[1])]
-        errors += [checked(found[i], exact[i + 1]) for i in (1, 2)]
+        errors = [require_close(judged(output), exact[0]), require_close(judged(found[0]), exact[1])]
+        errors += [require_close(found[i], exact[i + 1]) for i in (1, 2)]
         trained = [*leaves, module.alpha_logit]
         output = module(*leaves)
 
@@ -205,7 +205,7 @@ def peer_rows(
     output = attention(*leaves)
     found = torch.autograd.grad(output, leaves, case.judged_grad_output(), retain_graph=True)
     pairs = [(judged(output), exact[0]), (judged(found[0]), exact[1]), *zip(found[1:], exact[2:], strict=True)]
-    error = max(checked(*pair) for pair in pairs)
+    error = max(require_close(*pair) for pair in pairs)
     steps = {
         "fwd": lambda: attention(*operands),
         "bwd": lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True),
@@ -232,7 +232,7 @@ def flex_rows(case: Case, block_mask: Tensor) -> Iterator[dict]:
     query, key, value, _ = case.tensors
     o_s = _with_alpha_one(case).judge(block_mask)[0]
     attention = _flex_attention(block_mask, MASK_BLOCK_KV, case.shape.n)
-    error = checked(judged(attention(query, key, value)), o_s)
+    error = require_close(judged(attention(query, key, value)), o_s)
     yield case.row("sla2", "flex", None, "autograd", "fwd", measure(lambda: attention(query, key, value)), error)
     scores = torch.rand(*block_mask.shape[:3], triton.cdiv(case.shape.n, 128), device="cuda")
     wide_mask, _ = top_blocks(scores, round(case.count / 2))

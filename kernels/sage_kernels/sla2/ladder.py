@@ -23,18 +23,24 @@ LOG2_E = math.log2(math.e)
 
 class Level(NamedTuple):
     name: str
-    kernel: str  # its sparse program in launch.CANDIDATES
-    key_tile: object
-    fused: bool = True  # the mix in the sparse program
-    int8: bool = False
+    key_tile: object  # as in the SageBwd ladder
+    int8: str = ""  # which tensors are read in INT8
+    kernel: str = "sla2_forward_16bit"  # its sparse program in launch.CANDIDATES
+    fused: bool = True  # the linear branch and the mix in the sparse program
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Its programs after the preparation, by their names in `launch.CANDIDATES`."""
+        return (self.kernel,) if self.fused else (self.kernel, "sla2_mix")
 
 
 LEVELS = (
-    Level("as printed: every block walked", "sla2_as_printed", level0_flash_attention.key_tile),
-    Level("lists, and one product for H", "sla2_forward_16bit", level0_flash_attention.key_tile, fused=False),
-    Level("linear branch in the sparse kernel", "sla2_forward_16bit", level0_flash_attention.key_tile),
-    Level("INT8", "sla2_forward", level4_grouped.key_tile, int8=True),
+    Level("as printed: every block walked", level0_flash_attention.key_tile, kernel="sla2_as_printed"),
+    Level("lists, and one product for H", level0_flash_attention.key_tile, fused=False),
+    Level("linear branch in the sparse kernel", level0_flash_attention.key_tile),
+    Level("INT8", level4_grouped.key_tile, int8="QKV", kernel="sla2_forward"),
 )
+BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of all levels
 
 
 class Router(NamedTuple):
@@ -60,7 +66,7 @@ def prepare(
 
     chooser: a block mask, bool [B, H, Tm, Tn], contiguous, or a Router. alpha: float32 [B, H, Tm], contiguous.
     """
-    int8, routed = LEVELS[level].int8, isinstance(chooser, Router)
+    int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Router)
     blocks = key_blocks(key, value, int8=int8)
     q_hat = k_hat = k_mean = None
     if int8 or routed:

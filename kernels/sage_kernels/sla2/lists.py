@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.common.signature import POINTERS, SIZE
+from sage_kernels.common.signature import POINTERS, SIZE, Signature
 
 
 class BlockLists(NamedTuple):
@@ -42,11 +42,13 @@ def list_program(mask_ptr, stride_row, stride_column, columns, entries_ptr, coun
     store_list(selected, column, head * rows + row, columns, entries_ptr, counts_ptr)
 
 
-def signature() -> dict[str, str]:
+def signature() -> Signature:
     """Triton's types of the parameters of `list_program`."""
-    lists = dict.fromkeys(("entries_ptr", "counts_ptr"), POINTERS[torch.int32])
-    sizes = dict.fromkeys(("stride_row", "stride_column", "columns"), SIZE)
-    return {"mask_ptr": POINTERS[torch.bool]} | lists | sizes
+    lists = POINTERS[torch.int32]
+    return {
+        "mask_ptr": POINTERS[torch.bool], "stride_row": SIZE, "stride_column": SIZE, "columns": SIZE,
+        "entries_ptr": lists, "counts_ptr": lists,
+    }  # fmt: skip
 
 
 def block_lists(block_mask: Tensor, *, by_key: bool = False) -> BlockLists:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.common.signature import FLOATS, POINTERS, SIZE
+from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
 from sage_kernels.sla2.lists import BlockLists, store_list
 
 MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
@@ -29,7 +29,7 @@ def sequence_mean_program(means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK
     tl.store(mean_ptr + head * D + d, tl.sum(total, 0) / n, mask=d < D)
 
 
-def sequence_mean_signature() -> dict[str, str]:
+def sequence_mean_signature() -> Signature:
     """Triton's types of the parameters of `sequence_mean_program`."""
     return {"means_ptr": FLOATS, "mean_ptr": FLOATS, "n": SIZE, "blocks": SIZE}
 
@@ -72,10 +72,13 @@ def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, c
     store_list(selected.to(tl.int32), column, row, count, entries_ptr, counts_ptr)
 
 
-def top_blocks_signature() -> dict[str, str]:
+def top_blocks_signature() -> Signature:
     """Triton's types of the parameters of `top_blocks_program`."""
-    lists = dict.fromkeys(("entries_ptr", "counts_ptr"), POINTERS[torch.int32])
-    return {"scores_ptr": FLOATS, "mask_ptr": POINTERS[torch.bool]} | lists | {"columns": SIZE, "count": SIZE}
+    lists = POINTERS[torch.int32]
+    return {
+        "scores_ptr": FLOATS, "mask_ptr": POINTERS[torch.bool], "entries_ptr": lists, "counts_ptr": lists,
+        "columns": SIZE, "count": SIZE,
+    }  # fmt: skip
 
 
 def top_blocks(scores: Tensor, count: int) -> tuple[Tensor, BlockLists]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length, psi
-from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, group_columns, load_tokens, softmax_features
 from sage_kernels.sla2.routing import MASK_BLOCK_KV
 
@@ -70,9 +70,9 @@ def sums_dtype(x: Tensor) -> torch.dtype:
     return SUMS_DTYPE if x.is_cuda else torch.float32
 
 
-def signature(*, int8: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def signature(*, int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `key_block_program`."""
-    copy = {"vt_hat_ptr": HAT, "v_scale_ptr": FLOATS} if int8 else {}
+    copy = {"vt_hat_ptr": HAT if int8 else None, "v_scale_ptr": FLOATS if int8 else None}
     sums = {"sums_ptr": POINTERS[SUMS_DTYPE], "k_bar_ptr": FLOATS}
     sizes = {"heads": SIZE, "n": SIZE, "n_padded": PADDED_SIZE}
     return strided("k", POINTERS[dtype]) | strided("v", POINTERS[dtype]) | sums | copy | sizes

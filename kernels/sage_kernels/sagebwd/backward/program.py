@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, Tile, block_scales, key_tile_range, load_tokens, load_with_scale
 
 LOG2_E = math.log2(math.e)
@@ -182,29 +182,29 @@ def dkdv_program(
 
 SIZES = {
     "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
-    "log2_scale": "fp32",
+    "log2_scale": NUMBER,
 }  # fmt: skip
 
 
-def shared_signature(is_int8: bool, dtype: torch.dtype) -> dict[str, str]:
+def shared_signature(is_int8: bool, dtype: torch.dtype) -> Signature:
     """Triton's types of the parameters that both programs have."""
     hat = HAT if is_int8 else POINTERS[dtype]
-    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr"), FLOATS) if is_int8 else {}
+    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr"), FLOATS if is_int8 else None)
     tensors = strided("q", hat) | strided("k", hat) | strided("v", POINTERS[dtype]) | strided("do", POINTERS[dtype])
     return tensors | scales | {"log_sum_exp_ptr": FLOATS, "delta_ptr": FLOATS} | SIZES
 
 
-def dq_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def dq_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `dq_program`."""
-    copy = {"kt_ptr": HAT} if is_int8 else {}
-    return shared_signature(is_int8, dtype) | copy | {"dq_ptr": POINTERS[dtype], "scale": "fp32"}
+    outputs = {"dq_ptr": POINTERS[dtype], "scale": NUMBER}
+    return shared_signature(is_int8, dtype) | {"kt_ptr": HAT if is_int8 else None} | outputs
 
 
-def dkdv_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def dkdv_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `dkdv_program`."""
-    copies = {"qt_ptr": HAT, "dot_ptr": HAT, "do_scale_ptr": FLOATS} if is_int8 else {}
-    gradients = {"dk_ptr": POINTERS[dtype], "dv_ptr": POINTERS[dtype], "dk_scale": "fp32"}
-    return shared_signature(is_int8, dtype) | copies | gradients
+    hats = dict.fromkeys(("qt_ptr", "dot_ptr"), HAT if is_int8 else None)
+    outputs = {"dk_ptr": POINTERS[dtype], "dv_ptr": POINTERS[dtype], "dk_scale": NUMBER}
+    return shared_signature(is_int8, dtype) | hats | {"do_scale_ptr": FLOATS if is_int8 else None} | outputs
 
 
 def shared_constants(head_dim: int, launch: Launch, is_causal: bool, per_block: bool) -> dict:

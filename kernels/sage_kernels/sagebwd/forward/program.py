@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, block_scales, key_tile_range, load_with_scale
 
 
@@ -70,16 +70,16 @@ def forward_program(
     tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
 
 
-def signature(int8: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def signature(int8: str, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `forward_program`. int8: which of Q, K, V are."""
     types = {}
     for name in "qkv":
         is_int8 = name.upper() in int8
         types |= strided(name, HAT if is_int8 else POINTERS[dtype])
-        types |= {f"{name}_scale_ptr": FLOATS} if is_int8 else {}
+        types[f"{name}_scale_ptr"] = FLOATS if is_int8 else None
     return types | {
         "o_ptr": POINTERS[dtype], "log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE,
-        "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": "fp32",
+        "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": NUMBER,
     }  # fmt: skip
 
 

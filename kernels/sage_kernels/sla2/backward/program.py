@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim
-from sage_kernels.common.signature import FLOATS, PADDED_SIZE, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import TINY, Operand, Tile, load_tokens, softmax_features
 from sage_kernels.sagebwd.backward import level0_16bit
 from sage_kernels.sagebwd.backward.program import KeyHead, KeyTile, QueryHead, QueryTile
@@ -200,33 +200,32 @@ def key_program(
     tl.store(dk_ptr + offsets, dk_j.to(dk_ptr.dtype.element_ty), mask=inside)
 
 
-def linear_query_signature(*, smoothed: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def linear_query_signature(*, smoothed: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `linear_query_program`. smoothed: whether there is a k_mean."""
     x, sums = POINTERS[dtype], POINTERS[SUMS_DTYPE]
-    floats = ("alpha_ptr", "log_sum_exp_ptr", "dalpha_ptr", "delta_ptr", "unsmoothed_ptr", "alpha_log_sum_exp_ptr")
-    tensors = dict.fromkeys((*floats, "k_mean_ptr") if smoothed else floats, FLOATS)
-    tensors |= {"sums_ptr": sums, "dsums_ptr": sums, "o_s_ptr": x, "dq_ptr": x}
-    return strided("q", x) | strided("do", x) | tensors | dict.fromkeys(("heads", "groups", "n_q"), SIZE) | {
-        "log2_scale": "fp32"
+    return strided("q", x) | strided("do", x) | {
+        "k_mean_ptr": FLOATS if smoothed else None, "alpha_ptr": FLOATS, "sums_ptr": sums, "o_s_ptr": x,
+        "log_sum_exp_ptr": FLOATS, "dq_ptr": x, "dalpha_ptr": FLOATS, "dsums_ptr": sums, "delta_ptr": FLOATS,
+        "unsmoothed_ptr": FLOATS, "alpha_log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE,
+        "log2_scale": NUMBER,
     }  # fmt: skip
 
 
-def sparse_signature(dtype: torch.dtype) -> dict[str, str]:
+def sparse_signature(dtype: torch.dtype) -> Signature:
     """Triton's types of the parameters that both sparse programs have."""
-    x, lists = POINTERS[dtype], dict.fromkeys(("entries_ptr", "counts_ptr"), POINTERS[torch.int32])
-    sizes = dict.fromkeys(("heads", "groups", "n_q", "n_k", "width"), SIZE)
-    sizes |= {"n_q_padded": PADDED_SIZE, "log2_scale": "fp32", "scale": "fp32"}
-    return (
-        strided("q", x) | strided("k", x) | strided("v", x) | strided("do", x) | lists | {"delta_ptr": FLOATS} | sizes
-    )
+    x, lists = POINTERS[dtype], POINTERS[torch.int32]
+    return strided("q", x) | strided("k", x) | strided("v", x) | strided("do", x) | {
+        "entries_ptr": lists, "counts_ptr": lists, "delta_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE,
+        "n_k": SIZE, "n_q_padded": PADDED_SIZE, "width": SIZE, "log2_scale": NUMBER, "scale": NUMBER,
+    }  # fmt: skip
 
 
-def query_signature(dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def query_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `query_program`."""
     return sparse_signature(dtype) | {"alpha_ptr": FLOATS, "log_sum_exp_ptr": FLOATS, "dq_ptr": POINTERS[dtype]}
 
 
-def key_signature(dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def key_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `key_program`."""
     outputs = {"dk_ptr": POINTERS[dtype], "dv_ptr": POINTERS[dtype]}
     return sparse_signature(dtype) | {"dsums_ptr": POINTERS[SUMS_DTYPE], "alpha_log_sum_exp_ptr": FLOATS} | outputs

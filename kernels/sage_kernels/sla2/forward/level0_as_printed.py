@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import last_axis_contiguous
-from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
@@ -62,12 +62,12 @@ def as_printed_program(
     tl.store(o_ptr + head * n_q * D + query[:, None] * D + d[None, :], o_i.to(o_ptr.dtype.element_ty), mask=inside)
 
 
-def signature(dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `as_printed_program`."""
     x = POINTERS[dtype]
     return strided("q", x) | strided("k", x) | strided("v", x) | {
         "mask_ptr": POINTERS[torch.bool], "alpha_ptr": FLOATS, "key_sums_ptr": POINTERS[SUMS_DTYPE], "o_ptr": x,
-        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "scale": "fp32",
+        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "scale": NUMBER,
     }  # fmt: skip
 
 

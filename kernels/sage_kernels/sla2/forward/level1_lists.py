@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim
-from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens
 from sage_kernels.sla2.forward.program import ForwardInputs, mixed_output
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
@@ -36,7 +36,7 @@ def mix_program(
     tl.store(o_ptr + offsets, o_i.to(o_ptr.dtype.element_ty), mask=inside)
 
 
-def signature(dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `mix_program`."""
     x = POINTERS[dtype]
     tensors = {"alpha_ptr": FLOATS, "sums_ptr": POINTERS[SUMS_DTYPE], "o_s_ptr": x, "o_ptr": x}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length
-from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, strided
+from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, block_scales, load_padded, load_tokens, softmax_features
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
@@ -117,22 +117,17 @@ def sparse_forward_program(
         tl.store(o_ptr + offsets, o_i.to(o_ptr.dtype.element_ty), mask=inside)
 
 
-def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `sparse_forward_program`."""
-    x, hat = POINTERS[dtype], HAT if int8 else POINTERS[dtype]
-    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
-    return (
-        strided("q", x)
-        | strided("k", hat)
-        | strided("v", hat)
-        | ({"q_hat_ptr": HAT} | scales if int8 else {})
-        | {"alpha_ptr": FLOATS, "entries_ptr": POINTERS[torch.int32], "counts_ptr": POINTERS[torch.int32]}
-        | {"sums_ptr": POINTERS[SUMS_DTYPE]}
-        | ({"o_ptr": x} if fused else {})
-        | ({"o_s_ptr": x, "log_sum_exp_ptr": FLOATS} if save else {})
-        | dict.fromkeys(("heads", "groups", "n_q", "n_k", "width"), SIZE)
-        | {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": "fp32"}
-    )
+    x, hat, lists = POINTERS[dtype], HAT if int8 else POINTERS[dtype], POINTERS[torch.int32]
+    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS if int8 else None)
+    tensors = strided("q", x) | strided("k", hat) | strided("v", hat) | scales | {"q_hat_ptr": HAT if int8 else None}
+    return tensors | {
+        "alpha_ptr": FLOATS, "entries_ptr": lists, "counts_ptr": lists, "sums_ptr": POINTERS[SUMS_DTYPE],
+        "o_ptr": x if fused else None, "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
+        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
+        "width": SIZE, "scale": NUMBER,
+    }  # fmt: skip
 
 
 def tile_constants(head_dim: int, launch: Launch) -> dict:
