@@ -52,13 +52,13 @@ def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def key_tile_range(first_query, n_k, TILE: tl.constexpr):
+def key_tile_range(first_query, n_k, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, IS_CAUSAL: tl.constexpr):
     """(full, end): for these queries key tiles [0, full) need no mask, [full, end) do, later ones are skipped."""
-    full = n_k // TILE.BLOCK_KV
-    end = tl.cdiv(n_k, TILE.BLOCK_KV)
-    if TILE.IS_CAUSAL:
-        full = tl.minimum(full, (first_query + 1) // TILE.BLOCK_KV)
-        end = tl.minimum(end, tl.cdiv(first_query + TILE.BLOCK_Q, TILE.BLOCK_KV))
+    full = n_k // BLOCK_KV
+    end = tl.cdiv(n_k, BLOCK_KV)
+    if IS_CAUSAL:
+        full = tl.minimum(full, (first_query + 1) // BLOCK_KV)
+        end = tl.minimum(end, tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))
     return full, end
 
 

@@ -1,9 +1,9 @@
 """Compile every kernel of every level for GPUs that needn't be there, and read what the compiler made of it.
 
 For each: registers, spills, shared memory and the INT8 and 16-bit tensor-core instructions found in the machine code.
-An INT8 level without an INT8 tensor-core instruction fails, so does one that spills more than its record allows or
-wants more shared memory than the GPU has, and so does a program for Hopper in which the assembler made matmuls wait for
-one another.
+A kernel fails whose tensor-core instructions aren't those that its level promises, which takes more registers than its
+launch allows, spills more than its record allows or wants more shared memory than the GPU has, and so does a program
+for Hopper in which the assembler made matmuls wait for one another.
 """
 
 import argparse
@@ -192,6 +192,13 @@ def _sla2_source(case: Case) -> Source:
     return Source(*sources.get(case.kernel, loop), launch.options)
 
 
+def has_16_bit_matmul(case: Case) -> bool:
+    """dP is one everywhere; in SLA2 so is phi(Q) H."""
+    if case.kernel == "forward":
+        return level_of(case).int8 != "QKV"
+    return case.kernel not in ("dv", "sla2_list", "sla2_top_blocks", "sla2_sequence_mean")
+
+
 def compiled_kernel(case: Case):
     """Triton's compiled kernel, for the case's GPU."""
     program, signature, constants, options = source_of(case)
@@ -258,8 +265,15 @@ def compile_all(wanted: list[Case], workers: int) -> Iterator[tuple[Case, Compil
 
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
     """What is wrong with a compiled kernel, or None."""
-    if is_int8(case) and not compiled.int8_instructions:
-        return "no INT8 tensor-core instruction"
+    for bits, found, expected in (
+        ("INT8", compiled.int8_instructions, is_int8(case)),
+        ("16-bit", compiled.float16_instructions, has_16_bit_matmul(case)),
+    ):
+        if bool(found) != expected:
+            return f"expected {'' if expected else 'no '}{bits} tensor-core instructions, found {found}"
+    allowed = launch_of(case).max_registers or 255
+    if not 0 < compiled.registers <= allowed:
+        return f"{compiled.registers} registers, its launch allows {allowed}"
     if compiled.spills > recorded_spills:
         return f"{compiled.spills} spill instructions, {recorded_spills} recorded"
     if compiled.shared > SHARED_MEMORY[case.capability]:
@@ -297,4 +311,4 @@ def command(options: argparse.Namespace) -> None:
             temporary.write_text(json.dumps(recorded, indent=1) + "\n")
     if complaints:
         sys.exit("compile: " + "\ncompile: ".join(complaints))
-    print(f"{len(rows)} kernels compiled; none spills more than recorded, every INT8 level uses INT8 tensor cores.")
+    print(f"{len(rows)} kernels compiled; none spills more than recorded, all use the tensor cores they promise.")

@@ -113,7 +113,7 @@ def dq_program(
     queries = QueryTile(query, q_i, s_q, do_i, log_sum_exp_i, delta_i)
     keys = KeyHead(k, kt, v)
     dq_i = tl.zeros([BLOCK_Q, DP], tl.float32)
-    full, end = key_tile_range(i * BLOCK_Q, n_k, TILE)
+    full, end = key_tile_range(i * BLOCK_Q, n_k, BLOCK_Q, BLOCK_KV, IS_CAUSAL)
     for j in range(0, full):
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, False, PER_BLOCK)
     for j in range(full, end):

@@ -57,7 +57,7 @@ def forward_program(
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
-    full, end = key_tile_range(i * BLOCK_Q, n_k, TILE)
+    full, end = key_tile_range(i * BLOCK_Q, n_k, BLOCK_Q, BLOCK_KV, IS_CAUSAL)
     for j in range(0, full):
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, False)
     for j in range(full, end):
