@@ -10,39 +10,14 @@ import triton
 import triton.language as tl
 
 from sage_kernels.common.tiles import (
-    LOG2_INT8_MAX,
-    NO_KEY,
     ROUNDER,
-    TINY,
+    folded_softmax,
     is_visible,
     load_padded,
     load_transposed,
     low_byte,
     offset_dot,
 )
-
-
-@triton.jit
-def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr):
-    """(p_ij = 127 exp(S_ij - m_ij), s_p, m_new, l, rescale) from ROUNDER + integer scores and their scale per row.
-
-    S - m_ij + log2(127) is one multiply-add: s_ij s_qk - taken_out. taken_out is large, so it is rounded; m_ij becomes
-    the maximum that the rounded value stands for, which is just as good a reference point while s_qk << 1. From
-    s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
-    there on a little more is taken out.
-    """
-    if IS_MASKED:
-        s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
-        m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)
-    else:
-        m_ij = (tl.max(s_ij, 1) - ROUNDER) * s_qk
-    taken_out = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + tl.maximum(s_qk - 0.005, 0.0))
-    m_ij = tl.fma(-s_qk, ROUNDER, taken_out) + LOG2_INT8_MAX
-    m_new = tl.maximum(m, m_ij)
-    p_ij = tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -taken_out[:, None]))
-    s_p = tl.math.exp2(m_ij - m_new) / 127.0
-    rescale = tl.math.exp2(m - m_new)
-    return p_ij, s_p, m_new, l * rescale + tl.sum(p_ij, 1) * s_p, rescale
 
 
 @triton.jit

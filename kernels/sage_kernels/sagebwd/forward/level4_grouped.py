@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sage_kernels.common.tiles import (
     ROUNDER,
+    folded_softmax,
     group_columns,
     is_visible,
     load_padded,
@@ -17,7 +18,6 @@ from sage_kernels.common.tiles import (
     low_byte,
     offset_dot,
 )
-from sage_kernels.sagebwd.forward.level3_folded import folded_softmax
 
 
 @triton.jit
