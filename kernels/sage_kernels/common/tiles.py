@@ -37,12 +37,6 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def block_scales(scale_ptr, head, n_padded, SCALE_BLOCK: tl.constexpr):
-    """Pointer to a head's scales; None for a 16-bit tensor, which has none."""
-    return None if scale_ptr is None else scale_ptr + head * (n_padded // SCALE_BLOCK)
-
-
-@triton.jit
 def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
     """bool tile: key j exists and, if causal, j <= i. query and key are index vectors shaped to broadcast."""
     visible = key < n_k

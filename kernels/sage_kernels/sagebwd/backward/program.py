@@ -19,7 +19,7 @@ from torch import Tensor
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import Operand, Tile, block_scales, key_tile_range, load_tokens, load_with_scale
+from sage_kernels.common.tiles import Operand, Tile, key_tile_range, load_tokens, load_with_scale
 
 LOG2_E = math.log2(math.e)
 
@@ -77,12 +77,6 @@ class KeyHead(NamedTuple):
     v: Operand
 
 
-@triton.jit
-def transposed_copy(x_ptr, head, n_padded, scale_ptr, DP: tl.constexpr):
-    """The Operand of a head's transposed INT8 copy; None if the level has none."""
-    return None if x_ptr is None else Operand(x_ptr + head * n_padded * DP, n_padded, scale_ptr)
-
-
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def dq_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
@@ -98,12 +92,12 @@ def dq_program(
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     kv_head, h_kv = head // groups, h // groups
-    s_q_ptr = block_scales(q_scale_ptr, head, n_q_padded, SCALE_BLOCK)
-    s_k_ptr = block_scales(k_scale_ptr, kv_head, n_k_padded, SCALE_BLOCK)
+    s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
+    s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
     do = Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n)
     k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
-    kt = transposed_copy(kt_ptr, kv_head, n_k_padded, s_k_ptr, DP)
+    kt = None if kt_ptr is None else Operand(kt_ptr + kv_head * n_k_padded * DP, n_k_padded, s_k_ptr)
     v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n)
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
@@ -140,7 +134,7 @@ def dkdv_program(
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = heads // groups
     batch, h_kv = kv_head // kv_heads, kv_head % kv_heads
-    s_k_ptr = block_scales(k_scale_ptr, kv_head, n_k_padded, SCALE_BLOCK)
+    s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
     v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n)
     key, d = j * BLOCK_KV + tl.arange(0, BLOCK_KV), tl.arange(0, DP)
@@ -156,12 +150,12 @@ def dkdv_program(
     for g in range(groups):  # the query heads that share this key head
         h = h_kv * groups + g
         head = batch * heads + h
-        s_q_ptr = block_scales(q_scale_ptr, head, n_q_padded, SCALE_BLOCK)
-        s_do_ptr = block_scales(do_scale_ptr, head, n_q_padded, SCALE_BLOCK)
+        s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
+        s_do_ptr = None if do_scale_ptr is None else do_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
         q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
         do = Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n)
-        qt = transposed_copy(qt_ptr, head, n_q_padded, s_q_ptr, DP)
-        dot = transposed_copy(dot_ptr, head, n_q_padded, s_do_ptr, DP)
+        qt = None if qt_ptr is None else Operand(qt_ptr + head * n_q_padded * DP, n_q_padded, s_q_ptr)
+        dot = None if dot_ptr is None else Operand(dot_ptr + head * n_q_padded * DP, n_q_padded, s_do_ptr)
         rows = head * n_q_padded
         queries = QueryHead(q, qt, do, dot, log_sum_exp_ptr + rows, delta_ptr + rows)
         for i in range(first, full):

@@ -16,7 +16,7 @@ from torch import Tensor
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, block_scales, key_tile_range, load_with_scale
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, key_tile_range, load_with_scale
 
 
 class ForwardInputs(NamedTuple):
@@ -45,9 +45,9 @@ def forward_program(
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     kv_head, h_kv = head // groups, h // groups
-    s_q_ptr = block_scales(q_scale_ptr, head, n_q_padded, SCALE_BLOCK)
-    s_k_ptr = block_scales(k_scale_ptr, kv_head, n_k_padded, SCALE_BLOCK)
-    s_v_ptr = block_scales(v_scale_ptr, kv_head, n_k_padded, SCALE_BLOCK)
+    s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
+    s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
+    s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
     k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
     v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n, s_v_ptr)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, block_scales, load_padded, load_tokens, softmax_features
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import SUMS_DTYPE
@@ -82,8 +82,8 @@ def sparse_forward_program(
     entries_ptr += block * width
     full, count = list_range(entries_ptr, counts_ptr + block, n_k, MASK_BLOCK_KV)
     q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
-    s_k_ptr = block_scales(k_scale_ptr, kv_head, n_k_padded, MASK_BLOCK_KV)
-    s_v_ptr = block_scales(v_scale_ptr, kv_head, n_k_padded, MASK_BLOCK_KV)
+    s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
+    s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
     k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
     v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n, s_v_ptr)
     # [Bq, D]
