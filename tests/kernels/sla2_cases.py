@@ -17,7 +17,7 @@ from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import Forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from torch import Tensor
 
@@ -70,10 +70,10 @@ class Case(NamedTuple):
     @property
     def blocks(self) -> tuple[int, int, int, int]:
         """Shape of the block mask."""
-        return self.batch, self.heads, block_count(self.n_q, BLOCK_Q), block_count(self.n_k, BLOCK_KV)
+        return self.batch, self.heads, block_count(self.n_q, MASK_BLOCK_Q), block_count(self.n_k, MASK_BLOCK_KV)
 
     def settings(self, *, quantize: bool = False) -> BlockSettings:
-        return BlockSettings(BLOCK_Q, BLOCK_KV, scale=self.scale, quantize=quantize)
+        return BlockSettings(MASK_BLOCK_Q, MASK_BLOCK_KV, scale=self.scale, quantize=quantize)
 
 
 SELECTED = ("none", "one", "half", "all but one", "all")
@@ -230,7 +230,7 @@ def eager(case: Case) -> Exact:
     o_s = torch.softmax(scores, -1) @ v * sees_any
     q_phi, k_phi = (x.softmax(-1, dtype=torch.float32).to(dtype) for x in (q, k))
     h_i, z_i = weighted_sums((~block_mask).to(dtype), *key_block_sums(k_phi, v.to(dtype), settings))
-    q_i = into_blocks(q_phi, BLOCK_Q)
+    q_i = into_blocks(q_phi, MASK_BLOCK_Q)
     o_l = from_blocks(q_i @ h_i / divisor(q_i @ z_i[..., None]), case.n_q)
     share = per_query(leaves[3], case.n_q, settings)
     output = mix(o_s, o_l, share).to(case.dtype)

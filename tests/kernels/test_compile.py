@@ -1,63 +1,183 @@
-"""Some kernels compiled for GPUs that aren't there (`python -m sage_kernels compile` does all); what is a fault."""
+"""What programs declare and what they are launched with; some kernels compiled for GPUs that aren't there (`python -m
+sage_kernels compile` does all); what is a fault.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
-from sage_kernels.__main__ import COMPILE_RECORD
 from sage_kernels.common.launch import CANDIDATES, Launch
+from sage_kernels.common.quantize import padded_length
+from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
 from sage_kernels.measure import compile as compiling
-from sage_kernels.measure.compile import Case, Compiled, complaint
+from sage_kernels.measure.compile import Case, Compiled, complaint, count_float16, count_int8, source_of
+from sage_kernels.sagebwd import ladder
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
+from sage_kernels.sla2 import ladder as sla2_ladder
+from sage_kernels.sla2 import sums
+from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.ladder import LEVELS
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import KernelInterface
 
 from sage_ref.records import REPOSITORY
 
+EVERY = [*compiling.cases(), *compiling.sla2_cases()]
+LAUNCHED = [case for case in EVERY if case.capability == (90 if compiling.is_hopper(case) else 80)]
 FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
 HOPPER = [level for level in FORWARD if FORWARD_LEVELS[level].hopper]
-# Every level once for Ampere or for Hopper, whose INT8 instructions differ. A level of Hopper's at both head sizes.
-CASES = [Case("forward", level, 90 if level in HOPPER else (80, 90)[level % 2], 64, True) for level in FORWARD]
-CASES += [Case("forward", level, 90, 128, is_causal) for level in HOPPER for is_causal in (False, True)]
-CASES += [
-    Case(BACKWARD_LEVELS[level].kernels(64)[level // 2], level, (90, 80)[level % 2], 64, True)
-    for level in BACKWARD if BACKWARD_LEVELS[level].hopper is None
-]  # fmt: skip
 HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper]
-CASES += [
-    Case(kernel, level, 90, head_dim, True)
-    for level in HOPPER_BACKWARD for head_dim in (64, 128) for kernel in BACKWARD_LEVELS[level].kernels(head_dim)
-]  # fmt: skip
-# SLA2: the INT8 level on both, with a limit of registers on Hopper; one program of the rest, and one without a matmul.
-CASES += [Case("sla2_forward", 3, 80, 64, False), Case("sla2_forward", 3, 90, 128, False)]
-CASES += [Case("sla2_forward_16bit", 1, 90, 64, False), Case("sla2_key", 0, 80, 64, False)]
-CASES += [Case("sla2_top_blocks", 0, 80, 64, False)]
 
-# In a process of its own, where Triton compiles: in this one it may interpret.
+
+# What programs declare
+
+
+def named(case):
+    return f"sm_{case.capability} {case.name}"
+
+
+@pytest.mark.parametrize("case", EVERY, ids=named)
+def test_every_parameter_is_declared_or_a_constant(case):
+    program, signature, constants, _ = source_of(case)
+    types, values, attributes = compiler_arguments(program, signature, constants)
+    assert list(types) == program.arg_names
+    assert set(values) == {name for name, kind in types.items() if kind == "constexpr"}
+    aligned = [kind for i, kind in enumerate(types.values()) if (i,) in attributes]
+    assert aligned.count("i32") == sum(kind == PADDED_SIZE for kind in signature.values())
+    assert sum(kind.startswith("*") for kind in types.values()) == len(aligned) - aligned.count("i32")
+
+
+@pytest.mark.parametrize(
+    ("change", "differing"),
+    [({"wrong": SIZE}, "wrong"), ({"KEY_TILE": SIZE}, "KEY_TILE"), ({"heads": None, "n_q": 0}, "")],
+)
+def test_a_parameter_that_is_not_declared_or_twice_is_an_error(change, differing):
+    program, signature, constants, _ = source_of(Case("forward", 0, 80, 64, True))
+    if not differing:
+        change, differing = {}, "heads"
+        del signature["heads"]
+    with pytest.raises(ValueError, match=rf"every parameter of forward_program once.* for {differing}$"):
+        compiler_arguments(program, signature | change, constants)
+
+
+def kind_of(value):
+    """The declaration that a launch's argument fits."""
+    if isinstance(value, TensorDescriptor):
+        dtype = POINTERS[value.base.dtype][1:]
+        return f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
+    if isinstance(value, torch.Tensor):
+        assert value.data_ptr() % 16 == 0
+        return POINTERS[value.dtype]
+    return None if value is None else NUMBER if isinstance(value, float) else SIZE
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(program, its arguments by name) of every launch from here on, none of which runs."""
+    seen = []
+
+    def launcher(program, grid):
+        names = program.arg_names
+        return lambda *given, **named: seen.append((program, dict(zip(names, given, strict=False)) | named))
+
+    for kind in (KernelInterface, InterpretedFunction):
+        monkeypatch.setattr(kind, "__getitem__", launcher)
+    # On a GPU, and what is compiled for it, the sums are in 16 bit.
+    monkeypatch.setattr(sums, "sums_dtype", lambda x: sums.SUMS_DTYPE)
+    return seen
+
+
+def launch_level(case):
+    """Launch what a SageBwd level launches, on tensors that hold anything."""
+    size = (1, 2, 203, case.head_dim)
+    query, key, value, grad_output = (torch.zeros(size, dtype=torch.bfloat16) for _ in range(4))
+    options = {"is_causal": case.is_causal, "scale": 0.1}
+    level = compiling.level_of(case)
+    prepared = ladder.prepare_forward(
+        query, key, value, case.level if case.kernel == "forward" else 4, scale=0.1, smooth_k=True
+    )
+    if case.kernel == "forward":
+        run = level.hopper.run if level.hopper else partial(ladder.run_forward, level=case.level)
+        return run(prepared, **options)
+    log_sum_exp = torch.zeros(*size[:2], padded_length(size[2]))
+    hats = {"q_hat": prepared.q_hat, "k_hat": prepared.k_hat} if level.int8 else {}
+    inputs = ladder.prepare_backward(grad_output, query, key, value, query, log_sum_exp, case.level, **hats)
+    run = level.hopper.run if level.hopper else partial(ladder.run_backward, level=case.level)
+    return run(inputs, **options)
+
+
+def launch_sla2(case):
+    """Launch what an SLA2 level and its backward pass launch, and the router."""
+    size = (1, 2, 203, case.head_dim)
+    query, key, value, grad_output = (torch.zeros(size, dtype=torch.bfloat16) for _ in range(4))
+    alpha, block_mask = torch.zeros(1, 2, 2), torch.ones(1, 2, 2, 4, dtype=torch.bool)
+    router = sla2_ladder.Router(*torch.zeros(2, case.head_dim, case.head_dim), count=2)
+    for chooser in (block_mask, router):
+        prepared = sla2_ladder.prepare(query, key, value, chooser, alpha, case.level, scale=0.1)
+        forward = sla2_ladder.run(prepared, case.level, scale=0.1, save=case.level > 0)
+    log_sum_exp, k_mean = torch.zeros(1, 2, padded_length(size[2])), torch.zeros(1, 2, case.head_dim)
+    saved = (query if forward.sparse_output is None else forward.sparse_output), log_sum_exp, k_mean
+    inputs = BackwardInputs(grad_output, query, key, value, alpha, prepared.inputs.sums, *saved)
+    sla2_ladder.run_backward(inputs, block_mask, prepared.inputs.lists, scale=0.1)
+
+
+@pytest.mark.parametrize("case", LAUNCHED, ids=named)
+def test_what_is_launched_is_what_is_declared_and_compiled(launches, monkeypatch, case):
+    case_level = 3 if case.kernel in ("sla2_top_blocks", "sla2_list", "sla2_sequence_mean") else case.level
+    (launch_sla2 if compiling.is_sla2(case) else launch_level)(case._replace(level=case_level))
+    program, signature, constants, options = source_of(case)
+    found = [arguments for launched, arguments in launches if launched is program]
+    found = [x for x in found if all(x[name] == value for name, value in constants.items() if name.startswith("WITH_"))]
+    assert found
+    for arguments in found:
+        for name, kind in signature.items():
+            assert kind_of(arguments[name]) == (SIZE if kind == PADDED_SIZE else kind), name
+            assert kind != PADDED_SIZE or arguments[name] % 16 == 0, name
+        for name, value in constants.items():
+            assert arguments[name] == value or name in ("WIDTH", "RAGGED"), name
+        for name, value in options.items():
+            assert arguments.get(name, value) == value, name
+
+
+# Compiled kernels
+
+# In a process of its own, where Triton compiles: in this one it may interpret. The last portable levels, for Ampere and
+# for Hopper, whose INT8 instructions differ; a level of Hopper's; SLA2's INT8 level, with its limit of registers.
+CASES = [Case("forward", 4, 80, 64, True), Case("dkdv", 3, 90, 64, True), Case("forward", 5, 90, 64, True)]
+CASES += [Case("sla2_forward", 3, 90, 128, False)]
 COMPILE = """
 import json, sys
 from sage_kernels.measure.compile import Case, compile_all
 for case, compiled in compile_all([Case(*case) for case in json.loads(sys.argv[1])], workers=2):
     print(json.dumps(compiled))
 """
-
-
-# What the assembler says of a program as Triton wrote it and without what separates matmuls; for which GPU it is asked.
+# What the assembler says of a program as Triton wrote it and without what separates matmuls.
 ASSEMBLE = """
 import json
-from sage_kernels.measure import compile as compiling
-from sage_kernels.measure.compile import Case, compile_case, compiled_kernel, serialized
-ptx = compiled_kernel(Case("forward", 3, 90, 64, True)).asm["ptx"]
-said = [serialized(ptx), serialized(ptx.replace("wgmma.fence.sync.aligned;", ""))]
-compiling.serialized = lambda ptx: ("asked",)
-asked = [compile_case(Case("forward", 3, capability, 64, True)).serialized for capability in (90, 80)]
-print(json.dumps(said + asked))
+from sage_kernels.measure.compile import Case, compile_case
+from triton.backends.nvidia.compiler import CUDABackend
+case = Case("forward", 3, 90, 64, True)
+print(json.dumps(compile_case(case).serialized))
+make_ptx = CUDABackend.make_ptx
+CUDABackend.make_ptx = lambda *arguments: make_ptx(*arguments).replace("wgmma.fence.sync.aligned;", "")
+print(json.dumps(compile_case(case).serialized))
 """
-
-
+# Local-memory instructions as they are counted, and as the disassembler names them.
+DISASSEMBLE = """
+import json, re
+from sage_kernels.measure.compile import Case, compiled_kernel, local_memory_instructions, machine_code
+for capability in (80, 120):
+    kernel = compiled_kernel(Case("dkdv_16bit", 0, capability, 128, True))
+    counted = local_memory_instructions(kernel.asm["cubin"])
+    print(json.dumps([counted, len(re.findall(r"\\b(?:LDL|STL)\\b", machine_code(kernel)))]))
+"""
 # What the loops of the programs of one pass that are counted spill, per score.
 COUNT_SPILLS = """
 import json
@@ -84,17 +204,15 @@ def compiled():
     return {case: Compiled(*fields) for case, fields in zip(CASES, found, strict=True)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} sm_{case.capability}")
-def test_levels_compile_to_the_tensor_core_instructions_they_promise(compiled, case):
-    found = compiled[case]
-    assert complaint(case, found, recorded_spills=found.spills) is None
-    assert 0 < found.registers <= 255
-    assert (found.int8_instructions > 0) == compiling.is_int8(case)
-    int8 = FORWARD_LEVELS[case.level].int8 if case.kernel == "forward" else "all but dP"
-    assert (found.float16_instructions > 0) == (int8 != "QKV" and case.kernel not in ("dv", "sla2_top_blocks"))
-    assert found.registers <= (compiling.launch_of(case).max_registers or 255)
-    if case.level in HOPPER and case.kernel == "forward":
-        assert found.spills == 0
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_levels_compile_as_recorded(compiled, case):
+    recorded = json.loads(compiling.RECORD.read_text())
+    assert complaint(case, compiled[case], recorded[named(case)]) is None
+
+
+def test_spills_are_counted_as_the_disassembler_names_them():
+    found = run_where_triton_compiles(DISASSEMBLE)
+    assert all(counted == named > 0 for counted, named in found)
 
 
 def test_one_pass_spills_nothing_in_the_loop_that_is_counted():
@@ -102,7 +220,7 @@ def test_one_pass_spills_nothing_in_the_loop_that_is_counted():
 
 
 def test_matmuls_that_wait_for_one_another_are_seen():
-    assert run_where_triton_compiles(ASSEMBLE) == [[[], ["C7519"], ["asked"], []]]
+    assert run_where_triton_compiles(ASSEMBLE) == [[], ["C7519"]]
 
 
 def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
@@ -143,32 +261,49 @@ def test_a_limit_of_registers_is_the_compilers_too(monkeypatch):
     assert [x["num_stages"] for x in options] == [3, 1]
 
 
-FINE = Compiled(128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=4, serialized=())
+FINE = Compiled(128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=0, serialized=())
+INT8_CASE = Case("forward", 4, 89, 64, True)
 
 
 @pytest.mark.parametrize(
-    ("change", "spills", "expected"),
+    ("change", "expected"),
     [
-        ({}, 3, None),
-        ({"int8_instructions": 0}, 3, "no INT8 tensor-core instruction"),
-        ({"spills": 4}, 3, "4 spill instructions, 3 recorded"),
-        ({"spills": 2}, 3, None),
-        ({"shared": 100 << 10}, 3, "102400 bytes of shared memory, the GPU has 101376"),
-        ({"serialized": ["C7510", "C7514"]}, 3, "matmuls wait for one another: C7510, C7514"),
+        ({}, None),
+        ({"int8_instructions": 0}, "expected INT8 tensor-core instructions, found 0"),
+        ({"float16_instructions": 4}, "expected no 16-bit tensor-core instructions, found 4"),
+        ({"registers": 0}, "0 registers, its launch allows 255"),
+        ({"spills": 4}, "4 spill instructions, 3 recorded"),
+        ({"spills": 2}, None),
+        ({"shared": 100 << 10}, "102400 bytes of shared memory, the GPU has 101376"),
+        ({"serialized": ["C7510", "C7514"]}, "matmuls wait for one another: C7510, C7514"),
     ],
 )
-def test_faults(change, spills, expected):
-    assert complaint(Case("forward", 4, 89, 64, True), FINE._replace(**change), spills) == expected
+def test_faults(change, expected):
+    assert complaint(INT8_CASE, FINE._replace(**change), 3) == expected
 
 
-def test_a_16_bit_level_needs_no_int8_instruction():
-    found = FINE._replace(int8_instructions=0)
-    assert complaint(Case("forward", 0, 89, 64, True), found, 3) is None
-    assert complaint(Case("dq_16bit", 0, 89, 64, True), found, 3) is None
-    assert complaint(Case("dq", 1, 89, 64, True), found, 3) == "no INT8 tensor-core instruction"
-    for kernel, level in (("sla2_forward_16bit", 2), ("sla2_key_blocks", 3), ("sla2_mix", 1), ("sla2_key", 0)):
-        assert complaint(Case(kernel, level, 89, 64, False), found, 3) is None
-    assert complaint(Case("sla2_forward", 3, 89, 64, False), found, 3) == "no INT8 tensor-core instruction"
+def test_a_limit_of_registers_is_held(monkeypatch):
+    case, limit = Case("sla2_forward", 3, 90, 64, False), 168
+    measured = {("sla2_forward", 3, 64, False): Launch(64, 64, 4, 3, limit)}
+    monkeypatch.setattr(compiling, "measured_launches", lambda: measured)
+    found = FINE._replace(float16_instructions=4, registers=limit)
+    assert complaint(case, found, 3) is None
+    too_many = found._replace(registers=limit + 1)
+    assert complaint(case, too_many, 3) == f"{limit + 1} registers, its launch allows {limit}"
+
+
+def test_what_instructions_a_kernel_promises():
+    """By kernel and level: whether INT8 and 16-bit tensor-core instructions."""
+    promised = {
+        ("forward", 0): (False, True), ("forward", 1): (True, True), ("forward", 2): (True, False),
+        ("forward", 5): (True, False), ("dq_16bit", 0): (False, True), ("dkdv", 1): (True, True),
+        ("dq_per_block", 2): (True, True), ("dk", 3): (True, True), ("dv", 3): (True, False), ("dq", 4): (True, True),
+        ("sla2_forward_16bit", 2): (False, True), ("sla2_forward", 3): (True, True), ("sla2_mix", 1): (False, True),
+        ("sla2_key_blocks", 3): (False, True), ("sla2_key", 0): (False, True), ("sla2_top_blocks", 0): (False, False),
+    }  # fmt: skip
+    for (kernel, level), expected in promised.items():
+        case = Case(kernel, level, 90, 128, False)
+        assert (compiling.is_int8(case), compiling.has_16_bit_matmul(case)) == expected, case
 
 
 INT8 = [
@@ -185,16 +320,15 @@ FLOAT16 = [
 
 def test_instructions_are_told_apart():
     for line in INT8:
-        assert (compiling._count_int8(line), compiling._count_float16(line)) == (1, 0)
+        assert (count_int8(line), count_float16(line)) == (1, 0)
     for line in FLOAT16:
-        assert (compiling._count_int8(line), compiling._count_float16(line)) == (0, 1)
+        assert (count_int8(line), count_float16(line)) == (0, 1)
     neither = (
         "ld.global.s8 %r1, [%rd1];\ncvt.rn.f16.f32 %rs1, %f1;\nmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {};"
     )
-    assert (compiling._count_int8(neither), compiling._count_float16(neither)) == (0, 0)
-    assert compiling._count_int8("\n".join(INT8 + FLOAT16)) == 3
+    assert (count_int8(neither), count_float16(neither)) == (0, 0)
+    assert count_int8("\n".join(INT8 + FLOAT16)) == 3
 
 
 def test_the_record_names_every_kernel_and_nothing_else():
-    cases = [*compiling.cases(), *compiling.sla2_cases()]
-    assert set(json.loads(COMPILE_RECORD.read_text())) == {f"sm_{case.capability} {case.name}" for case in cases}
+    assert set(json.loads(compiling.RECORD.read_text())) == set(map(named, EVERY))

@@ -13,10 +13,10 @@ from sage_kernels.common.quantize import padded_head_dim, padded_length, quantiz
 from sage_kernels.sla2 import ladder
 from sage_kernels.sla2.backward import program as backward
 from sage_kernels.sla2.forward import program as forward
-from sage_kernels.sla2.ladder import LEVELS
+from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean, top_blocks
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean, top_blocks
 from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
 from sla2_cases import (
     CASES,
@@ -227,7 +227,7 @@ def test_smoothing_takes_a_key_offset_out_of_the_error(level, monkeypatch):
 def test_blocks_of_zeros(level, name):
     """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
     tensors = draw(SMALL)._replace(**{name: getattr(draw(SMALL), name).clone()})
-    getattr(tensors, name)[:, :, BLOCK_KV:] = 0
+    getattr(tensors, name)[:, :, MASK_BLOCK_KV:] = 0
     result = run_level(SMALL, level, tensors)
     assert result.forward.output.isfinite().all()
     if level in TRAINED:
@@ -252,16 +252,13 @@ def test_an_overflow_in_the_gradient_is_not_lost(selected, bad):
 # Launches: what a launch may change is speed
 
 
-BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")
-
-
 def launches():
     """(kernel, level, launch, case): every candidate of every level; on the CPU every tile shape once."""
     for head_dim in (64, 128) if ON_GPU else (64,):
         size = (777, 1000) if ON_GPU else (150, 140)
         case = Case(*size, "half", head_dim, 2, 1, torch.bfloat16 if ON_GPU else torch.float16)
-        names = [(LEVELS[level].kernel, level) for level in FORWARD]
-        names += [("sla2_mix", 1), *((kernel, level) for level, kernel in product(TRAINED, BACKWARD_KERNELS))]
+        names = [(kernel, level) for level in FORWARD for kernel in LEVELS[level].kernels]
+        names += [(kernel, level) for level, kernel in product(TRAINED, BACKWARD_KERNELS)]
         for kernel, level in names if ON_GPU else dict(names).items():
             distinct = {x if ON_GPU else x[:2]: x for x in (*CANDIDATES[kernel], DEFAULTS[kernel])}
             yield from ((kernel, level, launch, case) for launch in distinct.values())
@@ -301,8 +298,8 @@ def test_every_kernel_has_launches_whose_tiles_fit_its_blocks():
     assert kernels == {kernel for kernel, *_ in LAUNCHES} == {x for x in DEFAULTS if x.startswith("sla2_")}
     for kernel in kernels:
         for launch in (*CANDIDATES[kernel], DEFAULTS[kernel]):
-            assert BLOCK_Q % launch.block_q == 0
-            assert launch.block_kv == BLOCK_KV or kernel == "sla2_linear_query"
+            assert MASK_BLOCK_Q % launch.block_q == 0
+            assert launch.block_kv == MASK_BLOCK_KV or kernel == "sla2_linear_query"
 
 
 def test_a_measured_launch_may_limit_registers(tmp_path, monkeypatch):
@@ -439,12 +436,12 @@ def test_a_long_sequence_at_97_percent(level, dtype):
 def test_block_means(n, head_dim, dtype):
     x = (drawn(2, 3, n, head_dim, seed=n) + 5).to(dtype)
     for values in (False, True):
-        hat, q_bar = quantize(x, BLOCK_Q, values=values, block_mean=True, factor=0.3)
-        torch.testing.assert_close(q_bar, block_mean(x.float(), BLOCK_Q), rtol=1e-5, atol=1e-5)
+        hat, q_bar = quantize(x, MASK_BLOCK_Q, values=values, block_mean=True, factor=0.3)
+        torch.testing.assert_close(q_bar, block_mean(x.float(), MASK_BLOCK_Q), rtol=1e-5, atol=1e-5)
         assert (hat.values is not None) == values
     k_bar = key_blocks(x, x, int8=False).k_bar
-    torch.testing.assert_close(k_bar, block_mean(x.float(), BLOCK_KV), rtol=1e-5, atol=1e-5)
-    mean = sequence_mean(k_bar, n, BLOCK_KV)
+    torch.testing.assert_close(k_bar, block_mean(x.float(), MASK_BLOCK_KV), rtol=1e-5, atol=1e-5)
+    mean = sequence_mean(k_bar, n, MASK_BLOCK_KV)
     torch.testing.assert_close(mean, x.float().mean(-2), rtol=1e-5, atol=1e-5)
 
 
@@ -558,7 +555,8 @@ def test_key_block_sums_are_the_references(n, head_dim, dtype):
     with guarded_allocations():
         sums = key_blocks(key, value, int8=False).sums.float()
     dp = padded_head_dim(head_dim)
-    h, z = sage_ref.sla2.key_block_sums(key.float().softmax(-1), value.float(), BlockSettings(BLOCK_Q, BLOCK_KV))
+    settings = BlockSettings(MASK_BLOCK_Q, MASK_BLOCK_KV)
+    h, z = sage_ref.sla2.key_block_sums(key.float().softmax(-1), value.float(), settings)
     found_h, found_z = sums[..., : dp * dp].unflatten(-1, (dp, dp)), sums[..., dp * dp :]
     limit = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-3, "atol": 1e-4}  # bfloat16 there
     torch.testing.assert_close(found_h[..., :head_dim, :head_dim], h, **limit)
@@ -571,11 +569,13 @@ def test_key_block_sums_are_the_references(n, head_dim, dtype):
 @pytest.mark.parametrize("n", [1, 70, 200])
 def test_values_are_quantised_as_the_quantiser_does(n):
     value = drawn(2, 3, n, 48).to(DTYPES[-1])
-    expected, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=True)
+    expected, _ = quantize(value, MASK_BLOCK_KV, values=False, transposed=True, grouped=True)
     with guarded_allocations():
         found = key_blocks(value + 1, value, int8=True).v_hat
-    blocks = block_count(n, BLOCK_KV)  # what comes after them is in no list
-    assert torch.equal(found.transposed[..., : blocks * BLOCK_KV], expected.transposed[..., : blocks * BLOCK_KV])
+    blocks = block_count(n, MASK_BLOCK_KV)  # what comes after them is in no list
+    assert torch.equal(
+        found.transposed[..., : blocks * MASK_BLOCK_KV], expected.transposed[..., : blocks * MASK_BLOCK_KV]
+    )
     assert torch.equal(found.scale[..., :blocks], expected.scale[..., :blocks])
     assert found.values is None
     assert key_blocks(value, value, int8=False).v_hat is None

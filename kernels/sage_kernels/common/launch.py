@@ -24,6 +24,11 @@ class Launch(NamedTuple):
     num_stages: int
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
 
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton's compiler is told besides the tile's size."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+
 
 CANDIDATES = {
     "forward": (Launch(64, 128, 4, 2), Launch(64, 128, 4, 3), Launch(128, 128, 8, 2), Launch(128, 128, 8, 3)),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sage_kernels.common.tiles import group_columns, low_byte
 
-BLOCK_Q = 128  # queries (and rows of dO) that share a scale
-BLOCK_KV = 128  # keys or values that share a scale
+SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values
+BLOCK_Q = BLOCK_KV = SCALE_BLOCK
 
 
 class Quantized(NamedTuple):
@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 def padded_length(n: int) -> int:
-    return -(-n // 128) * 128
+    return -(-n // SCALE_BLOCK) * SCALE_BLOCK
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -147,8 +147,8 @@ def transpose(values: Tensor, grouped: bool) -> Tensor:
     """int8 [B, H, Np, Dp] -> [B, H, Dp, Np]: what the backward pass makes of the forward's saved Q^ and K^."""
     batch, heads, n_padded, dp = values.shape
     transposed = values.new_empty(batch, heads, dp, n_padded)
-    _transpose_kernel[(n_padded // BLOCK_KV, batch * heads)](
-        values, transposed, n_padded, DP=dp, BLOCK=BLOCK_KV, GROUPED=grouped
+    _transpose_kernel[(n_padded // SCALE_BLOCK, batch * heads)](
+        values, transposed, n_padded, DP=dp, BLOCK=SCALE_BLOCK, GROUPED=grouped
     )
     return transposed
 

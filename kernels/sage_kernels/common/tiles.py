@@ -1,4 +1,6 @@
-"""Tile helpers that several kernels mean in the same way: masks, rounding, integer products."""
+"""What kernels mean in the same way: where a head lies, the size of a tile, masks, rounding, integer products."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,6 +15,25 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 # A running maximum that stands for "no key seen yet" without being -inf, whose difference with itself is NaN.
 NO_KEY = tl.constexpr(-1.0e30)
 TINY = tl.constexpr(1.0e-30)
+
+
+class Operand(NamedTuple):
+    """One head of a tensor: a row per token, or per feature of a transposed copy, its numbers side by side."""
+
+    pointer: tl.tensor  # to the first row
+    stride: tl.tensor  # from row to row
+    scale: tl.tensor | None = None  # of an INT8 copy: pointer to one per SCALE_BLOCK tokens
+
+
+class Tile(NamedTuple):
+    """What the compiler knows of a tile of scores."""
+
+    D: int  # head size
+    DP: int  # head size, padded to a power of two
+    BLOCK_Q: int  # queries
+    BLOCK_KV: int  # keys
+    SCALE_BLOCK: int  # tokens that share a scale
+    IS_CAUSAL: bool
 
 
 @triton.jit
@@ -36,23 +57,41 @@ def key_tile_range(first_query, n_k, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constex
 
 
 @triton.jit
-def load_tokens(x_ptr, token, stride_n, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.constexpr):
-    """[tokens, DP] of a 16-bit tensor [N, D]; zeros past D, and past N if IS_MASKED."""
+def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.constexpr):
+    """[tokens, DP] of a 16-bit operand [N, D]; zeros past D, and past N if IS_MASKED."""
     d = tl.arange(0, DP)
-    pointers = x_ptr + token[:, None].to(tl.int64) * stride_n + d[None, :]
+    pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
     if IS_MASKED:
-        x = tl.load(pointers, mask=(token[:, None] < n) & (d[None, :] < D), other=0.0)
+        loaded = tl.load(pointers, mask=(token[:, None] < n) & (d[None, :] < D), other=0.0)
     elif D == DP:
-        x = tl.load(pointers)
+        loaded = tl.load(pointers)
     else:
-        x = tl.load(pointers, mask=d[None, :] < D, other=0.0)
-    return x
+        loaded = tl.load(pointers, mask=d[None, :] < D, other=0.0)
+    return loaded
 
 
 @triton.jit
-def load_padded(x_ptr, row, row_stride, COLUMNS: tl.constexpr):
-    """[rows, COLUMNS] of a padded int8 copy, contiguous along columns: no mask needed."""
-    return tl.load(x_ptr + row[:, None] * row_stride + tl.arange(0, COLUMNS)[None, :])
+def load_padded(x, token, DP: tl.constexpr):
+    """[tokens, DP] of an INT8 operand [Np, Dp]: padded, so that no mask is needed."""
+    return tl.load(x.pointer + token[:, None] * x.stride + tl.arange(0, DP)[None, :])
+
+
+@triton.jit
+def load_transposed(x, first_token, DP: tl.constexpr, TOKENS: tl.constexpr):
+    """[DP, TOKENS] of a transposed INT8 operand [Dp, Np]."""
+    return tl.load(x.pointer + first_token + tl.arange(0, DP)[:, None] * x.stride + tl.arange(0, TOKENS)[None, :])
+
+
+@triton.jit
+def load_with_scale(x, token, n, scale, TILE: tl.constexpr):
+    """(X_i, s [tokens]) of an operand: INT8 with its scales, or 16 bit with `scale` for every token."""
+    if x.scale is None:
+        loaded = load_tokens(x, token, n, TILE.D, TILE.DP, True)
+        s = tl.zeros(token.shape, tl.float32) + scale
+    else:
+        loaded = load_padded(x, token, TILE.DP)
+        s = tl.load(x.scale + token // TILE.SCALE_BLOCK)
+    return loaded, s
 
 
 @triton.jit
@@ -92,6 +131,29 @@ def group_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows must be stored in the same order; a sum doesn't mind.
     """
     return x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr):
+    """(p_ij = 127 exp(S_ij - m_ij), s_p, m_new, l, rescale) from ROUNDER + integer scores and their scale per row.
+
+    S - m_ij + log2(127) is one multiply-add: s_ij s_qk - taken_out. taken_out is large, so it is rounded; m_ij becomes
+    the maximum that the rounded value stands for, which is just as good a reference point while s_qk << 1. From
+    s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
+    there on a little more is taken out.
+    """
+    if IS_MASKED:
+        s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
+        m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)
+    else:
+        m_ij = (tl.max(s_ij, 1) - ROUNDER) * s_qk
+    taken_out = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + tl.maximum(s_qk - 0.005, 0.0))
+    m_ij = tl.fma(-s_qk, ROUNDER, taken_out) + LOG2_INT8_MAX
+    m_new = tl.maximum(m, m_ij)
+    p_ij = tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -taken_out[:, None]))
+    s_p = tl.math.exp2(m_ij - m_new) / 127.0
+    rescale = tl.math.exp2(m - m_new)
+    return p_ij, s_p, m_new, l * rescale + tl.sum(p_ij, 1) * s_p, rescale
 
 
 @triton.jit

@@ -8,10 +8,12 @@ tokens take the last scope alone, and FlashAttention-2 for exact attention, whos
 TOPS = 4 B H Nq Nk D / seconds forward, 2.5 times that backward, half of it if causal.
 """
 
+import argparse
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_ref
+from sage_kernels.measure.options import add_record, require_gpu
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
@@ -32,6 +35,7 @@ from sage_kernels.sagebwd.ladder import (
 )
 from sage_kernels.sagebwd.ops import backward_level, forward_level
 from sage_ref.attention import attention_backward, attention_forward
+from sage_ref.records import markdown_table, write_record
 
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 # Errors of INT8 attention on standard normal inputs are 2 to 4 per cent; ten is a broken kernel.
@@ -132,7 +136,7 @@ def _ladder_rows(shape, tensors, exact, best, options, row):
             return run_forward(prepare_forward(query, key, value, level, **prepare), level, **options)
 
         inputs = prepare_forward(query, key, value, level, **prepare)
-        error = checked(run_forward(inputs, level, **options)[0], exact[0])
+        error = require_close(run_forward(inputs, level, **options)[0], exact[0])
         timing = measure(lambda inputs=inputs, level=level: run_forward(inputs, level, **options))
         yield row("sage_kernels", level, "kernel", "fwd", timing, error)
         yield row("sage_kernels", level, "op", "fwd", measure(op), error)
@@ -152,7 +156,7 @@ def _ladder_rows(shape, tensors, exact, best, options, row):
 
         inputs = prepare_backward(grad_output, query, key, value, *saved, level, **hats)
         gradients = run_backward(inputs, level, **options)
-        error = max(checked(found, expected) for found, expected in zip(gradients, exact[1:], strict=True))
+        error = max(require_close(found, expected) for found, expected in zip(gradients, exact[1:], strict=True))
         timing = measure(lambda inputs=inputs, level=level: run_backward(inputs, level, **options))
         yield row("sage_kernels", level, "kernel", "bwd", timing, error)
         yield row("sage_kernels", level, "op", "bwd", measure(op), error)
@@ -163,7 +167,7 @@ def _autograd_rows(attention: Callable, inputs: tuple[Tensor, ...], exact: tuple
     leaves = [x.detach().requires_grad_() for x in operands]
     output = attention(*leaves)
     gradients = torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-    error = max(checked(found, expected) for found, expected in zip((output, *gradients), exact, strict=True))
+    error = max(require_close(found, expected) for found, expected in zip((output, *gradients), exact, strict=True))
 
     def backward():
         return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
@@ -195,10 +199,44 @@ def peer_head(query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *,
     return tuple(x.float() for x in (output.detach(), *torch.autograd.grad(output, leaves, grad_output[:1, :1])))
 
 
-def checked(found: Tensor, exact: Tensor) -> float:
-    """Relative L2 error of the first head; a wrong or non-finite result must not be timed."""
+def require_close(found: Tensor, exact: Tensor) -> float:
+    """Relative L2 error of the first head; RuntimeError if it is too large or not finite: that must not be timed."""
     found = found[:1, :1].to(exact.dtype)
     error = ((found - exact).norm() / exact.norm()).item()
     if not error < LARGEST_ERROR:
         raise RuntimeError(f"bench: expected a relative L2 error below {LARGEST_ERROR}, got {error}")
     return error
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_record(parser)
+    parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which ladder")
+    parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
+    parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
+
+
+def command(options: argparse.Namespace) -> None:
+    """Time every level and the peers on this GPU."""
+    from sage_kernels.measure import sla2_bench, sla2_tuning, tuning  # which need this file
+
+    require_gpu()
+    sla2 = options.op == "sla2"
+    if options.tune:
+        rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
+        print(markdown_table(rows[0], [row.values() for row in rows]))
+        table = "launch_hopper_sla2.json" if sla2 else "launch_hopper.json"
+        write_record(options.record or resources.files("sage_kernels.common") / table, rows, command=options.command)
+        return
+    columns = ("provider", "level", "scope", *(("part", "sparsity") if sla2 else ()))
+    columns += ("direction", "ms_median", "tops", "rel_l2")
+    rows = []
+    for shape in sla2_bench.SHAPES if sla2 else SHAPES:
+        if options.n and shape.n not in options.n:
+            continue
+        print(f"\n{shape}\n\n{markdown_table(columns, [])}")
+        for row in (sla2_bench.bench_shape if sla2 else bench_shape)(shape):
+            rows.append(row)
+            print("|", " | ".join(str(row[column]) for column in columns), "|", flush=True)
+        if options.record:
+            write_record(options.record, rows, command=options.command, seeds=[0])

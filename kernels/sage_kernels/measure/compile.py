@@ -1,62 +1,57 @@
 """Compile every kernel of every level for GPUs that needn't be there, and read what the compiler made of it.
 
 For each: registers, spills, shared memory and the INT8 and 16-bit tensor-core instructions found in the machine code.
-An INT8 level without an INT8 tensor-core instruction fails, so does one that spills more than its record allows or
-wants more shared memory than the GPU has, and so does a program for Hopper in which the assembler made matmuls wait for
-one another.
+A kernel fails whose tensor-core instructions aren't those that its level promises, which takes more registers than its
+launch allows, spills more than its record allows or wants more shared memory than the GPU has, and so does a program
+for Hopper in which the assembler made matmuls wait for one another.
 """
 
+import argparse
+import io
+import json
 import re
+import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_kernels.common.launch import DEFAULTS, Launch, measured_launches
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
-from sage_kernels.hopper import toolbox as hopper
-from sage_kernels.sagebwd.backward import level0_16bit
-from sage_kernels.sagebwd.backward.program import dkdv_program, dq_program
-from sage_kernels.sagebwd.forward import level5_hopper
-from sage_kernels.sagebwd.forward.program import forward_program
-from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
-from sage_kernels.sla2 import routing
+from sage_kernels.common.signature import Signature, compiler_arguments
+from sage_kernels.sagebwd.backward import program as backward
+from sage_kernels.sagebwd.forward import program as forward
+from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, BackwardLevel, ForwardLevel
+from sage_kernels.sla2 import lists, routing, sums
 from sage_kernels.sla2.backward import program as sla2_backward
-from sage_kernels.sla2.forward.level0_as_printed import as_printed_program
-from sage_kernels.sla2.forward.level1_lists import mix_program
-from sage_kernels.sla2.forward.program import sparse_forward_program
-from sage_kernels.sla2.ladder import LEVELS
-from sage_kernels.sla2.lists import list_program
-from sage_kernels.sla2.sums import key_block_program
+from sage_kernels.sla2.forward import level0_as_printed, level1_lists
+from sage_kernels.sla2.forward import program as sla2_forward
+from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
+from sage_ref.records import markdown_table, replaced, write_record
 
+RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-# Pointers to float32, besides those to scales; to int32; to int8 always.
-FLOAT32 = {
-    f"{name}_ptr"
-    for name in (
-        "log_sum_exp", "delta", "alpha", "alpha_log_sum_exp", "unsmoothed", "dalpha", "k_mean", "k_bar", "mean",
-        "means", "scores", "factors", "step",
-    )
-}  # fmt: skip
-INT32, INT8 = {"entries_ptr", "counts_ptr"}, {"q_hat_ptr", "vt_hat_ptr"}
 # SLA2's programs that run around its ladder, with the warps they are launched with.
-SLA2_AROUND = {"sla2_key_blocks": 8, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
+SLA2_AROUND = {"sla2_key_blocks": sums.WARPS, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MATMUL = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*"
+LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bits of an instruction
 
 
 class Case(NamedTuple):
     """One kernel to compile."""
 
-    kernel: str  # a key of launch.DEFAULTS or SLA2_AROUND
+    kernel: str  # a key of launch.DEFAULTS, of a Hopper level's LAUNCHES or of SLA2_AROUND
     level: int
     capability: int
     head_dim: int
@@ -65,6 +60,15 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.kernel} level {self.level} D{self.head_dim} {'causal' if self.is_causal else 'full'}"
+
+
+class Source(NamedTuple):
+    """A program and what the compiler must be told to make of it what `ladder` launches."""
+
+    program: Any
+    signature: Signature
+    constants: dict
+    options: dict
 
 
 class Compiled(NamedTuple):
@@ -80,51 +84,43 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
     """Every kernel of every SageBwd level, causal (the longer code: it holds the loop without a mask as well)."""
     for capability in capabilities:
         for head_dim in head_dims:
-            for level, chosen in enumerate(FORWARD_LEVELS):
-                if capability == 90 or chosen.hopper is None:
-                    yield Case("forward", level, capability, head_dim, True)
-            for level, chosen in enumerate(BACKWARD_LEVELS):
-                for kernel in chosen.kernels(head_dim) if capability == 90 or chosen.hopper is None else ():
-                    yield Case(kernel, level, capability, head_dim, True)
+            for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
+                for level, chosen in enumerate(levels):
+                    for kernel in chosen.kernels(head_dim) if capability == 90 or chosen.hopper is None else ():
+                        yield Case(kernel, level, capability, head_dim, True)
 
 
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
     """Every program of every SLA2 level. The level of one that several run is the first; the backward's is 0."""
+    kernels = [(chosen.kernel, level) for level, chosen in enumerate(LEVELS)]
+    kernels += [("sla2_mix", 1), ("sla2_key_blocks", 3)]  # which makes V^ as well
+    kernels += [(kernel, 0) for kernel in BACKWARD_KERNELS]
     for capability in capabilities:
         for head_dim in head_dims:
-            kernels = [(chosen.kernel, level) for level, chosen in enumerate(LEVELS)]
-            kernels += [("sla2_mix", 1), ("sla2_key_blocks", 3)]  # which makes V^ as well
-            kernels += [(kernel, 0) for kernel in ("sla2_linear_query", "sla2_query", "sla2_key")]
             for kernel, level in kernels:
                 yield Case(kernel, level, capability, head_dim, False)
         for kernel in ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean"):  # they hardly depend on the head size
             yield Case(kernel, 0, capability, head_dims[0], False)
 
 
-def is_int8(case: Case) -> bool:
-    if case.kernel.startswith("sla2_"):
-        return case.kernel == LEVELS[case.level].kernel and LEVELS[case.level].int8
-    return bool(FORWARD_LEVELS[case.level].int8) if case.kernel == "forward" else BACKWARD_LEVELS[case.level].int8
+def level_of(case: Case) -> ForwardLevel | BackwardLevel:
+    """A SageBwd case's level."""
+    return (FORWARD_LEVELS if case.kernel == "forward" else BACKWARD_LEVELS)[case.level]
 
 
-def compile_case(case: Case) -> Compiled:
-    """Compile one kernel as `ladder` would launch it on that GPU."""
-    kernel = compiled_kernel(case)
-    return Compiled(
-        registers=int(re.search(r"REG:(\d+)", _tool(kernel, "cuobjdump", "-res-usage"))[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", machine_code(kernel))),
-        shared=kernel.metadata.shared,
-        int8_instructions=_count_int8(kernel.asm["ptx"]),
-        float16_instructions=_count_float16(kernel.asm["ptx"]),
-        serialized=serialized(kernel.asm["ptx"]) if case.capability == 90 else (),
-    )
+def is_sla2(case: Case) -> bool:
+    return case.kernel.startswith("sla2_")
 
 
 def is_hopper(case: Case) -> bool:
     """Whether it is a level of Hopper's, in Gluon."""
-    if case.kernel.startswith("sla2_"):
-        return False
-    return (FORWARD_LEVELS if case.kernel == "forward" else BACKWARD_LEVELS)[case.level].hopper is not None
+    return not is_sla2(case) and level_of(case).hopper is not None
+
+
+def is_int8(case: Case) -> bool:
+    if is_sla2(case):
+        return case.kernel == LEVELS[case.level].kernel and bool(LEVELS[case.level].int8)
+    return bool(level_of(case).int8)
 
 
 def launch_of(case: Case) -> Launch:
@@ -132,142 +128,133 @@ def launch_of(case: Case) -> Launch:
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
-        if case.kernel == "forward":
-            return level5_hopper.LAUNCH
-        return BACKWARD_LEVELS[case.level].hopper.LAUNCHES[case.kernel]
+        return level_of(case).hopper.LAUNCHES[case.kernel]
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
     return launch
 
 
+def source_of(case: Case) -> Source:
+    """The program of a case as it is launched with bfloat16 tensors."""
+    return _sla2_source(case) if is_sla2(case) else _sagebwd_source(case)
+
+
+def _sagebwd_source(case: Case) -> Source:
+    level, launch, head_dim, is_causal = level_of(case), launch_of(case), case.head_dim, case.is_causal
+    if level.hopper is not None:
+        program, constants, options = level.hopper.program_of(case.kernel)
+        constants = constants | {"D": head_dim, "DP": head_dim, "IS_CAUSAL": is_causal}
+        if "RAGGED" in program.arg_names:  # the last block of keys isn't full: more code, as a causal mask is
+            constants["RAGGED"] = is_causal
+        return Source(program, level.hopper.signature(case.kernel, head_dim), constants, options)
+    if case.kernel == "forward":
+        constants = forward.constants(level.key_tile, head_dim, launch, is_causal)
+        return Source(forward.forward_program, forward.signature(level.int8), constants, launch.options)
+    signature = (backward.dq_signature if case.kernel.startswith("dq") else backward.dkdv_signature)(bool(level.int8))
+    if case.kernel.startswith("dq"):
+        constants = backward.dq_constants(level.key_tile, head_dim, launch, is_causal, level.per_block)
+        return Source(backward.dq_program, signature, constants, launch.options)
+    outputs = case.kernel.partition("_")[0]
+    constants = backward.dkdv_constants(level.query_tile, head_dim, launch, is_causal, level.per_block, outputs)
+    return Source(backward.dkdv_program, signature, constants, launch.options)
+
+
+def _sla2_source(case: Case) -> Source:
+    head_dim, launch, level = case.head_dim, launch_of(case), LEVELS[case.level]
+    sparse = sla2_forward.signature(int8=bool(level.int8), fused=level.fused, save=True)
+    sources = {
+        "sla2_as_printed": (
+            level0_as_printed.as_printed_program, level0_as_printed.signature(),
+            sla2_forward.tile_constants(head_dim, launch),
+        ),
+        "sla2_mix": (level1_lists.mix_program, level1_lists.signature(), level1_lists.constants(head_dim, launch)),
+        "sla2_linear_query": (
+            sla2_backward.linear_query_program, sla2_backward.linear_query_signature(smoothed=True),
+            sla2_backward.linear_query_constants(head_dim, launch),
+        ),
+        "sla2_query": (
+            sla2_backward.query_program, sla2_backward.query_signature(),
+            sla2_backward.query_constants(head_dim, launch),
+        ),
+        "sla2_key": (
+            sla2_backward.key_program, sla2_backward.key_signature(), sla2_backward.key_constants(head_dim, launch),
+        ),
+        "sla2_key_blocks": (sums.key_block_program, sums.signature(int8=True), sums.constants(head_dim)),
+        "sla2_list": (lists.list_program, lists.signature(), {"WIDTH": 512}),
+        "sla2_top_blocks": (routing.top_blocks_program, routing.top_blocks_signature(), {"WIDTH": 512}),
+        "sla2_sequence_mean": (
+            routing.sequence_mean_program, routing.sequence_mean_signature(),
+            routing.sequence_mean_constants(head_dim, routing.MASK_BLOCK_KV),
+        ),
+    }  # fmt: skip
+    loop = sla2_forward.sparse_forward_program, sparse, sla2_forward.constants(level.key_tile, head_dim, launch)
+    return Source(*sources.get(case.kernel, loop), launch.options)
+
+
+def has_16_bit_matmul(case: Case) -> bool:
+    """dP is one everywhere; in SLA2 so is phi(Q) H."""
+    if case.kernel == "forward":
+        return level_of(case).int8 != "QKV"
+    return case.kernel not in ("dv", "sla2_list", "sla2_top_blocks", "sla2_sequence_mean")
+
+
 def compiled_kernel(case: Case):
-    launch, source_type, tiles = launch_of(case), ASTSource, {}
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.max_registers}
-    if is_hopper(case):
-        source_type, int8_pointers = GluonASTSource, set()
-        program, constants, options, tiles = _hopper_program(case)
-        constants |= {"D": case.head_dim, "DP": case.head_dim, "IS_CAUSAL": case.is_causal}
-    else:
-        describe = _sla2_program if case.kernel.startswith("sla2_") else _program
-        program, constants, int8_pointers = describe(case, launch)
-    names = program.arg_names
-    signature = {name: "constexpr" if name in constants else _type(name, int8_pointers, tiles) for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(name) and name not in constants
-    }
-    source = source_type(program, signature, constants, aligned)
+    """Triton's compiled kernel, for the case's GPU."""
+    program, signature, constants, options = source_of(case)
+    source_type = GluonASTSource if is_hopper(case) else ASTSource
+    source = source_type(program, *compiler_arguments(program, signature, constants))
     return triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
+
+
+def compile_case(case: Case) -> Compiled:
+    """Compile one kernel as `ladder` would launch it on that GPU, without Triton's cache: ptxas must say its word."""
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        kernel = compiled_kernel(case)
+    said, ptx = log.getvalue(), kernel.asm["ptx"]
+    return Compiled(
+        registers=int(re.search(r"Used (\d+) registers", said)[1]),
+        spills=local_memory_instructions(kernel.asm["cubin"]),
+        shared=kernel.metadata.shared,
+        int8_instructions=count_int8(ptx),
+        float16_instructions=count_float16(ptx),
+        serialized=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),  # C7510, C7514 and their like
+    )
+
+
+def count_int8(ptx: str) -> int:
+    return len(re.findall(rf"{MATMUL}(?:\.s8|::i8)", ptx))
+
+
+def count_float16(ptx: str) -> int:
+    return len(re.findall(rf"{MATMUL}(?:\.f16\.f16|\.bf16|::f16)", ptx))
+
+
+def local_memory_instructions(cubin: bytes) -> int:
+    """How many LDL and STL a kernel has: spills. Its code is what the ELF sections .text... hold, 16 bytes each.
+
+    The disassembler says the same, and takes longer to start than many a kernel to compile.
+    """
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<I20xQQ", cubin, sections + i * size) for i in range(count)]  # name, offset, length
+    first_name = headers[names][1]
+    found = 0
+    for name, offset, length in headers:
+        if cubin.startswith(b".text", first_name + name):
+            lowest = (int.from_bytes(cubin[i : i + 2], "little") & 0xFFF for i in range(offset, offset + length, 16))
+            found += sum(code in (LOAD_LOCAL, STORE_LOCAL) for code in lowest)
+    return found
 
 
 def machine_code(kernel) -> str:
     """The GPU's own instructions (SASS), one a line."""
-    return _tool(kernel, "nvdisasm", "-c")
-
-
-def _count_int8(ptx: str) -> int:
-    return len(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*(?:\.s8|::i8)", ptx))
-
-
-def _count_float16(ptx: str) -> int:
-    return len(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*(?:\.f16\.f16|\.bf16|::f16)", ptx))
-
-
-def _program(case: Case, launch: Launch):
-    constants = {
-        "D": case.head_dim, "DP": case.head_dim, "BLOCK_Q": launch.block_q, "BLOCK_KV": launch.block_kv,
-        "SCALE_Q": BLOCK_Q, "SCALE_KV": BLOCK_KV, "IS_CAUSAL": case.is_causal,
-    }  # fmt: skip
-    if case.kernel == "forward":
-        level = FORWARD_LEVELS[case.level]
-        int8 = {name for name, letter in (("q_ptr", "Q"), ("k_ptr", "K"), ("v_ptr", "V")) if letter in level.int8}
-        return forward_program, constants | {"KEY_TILE": level.key_tile, "INT8_QK": "Q" in level.int8}, int8
-    level = BACKWARD_LEVELS[case.level]
-    constants |= {"IS_INT8": level.int8, "PER_BLOCK": level.per_block}
-    int8 = {"q_ptr", "k_ptr", "qt_ptr", "kt_ptr", "dot_ptr"} if level.int8 else set()
-    if case.kernel.startswith("dq"):
-        return dq_program, constants | {"QUERY_ROWS": level.query_rows}, int8
-    parts = {"WITH_DK": "dk" in case.kernel, "WITH_DV": "dv" in case.kernel}
-    return dkdv_program, constants | {"KEY_ROWS": level.key_rows} | parts, int8
-
-
-def _sla2_program(case: Case, launch: Launch):
-    """As `_program`; a pointer that a level doesn't have is the constant None, as in its launch."""
-    sizes, chosen = {"D": case.head_dim, "DP": case.head_dim}, LEVELS[case.level]
-    tiles = sizes | {"TILE_Q": launch.block_q, "BLOCK_Q": routing.BLOCK_Q, "BLOCK_KV": routing.BLOCK_KV}
-    linear = sizes | {"SMOOTHED": True, "BLOCK_Q": routing.BLOCK_Q, "COLUMNS": launch.block_kv}
-    mix = sizes | {"TILE_Q": launch.block_q, "BLOCK_Q": routing.BLOCK_Q}
-    key_block = sizes | {"BLOCK": routing.BLOCK_KV, "INT8": True}
-    programs = {
-        "sla2_as_printed": (as_printed_program, tiles),
-        "sla2_mix": (mix_program, mix),
-        "sla2_linear_query": (sla2_backward.linear_query_program, linear),
-        "sla2_query": (sla2_backward.query_program, tiles | {"QUERY_ROWS": level0_16bit.query_rows}),
-        "sla2_key": (sla2_backward.key_program, tiles | {"KEY_ROWS": level0_16bit.key_rows}),
-        "sla2_key_blocks": (key_block_program, key_block),
-        "sla2_list": (list_program, {"WIDTH": 512}),
-        "sla2_top_blocks": (routing.top_blocks_program, {"WIDTH": 512}),
-        "sla2_sequence_mean": (
-            routing.sequence_mean_program, {"D": case.head_dim, "BLOCK": routing.BLOCK_KV, "STEP": 64},
-        ),
-    }  # fmt: skip
-    if case.kernel in programs:
-        return *programs[case.kernel], set()
-    loop = {"KEY_TILE": chosen.key_tile, "INT8": chosen.int8, "FUSED": chosen.fused, "SAVE": True}
-    if not chosen.int8:
-        loop |= dict.fromkeys(("q_hat_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"))
-    if not chosen.fused:
-        loop["o_ptr"] = None
-    return sparse_forward_program, tiles | loop, {"k_ptr", "v_ptr"} if chosen.int8 else set()
-
-
-def _hopper_program(case: Case):
-    """(program, its own constants, options, type and shape of what its descriptors fetch)."""
-    if case.kernel != "forward":
-        level = BACKWARD_LEVELS[case.level].hopper
-        program, constants, options = level.program_of(case.kernel)
-        if "RAGGED" in program.arg_names:
-            constants["RAGGED"] = case.is_causal  # the longer code with the longer code
-        return program, constants, options, level.tile_shapes(case.kernel, case.head_dim)
-    tiles = {name: (torch.int8, shape) for name, shape in level5_hopper.tile_shapes(case.head_dim).items()}
-    return level5_hopper.hopper_program, {}, level5_hopper.OPTIONS, tiles
-
-
-def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
-    if name in tiles:
-        dtype, shape = tiles[name]
-        kind = {torch.int8: "i8", torch.int32: "i32", torch.float32: "fp32"}.get(dtype, "bf16")
-        return f"tensordesc<{kind}{list(shape)},{hopper.layout(*shape, dtype=dtype)!r}>"
-    if name in int8_pointers | INT8:
-        return "*i8"
-    if name in INT32:
-        return "*i32"
-    if name == "mask_ptr":
-        return "*i1"
-    if name.endswith("_ptr"):
-        return "*fp32" if "scale" in name or name in FLOAT32 else "*bf16"
-    return "fp32" if name.endswith("scale") else "i32"
-
-
-def _is_aligned(name: str) -> bool:
-    return name.endswith(("_ptr", "_padded")) or "_stride_" in name
-
-
-def serialized(ptx: str) -> tuple[str, ...]:
-    """C7510, C7514 and their like for Hopper: Triton runs the same assembler and keeps its warnings to itself."""
-    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
-        file.write(ptx)
-        file.flush()
-        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    return tuple(sorted(set(re.findall(r"\bC75\d\d\b", said.stdout + said.stderr))))
-
-
-def _tool(kernel, name: str, *arguments: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        return subprocess.run([TOOLS / name, *arguments, cubin.name], capture_output=True, text=True, check=True).stdout
+        command = [TOOLS / "nvdisasm", "-c", cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def compile_all(wanted: list[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:
@@ -278,8 +265,15 @@ def compile_all(wanted: list[Case], workers: int) -> Iterator[tuple[Case, Compil
 
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
     """What is wrong with a compiled kernel, or None."""
-    if is_int8(case) and not compiled.int8_instructions:
-        return "no INT8 tensor-core instruction"
+    for bits, found, expected in (
+        ("INT8", compiled.int8_instructions, is_int8(case)),
+        ("16-bit", compiled.float16_instructions, has_16_bit_matmul(case)),
+    ):
+        if bool(found) != expected:
+            return f"expected {'' if expected else 'no '}{bits} tensor-core instructions, found {found}"
+    allowed = launch_of(case).max_registers or 255
+    if not 0 < compiled.registers <= allowed:
+        return f"{compiled.registers} registers, its launch allows {allowed}"
     if compiled.spills > recorded_spills:
         return f"{compiled.spills} spill instructions, {recorded_spills} recorded"
     if compiled.shared > SHARED_MEMORY[case.capability]:
@@ -287,3 +281,34 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
     if compiled.serialized:
         return f"matmuls wait for one another: {', '.join(compiled.serialized)}"
     return None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--capability", type=int, nargs="+", help="only these, for example 90")
+    parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--workers", type=int, default=2)
+
+
+def command(options: argparse.Namespace) -> None:
+    """Compile every level for sm_80 to sm_120 and check the result."""
+    every = [*cases(), *sla2_cases()]
+    wanted = [case for case in every if not options.capability or case.capability in options.capability]
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    rows, complaints = [], []
+    for case, compiled in compile_all(wanted, options.workers):
+        name = f"sm_{case.capability} {case.name}"
+        wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, 0))
+        rows.append({"kernel": name} | compiled._asdict())
+        recorded[name] = compiled.spills
+        if wrong:
+            complaints.append(f"{name}: {wrong}")
+    print(markdown_table(rows[0], [row.values() for row in rows]))
+    if options.json:
+        write_record(options.json, rows, command=options.command)
+    if options.update:
+        with replaced(RECORD) as temporary:
+            temporary.write_text(json.dumps(recorded, indent=1) + "\n")
+    if complaints:
+        sys.exit("compile: " + "\ncompile: ".join(complaints))
+    print(f"{len(rows)} kernels compiled; none spills more than recorded, all use the tensor cores they promise.")

@@ -5,6 +5,7 @@ pause, and the card lowers its clock where it reaches its power limit. So every 
 while nvidia-smi is asked what clock and power it sees.
 """
 
+import argparse
 import math
 import re
 import statistics
@@ -17,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
-from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
+from sage_kernels.measure.options import add_record, require_gpu
+from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
-from sage_ref.records import Row
+from sage_ref.records import Row, markdown_table, write_record
 
 BATCH, WIDTH, LENGTH = 4, 2048, 8192
 HEAD_DIMS = (128, 64)
@@ -66,13 +67,10 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     return {
         "forward": lambda: run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale),
         **{
-            name: lambda name=name: level4_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
-            for name in level4_hopper.kernels(head_dim)
+            name: lambda name=name: level4.run_kernel(name, backward, is_causal=False, scale=scale)
+            for name in level4.kernels(head_dim)
         },
-        **{
-            name: lambda: level5_hopper.run(backward, is_causal=False, scale=scale)
-            for name in level5_hopper.kernels(head_dim)
-        },
+        **{name: lambda: level5.run(backward, is_causal=False, scale=scale) for name in level5.kernels(head_dim)},
         "cuDNN forward": peer_forward,
         "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),
     }
@@ -156,3 +154,16 @@ def rows() -> Iterator[Row]:
         for i, (name, run) in enumerate(calls(head_dim).items()):
             profile = dict.fromkeys(METRICS) if "cuDNN" in name else profiles[i]
             yield {"kernel": name, "head_dim": head_dim, "n": LENGTH} | profile | sustained(run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_record(parser)
+
+
+def command(options: argparse.Namespace) -> None:
+    """What limits the Hopper kernels; needs Nsight Compute."""
+    require_gpu()
+    found = list(rows())
+    print(markdown_table(found[0], [row.values() for row in found]))
+    if options.record:
+        write_record(options.record, found, command=options.command)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sage_kernels.measure.accuracy import HEADS, LENGTHS, SMALLEST_KEYS
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_ref import sparse_linear_attention
 from sage_ref.sla2 import block_count, selected_count, top_blocks
 from sage_ref.tracing import relative_l2
@@ -32,7 +32,7 @@ def shape_rows(device: str = "cuda") -> Iterator[dict]:
     ):
         sizes = [(2, heads, n_q), (2, kv_heads, n_k), (2, kv_heads, n_k), (2, heads, n_q)]
         inputs = [torch.randn(*size, head_dim, device=device).to(dtype) for size in sizes]
-        blocks = 2, heads, block_count(n_q, BLOCK_Q), block_count(n_k, BLOCK_KV)
+        blocks = 2, heads, block_count(n_q, MASK_BLOCK_Q), block_count(n_k, MASK_BLOCK_KV)
         block_mask = top_blocks(torch.rand(blocks, device=device), count(blocks[3]))
         alpha = torch.rand(blocks[:3], device=device)
         # One key: P is 1, and what is left of dS is how O_s was rounded. Nothing to compare.
@@ -75,7 +75,7 @@ def largest(rows: list[dict]) -> list[dict]:
 def repeats_are_equal(times: int = 100, device: str = "cuda") -> bool:
     """True if `times` runs, forward and backward, give the same bits."""
     inputs = [torch.randn(1, 4, 3000, 128, device=device, dtype=torch.bfloat16) for _ in range(4)]
-    blocks = 1, 4, block_count(3000, BLOCK_Q), block_count(3000, BLOCK_KV)
+    blocks = 1, 4, block_count(3000, MASK_BLOCK_Q), block_count(3000, MASK_BLOCK_KV)
     arguments = top_blocks(torch.rand(blocks, device=device), 5), torch.rand(blocks[:3], device=device), True, "triton"
     first = outputs_and_gradients(inputs, *arguments)
     runs = (outputs_and_gradients(inputs, *arguments) for _ in range(times))

@@ -21,12 +21,12 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sage_kernels.common.quantize import quantize
-from sage_kernels.measure.bench import PEERS, Timing, checked, measure
+from sage_kernels.measure.bench import PEERS, Timing, measure, require_close
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean, top_blocks
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean, top_blocks
 from sage_kernels.sla2.sums import key_blocks, unselected_sums
 from sage_ref import SLA2
 from sage_ref.attention import attention_backward, attention_forward
@@ -55,7 +55,7 @@ class Case:
         self.shape, self.sparsity, self.dtype = shape, sparsity, dtype
         self.tensors = tuple(torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
         self.scale = 1 / math.sqrt(shape.head_dim)
-        self.rows, self.columns = triton.cdiv(shape.n, BLOCK_Q), triton.cdiv(shape.n, BLOCK_KV)
+        self.rows, self.columns = triton.cdiv(shape.n, MASK_BLOCK_Q), triton.cdiv(shape.n, MASK_BLOCK_KV)
         self.count = selected_count(sparsity, self.columns)
         identity = torch.eye(shape.head_dim, device="cuda")
         self.router = Router(identity, identity, self.count)
@@ -67,7 +67,7 @@ class Case:
     def judge(self, block_mask: Tensor) -> tuple[Tensor, ...]:
         """O, dQ, dK, dV of the first head without quantisation, for a dO that is 0 after JUDGED_QUERIES queries."""
         q, k, v, do = (x[:1, :1].float() for x in self.tensors)
-        q, do, rows = q[:, :, :JUDGED_QUERIES], do[:, :, :JUDGED_QUERIES], JUDGED_QUERIES // BLOCK_Q
+        q, do, rows = q[:, :, :JUDGED_QUERIES], do[:, :, :JUDGED_QUERIES], JUDGED_QUERIES // MASK_BLOCK_Q
         mask, alpha, settings = block_mask[:1, :1, :rows], self.alpha[:1, :1, :rows], BlockSettings()
         forward = sla2_forward(q, k, v, mask, alpha, settings)
         o_s, log_sum_exp = forward.sparse_output, forward.log_sum_exp
@@ -118,7 +118,7 @@ def ladder_rows(case: Case, exact: Tensor) -> Iterator[dict]:
         if level == 0 and case.shape.n > 40_000:
             continue  # seconds, and nothing new
         prepared = case.prepare(level)
-        error = checked(judged(run(prepared, level, scale=case.scale).output), exact)
+        error = require_close(judged(run(prepared, level, scale=case.scale).output), exact)
         timing = measure(lambda prepared=prepared, level=level: run(prepared, level, scale=case.scale))
         yield case.row("sla2", "sage_kernels", level, "kernel", "fwd", timing, error)
         timing = measure(lambda level=level: run(case.prepare(level), level, scale=case.scale))
@@ -130,16 +130,16 @@ def part_rows(case: Case) -> Iterator[dict]:
     query, key, value, _ = case.tensors
     prepared = case.prepare(LEVEL_INT8)
     inputs, scale = prepared.inputs, case.scale
-    q_bar = quantize(query, BLOCK_Q, values=False, block_mean=True)[1]
+    q_bar = quantize(query, MASK_BLOCK_Q, values=False, block_mean=True)[1]
     k_bar = key_blocks(key, value, int8=True).k_bar
     level = LEVELS[LEVEL_INT8]
     launch = sla2_launch(level.kernel, LEVEL_INT8, query)
     steps = {
-        "quantise Q, block means": lambda: quantize(query, BLOCK_Q, block_mean=True),
+        "quantise Q, block means": lambda: quantize(query, MASK_BLOCK_Q, block_mean=True),
         "h_j, z_j, block means of K, quantise V": lambda: key_blocks(key, value, int8=True),
         "router, Top-k, lists": lambda: route(q_bar, k_bar, *case.router),
-        "mean key": lambda: sequence_mean(k_bar, case.shape.n, BLOCK_KV),
-        "smooth and quantise K": lambda: quantize(key, BLOCK_KV, mean=prepared.k_mean),
+        "mean key": lambda: sequence_mean(k_bar, case.shape.n, MASK_BLOCK_KV),
+        "smooth and quantise K": lambda: quantize(key, MASK_BLOCK_KV, mean=prepared.k_mean),
         "H = complement x h": lambda: unselected_sums(prepared.block_mask, prepared.key_sums),
         "sparse branch alone": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, fused=False),
         "sparse, linear branch and mix": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, save=False),
@@ -161,8 +161,8 @@ def module_rows(case: Case, exact: tuple[Tensor, ...]) -> Iterator[dict]:
         leaves = [x.detach().requires_grad_() for x in operands]
         output = module(*leaves)
         found = torch.autograd.grad(output, leaves, case.judged_grad_output())
-        errors = [checked(judged(output), exact[0]), checked(judged(found[0]), exact[1])]
-        errors += [checked(found[i], exact[i + 1]) for i in (1, 2)]
+        errors = [require_close(judged(output), exact[0]), require_close(judged(found[0]), exact[1])]
+        errors += [require_close(found[i], exact[i + 1]) for i in (1, 2)]
         trained = [*leaves, module.alpha_logit]
         output = module(*leaves)
 
@@ -204,7 +204,7 @@ def peer_rows(
     output = attention(*leaves)
     found = torch.autograd.grad(output, leaves, case.judged_grad_output(), retain_graph=True)
     pairs = [(judged(output), exact[0]), (judged(found[0]), exact[1]), *zip(found[1:], exact[2:], strict=True)]
-    error = max(checked(*pair) for pair in pairs)
+    error = max(require_close(*pair) for pair in pairs)
     steps = {
         "fwd": lambda: attention(*operands),
         "bwd": lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True),
@@ -230,8 +230,8 @@ def flex_rows(case: Case, block_mask: Tensor) -> Iterator[dict]:
     """FlexAttention's O_s. Its backward needs blocks of 128 keys: with one, it visits half as many of those."""
     query, key, value, _ = case.tensors
     o_s = _with_alpha_one(case).judge(block_mask)[0]
-    attention = _flex_attention(block_mask, BLOCK_KV, case.shape.n)
-    error = checked(judged(attention(query, key, value)), o_s)
+    attention = _flex_attention(block_mask, MASK_BLOCK_KV, case.shape.n)
+    error = require_close(judged(attention(query, key, value)), o_s)
     yield case.row("sla2", "flex", None, "autograd", "fwd", measure(lambda: attention(query, key, value)), error)
     scores = torch.rand(*block_mask.shape[:3], triton.cdiv(case.shape.n, 128), device="cuda")
     wide_mask, _ = top_blocks(scores, round(case.count / 2))
@@ -245,7 +245,7 @@ def _flex_attention(block_mask: Tensor, block_kv: int, n: int) -> Callable:
     counts = block_mask.sum(-1, dtype=torch.int32)
     order = block_mask.int().argsort(dim=-1, descending=True, stable=True).int()
     mask = BlockMask.from_kv_blocks(  # every listed block is full: no mask inside
-        torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=(BLOCK_Q, block_kv),
+        torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=(MASK_BLOCK_Q, block_kv),
         seq_lengths=(n, n),
     )  # fmt: skip
     torch.compiler.reset()  # dynamo gives up after eight shapes

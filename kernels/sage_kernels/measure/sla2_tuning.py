@@ -7,7 +7,7 @@ from sage_kernels.measure.sla2_bench import Case, Shape, judged
 from sage_kernels.measure.tuning import Kernel, compile_candidates, fastest
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward import level1_lists
-from sage_kernels.sla2.ladder import LEVELS, run, sla2_launch
+from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS, run, sla2_launch
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.sums import unselected_sums_by_key
 
@@ -17,9 +17,9 @@ SPARSITY = 0.97
 def kernels() -> Iterator[Kernel]:
     for head_dim in (64, 128):
         for level, chosen in enumerate(LEVELS):
-            yield Kernel(chosen.kernel, level, head_dim, causal=False)
-        yield Kernel("sla2_mix", 1, head_dim, causal=False)
-        for kernel in ("sla2_linear_query", "sla2_query", "sla2_key"):
+            for kernel in chosen.kernels:
+                yield Kernel(kernel, level, head_dim, causal=False)
+        for kernel in BACKWARD_KERNELS:
             yield Kernel(kernel, 0, head_dim, causal=False)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_kernels.common.launch import CANDIDATES, Launch
-from sage_kernels.measure.bench import checked, exact_head, measure
+from sage_kernels.measure.bench import exact_head, measure, require_close
 from sage_kernels.sagebwd.backward.program import run_dkdv, run_dq
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
 from sage_kernels.sagebwd.ops import forward_level
@@ -35,12 +35,10 @@ class Prepared(NamedTuple):
 def kernels() -> Iterator[Kernel]:
     """Every kernel of every level for head sizes 64 and 128, causal or not; a level of Hopper's has no candidates."""
     for head_dim, causal in itertools.product((64, 128), (False, True)):
-        for level, chosen in enumerate(FORWARD_LEVELS):
-            if chosen.hopper is None:
-                yield Kernel("forward", level, head_dim, causal)
-        for level, chosen in enumerate(BACKWARD_LEVELS):
-            for kernel in chosen.kernels(head_dim) if chosen.hopper is None else ():
-                yield Kernel(kernel, level, head_dim, causal)
+        for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
+            for level, chosen in enumerate(levels):
+                for kernel in chosen.kernels(head_dim) if chosen.hopper is None else ():
+                    yield Kernel(kernel, level, head_dim, causal)
 
 
 def runner(kernel: Kernel, prepared: Prepared):
@@ -59,11 +57,11 @@ def runner(kernel: Kernel, prepared: Prepared):
     hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat} if chosen.int8 else {}
     inputs = prepare_backward(grad_output, query, key, value, *saved, kernel.level, **hats)
     if kernel.kernel.startswith("dq"):
-        return lambda launch: [(run_dq(inputs, chosen.query_rows, launch, **options), exact_dq)]
+        return lambda launch: [(run_dq(inputs, chosen.key_tile, launch, **options), exact_dq)]
     outputs = kernel.kernel.partition("_")[0]
 
     def run(launch):
-        dk, dv = run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options)
+        dk, dv = run_dkdv(inputs, chosen.query_tile, launch, outputs=outputs, **options)
         return [pair for name, *pair in (("dk", dk, exact_dk), ("dv", dv, exact_dv)) if name in outputs]
 
     return run
@@ -110,7 +108,7 @@ def fastest(kernel: Kernel, run: Callable[[Launch], list[tuple[Tensor, Tensor]]]
     for launch in CANDIDATES[kernel.kernel]:
         try:
             for found, expected in run(launch):
-                checked(found, expected)
+                require_close(found, expected)
         except Exception as error:
             print(f"{kernel} {launch}: {error}"[:200])
         else:

@@ -5,7 +5,7 @@ benchmark walks from FlashAttention to the fastest INT8 kernel by changing one n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.quantize import (
-    BLOCK_KV,
-    BLOCK_Q,
+    SCALE_BLOCK,
     Quantized,
     last_axis_contiguous,
     padded_head_dim,
@@ -24,10 +23,8 @@ from sage_kernels.common.quantize import (
     transpose,
 )
 from sage_kernels.hopper import toolbox as hopper
-from sage_kernels.sagebwd.backward import level0_16bit, level1_int8
+from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
-from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
-from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
 from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq
 from sage_kernels.sagebwd.forward import (
     level0_flash_attention,
@@ -35,8 +32,8 @@ from sage_kernels.sagebwd.forward import (
     level2_int8,
     level3_folded,
     level4_grouped,
+    level5_hopper,
 )
-from sage_kernels.sagebwd.forward import level5_hopper as forward_level5_hopper
 from sage_kernels.sagebwd.forward.program import ForwardInputs, run
 
 LOG2_E = math.log2(math.e)
@@ -44,24 +41,30 @@ LOG2_E = math.log2(math.e)
 
 class ForwardLevel(NamedTuple):
     name: str
-    key_tile: object  # the loop's body; None for a level that is a program of its own
-    int8: str  # which of Q, K, V are read in INT8
-    grouped: bool = False  # V^T in the order of tiles.group_columns
-    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=...) -> O, L
+    key_tile: object  # the body of the loop over key tiles; None for a level with programs of its own
+    int8: str  # which tensors are read in INT8
+    grouped: bool = False  # transposed copies in the order of tiles.group_columns
+    # The module of a level that is Hopper's alone, with programs of its own: kernels, program_of, signature, LAUNCHES
+    # and run(inputs, is_causal=..., scale=...).
+    hopper: ModuleType | None = None
+
+    def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
+        """The programs it takes, by their names in `launch.CANDIDATES` or the module's LAUNCHES."""
+        return ("forward",) if self.hopper is None else self.hopper.kernels(padded_head_dim)
 
 
 class BackwardLevel(NamedTuple):
     name: str
-    query_rows: object
-    key_rows: object
-    int8: bool = True
+    key_tile: object  # as in ForwardLevel: of dQ
+    query_tile: object  # the body of the loop over query tiles: of dK and dV
+    int8: str = "QKdO"
+    grouped: bool = False
+    hopper: ModuleType | None = None
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
-    grouped: bool = False  # the transposed copies in the order of tiles.group_columns
     split_from: int = 256  # padded head size from which dK and dV take a program each
-    hopper: ModuleType | None = None  # a level that is Hopper's alone: its run(inputs, is_causal=..., scale=...)
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
-        """The programs it takes, by their names in `launch.CANDIDATES`; the name's start says what they compute."""
+        """As in ForwardLevel. The start of a name says what the program computes."""
         if self.hopper is not None:
             return self.hopper.kernels(padded_head_dim)
         parts = ("dq", "dkdv") if padded_head_dim < self.split_from else ("dq", "dk", "dv")
@@ -70,23 +73,23 @@ class BackwardLevel(NamedTuple):
 
 
 FORWARD_LEVELS = (
-    ForwardLevel("FlashAttention, 16 bit", level0_flash_attention.key_tile, ""),
-    ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, "QK"),
-    ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, "QKV"),
-    ForwardLevel("no conversions", level3_folded.key_tile, "QKV"),
-    ForwardLevel("no shuffles", level4_grouped.key_tile, "QKV", grouped=True),
-    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=forward_level5_hopper.run),
+    ForwardLevel("FlashAttention, 16 bit", level0_flash_attention.key_tile, int8=""),
+    ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, int8="QK"),
+    ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, int8="QKV"),
+    ForwardLevel("no conversions", level3_folded.key_tile, int8="QKV"),
+    ForwardLevel("no shuffles", level4_grouped.key_tile, int8="QKV", grouped=True),
+    ForwardLevel("Hopper: warps with different jobs", None, int8="QKV", grouped=True, hopper=level5_hopper),
 )
 BACKWARD_LEVELS = (
-    BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
-    BackwardLevel("INT8, scales per row", level1_int8.query_rows, level1_int8.key_rows),
-    BackwardLevel("INT8, scales per block", level1_int8.query_rows, level1_int8.key_rows, per_block=True),
+    BackwardLevel("16 bit, split", level0_16bit.key_tile, level0_16bit.query_tile, int8=""),
+    BackwardLevel("INT8, scales per row", level1_int8.key_tile, level1_int8.query_tile),
+    BackwardLevel("INT8, scales per block", level1_int8.key_tile, level1_int8.query_tile, per_block=True),
     BackwardLevel(
-        "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
+        "no conversions, no shuffles, no spills", backward_level3_folded.key_tile, backward_level3_folded.query_tile,
         grouped=True, split_from=128,
     ),
-    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4_hopper),
-    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5_hopper),
+    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4),
+    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5),
 )  # fmt: skip
 
 
@@ -109,11 +112,11 @@ def prepare_forward(
     q_hat = k_hat = v_hat = None
     if "Q" in int8:
         # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
-        q_hat, _ = quantize(query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E)
+        q_hat, _ = quantize(query if scale >= 0 else -query, SCALE_BLOCK, factor=abs(scale) * LOG2_E)
         k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
-        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+        k_hat, _ = quantize(key, SCALE_BLOCK, mean=k_mean)
     if "V" in int8:
-        v_hat, _ = quantize(value, BLOCK_KV, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
+        v_hat, _ = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
     return ForwardInputs(query, key, value, q_hat, k_hat, v_hat)
 
 
@@ -127,7 +130,7 @@ def run_forward(
     if chosen.hopper is not None:
         if launch is not None:
             raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
-        return chosen.hopper(inputs, is_causal=is_causal)
+        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
     launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
     return run(inputs, chosen.key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
 
@@ -154,10 +157,12 @@ def prepare_backward(
         delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
         return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None)
     grouped = BACKWARD_LEVELS[level].grouped
-    do_hat, delta = quantize(grad_output, BLOCK_Q, row_sum_with=output, values=False, transposed=True, grouped=grouped)
+    do_hat, delta = quantize(
+        grad_output, SCALE_BLOCK, row_sum_with=output, values=False, transposed=True, grouped=grouped
+    )
     q_hat, k_hat = (x._replace(transposed=transpose(x.values, grouped)) for x in (q_hat, k_hat))
     # A GPU's maximum passes over NaN, and INT8 has none: a query whose L or delta is NaN spoils its block's scales.
-    sum_l, sum_delta = (x.unflatten(-1, (-1, BLOCK_Q)).sum(-1) for x in (log_sum_exp, delta))
+    sum_l, sum_delta = (x.unflatten(-1, (-1, SCALE_BLOCK)).sum(-1) for x in (log_sum_exp, delta))
     q_hat = q_hat._replace(scale=torch.add(q_hat.scale, sum_l + sum_delta, alpha=0))
     do_hat = do_hat._replace(scale=torch.add(do_hat.scale, sum_l, alpha=0))
     return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat)
@@ -176,8 +181,8 @@ def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: 
         launch = choose_launch(kernel, level, head_dim, is_causal, device)
         outputs = kernel.partition("_")[0]
         if outputs == "dq":
-            gradients["dq"] = run_dq(inputs, chosen.query_rows, launch, **options)
+            gradients["dq"] = run_dq(inputs, chosen.key_tile, launch, **options)
             continue
-        dk, dv = run_dkdv(inputs, chosen.key_rows, launch, outputs=outputs, **options)
+        dk, dv = run_dkdv(inputs, chosen.query_tile, launch, outputs=outputs, **options)
         gradients |= {name: x for name, x in (("dk", dk), ("dv", dv)) if name in outputs}
     return gradients["dq"], gradients["dk"], gradients["dv"]

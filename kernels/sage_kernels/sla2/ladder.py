@@ -15,7 +15,7 @@ from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_line
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
 from sage_kernels.sla2.lists import BlockLists, block_lists
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q, route, sequence_mean
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
 from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
 
 LOG2_E = math.log2(math.e)
@@ -23,18 +23,24 @@ LOG2_E = math.log2(math.e)
 
 class Level(NamedTuple):
     name: str
-    kernel: str  # its sparse program in launch.CANDIDATES
-    key_tile: object
-    fused: bool = True  # the mix in the sparse program
-    int8: bool = False
+    key_tile: object  # as in the SageBwd ladder
+    int8: str = ""  # which tensors are read in INT8
+    kernel: str = "sla2_forward_16bit"  # its sparse program in launch.CANDIDATES
+    fused: bool = True  # the linear branch and the mix in the sparse program
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Its programs after the preparation, by their names in `launch.CANDIDATES`."""
+        return (self.kernel,) if self.fused else (self.kernel, "sla2_mix")
 
 
 LEVELS = (
-    Level("as printed: every block walked", "sla2_as_printed", level0_flash_attention.key_tile),
-    Level("lists, and one product for H", "sla2_forward_16bit", level0_flash_attention.key_tile, fused=False),
-    Level("linear branch in the sparse kernel", "sla2_forward_16bit", level0_flash_attention.key_tile),
-    Level("INT8", "sla2_forward", level4_grouped.key_tile, int8=True),
+    Level("as printed: every block walked", level0_flash_attention.key_tile, kernel="sla2_as_printed"),
+    Level("lists, and one product for H", level0_flash_attention.key_tile, fused=False),
+    Level("linear branch in the sparse kernel", level0_flash_attention.key_tile),
+    Level("INT8", level4_grouped.key_tile, int8="QKV", kernel="sla2_forward"),
 )
+BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of all levels
 
 
 class Router(NamedTuple):
@@ -60,21 +66,21 @@ def prepare(
 
     chooser: a block mask, bool [B, H, Tm, Tn], contiguous, or a Router. alpha: float32 [B, H, Tm], contiguous.
     """
-    int8, routed = LEVELS[level].int8, isinstance(chooser, Router)
+    int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Router)
     blocks = key_blocks(key, value, int8=int8)
     q_hat = k_hat = k_mean = None
     if int8 or routed:
         # The running maximum of the INT8 tiles wants s_Q >= 0, so Q takes the sign of c.
         q_hat, q_bar = quantize(
-            query if scale >= 0 else -query, BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
+            query if scale >= 0 else -query, MASK_BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
         )
     if routed:
         block_mask, lists = route(q_bar, blocks.k_bar, *chooser)
     else:
         block_mask, lists = chooser, block_lists(chooser)
     if int8:
-        k_mean = sequence_mean(blocks.k_bar, key.shape[2], BLOCK_KV)
-        k_hat, _ = quantize(key, BLOCK_KV, mean=k_mean)
+        k_mean = sequence_mean(blocks.k_bar, key.shape[2], MASK_BLOCK_KV)
+        k_hat, _ = quantize(key, MASK_BLOCK_KV, mean=k_mean)
     sums = unselected_sums(block_mask, blocks.sums)
     hats = (q_hat, k_hat, blocks.v_hat) if int8 else (None, None, None)
     return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, blocks.sums, k_mean)

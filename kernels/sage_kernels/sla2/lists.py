@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.signature import POINTERS, SIZE, Signature
+
 
 class BlockLists(NamedTuple):
     """The selected blocks of each row of a block mask, in ascending order."""
@@ -24,11 +26,11 @@ def store_list(selected, column, list_number, width, entries_ptr, counts_ptr):
 
 
 @triton.jit
-def list_range(entries_ptr, count_ptr, n_k, BLOCK_KV: tl.constexpr):
+def list_range(entries_ptr, count_ptr, n_k, MASK_BLOCK_KV: tl.constexpr):
     """(full, count): entries [0, full) need no mask; [full, count) is the sequence's partial last block, if listed."""
     count = tl.load(count_ptr)
     last = tl.load(entries_ptr + count - 1, mask=count > 0, other=0)
-    return tl.where((count > 0) & ((last + 1) * BLOCK_KV > n_k), count - 1, count), count
+    return tl.where((count > 0) & ((last + 1) * MASK_BLOCK_KV > n_k), count - 1, count), count
 
 
 @triton.jit
@@ -38,6 +40,15 @@ def list_program(mask_ptr, stride_row, stride_column, columns, entries_ptr, coun
     pointers = mask_ptr + head * rows * columns + row * stride_row + column * stride_column
     selected = tl.load(pointers, mask=column < columns, other=0).to(tl.int32)
     store_list(selected, column, head * rows + row, columns, entries_ptr, counts_ptr)
+
+
+def signature() -> Signature:
+    """Triton's types of the parameters of `list_program`."""
+    lists = POINTERS[torch.int32]
+    return {
+        "mask_ptr": POINTERS[torch.bool], "stride_row": SIZE, "stride_column": SIZE, "columns": SIZE,
+        "entries_ptr": lists, "counts_ptr": lists,
+    }  # fmt: skip
 
 
 def block_lists(block_mask: Tensor, *, by_key: bool = False) -> BlockLists:

@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
 from sage_kernels.sla2.lists import BlockLists, store_list
 
-BLOCK_Q, BLOCK_KV = 128, 64  # of the block mask
+MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
+BLOCK_Q, BLOCK_KV = MASK_BLOCK_Q, MASK_BLOCK_KV
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
@@ -27,12 +29,22 @@ def sequence_mean_program(means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK
     tl.store(mean_ptr + head * D + d, tl.sum(total, 0) / n, mask=d < D)
 
 
+def sequence_mean_signature() -> Signature:
+    """Triton's types of the parameters of `sequence_mean_program`."""
+    return {"means_ptr": FLOATS, "mean_ptr": FLOATS, "n": SIZE, "blocks": SIZE}
+
+
+def sequence_mean_constants(head_dim: int, block: int) -> dict:
+    """The constants of `sequence_mean_program`."""
+    return {"D": head_dim, "BLOCK": block, "STEP": 64}
+
+
 def sequence_mean(means: Tensor, n: int, block: int) -> Tensor:
     """Mean over all n tokens, [B, H, D], from the means of its blocks [B, H, blocks, D]; the last may be partial."""
     batch, heads, blocks, head_dim = means.shape
     mean = means.new_empty(batch, heads, head_dim)
     sequence_mean_program[(triton.cdiv(head_dim, 32), batch * heads)](
-        means, mean, n, blocks, D=head_dim, BLOCK=block, STEP=64
+        means, mean, n, blocks, **sequence_mean_constants(head_dim, block)
     )
     return mean
 
@@ -58,6 +70,15 @@ def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, c
     selected = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still_wanted))
     tl.store(mask_ptr + row * columns + column, selected, mask=column < columns)
     store_list(selected.to(tl.int32), column, row, count, entries_ptr, counts_ptr)
+
+
+def top_blocks_signature() -> Signature:
+    """Triton's types of the parameters of `top_blocks_program`."""
+    lists = POINTERS[torch.int32]
+    return {
+        "scores_ptr": FLOATS, "mask_ptr": POINTERS[torch.bool], "entries_ptr": lists, "counts_ptr": lists,
+        "columns": SIZE, "count": SIZE,
+    }  # fmt: skip
 
 
 def top_blocks(scores: Tensor, count: int) -> tuple[Tensor, BlockLists]:

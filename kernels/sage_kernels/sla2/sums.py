@@ -14,8 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length, psi
-from sage_kernels.common.tiles import group_columns, load_tokens, softmax_features
-from sage_kernels.sla2.routing import BLOCK_KV
+from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, Signature, strided
+from sage_kernels.common.tiles import Operand, group_columns, load_tokens, softmax_features
+from sage_kernels.sla2.routing import MASK_BLOCK_KV
+
+SUMS_DTYPE = torch.bfloat16  # on a GPU: it has the range for sums over a whole sequence
+WARPS = 8
 
 
 @triton.jit
@@ -36,19 +40,19 @@ class KeyBlocks(NamedTuple):
 def key_block_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n,
     sums_ptr, k_bar_ptr, vt_hat_ptr, v_scale_ptr, heads, n, n_padded,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of keys and values of one head."""
+    """One program: one block of keys and values of one head. vt_hat_ptr None: V is not quantised."""
     j, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = head * tl.num_programs(0) + j
     batch, h = head // heads, head % heads
     key, d = j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
     # [Bkv, D]
-    k_j = load_tokens(k_ptr + batch * k_stride_b + h * k_stride_h, key, k_stride_n, n, D, DP, True)
-    v_j = load_tokens(v_ptr + batch * v_stride_b + h * v_stride_h, key, v_stride_n, n, D, DP, True)
+    k_j = load_tokens(Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n), key, n, D, DP, True)
+    v_j = load_tokens(Operand(v_ptr + batch * v_stride_b + h * v_stride_h, v_stride_n), key, n, D, DP, True)
     dtype = sums_ptr.dtype.element_ty
     k_phi_j = tl.where(key[:, None] < n, softmax_features(k_j.to(tl.float32), D, DP), 0.0).to(dtype)
-    if INT8:
+    if vt_hat_ptr is not None:
         v_hat_j, s_v = psi(v_j.to(tl.float32))
         vt_hat_j = group_columns(tl.trans(v_hat_j), DP, BLOCK)
         tl.store(vt_hat_ptr + head * DP * n_padded + d[:, None] * n_padded + key[None, :], vt_hat_j)
@@ -62,22 +66,35 @@ def key_block_program(
 
 
 def sums_dtype(x: Tensor) -> torch.dtype:
-    """bfloat16 has the range for sums over a whole sequence; Triton's interpreter multiplies it wrongly."""
-    return torch.bfloat16 if x.is_cuda else torch.float32
+    """That of h_j, z_j, H_i and Z_i. Triton's interpreter, on the CPU, multiplies bfloat16 wrongly."""
+    return SUMS_DTYPE if x.is_cuda else torch.float32
+
+
+def signature(*, int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `key_block_program`."""
+    copy = {"vt_hat_ptr": HAT if int8 else None, "v_scale_ptr": FLOATS if int8 else None}
+    sums = {"sums_ptr": POINTERS[SUMS_DTYPE], "k_bar_ptr": FLOATS}
+    sizes = {"heads": SIZE, "n": SIZE, "n_padded": PADDED_SIZE}
+    return strided("k", POINTERS[dtype]) | strided("v", POINTERS[dtype]) | sums | copy | sizes
+
+
+def constants(head_dim: int) -> dict:
+    """The constants of `key_block_program`."""
+    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": MASK_BLOCK_KV}
 
 
 def key_blocks(key: Tensor, value: Tensor, *, int8: bool) -> KeyBlocks:
     """One read of key and value [B, Hkv, Nk, D]; int8: V^ too."""
     batch, heads, n, head_dim = key.shape
-    blocks, dp, n_padded = triton.cdiv(n, BLOCK_KV), padded_head_dim(head_dim), padded_length(n)
+    blocks, dp, n_padded = triton.cdiv(n, MASK_BLOCK_KV), padded_head_dim(head_dim), padded_length(n)
     key, value = last_axis_contiguous(key), last_axis_contiguous(value)
     sums = key.new_empty(batch, heads, blocks, dp * (dp + 1), dtype=sums_dtype(key))
     k_bar = key.new_empty(batch, heads, blocks, head_dim, dtype=torch.float32)
     vt_hat = key.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if int8 else None
-    v_scale = key.new_empty(batch, heads, n_padded // BLOCK_KV, dtype=torch.float32) if int8 else None
+    v_scale = key.new_empty(batch, heads, n_padded // MASK_BLOCK_KV, dtype=torch.float32) if int8 else None
     key_block_program[(blocks, batch * heads)](
         key, *key.stride()[:3], value, *value.stride()[:3], sums, k_bar, vt_hat, v_scale, heads, n, n_padded,
-        D=head_dim, DP=dp, BLOCK=BLOCK_KV, INT8=int8, num_warps=8,
+        **constants(head_dim), num_warps=WARPS,
     )  # fmt: skip
     return KeyBlocks(sums, k_bar, Quantized(None, vt_hat, v_scale) if int8 else None)
 

@@ -11,22 +11,18 @@ from sage_kernels.common.tiles import NO_KEY, integer_dot, is_visible, load_padd
 
 
 @triton.jit
-def key_tile(
-    q_hat_i, s_q, m, l, o_i, j, query, n_k, k_ptr, k_stride_n, k_scale_ptr, v_ptr, v_stride_n, v_scale_ptr,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_KV: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
-    k_hat_j = load_padded(k_ptr, key, k_stride_n, DP)
-    s_k = tl.load(k_scale_ptr + j * BLOCK_KV // SCALE_KV)
+def key_tile(m, l, o_i, q_hat_i, s_q, query, j, k, v, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
+    key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
+    k_hat_j = load_padded(k, key, TILE.DP)
+    s_k = tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)
     # [Bq, Bkv]
     s_ij = integer_dot(q_hat_i, tl.trans(k_hat_j)) * (s_q * s_k)[:, None]
     if IS_MASKED:
-        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, IS_CAUSAL), s_ij, -float("inf"))
+        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, TILE.IS_CAUSAL), s_ij, -float("inf"))
     m_new = tl.maximum(m, tl.maximum(tl.max(s_ij, 1), NO_KEY))
     p_ij = tl.math.exp2(s_ij - m_new[:, None])
     rescale = tl.math.exp2(m - m_new)
     l = l * rescale + tl.sum(p_ij, 1)
-    v_j = load_tokens(v_ptr, key, v_stride_n, n_k, D, DP, IS_MASKED)
+    v_j = load_tokens(v, key, n_k, TILE.D, TILE.DP, IS_MASKED)
     o_i = tl.dot(p_ij.to(v_j.dtype), v_j, o_i * rescale[:, None])
     return m_new, l, o_i

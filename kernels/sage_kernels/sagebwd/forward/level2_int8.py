@@ -8,22 +8,18 @@ twice as fast would be 2 times level 0; four conversions per score (S to float, 
 import triton
 import triton.language as tl
 
-from sage_kernels.common.tiles import NO_KEY, integer_dot, is_visible, load_padded, round_to_int8
+from sage_kernels.common.tiles import NO_KEY, integer_dot, is_visible, load_padded, load_transposed, round_to_int8
 
 
 @triton.jit
-def key_tile(
-    q_hat_i, s_q, m, l, o_i, j, query, n_k, k_ptr, k_stride_n, k_scale_ptr, vt_ptr, vt_stride_d, v_scale_ptr,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_KV: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
-    k_hat_j = load_padded(k_ptr, key, k_stride_n, DP)
-    s_k = tl.load(k_scale_ptr + j * BLOCK_KV // SCALE_KV)
+def key_tile(m, l, o_i, q_hat_i, s_q, query, j, k, vt, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
+    key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
+    k_hat_j = load_padded(k, key, TILE.DP)
+    s_k = tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)
     # [Bq, Bkv]
     s_ij = integer_dot(q_hat_i, tl.trans(k_hat_j)) * (s_q * s_k)[:, None]
     if IS_MASKED:
-        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, IS_CAUSAL), s_ij, -float("inf"))
+        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, TILE.IS_CAUSAL), s_ij, -float("inf"))
     m_ij = tl.maximum(tl.max(s_ij, 1), NO_KEY)
     m_new = tl.maximum(m, m_ij)
     # 2^(S_ij - rowmax(S_ij)) = P~ / (127 s_P): the scale cancels m_new.
@@ -32,7 +28,7 @@ def key_tile(
     rescale = tl.math.exp2(m - m_new)
     l = l * rescale + tl.sum(p_ij, 1) * s_p
     p_hat_ij = round_to_int8(p_ij * 127.0)
-    vt_hat_j = load_padded(vt_ptr + j * BLOCK_KV, tl.arange(0, DP), vt_stride_d, BLOCK_KV)
-    s_v = tl.load(v_scale_ptr + j * BLOCK_KV // SCALE_KV)
+    vt_hat_j = load_transposed(vt, j * TILE.BLOCK_KV, TILE.DP, TILE.BLOCK_KV)
+    s_v = tl.load(vt.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)
     o_i = o_i * rescale[:, None] + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * (s_v / 127.0))[:, None]
     return m_new, l, o_i

@@ -8,28 +8,32 @@ in any order: with V^T stored in the order in which P lies (`group_columns`), no
 import triton
 import triton.language as tl
 
-from sage_kernels.common.tiles import ROUNDER, group_columns, is_visible, load_padded, low_byte, offset_dot
-from sage_kernels.sagebwd.forward.level3_folded import folded_softmax
+from sage_kernels.common.tiles import (
+    ROUNDER,
+    folded_softmax,
+    group_columns,
+    is_visible,
+    load_padded,
+    load_transposed,
+    low_byte,
+    offset_dot,
+)
 
 
 @triton.jit
-def key_tile(
-    q_hat_i, s_q, m, l, o_i, j, query, n_k, k_ptr, k_stride_n, k_scale_ptr, vt_ptr, vt_stride_d, v_scale_ptr,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_KV: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
-    k_hat_j = load_padded(k_ptr, key, k_stride_n, DP)
-    s_k = tl.load(k_scale_ptr + j * BLOCK_KV // SCALE_KV)
+def key_tile(m, l, o_i, q_hat_i, s_q, query, j, k, vt, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
+    key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
+    k_hat_j = load_padded(k, key, TILE.DP)
+    s_k = tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)
     # [Bq, Bkv], ROUNDER too large
-    s_ij = offset_dot(q_hat_i, tl.trans(k_hat_j), BLOCK_Q, BLOCK_KV)
+    s_ij = offset_dot(q_hat_i, tl.trans(k_hat_j), TILE.BLOCK_Q, TILE.BLOCK_KV)
     if IS_MASKED:
-        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, IS_CAUSAL), s_ij, -float("inf"))
+        s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, TILE.IS_CAUSAL), s_ij, -float("inf"))
     p_ij, s_p, m_new, l, rescale = folded_softmax(s_ij, s_q * s_k, m, l, IS_MASKED)
-    vt_hat_j = load_padded(vt_ptr + j * BLOCK_KV, tl.arange(0, DP), vt_stride_d, BLOCK_KV)
-    s_pv = s_p * tl.load(v_scale_ptr + j * BLOCK_KV // SCALE_KV)
-    p_hat_ij = group_columns(low_byte(p_ij), BLOCK_Q, BLOCK_KV)
-    pv_ij = offset_dot(p_hat_ij, tl.trans(vt_hat_j), BLOCK_Q, DP)
+    vt_hat_j = load_transposed(vt, j * TILE.BLOCK_KV, TILE.DP, TILE.BLOCK_KV)
+    s_pv = s_p * tl.load(vt.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)
+    p_hat_ij = group_columns(low_byte(p_ij), TILE.BLOCK_Q, TILE.BLOCK_KV)
+    pv_ij = offset_dot(p_hat_ij, tl.trans(vt_hat_j), TILE.BLOCK_Q, TILE.DP)
     # ROUNDER leaves through the accumulator's own multiply-add.
     o_i = (o_i * rescale[:, None] - (s_pv * ROUNDER)[:, None]) + pv_ij * s_pv[:, None]
     return m_new, l, o_i

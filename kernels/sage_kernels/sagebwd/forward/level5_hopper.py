@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
+from sage_kernels.hopper import declared
 from sage_kernels.hopper.toolbox import (
     ROWS,
     TILE,
@@ -235,7 +236,7 @@ def tile_shapes(padded_head_dim: int) -> dict[str, tuple[int, int]]:
     return {"q_descriptor": q, "k_descriptor": k, "vt_descriptor": k[::-1]}
 
 
-def run(inputs: ForwardInputs, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+def run(inputs: ForwardInputs, *, is_causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """O [B, H, Nq, D] and L [B, H, Nq padded], as `forward.program.run` gives them, from level 4's inputs."""
     query, key = inputs.query, inputs.key
     batch, heads, n_q, head_dim = query.shape
@@ -252,3 +253,19 @@ def run(inputs: ForwardInputs, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         D=head_dim, DP=dp, IS_CAUSAL=is_causal, **OPTIONS,
     )  # fmt: skip
     return output, log_sum_exp
+
+
+LAUNCHES = {"forward": LAUNCH}
+
+
+def kernels(head_dim: int) -> tuple[str, ...]:
+    return ("forward",)
+
+
+def program_of(kernel: str):
+    return hopper_program, {}, OPTIONS
+
+
+def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+    tiles = {name: (torch.int8, shape) for name, shape in tile_shapes(padded_head_dim).items()}
+    return declared.signature_of(hopper_program, {}, tiles, dtype)

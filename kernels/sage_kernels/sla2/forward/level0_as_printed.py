@@ -13,41 +13,41 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim
-from sage_kernels.common.tiles import NO_KEY, load_tokens, softmax_features
+from sage_kernels.common.quantize import last_axis_contiguous
+from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
-from sage_kernels.sla2.forward.program import inverse_or_zero
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
+from sage_kernels.sla2.sums import SUMS_DTYPE
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def as_printed_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr, o_ptr, heads, groups, n_q, n_k, scale,
-    D: tl.constexpr, DP: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
+    """One program: BLOCK_Q queries of one block of one head."""
+    TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
-    key_blocks, d = tl.cdiv(n_k, BLOCK_KV), tl.arange(0, DP)
-    query = tile * TILE_Q + tl.arange(0, TILE_Q)
-    block = head * tl.cdiv(n_q, BLOCK_Q) + tile * TILE_Q // BLOCK_Q
+    key_blocks, d = tl.cdiv(n_k, MASK_BLOCK_KV), tl.arange(0, DP)
+    query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     # [Bq, D]
-    q_i = load_tokens(q_ptr + batch * q_stride_b + h * q_stride_h, query, q_stride_n, n_q, D, DP, True)
-    s_q = tl.zeros([TILE_Q], tl.float32) + scale
-    k_ptr += batch * k_stride_b + (h // groups) * k_stride_h
-    v_ptr += batch * v_stride_b + (h // groups) * v_stride_h
+    q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
+    s_q = tl.zeros([BLOCK_Q], tl.float32) + scale
+    k = Operand(k_ptr + batch * k_stride_b + (h // groups) * k_stride_h, k_stride_n)
+    v = Operand(v_ptr + batch * v_stride_b + (h // groups) * v_stride_h, v_stride_n)
     key_sums_ptr += (head // groups) * key_blocks * DP * (DP + 1)
-    m = tl.full([TILE_Q], NO_KEY, tl.float32)
-    l = tl.zeros([TILE_Q], tl.float32)
-    o_i = tl.zeros([TILE_Q, DP], tl.float32)
+    m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
     h_i = tl.zeros([DP, DP], tl.float32)
     z_i = tl.zeros([DP], tl.float32)
     for j in range(key_blocks):
         if tl.load(mask_ptr + block * key_blocks + j):
-            m, l, o_i = key_tile(
-                q_i, s_q, m, l, o_i, j, query, n_k, k_ptr, k_stride_n, k_ptr, v_ptr, v_stride_n, v_ptr,
-                D, DP, TILE_Q, BLOCK_KV, BLOCK_KV, False, True,
-            )  # fmt: skip
+            m, l, o_i = key_tile(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, True)
         else:
             row_ptr = key_sums_ptr + j * DP * (DP + 1)
             h_i += tl.load(row_ptr + d[:, None] * DP + d[None, :]).to(tl.float32)
@@ -60,6 +60,15 @@ def as_printed_program(
     o_i = alpha_i * o_i * inverse_or_zero(l)[:, None] + (1.0 - alpha_i) * o_l
     inside = (query[:, None] < n_q) & (d[None, :] < D)
     tl.store(o_ptr + head * n_q * D + query[:, None] * D + d[None, :], o_i.to(o_ptr.dtype.element_ty), mask=inside)
+
+
+def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `as_printed_program`."""
+    x = POINTERS[dtype]
+    return strided("q", x) | strided("k", x) | strided("v", x) | {
+        "mask_ptr": POINTERS[torch.bool], "alpha_ptr": FLOATS, "key_sums_ptr": POINTERS[SUMS_DTYPE], "o_ptr": x,
+        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "scale": NUMBER,
+    }  # fmt: skip
 
 
 def run(
@@ -79,8 +88,7 @@ def run(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     as_printed_program[(triton.cdiv(n_q, launch.block_q), batch * heads)](
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], block_mask, alpha, key_sums,
-        output, heads, heads // key.shape[1], n_q, key.shape[2], scale * math.log2(math.e), D=head_dim,
-        DP=padded_head_dim(head_dim), TILE_Q=launch.block_q, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        output, heads, heads // key.shape[1], n_q, key.shape[2], scale * math.log2(math.e),
+        **tile_constants(head_dim, launch), **launch.options,
     )  # fmt: skip
     return output

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length
-from sage_kernels.common.tiles import NO_KEY, load_padded, softmax_features
+from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features
 from sage_kernels.sla2.lists import BlockLists, list_range
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
+from sage_kernels.sla2.sums import SUMS_DTYPE
 
 SMALLEST_SUM = tl.constexpr(9.8607613e-32)  # float32's tiny / eps, as in `sage_ref.sla2.branches.divisor`
 
@@ -65,54 +67,80 @@ def sparse_forward_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
     alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_s_ptr, log_sum_exp_ptr,
     heads, groups, n_q, n_k, n_q_padded, n_k_padded, width, scale,
-    KEY_TILE: tl.constexpr, INT8: tl.constexpr, FUSED: tl.constexpr, SAVE: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_Q queries of one block. FUSED: O, with the linear branch. SAVE: O_s and L."""
+    """One program: BLOCK_Q queries of one block. q_hat_ptr None: 16 bit. o_ptr None: no linear branch, O_s and L alone.
+    o_s_ptr None: O alone.
+    """
+    TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     kv_head, h_kv = head // groups, h // groups
-    query, d = tile * TILE_Q + tl.arange(0, TILE_Q), tl.arange(0, DP)
-    inside = (query[:, None] < n_q) & (d[None, :] < D)
-    block = head * tl.cdiv(n_q, BLOCK_Q) + tile * TILE_Q // BLOCK_Q
+    query, d = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
+    block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     entries_ptr += block * width
-    full, count = list_range(entries_ptr, counts_ptr + block, n_k, BLOCK_KV)
-    q_ptrs = q_ptr + batch * q_stride_b + h * q_stride_h + query[:, None].to(tl.int64) * q_stride_n + d[None, :]
+    full, count = list_range(entries_ptr, counts_ptr + block, n_k, MASK_BLOCK_KV)
+    q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
+    s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
+    s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
+    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
+    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n, s_v_ptr)
     # [Bq, D]
-    if INT8:
-        q_tile = load_padded(q_hat_ptr, head * n_q_padded + query, DP, DP)
-        s_q = tl.zeros([TILE_Q], tl.float32) + tl.load(q_scale_ptr + (head * n_q_padded + tile * TILE_Q) // BLOCK_Q)
-        k_scale_ptr += kv_head * (n_k_padded // BLOCK_KV)
-        v_scale_ptr += kv_head * (n_k_padded // BLOCK_KV)
+    if q_hat_ptr is None:
+        q_tile = load_tokens(q, query, n_q, D, DP, True)
+        s_q = tl.zeros([BLOCK_Q], tl.float32) + scale
     else:
-        q_tile = tl.load(q_ptrs, mask=inside, other=0.0)
-        s_q = tl.zeros([TILE_Q], tl.float32) + scale
-    k_ptr += batch * k_stride_b + h_kv * k_stride_h
-    v_ptr += batch * v_stride_b + h_kv * v_stride_h
-    m = tl.full([TILE_Q], NO_KEY, tl.float32)
-    l = tl.zeros([TILE_Q], tl.float32)
-    o_i = tl.zeros([TILE_Q, DP], tl.float32)
+        q_tile = load_padded(Operand(q_hat_ptr, DP), head * n_q_padded + query, DP)
+        first_query = head * n_q_padded + tile * BLOCK_Q
+        s_q = tl.zeros([BLOCK_Q], tl.float32) + tl.load(q_scale_ptr + first_query // MASK_BLOCK_Q)
+    m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
     for entry in range(0, full):
-        m, l, o_i = KEY_TILE(
-            q_tile, s_q, m, l, o_i, tl.load(entries_ptr + entry), query, n_k, k_ptr, k_stride_n, k_scale_ptr,
-            v_ptr, v_stride_n, v_scale_ptr, D, DP, TILE_Q, BLOCK_KV, BLOCK_KV, False, False,
-        )  # fmt: skip
+        j = tl.load(entries_ptr + entry)
+        m, l, o_i = KEY_TILE(m, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, False)
     for entry in range(full, count):
-        m, l, o_i = KEY_TILE(
-            q_tile, s_q, m, l, o_i, tl.load(entries_ptr + entry), query, n_k, k_ptr, k_stride_n, k_scale_ptr,
-            v_ptr, v_stride_n, v_scale_ptr, D, DP, TILE_Q, BLOCK_KV, BLOCK_KV, False, True,
-        )  # fmt: skip
+        j = tl.load(entries_ptr + entry)
+        m, l, o_i = KEY_TILE(m, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, True)
     o_i = o_i * inverse_or_zero(l)[:, None]
     offsets = head * n_q * D + query[:, None] * D + d[None, :]
-    if SAVE:
+    inside = (query[:, None] < n_q) & (d[None, :] < D)
+    if o_s_ptr is not None:
         tl.store(o_s_ptr + offsets, o_i.to(o_s_ptr.dtype.element_ty), mask=inside)
         # A huge L where there is no key or no query: P is then 0 in the backward pass.
         log_sum_exp = tl.where((count > 0) & (query < n_q), m + tl.math.log2(tl.where(l == 0.0, 1.0, l)), 0.0 - NO_KEY)
         tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
-    if FUSED:
-        q_i = tl.load(q_ptrs, mask=inside, other=0.0)
+    if o_ptr is not None:
+        q_i = load_tokens(q, query, n_q, D, DP, True)
         o_i = mixed_output(o_i, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
         tl.store(o_ptr + offsets, o_i.to(o_ptr.dtype.element_ty), mask=inside)
+
+
+def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `sparse_forward_program`."""
+    x, hat, lists = POINTERS[dtype], HAT if int8 else POINTERS[dtype], POINTERS[torch.int32]
+    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS if int8 else None)
+    tensors = strided("q", x) | strided("k", hat) | strided("v", hat) | scales | {"q_hat_ptr": HAT if int8 else None}
+    return tensors | {
+        "alpha_ptr": FLOATS, "entries_ptr": lists, "counts_ptr": lists, "sums_ptr": POINTERS[SUMS_DTYPE],
+        "o_ptr": x if fused else None, "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
+        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
+        "width": SIZE, "scale": NUMBER,
+    }  # fmt: skip
+
+
+def tile_constants(head_dim: int, launch: Launch) -> dict:
+    """The constants of all sparse programs."""
+    return {
+        "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q, "MASK_BLOCK_Q": MASK_BLOCK_Q,
+        "MASK_BLOCK_KV": MASK_BLOCK_KV,
+    }  # fmt: skip
+
+
+def constants(key_tile, head_dim: int, launch: Launch) -> dict:
+    """The constants of `sparse_forward_program`."""
+    return {"KEY_TILE": key_tile} | tile_constants(head_dim, launch)
 
 
 class Forward(NamedTuple):
@@ -126,16 +154,16 @@ class Forward(NamedTuple):
 def run_forward(
     inputs: ForwardInputs, key_tile, launch: Launch, *, scale: float, fused: bool = True, save: bool = True
 ) -> Forward:
-    """The program with loop body key_tile, for all query blocks. launch.block_q: TILE_Q.
+    """The program with loop body key_tile, for all query blocks.
 
     scale: c, for 16-bit Q; the INT8 copy carries it in its scale.
     """
     query = last_axis_contiguous(inputs.query)
     batch, heads, n_q, head_dim = query.shape
-    n_k, int8 = inputs.key.shape[2], inputs.q_hat is not None
+    n_k = inputs.key.shape[2]
     k, v = last_axis_contiguous(inputs.key), last_axis_contiguous(inputs.value)
     q_hat = q_scale = k_scale = v_scale = None
-    if int8:
+    if inputs.q_hat is not None:
         q_hat, k, v = inputs.q_hat.values, inputs.k_hat.values, inputs.v_hat.transposed
         q_scale, k_scale, v_scale = inputs.q_hat.scale, inputs.k_hat.scale, inputs.v_hat.scale
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device) if fused else None
@@ -146,8 +174,6 @@ def run_forward(
         query, *query.stride()[:3], q_hat, q_scale, k, *k.stride()[:3], k_scale, v, *v.stride()[:3], v_scale,
         inputs.alpha, *inputs.lists, inputs.sums, output, o_s, log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
-        KEY_TILE=key_tile, INT8=int8, FUSED=fused, SAVE=save, D=head_dim, DP=padded_head_dim(head_dim),
-        TILE_Q=launch.block_q, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers,
+        **constants(key_tile, head_dim, launch), **launch.options,
     )  # fmt: skip
     return Forward(output, o_s, log_sum_exp)
