@@ -22,31 +22,26 @@ from kernel_cases import (
 
 pytest.importorskip("triton")
 from sage_kernels.common.tiles import TINY
-from sage_kernels.hopper import toolbox as hopper
-from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, arrived_or_not, never_let_go, plain
-from sage_kernels.hopper.toolbox import add_to_global
+from sage_kernels.hopper import toolbox
+from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, plain
 from sage_kernels.measure import tuning
 from sage_kernels.sagebwd import ops
-from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
-from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
-from sage_kernels.sagebwd.backward.level5 import one_pass
-from sage_kernels.sagebwd.backward.level5 import wide as level5_wide
-from sage_kernels.sagebwd.backward.level5.one_pass import columns_of
+from sage_kernels.sagebwd.backward import level4, level5
+from sage_kernels.sagebwd.backward.level4 import keys, queries
+from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sage_ref import sagebwd_attention
 
 pytestmark = MARKS
-LEVELS = {4: level4_hopper, 5: level5_hopper}
+LEVELS = {4: level4, 5: level5}
+PROGRAMS = {queries: "query_program", keys: "key_program", narrow: "narrow_program", wide: "wide_program"}
 LAST = max(LEVELS)
 WRONG = "^$"  # numbers: what `assert_backward` says
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 
 
-def largest_of(x, is_positive):
+def row_maximum(x, is_positive):
     """A GPU's maximum passes over NaN."""
     assert not is_positive or not (x < 0).any()
     return x.abs().nan_to_num(0.0, posinf=math.inf).amax(1).clamp(min=TINY.value)
@@ -59,10 +54,9 @@ def level(request):
 
 def on_the_cpu_instead(patch, seed=0, **names):
     """Let the levels' programs run on the CPU. names: what some global names of their source mean instead."""
-    for module in (*LEVELS.values(), level5_wide):
-        for program in {"query_program", "key_program", "one_pass_program", "wide_program"} & vars(module).keys():
-            on_cpu = OnCPU(getattr(module, program), seed=seed, largest_of=largest_of, **names)
-            patch.setattr(module, program, on_cpu)
+    for module, name in PROGRAMS.items():
+        program = OnCPU(getattr(module, name), seed=seed, row_maximum=row_maximum, **names)
+        patch.setattr(module, name, program)
 
 
 def prepared(level, case, tensors=None, forward=None):
@@ -188,116 +182,102 @@ def test_source_repeats_whoever_is_ahead(level, head_dim):
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
 
 
-@gluon.jit
-def let_go_twice(ring, n):
-    mbarrier.arrive(ring[2].index(n % ring[0].shape[0]), count=1)
-    mbarrier.arrive(ring[2].index((n + 1) % ring[0].shape[0]), count=1)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    "careless", [{"arrived": arrived_or_not}, {"let_go": let_go_twice}, {"let_go": never_let_go}], ids=str
-)
-def test_carelessness_with_tiles_is_noticed(level, careless):
-    case = Case(500, 300, 64)
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_backward(case, level, run_source(level, case, **careless))
-
-
-@gluon.jit
-def hand_over_without_waiting(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
-    handed, full, _ = exchange
-    handed.index(H).slice(W * 64, 64).store(columns_of(pairs, 64))
-    mbarrier.arrive(full.index(H), count=1)
-
-
-@gluon.jit
-def hand_over_too_early(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
-    handed, full, empty = exchange
-    mbarrier.wait(empty.index(H), (n & 1) ^ 1)
-    mbarrier.arrive(full.index(H), count=1)
-    handed.index(H).slice(W * 64, 64).store(columns_of(pairs, 64))
-
-
-@gluon.jit
-def hand_over_the_other_half(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
-    handed, full, empty = exchange
-    mbarrier.wait(empty.index(H), (n & 1) ^ 1)
-    handed.index(1 - H).slice(W * 64, 64).store(columns_of(pairs, 64))
-    mbarrier.arrive(full.index(H), count=1)
-
-
-@gluon.jit
-def never_handed_back(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
-    mbarrier.wait(exchange[1].index(H), n & 1)
-
-
-@gluon.jit
-def add_without_waiting(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
-    handed, full, empty = exchange
-    mbarrier.wait(full.index(H), n & 1)
-    mbarrier.arrive(empty.index(H), count=1)
-    stage.slice(0, stage.shape[0]).store(gl.zeros(stage.shape, gl.int32, None))
-    fence_async_shared()
-    add_to_global(dq_descriptor, [row, 0], stage)
-
-
-@gluon.jit
-def add_without_a_fence(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
-    mbarrier.wait(exchange[1].index(H), n & 1)
-    stage.slice(0, stage.shape[0]).store(gl.zeros(stage.shape, gl.int32, None))
-    add_to_global(dq_descriptor, [row, 0], stage)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("careless", "noticed"),
-    [
-        ({"hand_over": hand_over_without_waiting}, f"deadlock|{WRONG}"),
-        ({"hand_over": hand_over_too_early}, WRONG),
-        ({"hand_over": hand_over_the_other_half}, WRONG),
-        ({"add_part": never_handed_back}, "deadlock"),
-        ({"add_part": add_without_waiting}, "a tile is overwritten while it is read"),
-        ({"add_part": add_without_a_fence}, "the copy engine may not see what has been written"),
-    ],
-    ids=lambda x: "" if isinstance(x, str) else next(iter(x.values())).fn.__name__,
-)  # fmt: skip
-def test_carelessness_with_what_is_handed_over_and_added_is_noticed(careless, noticed):
-    case = Case(300, 300, 64, 1, 1)
-    with pytest.raises((AssertionError, RuntimeError), match=noticed):
-        assert_backward(case, 5, run_source(5, case, **careless))
-
+# What the CPU run would notice: programs with one place of their source changed
 
 READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
 EARLY = f"{READ}|more arrivals|nobody has waited|deadlock|{WRONG}"
+ACQUIRE = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
+RELEASE = "mbarrier.arrive(ring.empty.index(n % places), count=1)"
+FETCH = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
+HAND_OVER = "ds.tiles.index(H).slice(W * ROWS, ROWS).store(dst)"
+HANDED_OVER = "mbarrier.arrive(ds.ready.index(H), count=1)"
+
+
+def assert_noticed(level, case, changed, noticed):
+    with pytest.raises((AssertionError, RuntimeError), match=noticed):
+        assert_backward(case, level, run_source(level, case, **{changed.fn.__name__: changed}))
+
+
+def name(x):
+    return getattr(x, "name", "")
 
 
 @on_the_cpu
 @pytest.mark.parametrize(
     ("changed", "noticed"),
     [
-        (Changed(level5_wide.hand_over, "mbarrier.wait(empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
-        (Changed(level5_wide.hand_over, "handed.index(H + zero)", "handed.index(1 - H + zero)"), WRONG),
-        (Changed(level5_wide.hand_over, "H == 1", "H == 0"), WRONG),
-        (Changed(level5_wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
-        (Changed(level5_wide.query_tile, "mbarrier.wait(queries_ready, n & 1)"), EARLY),
-        (Changed(level5_wide.query_tile, "mbarrier.wait(dot_ready, n & 1)"), EARLY),
-        (Changed(level5_wide.query_tile, "mbarrier.wait(qt_ready, n & 1)"), EARLY),
-        (Changed(level5_wide.add_part, "mbarrier.wait(full, n & 1)"), WRONG),
-        (Changed(level5_wide.add_part, "mbarrier.arrive(empty, count=1)"), "deadlock"),
-        (Changed(level5_wide.add_part, "tma.store_wait(0)"), READ),
-        (Changed(level5_wide.add_part, "fence_async_shared()"), UNSEEN),
-        (Changed(level5_wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
-        (Changed(level5_wide.load_for_keys, "mbarrier.wait(full, (n & 1) ^ 1)"), EARLY),
-        (Changed(level5_wide.load_for_keys, "mbarrier.wait(empty, (n & 1) ^ 1)"), EARLY),
-        (Changed(level5_wide.store_halves, "pointers + HALF", "pointers"), WRONG),
+        (Changed(toolbox.acquire, ACQUIRE), EARLY),
+        (Changed(toolbox.release, RELEASE), "deadlock"),
+        (Changed(toolbox.release, RELEASE, f"{RELEASE}; {RELEASE.replace('n %', '(n + 1) %')}"), EARLY),
+        (Changed(toolbox.fetch, FETCH), EARLY),
+        (Changed(toolbox.fetch_with_lines, FETCH), EARLY),
     ],
-    ids=lambda x: getattr(x, "name", ""),
+    ids=name,
+)
+def test_carelessness_with_tiles_is_noticed(level, changed, noticed):
+    assert_noticed(level, Case(500, 300, 64), changed, noticed)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [
+        (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
+        (Changed(queries.add_product, "release(rings[2], n)", "release(rings[1], n)"), EARLY),
+        (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
+        (Changed(keys.key_rows, "skip(rings.q, n)"), EARLY),
+        (Changed(keys.dkdv_tile, "release(rings.do, n)"), "deadlock"),
+        (Changed(keys.dkdv_tile, "delta_i.slice(HALF, HALF)", "delta_i.slice(0, HALF)"), WRONG),
+    ],
+    ids=name,
+)
+def test_carelessness_at_level_4_is_noticed(changed, noticed):
+    assert_noticed(4, Case(700, 700, 64, 4, 1, is_causal=True), changed, noticed)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [
+        (Changed(narrow.hand_over, "mbarrier.wait(ds.empty.index(H), (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
+        (Changed(narrow.hand_over, f"{HAND_OVER}\n    {HANDED_OVER}", f"{HANDED_OVER}\n    {HAND_OVER}"), WRONG),
+        (Changed(narrow.hand_over, HAND_OVER, HAND_OVER.replace("index(H)", "index(1 - H)")), WRONG),
+        (Changed(narrow.add_part, "mbarrier.wait(ds.ready.index(H), n & 1)"), f"deadlock|more arrivals|{WRONG}"),
+        (Changed(narrow.add_part, "mbarrier.arrive(ds.empty.index(H), count=1)"), "deadlock"),
+        (Changed(narrow.add_part, "tma.store_wait(0)"), READ),
+        (Changed(narrow.add_part, "fence_async_shared()"), UNSEEN),
+        (Changed(narrow.query_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
+    ],
+    ids=name,
+)
+def test_carelessness_with_what_is_handed_over_and_added_is_noticed(changed, noticed):
+    assert_noticed(5, Case(300, 300, 64, 1, 1), changed, noticed)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [
+        (Changed(wide.hand_over, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
+        (Changed(wide.hand_over, "ds.index(H + zero)", "ds.index(1 - H + zero)"), WRONG),
+        (Changed(wide.hand_over, "H == 1", "H == 0"), WRONG),
+        (Changed(wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
+        (Changed(wide.query_tile, "mbarrier.wait(barriers.queries, n & 1)"), EARLY),
+        (Changed(wide.query_tile, "mbarrier.wait(barriers.dot, n & 1)"), EARLY),
+        (Changed(wide.query_tile, "mbarrier.wait(barriers.qt, n & 1)"), EARLY),
+        (Changed(wide.add_part, "mbarrier.wait(barriers.full, n & 1)"), WRONG),
+        (Changed(wide.add_part, "mbarrier.arrive(barriers.empty, count=1)"), "deadlock"),
+        (Changed(wide.add_part, "tma.store_wait(0)"), READ),
+        (Changed(wide.add_part, "fence_async_shared()"), UNSEEN),
+        (Changed(wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
+        (Changed(wide.load_tiles, "mbarrier.wait(barriers.full, (n & 1) ^ 1)"), EARLY),
+        (Changed(wide.load_tiles, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), EARLY),
+        (Changed(wide.store_halves, "pointers + HALF", "pointers"), WRONG),
+    ],
+    ids=name,
 )
 def test_carelessness_at_a_head_size_of_128_is_noticed(changed, noticed):
-    case = Case(300, 300, 128, 1, 1)
-    with pytest.raises((AssertionError, RuntimeError), match=noticed):
-        assert_backward(case, 5, run_source(5, case, **{changed.fn.__name__: changed}))
+    assert_noticed(5, Case(300, 300, 128, 1, 1), changed, noticed)
 
 
 # Level 5: pairs, units, sums
@@ -311,15 +291,13 @@ def on_plain_tensors(function):
 def test_pairs_keep_the_order_of_columns():
     x = torch.randn(64, 64)
     x[5, 6], x[7, 8], x[9, 10], x[11, 13] = 1e5, -1e5, math.inf, math.nan
-    pairs = on_plain_tensors(one_pass.paired)(x)
+    pairs = on_plain_tensors(units.round_to_pairs)(x)
     x = x.clamp(-65504, 65504)
     assert pairs.dtype == torch.int32
-    torch.testing.assert_close(
-        on_plain_tensors(one_pass.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True
-    )
-    pairs_of = on_plain_tensors(one_pass.pairs_of)
+    torch.testing.assert_close(on_plain_tensors(units.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True)
+    pairs_of = on_plain_tensors(units.pairs_of)
     assert torch.equal(pairs_of(x.half(), 64), pairs)
-    both = on_plain_tensors(one_pass.joined_pairs)(pairs, pairs_of(2 * x.half(), 64))
+    both = on_plain_tensors(units.join_pairs)(pairs, pairs_of(2 * x.half(), 64))
     assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1).half(), 128))
 
 
@@ -330,10 +308,10 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
     x = (size * torch.randn(64, 128)).clamp(-(2**15), 2**15).half()
     x[1] = x[2] = x[3] = 0
     x[2, 100], x[3, 7] = 2**15, math.nan
-    pairs = on_plain_tensors(one_pass.pairs_of)(x, 128)
-    x_hat, s = on_plain_tensors(one_pass.quantized_pairs)(pairs, 64)
+    pairs = on_plain_tensors(units.pairs_of)(x, 128)
+    x_hat, s = on_plain_tensors(units.quantize_pairs)(pairs, 64)
     assert x_hat.dtype == torch.int8
-    ordered = on_plain_tensors(hopper.group_columns)(x)
+    ordered = on_plain_tensors(toolbox.group_columns)(x)
     largest = x.double().nan_to_num(0).abs().amax(1)
     torch.testing.assert_close(s.double(), largest.clamp(min=2.0**-15) / 127, rtol=2.0**-10, atol=0)
     exact = ordered.double() / s.double()[:, None]
@@ -346,14 +324,14 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
 
 def run_and_keep_sums(case, tensors, **names):
     """(sums of dQ, their unit, (dQ, dK, dV)) of level 5."""
-    kept, finish = [], level5_hopper._finish_kernel
+    kept, finish = [], units._finish_kernel
 
     class Finish:
         def __getitem__(self, grid):
             return lambda *arguments, **options: (kept.extend(arguments[:2]), finish[grid](*arguments, **options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(level5_hopper, "_finish_kernel", Finish())
+        patch.setattr(units, "_finish_kernel", Finish())
         gradients = run_source(5, case, tensors, run_forward_level(case, 4, tensors), **names)
     return *kept, gradients
 
@@ -410,7 +388,7 @@ def test_sums_are_rounded_products():
     limit = (2.0**30 / f.double()).clamp(max=128 * 127**2)[:, None]
     x = torch.cat((2 * torch.rand(4000, 30, generator=generator) - 1, torch.tensor([[1.0, -1.0]]).expand(4000, 2)), 1)
     x = (x.double() * limit).int()
-    m, half, k = on_plain_tensors(one_pass.multiplier)(f)
+    m, half, k = on_plain_tensors(units.multiplier)(f)
     assert all(part.dtype == torch.int32 for part in (m, half, k))
     found, exact = (x * m + half >> k).double(), x.double() * f.double()[:, None]
     error = (found - exact).abs()
@@ -441,11 +419,11 @@ def test_units_pass_over_what_is_no_number():
     scales = [x.scale.clone() for x in (inputs.k_hat, inputs.do_hat)]
     scales[0][0, 0, 1], scales[1][1, 1, 0] = math.nan, math.inf
     k_hat, do_hat = (x._replace(scale=s) for x, s in zip((inputs.k_hat, inputs.do_hat), scales, strict=True))
-    found = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    found = units.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
     of_dv = found[2][..., 3]
     assert torch.equal(of_dv.isfinite(), do_hat.scale.isfinite())
     value[0, 0, 7, 3] = value[0, 0, 290, 0] = scales[0][0, 0, 1] = scales[1][1, 1, 0] = of_dv[1, 1, 0] = 0
-    expected = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    expected = units.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
     assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -457,7 +435,7 @@ def test_units_are_the_largest_that_fit(shape):
     case = Case(*shape, batch=2)
     inputs = prepared(5, case)
     s_do = inputs.do_hat.scale.double()
-    log_sum_exp, delta, factors, step, unit = (x.double() for x in level5_hopper.units(inputs, case.is_causal))
+    log_sum_exp, delta, factors, step, unit = (x.double() for x in units.units(inputs, case.is_causal))
     s_q, fit, of_dk, of_dv = factors.unbind(-1)
     groups = case.heads // case.kv_heads
     largest_v = torch.stack([v.double().abs().amax((2, 3)) for v in inputs.value.split(128, 2)], -1)
@@ -488,7 +466,7 @@ def test_tensors_that_the_copy_engine_cannot_fetch_are_copied(layout):
         "heads last": x.transpose(1, 2), "every third": x[..., ::3], "unaligned": x.flatten()[1:-239].view(2, 2, 5, 24),
         "odd size": x[..., :23],
     }[layout]  # fmt: skip
-    fetched = level4_hopper.rows_of_16_bytes(x, 32)
+    fetched = toolbox.rows_of_16_bytes(x)
     assert fetched.is_contiguous()
     assert fetched.data_ptr() % 16 == fetched.shape[3] * 2 % 16 == 0
     assert torch.equal(fetched[..., : x.shape[3]], x)
@@ -496,12 +474,12 @@ def test_tensors_that_the_copy_engine_cannot_fetch_are_copied(layout):
 
 def test_a_tensor_that_it_can_fetch_is_not():
     x = torch.zeros(2, 3, 5, 40, dtype=torch.float16)
-    assert level4_hopper.rows_of_16_bytes(x, 64) is x
+    assert toolbox.rows_of_16_bytes(x) is x
 
 
 @pytest.mark.parametrize("rows", [128, 192])
 def test_the_diagonal_crosses_the_last_query_tile_of_a_warpgroup_and_no_other(rows):
-    tiles = level4_hopper.query_tiles.fn
+    tiles = toolbox.count_query_tiles.fn
     for q_blocks in range(1, 9):
         for first_key in range(0, 1300, 64):
             own = counted(tiles, first_key, q_blocks)
@@ -557,7 +535,7 @@ def test_operation_with_it(monkeypatch, level):
     output = sagebwd_attention(*leaves, is_causal=True, enable_gqa=True, backend="triton")
     expected = run_source(level, case)
     monkeypatch.setattr(ops, "backward_level", lambda device, head_dim: level)
-    monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
+    monkeypatch.setattr(toolbox, "obstacle", lambda device, head_dim: None)
     on_the_cpu_instead(monkeypatch)
     gradients = torch.autograd.grad(output, leaves, grad_output)
     assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))

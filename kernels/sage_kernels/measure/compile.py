@@ -14,7 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,10 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_kernels.common.launch import DEFAULTS, Launch, measured_launches
 from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
-from sage_kernels.hopper import toolbox as hopper
 from sage_kernels.sagebwd.backward import level0_16bit
 from sage_kernels.sagebwd.backward.program import dkdv_program, dq_program
-from sage_kernels.sagebwd.forward import level5_hopper
 from sage_kernels.sagebwd.forward.program import forward_program
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2 import routing
@@ -132,9 +129,7 @@ def launch_of(case: Case) -> Launch:
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
-        if case.kernel == "forward":
-            return level5_hopper.LAUNCH
-        return BACKWARD_LEVELS[case.level].hopper.LAUNCHES[case.kernel]
+        return _hopper_level(case).LAUNCHES[case.kernel]
     launch = DEFAULTS[case.kernel]
     if case.capability == 90:
         launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
@@ -142,17 +137,21 @@ def launch_of(case: Case) -> Launch:
 
 
 def compiled_kernel(case: Case):
-    launch, source_type, tiles = launch_of(case), ASTSource, {}
+    launch, source_type, types = launch_of(case), ASTSource, {}
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.max_registers}
     if is_hopper(case):
         source_type, int8_pointers = GluonASTSource, set()
-        program, constants, options, tiles = _hopper_program(case)
-        constants |= {"D": case.head_dim, "DP": case.head_dim, "IS_CAUSAL": case.is_causal}
+        program, constants, options = _hopper_level(case).program_of(case.kernel)
+        types = _hopper_level(case).signature(case.kernel, case.head_dim)
+        if "RAGGED" in program.arg_names:
+            constants = constants | {"RAGGED": case.is_causal}  # a mask more, as in the causal case
+        constants = constants | {"D": case.head_dim, "DP": case.head_dim, "IS_CAUSAL": case.is_causal}
     else:
         describe = _sla2_program if case.kernel.startswith("sla2_") else _program
         program, constants, int8_pointers = describe(case, launch)
     names = program.arg_names
-    signature = {name: "constexpr" if name in constants else _type(name, int8_pointers, tiles) for name in names}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name) or _type(name, int8_pointers) for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(name) and name not in constants
     }
@@ -221,23 +220,11 @@ def _sla2_program(case: Case, launch: Launch):
     return sparse_forward_program, tiles | loop, {"k_ptr", "v_ptr"} if chosen.int8 else set()
 
 
-def _hopper_program(case: Case):
-    """(program, its own constants, options, type and shape of what its descriptors fetch)."""
-    if case.kernel != "forward":
-        level = BACKWARD_LEVELS[case.level].hopper
-        program, constants, options = level.program_of(case.kernel)
-        if "RAGGED" in program.arg_names:
-            constants["RAGGED"] = case.is_causal  # the longer code with the longer code
-        return program, constants, options, level.tile_shapes(case.kernel, case.head_dim)
-    tiles = {name: (torch.int8, shape) for name, shape in level5_hopper.tile_shapes(case.head_dim).items()}
-    return level5_hopper.hopper_program, {}, level5_hopper.OPTIONS, tiles
+def _hopper_level(case: Case):
+    return (FORWARD_LEVELS if case.kernel == "forward" else BACKWARD_LEVELS)[case.level].hopper
 
 
-def _type(name: str, int8_pointers: set[str], tiles: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
-    if name in tiles:
-        dtype, shape = tiles[name]
-        kind = {torch.int8: "i8", torch.int32: "i32", torch.float32: "fp32"}.get(dtype, "bf16")
-        return f"tensordesc<{kind}{list(shape)},{hopper.layout(*shape, dtype=dtype)!r}>"
+def _type(name: str, int8_pointers: set[str]) -> str:
     if name in int8_pointers | INT8:
         return "*i8"
     if name in INT32:

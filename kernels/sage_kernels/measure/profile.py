@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
-from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
+from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
 from sage_ref.records import Row
 
@@ -66,13 +65,10 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     return {
         "forward": lambda: run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale),
         **{
-            name: lambda name=name: level4_hopper.run_kernel(name, backward, is_causal=False, scale=scale)
-            for name in level4_hopper.kernels(head_dim)
+            name: lambda name=name: level4.run_kernel(name, backward, is_causal=False, scale=scale)
+            for name in level4.kernels(head_dim)
         },
-        **{
-            name: lambda: level5_hopper.run(backward, is_causal=False, scale=scale)
-            for name in level5_hopper.kernels(head_dim)
-        },
+        **{name: lambda: level5.run(backward, is_causal=False, scale=scale) for name in level5.kernels(head_dim)},
         "cuDNN forward": peer_forward,
         "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),
     }

@@ -5,7 +5,7 @@ benchmark walks from FlashAttention to the fastest INT8 kernel by changing one n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,10 +24,8 @@ from sage_kernels.common.quantize import (
     transpose,
 )
 from sage_kernels.hopper import toolbox as hopper
-from sage_kernels.sagebwd.backward import level0_16bit, level1_int8
+from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
-from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
-from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
 from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq
 from sage_kernels.sagebwd.forward import (
     level0_flash_attention,
@@ -47,7 +45,7 @@ class ForwardLevel(NamedTuple):
     key_tile: object  # the loop's body; None for a level that is a program of its own
     int8: str  # which of Q, K, V are read in INT8
     grouped: bool = False  # V^T in the order of tiles.group_columns
-    hopper: Callable | None = None  # runs a level that is Hopper's alone: (inputs, is_causal=...) -> O, L
+    hopper: ModuleType | None = None  # a level that is Hopper's alone: its run(inputs, is_causal=..., scale=...)
 
 
 class BackwardLevel(NamedTuple):
@@ -75,7 +73,7 @@ FORWARD_LEVELS = (
     ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, "QKV"),
     ForwardLevel("no conversions", level3_folded.key_tile, "QKV"),
     ForwardLevel("no shuffles", level4_grouped.key_tile, "QKV", grouped=True),
-    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=forward_level5_hopper.run),
+    ForwardLevel("Hopper: warps with different jobs", None, "QKV", grouped=True, hopper=forward_level5_hopper),
 )
 BACKWARD_LEVELS = (
     BackwardLevel("16 bit, split", level0_16bit.query_rows, level0_16bit.key_rows, int8=False),
@@ -85,8 +83,8 @@ BACKWARD_LEVELS = (
         "no conversions, no shuffles, no spills", backward_level3_folded.query_rows, backward_level3_folded.key_rows,
         grouped=True, split_from=128,
     ),
-    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4_hopper),
-    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5_hopper),
+    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4),
+    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5),
 )  # fmt: skip
 
 
@@ -127,7 +125,7 @@ def run_forward(
     if chosen.hopper is not None:
         if launch is not None:
             raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
-        return chosen.hopper(inputs, is_causal=is_causal)
+        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
     launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
     return run(inputs, chosen.key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
 
