@@ -223,16 +223,19 @@ def test_carelessness_with_tiles_is_noticed(level, changed, noticed):
     ("changed", "noticed"),
     [
         (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
-        (Changed(queries.add_product, "release(rings[2], n)", "release(rings[1], n)"), EARLY),
+        (Changed(queries.key_tile, "release(rings.k, j)", "release(rings.v, j)"), EARLY),
         (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
-        (Changed(keys.key_rows, "skip(rings.q, n)"), EARLY),
         (Changed(keys.dkdv_tile, "release(rings.do, n)"), "deadlock"),
         (Changed(keys.dkdv_tile, "delta_i.slice(HALF, HALF)", "delta_i.slice(0, HALF)"), WRONG),
+        (Changed(keys.key_rows, "skip(rings.q, n)"), EARLY),  # dV's, which has three warpgroups
+        (Changed(keys.dk_tile, "release(rings.do, n)"), "deadlock"),
+        (Changed(keys.dv_tile, "release(rings.dot, n)"), "deadlock"),
     ],
     ids=name,
 )
 def test_carelessness_at_level_4_is_noticed(changed, noticed):
-    assert_noticed(4, Case(700, 700, 64, 4, 1, is_causal=True), changed, noticed)
+    head_dim = 128 if changed.fn.__name__ in ("key_rows", "dk_tile", "dv_tile") else 64
+    assert_noticed(4, Case(700, 700, head_dim, 2, 1, is_causal=True), changed, noticed)
 
 
 @on_the_cpu

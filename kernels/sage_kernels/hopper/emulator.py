@@ -1,10 +1,10 @@
 """Gluon programs as plain Python on the CPU: their own source, with torch in place of the language.
 
-`OnCPU(program)[grid](...)` is launched as the program itself would be. Every group of warps is a thread; they take turns
-in an order drawn from a seed, some often ahead, some behind. Copies arrive late, matmuls read their tiles when they are
-waited for and not before, additions to memory likewise, and a place is garbage from the moment the copy of its next
-tile is started. So whoever reads, writes or releases too early computes nonsense or fails, and whoever waits for what
-never comes is told so. Layouts mean nothing here: the compiled code is the test of those.
+`OnCPU(program)[grid](...)` is launched as the program itself would be. Every group of warps is a thread; they take
+turns in an order drawn from a seed, some often ahead, some behind. Copies arrive late, matmuls read their tiles when
+they are waited for and not before, additions to memory likewise, and a place is garbage from the moment the copy of its
+next tile is started. So whoever reads, writes or releases too early computes nonsense or fails, and whoever waits for
+what never comes is told so. Layouts mean nothing here: the compiled code is the test of those.
 """
 
 import inspect

@@ -18,15 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from triton import knobs
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
-from sage_kernels.common.tiles import TINY
 
 HEAD_DIMS = (64, 128)  # padded
 L2_SHARE = 16 << 20  # bytes: a third of an H200's L2 cache
@@ -127,11 +124,11 @@ def count_query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
 
 # Tiles in shared memory
 
-TYPES = {
-    torch.int8: gl.int8, torch.int32: gl.int32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}  # fmt: skip
 Tiles = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # parameter -> type and shape of what its descriptor fetches
+
+
+def gluon_type(dtype: torch.dtype) -> gl.dtype:
+    return getattr(gl, str(dtype).removeprefix("torch."))
 
 
 @cache  # one takes longer to make than the rest of a descriptor
@@ -139,7 +136,7 @@ def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout
     """How the copy engine lays a tile in shared memory so that matmuls read it without bank conflicts; or a line."""
     if len(shape) == 1:
         return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, rank=1)
-    return gl.NVMMASharedLayout.get_default_for(list(shape), TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(shape), gluon_type(dtype))
 
 
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
@@ -156,12 +153,15 @@ def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescrip
 
 def signature_of(tiles: Tiles, pointers: dict[str, torch.dtype], **numbers: str) -> dict[str, str]:
     """Triton's type of every parameter that is no constant. Pointers are divisible by 16, sizes may be anything."""
-    names = {dtype: kind.name.replace("int", "i") for dtype, kind in TYPES.items()}
+
+    def kind(dtype):
+        return gluon_type(dtype).name.replace("int", "i")
+
     fetched = {
-        name: f"tensordesc<{names[dtype]}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
+        name: f"tensordesc<{kind(dtype)}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
         for name, (dtype, shape) in tiles.items()
     }
-    pointed = {name: f"*{names[dtype]}" for name, dtype in pointers.items()}
+    pointed = {name: f"*{kind(dtype)}" for name, dtype in pointers.items()}
     return fetched | pointed | dict.fromkeys(SIZES, "i32") | numbers
 
 
@@ -174,9 +174,9 @@ def rows_of_16_bytes(x: Tensor) -> Tensor:
 
 
 @gluon.jit
-def place(descriptor):
-    """One place for a tile of a descriptor: what has an index(0)."""
-    return gl.allocate_shared_memory(descriptor.dtype, [1] + descriptor.block_shape, descriptor.layout)
+def allocate(descriptor, COUNT: gl.constexpr):
+    """Shared memory for so many tiles, or lines, of a descriptor."""
+    return gl.allocate_shared_memory(descriptor.dtype, [COUNT] + descriptor.block_shape, descriptor.layout)
 
 
 @gluon.jit
@@ -207,8 +207,7 @@ def ring_of(tiles, WRITERS: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit
 def ring(descriptor, PLACES: gl.constexpr, WARPGROUPS: gl.constexpr):
     """A ring for tiles of a descriptor, filled by the loading warp and read by warpgroups."""
-    tiles = gl.allocate_shared_memory(descriptor.dtype, [PLACES] + descriptor.block_shape, descriptor.layout)
-    return ring_of(tiles, 1, WARPGROUPS)
+    return ring_of(allocate(descriptor, PLACES), 1, WARPGROUPS)
 
 
 @gluon.jit
@@ -227,10 +226,10 @@ def fetch_with_lines(ring, lines, n, descriptor, row, line_descriptors, token):
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
     ready = ring.ready.index(n % places)
-    count: gl.constexpr = len(lines)
-    mbarrier.expect(ready, descriptor.block_type.nbytes + count * line_descriptors[0].block_type.nbytes)
+    line_count: gl.constexpr = len(lines)
+    mbarrier.expect(ready, descriptor.block_type.nbytes + line_count * line_descriptors[0].block_type.nbytes)
     tma.async_copy_global_to_shared(descriptor, [row, 0], ready, ring.tiles.index(n % places))
-    for i in gl.static_range(count):
+    for i in gl.static_range(line_count):
         tma.async_copy_global_to_shared(line_descriptors[i], [token], ready, lines[i].index(n % places))
 
 
@@ -261,17 +260,6 @@ def copy_rows(tiles, ready, descriptor, row, WARPGROUPS: gl.constexpr):
     """The loading warp: 64 rows for each warpgroup. Past a head's end lie the next head's: computed and not stored."""
     for w in gl.static_range(WARPGROUPS):
         tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, 0], ready, tiles.index(w))
-
-
-@builtin
-def add_to_global(descriptor, coordinates, tile, _semantic=None):
-    """Let the copy engine add a tile to what `descriptor` describes, at these coordinates; `tma.store_wait` waits.
-
-    Gluon has no name for it, but its compiler knows the operation.
-    """
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
 
 
 # Numbers in registers
@@ -314,15 +302,9 @@ def fast_exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
-# The next two are declared impure for the compiler to leave them where they stand: before a wait, not after.
-@gluon.jit
-def fast_log2(x):
-    """log2 of a normal number, one instruction. The library's handles subnormal ones too and takes a dozen."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def fast_reciprocal(x):
+    """One instruction, declared impure for the compiler to leave it where it stands: before a wait, not after."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -359,24 +341,6 @@ def round_to_int8(x, COLUMNS: gl.constexpr):
     """round(x) of [ROWS, TILE] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
     packed = round_and_pack(gl.convert_layout(group_columns(x), operand(COLUMNS)))
     return gl.convert_layout(unpack(packed), operand(COLUMNS))
-
-
-@gluon.jit
-def row_maximum(x, IS_POSITIVE: gl.constexpr):
-    """The largest |x| of each row."""
-    if IS_POSITIVE:  # floats >= 0 are ordered like their bits, and integers have a maximum of three in one instruction
-        largest = gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-    else:
-        largest = gl.max(gl.abs(x), 1)
-    return gl.maximum(largest, TINY)
-
-
-@gluon.jit
-def quantize_rows(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
-    """psi by rows, (X^ as the left operand of a matmul with so many COLUMNS, s [ROWS]) of [ROWS, TILE]."""
-    largest = row_maximum(x, IS_POSITIVE)
-    x_hat = round_to_int8(x * (fast_reciprocal(largest) * 127.0)[:, None], COLUMNS)
-    return x_hat, largest * (1 / 127.0)
 
 
 @gluon.jit

@@ -36,8 +36,8 @@ from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, barrier, copy_rows,
-    count_key_tiles, descriptors, fast_exp2, fast_log2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, allocate, barrier, copy_rows,
+    count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
     signature_of, sizes_of, skip, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.forward.program import ForwardInputs
@@ -77,6 +77,15 @@ class State(NamedTuple):
     l: gl.tensor  # [ROWS, 4], the row sum: each thread's part
     o_i: gl.tensor  # [ROWS, DP]
     unit: gl.tensor  # s_V of the last tile that had one
+
+
+@gluon.jit
+def fast_log2(x):
+    """log2 of a normal number, one instruction. The library's handles subnormal ones too and takes a dozen.
+
+    Declared impure for the compiler to leave it where it stands.
+    """
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -192,7 +201,7 @@ def hopper_program(
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    queries = Queries(gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], q_descriptor.layout), barrier(1))
+    queries = Queries(allocate(q_descriptor, WARPGROUPS), barrier(1))
     rings = Rings(ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS))
     fence_async_shared()
     descriptors = Descriptors(q_descriptor, k_descriptor, vt_descriptor)

@@ -26,10 +26,10 @@ from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, accumulator_16bit,
-    acquire, add_scaled, barrier, copy_rows, count_query_tiles, descriptors, fast_exp2, fetch, fetch_with_lines,
-    key_work_item, quantize_rows, release, ring, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens,
+    acquire, add_scaled, allocate, barrier, copy_rows, count_query_tiles, descriptors, fast_exp2, fetch,
+    fetch_with_lines, key_work_item, release, ring, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens,
 )  # fmt: skip
-from sage_kernels.sagebwd.backward.level4.queries import add_product, constants_and_options, start_scores
+from sage_kernels.sagebwd.backward.level4.queries import add_product, constants_and_options, quantize_rows, start_scores
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
 LAUNCHES = {
@@ -78,7 +78,7 @@ def dk_tile(
     dst_hat_ij, s_ds = quantize_rows(dst_ij, False, DP)
     return add_product(
         dk_j, st_ij, dpt_ij, dst_hat_ij, s_ds * queries.s_q, (own.k_hat_j, own.v_j), (rings.q, rings.do, rings.qt), n,
-        DP, False, IS_LAST,
+        DP, TILE, IS_LAST,
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def dkdv_tile(
     dst_hat_ij, s_ds = quantize_rows(dst_ij, False, DP)
     dk_j, st_ij, dpt_0 = add_product(
         dk_j, st_ij, dpt_0, dst_hat_ij, s_ds * queries.s_q, (own.k_hat_j, own.v_j), (rings.q, rings.do, rings.qt), n,
-        DP, True, IS_LAST,
+        DP, HALF, IS_LAST,
     )  # fmt: skip
     return dk_j, dv_j, st_ij, dpt_0
 
@@ -177,7 +177,7 @@ def key_rows(
         scale_at = (kv_head * sizes.groups + g) * sizes.q_blocks + i
         s_q, s_do = gl.load(pointers.q_scale + scale_at), gl.load(pointers.do_scale + scale_at)
         if WITH_DK:
-            st_ij, dpt_ij = start_scores((own.k_hat_j, own.v_j), (rings.q, rings.do), n, WITH_DV)
+            st_ij, dpt_ij = start_scores((own.k_hat_j, own.v_j), (rings.q, rings.do), n, HALF if WITH_DV else TILE)
         else:
             st_ij, dpt_ij = 0, 0
         for _ in range(1, tiles):
@@ -251,15 +251,13 @@ def key_program(
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    k_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], k_descriptor.layout)
-    ready = barrier(1)
-    q_ring = ring(q_descriptor, PLACES, WARPGROUPS)
-    log_sum_exps = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], l_descriptor.layout)
+    k_tiles, ready = allocate(k_descriptor, WARPGROUPS), barrier(1)
+    q_ring, log_sum_exps = ring(q_descriptor, PLACES, WARPGROUPS), allocate(l_descriptor, PLACES)
     v_tiles, do_ring, qt_ring, dot_ring, deltas = None, None, None, None, None
     if WITH_DK:
-        v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [WARPGROUPS, ROWS, DP], v_descriptor.layout)
+        v_tiles = allocate(v_descriptor, WARPGROUPS)
         do_ring, qt_ring = ring(do_descriptor, PLACES, WARPGROUPS), ring(qt_descriptor, PLACES, WARPGROUPS)
-        deltas = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], delta_descriptor.layout)
+        deltas = allocate(delta_descriptor, PLACES)
     if WITH_DV:
         dot_ring = ring(dot_descriptor, PLACES, WARPGROUPS)
     fence_async_shared()

@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import NO_KEY
+from sage_kernels.common.tiles import NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, add_scaled, barrier,
-    copy_rows, count_key_tiles, descriptors, fast_exp2, fetch, quantize_rows, release, ring, signature_of, sizes_of,
-    skip, start_16bit, start_int8, store_tokens, work_item,
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, add_scaled, allocate, barrier,
+    copy_rows, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 
@@ -41,31 +41,39 @@ Rings = namedtuple("Rings", "k v kt")
 Own = namedtuple("Own", "q_hat_i do_i s_q log_sum_exp_i delta_i first_query")  # a warpgroup's queries
 
 
+@gluon.jit
+def row_maximum(x, IS_POSITIVE: gl.constexpr):
+    """The largest |x| of each row."""
+    if IS_POSITIVE:  # floats >= 0 are ordered like their bits, and integers have a maximum of three in one instruction
+        largest = gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+    else:
+        largest = gl.max(gl.abs(x), 1)
+    return gl.maximum(largest, TINY)
+
+
+@gluon.jit
+def quantize_rows(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
+    """psi by rows, (X^ as the left operand of a matmul with so many COLUMNS, s [ROWS]) of [ROWS, TILE]."""
+    largest = row_maximum(x, IS_POSITIVE)
+    x_hat = round_to_int8(x * (fast_reciprocal(largest) * 127.0)[:, None], COLUMNS)
+    return x_hat, largest * (1 / 127.0)
+
+
 # Matmuls of either side's programs. own: (left operand of S, left operand of dP), rings: right operands of (S, dP, the
 # gradient). In a program of keys all are transposed.
 
 
 @gluon.jit
-def start_dp(left, ring, n, IN_HALVES: gl.constexpr):
-    """Start dP, or the first half of its columns, once its tile is there."""
-    if IN_HALVES:
-        dp = start_16bit(left, acquire(ring, n).slice(0, HALF), HALF)
-    else:
-        dp = start_16bit(left, acquire(ring, n), TILE)
-    return dp
-
-
-@gluon.jit
-def start_scores(own, rings, n, IN_HALVES: gl.constexpr):
-    """(S, dP in flight) of tile n."""
+def start_scores(own, rings, n, COLUMNS: gl.constexpr):
+    """(S, the first COLUMNS of dP in flight) of tile n."""
     s = start_int8(own[0], acquire(rings[0], n), TILE)
-    dp = start_dp(own[1], rings[1], n, IN_HALVES)
+    dp = start_16bit(own[1], acquire(rings[1], n).slice(0, COLUMNS), COLUMNS)
     return warpgroup_mma_wait(1, deps=(s,)), dp
 
 
 @gluon.jit
 def add_product(
-    gradient, s, dp, x_hat, s_x, own, rings, n, DP: gl.constexpr, IN_HALVES: gl.constexpr, IS_LAST: gl.constexpr
+    gradient, s, dp, x_hat, s_x, own, rings, n, DP: gl.constexpr, COLUMNS: gl.constexpr, IS_LAST: gl.constexpr
 ):
     """(gradient + s_x dS^ x tile n, S and dP in flight of tile n + 1)."""
     product = start_int8(x_hat, acquire(rings[2], n), DP)
@@ -78,7 +86,7 @@ def add_product(
         product = warpgroup_mma_wait(1, deps=(product,))
         release(rings[2], n)
         gradient = add_scaled(gradient, product, s_x, DP)
-        dp = start_dp(own[1], rings[1], n + 1, IN_HALVES)
+        dp = start_16bit(own[1], acquire(rings[1], n + 1).slice(0, COLUMNS), COLUMNS)
         s = warpgroup_mma_wait(1, deps=(s_next,))
     return gradient, s, dp
 
@@ -102,7 +110,7 @@ def key_tile(
             visible = visible & (key[None, :] <= query[:, None])
         ds_ij = gl.where(visible, ds_ij, 0.0)  # dS, not P: a V past the end, of the next head, may be NaN
     ds_hat_ij, s_ds = quantize_rows(ds_ij, False, DP)
-    return add_product(dq_i, s_ij, dp_ij, ds_hat_ij, s_ds * s_k, (own.q_hat_i, own.do_i), rings, j, DP, False, IS_LAST)
+    return add_product(dq_i, s_ij, dp_ij, ds_hat_ij, s_ds * s_k, (own.q_hat_i, own.do_i), rings, j, DP, TILE, IS_LAST)
 
 
 @gluon.jit
@@ -127,7 +135,7 @@ def query_rows(
     dq_i = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
     mbarrier.wait(queries.ready, 0)
     own = Own(queries.q.index(W), queries.do.index(W), s_q, log_sum_exp_i, delta_i, first_query)
-    s_ij, dp_ij = start_scores(own, rings, 0, False)
+    s_ij, dp_ij = start_scores((own.q_hat_i, own.do_i), rings, 0, TILE)
     for j in range(0, last):
         next_s_k = gl.load(k_scale + j + 1)
         dq_i, s_ij, dp_ij = key_tile(dq_i, s_ij, dp_ij, own, s_k, j, sizes.n_k, rings, DP, IS_CAUSAL, False)
@@ -164,9 +172,7 @@ def query_program(
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    q_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], q_descriptor.layout)
-    do_tiles = gl.allocate_shared_memory(do_descriptor.dtype, [WARPGROUPS, ROWS, DP], do_descriptor.layout)
-    queries = Queries(q_tiles, do_tiles, barrier(1))
+    queries = Queries(allocate(q_descriptor, WARPGROUPS), allocate(do_descriptor, WARPGROUPS), barrier(1))
     k_ring, v_ring = ring(k_descriptor, PLACES, WARPGROUPS), ring(v_descriptor, PLACES, WARPGROUPS)
     rings = Rings(k_ring, v_ring, ring(kt_descriptor, PLACES, WARPGROUPS))
     fence_async_shared()

@@ -19,12 +19,12 @@ from sage_kernels.common.launch import Launch
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, acquire, add_scaled,
-    add_to_global, barrier, count_query_tiles, fetch, fetch_with_lines, key_work_item, place, release, ring, ring_of,
+    allocate, barrier, count_query_tiles, fetch, fetch_with_lines, key_work_item, release, ring, ring_of,
     start_16bit, start_int8, store_tokens,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
-    DS_LAYOUT, Descriptors, Pointers, columns_of, copy_keys, ds_half, join_pairs, load_factors, multiplier, p_half,
-    pairs_of, quantize_pairs,
+    DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
+    multiplier, p_half, pairs_of, quantize_pairs,
 )  # fmt: skip
 
 LAUNCH = Launch(TILE.value, TILE.value, 8, 3, 200)  # the warpgroups of keys and their registers, places of each ring
@@ -198,17 +198,18 @@ def narrow_program(
     D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    k_tiles = gl.allocate_shared_memory(gl.int8, [2, ROWS, DP], k_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2, ROWS, DP], v_descriptor.layout)
-    kt_tile = place(kt_descriptor).index(0)
+    k_tiles, v_tiles, kt_tile = (
+        allocate(k_descriptor, 2),
+        allocate(v_descriptor, 2),
+        allocate(kt_descriptor, 1).index(0),
+    )
     keys = Keys(k_tiles, v_tiles, barrier(1))
     q_ring, do_ring = ring(q_descriptor, PLACES, 2), ring(do_descriptor, PLACES, 2)
     rings = Rings(q_ring, do_ring, ring(qt_descriptor, PLACES, 2), ring(dot_descriptor, PLACES, 2))
-    log_sum_exps = gl.allocate_shared_memory(gl.float32, [PLACES, TILE], l_descriptor.layout)
-    lines = Lines(log_sum_exps, gl.allocate_shared_memory(gl.float32, [PLACES, TILE], delta_descriptor.layout))
+    lines = Lines(allocate(l_descriptor, PLACES), allocate(delta_descriptor, PLACES))
     # A place for each half of a tile's dS^T, filled by two warpgroups and read by one.
     ds = ring_of(gl.allocate_shared_memory(gl.float16, [2, TILE, HALF], DS_LAYOUT), 2, 1)
-    stage = place(dq_descriptor).index(0)
+    stage = allocate(dq_descriptor, 1).index(0)
     fence_async_shared()
     descriptors = Descriptors(
         k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor,

@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sage_kernels.common.quantize import padded_head_dim
@@ -37,6 +39,17 @@ DS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))  # how a half of
 Descriptors = namedtuple("Descriptors", "k v kt q do qt dot log_sum_exp delta")
 Pointers = namedtuple("Pointers", "k_scale factors step dk dv")
 Factors = namedtuple("Factors", "s_q fit dk dv")  # of a block of queries; dk, dv: of dS^ Q^ and of P^ dO^
+
+
+@builtin
+def add_to_global(descriptor, coordinates, tile, _semantic=None):
+    """Let the copy engine add a tile to what `descriptor` describes, at these coordinates; `tma.store_wait` waits.
+
+    Gluon has no name for it, but its compiler knows the operation.
+    """
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
 
 
 # Pairs: two neighbouring columns in float16, in one int32. One instruction multiplies, compares or rounds both.

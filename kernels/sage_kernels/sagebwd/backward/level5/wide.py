@@ -29,12 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sage_kernels.common.launch import Launch
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, add_to_global, barrier,
-    count_query_tiles, key_work_item, place, start_16bit, start_int8,
+    HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, allocate, barrier,
+    count_query_tiles, key_work_item, start_16bit, start_int8,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
-    DS_LAYOUT, Descriptors, Pointers, columns_of, copy_keys, ds_half, join_pairs, load_factors, multiplier, p_half,
-    pairs_of, quantize_pairs,
+    DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
+    multiplier, p_half, pairs_of, quantize_pairs,
 )  # fmt: skip
 
 LAUNCH = Launch(TILE.value, TILE.value, 8, 1, 240)
@@ -221,17 +221,17 @@ def wide_program(
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
     D: gl.constexpr, DP: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    k_tiles = gl.allocate_shared_memory(gl.int8, [2, ROWS, DP], k_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2, ROWS, DP], v_descriptor.layout)
-    keys, keys_ready = Keys(k_tiles, v_tiles, place(kt_descriptor)), barrier(1)
+    keys, keys_ready = (
+        Keys(allocate(k_descriptor, 2), allocate(v_descriptor, 2), allocate(kt_descriptor, 1)),
+        barrier(1),
+    )
     tiles = Tiles(
-        place(q_descriptor), place(do_descriptor), place(dot_descriptor), place(qt_descriptor), place(l_descriptor),
-        place(delta_descriptor),
+        allocate(q_descriptor, 1), allocate(do_descriptor, 1), allocate(dot_descriptor, 1), allocate(qt_descriptor, 1),
+        allocate(l_descriptor, 1), allocate(delta_descriptor, 1),
     )  # fmt: skip
     barriers = Barriers(barrier(1), barrier(1), barrier(1), barrier(2), barrier(2))
     ds = gl.allocate_shared_memory(gl.float16, [2, TILE, HALF], DS_LAYOUT)
-    stages = gl.allocate_shared_memory(gl.int32, [2] + dq_descriptor.block_shape, dq_descriptor.layout)
-    memory = Memory(keys, keys_ready, tiles, barriers, ds, stages)
+    memory = Memory(keys, keys_ready, tiles, barriers, ds, allocate(dq_descriptor, 2))
     fence_async_shared()
     descriptors = Descriptors(
         k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor,
