@@ -21,6 +21,7 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
+from sage_kernels import hopper
 from sage_kernels.common.tiles import TINY
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, plain
@@ -538,7 +539,7 @@ def test_operation_with_it(monkeypatch, level):
     output = sagebwd_attention(*leaves, is_causal=True, enable_gqa=True, backend="triton")
     expected = run_source(level, case)
     monkeypatch.setattr(ops, "backward_level", lambda device, head_dim: level)
-    monkeypatch.setattr(toolbox, "obstacle", lambda device, head_dim: None)
+    monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
     on_the_cpu_instead(monkeypatch)
     gradients = torch.autograd.grad(output, leaves, grad_output)
     assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))

@@ -28,6 +28,7 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
+from sage_kernels import hopper
 from sage_kernels.common.launch import Launch
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, OnCPU, plain
@@ -237,7 +238,7 @@ def test_the_interpreter_gets_level_4(gpu, monkeypatch):
     ],
 )
 def test_why_it_cannot_run(gpu, capability, head_dim, reason):
-    assert toolbox.obstacle(gpu(*capability), head_dim) == reason
+    assert hopper.obstacle(gpu(*capability), head_dim) == reason
 
 
 @on_the_cpu
@@ -251,7 +252,7 @@ def test_asked_for_where_it_cannot_run_it_is_an_error():
 @pytest.fixture
 def hopper_on_the_cpu(monkeypatch):
     """Level 5 is chosen, and runs on the CPU; the backward level stays the interpreter's."""
-    monkeypatch.setattr(toolbox, "obstacle", lambda device, head_dim: None)
+    monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
     monkeypatch.setattr(ops, "backward_level", lambda device, head_dim: 3)
     monkeypatch.setattr(level5_hopper, "hopper_program", OnCPU(level5_hopper.hopper_program))
 

@@ -8,8 +8,6 @@ Warpgroups (4 warps, 64 rows) compute. A `Ring` lies between them: places for ti
                     release:  arrive at `empty`; with the last warpgroup's arrival the place is free again
 
 The n-th tile lies in place n % places. A barrier's phase, 0 or 1 by turns, tells one round of the ring from the next.
-
-Three sections: the order of work; tiles in shared memory; numbers in registers.
 """
 
 from functools import cache
@@ -17,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
@@ -25,25 +22,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
 
-HEAD_DIMS = (64, 128)  # padded
 L2_SHARE = 16 << 20  # bytes: a third of an H200's L2 cache
 ROWS = gl.constexpr(64)  # of a warpgroup, the height of its matmul instruction
 SCALE_Q, SCALE_KV = gl.constexpr(BLOCK_Q), gl.constexpr(BLOCK_KV)  # tokens that share a scale
 TILE = gl.constexpr(BLOCK_KV)  # tokens of a tile that is fetched: 128, and those of one scale, whichever side it is
 HALF = gl.constexpr(64)  # half of a tile's tokens, or of 128 columns
 LOADING_REGISTERS = gl.constexpr(24)  # what the loading warp keeps of its share
-
-
-def obstacle(device: torch.device, head_dim: int) -> str | None:
-    """Why these levels can't run there, or None if they can."""
-    if device.type != "cuda" or knobs.runtime.interpret:
-        return f"it needs a Hopper GPU, and query is on {device}" + ", interpreted" * knobs.runtime.interpret
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), and this one has {capability[0]}.{capability[1]}"
-    if padded_head_dim(head_dim) not in HEAD_DIMS:
-        return f"it needs a head size from 33 to 128, and query has {head_dim}"
-    return None
 
 
 # The order of work
@@ -64,10 +48,7 @@ SIZES = Sizes._fields  # every program takes them one by one: `do_not_specialize
 
 
 def sizes_of(query: Tensor, key: Tensor, rows: int, *, of_keys: bool, bytes_per_number: int) -> Sizes:
-    """Sizes of a launch whose programs have `rows` queries each, or keys, and visit tiles of the other side.
-
-    bytes_per_number: of all the tiles visited, for each token and column.
-    """
+    """Of a launch whose programs have `rows` queries each, or keys, and fetch so many bytes per token and column."""
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k = key.shape[1:3]
     groups, own, visited = heads // kv_heads, padded_length(n_q), padded_length(n_k)
@@ -87,8 +68,7 @@ def heads_at_a_time(bytes_per_head: int) -> int:
 def work_item(t, sizes):
     """(block of rows, head) of the t-th program: group of heads after group, in it the last block of rows first.
 
-    In causal attention those rows are the longest; a multiprocessor that is done takes the next program, so the short
-    ones come last.
+    In causal attention those rows take longest; a multiprocessor that is done takes the next, so short ones come last.
     """
     first = t // (sizes.blocks * sizes.heads_together) * sizes.heads_together
     t -= first * sizes.blocks
@@ -124,11 +104,8 @@ def count_query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
 
 # Tiles in shared memory
 
+TYPES = {torch.int8: "i8", torch.int32: "i32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 Tiles = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # parameter -> type and shape of what its descriptor fetches
-
-
-def gluon_type(dtype: torch.dtype) -> gl.dtype:
-    return getattr(gl, str(dtype).removeprefix("torch."))
 
 
 @cache  # one takes longer to make than the rest of a descriptor
@@ -136,14 +113,11 @@ def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout
     """How the copy engine lays a tile in shared memory so that matmuls read it without bank conflicts; or a line."""
     if len(shape) == 1:
         return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, rank=1)
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gluon_type(dtype))
+    return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
-    """What the copy engine has to know of x [B, H, rows, columns] to fetch tiles of `shape` [rows, columns].
-
-    Of x [B, H, rows] it fetches lines, of a `shape` [rows].
-    """
+    """For the copy engine, which fetches tiles [rows, columns] of x [B, H, N, D] or lines [rows] of x [B, H, N]."""
     return TensorDescriptor.from_tensor(x.flatten(0, 2), list(shape), layout(*shape, dtype=x.dtype))
 
 
@@ -153,15 +127,11 @@ def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescrip
 
 def signature_of(tiles: Tiles, pointers: dict[str, torch.dtype], **numbers: str) -> dict[str, str]:
     """Triton's type of every parameter that is no constant. Pointers are divisible by 16, sizes may be anything."""
-
-    def kind(dtype):
-        return gluon_type(dtype).name.replace("int", "i")
-
     fetched = {
-        name: f"tensordesc<{kind(dtype)}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
+        name: f"tensordesc<{TYPES[dtype]}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
         for name, (dtype, shape) in tiles.items()
     }
-    pointed = {name: f"*{kind(dtype)}" for name, dtype in pointers.items()}
+    pointed = {name: f"*{TYPES[dtype]}" for name, dtype in pointers.items()}
     return fetched | pointed | dict.fromkeys(SIZES, "i32") | numbers
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.hopper.toolbox import HEAD_DIMS, rows_of_16_bytes
+from sage_kernels.hopper import HEAD_DIMS
+from sage_kernels.hopper.toolbox import rows_of_16_bytes
 from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 

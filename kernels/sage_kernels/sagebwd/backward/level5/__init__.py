@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.hopper.toolbox import HEAD_DIMS
+from sage_kernels.hopper import HEAD_DIMS
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 

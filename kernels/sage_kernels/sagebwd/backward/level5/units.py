@@ -2,13 +2,12 @@
 
 - P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
   largest. Two lie in one register, a *pair*, and one instruction multiplies, compares or rounds both.
-- P is stretched by 2^15 and dP - delta by `fit`, the power of two that makes it just fit. The bound:
-  max|dP - delta| <= 2 D max|dO| max|V|, and |dS| = P (1 - P) |dP - its mean over the other keys| is at most a quarter
-  of that.
+- P is stretched by 2^15 and dP - delta by `fit`, the power of two that makes it just fit: |dP - delta| is at most
+  2 D max|dO| max|V|, and |dS| = P (1 - P) |dP - its mean over the other keys| at most a quarter of that.
 - The parts of one dQ come from all blocks of keys, in no fixed order. A sum of floats would depend on that order; a sum
   of integers doesn't. So parts are rounded to integers, in a unit per block of queries, and results are still the same
-  bit for bit on every run. The unit keeps the sums within 31 bits: rows of P add up to one, so a row of dS adds up to
-  at most the bound above, and dQ is at most max|K| times that.
+  bit for bit on every run. The unit keeps the sums within 31 bits: rows of P add up to one, so a row of |dS| adds up
+  to the bound above at most, and dQ is at most max|K| times that.
 """
 
 from collections import namedtuple
@@ -43,10 +42,7 @@ Factors = namedtuple("Factors", "s_q fit dk dv")  # of a block of queries; dk, d
 
 @builtin
 def add_to_global(descriptor, coordinates, tile, _semantic=None):
-    """Let the copy engine add a tile to what `descriptor` describes, at these coordinates; `tma.store_wait` waits.
-
-    Gluon has no name for it, but its compiler knows the operation.
-    """
+    """Let the copy engine add a tile to memory, until `tma.store_wait`. Gluon has no name for it, its compiler has."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
@@ -285,10 +281,7 @@ def signature(tiles: Tiles, dtype: torch.dtype) -> dict[str, str]:
 
 
 def units(inputs: BackwardInputs, is_causal: bool) -> tuple[Tensor, ...]:
-    """(L and delta [B, H, Nq padded], factors [..., 4], step, unit [B, H, blocks of queries]): see `_units_kernel`.
-
-    The inputs' V is contiguous.
-    """
+    """(L, delta [B, H, Nq padded], factors [..., 4], step, unit [B, H, blocks]): see `_units_kernel`."""
     q_hat, k_hat, do_hat, value = inputs.q_hat, inputs.k_hat, inputs.do_hat, inputs.value
     batch, heads, q_blocks = do_hat.scale.shape
     kv_heads, n_k, d = value.shape[1:]

@@ -2,18 +2,15 @@
 
 dK and dV of 64 keys take 128 registers of a thread. What is left of 240, all that two warpgroups can have, holds one
 half of S or dP, both halves of P as pairs and little else, so a warpgroup does one thing after the other and leaves the
-overlap to its neighbour:
+overlap to its neighbour. dS^T goes to shared memory for both. Of the queries each takes one half, reads it transposed
+and adds its part to dQ; its own rows it reads back for dK. A product is added by halves of its columns. The fewer
+barriers, the less the four warps of a warpgroup wait for one another, so two serve two purposes each. Once a tile:
 
-- dS^T goes to shared memory for both of them. Of the queries each takes one half, reads it transposed and adds its part
-  to dQ; its own rows it reads back when their turn comes, for dK.
-- A product is added by halves of its columns.
-- The fewer barriers, the less the four warps of a warpgroup wait for one another: two serve two purposes each. Who
-  arrives and who waits, once a tile:
-
-    queries   the copy engine -> both warpgroups   Q^, dO, L and delta have come
-    full      both warpgroups -> both, and loading  dS^T lies there; Q^, dO, L and delta may be overwritten
-    dot, qt   the copy engine -> both warpgroups   dO^T has come; Q^T has come
-    empty     both warpgroups -> both, and loading  dS^T has been read; dO^T and Q^T may be overwritten
+    barrier   who arrives       who waits               what it says
+    queries   the copy engine   both warpgroups         Q^, dO, L and delta are there
+    full      both warpgroups   both and loading warp   dS^T is there; Q^, dO, L and delta may be overwritten
+    dot, qt   the copy engine   both warpgroups         dO^T is there; Q^T is there
+    empty     both warpgroups   both and loading warp   dS^T has been read; dO^T and Q^T may be overwritten
 
 - Addresses of tiles are the same for every query tile, and the compiler would keep dozens of them in registers that it
   hasn't got. `n >> 30` is 0, but it can't know: it computes them where they are needed.
