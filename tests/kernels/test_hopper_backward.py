@@ -30,6 +30,7 @@ from sage_kernels.sagebwd import ops
 from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
+from sage_kernels.sagebwd.forward import level5_hopper
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
 
 from sage_ref import sagebwd_attention
@@ -62,18 +63,42 @@ def on_the_cpu_instead(patch, seed=0, **names):
 
 def prepared(level, case, tensors=None, forward=None):
     query, key, value, grad_output = tensors or draw(case)
-    inputs, output, log_sum_exp = forward or forward_level(case, 4)
+    run_level4 = run_forward_level if tensors else forward_level
+    inputs, output, log_sum_exp = forward or run_level4(case, 4, *([tensors] if tensors else []))
     hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat}
     return prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
 
 
 def run_source(level, case, tensors=None, forward=None, seed=None, **names):
-    """dQ, dK, dV of a level."""
+    """dQ, dK, dV of a level, after forward level 4."""
     with pytest.MonkeyPatch.context() as patch:
         on_the_cpu_instead(patch, seed or case.n_q, **names)
         return LEVELS[level].run(prepared(level, case, tensors, forward), **case.options)
 
 
+def altered(case, **alter):
+    """Q, K, V, dO of a case; alter: name -> function that changes that tensor where it is."""
+    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
+    for name, function in alter.items():
+        function(tensors[name])
+    return tuple(tensors.values())
+
+
+def times(factor, *where):
+    """Multiply what `where` selects."""
+    return lambda x: x[where].mul_(factor)
+
+
+def assert_same(*runs):
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+def assert_near(found, expected, allowed):
+    for x, y in zip(found, expected, strict=True):
+        assert (x.double() - y.double()).norm() <= allowed * y.double().norm()
+
+
+ALL = slice(None)
 SOURCE_CASES = [
     Case(1, 1, 64),
     Case(3, 3, 128, 4, 2, is_causal=True, batch=2),
@@ -102,13 +127,9 @@ def test_source_gives_the_simulations_result(level, case):
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad_output"])
 def test_source_with_blocks_of_zeros(level, name):
     case = Case(200, 300, 64, 2, 1, is_causal=True)
-    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
-    tensors[name][:, :, 128:] = 0
-    forward = run_forward_level(case, 4, tuple(tensors.values()))
-    gradients = run_source(level, case, tuple(tensors.values()), forward)
-    level3 = run_backward_level(case, 3, tuple(tensors.values()), forward)
-    for found, expected in zip(gradients, level3, strict=True):
-        assert (found - expected).norm() <= 4e-3 * expected.norm()
+    tensors = altered(case, **{name: times(0, ALL, ALL, slice(128, None))})
+    level3 = run_backward_level(case, 3, tensors, run_forward_level(case, 4, tensors))
+    assert_near(run_source(level, case, tensors), level3, 4e-3)
 
 
 @on_the_cpu
@@ -116,17 +137,12 @@ def test_source_with_blocks_of_zeros(level, name):
 def test_source_does_not_lose_an_overflow_nor_spread_it_to_other_heads(level, bad, head_dim):
     """Rows past a head's end are the next head's: its NaN must not come in."""
     case = Case(100, 90, head_dim, 4, 2, batch=2)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    fine = run_source(level, case)
-    grad_output[0, 2, 3, 5] = bad
-    value[1, 0, 2, 1] = bad
-    tensors = (query, key, value, grad_output)
-    found = run_source(level, case, tensors, run_forward_level(case, 4, tensors))
+    tensors = altered(case, grad_output=lambda x: x[0, 2, 3, 5].fill_(bad), value=lambda x: x[1, 0, 2, 1].fill_(bad))
+    found, fine = run_source(level, case, tensors), run_source(level, case)
     assert not found[0][0, 2, 3].isfinite().any()
     assert not any(x[0, 1].isfinite().all() for x in found[1:])
-    assert all(
-        torch.equal(x[0, 0], y[0, 0]) and torch.equal(x[1, -1], y[1, -1]) for x, y in zip(found, fine, strict=True)
-    )
+    for head in ((0, 0), (1, -1)):
+        assert_same([x[head] for x in found], [x[head] for x in fine])
 
 
 @on_the_cpu
@@ -134,27 +150,19 @@ def test_source_does_not_lose_an_overflow_nor_spread_it_to_other_heads(level, ba
 def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name):
     """They lie behind this head's last tokens, in its last tiles, and are beyond the float16 that fits this head."""
     case = Case(150, 140, 64)
-    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
-    tensors[name][:, 0] /= 64
     found = []
     for factor in (1, 1e4):
-        tensors[name][:, 1] *= factor
-        given = tuple(tensors.values())
-        found.append(run_source(level, case, given, run_forward_level(case, 4, given)))
-    assert all(torch.equal(x[:, 0], y[:, 0]) for x, y in zip(*found, strict=True))
+        sizes = torch.tensor([1 / 64] + [factor] * (case.heads - 1))[:, None, None].half()
+        found.append(run_source(level, case, altered(case, **{name: times(sizes, ALL)})))
+    assert_same(*([x[:, 0] for x in run] for run in found))
 
 
 @on_the_cpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_source_lets_later_values_change_nothing_before_them(level, head_dim):
     case = Case(300, 300, head_dim, 2, 1, is_causal=True)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    found = []
-    for factor in (1, 1e4):
-        value[:, :, 256:] *= factor
-        tensors = (query, key, value, grad_output)
-        found.append(run_source(level, case, tensors, run_forward_level(case, 4, tensors))[0])
-    assert torch.equal(found[0][:, :, :256], found[1][:, :, :256])
+    later = altered(case, value=times(1e4, ALL, ALL, slice(256, None)))
+    assert_same(*([run_source(level, case, x)[0][:, :, :256]] for x in (altered(case), later)))
 
 
 @on_the_cpu
@@ -179,8 +187,7 @@ def test_source_with_values_of_any_size(level, head_dim, of_value, of_grad_outpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_source_repeats_whoever_is_ahead(level, head_dim):
     case = Case(300, 260, head_dim, 2, 1, is_causal=True)
-    runs = [run_source(level, case, seed=seed) for seed in (1, 2, 3)]
-    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+    assert_same(*(run_source(level, case, seed=seed) for seed in (1, 2, 3)))
 
 
 # What the CPU run would notice: programs with one place of their source changed
@@ -194,55 +201,36 @@ HAND_OVER = "ds.tiles.index(H).slice(W * ROWS, ROWS).store(dst)"
 HANDED_OVER = "mbarrier.arrive(ds.ready.index(H), count=1)"
 
 
-def assert_noticed(level, case, changed, noticed):
-    with pytest.raises((AssertionError, RuntimeError), match=noticed):
-        assert_backward(case, level, run_source(level, case, **{changed.fn.__name__: changed}))
+def mistakes(levels, case, *changes):
+    return [pytest.param(n, case, *change, id=f"{n}-{change[0].name}") for n in levels for change in changes]
 
 
-def name(x):
-    return getattr(x, "name", "")
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("changed", "noticed"),
-    [
+LONG_CAUSAL = Case(700, 700, 64, 2, 1, is_causal=True)
+MISTAKES = (
+    *mistakes(
+        LEVELS, Case(500, 300, 64),
         (Changed(toolbox.acquire, ACQUIRE), EARLY),
         (Changed(toolbox.release, RELEASE), "deadlock"),
         (Changed(toolbox.release, RELEASE, f"{RELEASE}; {RELEASE.replace('n %', '(n + 1) %')}"), EARLY),
         (Changed(toolbox.fetch, FETCH), EARLY),
         (Changed(toolbox.fetch_with_lines, FETCH), EARLY),
-    ],
-    ids=name,
-)
-def test_carelessness_with_tiles_is_noticed(level, changed, noticed):
-    assert_noticed(level, Case(500, 300, 64), changed, noticed)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("changed", "noticed"),
-    [
+    ),
+    *mistakes(
+        (4,), LONG_CAUSAL,
         (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
         (Changed(queries.key_tile, "release(rings.k, j)", "release(rings.v, j)"), EARLY),
         (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
         (Changed(keys.dkdv_tile, "release(rings.do, n)"), "deadlock"),
         (Changed(keys.dkdv_tile, "delta_i.slice(HALF, HALF)", "delta_i.slice(0, HALF)"), WRONG),
+    ),
+    *mistakes(
+        (4,), LONG_CAUSAL._replace(head_dim=128),
         (Changed(keys.key_rows, "skip(rings.q, n)"), EARLY),  # dV's, which has three warpgroups
         (Changed(keys.dk_tile, "release(rings.do, n)"), "deadlock"),
         (Changed(keys.dv_tile, "release(rings.dot, n)"), "deadlock"),
-    ],
-    ids=name,
-)
-def test_carelessness_at_level_4_is_noticed(changed, noticed):
-    head_dim = 128 if changed.fn.__name__ in ("key_rows", "dk_tile", "dv_tile") else 64
-    assert_noticed(4, Case(700, 700, head_dim, 2, 1, is_causal=True), changed, noticed)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("changed", "noticed"),
-    [
+    ),
+    *mistakes(
+        (5,), Case(300, 300, 64, 1, 1),
         (Changed(narrow.hand_over, "mbarrier.wait(ds.empty.index(H), (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
         (Changed(narrow.hand_over, f"{HAND_OVER}\n    {HANDED_OVER}", f"{HANDED_OVER}\n    {HAND_OVER}"), WRONG),
         (Changed(narrow.hand_over, HAND_OVER, HAND_OVER.replace("index(H)", "index(1 - H)")), WRONG),
@@ -251,17 +239,9 @@ def test_carelessness_at_level_4_is_noticed(changed, noticed):
         (Changed(narrow.add_part, "tma.store_wait(0)"), READ),
         (Changed(narrow.add_part, "fence_async_shared()"), UNSEEN),
         (Changed(narrow.query_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
-    ],
-    ids=name,
-)
-def test_carelessness_with_what_is_handed_over_and_added_is_noticed(changed, noticed):
-    assert_noticed(5, Case(300, 300, 64, 1, 1), changed, noticed)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("changed", "noticed"),
-    [
+    ),
+    *mistakes(
+        (5,), Case(300, 300, 128, 1, 1),
         (Changed(wide.hand_over, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
         (Changed(wide.hand_over, "ds.index(H + zero)", "ds.index(1 - H + zero)"), WRONG),
         (Changed(wide.hand_over, "H == 1", "H == 0"), WRONG),
@@ -277,11 +257,15 @@ def test_carelessness_with_what_is_handed_over_and_added_is_noticed(changed, not
         (Changed(wide.load_tiles, "mbarrier.wait(barriers.full, (n & 1) ^ 1)"), EARLY),
         (Changed(wide.load_tiles, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), EARLY),
         (Changed(wide.store_halves, "pointers + HALF", "pointers"), WRONG),
-    ],
-    ids=name,
-)
-def test_carelessness_at_a_head_size_of_128_is_noticed(changed, noticed):
-    assert_noticed(5, Case(300, 300, 128, 1, 1), changed, noticed)
+    ),
+)  # fmt: skip
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("level", "case", "changed", "noticed"), MISTAKES)
+def test_carelessness_is_noticed(level, case, changed, noticed):
+    with pytest.raises((AssertionError, RuntimeError), match=noticed):
+        assert_backward(case, level, run_source(level, case, **{changed.fn.__name__: changed}))
 
 
 # Level 5: pairs, units, sums
@@ -336,7 +320,7 @@ def run_and_keep_sums(case, tensors, **names):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "_finish_kernel", Finish())
-        gradients = run_source(5, case, tensors, run_forward_level(case, 4, tensors), **names)
+        gradients = run_source(5, case, tensors, **names)
     return *kept, gradients
 
 
@@ -360,15 +344,11 @@ def test_sums_of_dq_use_their_bits_and_never_pass_them(head_dim, n_k, size):
 def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim):
     """P is one for a key of its own and next to nothing for the rest: dS cancels, and none of it overflows."""
     case = Case(200, 300, head_dim, 2, 1)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    tensors = (30 * query, key, 30 * value, 30 * grad_output)
-    forward = run_forward_level(case, 4, tensors)
+    tensors = altered(case, **dict.fromkeys(("query", "value", "grad_output"), times(30, ALL)))
     sums, _, found = run_and_keep_sums(case, tensors)
     assert sums.long().abs().max() < 2**30
     assert not sums[:, :, case.n_q :].any()
-    expected = run_source(4, case, tensors, forward)
-    for x, y in zip(found, expected, strict=True):
-        assert (x.float() - y.float()).norm() <= 6e-3 * y.float().norm()
+    assert_near(found, run_source(4, case, tensors), 6e-3)
 
 
 @on_the_cpu
@@ -405,20 +385,15 @@ def test_sums_are_rounded_products():
 def test_units_are_of_all_that_a_query_sees():
     """Also of keys behind it, unless attention is causal."""
     case = Case(200, 300, 64, 2, 1)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    value[:, :, 256:] *= 1e4
-    tensors = (query, key, value, grad_output)
-    forward = run_forward_level(case, 4, tensors)
-    found, expected = (run_source(level, case, tensors, forward) for level in (5, 4))
-    for x, y in zip(found, expected, strict=True):
-        assert (x.double() - y.double()).norm() <= 6e-3 * y.double().norm()
+    tensors = altered(case, value=times(1e4, ALL, ALL, slice(256, None)))
+    assert_near(*(run_source(level, case, tensors) for level in (5, 4)), 6e-3)
 
 
 @on_the_cpu
 def test_units_pass_over_what_is_no_number():
     case = Case(200, 300, 64, 2, 1, batch=2)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
     inputs = prepared(5, case)
+    value = inputs.value.clone()
     value[0, 0, 7, 3], value[0, 0, 290, 0] = math.nan, math.inf
     scales = [x.scale.clone() for x in (inputs.k_hat, inputs.do_hat)]
     scales[0][0, 0, 1], scales[1][1, 1, 0] = math.nan, math.inf
@@ -516,6 +491,18 @@ def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
         assert set(names[size]) <= set(LEVELS[level].LAUNCHES)
 
 
+@pytest.mark.parametrize("module", [level5_hopper, level4, level5])
+def test_every_parameter_of_a_program_is_declared_once(module):
+    for kernel in module.LAUNCHES:
+        program, constants, _ = module.program_of(kernel)
+        declared = module.signature(kernel, 128, torch.float16)
+        assert not declared.keys() & constants.keys()
+        of_program = {p.name for p in program.params if p.is_constexpr}
+        assert set(program.arg_names) - of_program == declared.keys()
+        assert of_program - constants.keys() <= {"D", "DP", "IS_CAUSAL", "RAGGED"}
+        assert not any("bf16" in kind for kind in declared.values())
+
+
 @on_the_cpu
 def test_they_have_no_other_launch():
     assert not LEVELS.keys() & {kernel.level for kernel in tuning.kernels() if kernel.kernel != "forward"}
@@ -541,8 +528,7 @@ def test_operation_with_it(monkeypatch, level):
     monkeypatch.setattr(ops, "backward_level", lambda device, head_dim: level)
     monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
     on_the_cpu_instead(monkeypatch)
-    gradients = torch.autograd.grad(output, leaves, grad_output)
-    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
+    assert_same(torch.autograd.grad(output, leaves, grad_output), expected)
 
 
 @pytest.mark.gpu
@@ -555,7 +541,7 @@ class TestOnHopper:
         case = Case(2048, 2048, head_dim, 16, 4, is_causal, torch.bfloat16, batch=4)
         first = run_backward_level(case, level)
         for _ in range(100):
-            assert all(torch.equal(x, y) for x, y in zip(run_backward_level(case, level), first, strict=True))
+            assert_same(run_backward_level(case, level), first)
         assert_backward(case, level, first)
 
     def test_the_operation_takes_the_last(self):

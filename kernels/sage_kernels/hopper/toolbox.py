@@ -226,8 +226,8 @@ def skip(ring, n):
 
 
 @gluon.jit
-def copy_rows(tiles, ready, descriptor, row, WARPGROUPS: gl.constexpr):
-    """The loading warp: 64 rows for each warpgroup. Past a head's end lie the next head's: computed and not stored."""
+def copy_own(tiles, ready, descriptor, row, WARPGROUPS: gl.constexpr):
+    """The loading warp: each warpgroup's own 64 rows. Past a head's end lie the next: computed, not stored."""
     for w in gl.static_range(WARPGROUPS):
         tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, 0], ready, tiles.index(w))
 

@@ -36,7 +36,7 @@ from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, allocate, barrier, copy_rows,
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, allocate, barrier, copy_own,
     count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
     signature_of, sizes_of, skip, start_int8, store_tokens, work_item,
 )  # fmt: skip
@@ -189,7 +189,7 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: 
     i, head = work_item(gl.program_id(0), sizes)
     first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
     mbarrier.expect(queries.ready, WARPGROUPS * descriptors.q.block_type.nbytes)
-    copy_rows(queries.tiles, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
+    copy_own(queries.tiles, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
     for j in range(0, count_key_tiles(first_query, ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)):
         fetch(rings.k, j, descriptors.k, (kv_head * sizes.kv_blocks + j) * TILE, 0)
         fetch(rings.v, j, descriptors.vt, kv_head * DP, j * TILE)

@@ -26,10 +26,10 @@ from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, accumulator_16bit,
-    acquire, add_scaled, allocate, barrier, copy_rows, count_query_tiles, descriptors, fast_exp2, fetch,
+    acquire, add_scaled, allocate, barrier, copy_own, count_query_tiles, descriptors, fast_exp2, fetch,
     fetch_with_lines, key_work_item, release, ring, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens,
 )  # fmt: skip
-from sage_kernels.sagebwd.backward.level4.queries import add_product, constants_and_options, quantize_rows, start_scores
+from sage_kernels.sagebwd.backward.level4.queries import add_product, launch_options, quantize_by_row, start_scores
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
 LAUNCHES = {
@@ -75,7 +75,7 @@ def dk_tile(
     # [Bkv, Bq]
     dst_ij = pt_ij * (dpt - delta_i[None, :])
     release(rings.do, n)
-    dst_hat_ij, s_ds = quantize_rows(dst_ij, False, DP)
+    dst_hat_ij, s_ds = quantize_by_row(dst_ij, False, DP)
     return add_product(
         dk_j, st_ij, dpt_ij, dst_hat_ij, s_ds * queries.s_q, (own.k_hat_j, own.v_j), (rings.q, rings.do, rings.qt), n,
         DP, TILE, IS_LAST,
@@ -88,7 +88,7 @@ def dv_tile(dv_j, own, queries, rings, lines, DP: gl.constexpr, IS_MASKED: gl.co
     n = queries.n
     st_ij = warpgroup_mma_wait(0, deps=(start_int8(own.k_hat_j, acquire(rings.q, n), TILE),))
     # [Bkv, Bq]
-    pt_hat_ij, s_p = quantize_rows(probabilities(st_ij, own, queries, rings, lines, IS_MASKED), True, DP)
+    pt_hat_ij, s_p = quantize_by_row(probabilities(st_ij, own, queries, rings, lines, IS_MASKED), True, DP)
     product = warpgroup_mma_wait(0, deps=(start_int8(pt_hat_ij, acquire(rings.dot, n), DP),))
     release(rings.dot, n)
     return add_scaled(dv_j, product, s_p * queries.s_do, DP)
@@ -117,7 +117,7 @@ def dkdv_tile(
     n = queries.n
     column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(HALF))
     pt_ij = probabilities(st_ij, own, queries, rings, lines, IS_MASKED)
-    pt_hat_ij, s_p = quantize_rows(pt_ij, True, DP)
+    pt_hat_ij, s_p = quantize_by_row(pt_ij, True, DP)
     dpt = warpgroup_mma_wait(0, deps=(dpt_0,))
     product = start_int8(pt_hat_ij, acquire(rings.dot, n), DP)
     delta_i = lines.delta.index(n % lines.delta.shape[0])
@@ -130,7 +130,7 @@ def dkdv_tile(
     dpt = warpgroup_mma_wait(0, deps=(start_16bit(own.v_j, acquire(rings.do, n).slice(HALF, HALF), HALF),))
     dst_ij = join_halves(dst_0, pt_1 * (dpt - delta_i.slice(HALF, HALF).load(column)[None, :]))
     release(rings.do, n)
-    dst_hat_ij, s_ds = quantize_rows(dst_ij, False, DP)
+    dst_hat_ij, s_ds = quantize_by_row(dst_ij, False, DP)
     dk_j, st_ij, dpt_0 = add_product(
         dk_j, st_ij, dpt_0, dst_hat_ij, s_ds * queries.s_q, (own.k_hat_j, own.v_j), (rings.q, rings.do, rings.qt), n,
         DP, HALF, IS_LAST,
@@ -221,10 +221,10 @@ def load_tiles(
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes
     if WITH_DK:
         mbarrier.expect(keys.ready, WARPGROUPS * (nbytes + descriptors.v.block_type.nbytes))
-        copy_rows(keys.v, keys.ready, descriptors.v, kv_head * sizes.n_k + first_key, WARPGROUPS)
+        copy_own(keys.v, keys.ready, descriptors.v, kv_head * sizes.n_k + first_key, WARPGROUPS)
     else:
         mbarrier.expect(keys.ready, WARPGROUPS * nbytes)
-    copy_rows(keys.k, keys.ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, WARPGROUPS)
+    copy_own(keys.k, keys.ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, WARPGROUPS)
     n = 0
     for g in range(0, sizes.groups):
         head = kv_head * sizes.groups + g
@@ -291,7 +291,7 @@ def key_program(
 
 
 def program_of(kernel: str):
-    constants, options = constants_and_options(LAUNCHES[kernel])
+    constants, options = launch_options(LAUNCHES[kernel])
     return key_program, constants | {"WITH_DK": "dk" in kernel, "WITH_DV": "dv" in kernel}, options
 
 

@@ -25,7 +25,7 @@ from sage_kernels.common.tiles import NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, add_scaled, allocate, barrier,
-    copy_rows, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    copy_own, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
     signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import BackwardInputs
@@ -52,28 +52,28 @@ def row_maximum(x, IS_POSITIVE: gl.constexpr):
 
 
 @gluon.jit
-def quantize_rows(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
+def quantize_by_row(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
     """psi by rows, (X^ as the left operand of a matmul with so many COLUMNS, s [ROWS]) of [ROWS, TILE]."""
     largest = row_maximum(x, IS_POSITIVE)
     x_hat = round_to_int8(x * (fast_reciprocal(largest) * 127.0)[:, None], COLUMNS)
     return x_hat, largest * (1 / 127.0)
 
 
-# Matmuls of either side's programs. own: (left operand of S, left operand of dP), rings: right operands of (S, dP, the
-# gradient). In a program of keys all are transposed.
+# Matmuls of either side's programs. left: operands of (S, dP) that stay; rings: those of (S, dP, the gradient)
+# that come in tiles. In a program of keys all are transposed.
 
 
 @gluon.jit
-def start_scores(own, rings, n, COLUMNS: gl.constexpr):
+def start_scores(left, rings, n, COLUMNS: gl.constexpr):
     """(S, the first COLUMNS of dP in flight) of tile n."""
-    s = start_int8(own[0], acquire(rings[0], n), TILE)
-    dp = start_16bit(own[1], acquire(rings[1], n).slice(0, COLUMNS), COLUMNS)
+    s = start_int8(left[0], acquire(rings[0], n), TILE)
+    dp = start_16bit(left[1], acquire(rings[1], n).slice(0, COLUMNS), COLUMNS)
     return warpgroup_mma_wait(1, deps=(s,)), dp
 
 
 @gluon.jit
 def add_product(
-    gradient, s, dp, x_hat, s_x, own, rings, n, DP: gl.constexpr, COLUMNS: gl.constexpr, IS_LAST: gl.constexpr
+    gradient, s, dp, x_hat, s_x, left, rings, n, DP: gl.constexpr, COLUMNS: gl.constexpr, IS_LAST: gl.constexpr
 ):
     """(gradient + s_x dS^ x tile n, S and dP in flight of tile n + 1)."""
     product = start_int8(x_hat, acquire(rings[2], n), DP)
@@ -82,11 +82,11 @@ def add_product(
         release(rings[2], n)
         gradient = add_scaled(gradient, product, s_x, DP)
     else:
-        s_next = start_int8(own[0], acquire(rings[0], n + 1), TILE)
+        s_next = start_int8(left[0], acquire(rings[0], n + 1), TILE)
         product = warpgroup_mma_wait(1, deps=(product,))
         release(rings[2], n)
         gradient = add_scaled(gradient, product, s_x, DP)
-        dp = start_16bit(own[1], acquire(rings[1], n + 1).slice(0, COLUMNS), COLUMNS)
+        dp = start_16bit(left[1], acquire(rings[1], n + 1).slice(0, COLUMNS), COLUMNS)
         s = warpgroup_mma_wait(1, deps=(s_next,))
     return gradient, s, dp
 
@@ -109,7 +109,7 @@ def key_tile(
         if IS_CAUSAL:
             visible = visible & (key[None, :] <= query[:, None])
         ds_ij = gl.where(visible, ds_ij, 0.0)  # dS, not P: a V past the end, of the next head, may be NaN
-    ds_hat_ij, s_ds = quantize_rows(ds_ij, False, DP)
+    ds_hat_ij, s_ds = quantize_by_row(ds_ij, False, DP)
     return add_product(dq_i, s_ij, dp_ij, ds_hat_ij, s_ds * s_k, (own.q_hat_i, own.do_i), rings, j, DP, TILE, IS_LAST)
 
 
@@ -156,8 +156,8 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS:
     first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
     nbytes: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
     mbarrier.expect(queries.ready, WARPGROUPS * nbytes)
-    copy_rows(queries.q, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
-    copy_rows(queries.do, queries.ready, descriptors.do, head * sizes.n_q + first_query, WARPGROUPS)
+    copy_own(queries.q, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
+    copy_own(queries.do, queries.ready, descriptors.do, head * sizes.n_q + first_query, WARPGROUPS)
     for j in range(0, count_key_tiles(first_query, ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)):
         fetch(rings.k, j, descriptors.k, (kv_head * sizes.kv_blocks + j) * TILE, 0)
         fetch(rings.v, j, descriptors.v, kv_head * sizes.n_k + j * TILE, 0)
@@ -189,7 +189,7 @@ def query_program(
     )  # fmt: skip
 
 
-def constants_and_options(launch: Launch) -> tuple[dict, dict]:
+def launch_options(launch: Launch) -> tuple[dict, dict]:
     """What follows from a launch of either side's programs: constants of the program, options of the compiler."""
     names = ("WARPGROUPS", "PLACES", "REGISTERS")
     constants = dict(zip(names, (launch.num_warps // 4, launch.num_stages, launch.max_registers), strict=True))
@@ -197,7 +197,7 @@ def constants_and_options(launch: Launch) -> tuple[dict, dict]:
 
 
 def program_of():
-    return query_program, *constants_and_options(LAUNCHES["dq"])
+    return query_program, *launch_options(LAUNCHES["dq"])
 
 
 def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -217,7 +217,7 @@ def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tenso
     """dQ [B, H, Nq, D]. The inputs' dO and V are such that the copy engine can fetch them."""
     query, q_hat, k_hat = inputs.query, inputs.q_hat, inputs.k_hat
     head_dim, launch = query.shape[3], LAUNCHES["dq"]
-    constants, options = constants_and_options(launch)
+    constants, options = launch_options(launch)
     sizes = sizes_of(query, inputs.key, launch.block_q, of_keys=False, bytes_per_number=4)
     dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tensors = (q_hat.values, inputs.grad_output, k_hat.values, inputs.value, k_hat.transposed)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, ROWS, SCALE_KV, SCALE_Q, TILE, Tiles, accumulator, copy_rows, descriptors, fast_exp2, fast_reciprocal,
+    HALF, ROWS, SCALE_KV, SCALE_Q, TILE, Tiles, accumulator, copy_own, descriptors, fast_exp2, fast_reciprocal,
     operand, rows_of_16_bytes, signature_of, sizes_of, unpack,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
@@ -110,7 +110,7 @@ def row_maximum_of_pairs(pairs):
 
 @gluon.jit
 def quantize_pairs(pairs, COLUMNS: gl.constexpr):
-    """`quantize_rows` of pairs [ROWS, TILE / 2]."""
+    """`quantize_by_row` of pairs [ROWS, TILE / 2]."""
     largest = gl.maximum(row_maximum_of_pairs(pairs), 2.0**-15)  # 127 / 64 of its inverse is a float16
     # 1 / (64 s) twice, and once in float32: s is the scale of what has been rounded with it, not of what was meant.
     inverse, inverse_32 = gl.inline_asm_elementwise(
@@ -185,8 +185,8 @@ def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key,
     """The loading warp: K^, V and K^T of a program's block of keys."""
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes
     mbarrier.expect(ready, 2 * nbytes + descriptors.kt.block_type.nbytes)
-    copy_rows(k_tiles, ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 2)
-    copy_rows(v_tiles, ready, descriptors.v, kv_head * sizes.n_k + first_key, 2)
+    copy_own(k_tiles, ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 2)
+    copy_own(v_tiles, ready, descriptors.v, kv_head * sizes.n_k + first_key, 2)
     tma.async_copy_global_to_shared(descriptors.kt, [kv_head * DP, first_key], ready, kt_tile)
 
 
