@@ -550,11 +550,11 @@ class TestHopper:
     @pytest.mark.parametrize(
         ("name", "file", "functions"),
         [
-            ("08_int8_forward", "forward/level5_hopper.py", ["key_tile"]),
-            ("08_int8_forward", "hopper.py", ["fetch", "arrived", "let_go"]),
-            ("09_int8_backward", "backward/level4_hopper.py", ["key_tile", "last_matmul"]),
-            ("09_int8_backward", "backward/level5_hopper.py", ["query_tile", "add_part"]),
-            ("09_int8_backward", "backward/level5_wide.py", ["add_part"]),
+            ("08_int8_forward", "sagebwd/forward/level5_hopper.py", ["key_tile"]),
+            ("08_int8_forward", "hopper/toolbox.py", ["fetch", "acquire", "release"]),
+            ("09_int8_backward", "sagebwd/backward/level4/queries.py", ["key_tile", "add_product"]),
+            ("09_int8_backward", "sagebwd/backward/level5/narrow.py", ["query_tile", "add_part"]),
+            ("09_int8_backward", "sagebwd/backward/level5/wide.py", ["add_part"]),
         ],
     )
     def test_code_shown_is_the_code_there_is(self, name, file, functions):

@@ -21,32 +21,29 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
+from sage_kernels import hopper
 from sage_kernels.common.tiles import TINY
-from sage_kernels.hopper import toolbox as hopper
-from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, arrived_or_not, never_let_go, plain
-from sage_kernels.hopper.toolbox import add_to_global
+from sage_kernels.hopper import toolbox
+from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, plain
 from sage_kernels.measure import tuning
 from sage_kernels.sagebwd import ops
-from sage_kernels.sagebwd.backward.level4 import programs as level4_hopper
-from sage_kernels.sagebwd.backward.level5 import narrow as level5_hopper
-from sage_kernels.sagebwd.backward.level5 import one_pass
-from sage_kernels.sagebwd.backward.level5 import wide as level5_wide
-from sage_kernels.sagebwd.backward.level5.one_pass import columns_of
+from sage_kernels.sagebwd.backward import level4, level5
+from sage_kernels.sagebwd.backward.level4 import keys, queries
+from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
+from sage_kernels.sagebwd.forward import level5_hopper
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sage_ref import sagebwd_attention
 
 pytestmark = MARKS
-LEVELS = {4: level4_hopper, 5: level5_hopper}
+LEVELS = {4: level4, 5: level5}
+PROGRAMS = {queries: "query_program", keys: "key_program", narrow: "narrow_program", wide: "wide_program"}
 LAST = max(LEVELS)
 WRONG = "^$"  # numbers: what `assert_backward` says
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 
 
-def largest_of(x, is_positive):
+def row_maximum(x, is_positive):
     """A GPU's maximum passes over NaN."""
     assert not is_positive or not (x < 0).any()
     return x.abs().nan_to_num(0.0, posinf=math.inf).amax(1).clamp(min=TINY.value)
@@ -59,26 +56,49 @@ def level(request):
 
 def on_the_cpu_instead(patch, seed=0, **names):
     """Let the levels' programs run on the CPU. names: what some global names of their source mean instead."""
-    for module in (*LEVELS.values(), level5_wide):
-        for program in {"query_program", "key_program", "one_pass_program", "wide_program"} & vars(module).keys():
-            on_cpu = OnCPU(getattr(module, program), seed=seed, largest_of=largest_of, **names)
-            patch.setattr(module, program, on_cpu)
+    for module, name in PROGRAMS.items():
+        program = OnCPU(getattr(module, name), seed=seed, row_maximum=row_maximum, **names)
+        patch.setattr(module, name, program)
 
 
 def prepared(level, case, tensors=None, forward=None):
     query, key, value, grad_output = tensors or draw(case)
-    inputs, output, log_sum_exp = forward or forward_level(case, 4)
+    run_level4 = run_forward_level if tensors else forward_level
+    inputs, output, log_sum_exp = forward or run_level4(case, 4, *([tensors] if tensors else []))
     hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat}
     return prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
 
 
 def run_source(level, case, tensors=None, forward=None, seed=None, **names):
-    """dQ, dK, dV of a level."""
+    """dQ, dK, dV of a level, after forward level 4."""
     with pytest.MonkeyPatch.context() as patch:
         on_the_cpu_instead(patch, seed or case.n_q, **names)
         return LEVELS[level].run(prepared(level, case, tensors, forward), **case.options)
 
 
+def altered(case, **alter):
+    """Q, K, V, dO of a case; alter: name -> function that changes that tensor where it is."""
+    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
+    for name, function in alter.items():
+        function(tensors[name])
+    return tuple(tensors.values())
+
+
+def times(factor, *where):
+    """Multiply what `where` selects."""
+    return lambda x: x[where].mul_(factor)
+
+
+def assert_same(*runs):
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+def assert_near(found, expected, allowed):
+    for x, y in zip(found, expected, strict=True):
+        assert (x.double() - y.double()).norm() <= allowed * y.double().norm()
+
+
+ALL = slice(None)
 SOURCE_CASES = [
     Case(1, 1, 64),
     Case(3, 3, 128, 4, 2, is_causal=True, batch=2),
@@ -107,13 +127,9 @@ def test_source_gives_the_simulations_result(level, case):
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad_output"])
 def test_source_with_blocks_of_zeros(level, name):
     case = Case(200, 300, 64, 2, 1, is_causal=True)
-    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
-    tensors[name][:, :, 128:] = 0
-    forward = run_forward_level(case, 4, tuple(tensors.values()))
-    gradients = run_source(level, case, tuple(tensors.values()), forward)
-    level3 = run_backward_level(case, 3, tuple(tensors.values()), forward)
-    for found, expected in zip(gradients, level3, strict=True):
-        assert (found - expected).norm() <= 4e-3 * expected.norm()
+    tensors = altered(case, **{name: times(0, ALL, ALL, slice(128, None))})
+    level3 = run_backward_level(case, 3, tensors, run_forward_level(case, 4, tensors))
+    assert_near(run_source(level, case, tensors), level3, 4e-3)
 
 
 @on_the_cpu
@@ -121,17 +137,12 @@ def test_source_with_blocks_of_zeros(level, name):
 def test_source_does_not_lose_an_overflow_nor_spread_it_to_other_heads(level, bad, head_dim):
     """Rows past a head's end are the next head's: its NaN must not come in."""
     case = Case(100, 90, head_dim, 4, 2, batch=2)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    fine = run_source(level, case)
-    grad_output[0, 2, 3, 5] = bad
-    value[1, 0, 2, 1] = bad
-    tensors = (query, key, value, grad_output)
-    found = run_source(level, case, tensors, run_forward_level(case, 4, tensors))
+    tensors = altered(case, grad_output=lambda x: x[0, 2, 3, 5].fill_(bad), value=lambda x: x[1, 0, 2, 1].fill_(bad))
+    found, fine = run_source(level, case, tensors), run_source(level, case)
     assert not found[0][0, 2, 3].isfinite().any()
     assert not any(x[0, 1].isfinite().all() for x in found[1:])
-    assert all(
-        torch.equal(x[0, 0], y[0, 0]) and torch.equal(x[1, -1], y[1, -1]) for x, y in zip(found, fine, strict=True)
-    )
+    for head in ((0, 0), (1, -1)):
+        assert_same([x[head] for x in found], [x[head] for x in fine])
 
 
 @on_the_cpu
@@ -139,27 +150,19 @@ def test_source_does_not_lose_an_overflow_nor_spread_it_to_other_heads(level, ba
 def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name):
     """They lie behind this head's last tokens, in its last tiles, and are beyond the float16 that fits this head."""
     case = Case(150, 140, 64)
-    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
-    tensors[name][:, 0] /= 64
     found = []
     for factor in (1, 1e4):
-        tensors[name][:, 1] *= factor
-        given = tuple(tensors.values())
-        found.append(run_source(level, case, given, run_forward_level(case, 4, given)))
-    assert all(torch.equal(x[:, 0], y[:, 0]) for x, y in zip(*found, strict=True))
+        sizes = torch.tensor([1 / 64] + [factor] * (case.heads - 1))[:, None, None].half()
+        found.append(run_source(level, case, altered(case, **{name: times(sizes, ALL)})))
+    assert_same(*([x[:, 0] for x in run] for run in found))
 
 
 @on_the_cpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_source_lets_later_values_change_nothing_before_them(level, head_dim):
     case = Case(300, 300, head_dim, 2, 1, is_causal=True)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    found = []
-    for factor in (1, 1e4):
-        value[:, :, 256:] *= factor
-        tensors = (query, key, value, grad_output)
-        found.append(run_source(level, case, tensors, run_forward_level(case, 4, tensors))[0])
-    assert torch.equal(found[0][:, :, :256], found[1][:, :, :256])
+    later = altered(case, value=times(1e4, ALL, ALL, slice(256, None)))
+    assert_same(*([run_source(level, case, x)[0][:, :, :256]] for x in (altered(case), later)))
 
 
 @on_the_cpu
@@ -184,120 +187,85 @@ def test_source_with_values_of_any_size(level, head_dim, of_value, of_grad_outpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_source_repeats_whoever_is_ahead(level, head_dim):
     case = Case(300, 260, head_dim, 2, 1, is_causal=True)
-    runs = [run_source(level, case, seed=seed) for seed in (1, 2, 3)]
-    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+    assert_same(*(run_source(level, case, seed=seed) for seed in (1, 2, 3)))
 
 
-@gluon.jit
-def let_go_twice(ring, n):
-    mbarrier.arrive(ring[2].index(n % ring[0].shape[0]), count=1)
-    mbarrier.arrive(ring[2].index((n + 1) % ring[0].shape[0]), count=1)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    "careless", [{"arrived": arrived_or_not}, {"let_go": let_go_twice}, {"let_go": never_let_go}], ids=str
-)
-def test_carelessness_with_tiles_is_noticed(level, careless):
-    case = Case(500, 300, 64)
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_backward(case, level, run_source(level, case, **careless))
-
-
-@gluon.jit
-def hand_over_without_waiting(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
-    handed, full, _ = exchange
-    handed.index(H).slice(W * 64, 64).store(columns_of(pairs, 64))
-    mbarrier.arrive(full.index(H), count=1)
-
-
-@gluon.jit
-def hand_over_too_early(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
-    handed, full, empty = exchange
-    mbarrier.wait(empty.index(H), (n & 1) ^ 1)
-    mbarrier.arrive(full.index(H), count=1)
-    handed.index(H).slice(W * 64, 64).store(columns_of(pairs, 64))
-
-
-@gluon.jit
-def hand_over_the_other_half(exchange, n, pairs, H: gl.constexpr, W: gl.constexpr):
-    handed, full, empty = exchange
-    mbarrier.wait(empty.index(H), (n & 1) ^ 1)
-    handed.index(1 - H).slice(W * 64, 64).store(columns_of(pairs, 64))
-    mbarrier.arrive(full.index(H), count=1)
-
-
-@gluon.jit
-def never_handed_back(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
-    mbarrier.wait(exchange[1].index(H), n & 1)
-
-
-@gluon.jit
-def add_without_waiting(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
-    handed, full, empty = exchange
-    mbarrier.wait(full.index(H), n & 1)
-    mbarrier.arrive(empty.index(H), count=1)
-    stage.slice(0, stage.shape[0]).store(gl.zeros(stage.shape, gl.int32, None))
-    fence_async_shared()
-    add_to_global(dq_descriptor, [row, 0], stage)
-
-
-@gluon.jit
-def add_without_a_fence(exchange, n, step, kt_tile, stage, dq_descriptor, row, H: gl.constexpr, DP: gl.constexpr):
-    mbarrier.wait(exchange[1].index(H), n & 1)
-    stage.slice(0, stage.shape[0]).store(gl.zeros(stage.shape, gl.int32, None))
-    add_to_global(dq_descriptor, [row, 0], stage)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("careless", "noticed"),
-    [
-        ({"hand_over": hand_over_without_waiting}, f"deadlock|{WRONG}"),
-        ({"hand_over": hand_over_too_early}, WRONG),
-        ({"hand_over": hand_over_the_other_half}, WRONG),
-        ({"add_part": never_handed_back}, "deadlock"),
-        ({"add_part": add_without_waiting}, "a tile is overwritten while it is read"),
-        ({"add_part": add_without_a_fence}, "the copy engine may not see what has been written"),
-    ],
-    ids=lambda x: "" if isinstance(x, str) else next(iter(x.values())).fn.__name__,
-)  # fmt: skip
-def test_carelessness_with_what_is_handed_over_and_added_is_noticed(careless, noticed):
-    case = Case(300, 300, 64, 1, 1)
-    with pytest.raises((AssertionError, RuntimeError), match=noticed):
-        assert_backward(case, 5, run_source(5, case, **careless))
-
+# What the CPU run would notice: programs with one place of their source changed
 
 READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
 EARLY = f"{READ}|more arrivals|nobody has waited|deadlock|{WRONG}"
+ACQUIRE = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
+RELEASE = "mbarrier.arrive(ring.empty.index(n % places), count=1)"
+FETCH = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
+HAND_OVER = "ds.tiles.index(H).slice(W * ROWS, ROWS).store(dst)"
+HANDED_OVER = "mbarrier.arrive(ds.ready.index(H), count=1)"
+
+
+def mistakes(levels, case, *changes):
+    return [pytest.param(n, case, *change, id=f"{n}-{change[0].name}") for n in levels for change in changes]
+
+
+LONG_CAUSAL = Case(700, 700, 64, 2, 1, is_causal=True)
+MISTAKES = (
+    *mistakes(
+        LEVELS, Case(500, 300, 64),
+        (Changed(toolbox.acquire, ACQUIRE), EARLY),
+        (Changed(toolbox.release, RELEASE), "deadlock"),
+        (Changed(toolbox.release, RELEASE, f"{RELEASE}; {RELEASE.replace('n %', '(n + 1) %')}"), EARLY),
+        (Changed(toolbox.fetch, FETCH), EARLY),
+        (Changed(toolbox.fetch_with_lines, FETCH), EARLY),
+    ),
+    *mistakes(
+        (4,), LONG_CAUSAL,
+        (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
+        (Changed(queries.key_tile, "release(rings.k, j)", "release(rings.v, j)"), EARLY),
+        (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
+        (Changed(keys.dkdv_tile, "release(rings.do, n)"), "deadlock"),
+        (Changed(keys.dkdv_tile, "delta_i.slice(HALF, HALF)", "delta_i.slice(0, HALF)"), WRONG),
+    ),
+    *mistakes(
+        (4,), LONG_CAUSAL._replace(head_dim=128),
+        (Changed(keys.key_rows, "skip(rings.q, n)"), EARLY),  # dV's, which has three warpgroups
+        (Changed(keys.dk_tile, "release(rings.do, n)"), "deadlock"),
+        (Changed(keys.dv_tile, "release(rings.dot, n)"), "deadlock"),
+    ),
+    *mistakes(
+        (5,), Case(300, 300, 64, 1, 1),
+        (Changed(narrow.hand_over, "mbarrier.wait(ds.empty.index(H), (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
+        (Changed(narrow.hand_over, f"{HAND_OVER}\n    {HANDED_OVER}", f"{HANDED_OVER}\n    {HAND_OVER}"), WRONG),
+        (Changed(narrow.hand_over, HAND_OVER, HAND_OVER.replace("index(H)", "index(1 - H)")), WRONG),
+        (Changed(narrow.add_part, "mbarrier.wait(ds.ready.index(H), n & 1)"), f"deadlock|more arrivals|{WRONG}"),
+        (Changed(narrow.add_part, "mbarrier.arrive(ds.empty.index(H), count=1)"), "deadlock"),
+        (Changed(narrow.add_part, "tma.store_wait(0)"), READ),
+        (Changed(narrow.add_part, "fence_async_shared()"), UNSEEN),
+        (Changed(narrow.query_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
+    ),
+    *mistakes(
+        (5,), Case(300, 300, 128, 1, 1),
+        (Changed(wide.hand_over, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
+        (Changed(wide.hand_over, "ds.index(H + zero)", "ds.index(1 - H + zero)"), WRONG),
+        (Changed(wide.hand_over, "H == 1", "H == 0"), WRONG),
+        (Changed(wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
+        (Changed(wide.query_tile, "mbarrier.wait(barriers.queries, n & 1)"), EARLY),
+        (Changed(wide.query_tile, "mbarrier.wait(barriers.dot, n & 1)"), EARLY),
+        (Changed(wide.query_tile, "mbarrier.wait(barriers.qt, n & 1)"), EARLY),
+        (Changed(wide.add_part, "mbarrier.wait(barriers.full, n & 1)"), WRONG),
+        (Changed(wide.add_part, "mbarrier.arrive(barriers.empty, count=1)"), "deadlock"),
+        (Changed(wide.add_part, "tma.store_wait(0)"), READ),
+        (Changed(wide.add_part, "fence_async_shared()"), UNSEEN),
+        (Changed(wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
+        (Changed(wide.load_tiles, "mbarrier.wait(barriers.full, (n & 1) ^ 1)"), EARLY),
+        (Changed(wide.load_tiles, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), EARLY),
+        (Changed(wide.store_halves, "pointers + HALF", "pointers"), WRONG),
+    ),
+)  # fmt: skip
 
 
 @on_the_cpu
-@pytest.mark.parametrize(
-    ("changed", "noticed"),
-    [
-        (Changed(level5_wide.hand_over, "mbarrier.wait(empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
-        (Changed(level5_wide.hand_over, "handed.index(H + zero)", "handed.index(1 - H + zero)"), WRONG),
-        (Changed(level5_wide.hand_over, "H == 1", "H == 0"), WRONG),
-        (Changed(level5_wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
-        (Changed(level5_wide.query_tile, "mbarrier.wait(queries_ready, n & 1)"), EARLY),
-        (Changed(level5_wide.query_tile, "mbarrier.wait(dot_ready, n & 1)"), EARLY),
-        (Changed(level5_wide.query_tile, "mbarrier.wait(qt_ready, n & 1)"), EARLY),
-        (Changed(level5_wide.add_part, "mbarrier.wait(full, n & 1)"), WRONG),
-        (Changed(level5_wide.add_part, "mbarrier.arrive(empty, count=1)"), "deadlock"),
-        (Changed(level5_wide.add_part, "tma.store_wait(0)"), READ),
-        (Changed(level5_wide.add_part, "fence_async_shared()"), UNSEEN),
-        (Changed(level5_wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
-        (Changed(level5_wide.load_for_keys, "mbarrier.wait(full, (n & 1) ^ 1)"), EARLY),
-        (Changed(level5_wide.load_for_keys, "mbarrier.wait(empty, (n & 1) ^ 1)"), EARLY),
-        (Changed(level5_wide.store_halves, "pointers + HALF", "pointers"), WRONG),
-    ],
-    ids=lambda x: getattr(x, "name", ""),
-)
-def test_carelessness_at_a_head_size_of_128_is_noticed(changed, noticed):
-    case = Case(300, 300, 128, 1, 1)
+@pytest.mark.parametrize(("level", "case", "changed", "noticed"), MISTAKES)
+def test_carelessness_is_noticed(level, case, changed, noticed):
     with pytest.raises((AssertionError, RuntimeError), match=noticed):
-        assert_backward(case, 5, run_source(5, case, **{changed.fn.__name__: changed}))
+        assert_backward(case, level, run_source(level, case, **{changed.fn.__name__: changed}))
 
 
 # Level 5: pairs, units, sums
@@ -311,15 +279,13 @@ def on_plain_tensors(function):
 def test_pairs_keep_the_order_of_columns():
     x = torch.randn(64, 64)
     x[5, 6], x[7, 8], x[9, 10], x[11, 13] = 1e5, -1e5, math.inf, math.nan
-    pairs = on_plain_tensors(one_pass.paired)(x)
+    pairs = on_plain_tensors(units.round_to_pairs)(x)
     x = x.clamp(-65504, 65504)
     assert pairs.dtype == torch.int32
-    torch.testing.assert_close(
-        on_plain_tensors(one_pass.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True
-    )
-    pairs_of = on_plain_tensors(one_pass.pairs_of)
+    torch.testing.assert_close(on_plain_tensors(units.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True)
+    pairs_of = on_plain_tensors(units.pairs_of)
     assert torch.equal(pairs_of(x.half(), 64), pairs)
-    both = on_plain_tensors(one_pass.joined_pairs)(pairs, pairs_of(2 * x.half(), 64))
+    both = on_plain_tensors(units.join_pairs)(pairs, pairs_of(2 * x.half(), 64))
     assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1).half(), 128))
 
 
@@ -330,10 +296,10 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
     x = (size * torch.randn(64, 128)).clamp(-(2**15), 2**15).half()
     x[1] = x[2] = x[3] = 0
     x[2, 100], x[3, 7] = 2**15, math.nan
-    pairs = on_plain_tensors(one_pass.pairs_of)(x, 128)
-    x_hat, s = on_plain_tensors(one_pass.quantized_pairs)(pairs, 64)
+    pairs = on_plain_tensors(units.pairs_of)(x, 128)
+    x_hat, s = on_plain_tensors(units.quantize_pairs)(pairs, 64)
     assert x_hat.dtype == torch.int8
-    ordered = on_plain_tensors(hopper.group_columns)(x)
+    ordered = on_plain_tensors(toolbox.group_columns)(x)
     largest = x.double().nan_to_num(0).abs().amax(1)
     torch.testing.assert_close(s.double(), largest.clamp(min=2.0**-15) / 127, rtol=2.0**-10, atol=0)
     exact = ordered.double() / s.double()[:, None]
@@ -346,15 +312,15 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
 
 def run_and_keep_sums(case, tensors, **names):
     """(sums of dQ, their unit, (dQ, dK, dV)) of level 5."""
-    kept, finish = [], level5_hopper._finish_kernel
+    kept, finish = [], units._finish_kernel
 
     class Finish:
         def __getitem__(self, grid):
             return lambda *arguments, **options: (kept.extend(arguments[:2]), finish[grid](*arguments, **options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(level5_hopper, "_finish_kernel", Finish())
-        gradients = run_source(5, case, tensors, run_forward_level(case, 4, tensors), **names)
+        patch.setattr(units, "_finish_kernel", Finish())
+        gradients = run_source(5, case, tensors, **names)
     return *kept, gradients
 
 
@@ -378,15 +344,11 @@ def test_sums_of_dq_use_their_bits_and_never_pass_them(head_dim, n_k, size):
 def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim):
     """P is one for a key of its own and next to nothing for the rest: dS cancels, and none of it overflows."""
     case = Case(200, 300, head_dim, 2, 1)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    tensors = (30 * query, key, 30 * value, 30 * grad_output)
-    forward = run_forward_level(case, 4, tensors)
+    tensors = altered(case, **dict.fromkeys(("query", "value", "grad_output"), times(30, ALL)))
     sums, _, found = run_and_keep_sums(case, tensors)
     assert sums.long().abs().max() < 2**30
     assert not sums[:, :, case.n_q :].any()
-    expected = run_source(4, case, tensors, forward)
-    for x, y in zip(found, expected, strict=True):
-        assert (x.float() - y.float()).norm() <= 6e-3 * y.float().norm()
+    assert_near(found, run_source(4, case, tensors), 6e-3)
 
 
 @on_the_cpu
@@ -410,7 +372,7 @@ def test_sums_are_rounded_products():
     limit = (2.0**30 / f.double()).clamp(max=128 * 127**2)[:, None]
     x = torch.cat((2 * torch.rand(4000, 30, generator=generator) - 1, torch.tensor([[1.0, -1.0]]).expand(4000, 2)), 1)
     x = (x.double() * limit).int()
-    m, half, k = on_plain_tensors(one_pass.multiplier)(f)
+    m, half, k = on_plain_tensors(units.multiplier)(f)
     assert all(part.dtype == torch.int32 for part in (m, half, k))
     found, exact = (x * m + half >> k).double(), x.double() * f.double()[:, None]
     error = (found - exact).abs()
@@ -423,29 +385,24 @@ def test_sums_are_rounded_products():
 def test_units_are_of_all_that_a_query_sees():
     """Also of keys behind it, unless attention is causal."""
     case = Case(200, 300, 64, 2, 1)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
-    value[:, :, 256:] *= 1e4
-    tensors = (query, key, value, grad_output)
-    forward = run_forward_level(case, 4, tensors)
-    found, expected = (run_source(level, case, tensors, forward) for level in (5, 4))
-    for x, y in zip(found, expected, strict=True):
-        assert (x.double() - y.double()).norm() <= 6e-3 * y.double().norm()
+    tensors = altered(case, value=times(1e4, ALL, ALL, slice(256, None)))
+    assert_near(*(run_source(level, case, tensors) for level in (5, 4)), 6e-3)
 
 
 @on_the_cpu
 def test_units_pass_over_what_is_no_number():
     case = Case(200, 300, 64, 2, 1, batch=2)
-    query, key, value, grad_output = (x.clone() for x in draw(case))
     inputs = prepared(5, case)
+    value = inputs.value.clone()
     value[0, 0, 7, 3], value[0, 0, 290, 0] = math.nan, math.inf
     scales = [x.scale.clone() for x in (inputs.k_hat, inputs.do_hat)]
     scales[0][0, 0, 1], scales[1][1, 1, 0] = math.nan, math.inf
     k_hat, do_hat = (x._replace(scale=s) for x, s in zip((inputs.k_hat, inputs.do_hat), scales, strict=True))
-    found = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    found = units.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
     of_dv = found[2][..., 3]
     assert torch.equal(of_dv.isfinite(), do_hat.scale.isfinite())
     value[0, 0, 7, 3] = value[0, 0, 290, 0] = scales[0][0, 0, 1] = scales[1][1, 1, 0] = of_dv[1, 1, 0] = 0
-    expected = level5_hopper.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
+    expected = units.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
     assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -457,7 +414,7 @@ def test_units_are_the_largest_that_fit(shape):
     case = Case(*shape, batch=2)
     inputs = prepared(5, case)
     s_do = inputs.do_hat.scale.double()
-    log_sum_exp, delta, factors, step, unit = (x.double() for x in level5_hopper.units(inputs, case.is_causal))
+    log_sum_exp, delta, factors, step, unit = (x.double() for x in units.units(inputs, case.is_causal))
     s_q, fit, of_dk, of_dv = factors.unbind(-1)
     groups = case.heads // case.kv_heads
     largest_v = torch.stack([v.double().abs().amax((2, 3)) for v in inputs.value.split(128, 2)], -1)
@@ -488,7 +445,7 @@ def test_tensors_that_the_copy_engine_cannot_fetch_are_copied(layout):
         "heads last": x.transpose(1, 2), "every third": x[..., ::3], "unaligned": x.flatten()[1:-239].view(2, 2, 5, 24),
         "odd size": x[..., :23],
     }[layout]  # fmt: skip
-    fetched = level4_hopper.rows_of_16_bytes(x, 32)
+    fetched = toolbox.rows_of_16_bytes(x)
     assert fetched.is_contiguous()
     assert fetched.data_ptr() % 16 == fetched.shape[3] * 2 % 16 == 0
     assert torch.equal(fetched[..., : x.shape[3]], x)
@@ -496,12 +453,12 @@ def test_tensors_that_the_copy_engine_cannot_fetch_are_copied(layout):
 
 def test_a_tensor_that_it_can_fetch_is_not():
     x = torch.zeros(2, 3, 5, 40, dtype=torch.float16)
-    assert level4_hopper.rows_of_16_bytes(x, 64) is x
+    assert toolbox.rows_of_16_bytes(x) is x
 
 
 @pytest.mark.parametrize("rows", [128, 192])
 def test_the_diagonal_crosses_the_last_query_tile_of_a_warpgroup_and_no_other(rows):
-    tiles = level4_hopper.query_tiles.fn
+    tiles = toolbox.count_query_tiles.fn
     for q_blocks in range(1, 9):
         for first_key in range(0, 1300, 64):
             own = counted(tiles, first_key, q_blocks)
@@ -534,6 +491,18 @@ def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
         assert set(names[size]) <= set(LEVELS[level].LAUNCHES)
 
 
+@pytest.mark.parametrize("module", [level5_hopper, level4, level5])
+def test_every_parameter_of_a_program_is_declared_once(module):
+    for kernel in module.LAUNCHES:
+        program, constants, _ = module.program_of(kernel)
+        declared = module.signature(kernel, 128, torch.float16)
+        assert not declared.keys() & constants.keys()
+        of_program = {p.name for p in program.params if p.is_constexpr}
+        assert set(program.arg_names) - of_program == declared.keys()
+        assert of_program - constants.keys() <= {"D", "DP", "IS_CAUSAL", "RAGGED"}
+        assert not any("bf16" in kind for kind in declared.values())
+
+
 @on_the_cpu
 def test_they_have_no_other_launch():
     assert not LEVELS.keys() & {kernel.level for kernel in tuning.kernels() if kernel.kernel != "forward"}
@@ -559,8 +528,7 @@ def test_operation_with_it(monkeypatch, level):
     monkeypatch.setattr(ops, "backward_level", lambda *where: level)
     monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
     on_the_cpu_instead(monkeypatch)
-    gradients = torch.autograd.grad(output, leaves, grad_output)
-    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
+    assert_same(torch.autograd.grad(output, leaves, grad_output), expected)
 
 
 @pytest.mark.gpu
@@ -573,7 +541,7 @@ class TestOnHopper:
         case = Case(2048, 2048, head_dim, 16, 4, is_causal, torch.bfloat16, batch=4)
         first = run_backward_level(case, level)
         for _ in range(100):
-            assert all(torch.equal(x, y) for x, y in zip(run_backward_level(case, level), first, strict=True))
+            assert_same(run_backward_level(case, level), first)
         assert_backward(case, level, first)
 
     def test_the_operation_takes_the_last(self):

@@ -28,14 +28,13 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
+from sage_kernels import hopper
 from sage_kernels.common.launch import Launch
-from sage_kernels.hopper import toolbox as hopper
-from sage_kernels.hopper.emulator import OnCPU, arrived_or_not, never_let_go, plain
+from sage_kernels.hopper import toolbox
+from sage_kernels.hopper.emulator import Changed, OnCPU, plain
 from sage_kernels.measure import tuning
 from sage_kernels.sagebwd import ops
 from sage_kernels.sagebwd.forward import level5_hopper
-from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sage_ref import sagebwd_attention
 
@@ -55,7 +54,7 @@ def run_source(case, tensors=None, **names):
     with pytest.MonkeyPatch.context() as patch:
         program = OnCPU(level5_hopper.hopper_program, seed=case.n_q, **names)
         patch.setattr(level5_hopper, "hopper_program", program)
-        return level5_hopper.run(inputs, is_causal=case.is_causal)
+        return level5_hopper.run(inputs, **case.options)
 
 
 SOURCE_CASES = [
@@ -116,28 +115,27 @@ def test_source_makes_nan_where_level_4_does(broken):
     assert torch.equal(output.isnan(), expected.isnan())
 
 
-# What the CPU run would notice: the program with one function replaced by a careless one
+# What the CPU run would notice: the program with one place of its source changed
 
-
-@gluon.jit
-def arrived_and_let_go(ring, n):
-    tiles, ready, empty = ring
-    place = n % tiles.shape[0]
-    mbarrier.wait(ready.index(place), (n // tiles.shape[0]) & 1)
-    mbarrier.arrive(empty.index(place), count=1)
-    return tiles.index(place)
+RELEASE = "mbarrier.arrive(ring.empty.index(n % places), count=1)"
+NEVER_RELEASED = Changed(toolbox.release, RELEASE)
 
 
 @on_the_cpu
 @pytest.mark.parametrize(
     "careless",
-    [{"arrived": arrived_or_not}, {"arrived": arrived_and_let_go, "let_go": never_let_go}, {"let_go": never_let_go}],
-    ids=["read before it arrived", "let go of before it was read", "never let go of"],
+    [
+        (Changed(toolbox.acquire, "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"),),
+        (Changed(toolbox.acquire, "return", f"{RELEASE}; return"), NEVER_RELEASED),
+        (NEVER_RELEASED,),
+        (Changed(toolbox.fetch, "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"),),
+    ],
+    ids=["read before it is ready", "released before it is read", "not released", "fetched too early"],
 )
 def test_carelessness_with_tiles_is_noticed(careless):
     case = Case(192, 1280)
-    with pytest.raises((AssertionError, RuntimeError), match="norm|deadlock|overwritten"):
-        assert_forward(case, LEVEL, run_source(case, **careless)[0])
+    with pytest.raises((AssertionError, RuntimeError), match="norm|deadlock|overwritten|more arrivals"):
+        assert_forward(case, LEVEL, run_source(case, **{changed.fn.__name__: changed for changed in careless})[0])
 
 
 # The order of work
@@ -147,15 +145,16 @@ def test_carelessness_with_tiles_is_noticed(careless):
 @pytest.mark.parametrize("heads", [1, 3, 8, 21])
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_every_piece_of_work_is_done_once_and_long_rows_first(blocks, heads, together):
-    item = plain(hopper.work_item, {"gl": SimpleNamespace(minimum=min)})
-    items = [item(t, blocks, heads, together) for t in range(blocks * heads)]
+    item = plain(toolbox.work_item, {"gl": SimpleNamespace(minimum=min)})
+    sizes = toolbox.Sizes(blocks, heads, together, *[0] * 5)
+    items = [item(t, sizes) for t in range(blocks * heads)]
     order = product(range(blocks), range(heads))
     assert items == sorted(order, key=lambda x: (x[1] // together, -x[0], x[1]))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_warpgroup_masks_its_last_key_tile_and_no_other(is_causal):
-    tiles = plain(hopper.key_tiles, {"gl": SimpleNamespace(minimum=min)})
+    tiles = plain(toolbox.count_key_tiles, {"gl": SimpleNamespace(minimum=min)})
     for n_q, n_k in product(range(1, 700, 13), range(1, 600, 7)):
         kv_blocks = -(-n_k // 128)
         for first in range(0, n_q, 64):
@@ -169,7 +168,7 @@ def test_a_warpgroup_masks_its_last_key_tile_and_no_other(is_causal):
 
 
 def test_heads_that_are_worked_on_together_fit_the_cache():
-    assert [hopper.heads_at_a_time(size << 20) for size in (1, 2, 4, 16, 64)] == [8, 8, 4, 1, 1]
+    assert [toolbox.heads_at_a_time(size << 20) for size in (1, 2, 4, 16, 64)] == [8, 8, 4, 1, 1]
 
 
 # What the copy engine has to know
@@ -185,7 +184,7 @@ def test_heads_that_are_worked_on_together_fit_the_cache():
     ids=["int8", "16 bit", "line"],
 )
 def test_a_descriptor_sees_one_matrix_and_a_layout_is_made_once(x, tile):
-    described, other = (hopper.descriptor(tensor, *tile) for tensor in (x, x[:1].clone()))
+    described, other = (toolbox.descriptor(tensor, *tile) for tensor in (x, x[:1].clone()))
     assert described.base.data_ptr() == x.data_ptr()
     assert (*described.base.shape,) == ((6 * 256, 64) if len(tile) == 2 else (6 * 256,))
     assert described.block_shape == [*tile]
@@ -197,9 +196,9 @@ def test_a_descriptor_sees_one_matrix_and_a_layout_is_made_once(x, tile):
 
 def test_tiles_of_other_shapes_and_types_have_layouts_of_their_own():
     x = torch.zeros(1, 1, 128, 128, dtype=torch.int8)
-    wide, narrow = (hopper.descriptor(x, 128, columns).layout for columns in (128, 64))
+    wide, narrow = (toolbox.descriptor(x, 128, columns).layout for columns in (128, 64))
     assert (wide.swizzle_byte_width, narrow.swizzle_byte_width) == (128, 64)
-    assert hopper.descriptor(x.to(torch.float16), 128, 64).layout.element_bitwidth == 16
+    assert toolbox.descriptor(x.to(torch.float16), 128, 64).layout.element_bitwidth == 16
 
 
 # Where it runs

@@ -31,8 +31,10 @@ from kernel_cases import (
     run_forward_level,
 )
 from sage_kernels.common.quantize import _quantize_kernel, _transpose_kernel
-from sage_kernels.sagebwd.backward.level4.programs import key_program, query_program
-from sage_kernels.sagebwd.backward.level5.narrow import _finish_kernel, _largest_kernel, _units_kernel, one_pass_program
+from sage_kernels.sagebwd.backward.level4.keys import key_program
+from sage_kernels.sagebwd.backward.level4.queries import query_program
+from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
+from sage_kernels.sagebwd.backward.level5.units import _finish_kernel, _largest_kernel, _units_kernel
 from sage_kernels.sagebwd.backward.level5.wide import wide_program
 from sage_kernels.sagebwd.backward.program import dkdv_program, dq_program
 from sage_kernels.sagebwd.forward.level5_hopper import hopper_program
@@ -280,7 +282,7 @@ def test_no_kernel_is_compiled_again_for_another_length(head_dim):
 
 def compiled_kernels() -> int:
     programs = (forward_program, hopper_program, dq_program, dkdv_program, query_program, key_program)
-    programs += (one_pass_program, wide_program, _largest_kernel, _units_kernel, _finish_kernel, _quantize_kernel)
+    programs += (narrow_program, wide_program, _largest_kernel, _units_kernel, _finish_kernel, _quantize_kernel)
     programs += (_transpose_kernel,)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 

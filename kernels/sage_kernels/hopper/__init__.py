@@ -1,1 +1,20 @@
-"""What the kernels for Hopper, written in Gluon, share."""
+"""What the kernels for Hopper, written in Gluon, share; and where they can run."""
+
+import torch
+from triton import knobs
+
+from sage_kernels.common.quantize import padded_head_dim
+
+HEAD_DIMS = (64, 128)  # padded
+
+
+def obstacle(device: torch.device, head_dim: int) -> str | None:
+    """Why these levels can't run there, or None if they can."""
+    if device.type != "cuda" or knobs.runtime.interpret:
+        return f"it needs a Hopper GPU, and query is on {device}" + ", interpreted" * knobs.runtime.interpret
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"it needs a GPU of compute capability 9.0 (Hopper), and this one has {capability[0]}.{capability[1]}"
+    if padded_head_dim(head_dim) not in HEAD_DIMS:
+        return f"it needs a head size from 33 to 128, and query has {head_dim}"
+    return None

@@ -1,10 +1,10 @@
 """Gluon programs as plain Python on the CPU: their own source, with torch in place of the language.
 
-`OnCPU(program)[grid](...)` is launched as the program itself would be. Groups of warps take turns, in an order drawn
-from a seed: some are often ahead, some behind. Copies arrive late, matmuls read their tiles when they are waited for
-and not before, additions to memory likewise, and a place is garbage from the moment its next tile is ordered. So
-whoever reads, writes or lets go too early computes nonsense or fails, and whoever waits for what never comes is told
-so. Layouts mean nothing here: the compiled code is the test of those.
+`OnCPU(program)[grid](...)` is launched as the program itself would be. Every group of warps is a thread; they take
+turns in an order drawn from a seed, some often ahead, some behind. Copies arrive late, matmuls read their tiles when
+they are waited for and not before, additions to memory likewise, and a place is garbage from the moment the copy of its
+next tile is started. So whoever reads, writes or releases too early computes nonsense or fails, and whoever waits for
+what never comes is told so. Layouts mean nothing here: the compiled code is the test of those.
 """
 
 import inspect
@@ -17,7 +17,6 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
@@ -62,20 +61,7 @@ class Changed:
         assert source.count(old) == 1, f"{old}: expected once in {function.fn.__name__}"
         scope = dict(function.fn.__globals__) | {"gluon": SimpleNamespace(jit=lambda fn: fn)}
         exec(source.replace(old, new), scope)
-        self.fn, self.name = scope[function.fn.__name__], f"{function.fn.__name__}: {old}"
-
-
-# Careless ways with a ring, to be noticed: in place of `hopper.arrived` and `hopper.let_go`.
-
-
-@gluon.jit
-def arrived_or_not(ring, n):
-    return ring[0].index(n % ring[0].shape[0])
-
-
-@gluon.jit
-def never_let_go(ring, n):
-    pass
+        self.fn, self.name = scope[function.fn.__name__], f"{function.fn.__name__}: {old} -> {new}"
 
 
 class Pointer:
@@ -164,7 +150,7 @@ class Part:
         self.place.is_fenced = False
 
 
-class Ring:
+class Places:
     def __init__(self, places: list, shape: list[int]):
         self.places, self.shape = places, shape
 
@@ -295,10 +281,10 @@ class Machine:
 
     def allocate(self, dtype, shape, layout):
         if layout == "barrier":
-            return Ring([Barrier() for _ in range(shape[0])], shape) if len(shape) > 1 else Barrier()
+            return Places([Barrier() for _ in range(shape[0])], shape) if len(shape) > 1 else Barrier()
         places = [Place(torch.full(shape[1:], 77, dtype=dtype)) for _ in range(shape[0])]
         self.places += places
-        return Ring(places, shape)
+        return Places(places, shape)
 
     def fence(self):
         """What has been written into tiles is there for the copy engine too."""

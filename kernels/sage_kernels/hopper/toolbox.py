@@ -1,57 +1,62 @@
-"""What the levels written in Gluon share: they run on Hopper alone, where one program's warps have different jobs.
+"""What the programs for Hopper share. They are written in Gluon, where one program's warps have different jobs.
 
-One warp loads: it fetches tiles with the copy engine (TMA) into a ring of places in shared memory. Warpgroups (4 warps,
-64 rows) compute. Every place has two barriers: `ready`, when its tile has arrived, and `empty`, when all warpgroups
-have let go of it. The n-th tile lies in place n % places; a barrier's phase, 0 or 1 by turns, tells an arrival from the
-one before it.
+One warp loads: it starts copies of tiles from memory into shared memory, which the copy engine (TMA) carries out.
+Warpgroups (4 warps, 64 rows) compute. A `Ring` lies between them: places for tiles, and for each place two barriers.
+
+    loading warp    fetch:    wait until the place is empty   -> start the copy; its end completes `ready`
+    a warpgroup     acquire:  wait until the place is ready   -> read the tile
+                    release:  arrive at `empty`; with the last warpgroup's arrival the place is free again
+
+The n-th tile lies in place n % places. A barrier's phase, 0 or 1 by turns, tells one round of the ring from the next.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sage_kernels.common.quantize import BLOCK_KV, padded_head_dim
+from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
 
-HEAD_DIMS = (64, 128)  # padded
 L2_SHARE = 16 << 20  # bytes: a third of an H200's L2 cache
 ROWS = gl.constexpr(64)  # of a warpgroup, the height of its matmul instruction
-TILE = gl.constexpr(BLOCK_KV)  # tokens of a tile of the other side: those that share a scale
-
-
-def obstacle(device: torch.device, head_dim: int) -> str | None:
-    """Why these levels can't run there, or None if they can."""
-    if device.type != "cuda" or knobs.runtime.interpret:
-        return f"it needs a Hopper GPU, and query is on {device}" + ", interpreted" * knobs.runtime.interpret
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), and this one has {capability[0]}.{capability[1]}"
-    if padded_head_dim(head_dim) not in HEAD_DIMS:
-        return f"it needs a head size from 33 to 128, and query has {head_dim}"
-    return None
+SCALE_Q, SCALE_KV = gl.constexpr(BLOCK_Q), gl.constexpr(BLOCK_KV)  # tokens that share a scale
+TILE = gl.constexpr(BLOCK_KV)  # tokens of a tile that is fetched: 128, and those of one scale, whichever side it is
+HALF = gl.constexpr(64)  # half of a tile's tokens, or of 128 columns
+LOADING_REGISTERS = gl.constexpr(24)  # what the loading warp keeps of its share
 
 
 # The order of work
 
 
-@gluon.jit
-def work_item(t, blocks, heads_total, heads_together):
-    """(block of rows, head) of the t-th program: group of heads after group, in it the last block of rows first.
+class Sizes(NamedTuple):
+    blocks: int  # of rows in one head: a program each
+    heads_total: int  # of all batches: of queries, or of keys in a program of keys
+    heads_together: int  # worked on at a time
+    groups: int  # query heads that share a head of keys
+    n_q: int
+    n_k: int
+    q_blocks: int  # tiles of queries in one head, the last one padded
+    kv_blocks: int
 
-    In causal attention those rows are the longest; a multiprocessor that is done takes the next program, so the short
-    ones come last.
-    """
-    first = t // (blocks * heads_together) * heads_together
-    t -= first * blocks
-    in_group = gl.minimum(heads_together, heads_total - first)
-    return blocks - 1 - t // in_group, first + t % in_group
+
+SIZES = Sizes._fields  # every program takes them one by one: `do_not_specialize` makes one compilation of all sizes
+
+
+def sizes_of(query: Tensor, key: Tensor, rows: int, *, of_keys: bool, bytes_per_number: int) -> Sizes:
+    """Of a launch whose programs have `rows` queries each, or keys, and fetch so many bytes per token and column."""
+    batch, heads, n_q, head_dim = query.shape
+    kv_heads, n_k = key.shape[1:3]
+    groups, own, visited = heads // kv_heads, padded_length(n_q), padded_length(n_k)
+    q_blocks, kv_blocks = own // SCALE_Q.value, visited // SCALE_KV.value
+    if of_keys:
+        heads, own, visited = kv_heads, visited, own * groups
+    together = heads_at_a_time(bytes_per_number * visited * padded_head_dim(head_dim))
+    return Sizes(-(-own // rows), batch * heads, together, groups, n_q, n_k, q_blocks, kv_blocks)
 
 
 def heads_at_a_time(bytes_per_head: int) -> int:
@@ -60,20 +65,47 @@ def heads_at_a_time(bytes_per_head: int) -> int:
 
 
 @gluon.jit
-def key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
+def work_item(t, sizes):
+    """(block of rows, head) of the t-th program: group of heads after group, in it the last block of rows first.
+
+    In causal attention those rows take longest; a multiprocessor that is done takes the next, so short ones come last.
+    """
+    first = t // (sizes.blocks * sizes.heads_together) * sizes.heads_together
+    t -= first * sizes.blocks
+    in_group = gl.minimum(sizes.heads_together, sizes.heads_total - first)
+    return sizes.blocks - 1 - t // in_group, first + t % in_group
+
+
+@gluon.jit
+def key_work_item(t, sizes):
+    """`work_item` of a program of keys: the first block of keys, which most queries see, comes first."""
+    block, kv_head = work_item(t, sizes)
+    return sizes.blocks - 1 - block, kv_head
+
+
+@gluon.jit
+def count_key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
     """How many key tiles these rows visit. Only the last one holds keys that some of 64 aligned rows may not see."""
     if IS_CAUSAL:
         kv_blocks = gl.minimum(kv_blocks, (first_query + rows + TILE - 1) // TILE)
     return kv_blocks
 
 
-# Rings of tiles
+@gluon.jit
+def count_query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
+    """How many query tiles these keys visit, from the last one down. The diagonal crosses only the one visited last.
+
+    It is at least one, for every program to do the same; all of it is masked for keys that no query sees.
+    """
+    if IS_CAUSAL:
+        q_blocks -= gl.minimum(first_key // TILE, q_blocks - 1)
+    return q_blocks
 
 
-TYPES = {
-    torch.int8: gl.int8, torch.int32: gl.int32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}  # fmt: skip
+# Tiles in shared memory
+
+TYPES = {torch.int8: "i8", torch.int32: "i32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+Tiles = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # parameter -> type and shape of what its descriptor fetches
 
 
 @cache  # one takes longer to make than the rest of a descriptor
@@ -81,21 +113,40 @@ def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout
     """How the copy engine lays a tile in shared memory so that matmuls read it without bank conflicts; or a line."""
     if len(shape) == 1:
         return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, rank=1)
-    return gl.NVMMASharedLayout.get_default_for(list(shape), TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
-    """What the copy engine has to know of x [B, H, rows, columns] to fetch tiles of `shape` [rows, columns].
-
-    Of x [B, H, rows] it fetches lines, of a `shape` [rows].
-    """
+    """For the copy engine, which fetches tiles [rows, columns] of x [B, H, N, D] or lines [rows] of x [B, H, N]."""
     return TensorDescriptor.from_tensor(x.flatten(0, 2), list(shape), layout(*shape, dtype=x.dtype))
 
 
+def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescriptor]:
+    return [descriptor(x, *shape) for x, (_, shape) in zip(tensors, tiles.values(), strict=True)]
+
+
+def signature_of(tiles: Tiles, pointers: dict[str, torch.dtype], **numbers: str) -> dict[str, str]:
+    """Triton's type of every parameter that is no constant. Pointers are divisible by 16, sizes may be anything."""
+    fetched = {
+        name: f"tensordesc<{TYPES[dtype]}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
+        for name, (dtype, shape) in tiles.items()
+    }
+    pointed = {name: f"*{TYPES[dtype]}" for name, dtype in pointers.items()}
+    return fetched | pointed | dict.fromkeys(SIZES, "i32") | numbers
+
+
+def rows_of_16_bytes(x: Tensor) -> Tensor:
+    """16-bit x [B, H, N, D], or a copy that the copy engine can fetch: contiguous, in rows of whole 16 bytes."""
+    if x.shape[3] % 8:
+        x = torch.nn.functional.pad(x, (0, padded_head_dim(x.shape[3]) - x.shape[3]))
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 @gluon.jit
-def place(descriptor):
-    """One place for a tile of a descriptor: what has an index(0)."""
-    return gl.allocate_shared_memory(descriptor.dtype, [1] + descriptor.block_shape, descriptor.layout)
+def allocate(descriptor, COUNT: gl.constexpr):
+    """Shared memory for so many tiles, or lines, of a descriptor."""
+    return gl.allocate_shared_memory(descriptor.dtype, [COUNT] + descriptor.block_shape, descriptor.layout)
 
 
 @gluon.jit
@@ -105,57 +156,83 @@ def barrier(ARRIVALS: gl.constexpr):
     return made
 
 
+class Ring(NamedTuple):
+    tiles: gl.shared_memory_descriptor  # [places, rows, columns]
+    ready: gl.shared_memory_descriptor  # a barrier for each place: its tile is there
+    empty: gl.shared_memory_descriptor  # likewise: its readers have released it
+
+
+@gluon.jit
+def ring_of(tiles, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """Barriers around places: so many arrivals make one ready, so many make it empty."""
+    places: gl.constexpr = tiles.shape[0]
+    ready = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(places):
+        mbarrier.init(ready.index(i), count=WRITERS)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Ring(tiles, ready, empty)
+
+
 @gluon.jit
 def ring(descriptor, PLACES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """(tiles, ready, empty): places for tiles of a descriptor, and their barriers."""
-    tiles = gl.allocate_shared_memory(descriptor.dtype, [PLACES] + descriptor.block_shape, descriptor.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(PLACES):
-        mbarrier.init(ready.index(place), count=1)
-        mbarrier.init(empty.index(place), count=WARPGROUPS)
-    return tiles, ready, empty
+    """A ring for tiles of a descriptor, filled by the loading warp and read by warpgroups."""
+    return ring_of(allocate(descriptor, PLACES), 1, WARPGROUPS)
 
 
 @gluon.jit
 def fetch(ring, n, descriptor, row, column):
-    """The loading warp: order the n-th tile as soon as its place is free."""
-    tiles, ready, empty = ring
-    places: gl.constexpr = tiles.shape[0]
-    mbarrier.wait(empty.index(n % places), ((n // places) & 1) ^ 1)
-    mbarrier.expect(ready.index(n % places), descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, [row, column], ready.index(n % places), tiles.index(n % places))
+    """The loading warp: start the copy of the n-th tile as soon as its place is empty."""
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
+    ready = ring.ready.index(n % places)
+    mbarrier.expect(ready, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(n % places))
 
 
 @gluon.jit
-def arrived(ring, n):
-    """The n-th tile, once it is there."""
-    tiles, ready, _ = ring
-    places: gl.constexpr = tiles.shape[0]
-    mbarrier.wait(ready.index(n % places), (n // places) & 1)
-    return tiles.index(n % places)
+def fetch_with_lines(ring, lines, n, descriptor, row, line_descriptors, token):
+    """`fetch`, and for each of `lines` one number for every token of the tile."""
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
+    ready = ring.ready.index(n % places)
+    line_count: gl.constexpr = len(lines)
+    mbarrier.expect(ready, descriptor.block_type.nbytes + line_count * line_descriptors[0].block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [row, 0], ready, ring.tiles.index(n % places))
+    for i in gl.static_range(line_count):
+        tma.async_copy_global_to_shared(line_descriptors[i], [token], ready, lines[i].index(n % places))
 
 
 @gluon.jit
-def let_go(ring, n):
-    """This warpgroup has read the n-th tile."""
-    tiles, _, empty = ring
-    places: gl.constexpr = tiles.shape[0]
-    mbarrier.arrive(empty.index(n % places), count=1)
+def acquire(ring, n):
+    """A warpgroup: the n-th tile, once it is there."""
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)
+    return ring.tiles.index(n % places)
 
 
-@builtin
-def add_to_global(descriptor, coordinates, tile, _semantic=None):
-    """Let the copy engine add a tile to what `descriptor` describes, at these coordinates; `tma.store_wait` waits.
-
-    Gluon has no name for it, but its compiler knows the operation.
-    """
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
+@gluon.jit
+def release(ring, n):
+    """A warpgroup: it has read the n-th tile."""
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.arrive(ring.empty.index(n % places), count=1)
 
 
-# Arithmetic
+@gluon.jit
+def skip(ring, n):
+    """A warpgroup: the n-th tile is for others."""
+    acquire(ring, n)
+    release(ring, n)
+
+
+@gluon.jit
+def copy_own(tiles, ready, descriptor, row, WARPGROUPS: gl.constexpr):
+    """The loading warp: each warpgroup's own 64 rows. Past a head's end lie the next: computed, not stored."""
+    for w in gl.static_range(WARPGROUPS):
+        tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, 0], ready, tiles.index(w))
+
+
+# Numbers in registers
 
 
 @gluon.constexpr_function
@@ -165,9 +242,40 @@ def accumulator(columns):
 
 
 @gluon.constexpr_function
+def accumulator_16bit(columns):
+    """The same for a matmul in 16 bit: another layout by name, and the same numbers in the same threads."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
 def operand(columns):
     """Which thread holds what of the int8 left operand of a matmul whose result has so many columns."""
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]), 4)
+
+
+@gluon.jit
+def start_int8(left, tile, COLUMNS: gl.constexpr):
+    """Start left x tile^T in INT8: int32 [ROWS, COLUMNS], there after `warpgroup_mma_wait`."""
+    result = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator(COLUMNS))
+    return warpgroup_mma(left, tile.permute((1, 0)), result, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_16bit(left, tile, COLUMNS: gl.constexpr):
+    """Start left x tile^T in 16 bit: float32 [ROWS, COLUMNS]."""
+    result = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_16bit(COLUMNS))
+    return warpgroup_mma(left, tile.permute((1, 0)), result, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def fast_exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def fast_reciprocal(x):
+    """One instruction, declared impure for the compiler to leave it where it stands: before a wait, not after."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -177,7 +285,7 @@ def group_columns(x):
 
 
 @gluon.jit
-def rounded_and_packed(x):
+def round_and_pack(x):
     """round(x), ties to even, kept within INT8: four columns of [ROWS, TILE] to an int32 [ROWS, TILE / 4]."""
     even, odd = gl.split(x.reshape([ROWS, TILE // 4, 2, 2]))
     x0, x2 = gl.split(even)
@@ -191,7 +299,7 @@ def rounded_and_packed(x):
 
 
 @gluon.jit
-def unpacked(packed):
+def unpack(packed):
     """int32 [ROWS, TILE / 4] -> the int8 [ROWS, TILE] that it holds; no instruction is left of this."""
     byte0, byte1 = packed.to(gl.int8), (packed >> 8).to(gl.int8)
     byte2, byte3 = (packed >> 16).to(gl.int8), (packed >> 24).to(gl.int8)
@@ -199,24 +307,22 @@ def unpacked(packed):
 
 
 @gluon.jit
-def rounded(x, COLUMNS: gl.constexpr):
+def round_to_int8(x, COLUMNS: gl.constexpr):
     """round(x) of [ROWS, TILE] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
-    packed = rounded_and_packed(gl.convert_layout(group_columns(x), operand(COLUMNS)))
-    return gl.convert_layout(unpacked(packed), operand(COLUMNS))
+    packed = round_and_pack(gl.convert_layout(group_columns(x), operand(COLUMNS)))
+    return gl.convert_layout(unpack(packed), operand(COLUMNS))
 
 
 @gluon.jit
-def fast_exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-# The next two are declared impure for the compiler to leave them where they stand: before a wait, not after.
-@gluon.jit
-def fast_log2(x):
-    """log2 of a normal number, one instruction. The library's handles subnormal ones too and takes a dozen."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+def add_scaled(gradient, product, s, DP: gl.constexpr):
+    """gradient + product * s [ROWS, DP], with a scale per row."""
+    return gradient + product.to(gl.float32) * gl.convert_layout(s, gl.SliceLayout(1, accumulator(DP)))[:, None]
 
 
 @gluon.jit
-def fast_reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+def store_tokens(pointer, x, first, n, D: gl.constexpr, DP: gl.constexpr):
+    """Rows of x [ROWS, DP] in 16 bit: tokens first, first + 1, ... as far as there are any."""
+    token = first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(DP)))
+    d = gl.arange(0, DP, gl.SliceLayout(0, accumulator(DP)))
+    mask = (token < n)[:, None] & (d < D)[None, :]
+    gl.store(pointer + token[:, None] * D + d[None, :], x.to(pointer.dtype.element_ty), mask=mask)

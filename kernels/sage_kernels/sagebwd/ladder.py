@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sage_kernels import hopper
 from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
@@ -22,7 +23,6 @@ from sage_kernels.common.quantize import (
     quantize,
     transpose,
 )
-from sage_kernels.hopper import toolbox as hopper
 from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
 from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq

@@ -3,8 +3,11 @@
 Idea: within one warp matmuls and softmax take turns, so while one warpgroup (4 warps, 64 queries) is at its softmax,
 the tensor cores should work for another. Each program has 192 queries, a warpgroup per 64; they share one stream of K
 and V tiles, which a warp of its own fetches ahead with the copy engine (TMA). Sharing leaves a third of what the L2
-cache had to deliver; the copy engine frees the computing warps from addresses. `hopper.py` holds how warps hand tiles
-to each other.
+cache had to deliver; the copy engine frees the computing warps from addresses. `hopper/toolbox.py` holds how warps hand
+tiles to each other. One of three warpgroups, and whom it waits for (r: releases the place):
+
+    loading warp   Q^   K^_0  V^_0  K^_1  V^_1  K^_2  V^_2  (K^_3 waits until all three have released K^_0) ...
+    warpgroup      waits for Q^ | K^_0: S_i0, r | softmax | V^_0: P^ V^, r | O += | K^_1: S_i1, r | softmax | ...
 
 What a score costs shrinks too: the row's maximum is found in integers, two instructions round four of P's values to
 INT8 and pack them, P stays in its thread (level 4), and O is one conversion and one multiply-add:
@@ -19,49 +22,34 @@ Expect: the tensor cores' time is half hidden, not all of it: tensor cores, expo
 maxima (64 a clock) and issue slots (128 a clock) each allow 16 to 18 scores a clock, and no two overlap fully.
 """
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
+from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
-from sage_kernels.hopper import declared
-from sage_kernels.hopper.toolbox import (
-    ROWS,
-    TILE,
-    accumulator,
-    arrived,
-    barrier,
-    descriptor,
-    fast_exp2,
-    fast_log2,
-    fast_reciprocal,
-    fetch,
-    heads_at_a_time,
-    key_tiles,
-    let_go,
-    ring,
-    rounded,
-    work_item,
-)
+
+from sage_kernels.hopper.toolbox import (  # isort: skip
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, allocate, barrier, copy_own,
+    count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    signature_of, sizes_of, skip, start_int8, store_tokens, work_item,
+)  # fmt: skip
 from sage_kernels.sagebwd.forward.program import ForwardInputs
 
 WARPGROUPS = gl.constexpr(3)
 PLACES = gl.constexpr(3)  # tiles of K and of V in flight
-SCALE_Q = gl.constexpr(BLOCK_Q)
-# Of 64k registers a computing thread gets 160 and a loading one 24; until the warps part, all have the same number.
-REGISTERS, LOADING_REGISTERS = gl.constexpr(160), gl.constexpr(24)
+# Of 64k registers a computing thread gets 160; until the warps part, all have the same number.
+REGISTERS = gl.constexpr(160)
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
-LAUNCH = Launch(ROWS.value * WARPGROUPS.value, BLOCK_KV, 4 * WARPGROUPS.value, PLACES.value, REGISTERS.value)
+LAUNCHES = {
+    "forward": Launch(ROWS.value * WARPGROUPS.value, TILE.value, 4 * WARPGROUPS.value, PLACES.value, REGISTERS.value)
+}
 NEGLIGIBLE = gl.constexpr(24.0)  # a tile worth 2^-24 of the row's largest is below float32's last bit
 SMALLEST_NORMAL = gl.constexpr(1.1754944e-38)
 # [ROWS, 4]: of each row a number in each of the four threads that hold it.
@@ -73,12 +61,39 @@ PARTS = gl.constexpr(
 )  # fmt: skip
 
 
+# Arguments that travel together.
+Descriptors = namedtuple("Descriptors", "q k vt")
+Pointers = namedtuple("Pointers", "q_scale k_scale v_scale o log_sum_exp")
+Queries = namedtuple("Queries", "tiles ready")  # shared memory for a program's Q^, and its barrier
+Rings = namedtuple("Rings", "k v")  # of K^ and of V^^T
+Own = namedtuple("Own", "q_hat_i s_q first_query")  # a warpgroup's queries
+
+
+class State(NamedTuple):
+    """What a warpgroup carries from tile to tile."""
+
+    r: gl.tensor  # [ROWS]: 2^r / 127 is s_P of the last tile
+    largest: gl.tensor  # [ROWS], log2 of the most that a tile has been worth, 2^r s_V
+    l: gl.tensor  # [ROWS, 4], the row sum: each thread's part
+    o_i: gl.tensor  # [ROWS, DP]
+    unit: gl.tensor  # s_V of the last tile that had one
+
+
 @gluon.jit
-def softmax_tile(
+def fast_log2(x):
+    """log2 of a normal number, one instruction. The library's handles subnormal ones too and takes a dozen.
+
+    Declared impure for the compiler to leave it where it stands.
+    """
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def softmax(
     s_ij, s_qk, log2_s_v, r, largest, l, first_query, first_key, n_k,
     DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr,
 ):  # fmt: skip
-    """(P^_ij, change of the row's unit, r, largest, l) from integer scores. l: each thread's part of the row sum."""
+    """(P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
     x = s_ij.to(gl.float32)
     if IS_MASKED:
         s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
@@ -97,7 +112,7 @@ def softmax_tile(
     change = fast_exp2(r - r_ij)
     # [Bq, Bkv]: 127 exp(S - r), Algorithm 1's P~ / s_P
     p_ij = fast_exp2(x * s_qk - (r_ij - LOG2_INT8_MAX)[:, None])
-    p_hat_ij = rounded(p_ij, DP)
+    p_hat_ij = round_to_int8(p_ij, DP)
     sums = gl.sum(gl.sum(p_ij.reshape([ROWS, TILE // 8, 4, 2]), 3), 1)
     l = l * gl.convert_layout(change, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(sums, PARTS)
     return p_hat_ij, change, r_ij, largest, l
@@ -105,167 +120,140 @@ def softmax_tile(
 
 @gluon.jit
 def key_tile(
-    q_hat_i, s_q, r, largest, l, o_i, unit, s_k, s_v, j, first_query, n_k, k_ring, v_ring, k_scale_ptr, v_scale_ptr,
-    DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LAST: gl.constexpr,
-):  # fmt: skip
-    """(r, largest, l, o_i, unit) after key tile j, and the next tile's s_K and s_V. Only the last tile needs a mask."""
+    state, s_k, s_v, own, j, n_k, rings, pointers, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LAST: gl.constexpr
+):
+    """(state after key tile j, the next tile's s_K and s_V). Only the last tile needs a mask."""
+    r, largest, l, o_i, unit = state
     # A block of zeros adds nothing to O in any unit; its own would be a division by 0.
     s_v = gl.where(s_v < SMALLEST_NORMAL, unit, s_v)
     log2_s_v, exchange = fast_log2(s_v), unit * fast_reciprocal(s_v)
     # [Bq, Bkv]
-    s_ij = gl.zeros([ROWS, TILE], gl.int32, accumulator(TILE))
-    s_ij = warpgroup_mma(q_hat_i, arrived(k_ring, j).permute((1, 0)), s_ij, use_acc=False, is_async=True)
-    s_ij = warpgroup_mma_wait(0, deps=(s_ij,))
-    let_go(k_ring, j)
+    s_ij = warpgroup_mma_wait(0, deps=(start_int8(own.q_hat_i, acquire(rings.k, j), TILE),))
+    release(rings.k, j)
     next_s_k, next_s_v = s_k, s_v
     if not IS_LAST:
-        next_s_k, next_s_v = gl.load(k_scale_ptr + j + 1), gl.load(v_scale_ptr + j + 1)
-    p_hat_ij, change, r, largest, l = softmax_tile(
-        s_ij, s_q * s_k, log2_s_v, r, largest, l, first_query, j * TILE, n_k, DP, IS_CAUSAL, IS_LAST
+        next_s_k, next_s_v = gl.load(pointers.k_scale + j + 1), gl.load(pointers.v_scale + j + 1)
+    p_hat_ij, change, r, largest, l = softmax(
+        s_ij, own.s_q * s_k, log2_s_v, r, largest, l, own.first_query, j * TILE, n_k, DP, IS_CAUSAL, IS_LAST
     )
     # [Bq, D]
-    pv_ij = gl.zeros([ROWS, DP], gl.int32, accumulator(DP))
-    pv_ij = warpgroup_mma(p_hat_ij, arrived(v_ring, j).permute((1, 0)), pv_ij, use_acc=False, is_async=True)
-    pv_ij = warpgroup_mma_wait(0, deps=(pv_ij,))
-    let_go(v_ring, j)
+    pv_ij = warpgroup_mma_wait(0, deps=(start_int8(p_hat_ij, acquire(rings.v, j), DP),))
+    release(rings.v, j)
     change = gl.convert_layout(change * exchange, gl.SliceLayout(1, accumulator(DP)))
     o_i = o_i * change[:, None] + pv_ij.to(gl.float32)
-    return r, largest, l, o_i, s_v, next_s_k, next_s_v
+    return State(r, largest, l, o_i, s_v), next_s_k, next_s_v
 
 
 @gluon.jit
 def query_rows(
-    q_tiles, q_ready, k_ring, v_ring, pointers, sizes,
-    D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
+    queries, rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr
+):
     """O and L of warpgroup W's 64 queries."""
-    q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr = pointers
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
     row: gl.constexpr = gl.SliceLayout(1, accumulator(TILE))
-    i, head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
+    i, head = work_item(gl.program_id(0), sizes)
     first_query = i * (ROWS * WARPGROUPS) + W * ROWS
-    last = key_tiles(first_query, ROWS, kv_blocks, IS_CAUSAL) - 1
-    last = gl.where(first_query < n_q, last, 0)
-    all_tiles = key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, kv_blocks, IS_CAUSAL)
-    k_scale_ptr += (head // groups) * kv_blocks
-    v_scale_ptr += (head // groups) * kv_blocks
-    s_q = gl.load(q_scale_ptr + head * q_blocks + gl.minimum(first_query // SCALE_Q, q_blocks - 1))
-    s_k, s_v = gl.load(k_scale_ptr), gl.load(v_scale_ptr)
-    r = gl.full([ROWS], NO_KEY, gl.float32, row)
-    largest = gl.full([ROWS], NO_KEY, gl.float32, row)
-    l = gl.zeros([ROWS, 4], gl.float32, PARTS)
-    o_i = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
-    unit = 1.0
-    mbarrier.wait(q_ready, 0)
-    q_hat_i = q_tiles.index(W)
-    for j in range(0, last):
-        r, largest, l, o_i, unit, s_k, s_v = key_tile(
-            q_hat_i, s_q, r, largest, l, o_i, unit, s_k, s_v, j, first_query, n_k, k_ring, v_ring,
-            k_scale_ptr, v_scale_ptr, DP, IS_CAUSAL, False,
-        )  # fmt: skip
-    r, largest, l, o_i, unit, s_k, s_v = key_tile(
-        q_hat_i, s_q, r, largest, l, o_i, unit, s_k, s_v, last, first_query, n_k, k_ring, v_ring,
-        k_scale_ptr, v_scale_ptr, DP, IS_CAUSAL, True,
+    last = count_key_tiles(first_query, ROWS, sizes.kv_blocks, IS_CAUSAL) - 1
+    last = gl.where(first_query < sizes.n_q, last, 0)
+    all_tiles = count_key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)
+    q_scale, k_scale, v_scale, o, log_sum_exp = pointers
+    k_scale += (head // sizes.groups) * sizes.kv_blocks
+    v_scale += (head // sizes.groups) * sizes.kv_blocks
+    pointers = Pointers(q_scale, k_scale, v_scale, o, log_sum_exp)
+    s_q = gl.load(q_scale + head * sizes.q_blocks + gl.minimum(first_query // SCALE_Q, sizes.q_blocks - 1))
+    s_k, s_v = gl.load(k_scale), gl.load(v_scale)
+    state = State(
+        gl.full([ROWS], NO_KEY, gl.float32, row), gl.full([ROWS], NO_KEY, gl.float32, row),
+        gl.zeros([ROWS, 4], gl.float32, PARTS), gl.zeros([ROWS, DP], gl.float32, accumulator(DP)), 1.0,
     )  # fmt: skip
-    # Tiles for the warpgroups below: let go of them as they come.
-    for j in range(last + 1, all_tiles):
-        arrived(k_ring, j)
-        let_go(k_ring, j)
-        arrived(v_ring, j)
-        let_go(v_ring, j)
-    l = gl.sum(l, 1)
-    o_i = o_i * gl.convert_layout(unit / l, gl.SliceLayout(1, accumulator(DP)))[:, None]
-    query = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(DP)))
-    d = gl.arange(0, DP, gl.SliceLayout(0, accumulator(DP)))
-    offsets = head.to(gl.int64) * n_q * D + query[:, None] * D + d[None, :]
-    gl.store(o_ptr + offsets, o_i.to(o_ptr.dtype.element_ty), mask=(query < n_q)[:, None] & (d < D)[None, :])
+    mbarrier.wait(queries.ready, 0)
+    own = Own(queries.tiles.index(W), s_q, first_query)
+    for j in range(0, last):
+        state, s_k, s_v = key_tile(state, s_k, s_v, own, j, sizes.n_k, rings, pointers, DP, IS_CAUSAL, False)
+    state, s_k, s_v = key_tile(state, s_k, s_v, own, last, sizes.n_k, rings, pointers, DP, IS_CAUSAL, True)
+    for j in range(last + 1, all_tiles):  # tiles for the warpgroups below
+        skip(rings.k, j)
+        skip(rings.v, j)
+    l = gl.sum(state.l, 1)
+    o_i = state.o_i * gl.convert_layout(state.unit / l, gl.SliceLayout(1, accumulator(DP)))[:, None]
+    store_tokens(o + head.to(gl.int64) * sizes.n_q * D, o_i, first_query, sizes.n_q, D, DP)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     query = first_query + gl.arange(0, ROWS, row)
-    log_sum_exp = gl.where(query < n_q, r + gl.log2(gl.convert_layout(l, row)) - LOG2_INT8_MAX, 0.0 - NO_KEY)
-    n_q_padded = q_blocks * SCALE_Q
-    gl.store(log_sum_exp_ptr + head.to(gl.int64) * n_q_padded + query, log_sum_exp, mask=query < n_q_padded)
+    l_i = gl.where(query < sizes.n_q, state.r + gl.log2(gl.convert_layout(l, row)) - LOG2_INT8_MAX, 0.0 - NO_KEY)
+    n_q_padded = sizes.q_blocks * SCALE_Q
+    gl.store(log_sum_exp + head.to(gl.int64) * n_q_padded + query, l_i, mask=query < n_q_padded)
 
 
 @gluon.jit
-def load_tiles(descriptors, q_tiles, q_ready, k_ring, v_ring, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The loading warp: Q^, then K^ and V^T tiles as their places become free."""
-    q_descriptor, k_descriptor, vt_descriptor = descriptors
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
-    i, head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
-    first_query, kv_head = i * (ROWS * WARPGROUPS), head // groups
-    mbarrier.expect(q_ready, WARPGROUPS * q_descriptor.block_type.nbytes)
-    for w in gl.static_range(WARPGROUPS):
-        # Past a head's end lie the next head's queries, or zeros: computed and not stored.
-        row = head * (q_blocks * SCALE_Q) + first_query + w * ROWS
-        tma.async_copy_global_to_shared(q_descriptor, [row, 0], q_ready, q_tiles.index(w))
-    for j in range(0, key_tiles(first_query, ROWS * WARPGROUPS, kv_blocks, IS_CAUSAL)):
-        fetch(k_ring, j, k_descriptor, (kv_head * kv_blocks + j) * TILE, 0)
-        fetch(v_ring, j, vt_descriptor, kv_head * DP, j * TILE)
+    i, head = work_item(gl.program_id(0), sizes)
+    first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
+    mbarrier.expect(queries.ready, WARPGROUPS * descriptors.q.block_type.nbytes)
+    copy_own(queries.tiles, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
+    for j in range(0, count_key_tiles(first_query, ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)):
+        fetch(rings.k, j, descriptors.k, (kv_head * sizes.kv_blocks + j) * TILE, 0)
+        fetch(rings.v, j, descriptors.vt, kv_head * DP, j * TILE)
 
 
-SIZES = ("blocks", "heads_total", "heads_together", "groups", "n_q", "n_k", "q_blocks", "kv_blocks")
-
-
-@gluon.jit(do_not_specialize=SIZES)  # one compilation for every size
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_program(
     q_descriptor, k_descriptor, vt_descriptor, q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr,
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    q_tiles = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, ROWS, DP], q_descriptor.layout)
-    q_ready = barrier(1)
-    k_ring, v_ring = ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS)
+    queries = Queries(allocate(q_descriptor, WARPGROUPS), barrier(1))
+    rings = Rings(ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS))
     fence_async_shared()
-    descriptors = (q_descriptor, k_descriptor, vt_descriptor)
-    pointers = (q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr)
-    sizes = (blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    descriptors = Descriptors(q_descriptor, k_descriptor, vt_descriptor)
+    pointers = Pointers(q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr)
+    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    # Constants must be named in each call: a variable would make numbers of the program of them.
     gl.warp_specialize(
         [
-            (query_rows, (q_tiles, q_ready, k_ring, v_ring, pointers, sizes, D, DP, IS_CAUSAL, 0)),
-            (query_rows, (q_tiles, q_ready, k_ring, v_ring, pointers, sizes, D, DP, IS_CAUSAL, 1)),
-            (query_rows, (q_tiles, q_ready, k_ring, v_ring, pointers, sizes, D, DP, IS_CAUSAL, 2)),
-            (load_tiles, (descriptors, q_tiles, q_ready, k_ring, v_ring, sizes, DP, IS_CAUSAL)),
+            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, 0)),
+            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, 1)),
+            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, 2)),
+            (load_tiles, (descriptors, queries, rings, sizes, DP, IS_CAUSAL)),
         ],
         [4, 4, 1], [REGISTERS, REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
 
 
-def tile_shapes(padded_head_dim: int) -> dict[str, tuple[int, int]]:
-    """The tiles [rows, columns] that the program's descriptors fetch."""
-    q, k = (ROWS.value, padded_head_dim), (BLOCK_KV, padded_head_dim)
-    return {"q_descriptor": q, "k_descriptor": k, "vt_descriptor": k[::-1]}
-
-
-def run(inputs: ForwardInputs, *, is_causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """O [B, H, Nq, D] and L [B, H, Nq padded], as `forward.program.run` gives them, from level 4's inputs."""
-    query, key = inputs.query, inputs.key
-    batch, heads, n_q, head_dim = query.shape
-    n_q_padded, n_k_padded, dp = padded_length(n_q), padded_length(key.shape[2]), padded_head_dim(head_dim)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    log_sum_exp = query.new_empty(batch, heads, n_q_padded, dtype=torch.float32)
-    blocks = -(-n_q_padded // LAUNCH.block_q)
-    hats = (inputs.q_hat.values, inputs.k_hat.values, inputs.v_hat.transposed)
-    tiles = (descriptor(x, *shape) for x, shape in zip(hats, tile_shapes(dp).values(), strict=True))
-    hopper_program[(blocks * batch * heads,)](
-        *tiles, inputs.q_hat.scale, inputs.k_hat.scale, inputs.v_hat.scale, output, log_sum_exp,
-        blocks, batch * heads, heads_at_a_time(2 * n_k_padded * dp), heads // key.shape[1], n_q, key.shape[2],
-        n_q_padded // BLOCK_Q, n_k_padded // BLOCK_KV,
-        D=head_dim, DP=dp, IS_CAUSAL=is_causal, **OPTIONS,
-    )  # fmt: skip
-    return output, log_sum_exp
-
-
-LAUNCHES = {"forward": LAUNCH}
-
-
 def kernels(head_dim: int) -> tuple[str, ...]:
+    """The programs that a head size takes: names in `LAUNCHES`."""
     return ("forward",)
 
 
 def program_of(kernel: str):
+    """(program, its constants besides D, DP and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
     return hopper_program, {}, OPTIONS
 
 
+def tile_shapes(padded_head_dim: int) -> Tiles:
+    q, k = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim)
+    return {"q_descriptor": (torch.int8, q), "k_descriptor": (torch.int8, k), "vt_descriptor": (torch.int8, k[::-1])}
+
+
 def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    tiles = {name: (torch.int8, shape) for name, shape in tile_shapes(padded_head_dim).items()}
-    return declared.signature_of(hopper_program, {}, tiles, dtype)
+    """Triton's type of every parameter of a program that is no constant, O being of `dtype`."""
+    pointers = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "log_sum_exp_ptr"), torch.float32)
+    return signature_of(tile_shapes(padded_head_dim), pointers | {"o_ptr": dtype})
+
+
+def run(inputs: ForwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """O [B, H, Nq, D] and L [B, H, Nq padded], as `forward.program.run` gives them, from level 4's inputs.
+
+    scale: as for every level; s_Q has it already.
+    """
+    query, q_hat, k_hat, v_hat = inputs.query, inputs.q_hat, inputs.k_hat, inputs.v_hat
+    batch, heads, _, head_dim = query.shape
+    dp = padded_head_dim(head_dim)
+    sizes = sizes_of(query, inputs.key, LAUNCHES["forward"].block_q, of_keys=False, bytes_per_number=2)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    log_sum_exp = query.new_empty(batch, heads, sizes.q_blocks * SCALE_Q.value, dtype=torch.float32)
+    hopper_program[(sizes.blocks * sizes.heads_total,)](
+        *descriptors((q_hat.values, k_hat.values, v_hat.transposed), tile_shapes(dp)),
+        q_hat.scale, k_hat.scale, v_hat.scale, output, log_sum_exp, *sizes,
+        D=head_dim, DP=dp, IS_CAUSAL=is_causal, **OPTIONS,
+    )  # fmt: skip
+    return output, log_sum_exp

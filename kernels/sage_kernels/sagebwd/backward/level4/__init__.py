@@ -1,14 +1,54 @@
-"""Level 4, Hopper: split backward by warps with different jobs."""
+"""Level 4, Hopper: level 3's split backward by warps with different jobs, as in the forward's level 5.
+
+dQ by rows of queries (`queries.py`), dK and dV by rows of keys (`keys.py`). A warpgroup has 64 rows, one warp loads
+tiles for all of them (`hopper/toolbox.py`), and scales are level 1's: one per row of P and dS in each tile. S, dP and a
+gradient at once take 240 registers of a thread, so that there is room for two warpgroups; without dP, for three.
+
+Expect: tensor cores and issue slots are each busy for half to two thirds of the time, for they still take turns more
+than they overlap.
+"""
 
 import torch
+from torch import Tensor
 
-from sage_kernels.hopper import declared
-from sage_kernels.sagebwd.backward.level4 import programs
-from sage_kernels.sagebwd.backward.level4.programs import LAUNCHES, kernels, program_of, run, run_kernel
+from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.hopper import HEAD_DIMS
+from sage_kernels.hopper.toolbox import rows_of_16_bytes
+from sage_kernels.sagebwd.backward.level4 import keys, queries
+from sage_kernels.sagebwd.backward.program import BackwardInputs
 
-__all__ = ["LAUNCHES", "kernels", "program_of", "run", "run_kernel", "signature"]
+# Warpgroups that compute and places of each ring: many registers for few, or fewer for more.
+LAUNCHES = queries.LAUNCHES | keys.LAUNCHES
+
+
+def kernels(head_dim: int) -> tuple[str, ...]:
+    """The programs that a head size takes: names in `LAUNCHES`."""
+    return ("dq", "dkdv") if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dq", "dk", "dv")
+
+
+def program_of(kernel: str):
+    """(program, its constants besides D, DP and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
+    return queries.program_of() if kernel == "dq" else keys.program_of(kernel)
 
 
 def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    program, constants, _ = program_of(kernel)
-    return declared.signature_of(program, constants, programs.tile_shapes(kernel, padded_head_dim), dtype)
+    """Triton's type of every parameter of a program that is no constant; dO, V and gradients are of `dtype`."""
+    return (queries if kernel == "dq" else keys).signature(padded_head_dim, dtype)
+
+
+def run_kernel(kernel: str, inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """dQ [B, H, Nq, D]; dK, dV or both [B, Hkv, Nk, D]: what the program of that name computes."""
+    do, v = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
+    inputs = inputs._replace(grad_output=do, value=v)
+    if kernel == "dq":
+        return queries.run(inputs, is_causal=is_causal, scale=scale)
+    return keys.run(kernel, inputs, is_causal=is_causal)
+
+
+def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
+    # Once for all programs, where it takes a copy.
+    do, v = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
+    inputs = inputs._replace(grad_output=do, value=v)
+    names = kernels(inputs.query.shape[3])
+    return tuple(x for name in names for x in run_kernel(name, inputs, is_causal=is_causal, scale=scale))

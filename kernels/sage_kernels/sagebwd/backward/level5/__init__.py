@@ -1,14 +1,48 @@
-"""Level 5, Hopper: one pass over the tiles."""
+"""Level 5, Hopper: dS is computed once; dQ, dK and dV come from one pass over the tiles.
+
+Level 4 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV as
+there, and hand dS^T over through shared memory to whoever makes dQ. At a head size of 64 that is a third warpgroup
+(`narrow.py`). At 128 two gradients leave no registers for it, and the two make dQ, too (`wide.py`). What comes before
+and after, and how numbers are kept, is the same for both (`units.py`).
+
+Expect: five matmuls a tile instead of seven (at 128, instead of eight), fewer exponentials, and fewer instructions for
+what is left.
+"""
 
 import torch
+from torch import Tensor
 
-from sage_kernels.hopper import declared
-from sage_kernels.sagebwd.backward.level5 import narrow
-from sage_kernels.sagebwd.backward.level5.narrow import LAUNCHES, kernels, program_of, run
+from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.hopper import HEAD_DIMS
+from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
+from sage_kernels.sagebwd.backward.program import BackwardInputs
 
-__all__ = ["LAUNCHES", "kernels", "program_of", "run", "signature"]
+LAUNCHES = {"dqdkdv": narrow.LAUNCH, "dqdkdv_wide": wide.LAUNCH}
+
+
+def kernels(head_dim: int) -> tuple[str, ...]:
+    """The program that a head size takes: a name in `LAUNCHES`."""
+    return ("dqdkdv",) if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dqdkdv_wide",)
+
+
+def program_of(kernel: str):
+    """(program, its constants besides D, DP, RAGGED and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
+    if kernel == "dqdkdv":
+        return narrow.narrow_program, narrow.CONSTANTS, narrow.OPTIONS
+    return wide.wide_program, wide.CONSTANTS, wide.OPTIONS
+
+
+def queries_added(kernel: str) -> int:
+    """Of how many queries a program adds parts of dQ at once."""
+    return (narrow if kernel == "dqdkdv" else wide).QUERIES_ADDED
 
 
 def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    program, constants, _ = program_of(kernel)
-    return declared.signature_of(program, constants, narrow.tile_shapes(kernel, padded_head_dim), dtype)
+    """Triton's type of every parameter of a program that is no constant; dO, V and gradients are of `dtype`."""
+    return units.signature(units.tile_shapes(padded_head_dim, queries_added(kernel), dtype), dtype)
+
+
+def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
+    (kernel,) = kernels(inputs.query.shape[3])
+    return units.run(inputs, *program_of(kernel), queries_added(kernel), is_causal=is_causal, scale=scale)

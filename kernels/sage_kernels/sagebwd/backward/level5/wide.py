@@ -2,55 +2,53 @@
 
 dK and dV of 64 keys take 128 registers of a thread. What is left of 240, all that two warpgroups can have, holds one
 half of S or dP, both halves of P as pairs and little else, so a warpgroup does one thing after the other and leaves the
-overlap to its neighbour:
+overlap to its neighbour. dS^T goes to shared memory for both. Of the queries each takes one half, reads it transposed
+and adds its part to dQ; its own rows it reads back for dK. A product is added by halves of its columns. The fewer
+barriers, the less the four warps of a warpgroup wait for one another, so two serve two purposes each. Once a tile:
 
-- dS^T goes to shared memory for both of them. Of the queries each takes one half, reads it transposed and adds its part
-  to dQ; its own rows it reads back when their turn comes, for dK.
-- A product is taken in by halves of its columns.
-- The fewer barriers, the less the four warps of a warpgroup wait for one another: `full` says that dS^T lies there and
-  that Q^, dO, L and delta are done with, `empty` that dS^T has been read and that dO^T and Q^T are done with. The
-  loading warp waits for both.
+    barrier   who arrives       who waits               what it says
+    queries   the copy engine   both warpgroups         Q^, dO, L and delta are there
+    full      both warpgroups   both and loading warp   dS^T is there; Q^, dO, L and delta may be overwritten
+    dot, qt   the copy engine   both warpgroups         dO^T is there; Q^T is there
+    empty     both warpgroups   both and loading warp   dS^T has been read; dO^T and Q^T may be overwritten
+
 - Addresses of tiles are the same for every query tile, and the compiler would keep dozens of them in registers that it
   hasn't got. `n >> 30` is 0, but it can't know: it computes them where they are needed.
 - The assembler's usual optimisations move every product's sum to the end and spill for it; its first level doesn't.
 """
+
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
-from sage_kernels.hopper.toolbox import ROWS, TILE, accumulator, add_to_global, barrier, place, work_item
-from sage_kernels.sagebwd.backward.level4.programs import (
-    HALF,
-    LOADING_REGISTERS,
-    SIZES,
-    accumulator_16bit,
-    query_tiles,
-    start,
-    start_16bit,
-)
-from sage_kernels.sagebwd.backward.level5.one_pass import (
-    HANDED,
-    columns_of,
-    ds_half,
-    joined_pairs,
-    load_factors,
-    load_keys,
-    multiplier,
-    p_half,
-    pairs_of,
-    quantized_pairs,
-)
 
-LAUNCH = Launch(BLOCK_Q, BLOCK_KV, 8, 1, 240)
+from sage_kernels.hopper.toolbox import (  # isort: skip
+    HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, allocate, barrier,
+    count_query_tiles, key_work_item, start_16bit, start_int8,
+)  # fmt: skip
+from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
+    DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
+    multiplier, p_half, pairs_of, quantize_pairs,
+)  # fmt: skip
+
+LAUNCH = Launch(TILE.value, TILE.value, 8, 1, 240)
+CONSTANTS = {"REGISTERS": LAUNCH.max_registers}
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "ptx_options": "--opt-level 1"}  # maxnreg until the warps part
+QUERIES_ADDED = HALF.value  # of a part of dQ
+
+# Arguments that travel together: shared memory and its barriers.
+Keys = namedtuple("Keys", "k v kt")  # a program's K^, V and K^T
+Tiles = namedtuple("Tiles", "q do dot qt log_sum_exp delta")  # one place each
+Barriers = namedtuple("Barriers", "queries dot qt full empty")
+Memory = namedtuple("Memory", "keys keys_ready tiles barriers ds stages")  # stages: parts of dQ on their way
 
 
 @gluon.jit
-def taken_in_half(gradient, product, s):
-    """gradient + product * s of half its columns, where it stands: `level4_hopper.taken_in` might come later."""
+def add_scaled_half(gradient, product, s):
+    """gradient + product * s of half its columns, where it stands: `add_scaled` might come later."""
     s = gl.convert_layout(s, gl.SliceLayout(1, accumulator(HALF)))
     product, s = gl.broadcast(product.to(gl.float32), s[:, None])
     return gl.inline_asm_elementwise(
@@ -59,34 +57,33 @@ def taken_in_half(gradient, product, s):
 
 
 @gluon.jit
-def hand_over(handed, pairs, full, empty, n, zero, H: gl.constexpr, W: gl.constexpr):
+def hand_over(ds, pairs, barriers, n, zero, H: gl.constexpr, W: gl.constexpr):
     """Put half H of dS^T of the n-th tile where both warpgroups find it."""
     if H == 0:
-        mbarrier.wait(empty, (n & 1) ^ 1)
+        mbarrier.wait(barriers.empty, (n & 1) ^ 1)
     dst = gl.convert_layout(columns_of(pairs, HALF), accumulator_16bit(HALF), assert_trivial=True)
-    handed.index(H + zero).slice(W * ROWS, ROWS).store(dst)
+    ds.index(H + zero).slice(W * ROWS, ROWS).store(dst)
     if H == 1:
-        mbarrier.arrive(full, count=1)
+        mbarrier.arrive(barriers.full, count=1)
 
 
 @gluon.jit
-def read_back(handed, zero, H: gl.constexpr, W: gl.constexpr):
+def read_back(ds, zero, H: gl.constexpr, W: gl.constexpr):
     """Pairs of this warpgroup's own rows of half H."""
-    return pairs_of(handed.index(H + zero).slice(W * ROWS, ROWS).load(accumulator_16bit(HALF)), HALF)
+    return pairs_of(ds.index(H + zero).slice(W * ROWS, ROWS).load(accumulator_16bit(HALF)), HALF)
 
 
 @gluon.jit
-def add_part(
-    handed, kt_tile, stage, full, empty, step, n, zero, dq_descriptor, first_query, DP: gl.constexpr, W: gl.constexpr
-):
+def add_part(ds, kt_j, stage, barriers, step, n, zero, dq_descriptor, first_query, DP: gl.constexpr, W: gl.constexpr):
     """Add dS K^ of half W of the n-th tile's queries to dQ. step: integers per dS^ of scale one."""
-    mbarrier.wait(full, n & 1)
-    ds = handed.index(W + zero).permute((1, 0)).load(accumulator(TILE))
-    ds_hat_ij, s_ds = quantized_pairs(pairs_of(ds, TILE), HALF)
-    mbarrier.arrive(empty, count=1)
+    mbarrier.wait(barriers.full, n & 1)
+    # [Bq / 2, Bkv]
+    ds_ij = ds.index(W + zero).permute((1, 0)).load(accumulator(TILE))
+    ds_hat_ij, s_ds = quantize_pairs(pairs_of(ds_ij, TILE), HALF)
+    mbarrier.arrive(barriers.empty, count=1)
     m, half, k = multiplier(gl.convert_layout(s_ds * step, gl.SliceLayout(1, accumulator(HALF))))
     for part in gl.static_range(DP // HALF):
-        product = warpgroup_mma_wait(0, deps=(start(ds_hat_ij, kt_tile.slice(part * HALF, HALF), HALF),))
+        product = warpgroup_mma_wait(0, deps=(start_int8(ds_hat_ij, kt_j.slice(part * HALF, HALF), HALF),))
         tma.store_wait(0)  # the copy engine has read what lay in the stage
         stage.store((product * m + half) >> k)
         fence_async_shared()
@@ -95,54 +92,52 @@ def add_part(
 
 @gluon.jit
 def query_tile(
-    gradients, rows, tiles, barriers, handed, stages, s_k, factors_ptr, step_ptr, n, at, first_key, first_query, n_k,
-    dq_descriptor, DP: gl.constexpr, RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
+    gradients, memory, pointers, dq_descriptor, s_k, n, at, first_key, first_query, n_k,
+    DP: gl.constexpr, RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Halves of dk_j and dv_j after the n-th query tile, the at-th of all."""
+    """Halves of dk_j and dv_j after the n-th query tile, the at-th of all. st is S_ij^T, in halves [Bkv, Bq / 2]."""
     dk_0, dk_1, dv_0, dv_1 = gradients
-    queries_ready, dot_ready, qt_ready, full, empty = barriers
-    k_tiles, v_tiles, kt_tiles = rows
-    q_tiles, do_tiles, dot_tiles, qt_tiles, log_sum_exps, deltas = tiles
+    keys, tiles, barriers, ds = memory.keys, memory.tiles, memory.barriers, memory.ds
     zero = n >> 30
-    k_hat_j, v_j, kt_j = k_tiles.index(W + zero), v_tiles.index(W + zero), kt_tiles.index(zero)
-    q_hat_i, do_i, dot_i, qt_i = q_tiles.index(zero), do_tiles.index(zero), dot_tiles.index(zero), qt_tiles.index(zero)
-    log_sum_exp, delta = log_sum_exps.index(zero), deltas.index(zero)
-    s_q, fit, factor_k, factor_v = load_factors(factors_ptr, at)
-    mbarrier.wait(queries_ready, n & 1)
-    st_0 = warpgroup_mma_wait(0, deps=(start(k_hat_j, q_hat_i.slice(0, HALF), HALF),))
+    k_hat_j, v_j, kt_j = keys.k.index(W + zero), keys.v.index(W + zero), keys.kt.index(zero)
+    q_hat_i, do_i, dot_i, qt_i = tiles.q.index(zero), tiles.do.index(zero), tiles.dot.index(zero), tiles.qt.index(zero)
+    log_sum_exp, delta = tiles.log_sum_exp.index(zero), tiles.delta.index(zero)
+    s_q, fit, factor_k, factor_v = load_factors(pointers.factors, at)
+    mbarrier.wait(barriers.queries, n & 1)
+    st_0 = warpgroup_mma_wait(0, deps=(start_int8(k_hat_j, q_hat_i.slice(0, HALF), HALF),))
     pt_0 = p_half(st_0, s_q * s_k, log_sum_exp.slice(0, HALF), first_key, first_query, IS_MASKED)
     dpt_0 = warpgroup_mma_wait(0, deps=(start_16bit(v_j, do_i.slice(0, HALF), HALF),))
     dst_0 = ds_half(pt_0, dpt_0, fit, delta.slice(0, HALF), first_key, n_k, RAGGED)
-    st_1 = start(k_hat_j, q_hat_i.slice(HALF, HALF), HALF)
-    hand_over(handed, dst_0, full, empty, n, zero, 0, W)
+    st_1 = start_int8(k_hat_j, q_hat_i.slice(HALF, HALF), HALF)
+    hand_over(ds, dst_0, barriers, n, zero, 0, W)
     st_1 = warpgroup_mma_wait(0, deps=(st_1,))
     pt_1 = p_half(st_1, s_q * s_k, log_sum_exp.slice(HALF, HALF), first_key, first_query + HALF, IS_MASKED)
     dpt_1 = warpgroup_mma_wait(0, deps=(start_16bit(v_j, do_i.slice(HALF, HALF), HALF),))
     dst_1 = ds_half(pt_1, dpt_1, fit, delta.slice(HALF, HALF), first_key, n_k, RAGGED)
-    mbarrier.wait(dot_ready, n & 1)
-    hand_over(handed, dst_1, full, empty, n, zero, 1, W)
-    pt_hat_ij, s_p = quantized_pairs(joined_pairs(pt_0, pt_1), HALF)
+    mbarrier.wait(barriers.dot, n & 1)
+    hand_over(ds, dst_1, barriers, n, zero, 1, W)
+    pt_hat_ij, s_p = quantize_pairs(join_pairs(pt_0, pt_1), HALF)
     s_p *= factor_v
-    product = warpgroup_mma_wait(0, deps=(start(pt_hat_ij, dot_i.slice(0, HALF), HALF),))
-    dv_0 = taken_in_half(dv_0, product, s_p)
-    product = warpgroup_mma_wait(0, deps=(start(pt_hat_ij, dot_i.slice(HALF, HALF), HALF),))
-    dv_1 = taken_in_half(dv_1, product, s_p)
-    dst_0, dst_1 = read_back(handed, zero, 0, W), read_back(handed, zero, 1, W)
-    dst_hat_ij, s_ds = quantized_pairs(joined_pairs(dst_0, dst_1), HALF)
+    product = warpgroup_mma_wait(0, deps=(start_int8(pt_hat_ij, dot_i.slice(0, HALF), HALF),))
+    dv_0 = add_scaled_half(dv_0, product, s_p)
+    product = warpgroup_mma_wait(0, deps=(start_int8(pt_hat_ij, dot_i.slice(HALF, HALF), HALF),))
+    dv_1 = add_scaled_half(dv_1, product, s_p)
+    dst_0, dst_1 = read_back(ds, zero, 0, W), read_back(ds, zero, 1, W)
+    dst_hat_ij, s_ds = quantize_pairs(join_pairs(dst_0, dst_1), HALF)
     s_ds *= factor_k
-    mbarrier.wait(qt_ready, n & 1)
-    product = warpgroup_mma_wait(0, deps=(start(dst_hat_ij, qt_i.slice(0, HALF), HALF),))
-    dk_0 = taken_in_half(dk_0, product, s_ds)
-    product = warpgroup_mma_wait(0, deps=(start(dst_hat_ij, qt_i.slice(HALF, HALF), HALF),))
-    dk_1 = taken_in_half(dk_1, product, s_ds)
-    step = gl.load(step_ptr + at) * s_k
-    add_part(handed, kt_j, stages.index(W + zero), full, empty, step, n, zero, dq_descriptor, at * TILE, DP, W)
+    mbarrier.wait(barriers.qt, n & 1)
+    product = warpgroup_mma_wait(0, deps=(start_int8(dst_hat_ij, qt_i.slice(0, HALF), HALF),))
+    dk_0 = add_scaled_half(dk_0, product, s_ds)
+    product = warpgroup_mma_wait(0, deps=(start_int8(dst_hat_ij, qt_i.slice(HALF, HALF), HALF),))
+    dk_1 = add_scaled_half(dk_1, product, s_ds)
+    step = gl.load(pointers.step + at) * s_k
+    add_part(ds, kt_j, memory.stages.index(W + zero), barriers, step, n, zero, dq_descriptor, at * TILE, DP, W)
     return dk_0, dk_1, dv_0, dv_1
 
 
 @gluon.jit
 def store_halves(pointer, left, right, first, n, D: gl.constexpr):
-    """`level4_hopper.store` of a gradient in halves of its columns."""
+    """`store_tokens` of a gradient in halves of its columns."""
     token = first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
     d = gl.arange(0, HALF, gl.SliceLayout(0, accumulator(HALF)))
     pointers, is_token = pointer + token[:, None] * D + d[None, :], (token < n)[:, None]
@@ -152,79 +147,66 @@ def store_halves(pointer, left, right, first, n, D: gl.constexpr):
 
 @gluon.jit
 def key_rows(
-    rows, rows_ready, tiles, barriers, handed, stages, dq_descriptor, pointers, sizes, scale,
+    memory, dq_descriptor, pointers, sizes, scale,
     D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of warpgroup W's 64 keys, over the query heads that share them, and what they add to dQ."""
-    k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr = pointers
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
-    block, kv_head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
-    block = blocks - 1 - block  # the first keys, which most queries see, first
+    block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE + W * ROWS
-    count = query_tiles(block * TILE, q_blocks, IS_CAUSAL)
-    s_k = gl.load(k_scale_ptr + kv_head * kv_blocks + block)
+    tiles = count_query_tiles(block * TILE, sizes.q_blocks, IS_CAUSAL)
+    s_k = gl.load(pointers.k_scale + kv_head * sizes.kv_blocks + block)
     zeros = gl.zeros([ROWS, HALF], gl.float32, accumulator(HALF))
     gradients = (zeros, zeros, zeros, zeros)
-    mbarrier.wait(rows_ready, 0)
+    mbarrier.wait(memory.keys_ready, 0)
     n = 0
-    for g in range(0, groups):
-        i = q_blocks - 1
-        at = (kv_head * groups + g) * q_blocks + i
-        for _ in range(1, count):
+    for g in range(0, sizes.groups):
+        i = sizes.q_blocks - 1
+        at = (kv_head * sizes.groups + g) * sizes.q_blocks + i
+        for _ in range(1, tiles):
             gradients = query_tile(
-                gradients, rows, tiles, barriers, handed, stages, s_k, factors_ptr, step_ptr, n, at, first_key,
-                i * TILE, n_k, dq_descriptor, DP, RAGGED, False, W,
+                gradients, memory, pointers, dq_descriptor, s_k, n, at, first_key, i * TILE, sizes.n_k,
+                DP, RAGGED, False, W,
             )  # fmt: skip
             n += 1
             i -= 1
             at -= 1
         gradients = query_tile(
-            gradients, rows, tiles, barriers, handed, stages, s_k, factors_ptr, step_ptr, n, at, first_key,
-            i * TILE, n_k, dq_descriptor, DP, RAGGED, IS_CAUSAL, W,
+            gradients, memory, pointers, dq_descriptor, s_k, n, at, first_key, i * TILE, sizes.n_k,
+            DP, RAGGED, IS_CAUSAL, W,
         )  # fmt: skip
         n += 1
     dk_0, dk_1, dv_0, dv_1 = gradients
-    offset = kv_head.to(gl.int64) * n_k * D
-    store_halves(dk_ptr + offset, dk_0 * scale, dk_1 * scale, first_key, n_k, D)
-    store_halves(dv_ptr + offset, dv_0, dv_1, first_key, n_k, D)
+    offset = kv_head.to(gl.int64) * sizes.n_k * D
+    store_halves(pointers.dk + offset, dk_0 * scale, dk_1 * scale, first_key, sizes.n_k, D)
+    store_halves(pointers.dv + offset, dv_0, dv_1, first_key, sizes.n_k, D)
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_for_keys(descriptors, rows, rows_ready, tiles, barriers, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def load_tiles(descriptors, memory, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The loading warp: K^, V and K^T, then tiles of Q^ and dO with L and delta, of dO^T and of Q^T."""
-    (
-        k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor,
-        l_descriptor, delta_descriptor,
-    ) = descriptors  # fmt: skip
-    k_tiles, v_tiles, kt_tiles = rows
-    q_tiles, do_tiles, dot_tiles, qt_tiles, log_sum_exps, deltas = tiles
-    queries_ready, dot_ready, qt_ready, full, empty = barriers
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks = sizes
-    block, kv_head = work_item(gl.program_id(0), blocks, heads_total, heads_together)
-    first_key = (blocks - 1 - block) * TILE
-    load_keys(
-        k_descriptor, v_descriptor, kt_descriptor, k_tiles, v_tiles, kt_tiles.index(0), rows_ready, kv_head, first_key,
-        n_k, kv_blocks, DP,
-    )  # fmt: skip
-    of_queries: gl.constexpr = q_descriptor.block_type.nbytes + do_descriptor.block_type.nbytes
+    keys, tiles, barriers = memory.keys, memory.tiles, memory.barriers
+    block, kv_head = key_work_item(gl.program_id(0), sizes)
+    first_key = block * TILE
+    copy_keys(descriptors, keys.k, keys.v, keys.kt.index(0), memory.keys_ready, kv_head, first_key, sizes, DP)
+    of_queries: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
     n = 0
-    for g in range(0, groups):
-        head = kv_head * groups + g
-        i = q_blocks - 1
-        for _ in range(0, query_tiles(first_key, q_blocks, IS_CAUSAL)):
-            token = (head * q_blocks + i) * TILE
-            mbarrier.wait(full, (n & 1) ^ 1)
-            mbarrier.expect(queries_ready, of_queries + 2 * l_descriptor.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_descriptor, [token, 0], queries_ready, q_tiles.index(0))
-            tma.async_copy_global_to_shared(do_descriptor, [head * n_q + i * TILE, 0], queries_ready, do_tiles.index(0))
-            tma.async_copy_global_to_shared(l_descriptor, [token], queries_ready, log_sum_exps.index(0))
-            tma.async_copy_global_to_shared(delta_descriptor, [token], queries_ready, deltas.index(0))
-            mbarrier.wait(empty, (n & 1) ^ 1)
-            mbarrier.expect(dot_ready, dot_descriptor.block_type.nbytes)
-            tma.async_copy_global_to_shared(dot_descriptor, [head * DP, i * TILE], dot_ready, dot_tiles.index(0))
-            mbarrier.expect(qt_ready, qt_descriptor.block_type.nbytes)
-            tma.async_copy_global_to_shared(qt_descriptor, [head * DP, i * TILE], qt_ready, qt_tiles.index(0))
+    for g in range(0, sizes.groups):
+        head = kv_head * sizes.groups + g
+        i = sizes.q_blocks - 1
+        for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
+            token, here = (head * sizes.q_blocks + i) * TILE, barriers.queries
+            mbarrier.wait(barriers.full, (n & 1) ^ 1)
+            mbarrier.expect(here, of_queries + 2 * descriptors.delta.block_type.nbytes)
+            tma.async_copy_global_to_shared(descriptors.q, [token, 0], here, tiles.q.index(0))
+            tma.async_copy_global_to_shared(descriptors.do, [head * sizes.n_q + i * TILE, 0], here, tiles.do.index(0))
+            tma.async_copy_global_to_shared(descriptors.log_sum_exp, [token], here, tiles.log_sum_exp.index(0))
+            tma.async_copy_global_to_shared(descriptors.delta, [token], here, tiles.delta.index(0))
+            mbarrier.wait(barriers.empty, (n & 1) ^ 1)
+            mbarrier.expect(barriers.dot, descriptors.dot.block_type.nbytes)
+            tma.async_copy_global_to_shared(descriptors.dot, [head * DP, i * TILE], barriers.dot, tiles.dot.index(0))
+            mbarrier.expect(barriers.qt, descriptors.qt.block_type.nbytes)
+            tma.async_copy_global_to_shared(descriptors.qt, [head * DP, i * TILE], barriers.qt, tiles.qt.index(0))
             n += 1
             i -= 1
 
@@ -236,31 +218,29 @@ def wide_program(
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
     D: gl.constexpr, DP: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and sums of dQ. RAGGED: the last block of keys isn't full."""
-    k_tiles = gl.allocate_shared_memory(gl.int8, [2, ROWS, DP], k_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2, ROWS, DP], v_descriptor.layout)
-    rows, rows_ready = (k_tiles, v_tiles, place(kt_descriptor)), barrier(1)
-    tiles = (
-        place(q_descriptor), place(do_descriptor), place(dot_descriptor), place(qt_descriptor), place(l_descriptor),
-        place(delta_descriptor),
+    keys, keys_ready = (
+        Keys(allocate(k_descriptor, 2), allocate(v_descriptor, 2), allocate(kt_descriptor, 1)),
+        barrier(1),
+    )
+    tiles = Tiles(
+        allocate(q_descriptor, 1), allocate(do_descriptor, 1), allocate(dot_descriptor, 1), allocate(qt_descriptor, 1),
+        allocate(l_descriptor, 1), allocate(delta_descriptor, 1),
     )  # fmt: skip
-    barriers = (barrier(1), barrier(1), barrier(1), barrier(2), barrier(2))
-    handed = gl.allocate_shared_memory(gl.float16, [2, TILE, HALF], HANDED)
-    stages = gl.allocate_shared_memory(gl.int32, [2] + dq_descriptor.block_shape, dq_descriptor.layout)
+    barriers = Barriers(barrier(1), barrier(1), barrier(1), barrier(2), barrier(2))
+    ds = gl.allocate_shared_memory(gl.float16, [2, TILE, HALF], DS_LAYOUT)
+    memory = Memory(keys, keys_ready, tiles, barriers, ds, allocate(dq_descriptor, 2))
     fence_async_shared()
-    descriptors = (
+    descriptors = Descriptors(
         k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor,
         l_descriptor, delta_descriptor,
     )  # fmt: skip
-    pointers = (k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr)
-    sizes = (blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    pointers = Pointers(k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr)
+    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
     gl.warp_specialize(
         [
-            (key_rows, (rows, rows_ready, tiles, barriers, handed, stages, dq_descriptor, pointers, sizes, scale, D, DP,
-                        RAGGED, IS_CAUSAL, 0)),
-            (key_rows, (rows, rows_ready, tiles, barriers, handed, stages, dq_descriptor, pointers, sizes, scale, D, DP,
-                        RAGGED, IS_CAUSAL, 1)),
-            (load_for_keys, (descriptors, rows, rows_ready, tiles, barriers, sizes, DP, IS_CAUSAL)),
+            (key_rows, (memory, dq_descriptor, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 0)),
+            (key_rows, (memory, dq_descriptor, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 1)),
+            (load_tiles, (descriptors, memory, sizes, DP, IS_CAUSAL)),
         ],
         [4, 1], [REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip

@@ -1,0 +1,229 @@
+"""Level 4's program of dQ: two warpgroups with 64 queries each, which visit the tiles of keys that they may see.
+
+Warpgroup W owns its rows of Q^, dO, L and delta, and dq_i in registers. The loading warp fills three rings: K^ for S,
+V for dP, K^T for dQ, since they are wanted at different times. Matmuls in flight while a warpgroup computes:
+
+    computes   | P_ij      | dS_ij, dS^_ij |             dq_i +=  | P_i,j+1    | dS_i,j+1 ...
+    matmuls    | dP_ij                     | dS^ K^, S_i,j+1      | dP_i,j+1             ...
+    releases   | K^_j      | V_j           | K^T_j                | K^_j+1     | V_j+1   ...
+
+Behind S, whose result P needs first, runs dP; behind dS^ K^ runs the next S, so that the tensor cores have work while
+the product is added. The next dP starts after that addition, for it takes the registers of the product.
+"""
+
+from collections import namedtuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from sage_kernels.common.launch import Launch
+from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.common.tiles import NO_KEY, TINY
+
+from sage_kernels.hopper.toolbox import (  # isort: skip
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, add_scaled, allocate, barrier,
+    copy_own, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
+)  # fmt: skip
+from sage_kernels.sagebwd.backward.program import BackwardInputs
+
+LAUNCHES = {"dq": Launch(128, TILE.value, 8, 2, 240)}
+AT_START = {240: 168, 160: 128}  # registers until the warps part, for those a computing thread gets then
+
+# Arguments that travel together.
+Descriptors = namedtuple("Descriptors", "q do k v kt")
+Pointers = namedtuple("Pointers", "q_scale k_scale log_sum_exp delta dq")
+Queries = namedtuple("Queries", "q do ready")  # shared memory for a program's Q^ and dO, and their barrier
+Rings = namedtuple("Rings", "k v kt")
+Own = namedtuple("Own", "q_hat_i do_i s_q log_sum_exp_i delta_i first_query")  # a warpgroup's queries
+
+
+@gluon.jit
+def row_maximum(x, IS_POSITIVE: gl.constexpr):
+    """The largest |x| of each row."""
+    if IS_POSITIVE:  # floats >= 0 are ordered like their bits, and integers have a maximum of three in one instruction
+        largest = gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+    else:
+        largest = gl.max(gl.abs(x), 1)
+    return gl.maximum(largest, TINY)
+
+
+@gluon.jit
+def quantize_by_row(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
+    """psi by rows, (X^ as the left operand of a matmul with so many COLUMNS, s [ROWS]) of [ROWS, TILE]."""
+    largest = row_maximum(x, IS_POSITIVE)
+    x_hat = round_to_int8(x * (fast_reciprocal(largest) * 127.0)[:, None], COLUMNS)
+    return x_hat, largest * (1 / 127.0)
+
+
+# Matmuls of either side's programs. left: operands of (S, dP) that stay; rings: those of (S, dP, the gradient)
+# that come in tiles. In a program of keys all are transposed.
+
+
+@gluon.jit
+def start_scores(left, rings, n, COLUMNS: gl.constexpr):
+    """(S, the first COLUMNS of dP in flight) of tile n."""
+    s = start_int8(left[0], acquire(rings[0], n), TILE)
+    dp = start_16bit(left[1], acquire(rings[1], n).slice(0, COLUMNS), COLUMNS)
+    return warpgroup_mma_wait(1, deps=(s,)), dp
+
+
+@gluon.jit
+def add_product(
+    gradient, s, dp, x_hat, s_x, left, rings, n, DP: gl.constexpr, COLUMNS: gl.constexpr, IS_LAST: gl.constexpr
+):
+    """(gradient + s_x dS^ x tile n, S and dP in flight of tile n + 1)."""
+    product = start_int8(x_hat, acquire(rings[2], n), DP)
+    if IS_LAST:
+        product = warpgroup_mma_wait(0, deps=(product,))
+        release(rings[2], n)
+        gradient = add_scaled(gradient, product, s_x, DP)
+    else:
+        s_next = start_int8(left[0], acquire(rings[0], n + 1), TILE)
+        product = warpgroup_mma_wait(1, deps=(product,))
+        release(rings[2], n)
+        gradient = add_scaled(gradient, product, s_x, DP)
+        dp = start_16bit(left[1], acquire(rings[1], n + 1).slice(0, COLUMNS), COLUMNS)
+        s = warpgroup_mma_wait(1, deps=(s_next,))
+    return gradient, s, dp
+
+
+@gluon.jit
+def key_tile(
+    dq_i, s_ij, dp_ij, own, s_k, j, n_k, rings, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LAST: gl.constexpr
+):
+    """(dq_i after key tile j, S and dP in flight of the next one). Only the last tile needs a mask."""
+    release(rings.k, j)
+    # [Bq, Bkv]
+    p_ij = fast_exp2(s_ij.to(gl.float32) * (own.s_q * s_k) - own.log_sum_exp_i[:, None])
+    dp = gl.convert_layout(warpgroup_mma_wait(0, deps=(dp_ij,)), accumulator(TILE), assert_trivial=True)
+    release(rings.v, j)
+    ds_ij = p_ij * (dp - own.delta_i[:, None])
+    if IS_LAST:
+        query = own.first_query + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
+        key = j * TILE + gl.arange(0, TILE, gl.SliceLayout(0, accumulator(TILE)))
+        visible = (key < n_k)[None, :]
+        if IS_CAUSAL:
+            visible = visible & (key[None, :] <= query[:, None])
+        ds_ij = gl.where(visible, ds_ij, 0.0)  # dS, not P: a V past the end, of the next head, may be NaN
+    ds_hat_ij, s_ds = quantize_by_row(ds_ij, False, DP)
+    return add_product(dq_i, s_ij, dp_ij, ds_hat_ij, s_ds * s_k, (own.q_hat_i, own.do_i), rings, j, DP, TILE, IS_LAST)
+
+
+@gluon.jit
+def query_rows(
+    queries, rings, pointers, sizes, scale,
+    D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """dQ of warpgroup W's 64 queries."""
+    i, head = work_item(gl.program_id(0), sizes)
+    first_query = i * (ROWS * WARPGROUPS) + W * ROWS
+    last = count_key_tiles(first_query, ROWS, sizes.kv_blocks, IS_CAUSAL) - 1
+    last = gl.where(first_query < sizes.n_q, last, 0)
+    all_tiles = count_key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)
+    k_scale = pointers.k_scale + (head // sizes.groups) * sizes.kv_blocks
+    s_q = gl.load(pointers.q_scale + head * sizes.q_blocks + gl.minimum(first_query // SCALE_Q, sizes.q_blocks - 1))
+    s_k = gl.load(k_scale)
+    n_q_padded = sizes.q_blocks * SCALE_Q
+    query = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
+    offsets = head.to(gl.int64) * n_q_padded + query
+    log_sum_exp_i = gl.load(pointers.log_sum_exp + offsets, mask=query < n_q_padded, other=0.0 - NO_KEY)
+    delta_i = gl.load(pointers.delta + offsets, mask=query < n_q_padded, other=0.0)
+    dq_i = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
+    mbarrier.wait(queries.ready, 0)
+    own = Own(queries.q.index(W), queries.do.index(W), s_q, log_sum_exp_i, delta_i, first_query)
+    s_ij, dp_ij = start_scores((own.q_hat_i, own.do_i), rings, 0, TILE)
+    for j in range(0, last):
+        next_s_k = gl.load(k_scale + j + 1)
+        dq_i, s_ij, dp_ij = key_tile(dq_i, s_ij, dp_ij, own, s_k, j, sizes.n_k, rings, DP, IS_CAUSAL, False)
+        s_k = next_s_k
+    dq_i, s_ij, dp_ij = key_tile(dq_i, s_ij, dp_ij, own, s_k, last, sizes.n_k, rings, DP, IS_CAUSAL, True)
+    for j in range(last + 1, all_tiles):  # tiles for the warpgroup below
+        skip(rings.k, j)
+        skip(rings.v, j)
+        skip(rings.kt, j)
+    dq_i *= scale + s_q * 0.0  # NaN where s_Q is
+    store_tokens(pointers.dq + head.to(gl.int64) * sizes.n_q * D, dq_i, first_query, sizes.n_q, D, DP)
+
+
+@gluon.jit
+def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """The loading warp: Q^ and dO, then K^, V and K^T tiles as their places become free."""
+    i, head = work_item(gl.program_id(0), sizes)
+    first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
+    nbytes: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
+    mbarrier.expect(queries.ready, WARPGROUPS * nbytes)
+    copy_own(queries.q, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
+    copy_own(queries.do, queries.ready, descriptors.do, head * sizes.n_q + first_query, WARPGROUPS)
+    for j in range(0, count_key_tiles(first_query, ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)):
+        fetch(rings.k, j, descriptors.k, (kv_head * sizes.kv_blocks + j) * TILE, 0)
+        fetch(rings.v, j, descriptors.v, kv_head * sizes.n_k + j * TILE, 0)
+        fetch(rings.kt, j, descriptors.kt, kv_head * DP, j * TILE)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def query_program(
+    q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor,
+    q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr,
+    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
+    D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    queries = Queries(allocate(q_descriptor, WARPGROUPS), allocate(do_descriptor, WARPGROUPS), barrier(1))
+    k_ring, v_ring = ring(k_descriptor, PLACES, WARPGROUPS), ring(v_descriptor, PLACES, WARPGROUPS)
+    rings = Rings(k_ring, v_ring, ring(kt_descriptor, PLACES, WARPGROUPS))
+    fence_async_shared()
+    descriptors = Descriptors(q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor)
+    pointers = Pointers(q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr)
+    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    gl.warp_specialize(
+        [
+            (query_rows, (queries, rings, pointers, sizes, scale, D, DP, WARPGROUPS, IS_CAUSAL, 0)),
+            (query_rows, (queries, rings, pointers, sizes, scale, D, DP, WARPGROUPS, IS_CAUSAL, 1)),
+            (load_tiles, (descriptors, queries, rings, sizes, DP, WARPGROUPS, IS_CAUSAL)),
+        ],
+        [4, 1], [REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+def launch_options(launch: Launch) -> tuple[dict, dict]:
+    """What follows from a launch of either side's programs: constants of the program, options of the compiler."""
+    names = ("WARPGROUPS", "PLACES", "REGISTERS")
+    constants = dict(zip(names, (launch.num_warps // 4, launch.num_stages, launch.max_registers), strict=True))
+    return constants, {"num_warps": 4, "maxnreg": AT_START[launch.max_registers]}
+
+
+def program_of():
+    return query_program, *launch_options(LAUNCHES["dq"])
+
+
+def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
+    rows, tile = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim)
+    return {
+        "q_descriptor": (torch.int8, rows), "do_descriptor": (dtype, rows), "k_descriptor": (torch.int8, tile),
+        "v_descriptor": (dtype, tile), "kt_descriptor": (torch.int8, tile[::-1]),
+    }  # fmt: skip
+
+
+def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
+    pointers = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "log_sum_exp_ptr", "delta_ptr"), torch.float32)
+    return signature_of(tile_shapes(padded_head_dim, dtype), pointers | {"dq_ptr": dtype}, scale="fp32")
+
+
+def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor]:
+    """dQ [B, H, Nq, D]. The inputs' dO and V are such that the copy engine can fetch them."""
+    query, q_hat, k_hat = inputs.query, inputs.q_hat, inputs.k_hat
+    head_dim, launch = query.shape[3], LAUNCHES["dq"]
+    constants, options = launch_options(launch)
+    sizes = sizes_of(query, inputs.key, launch.block_q, of_keys=False, bytes_per_number=4)
+    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    tensors = (q_hat.values, inputs.grad_output, k_hat.values, inputs.value, k_hat.transposed)
+    query_program[(sizes.blocks * sizes.heads_total,)](
+        *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), query.dtype)),
+        q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, dq, *sizes, scale,
+        D=head_dim, DP=padded_head_dim(head_dim), IS_CAUSAL=is_causal, **constants, **options,
+    )  # fmt: skip
+    return (dq,)

@@ -1,0 +1,326 @@
+"""What both programs of level 5 share: their units and types of numbers, and the kernels before and after them.
+
+- P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
+  largest. Two lie in one register, a *pair*, and one instruction multiplies, compares or rounds both.
+- P is stretched by 2^15 and dP - delta by `fit`, the power of two that makes it just fit: |dP - delta| is at most
+  2 D max|dO| max|V|, and |dS| = P (1 - P) |dP - its mean over the other keys| at most a quarter of that.
+- The parts of one dQ come from all blocks of keys, in no fixed order. A sum of floats would depend on that order; a sum
+  of integers doesn't. So parts are rounded to integers, in a unit per block of queries, and results are still the same
+  bit for bit on every run. The unit keeps the sums within 31 bits: rows of P add up to one, so a row of |dS| adds up
+  to the bound above at most, and dQ is at most max|K| times that.
+"""
+
+from collections import namedtuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from sage_kernels.common.quantize import padded_head_dim
+
+from sage_kernels.hopper.toolbox import (  # isort: skip
+    HALF, ROWS, SCALE_KV, SCALE_Q, TILE, Tiles, accumulator, copy_own, descriptors, fast_exp2, fast_reciprocal,
+    operand, rows_of_16_bytes, signature_of, sizes_of, unpack,
+)  # fmt: skip
+from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
+
+STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
+LARGEST_SUM = tl.constexpr(30)  # log2; of the sums of dQ, for int32 ends at 2^31
+DS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))  # how a half of dS^T lies in shared memory
+
+# Arguments that travel together.
+Descriptors = namedtuple("Descriptors", "k v kt q do qt dot log_sum_exp delta")
+Pointers = namedtuple("Pointers", "k_scale factors step dk dv")
+Factors = namedtuple("Factors", "s_q fit dk dv")  # of a block of queries; dk, dv: of dS^ Q^ and of P^ dO^
+
+
+@builtin
+def add_to_global(descriptor, coordinates, tile, _semantic=None):
+    """Let the copy engine add a tile to memory, until `tma.store_wait`. Gluon has no name for it, its compiler has."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
+
+
+# Pairs: two neighbouring columns in float16, in one int32. One instruction multiplies, compares or rounds both.
+
+
+@gluon.jit
+def round_to_pairs(x):
+    """float32 [ROWS, HALF] as pairs [ROWS, HALF / 2], kept within float16."""
+    even, odd = gl.split(x.reshape([ROWS, HALF // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def columns_of(pairs, COLUMNS: gl.constexpr):
+    """float16 [ROWS, COLUMNS] of pairs; no instruction is left of this, nor of the next two."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+    )
+    return gl.join(even, odd).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def pairs_of(x, COLUMNS: gl.constexpr):
+    """Pairs of float16 [ROWS, COLUMNS]."""
+    even, odd = gl.split(x.reshape([ROWS, COLUMNS // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def join_pairs(left, right):
+    """Pairs of columns 0 ... 63 and of 64 ... 127, as one [ROWS, TILE / 2]."""
+    return gl.join(left, right).permute(0, 2, 1).reshape([ROWS, TILE // 2])
+
+
+@gluon.jit
+def multiply_pairs(x, y):
+    return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def larger_pair(x, y):
+    """The larger |x| of each half, with a sign that means nothing."""
+    return gl.inline_asm_elementwise(
+        "max.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def row_maximum_of_pairs(pairs):
+    """The largest |x| of each row, float32."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b16 even, odd;
+        mov.b32 {even, odd}, $1; abs.f16 even, even; abs.f16 odd, odd; max.f16 even, even, odd;
+        cvt.f32.f16 $0, even; }""",
+        "=f,r", [gl.reduce(pairs, 1, larger_pair)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def quantize_pairs(pairs, COLUMNS: gl.constexpr):
+    """`quantize_by_row` of pairs [ROWS, TILE / 2]."""
+    largest = gl.maximum(row_maximum_of_pairs(pairs), 2.0**-15)  # 127 / 64 of its inverse is a float16
+    # 1 / (64 s) twice, and once in float32: s is the scale of what has been rounded with it, not of what was meant.
+    inverse, inverse_32 = gl.inline_asm_elementwise(
+        """{ .reg .b16 low, high;
+        cvt.rn.f16x2.f32 $0, $2, $2; mov.b32 {low, high}, $0; cvt.f32.f16 $1, low; }""",
+        "=&r,=f,f", [fast_reciprocal(largest) * (127 / 64)], dtype=(gl.int32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    inverse, pairs = gl.broadcast(inverse[:, None], pairs)
+    # float16 numbers from 16 to 32 are 1/64 apart: x / (64 s) + 24 is rounded there, and its low byte is round(x / s).
+    x = gl.inline_asm_elementwise(
+        "{ .reg .b32 c; mov.b32 c, 0x4E004E00; fma.rn.f16x2 $0, $1, $2, c; }",
+        "=r,r,r", [pairs, inverse], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    # The low bytes of two pairs, columns grouped as in `group_columns`.
+    low, high = gl.split(x.reshape([ROWS, TILE // 16, 2, 4]).permute(0, 1, 3, 2))
+    packed = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+    x_hat = gl.convert_layout(unpack(packed.reshape([ROWS, TILE // 4])), operand(COLUMNS))
+    return x_hat, fast_reciprocal(inverse_32 * 64.0)
+
+
+# Halves of a tile: 64 of its queries. So no warpgroup holds more than one half of S or dP in 32 bit.
+
+
+@gluon.jit
+def p_half(st, s, log_sum_exp, first_key, first_query, IS_MASKED: gl.constexpr):
+    """Pairs of P^T [Bkv, Bq / 2], stretched, from integer scores."""
+    column: gl.constexpr = gl.SliceLayout(0, accumulator(HALF))
+    pt = fast_exp2(st.to(gl.float32) * s - log_sum_exp.load(column)[None, :])
+    if IS_MASKED:
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
+        query = first_query + gl.arange(0, HALF, column)
+        pt = gl.where(query[None, :] >= key[:, None], pt, 0.0)
+    return round_to_pairs(pt)
+
+
+@gluon.jit
+def ds_half(pt, dpt, fit, delta, first_key, n_k, RAGGED: gl.constexpr):
+    """Pairs of dS^T [Bkv, Bq / 2] from pairs of P^T. RAGGED: the last block of keys isn't full."""
+    dpt = gl.convert_layout(dpt, accumulator(HALF), assert_trivial=True)
+    difference = round_to_pairs(dpt * fit - delta.load(gl.SliceLayout(0, accumulator(HALF)))[None, :])
+    dst = multiply_pairs(pt, gl.convert_layout(difference, pt.type.layout, assert_trivial=True))
+    if RAGGED:  # dS, not P: a V past the end, of the next head, may be NaN
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, dst.type.layout))
+        dst = gl.where((key < n_k)[:, None], dst, 0)
+    return dst
+
+
+@gluon.jit
+def load_factors(pointer, at):
+    pointer += at * 4
+    return Factors(gl.load(pointer), gl.load(pointer + 1), gl.load(pointer + 2), gl.load(pointer + 3))
+
+
+@gluon.jit
+def multiplier(f):
+    """(m, half, k): (x m + half) >> k is round(x f) for integers x, but that m holds 9 bits of f: good to 2^-9 of it.
+
+    A conversion of x f would wait for the unit that computes exponentials. |x f| < 2^31 and |x| < 2^21.
+    """
+    bits = f.to(gl.int32, bitcast=True)
+    k = 135 - (bits >> 23)
+    m = ((bits & 0x7FFFFF) + 0x804000) >> 15
+    m = (m << gl.maximum(0 - k, 0)) >> gl.minimum(gl.maximum(k - 30, 0), 31)
+    k = gl.minimum(gl.maximum(k, 0), 30)
+    return m[:, None], ((1 << k) >> 1)[:, None], k[:, None]
+
+
+@gluon.jit
+def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key, sizes, DP: gl.constexpr):
+    """The loading warp: K^, V and K^T of a program's block of keys."""
+    nbytes: gl.constexpr = descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes
+    mbarrier.expect(ready, 2 * nbytes + descriptors.kt.block_type.nbytes)
+    copy_own(k_tiles, ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 2)
+    copy_own(v_tiles, ready, descriptors.v, kv_head * sizes.n_k + first_key, 2)
+    tma.async_copy_global_to_shared(descriptors.kt, [kv_head * DP, first_key], ready, kt_tile)
+
+
+# Before and after: units of dS and of the sums, and dQ of its sums.
+
+
+@triton.jit
+def largest_number(pointer, n, BLOCK: tl.constexpr):
+    """The largest |x| of n numbers. NaN and infinity are passed over: they reach the gradients through s_Q, s_dO."""
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        x = tl.abs(tl.load(pointer + offset, mask=offset < n, other=0.0).to(tl.float32))
+        largest = tl.maximum(largest, tl.where(x < float("inf"), x, 0.0))
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["n_k"])
+def _largest_kernel(v_ptr, largest_ptr, n_k, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: the largest |V| of a block of keys."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = block * TOKENS
+    largest = largest_number(v_ptr + (head * n_k + first) * D, tl.minimum(n_k - first, TOKENS) * D, BLOCK)
+    tl.store(largest_ptr + head * tl.num_programs(0) + block, largest)
+
+
+@triton.jit(do_not_specialize=["groups", "kv_blocks"])
+def _units_kernel(
+    largest_v_ptr, q_scale_ptr, k_scale_ptr, do_scale_ptr, log_sum_exp_ptr, delta_ptr, stretched_ptr, fitted_ptr,
+    factors_ptr, step_ptr, unit_ptr, groups, kv_blocks,
+    D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries. P is stretched by 2^15, dP - delta by fit; a one in dQ is 2^bits integers.
+
+    stretched = L - 15, fitted = delta fit, factors = (s_Q, fit, s_Q shrink, s_dO 2^-15), step = 2^bits shrink,
+    unit = 2^-bits, where shrink = 2^-15 / fit
+    """
+    at, kv_head = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1) // groups
+    visible = kv_blocks
+    if IS_CAUSAL:  # what comes later must not change a bit; blocks of queries and of keys are equally long
+        visible = tl.minimum(kv_blocks, tl.program_id(0) + 1)
+    largest_do = 127 * largest_number(do_scale_ptr + at, 1, 1)
+    bound = 2 * D * largest_do * largest_number(largest_v_ptr + kv_head * kv_blocks, visible, BLOCK)
+    bound = tl.log2(tl.minimum(tl.maximum(bound, 1e-30), 1e37))
+    largest_k = 127 * largest_number(k_scale_ptr + kv_head * kv_blocks, visible, BLOCK)
+    bits = tl.floor(-bound - tl.log2(tl.maximum(largest_k, 1e-30)) + LARGEST_SUM)
+    bits = tl.minimum(tl.maximum(bits, -120.0), 120.0)  # 2^-bits is a float32
+    shift = tl.floor(1 - bound)
+    s_q, fit, shrink = tl.load(q_scale_ptr + at), tl.exp2(shift), tl.exp2(-shift - STRETCH)
+    tl.store(factors_ptr + 4 * at, s_q)
+    tl.store(factors_ptr + 4 * at + 1, fit)
+    tl.store(factors_ptr + 4 * at + 2, s_q * shrink)
+    tl.store(factors_ptr + 4 * at + 3, tl.load(do_scale_ptr + at) * tl.exp2(0.0 - STRETCH))
+    tl.store(step_ptr + at, tl.exp2(bits) * shrink)
+    tl.store(unit_ptr + at, tl.exp2(-bits))
+    query = at.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    tl.store(stretched_ptr + query, tl.load(log_sum_exp_ptr + query) - STRETCH)
+    tl.store(fitted_ptr + query, tl.load(delta_ptr + query) * fit)
+
+
+@triton.jit(do_not_specialize=["n_q"])
+def _finish_kernel(
+    sums_ptr, unit_ptr, q_scale_ptr, dq_ptr, n_q, scale, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: dQ in 16 bit of a block of queries."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = head * tl.num_programs(0) + block
+    token, d = tl.arange(0, BLOCK), tl.arange(0, DP)
+    sums = tl.load(sums_ptr + (at * BLOCK + token)[:, None] * DP + d[None, :])
+    factor = tl.load(unit_ptr + at) * scale + tl.load(q_scale_ptr + at) * 0.0  # NaN where s_Q is
+    query = block * BLOCK + token
+    dq_ptrs = dq_ptr + head * n_q * D + query[:, None] * D + d[None, :]
+    dq = (sums.to(tl.float32) * factor).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptrs, dq, mask=(query < n_q)[:, None] & (d < D)[None, :])
+
+
+def tile_shapes(padded_head_dim: int, queries_added: int, dtype: torch.dtype) -> Tiles:
+    """queries_added: of how many queries a program adds parts of dQ at once."""
+    rows, tile, line = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim), (torch.float32, (TILE.value,))
+    transposed = (torch.int8, tile[::-1])
+    return {
+        "k_descriptor": (torch.int8, rows), "v_descriptor": (dtype, rows), "kt_descriptor": transposed,
+        "q_descriptor": (torch.int8, tile), "do_descriptor": (dtype, tile), "qt_descriptor": transposed,
+        "dot_descriptor": transposed, "l_descriptor": line, "delta_descriptor": line,
+        "dq_descriptor": (torch.int32, (queries_added, HALF.value)),
+    }  # fmt: skip
+
+
+def signature(tiles: Tiles, dtype: torch.dtype) -> dict[str, str]:
+    pointers = dict.fromkeys(("k_scale_ptr", "factors_ptr", "step_ptr"), torch.float32)
+    return signature_of(tiles, pointers | {"dk_ptr": dtype, "dv_ptr": dtype}, scale="fp32")
+
+
+def units(inputs: BackwardInputs, is_causal: bool) -> tuple[Tensor, ...]:
+    """(L, delta [B, H, Nq padded], factors [..., 4], step, unit [B, H, blocks]): see `_units_kernel`."""
+    q_hat, k_hat, do_hat, value = inputs.q_hat, inputs.k_hat, inputs.do_hat, inputs.value
+    batch, heads, q_blocks = do_hat.scale.shape
+    kv_heads, n_k, d = value.shape[1:]
+    kv_blocks = k_hat.scale.shape[2]
+    largest_v = torch.empty(batch, kv_heads, kv_blocks, device=value.device)
+    _largest_kernel[(kv_blocks, batch * kv_heads)](value, largest_v, n_k, D=d, TOKENS=SCALE_KV.value, BLOCK=4096)
+    stretched, fitted = torch.empty_like(inputs.log_sum_exp), torch.empty_like(inputs.delta)
+    factors = torch.empty(batch, heads, q_blocks, 4, device=value.device)
+    step, unit = torch.empty_like(do_hat.scale), torch.empty_like(do_hat.scale)
+    _units_kernel[(q_blocks, batch * heads)](
+        largest_v, q_hat.scale, k_hat.scale, do_hat.scale, inputs.log_sum_exp, inputs.delta, stretched, fitted,
+        factors, step, unit, heads // kv_heads, kv_blocks,
+        D=inputs.key.shape[3], TOKENS=SCALE_Q.value, BLOCK=128, IS_CAUSAL=is_causal,
+    )  # fmt: skip
+    return stretched, fitted, factors, step, unit
+
+
+def run(
+    inputs: BackwardInputs, program, constants, options, queries_added: int, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs, by one of the two programs."""
+    query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
+    grad_output, value = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
+    (batch, heads, n_q, head_dim), n_k, dp = query.shape, key.shape[2], padded_head_dim(query.shape[3])
+    stretched, fitted, factors, step, unit = units(inputs._replace(value=value), is_causal)
+    # Of tiles: Q^, Q^T, dO^T one byte each; dO two; sums four.
+    sizes = sizes_of(query, key, TILE.value, of_keys=True, bytes_per_number=9)
+    sums = torch.zeros(batch, heads, sizes.q_blocks * SCALE_Q.value, dp, dtype=torch.int32, device=query.device)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key))
+    tensors = (
+        k_hat.values, value, k_hat.transposed, q_hat.values, grad_output, q_hat.transposed, do_hat.transposed,
+        stretched, fitted, sums,
+    )  # fmt: skip
+    program[(sizes.blocks * sizes.heads_total,)](
+        *descriptors(tensors, tile_shapes(dp, queries_added, query.dtype)), k_hat.scale, factors, step, dk, dv, *sizes,
+        1 / LOG2_E,  # of dK: the scale of Q^ carries c log2(e)
+        D=head_dim, DP=dp, RAGGED=n_k % TILE.value != 0, IS_CAUSAL=is_causal, **constants, **options,
+    )  # fmt: skip
+    _finish_kernel[(sizes.q_blocks, batch * heads)](
+        sums, unit, q_hat.scale, dq, n_q, scale, D=head_dim, DP=dp, BLOCK=SCALE_Q.value
+    )
+    return dq, dk, dv
