@@ -7,7 +7,7 @@ from torch import Tensor
 
 from exercises.grading import Grader, close, expect, unlike
 from sage_ref.quantization import fake_quantize
-from sage_ref.sagebwd import SageBwdSettings, whole_scores
+from sage_ref.sagebwd.whole import SageBwdSettings, whole_scores
 from sage_ref.smoothing import query_mean_grad_key, smooth_query
 
 grader = Grader("04_query_smoothing", {"smooth_query": (Tensor, Tensor), "scores": Tensor, "grad_key": Tensor})

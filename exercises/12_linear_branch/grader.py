@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
-from sage_ref.sla2.module import branches as sla
+from sage_ref.sla2 import branches as sla
 
 grader = Grader(
     "12_linear_branch",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
-from sage_ref.sla2.module import router
+from sage_ref.sla2 import router
 
 grader = Grader("13_soft_top_k", {"soft_top_k": Tensor})
 grader.hint(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
-from sage_ref.sla2.module import branches as sla
+from sage_ref.sla2 import branches as sla
 
 grader = Grader("14_router_top_k", {"block_means": Tensor, "router_scores": Tensor, "select_blocks": Tensor})
 grader.hint("means", "One mean per block and head, over the tokens of that block.")

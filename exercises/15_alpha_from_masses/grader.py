@@ -4,7 +4,7 @@ from torch import Tensor
 
 from exercises.grading import Draw, Grader, close, expect
 from sage_ref.attention import attention_forward
-from sage_ref.sla2.module import branches as sla
+from sage_ref.sla2 import branches as sla
 
 grader = Grader(
     "15_alpha_from_masses", dict.fromkeys(("selected_mass", "sparse_attention", "mix", "initial_alpha_logit"), Tensor)

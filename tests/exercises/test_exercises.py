@@ -134,7 +134,14 @@ def spoil(path, old, new):
         ("grader.py", 'oracle.values), "rounding"', 'values), "rounding"', "no_rounding should be rejected by"),
         ("grader.py", 'hint("rounding"', 'hint("another key"', "no hint has the key 'rounding'"),
         ("grader.py", '{"quantize_block": (Tensor, Tensor), ', '{"quantize_block": None, ', "that returns one number"),
-        ("mutants/scale_128.py", '"range"', '"axis"', "scale_128 should be rejected by 'axis'"),
+        ("mutants.toml", '"range"', '"axis"', "scale_128 should be rejected by 'axis'"),
+        (
+            "mutants.toml",
+            "block.abs().amax()",
+            "max(block)",
+            "scale_per_tensor is out of date: expected",
+        ),
+        ("mutants.toml", "torch.empty_like(x, dtype=torch.int8)", "scale", "keeps_float32 is out of date"),
     ],
 )
 def test_check_finds(exercise, sandbox, file, old, new, problem):
@@ -144,11 +151,11 @@ def test_check_finds(exercise, sandbox, file, old, new, problem):
 
 
 def test_check_wants_mutants_with_a_hint(exercise, sandbox):
-    for path in sorted(exercise.glob("mutants/*.py"))[2:]:
-        path.unlink()
+    mutants = exercise / "mutants.toml"
+    mutants.write_text(mutants.read_text().partition("[no_rounding]")[0])
     assert checking.check_exercise(exercise.name, sandbox)["problems"] == ["expected at least 3 mutants, found 2"]
-    spoil(exercise / "mutants" / "keeps_float32.py", "HINT = ", "hint = ")
-    with pytest.raises(ValueError, match="in the first line"):
+    spoil(mutants, 'hint = "dtype"', 'key = "dtype"')
+    with pytest.raises(ValueError, match="expected a hint and edits of keeps_float32"):
         checking.check_exercise(exercise.name, sandbox)
 
 
@@ -156,7 +163,7 @@ def test_check_command(exercise, tmp_path, capsys):
     assert command_line.main(["check", "01", "--json", str(tmp_path / "report.json")]) == 0
     assert "1 exercises, 4 tests, 7 mutants (7 rejected by their own hint)" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["counts"]["mutants"] == 7
-    spoil(exercise / "mutants" / "scale_128.py", '"range"', '"axis"')
+    spoil(exercise / "mutants.toml", '"range"', '"axis"')
     assert command_line.main(["check", "01"]) == 1
     shown = capsys.readouterr().out
     assert "NOT AS MEANT scale_128" in shown
@@ -477,8 +484,8 @@ def test_another_order_of_operations_is_as_good(sandbox, name, test, seed, old, 
     ],
 )
 def test_mutant_meets_its_hint_on_unlucky_draws(sandbox, name, mutant, test, seed):
-    path = ROOT / name / "mutants" / f"{mutant}.py"
-    assert graded_on(name, path.read_text(), test, seed, sandbox).hint == checking.hint_of(path)
+    (mutant,) = (found for found in checking.mutants_of(name, stubs.read_master(name)) if found.name == mutant)
+    assert graded_on(name, mutant.source, test, seed, sandbox).hint == mutant.hint
 
 
 def test_draw_is_seeded_and_stays_in_range():
