@@ -3,6 +3,7 @@
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -40,10 +41,15 @@ def check(names: list[str]) -> dict[str, Any]:
         finally:
             sandboxes.put(sandbox)
 
-    with Sandbox() as first, Sandbox() as second, ThreadPoolExecutor(WORKERS) as pool:
-        for sandbox in (first, second):
-            sandboxes.put(sandbox)
-        exercises = list(pool.map(work, names))
+    workers = min(WORKERS, len(names))
+    with ExitStack() as started, ThreadPoolExecutor(workers) as pool:
+        for _ in range(workers):
+            sandboxes.put(started.enter_context(Sandbox()))
+        return report_of(list(pool.map(work, names)))
+
+
+def report_of(exercises: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of `check_exercise` and what they come to."""
     mutants = [verdict for exercise in exercises for verdict in exercise["mutants"]]
     return {
         "sound": not any(exercise["problems"] for exercise in exercises),
