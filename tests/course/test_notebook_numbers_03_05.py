@@ -227,7 +227,7 @@ class TestCaptured:
 
 
 @every_place
-def test_table2_is_that_of_the_captures(self, place):
+def test_table2_is_that_of_the_captures(place):
     norm, layer = place
     rows = table2_rows({layer: CAPTURED[place]}, SageBwdSettings(is_causal=True))
     for row, recorded in zip(rows, TABLE2.select(qk_norm=norm == "QK-norm", layer=layer), strict=True):
