@@ -684,11 +684,11 @@ BLOCK = wire.pack({}, {})[wire.LENGTHS.size + 2 :]
 )
 def test_unreadable_message(pipe, message):
     reader, writer = pipe
-    thread = threading.Thread(target=writer.write, args=(message,))  # a pipe holds 64 KiB
+    thread = threading.Thread(target=writer.write, args=(message,), daemon=True)  # a pipe holds 64 KiB
     thread.start()
     with pytest.raises(wire.WireError, match="returned"):
         wire.read(reader)
-    thread.join()
+    thread.join(timeout=9)
 
 
 @pytest.mark.parametrize(
