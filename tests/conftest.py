@@ -12,13 +12,7 @@ torch.set_num_threads(1)  # the tensors here are small: threads would cost more 
 triton_device()  # without a GPU it turns Triton's interpreter on, which must happen before triton is imported
 
 
-# Folders with the longest tests come first: what comes last should be short, or a core waits for it.
-LONGEST_FIRST = ("kernels", "training", "exercises", "experiments")
-
-
 def pytest_collection_modifyitems(items):
-    places = {folder: place for place, folder in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
