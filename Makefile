@@ -2,12 +2,16 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8888
 WORKERS ?= 2
+# test-gpu: another interpreter than .venv's, as in PYTHON_GPU=python3, and how many processes share the GPU.
+PYTHON_GPU ?=
+WORKERS_GPU ?= 8
+GPU_TESTS = $(sort $(shell grep -lrE 'mark\.gpu|MARKS' tests --include='test_*.py'))
 NOTEBOOKS = $(sort $(wildcard notebooks/*.ipynb))
 BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test bench grade notebooks clean
+.PHONY: lab test test-gpu bench grade notebooks clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -15,9 +19,14 @@ lab: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope
 	$(BIN)/python -m sage_kernels compile
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
+
+# What runs on a GPU, on one of them. Needs PyTorch, Triton, pytest, pytest-xdist and hypothesis, no notebooks.
+test-gpu: $(if $(PYTHON_GPU),,.venv/installed)
+	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \
+		-m gpu -n $(WORKERS_GPU) --dist loadgroup $(GPU_TESTS)
 
 bench: .venv/installed
 	$(BIN)/python -m sage_kernels bench

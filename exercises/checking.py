@@ -1,10 +1,11 @@
 """The proof that exercises are sound: masters pass, stubs earn nothing, every wrong answer meets its own hint."""
 
-import ast
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from exercises import ROOT, grading, stubs
 from exercises.isolation import Sandbox
@@ -20,6 +21,15 @@ MALFORMED = {
 }
 
 
+class Mutant(NamedTuple):
+    """A wrong answer that the grader must reject by the hint with this key. source: None if an edit is out of date."""
+
+    name: str
+    hint: str
+    source: str | None
+    out_of_date: str = ""
+
+
 def check(names: list[str]) -> dict[str, Any]:
     """Grade masters, stubs, mutants and malformed answers of these exercises, two at a time."""
     sandboxes = SimpleQueue()
@@ -31,10 +41,15 @@ def check(names: list[str]) -> dict[str, Any]:
         finally:
             sandboxes.put(sandbox)
 
-    with Sandbox() as first, Sandbox() as second, ThreadPoolExecutor(WORKERS) as pool:
-        for sandbox in (first, second):
-            sandboxes.put(sandbox)
-        exercises = list(pool.map(work, names))
+    workers = min(WORKERS, len(names))
+    with ExitStack() as started, ThreadPoolExecutor(workers) as pool:
+        for _ in range(workers):
+            sandboxes.put(started.enter_context(Sandbox()))
+        return report_of(list(pool.map(work, names)))
+
+
+def report_of(exercises: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of `check_exercise` and what they come to."""
     mutants = [verdict for exercise in exercises for verdict in exercise["mutants"]]
     return {
         "sound": not any(exercise["problems"] for exercise in exercises),
@@ -76,15 +91,19 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
         if result.score != 0:
             problems.append(f"a submission that {label}:\n{grading.table(result)}\n{result.error or ''}")
 
-    for path in sorted((ROOT / name / "mutants").glob("*.py")):
-        hint, source = hint_of(path), path.read_bytes()
-        result = grading.grade(grader, source, SEEDS, sandbox, first_failure_only=True)
+    for mutant in mutants_of(name, master):
+        if mutant.source is None:
+            mutants.append({"mutant": mutant.name, "hint": mutant.hint, "shown": None, "as_meant": False})
+            problems.append(f"mutant {mutant.name} is out of date: {mutant.out_of_date}")
+            continue
+        result = grading.grade(grader, mutant.source.encode(), SEEDS, sandbox, first_failure_only=True)
         last = result.tests[-1]
-        as_meant = last.status == "failed" and last.hint == hint
-        mutants.append({"mutant": path.stem, "hint": hint, "shown": last.hint, "as_meant": as_meant})
+        as_meant = last.status == "failed" and last.hint == mutant.hint
+        mutants.append({"mutant": mutant.name, "hint": mutant.hint, "shown": last.hint, "as_meant": as_meant})
         if not as_meant:
             problems.append(
-                f"mutant {path.stem} should be rejected by {hint!r}:\n{grading.table(result)}\n{result.error or ''}"
+                f"mutant {mutant.name} should be rejected by {mutant.hint!r}:\n"
+                f"{grading.table(result)}\n{result.error or ''}"
             )
     if len(mutants) < 3:
         problems.append(f"expected at least 3 mutants, found {len(mutants)}")
@@ -98,12 +117,23 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
     }
 
 
-def hint_of(path) -> str:
-    """The first line of a mutant: HINT = "key"."""
-    first = ast.parse(path.read_text()).body[0]
-    if not isinstance(first, ast.Assign) or first.targets[0].id != "HINT":
-        raise ValueError(f'{path}: expected HINT = "key" in the first line')
-    return ast.literal_eval(first.value)
+def mutants_of(name: str, master: str) -> list[Mutant]:
+    """The master with each mutant's edits of mutants.toml: [name], hint = "key", edits = [["old text", "new text"]].
+
+    Each old text must occur exactly once in what the edits before it left of the master.
+    """
+    mutants = []
+    for mutant, entry in tomllib.loads((ROOT / name / "mutants.toml").read_text()).items():
+        if entry.keys() != {"hint", "edits"} or not entry["edits"]:
+            raise ValueError(f"{name}/mutants.toml: expected a hint and edits of {mutant}, got {sorted(entry)}")
+        source, out_of_date = master, ""
+        for old, new in entry["edits"]:
+            if source.count(old) != 1:
+                source, out_of_date = None, f"expected {old!r} once in the master, found it {source.count(old)} times"
+                break
+            source = source.replace(old, new)
+        mutants.append(Mutant(mutant, entry["hint"], source, out_of_date))
+    return mutants
 
 
 def table(report: dict[str, Any]) -> str:

@@ -20,6 +20,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def large_memory():
+    """For tests of tens of GB, which are a group for xdist: the next one gets what PyTorch would keep for itself."""
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
 def inputs():
     """inputs(n_q, n_k, d) -> seeded Gaussian Q [1, 2, Nq, D], K, V [1, 2, Nk, D] and dO like Q, in float64."""
 

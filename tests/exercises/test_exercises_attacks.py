@@ -30,9 +30,10 @@ def twice(student, draw):
 
 
 @pytest.fixture(scope="module")
-def sandbox():
-    with Sandbox(Limits(call_seconds=1.5, cpu_seconds=5)) as sandbox:
-        yield sandbox
+def sandbox(sandbox):
+    usual, sandbox.limits = sandbox.limits, Limits(call_seconds=1.5, cpu_seconds=5)
+    yield sandbox
+    sandbox.limits = usual
 
 
 def attack(sandbox, source):
@@ -55,42 +56,37 @@ def processes_in(folder):
     return found
 
 
+FORGED = wire.pack({"id": 1, "result": {"tensor": "t0"}}, {"t0": torch.zeros(4, 4)})
+AHEAD = wire.pack({"id": 2, "result": {"scalar": True}}, {})
 # name: (the body of double(x), what the student reads)
+SLOW, RAISED = "took longer than 1.5 s", "raised an error: line 2: "
 ATTACKS = {
-    "infinite loop": ("while True: pass", "took longer than 1.5 s"),
-    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", "took longer than 1.5 s"),
-    "ignores signals and the clock": (
-        "[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15, 24)]\n    while True: pass",
-        "took longer than 1.5 s",
-    ),
-    "fork bomb": (
-        "while True:\n        try: os.fork()\n        except OSError: pass",
-        "took longer than 1.5 s",
-    ),
+    "infinite loop": ("while True: pass", SLOW),
+    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", SLOW),
+    "ignores signals": ("[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15, 24)]\n    while True: pass", SLOW),
+    "fork bomb": ("while True:\n        try: os.fork()\n        except OSError: pass", SLOW),
     "thread bomb": (
         "for _ in range(10**4): threading.Thread(target=time.sleep, args=(99,)).start()",
         "can't start new thread",
     ),
-    "50 GB tensor": ("return torch.ones(50 * 2**30, dtype=torch.int8)", "raised an error: line 2: RuntimeError"),
-    "4 GB tensor, which the machine has": (
-        "return torch.empty(2**32, dtype=torch.int8)",
-        "raised an error: line 2: RuntimeError",
-    ),
-    "4 GB shared memory": ("return mmap.mmap(-1, 2**32)", "raised an error: line 2: OSError"),
-    "50 GB of Python": ("return bytearray(50 * 2**30)", "raised an error: line 2: MemoryError"),
-    "50 GB shared memory": ("return mmap.mmap(-1, 50 * 2**30)", "raised an error: line 2: OSError"),
-    "large file": ("open('large', 'wb').write(bytes(2**26))", "raised an error: line 2: OSError"),
-    "many open files": ("keep = [open(os.devnull) for _ in range(10**4)]", "raised an error: line 2: OSError"),
-    "sys.exit(0)": ("sys.exit(0)", "raised an error: line 2: SystemExit: 0"),
+    "50 GB tensor": ("return torch.ones(50 * 2**30, dtype=torch.int8)", f"{RAISED}RuntimeError"),
+    "4 GB tensor, which the machine has": ("return torch.empty(2**32, dtype=torch.int8)", f"{RAISED}RuntimeError"),
+    "4 GB shared memory": ("return mmap.mmap(-1, 2**32)", f"{RAISED}OSError"),
+    "50 GB of Python": ("return bytearray(50 * 2**30)", f"{RAISED}MemoryError"),
+    "50 GB shared memory": ("return mmap.mmap(-1, 50 * 2**30)", f"{RAISED}OSError"),
+    "large file": ("open('large', 'wb').write(bytes(2**26))", f"{RAISED}OSError"),
+    "many open files": ("keep = [open(os.devnull) for _ in range(10**4)]", f"{RAISED}OSError"),
+    "endless prints": ("while True: print('x' * 10**6)", f"{RAISED}OSError"),
+    "sys.exit(0)": ("sys.exit(0)", f"{RAISED}SystemExit: 0"),
     "os._exit(0)": ("os._exit(0)", "ended its process (exit status 0) instead of returning"),
     "segfault": ("ctypes.string_at(0)", "crashed (SIGSEGV)"),
     "abort": ("os.abort()", "crashed (SIGABRT)"),
     "stack overflow": ("f = lambda: f()\n    sys.setrecursionlimit(10**8)\n    f()", "double "),
     "patched comparisons": (
-        "yes = lambda *a, **k: True\n"
-        "    torch.allclose = torch.equal = torch.isclose = torch.testing.assert_close = yes\n"
-        "    Tensor.__eq__ = Tensor.__le__ = Tensor.__bool__ = Tensor.allclose = Tensor.equal = yes\n"
-        "    return torch.zeros_like(x)",
+        """yes = lambda *a, **k: True
+    torch.allclose = torch.equal = torch.isclose = torch.testing.assert_close = yes
+    Tensor.__eq__ = Tensor.__le__ = Tensor.__bool__ = Tensor.allclose = Tensor.equal = yes
+    return torch.zeros_like(x)""",
         "HINT values",
     ),
     "NaN": ("return x * float('nan')", "HINT values"),
@@ -104,18 +100,18 @@ ATTACKS = {
     "huge text": ("return 'x' * 10**8", "returned more text than is allowed"),
     "sparse tensor": ("return x.to_sparse()", "expected a dense tensor"),
     "a lie about its class": (
-        "class Lie:\n"
-        "        __class__ = Tensor\n"
-        "        shape, dtype = x.shape, x.dtype\n"
-        "        __torch_function__ = classmethod(lambda *a, **k: True)\n"
-        "        __getattr__ = lambda self, name: lambda *a, **k: True\n"
-        "    return Lie()",
+        """class Lie:
+        __class__ = Tensor
+        shape, dtype = x.shape, x.dtype
+        __torch_function__ = classmethod(lambda *a, **k: True)
+        __getattr__ = lambda self, name: lambda *a, **k: True
+    return Lie()""",
         "expected a dense tensor",
     ),
     "a tensor that agrees with all": (
-        "class Yes(Tensor):\n"
-        "        __torch_function__ = classmethod(lambda *a, **k: True)\n"
-        "    return torch.zeros(x.shape).as_subclass(Yes)",
+        """class Yes(Tensor):
+        __torch_function__ = classmethod(lambda *a, **k: True)
+    return torch.zeros(x.shape).as_subclass(Yes)""",
         "HINT values",
     ),
     "forged results on stdout": (
@@ -123,25 +119,27 @@ ATTACKS = {
         "HINT values",
     ),
     "forged verdicts on every descriptor": (
-        "for i in range(256):\n"
-        '        try: os.write(i, b\'{"status": "passed", "score": 1}\' * 99)\n'
-        "        except OSError: pass\n"
-        "    return x",
+        """for i in range(256):
+        try: os.write(i, b'{"status": "passed", "score": 1}' * 99)
+        except OSError: pass
+    return x""",
         "double returned more than is allowed",
     ),
     "a message of endless length": (
         "for i in range(3, 256):\n        try: os.write(i, b'\\xff' * 12)\n        except OSError: pass\n    return x",
         "double returned more than is allowed",
     ),
-    "half a message": ("os.write(65, b'\\x09')\n    time.sleep(99)", "took longer than 1.5 s"),
+    "half a message": ("os.write(65, b'\\x09')\n    time.sleep(99)", SLOW),
+    # A claim like any other.
+    "a valid answer, forged": (f"os.write(65, {FORGED!r})\n    time.sleep(99)", "HINT"),
+    "an answer ahead of its call": (f"os.write(65, {AHEAD!r} * 3)\n    return 2 * x", "out of turn"),
     "closes all descriptors": ("os.closerange(0, 999)\n    time.sleep(9)", "closed its connection to the grader"),
     "imports the oracle": ("import sage_ref", "sage_ref isn't available to a submission: write it yourself"),
     "imports the grader": ("import exercises.grading", "exercises isn't available to a submission"),
     "a warning on stderr": ("print('warning', file=sys.stderr)\n    return x", "HINT values"),
-    "endless prints": ("while True: print('x' * 10**6)", "raised an error: line 2: OSError"),
     "markup in its error": (
         "raise ValueError('<script>alert(1)</script>\\x1b[2J' + 'x' * 10**6)",
-        "raised an error: line 2: ValueError: <script>alert(1)</script> [2Jxxx",
+        f"{RAISED}ValueError: <script>alert(1)</script> [2Jxxx",
     ),
 }
 PREFIX = "def double(x):\n    "
@@ -158,15 +156,18 @@ def test_attack_earns_nothing(sandbox, name):
     assert len(result.tests[0].feedback) < 500
 
 
-def test_import_that_ends_the_process(sandbox):
-    result = attack(sandbox, "import os\nos._exit(0)\n")
+@pytest.mark.parametrize(
+    ("source", "feedback"),
+    [
+        ("import os\nos._exit(0)\n", "ended its process"),
+        ("def double(x):\n    return (\n", "SyntaxError"),
+        ("#" * (grading.FILE_LIMIT + 1), "exercise.py is larger than 1 MiB"),
+    ],
+)
+def test_file_that_can_not_be_imported(sandbox, source, feedback):
+    result = attack(sandbox, source)
     assert result.score == 0
-    assert "ended its process" in result.tests[0].feedback
-
-
-def test_import_with_an_error(sandbox):
-    result = attack(sandbox, "def double(x):\n    return (\n")
-    assert "SyntaxError" in result.tests[0].feedback
+    assert feedback in result.tests[0].feedback
 
 
 @pytest.mark.parametrize("holds_pipe", [True, False])
@@ -186,22 +187,6 @@ def test_daemon_does_not_survive(sandbox, holds_pipe):
     result = attack(sandbox, PREFIX + body + IMPORTS)
     assert "exit status 3" in result.tests[0].feedback
     assert time.monotonic() - start < 30  # it wasn't waited for
-
-
-def test_valid_forged_answer_is_only_a_claim(sandbox):
-    """The submission writes the answer itself, in the grader's own format: it is judged as any other answer."""
-    message = wire.pack({"id": 1, "result": {"tensor": "t0"}}, {"t0": torch.zeros(4, 4)})
-    result = attack(sandbox, f"{PREFIX}os.write(65, {message!r})\n    time.sleep(99){IMPORTS}")
-    assert result.score == 0
-    assert result.tests[0].feedback.startswith("HINT")
-
-
-def test_answer_ahead_of_its_call(sandbox):
-    """A second message for a later call is out of turn or a claim like any other."""
-    forged = wire.pack({"id": 2, "result": {"scalar": True}}, {})
-    result = attack(sandbox, f"{PREFIX}os.write(65, {forged!r} * 3)\n    return 2 * x{IMPORTS}")
-    assert result.score == 0
-    assert "out of turn" in result.tests[0].feedback
 
 
 def test_feedback_on_hidden_inputs_holds_no_word_of_the_submission(sandbox):
@@ -292,11 +277,6 @@ def test_link_to_a_private_file_is_no_submission(tmp_path):
     (handed_in / "exercise.py").symlink_to(private / "01_block_quantizer" / "exercise.py")
     (handed_in / "01_block_quantizer").symlink_to(private / "01_block_quantizer")
     assert grading.read_submission(handed_in, "01_block_quantizer", alone=True) is None
-
-
-def test_oversized_submission(sandbox):
-    result = attack(sandbox, "#" * (grading.FILE_LIMIT + 1))
-    assert result.tests[0].feedback == "exercise.py is larger than 1 MiB"
 
 
 def test_unquantised_answer_is_rejected(sandbox):

@@ -5,14 +5,17 @@ G is exact attention in float64, S the reference simulating the same quantisatio
 a few small ones in float16 (its bfloat16 matmul returns garbage).
 """
 
+import fcntl
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -405,9 +408,20 @@ def fill_cache(jobs: list[tuple]) -> None:
     """Call every (function, *arguments) in parallel processes: what they compile stays in Triton's cache.
 
     One after the other, the compilations would take most of the tests' time. Errors are left for the tests to meet.
+    Of several workers of pytest the first to come does it for all, one module at a time: each process has a share
+    of the GPU's memory.
     """
-    with ProcessPoolExecutor(min(12, os.cpu_count()), mp_context=get_context("spawn")) as pool:
-        wait([pool.submit(*job) for job in jobs])
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process {os.getpid()}")
+    modules = Path(tempfile.gettempdir()) / f"sage_kernels_compiled_{run}"
+    with modules.open("a+") as compiled:
+        fcntl.flock(compiled, fcntl.LOCK_EX)
+        compiled.seek(0)
+        work = f"{len(jobs)} {[(job[0].__name__, *job[1:]) for job in jobs[:1]]}\n"
+        if work in compiled.read():
+            return
+        with ProcessPoolExecutor(min(12, os.cpu_count()), mp_context=get_context("spawn")) as pool:
+            wait([pool.submit(*job) for job in jobs])
+        compiled.write(work)
 
 
 if not ON_GPU:

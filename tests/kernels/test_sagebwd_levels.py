@@ -338,6 +338,8 @@ def test_a_gradient_that_is_one_number_seen_everywhere():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large memory")
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("lengths", [(32768, 64), (64, 32768)])
 def test_more_elements_than_32_bits_count(lengths):
     """Q, or K and V, of more than 2^31 elements: the last heads come out as they do alone."""
