@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from sage_ref.attention import attention_forward
+from sage_ref.sla2.api import sparse_linear_attention
 from sage_ref.checks import check_count
 from sage_ref.records import RECORDED, Record, Row, write_record
-from sage_ref.sla2.api import sparse_linear_attention
 from sage_ref.sla2.module import SLA2
 from sage_ref.tracing import relative_l2
 from sage_ref.training.capture import read_capture
