@@ -380,6 +380,8 @@ def test_settings_name_what_is_wrong(name, value):
 
 def test_the_defaults_are_the_kernels_and_the_printed_choice_has_one_name():
     assert SageBwdSettings().in_a_record == {"block_q": 128, "block_kv": 128, "granularity": "row"}
-    assert SageBwdSettings.printed(block_kv=32) == SageBwdSettings(block_q=64, block_kv=32, granularity="block")
+    printed = {"block_q": 64, "block_kv": 32, "granularity": "block"}
+    assert SageBwdSettings.printed(block_kv=32).in_a_record == printed
+    assert SageBwdSettings.printed(block_kv=32) == SageBwdSettings(**printed)
     with pytest.raises(TypeError, match="tile"):
         SageBwdSettings.printed(tile=32)
