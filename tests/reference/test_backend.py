@@ -357,23 +357,24 @@ def missing(request, monkeypatch):
     return request.param
 
 
-def test_auto_warns_once_why_it_uses_the_reference(inputs, missing, fresh_warning):
+@pytest.mark.parametrize(
+    "call",
+    [sagebwd_attention, lambda *qkv, **options: sparse_linear_attention(*qkv, torch.ones(1, 1).bool(), 0.5, **options)],
+    ids=["sagebwd", "sparse_linear"],
+)
+def test_without_a_package_auto_warns_once_and_triton_is_an_error(inputs, call, missing, fresh_warning):
     q, k, v, _ = inputs(4, 4, 8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outputs = [sagebwd_attention(q, k, v) for _ in range(3)]
+        outputs = [call(q, k, v) for _ in range(3)]
     assert [str(w.message) for w in caught] == [
         f"sage_ref: backend='auto' uses the reference, because the package {missing} is not installed."
     ]
     assert caught[0].filename == __file__  # it points at the caller
-    assert all(torch.equal(output, reference(q, k, v)) for output in outputs)
-
-
-def test_triton_asked_for_and_unable_is_an_error(inputs, missing, fresh_warning):
-    q, k, v, _ = inputs(4, 4, 8)
+    assert all(torch.equal(output, call(q, k, v, backend="reference")) for output in outputs)
     message = f"backend: expected 'triton' to be usable, but the package {missing} is not installed"
     with pytest.raises(ValueError, match=message):
-        sagebwd_attention(q, k, v, backend="triton")
+        call(q, k, v, backend="triton")
 
 
 @pytest.fixture
@@ -703,18 +704,3 @@ def test_what_the_sparse_linear_kernels_refuse_is_said_and_done_by_the_reference
     ):
         sparse_linear_attention(q, k, v, mask, alpha, backend="triton", **options)
     assert not sparse_linear_kernels.calls
-
-
-def test_sparse_linear_attention_warns_once_without_the_kernels(inputs, missing, fresh_warning):
-    q, k, v, _ = inputs(4, 4, 8)
-    arguments = q, k, v, torch.ones(1, 1, dtype=torch.bool), 0.5
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outputs = [sparse_linear_attention(*arguments) for _ in range(3)]
-    assert [str(w.message) for w in caught] == [
-        f"sage_ref: backend='auto' uses the reference, because the package {missing} is not installed."
-    ]
-    assert all(torch.equal(output, sparse_linear_attention(*arguments, backend="reference")) for output in outputs)
-    message = f"backend: expected 'triton' to be usable, but the package {missing} is not installed"
-    with pytest.raises(ValueError, match=message):
-        sparse_linear_attention(*arguments, backend="triton")
