@@ -38,7 +38,8 @@ from kernel_cases import (
     simulated_forward,
     takes,
 )
-from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch
+from layouts import LAYOUTS, heads_last, launch_name
+from sage_kernels.common.launch import CANDIDATES, DEFAULTS, choose_launch
 from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim, padded_length, quantize, transpose
 from sage_kernels.sagebwd import ladder
 from triton.runtime.errors import OutOfResources
@@ -227,13 +228,13 @@ def launches():
     for head_dim, is_causal in product((64, 128), (True, False) if ON_GPU else (True,)):
         size = (777, 1000) if ON_GPU else (130, 203) if head_dim == 64 else (20, 140)
         case = Case(*size, head_dim, 2, 1, is_causal, torch.bfloat16 if ON_GPU else torch.float16)
-        names = [(("forward",), level) for level in FORWARD if ladder.FORWARD_LEVELS[level].hopper is None]
-        names += [
-            (chosen.kernels(head_dim), level)
-            for level, chosen in enumerate(ladder.BACKWARD_LEVELS)
-            if chosen.hopper is None
+        names = [
+            (kernel, level)
+            for levels in (ladder.FORWARD_LEVELS, ladder.BACKWARD_LEVELS)
+            for level, chosen in enumerate(levels)
+            for kernel in (chosen.kernels(head_dim) if chosen.hopper is None else ())
         ]
-        for kernel, level in ((kernel, level) for kernels, level in names for kernel in kernels):
+        for kernel, level in names:
             if ON_GPU or head_dim == 64 or kernel in ("dk", "dv"):
                 distinct = {launch if ON_GPU else launch[:2]: launch for launch in CANDIDATES[kernel]}
                 yield from ((kernel, level, launch, case) for launch in distinct.values())
@@ -254,10 +255,6 @@ def run_launch(kernel, level, launch, case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "choose_launch", chosen)
         return run_backward_level(case, level, forward=forward)
-
-
-def launch_name(value):
-    return "x".join(map(str, value)) if isinstance(value, Launch) else str(value)
 
 
 @pytest.mark.parametrize(("kernel", "level", "launch", "launch_case"), LAUNCHES, ids=launch_name)
@@ -295,23 +292,7 @@ def test_repeats_are_equal_bit_for_bit(level):
 # Layouts
 
 
-def heads_last(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] in memory
-
-
-def part_of_more_heads(x):
-    return torch.stack([x, x + 1, x - 1], 2).flatten(1, 2)[:, ::3]
-
-
-def head_dim_outermost(x):
-    return x.mT.contiguous().mT
-
-
-def every_third_number(x):
-    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
-
-
-@pytest.mark.parametrize("layout", [heads_last, part_of_more_heads, head_dim_outermost, every_third_number])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
 def test_any_strides(level, layout):
     case = Case(40, 150, 64, 2, 2, is_causal=True, batch=2, smooth_k=False)

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_cases import DEVICE, MARKS, ON_GPU, distance, fill_cache, guarded, guarded_allocations
+from layouts import LAYOUTS, launch_name
 from sage_kernels.common import launch as launch_tables
 from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch, measured_launches
 from sage_kernels.common.quantize import padded_head_dim, padded_length, quantize
@@ -165,20 +166,13 @@ def test_everything_selected_is_attention_and_nothing_selected_is_linear_attenti
     assert distance(output, exact) <= (1e-2 if ON_GPU else 2e-3) * exact.norm()  # bfloat16 sums there
 
 
+@pytest.mark.parametrize(("selected", "alpha"), [("all", 0.0), ("none", 1.0)])
 @pytest.mark.parametrize("level", TRAINED)
-def test_a_branch_without_weight_leaves_no_gradient(level):
+def test_a_branch_without_weight_leaves_no_gradient(level, selected, alpha):
     """alpha = 0: the scores get none, though log(alpha) is minus infinity. alpha = 1: phi gets none."""
-    tensors = draw(SMALL._replace(selected="all", alpha=0.0))
-    dq, dk, dv, dalpha = run_gradients(SMALL, level, tensors, run_level(SMALL, level, tensors))
-    assert not dq.any()
-    assert not dk.any()
-    assert not dv.any()
-    assert dalpha.isfinite().all()
-    tensors = draw(SMALL._replace(selected="none", alpha=1.0))
-    dq, dk, dv, dalpha = run_gradients(SMALL, level, tensors, run_level(SMALL, level, tensors))
-    assert not dq.any()
-    assert not dk.any()
-    assert not dv.any()
+    tensors = draw(SMALL._replace(selected=selected, alpha=alpha))
+    *gradients, dalpha = run_gradients(SMALL, level, tensors, run_level(SMALL, level, tensors))
+    assert not any(x.any() for x in gradients)
     assert dalpha.isfinite().all()
 
 
@@ -280,10 +274,6 @@ def run_launch(kernel, level, launch, case):
         return run_gradients(case, level, result=result) if backward else run_level(case, level).forward.output
 
 
-def launch_name(value):
-    return "x".join(map(str, value)) if isinstance(value, Launch) else str(value)
-
-
 @pytest.mark.parametrize(("kernel", "level", "launch", "launch_case"), LAUNCHES, ids=launch_name)
 def test_every_launch_gives_the_references_result(kernel, level, launch, launch_case):
     try:
@@ -352,25 +342,6 @@ def test_repeats_are_equal_bit_for_bit(level):
 
 
 # Layouts
-
-
-def heads_last(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] in memory
-
-
-def part_of_more_heads(x):
-    return torch.stack([x, x + 1, x - 1], 2).flatten(1, 2)[:, ::3]
-
-
-def head_dim_outermost(x):
-    return x.mT.contiguous().mT
-
-
-def every_third_number(x):
-    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
-
-
-LAYOUTS = [heads_last, part_of_more_heads, head_dim_outermost, every_third_number]
 
 
 @pytest.mark.parametrize("level", FORWARD)
