@@ -684,11 +684,16 @@ BLOCK = wire.pack({}, {})[wire.LENGTHS.size + 2 :]
 )
 def test_unreadable_message(pipe, message):
     reader, writer = pipe
-    thread = threading.Thread(target=writer.write, args=(message,), daemon=True)  # a pipe holds 64 KiB
+
+    def send():  # beside the reader: a pipe holds 64 KiB
+        with writer:
+            writer.write(message)
+
+    thread = threading.Thread(target=send)
     thread.start()
     with pytest.raises(wire.WireError, match="returned"):
         wire.read(reader)
-    thread.join(timeout=9)
+    thread.join()
 
 
 @pytest.mark.parametrize(
