@@ -17,6 +17,11 @@ def _is_installed(package: str) -> bool:
 MISSING_PACKAGE = next((package for package in ("triton", "sage_kernels") if not _is_installed(package)), None)
 
 
+def why_not_triton(find_obstacle: Callable[[], str | None]) -> str | None:
+    """Why the kernels can't run, or None if they can. find_obstacle: what they say themselves, if they are there."""
+    return f"the package {MISSING_PACKAGE} is not installed" if MISSING_PACKAGE else find_obstacle()
+
+
 def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth: int = 1) -> str:
     """ "triton" or "reference", given what the user asked for and why the kernels can't run, if they can't.
 
@@ -24,7 +29,7 @@ def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth:
     """
     if backend == "reference":
         return backend
-    obstacle = f"the package {MISSING_PACKAGE} is not installed" if MISSING_PACKAGE else find_obstacle()
+    obstacle = why_not_triton(find_obstacle)
     if obstacle is None:
         return "triton"
     if backend == "triton":

@@ -5,6 +5,7 @@ import json
 
 import torch
 
+from sage_ref.backend import why_not_triton
 from sage_ref.records import markdown_table, provenance, replaced
 from sage_ref.sagebwd.api import triton_obstacle
 
@@ -17,7 +18,8 @@ def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = provenance(options.command)
     example = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device)
-    facts["backend chosen by auto"] = f"reference, because {o}" if (o := triton_obstacle(example)) else "triton"
+    obstacle = why_not_triton(lambda: triton_obstacle(example))
+    facts["backend chosen by auto"] = f"reference, because {obstacle}" if obstacle else "triton"
     print(markdown_table(("what", "here"), facts.items()))
     if options.json:
         with replaced(options.json) as temporary:

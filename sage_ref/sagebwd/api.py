@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from sage_ref import backend as backends
 from sage_ref.attention import softmax_scale
+from sage_ref.backend import chosen_backend
 from sage_ref.checks import autocast, check_choice, check_each, check_options, check_together
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
@@ -57,7 +57,7 @@ def sagebwd_attention(
     check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
     check_choice("granularity", granularity, GRANULARITIES)
     options = {"is_causal": is_causal, "smooth_k": smooth_k, "granularity": granularity}
-    if backends.chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
+    if chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
         from sage_kernels.sagebwd.ops import sagebwd_attention as triton_attention
 
         return triton_attention(query, key, value, scale=softmax_scale(scale, query.shape[3]), **options)
@@ -72,8 +72,6 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: Sag
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:
     """Why the SageBwd kernels can't take this call, or None if they can."""
-    if backends.MISSING_PACKAGE:
-        return f"the package {backends.MISSING_PACKAGE} is not installed"
     from sage_kernels.sagebwd.ops import obstacle
 
     return obstacle(query, smooth_q)

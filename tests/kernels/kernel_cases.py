@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q
+from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.sagebwd import ops
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
@@ -68,7 +68,7 @@ class Case(NamedTuple):
     std: float = 1.0  # of Q and K
     key_offset: float = 0.0  # times one random vector, added to every key
     ramp: float = 0.0  # added to Q, and growing from -ramp to ramp to K: scores rise from key to key
-    value_blocks: tuple[float, ...] = ()  # times each block of BLOCK_KV values
+    value_blocks: tuple[float, ...] = ()  # times each block of SCALE_BLOCK values
 
     def __str__(self) -> str:
         heads = f"{self.heads}of{self.kv_heads}"
@@ -149,7 +149,7 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     growing = torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
     q, k = q * case.std + case.ramp, k * case.std + offset * case.key_offset + growing
     if case.value_blocks:
-        v *= torch.tensor(case.value_blocks, device=DEVICE).repeat_interleave(BLOCK_KV)[: case.n_k, None]
+        v *= torch.tensor(case.value_blocks, device=DEVICE).repeat_interleave(SCALE_BLOCK)[: case.n_k, None]
     return tuple(x.to(case.dtype) for x in (q, k, v, do))
 
 
@@ -259,8 +259,8 @@ def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBac
     """P, dP - delta and their product in float16, each times a power of two."""
     query, key, value, grad_output = (x.float() for x in draw(case))
     q, k = smooth(query, shared(case, key), settings(case))[:2]
-    q, do = (fake_quantize(x, (BLOCK_Q, None)).double() for x in (q, grad_output))
-    k = fake_quantize(k, (BLOCK_KV, None)).double()
+    q, do = (fake_quantize(x, (SCALE_BLOCK, None)).double() for x in (q, grad_output))
+    k = fake_quantize(k, (SCALE_BLOCK, None)).double()
     fit = fits(case, value, grad_output)
     p = in_float16(gradients.probabilities * STRETCH)
     ds = in_float16(p * in_float16((gradients.grad_probabilities - gradients.delta) * fit))
@@ -273,16 +273,16 @@ def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBac
 
 def fits(case: Case, value: Tensor, grad_output: Tensor) -> Tensor:
     """The power of two [B, H, Nq, 1] by which dP - delta of a block of queries surely fits in float16."""
-    largest_do = 127 * quantize(grad_output, (BLOCK_Q, None)).scale  # [B, H, blocks, 1]
-    n_k, blocks = -(-case.n_k // BLOCK_KV), largest_do.shape[2]
-    v = torch.nn.functional.pad(shared(case, value).abs().amax(-1), (0, n_k * BLOCK_KV - case.n_k))
-    largest_v = v.unflatten(-1, (n_k, BLOCK_KV)).amax(-1).cummax(-1).values  # of a block of keys and all before it
+    largest_do = 127 * quantize(grad_output, (SCALE_BLOCK, None)).scale  # [B, H, blocks, 1]
+    n_k, blocks = -(-case.n_k // SCALE_BLOCK), largest_do.shape[2]
+    v = torch.nn.functional.pad(shared(case, value).abs().amax(-1), (0, n_k * SCALE_BLOCK - case.n_k))
+    largest_v = v.unflatten(-1, (n_k, SCALE_BLOCK)).amax(-1).cummax(-1).values  # of a block of keys and all before it
     last = torch.full((blocks,), n_k - 1, device=DEVICE)  # that these queries see
     if case.is_causal:
         last = last.minimum(torch.arange(blocks, device=DEVICE))
     largest_v = largest_v[..., last, None]
     bound = (2 * case.head_dim * largest_do.double() * largest_v).clamp(1e-30, 1e37)
-    return torch.exp2(torch.floor(1 - bound.log2())).float().repeat_interleave(BLOCK_Q, 2)[:, :, : case.n_q]
+    return torch.exp2(torch.floor(1 - bound.log2())).float().repeat_interleave(SCALE_BLOCK, 2)[:, :, : case.n_q]
 
 
 def in_float16(x: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def in_float16(x: Tensor) -> Tensor:
 
 def rounded_rows(x: Tensor) -> Tensor:
     """float16 numbers x [..., R, C] on an INT8 grid per row and 128 columns, whose inverse scale / 64 is a float16."""
-    tiles = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK_KV)).unflatten(-1, (-1, BLOCK_KV))
+    tiles = torch.nn.functional.pad(x, (0, -x.shape[-1] % SCALE_BLOCK)).unflatten(-1, (-1, SCALE_BLOCK))
     largest = tiles.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-15)
     inverse = 64 * (127 / 64 / largest).half().double()
     return ((tiles.double() * inverse).round() / inverse).flatten(-2)[..., : x.shape[-1]]
@@ -330,7 +330,7 @@ def assert_forward_by_blocks(case: Case, level: int, output: Tensor) -> None:
     A block scatters more than a whole tensor.
     """
     simulated = simulated_forward(case, level)[0].to(case.dtype)
-    for rows, expected in zip(output.split(BLOCK_Q, 2), simulated.split(BLOCK_Q, 2), strict=True):
+    for rows, expected in zip(output.split(SCALE_BLOCK, 2), simulated.split(SCALE_BLOCK, 2), strict=True):
         assert distance(rows, expected) <= 3e-3 * expected.double().norm()
 
 

@@ -15,7 +15,7 @@ import torch
 from kernel_cases import DEVICE, KV_HEADS, ON_GPU, SHAPES, distance
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import Forward
-from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward
+from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run, run_backward
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
@@ -37,6 +37,7 @@ from sage_ref.sla2 import (
     spread_blocks,
     weighted_sums,
 )
+from sage_ref.sla2.router import Routing
 from sage_ref.smoothing import key_mean_scores
 
 FORWARD = range(len(LEVELS))
@@ -188,11 +189,11 @@ forward_level = lru_cache(maxsize=12)(run_level)
 gradients_after = lru_cache(maxsize=6)(run_gradients)
 
 
-def drawn_router(case: Case, count: int, protected: Tensor | None = None) -> Router:
+def drawn_router(case: Case, count: int, protected: Tensor | None = None) -> Routing:
     """Projections that are not the identity."""
     generator = torch.Generator(DEVICE).manual_seed(case.head_dim)
     shape = (2, case.head_dim, case.head_dim)
-    return Router(*torch.randn(shape, generator=generator, device=DEVICE), count, protected)
+    return Routing(*torch.randn(shape, generator=generator, device=DEVICE), count, protected)
 
 
 def shared(case: Case, x: Tensor) -> Tensor:

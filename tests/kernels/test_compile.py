@@ -28,6 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
 from sage_ref.records import REPOSITORY
+from sage_ref.sla2.router import Routing
 
 EVERY = [*compiling.cases(), *compiling.sla2_cases()]
 LAUNCHED = [case for case in EVERY if case.capability == (90 if compiling.is_hopper(case) else 80)]
@@ -118,7 +119,7 @@ def launch_sla2(case):
     size = (1, 2, 203, case.head_dim)
     query, key, value, grad_output = (torch.zeros(size, dtype=torch.bfloat16) for _ in range(4))
     alpha, block_mask = torch.zeros(1, 2, 2), torch.ones(1, 2, 2, 4, dtype=torch.bool)
-    router = sla2_ladder.Router(*torch.zeros(2, case.head_dim, case.head_dim), count=2)
+    router = Routing(*torch.zeros(2, case.head_dim, case.head_dim), 2, None)
     for chooser in (block_mask, router):
         prepared = sla2_ladder.prepare(query, key, value, chooser, alpha, case.level, scale=0.1)
         forward = sla2_ladder.run(prepared, case.level, scale=0.1, save=case.level > 0)
@@ -183,6 +184,7 @@ COUNT_SPILLS = """
 import json
 from sage_kernels.measure.compile import Case
 from sage_kernels.measure.instructions import case_rows
+from sage_ref.sla2.router import Routing
 for kernel, head_dim in (("dqdkdv", 64), ("dqdkdv_wide", 128)):
     rows = case_rows(Case(kernel, 5, 90, head_dim, True))
     print(json.dumps([row["per_score"] for row in rows if row["kind"] == "spill"]))

@@ -14,7 +14,7 @@ from sage_kernels.sla2 import ops as sla2_ops
 from sage_kernels.sla2.backward.program import key_program, linear_query_program, query_program
 from sage_kernels.sla2.forward.program import sparse_forward_program
 from sage_kernels.sla2.ops import LEVEL_INT8
-from sage_kernels.sla2.routing import BLOCK_Q, sequence_mean_program
+from sage_kernels.sla2.routing import MASK_BLOCK_Q, sequence_mean_program
 from sage_kernels.sla2.sums import key_block_program, sums_dtype
 from sla2_cases import SMALL, TRAINED, Case, draw, drawn_router, run_gradients, run_level
 
@@ -478,8 +478,8 @@ def test_nan_goes_where_the_docstring_says_and_nowhere_else(name, token, bad, qu
     tensors = draw(NAN_CASE)._replace(**{name: getattr(draw(NAN_CASE), name).clone()})
     getattr(tensors, name)[1, 1, token, 3] = bad
     output, dq, *rest = with_gradients(tensors, quantize=quantize)
-    first = token // BLOCK_Q * BLOCK_Q
-    touched = slice(first, first + BLOCK_Q) if name == "query" else slice(0, None)
+    first = token // MASK_BLOCK_Q * MASK_BLOCK_Q
+    touched = slice(first, first + MASK_BLOCK_Q) if name == "query" else slice(0, None)
     sure = slice(token, token + 1) if name == "query" else touched
     for rows, before in ((output, clean[0]), (dq, clean[1])):
         assert (~rows[1, 1, sure].isfinite()).any(-1).all()
@@ -505,7 +505,7 @@ def test_nan_in_a_query_leaves_the_choice_of_other_blocks_of_queries_alone(quant
     output = module(query, key, value)
     assert output[0, 1, 3].isnan().all()
     touched = torch.zeros(output.shape[:3], dtype=torch.bool, device=DEVICE)
-    touched[0, 1, :BLOCK_Q] = True
+    touched[0, 1, :MASK_BLOCK_Q] = True
     assert torch.equal(output[~touched], clean[~touched])
 
 

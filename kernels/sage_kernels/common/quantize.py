@@ -15,7 +15,6 @@ from torch import Tensor
 from sage_kernels.common.tiles import group_columns, low_byte
 
 SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values
-BLOCK_Q = BLOCK_KV = SCALE_BLOCK  # by older names
 
 
 class Quantized(NamedTuple):

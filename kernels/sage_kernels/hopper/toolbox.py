@@ -20,12 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, padded_head_dim, padded_length
+from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length
 
 L2_SHARE = 16 << 20  # bytes: a third of an H200's L2 cache
 ROWS = gl.constexpr(64)  # of a warpgroup, the height of its matmul instruction
-SCALE_Q, SCALE_KV = gl.constexpr(BLOCK_Q), gl.constexpr(BLOCK_KV)  # tokens that share a scale
-TILE = gl.constexpr(BLOCK_KV)  # tokens of a tile that is fetched: 128, and those of one scale, whichever side it is
+SCALE_Q, SCALE_KV = gl.constexpr(SCALE_BLOCK), gl.constexpr(SCALE_BLOCK)  # tokens that share a scale
+TILE = gl.constexpr(SCALE_BLOCK)  # tokens of a tile that is fetched: 128, and those of one scale, whichever side it is
 HALF = gl.constexpr(64)  # half of a tile's tokens, or of 128 columns
 LOADING_REGISTERS = gl.constexpr(24)  # what the loading warp keeps of its share
 

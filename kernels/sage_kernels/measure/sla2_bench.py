@@ -24,13 +24,14 @@ from sage_kernels.common.quantize import quantize
 from sage_kernels.measure.bench import PEERS, Timing, measure, require_close
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
-from sage_kernels.sla2.ladder import LEVELS, Prepared, Router, prepare, run, run_backward, sla2_launch
+from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run, run_backward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean, top_blocks
 from sage_kernels.sla2.sums import key_blocks, unselected_sums
 from sage_ref import SLA2
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.sla2 import BlockSettings, selected_count, sla2_backward, sla2_forward
+from sage_ref.sla2.router import Routing
 
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)
 JUDGED_QUERIES = 2048  # of the first head: whole score matrices of long sequences don't fit
@@ -58,7 +59,7 @@ class Case:
         self.rows, self.columns = triton.cdiv(shape.n, MASK_BLOCK_Q), triton.cdiv(shape.n, MASK_BLOCK_KV)
         self.count = selected_count(sparsity, self.columns)
         identity = torch.eye(shape.head_dim, device="cuda")
-        self.router = Router(identity, identity, self.count)
+        self.router = Routing(identity, identity, self.count)
         self.alpha = torch.rand(*shape[:2], self.rows, device="cuda")
 
     def prepare(self, level: int) -> Prepared:

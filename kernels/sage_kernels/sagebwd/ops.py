@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from sage_kernels.common.quantize import BLOCK_KV, BLOCK_Q, Quantized, padded_head_dim, padded_length
+from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
@@ -83,13 +83,13 @@ def forward(
 
 @forward.register_fake
 def _(query, key, value, is_causal, scale, smooth_k, granularity):
-    def hat(x, block):
+    def hat(x):
         padded = padded_length(x.shape[2])
         values = x.new_empty(*x.shape[:2], padded, padded_head_dim(x.shape[3]), dtype=torch.int8)
-        return values, x.new_empty(*x.shape[:2], padded // block, dtype=torch.float32)
+        return values, x.new_empty(*x.shape[:2], padded // SCALE_BLOCK, dtype=torch.float32)
 
     log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
-    return query.new_empty(query.shape), log_sum_exp, *hat(query, BLOCK_Q), *hat(key, BLOCK_KV)
+    return query.new_empty(query.shape), log_sum_exp, *hat(query), *hat(key)
 
 
 @torch.library.custom_op("sage_kernels::backward", mutates_args=())

@@ -17,6 +17,7 @@ from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forwar
 from sage_kernels.sla2.lists import BlockLists, block_lists
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
 from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
+from sage_ref.sla2.router import Routing
 
 LOG2_E = math.log2(math.e)
 
@@ -43,15 +44,6 @@ LEVELS = (
 BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of all levels
 
 
-class Router(NamedTuple):
-    """What chooses blocks: proj_q, proj_k [D, D]; count of key blocks for each query block; protected, bool [Tn]."""
-
-    proj_q: Tensor
-    proj_k: Tensor
-    count: int
-    protected: Tensor | None = None
-
-
 class Prepared(NamedTuple):
     inputs: ForwardInputs
     block_mask: Tensor  # bool [B, H, Tm, Tn]
@@ -60,13 +52,13 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Router, alpha: Tensor, level: int, *, scale: float
+    query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, level: int, *, scale: float
 ) -> Prepared:
     """All that level `level` needs before its sparse program: routing, lists, INT8 copies, H_i and Z_i.
 
-    chooser: a block mask, bool [B, H, Tm, Tn], contiguous, or a Router. alpha: float32 [B, H, Tm], contiguous.
+    chooser: a block mask, bool [B, H, Tm, Tn], or the router's choice. alpha: float32 [B, H, Tm]. Both contiguous.
     """
-    int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Router)
+    int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Routing)
     blocks = key_blocks(key, value, int8=int8)
     q_hat = k_hat = k_mean = None
     if int8 or routed:

@@ -11,9 +11,9 @@ from torch import Tensor
 from sage_kernels.common.quantize import padded_head_dim, padded_length
 from sage_kernels.sagebwd import ops
 from sage_kernels.sla2.backward.program import BackwardInputs
-from sage_kernels.sla2.ladder import Router, prepare, run, run_backward
+from sage_kernels.sla2.ladder import prepare, run, run_backward
 from sage_kernels.sla2.lists import BlockLists
-from sage_kernels.sla2.routing import BLOCK_KV, BLOCK_Q
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from sage_ref.attention import softmax_scale
 from sage_ref.sla2.blocks import BlockSettings
@@ -25,8 +25,9 @@ LEVEL_16BIT, LEVEL_INT8 = 2, 3
 def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
     """Why these kernels can't take query [B, H, Nq, D] and blocks as in settings, or None if they can."""
     found = ops.obstacle(query, False)
-    if found is None and (settings.block_q, settings.block_kv) != (BLOCK_Q, BLOCK_KV):
-        return f"the kernels need blocks of {BLOCK_Q} x {BLOCK_KV}, and got {settings.block_q} x {settings.block_kv}"
+    if found is None and (settings.block_q, settings.block_kv) != (MASK_BLOCK_Q, MASK_BLOCK_KV):
+        needed, got = f"{MASK_BLOCK_Q} x {MASK_BLOCK_KV}", f"{settings.block_q} x {settings.block_kv}"
+        return f"the kernels need blocks of {needed}, and got {got}"
     return found
 
 
@@ -50,7 +51,7 @@ def forward(
     Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
     """
     level = LEVEL_INT8 if quantize else LEVEL_16BIT
-    chooser = Router(proj_q, proj_k, count, protected) if block_mask is None else block_mask
+    chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
     # Triton launches on the current device; autocast would turn the sums and the router's scores into 16 bit.
     with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
         prepared = prepare(query, key, value, chooser, alpha, level, scale=scale)
@@ -68,7 +69,7 @@ def _(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, qu
     if not save:
         return [output]
     (batch, heads, n_q, head_dim), n_k = query.shape, key.shape[2]
-    rows, columns, dp = triton.cdiv(n_q, BLOCK_Q), triton.cdiv(n_k, BLOCK_KV), padded_head_dim(head_dim)
+    rows, columns, dp = triton.cdiv(n_q, MASK_BLOCK_Q), triton.cdiv(n_k, MASK_BLOCK_KV), padded_head_dim(head_dim)
     log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32)
     sums = query.new_empty(batch, heads, rows, dp * (dp + 1), dtype=sums_dtype(query))
     entries = query.new_empty(batch, heads, rows, count if block_mask is None else columns, dtype=torch.int32)

@@ -13,7 +13,6 @@ from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
 from sage_kernels.sla2.lists import BlockLists, store_list
 
 MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
-BLOCK_Q, BLOCK_KV = MASK_BLOCK_Q, MASK_BLOCK_KV  # by older names
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
