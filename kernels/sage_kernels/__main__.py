@@ -19,10 +19,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sage_kernels", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, module in COMMANDS.items():
-        text = module.command.__doc__.removesuffix(".")
+        text = module.run.__doc__.removesuffix(".")
         one = commands.add_parser(name, help=text[0].lower() + text[1:])
         module.add_options(one)
-        one.set_defaults(run=module.command)
+        one.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
     options.command = "python -m sage_kernels " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     options.run(options)

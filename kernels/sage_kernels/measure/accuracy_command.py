@@ -12,7 +12,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
 
 
-def command(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Compare the kernels with the reference on this GPU."""
     require_gpu()
     measured = sla2_accuracy if options.op == "sla2" else accuracy

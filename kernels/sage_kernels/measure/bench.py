@@ -216,7 +216,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
 
 
-def command(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Time every level and the peers on this GPU."""
     from sage_kernels.measure import sla2_bench, sla2_tuning, tuning  # which need this file
 

@@ -290,7 +290,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
 
 
-def command(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Compile every level for sm_80 to sm_120 and check the result."""
     every = [*cases(), *sla2_cases()]
     wanted = [case for case in every if not options.capability or case.capability in options.capability]

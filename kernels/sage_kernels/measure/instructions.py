@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_record(parser)
 
 
-def command(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Count what the loop of every level executes."""
     found = list(rows())
     print(markdown_table(found[0], [row.values() for row in found]))

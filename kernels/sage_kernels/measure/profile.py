@@ -160,7 +160,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_record(parser)
 
 
-def command(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """What limits the Hopper kernels; needs Nsight Compute."""
     require_gpu()
     found = list(rows())
