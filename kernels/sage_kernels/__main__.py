@@ -4,10 +4,10 @@ import argparse
 import shlex
 import sys
 
-from sage_kernels.measure import accuracy_command, bench, compile, instructions, profile
+from sage_kernels.measure import accuracy_command, bench_command, compile, instructions, profile
 
 COMMANDS = {
-    "bench": bench,
+    "bench": bench_command,
     "accuracy": accuracy_command,
     "profile": profile,
     "compile": compile,

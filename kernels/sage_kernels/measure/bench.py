@@ -8,12 +8,10 @@ tokens take the last scope alone, and FlashAttention-2 for exact attention, whos
 TOPS = 4 B H Nq Nk D / seconds forward, 2.5 times that backward, half of it if causal.
 """
 
-import argparse
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from importlib import resources
 from typing import NamedTuple
 
 import torch
@@ -23,7 +21,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_ref
-from sage_kernels.measure.options import add_record, require_gpu
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
@@ -35,7 +32,6 @@ from sage_kernels.sagebwd.ladder import (
 )
 from sage_kernels.sagebwd.ops import backward_level, forward_level
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.records import markdown_table, write_record
 
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 # Errors of INT8 attention on standard normal inputs are 2 to 4 per cent; ten is a broken kernel.
@@ -206,37 +202,3 @@ def require_close(found: Tensor, exact: Tensor) -> float:
     if not error < LARGEST_ERROR:
         raise RuntimeError(f"bench: expected a relative L2 error below {LARGEST_ERROR}, got {error}")
     return error
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_record(parser)
-    parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which ladder")
-    parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
-    parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
-
-
-def run(options: argparse.Namespace) -> None:
-    """Time every level and the peers on this GPU."""
-    from sage_kernels.measure import sla2_bench, sla2_tuning, tuning  # which need this file
-
-    require_gpu()
-    sla2 = options.op == "sla2"
-    if options.tune:
-        rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
-        print(markdown_table(rows[0], [row.values() for row in rows]))
-        table = "launch_hopper_sla2.json" if sla2 else "launch_hopper.json"
-        write_record(options.record or resources.files("sage_kernels.common") / table, rows, command=options.command)
-        return
-    columns = ("provider", "level", "scope", *(("part", "sparsity") if sla2 else ()))
-    columns += ("direction", "ms_median", "tops", "rel_l2")
-    rows = []
-    for shape in sla2_bench.SHAPES if sla2 else SHAPES:
-        if options.n and shape.n not in options.n:
-            continue
-        print(f"\n{shape}\n\n{markdown_table(columns, [])}")
-        for row in (sla2_bench.bench_shape if sla2 else bench_shape)(shape):
-            rows.append(row)
-            print("|", " | ".join(str(row[column]) for column in columns), "|", flush=True)
-        if options.record:
-            write_record(options.record, rows, command=options.command, seeds=[0])

@@ -1,0 +1,40 @@
+"""The command `bench`: times of every level and the peers by `bench.py` and `sla2_bench.py`, or, tuned, launch tables."""
+
+import argparse
+from importlib import resources
+
+from sage_kernels.measure import bench, sla2_bench, sla2_tuning, tuning
+from sage_kernels.measure.options import add_record, require_gpu
+from sage_ref.records import markdown_table, write_record
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_record(parser)
+    parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which ladder")
+    parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
+    parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Time every level and the peers on this GPU."""
+    require_gpu()
+    sla2 = options.op == "sla2"
+    if options.tune:
+        rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
+        print(markdown_table(rows[0], [row.values() for row in rows]))
+        table = "launch_hopper_sla2.json" if sla2 else "launch_hopper.json"
+        write_record(options.record or resources.files("sage_kernels.common") / table, rows, command=options.command)
+        return
+    columns = ("provider", "level", "scope", *(("part", "sparsity") if sla2 else ()))
+    columns += ("direction", "ms_median", "tops", "rel_l2")
+    rows = []
+    for shape in sla2_bench.SHAPES if sla2 else bench.SHAPES:
+        if options.n and shape.n not in options.n:
+            continue
+        print(f"\n{shape}\n\n{markdown_table(columns, [])}")
+        for row in (sla2_bench.bench_shape if sla2 else bench.bench_shape)(shape):
+            rows.append(row)
+            print("|", " | ".join(str(row[column]) for column in columns), "|", flush=True)
+        if options.record:
+            write_record(options.record, rows, command=options.command, seeds=[0])
