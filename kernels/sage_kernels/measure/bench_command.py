@@ -1,4 +1,4 @@
-"""The command `bench`: times of every level and the peers by `bench.py` and `sla2_bench.py`, or, tuned, launch tables."""
+"""The command `bench`: times of every level and the peers, or, with --tune, the launch tables."""
 
 import argparse
 from importlib import resources
