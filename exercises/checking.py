@@ -68,7 +68,9 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
     problems, mutants = [], []
     grader = grading.load_grader(name)
     master = stubs.read_master(name)
-    stubs.header_of(master, name)
+    problems += page_problems(name, stubs.header_of(master, name))
+    if grader.name != name:
+        problems.append(f"grader.py: expected Grader({name!r}, ...), got {grader.name!r}")
     stub, solution = stubs.stub_of(master, f"{name}/master.py")
     problems += [f"the stub holds a line of the solution: {line.strip()}" for line in stubs.leaked(stub, solution)]
     if (ROOT / name / "exercise.py").read_text() != stub:
@@ -89,7 +91,7 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
         functions = "\n".join(f"def {function}(*arguments, **keywords): {body}" for function in grader.returns)
         result = grading.grade(grader, f"import torch\n{functions}\n".encode(), SEEDS, sandbox)
         if result.score != 0:
-            problems.append(f"a submission that {label}:\n{grading.table(result)}\n{result.error or ''}")
+            problems.append(f"a submission that {label} should earn 0:\n{grading.table(result)}\n{result.error or ''}")
 
     for mutant in mutants_of(name, master):
         if mutant.source is None:
@@ -106,7 +108,7 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
                 f"{grading.table(result)}\n{result.error or ''}"
             )
     if len(mutants) < 3:
-        problems.append(f"expected at least 3 mutants, found {len(mutants)}")
+        problems.append(f"mutants.toml: expected at least 3 mutants, found {len(mutants)}")
     return {
         "exercise": name,
         "tests": len(grader.tests),
@@ -117,15 +119,38 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
     }
 
 
+def page_problems(name: str, header: stubs.Header) -> list[str]:
+    """What the student's page, README.md, lacks."""
+    page = (ROOT / name / "README.md").read_text()
+    wanted = (f"{header.minutes} minutes", f"python -m exercises grade {name}")
+    problems = [f"README.md: expected {text!r} somewhere" for text in wanted if text not in page]
+    if not page.startswith(f"# {name[:2]} "):
+        problems.append(f"README.md: expected a first line '# {name[:2]} Title', got {page.partition(chr(10))[0]!r}")
+    if header.difficulty not in page.lower():
+        problems.append(f"README.md: expected the master's difficulty, {header.difficulty!r}, somewhere")
+    hints = page.count("<details>")
+    if hints < 2 or hints != page.count("</details>"):
+        problems.append(f"README.md: expected at least 2 hints, each in <details> ... </details>, found {hints}")
+    return problems
+
+
 def mutants_of(name: str, master: str) -> list[Mutant]:
     """The master with each mutant's edits of mutants.toml: [name], hint = "key", edits = [["old text", "new text"]].
 
     Each old text must occur exactly once in what the edits before it left of the master.
     """
     mutants = []
-    for mutant, entry in tomllib.loads((ROOT / name / "mutants.toml").read_text()).items():
+    path = ROOT / name / "mutants.toml"
+    if not path.exists():
+        return []
+    for mutant, entry in tomllib.loads(path.read_text()).items():
         if entry.keys() != {"hint", "edits"} or not entry["edits"]:
             raise ValueError(f"{name}/mutants.toml: expected a hint and edits of {mutant}, got {sorted(entry)}")
+        if any(not isinstance(edit, list) or len(edit) != 2 for edit in entry["edits"]):
+            raise ValueError(
+                f'{name}/mutants.toml: expected edits = [["old text", "new text"], ...] of {mutant}, '
+                f"got {entry['edits']}"
+            )
         source, out_of_date = master, ""
         for old, new in entry["edits"]:
             if source.count(old) != 1:

@@ -34,9 +34,11 @@ def courses() -> str:
     lines = []
     for path in sorted((repository() / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         first_cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
-        title = re.search(r"# \d+ · (.+)", first_cell)[1]
-        minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)[1]
-        lines.append((path.name[:2], f"[{title}](notebooks/{path.name})", minutes))
+        title = re.search(r"# \d+ · (.+)", first_cell)
+        minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)
+        if not (title and minutes):
+            raise ValueError(f"{path.name}: expected '# NN · Title' and '**Time** about N minutes' in the first cell")
+        lines.append((path.name[:2], f"[{title[1]}](notebooks/{path.name})", minutes[1]))
     return markdown_table(("", "notebook", "minutes"), lines)
 
 

@@ -1,6 +1,7 @@
 """The READMEs say what the records say."""
 
 import itertools
+import json
 import re
 
 import matplotlib.pyplot as plt
@@ -27,6 +28,15 @@ def test_measured_parts_are_in_step_and_a_stale_one_is_noticed(name, monkeypatch
     monkeypatch.setitem(readme.SECTIONS, name, {"no such part": lambda: ""})
     with pytest.raises(ValueError, match="no such part"):
         rewritten(name)
+
+
+def test_a_notebook_without_its_minutes_is_named(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    first_cell = {"cells": [{"source": "# 13 · Title\n\n**Time** 5 minutes"}]}
+    (tmp_path / "notebooks" / "13_title.ipynb").write_text(json.dumps(first_cell))
+    monkeypatch.setattr(readme, "repository", lambda: tmp_path)
+    with pytest.raises(ValueError, match=r"13_title\.ipynb: expected .* about N minutes"):
+        readme.courses()
 
 
 def test_every_table_of_times_says_how_it_was_timed():

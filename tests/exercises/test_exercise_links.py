@@ -22,7 +22,10 @@ def graded_links(notebook):
 def test_a_notebook_links_the_exercises_that_name_it(notebook):
     links, text = graded_links(notebook)
     paired = [path for path in READMES if f"notebooks/{notebook.name}" in path.read_text()]
-    assert links == [(path.read_text().splitlines()[0][5:], path.parent.name) for path in paired]
+    expected = [(path.read_text().splitlines()[0][5:], path.parent.name) for path in paired]
+    assert links == expected, f"under '## Exercises' of {notebook.name}, link in this order: " + ", ".join(
+        f"[{title}](../exercises/{name}/README.md)" for title, name in expected
+    )
     if links:
         assert f'grade("{links[0][1]}")' in text
 

@@ -60,16 +60,6 @@ def test_worked_values_in_the_docstrings(name):
     assert runner.failures == 0
 
 
-@pytest.mark.parametrize("name", exercise_names())
-def test_page_of_an_exercise(name):
-    page, header = (ROOT / name / "README.md").read_text(), stubs.header_of(stubs.read_master(name), name)
-    assert page.startswith(f"# {name[:2]} ")
-    assert header.difficulty in page.lower()
-    assert f"{header.minutes} minutes" in page
-    assert f"python -m exercises grade {name}" in page
-    assert 2 <= page.count("<details>") == page.count("</details>")
-
-
 def test_generated_files_are_up_to_date():
     assert stubs.out_of_date() == []
 
@@ -137,6 +127,18 @@ def spoil(path, old, new):
             "scale_per_tensor is out of date: expected",
         ),
         ("mutants.toml", "torch.empty_like(x, dtype=torch.int8)", "scale", "keeps_float32 is out of date"),
+        (
+            "grader.py",
+            'Grader("01_block_quantizer"',
+            'Grader("02"',
+            "expected Grader('01_block_quantizer', ...), got '02'",
+        ),
+        ("README.md", "# 01 ", "# 02 ", "expected a first line '# 01 Title', got '# 02 Block quantiser'"),
+        ("README.md", "Easy", "Simple", "expected the master's difficulty, 'easy'"),
+        ("README.md", "20 minutes", "25 minutes", "expected '20 minutes'"),
+        ("README.md", "exercises grade 01_", "exercises grade 02_", "expected 'python -m exercises grade 01_block"),
+        ("README.md", "<details>", "", "expected at least 2 hints, each in <details> ... </details>, found 0"),
+        ("README.md", "</details>", "", "expected at least 2 hints"),
     ],
 )
 def test_check_finds(exercise, sandbox, file, old, new, problem):
@@ -148,10 +150,20 @@ def test_check_finds(exercise, sandbox, file, old, new, problem):
 def test_check_wants_mutants_with_a_hint(exercise, sandbox):
     mutants = exercise / "mutants.toml"
     mutants.write_text(mutants.read_text().partition("[no_rounding]")[0])
-    assert checking.check_exercise(exercise.name, sandbox)["problems"] == ["expected at least 3 mutants, found 2"]
+    assert checking.check_exercise(exercise.name, sandbox)["problems"] == [
+        "mutants.toml: expected at least 3 mutants, found 2"
+    ]
+    text = mutants.read_text()
     spoil(mutants, 'hint = "dtype"', 'key = "dtype"')
     with pytest.raises(ValueError, match="expected a hint and edits of keeps_float32"):
         checking.check_exercise(exercise.name, sandbox)
+    mutants.write_text(text)
+    spoil(mutants, '[["torch.empty_like(x, dtype=torch.int8)", "torch.empty_like(x)"]]', '["torch.empty_like(x)"]')
+    with pytest.raises(ValueError, match="expected edits = .* of keeps_float32"):
+        checking.check_exercise(exercise.name, sandbox)
+    mutants.unlink()
+    problems = checking.check_exercise(exercise.name, sandbox)["problems"]
+    assert problems == ["mutants.toml: expected at least 3 mutants, found 0"]
 
 
 def test_check_command(exercise, commands_use_it, tmp_path, capsys):
