@@ -7,42 +7,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sage_ref.course.figures import (
-    draw_block_mass,
-    draw_block_sizes,
-    draw_probabilities,
-    draw_singular_values,
-    error_heatmap,
-    error_map,
-    panels,
-    router_figure,
-    show_letters,
-    show_matrix,
-    soft_mask_figure,
-    sparsity_figure,
-)
+from sage_ref import sla2
+from sage_ref.course import figures
+from sage_ref.course.figures import panels
 from sage_ref.quantization import fake_quantize
 from sage_ref.records import read_record
-from sage_ref.sla2 import (
-    PRINTED,
-    BlockSettings,
-    Relaxation,
-    block_mass,
-    heuristic_scores,
-    linear_branch,
-    mix,
-    per_query,
-    selected_count,
-    soft_top_k,
-    sparse_branch,
-    top_blocks,
-)
+from sage_ref.sla2 import PRINTED, BlockSettings, Relaxation, block_mass, soft_top_k
 from sage_ref.tracing import relative_l2
 
 
 @pytest.fixture(autouse=True)
-def _close_figures():
-    yield
+def ax():
+    yield panels(1)[1][0]
     plt.close("all")
 
 
@@ -50,37 +26,33 @@ def gaussian(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_error_map_shows_every_tensor_with_its_error():
+def test_the_error_map_shows_every_tensor_with_its_error(ax):
     names = ("P", "O", "delta", "dQ", "dV", "dP", "dS", "dK")
     errors = {name: 0.013 * number for number, name in enumerate(names)}
-    _, (ax,) = panels(1)
-    error_map(ax, errors, title="letters")
+    figures.error_map(ax, errors, title="letters")
     shown = [text.get_text() for text in ax.texts if text.get_text()]
     assert shown == [line for name in names for line in (name, f"{errors[name]:.1%}")]
 
 
-def test_the_heatmap_writes_every_error():
-    _, (ax,) = panels(1)
-    error_heatmap(ax, {"S": {"O": 0.1, "dQ": 0.25}, "dQ": {"O": 0.0, "dQ": 0.5}})
+def test_the_heatmap_writes_every_error(ax):
+    figures.error_heatmap(ax, {"S": {"O": 0.1, "dQ": 0.25}, "dQ": {"O": 0.0, "dQ": 0.5}})
     assert [text.get_text() for text in ax.texts] == ["0.100", "0.250", "", "0.500"]
 
 
-def test_letters_label_rows_and_columns():
+def test_letters_label_rows_and_columns(ax):
     text, word = "less precise attention", "attention"
-    _, (ax,) = panels(1)
-    show_matrix(ax, torch.rand(len(word), len(text)), title="P", x="key", y="query")
-    show_letters(ax, word, text)
+    figures.show_matrix(ax, torch.rand(len(word), len(text)), title="P", x="key", y="query")
+    figures.show_letters(ax, word, text)
     assert "".join(label.get_text() for label in ax.get_yticklabels()) == word
     assert "".join(label.get_text() for label in ax.get_xticklabels()) == text
 
 
 @pytest.mark.parametrize(("outlier", "ends"), [(0.0, False), (30.0, False), (1000.0, True)])
-def test_block_sizes_plots_the_error_and_where_the_model_ends(outlier, ends):
+def test_block_sizes_plots_the_error_and_where_the_model_ends(ax, outlier, ends):
     matrix, others = gaussian(256, 64), torch.ones(256, 64, dtype=torch.bool)
     others[100, 7] = False
     x = torch.where(others, matrix, outlier)
-    _, (ax,) = panels(1)
-    draw_block_sizes(ax, x, where=others, title="")
+    figures.draw_block_sizes(ax, x, where=others, title="")
     measured, model = (line.get_ydata() for line in ax.lines)
     assert list(ax.lines[0].get_xdata()) == [2**i for i in range(9)]
     assert measured[6] == relative_l2(fake_quantize(x, (64, None))[others], x[others])
@@ -88,11 +60,10 @@ def test_block_sizes_plots_the_error_and_where_the_model_ends(outlier, ends):
     assert ends or measured == pytest.approx(model, rel=0.05)
 
 
-def test_probabilities_accounts_for_every_entry_and_all_probability():
+def test_probabilities_accounts_for_every_entry_and_all_probability(ax):
     scores = 3 * gaussian(64, 1024)
     p = torch.exp(scores - scores.amax(-1, keepdim=True))
-    _, (ax,) = panels(1)
-    draw_probabilities(ax, p, title="")
+    figures.draw_probabilities(ax, p, title="")
     assert sum(patch.get_height() for patch in ax.containers[0]) == pytest.approx(1, rel=1e-4)
     assert ax.patches[-1].get_xy()[:, 1].max() == pytest.approx(_largest_share(p), rel=1e-4)
     assert ax.lines[0].get_xdata()[0] == pytest.approx(1 / 254)
@@ -109,12 +80,12 @@ def test_sparsity():
     q, k, v = gaussian(3, 1, 2, 128, 16).double()
     settings = BlockSettings(block_q=16, block_kv=8)
     o, mass = torch.softmax(q @ k.mT / 4, -1) @ v, block_mass(q, k, settings)
-    figure = sparsity_figure(q, k, v, (0.5, 0.9), settings)
+    figure = figures.sparsity_figure(q, k, v, (0.5, 0.9), settings)
     maps = [ax for ax in figure.axes if ax.images]
     for ax, sparsity in zip(maps, (0.5, 0.9), strict=True):
-        mask = top_blocks(heuristic_scores(q, k, settings), selected_count(sparsity, 16))
-        held, (o_s, _) = (mass * mask).sum(-1), sparse_branch(q, k, v, mask, settings)
-        mixed = mix(o_s, linear_branch(q, k, v, ~mask, settings), per_query(held, 128, settings))
+        mask = sla2.top_blocks(sla2.heuristic_scores(q, k, settings), sla2.selected_count(sparsity, 16))
+        held, (o_s, _) = (mass * mask).sum(-1), sla2.sparse_branch(q, k, v, mask, settings)
+        mixed = sla2.mix(o_s, sla2.linear_branch(q, k, v, ~mask, settings), sla2.per_query(held, 128, settings))
         assert ax.get_title() == (
             f"sparsity {sparsity:.0%}: {held.mean():.0%} of the mass\n"
             f"error: sparse {relative_l2(o_s, o):.2f}, mixed {relative_l2(mixed, o):.2f}"
@@ -124,16 +95,14 @@ def test_sparsity():
         assert torch.equal(torch.tensor(image.get_alpha()) == 1, mask[0, 0])
 
 
-def test_block_mass_without_a_mask_is_opaque():
-    _, (ax,) = panels(1)
-    draw_block_mass(ax, torch.rand(4, 8), title="Title")
+def test_block_mass_without_a_mask_is_opaque(ax):
+    figures.draw_block_mass(ax, torch.rand(4, 8), title="Title")
     assert ax.images[0].get_alpha() is None
 
 
-def test_singular_values():
-    _, (ax,) = panels(1)
+def test_singular_values(ax):
     values = {"a": torch.tensor([3.0, 2.0, 1.0]), "b": torch.tensor([1.0, 0.5])}
-    draw_singular_values(ax, values, rank=2, title="Title")
+    figures.draw_singular_values(ax, values, rank=2, title="Title")
     for line, (name, expected) in zip(ax.lines, values.items(), strict=False):
         assert line.get_label() == name
         assert_close(torch.tensor(line.get_ydata()), expected)
@@ -144,7 +113,7 @@ def test_singular_values():
 
 def test_soft_masks_are_drawn_by_rank_beside_the_hard_one():
     row, count = gaussian(128).double(), 4
-    figure = soft_mask_figure(row, count, (1.0, 0.01))
+    figure = figures.soft_mask_figure(row, count, (1.0, 0.01))
     for ax, tau in zip(figure.axes, (1.0, 0.01), strict=True):
         assert ax.get_title() == f"tau = {tau:g}"
         assert ax.get_xlabel() == "rank of the key block"
@@ -159,7 +128,7 @@ def test_soft_masks_are_drawn_by_rank_beside_the_hard_one():
 
 def test_router_figure_draws_every_seed_and_the_mean_over_layers():
     record = read_record("train_router_cpu")
-    figure = router_figure(record, title="a title")
+    figure = figures.router_figure(record, title="a title")
     assert figure.get_suptitle() == "a title"
     assert figure.get_supxlabel() == record.caption
     expected = {

@@ -30,9 +30,8 @@ def test_a_prediction_is_put_beside_the_measurement(capsys, monkeypatch, guess, 
     monkeypatch.setattr(teaching, "_guesses", {})
     predict("q1", guess)
     compare("q1", measured)
-    assert capsys.readouterr().out == (
-        f"q1: your prediction is {guess}\nq1: predicted {guess}, measured {measured:.3f}{verdict}\n"
-    )
+    said = f"q1: your prediction is {guess}\nq1: predicted {guess}, measured {measured:.3f}{verdict}\n"
+    assert capsys.readouterr().out == said
 
 
 def test_the_last_prediction_counts_and_one_that_was_not_made_is_named(capsys, monkeypatch):

@@ -29,11 +29,8 @@ def trained():
 
 
 def test_captured_tensors_reproduce_the_output_of_attention(trained):
-    outputs = {}
-    hooks = [
-        block.attention.core.register_forward_hook(lambda core, qkv, o, layer=layer: outputs.update({layer: o}))
-        for layer, block in enumerate(trained.model.blocks)
-    ]
+    cores, outputs = [block.attention.core for block in trained.model.blocks], {}
+    hooks = [core.register_forward_hook(lambda core, qkv, o: outputs.update({core: o})) for core in cores]
     losses, layers = video_attention_tensors(trained, (0.3, 0.6, 1.0), (0, 1))
     for hook in hooks:
         hook.remove()
@@ -43,11 +40,11 @@ def test_captured_tensors_reproduce_the_output_of_attention(trained):
         assert tuple(tensors) == TENSORS
         assert {x.shape for x in tensors.values()} == {(3, 2, 128, 16)}
         assert not any(x.requires_grad for x in tensors.values())
-        torch.testing.assert_close(attention_forward(*tensors.values()).output, outputs[layer])
+        torch.testing.assert_close(attention_forward(*tensors.values()).output, outputs[cores[layer]])
         # QK-norm came before, and a rotation changes no length.
         gain = trained.model.blocks[layer].attention.qk_norm.key_norm.weight
         assert tensors["key"].square().mean(-1).sqrt().max() <= gain.abs().max() * 1.001
-    assert not trained.model.blocks[0].attention.core._forward_hooks
+    assert not cores[0]._forward_hooks
 
 
 def test_captured_losses_are_those_of_new_videos_at_their_noise_levels(trained):
@@ -60,19 +57,13 @@ def test_captured_losses_are_those_of_new_videos_at_their_noise_levels(trained):
 
 
 @pytest.mark.parametrize(
-    ("noise_levels", "layers", "message"),
-    [
-        ((0.5,), (2,), r"layers: expected numbers from 0 to 1, got \[2\]"),
-        ((0.5,), (-1,), r"layers: expected numbers from 0 to 1, got \[-1\]"),
-        ((0.5,), (), r"layers: expected numbers from 0 to 1, got \[\]"),
-        ((1.5,), (0,), r"noise_levels: expected numbers from 0 to 1, got \[1.5\]"),
-        ((-0.5,), (0,), r"noise_levels: expected numbers from 0 to 1, got \[-0.5\]"),
-        ((), (0,), r"noise_levels: expected numbers from 0 to 1, got \[\]"),
-    ],
-)
-def test_captures_that_cannot_be_are_refused(trained, noise_levels, layers, message):
-    with pytest.raises(ValueError, match=message):
-        video_attention_tensors(trained, noise_levels, layers)
+    ("name", "values", "got"),
+    [("layers", (2,), r"\[2\]"), ("layers", (-1,), r"\[-1\]"), ("layers", (), r"\[\]"),
+     ("noise_levels", (1.5,), r"\[1.5\]"), ("noise_levels", (-0.5,), r"\[-0.5\]"), ("noise_levels", (), r"\[\]")],
+)  # fmt: skip
+def test_captures_that_cannot_be_are_refused(trained, name, values, got):
+    with pytest.raises(ValueError, match=f"{name}: expected numbers from 0 to 1, got {got}"):
+        video_attention_tensors(trained, **{"noise_levels": (0.5,), "layers": (0,)} | {name: values})
 
 
 def test_concentration_of_flat_and_of_local_attention():
@@ -91,13 +82,10 @@ def test_concentration_of_flat_and_of_local_attention():
 def test_concentration_is_a_mean_over_blocks_of_queries_of_each_head():
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 2, 128, 16) * 2
-    rows = concentration({3: {"query": q, "key": k}})
-    for row in rows:
-        p = (q @ k.mT / 4).softmax(-1)[row["sample"], row["head"]]
+    for row in concentration({3: {"query": q, "key": k}}):
         best = []
-        for rows_of_p in p.split(row["block_q"]):
-            masses = sorted(block.sum().item() for block in rows_of_p.split(row["block_kv"], 1))
-            best += masses[-row["blocks"] :]
+        for p in (q @ k.mT / 4).softmax(-1)[row["sample"], row["head"]].split(row["block_q"]):
+            best += sorted(block.sum().item() for block in p.split(row["block_kv"], 1))[-row["blocks"] :]
         assert row["mass"] == pytest.approx(sum(best) / 128, rel=1e-4)
 
 

@@ -29,10 +29,9 @@ def test_the_command_trains_and_records(text, capsys):
     expected = {
         "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "qk_norm": True,
         "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "block",
-        "block_q": 8, "block_kv": 16,
-        "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004, "warmup_steps": 2,
-        "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4, "autocast": False,
-        "compile": False,
+        "block_q": 8, "block_kv": 16, "ds_rounding": "stochastic", "steps": 8, "batch_size": 4, "learning_rate": 0.004,
+        "warmup_steps": 2, "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4,
+        "autocast": False, "compile": False,
     }  # fmt: skip
     assert expected.items() <= arguments.items()
     assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
@@ -78,13 +77,8 @@ def test_the_command_trains_on_byte_pairs_in_bfloat16(text):
     assert len(list((text / "runs").glob("corpus_*_280.bin"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tokens-per-step", "65"], "tokens_per_step: expected a multiple of 16, got 65"),
-        (["--tokens", "513"], "tokens: expected a multiple of 64, got 513"),
-    ],
-)
-def test_tokens_that_make_no_whole_steps_are_refused(text, options, message):
+@pytest.mark.parametrize(("name", "value", "divisor"), [("tokens-per-step", 65, 16), ("tokens", 513, 64)])
+def test_tokens_that_make_no_whole_steps_are_refused(text, name, value, divisor):
+    message = f"{name.replace('-', '_')}: expected a multiple of {divisor}, got {value}"
     with pytest.raises(SystemExit, match=message):
-        main([*OPTIONS, *options])
+        main([*OPTIONS, f"--{name}", str(value)])

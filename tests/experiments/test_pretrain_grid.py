@@ -16,23 +16,13 @@ import torch
 
 from sage_ref.__main__ import main
 from sage_ref.experiments import pretrain_grid as grid_module
-from sage_ref.experiments.pretrain_grid import (
-    CPU_PLAN,
-    Cell,
-    Grid,
-    GridPlan,
-    chosen_rates,
-    grid_table,
-    measured_on,
-    traces,
-)
+from sage_ref.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, chosen_rates
 from sage_ref.records import Record, read_record, write_record
 from sage_ref.training.corpus import read_corpus, write_tokens
 
 PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN}
-TINY = replace(
-    CPU_PLAN, tokens=256, tokens_per_step=(32, 128), context=16, layers=1, width=16, heads=1, validation_sequences=2
-)
+SMALL = {"context": 16, "layers": 1, "width": 16, "heads": 1, "validation_sequences": 2}
+TINY = replace(CPU_PLAN, tokens=256, tokens_per_step=(32, 128), **SMALL)
 
 
 def all_cells(plan):
@@ -57,10 +47,9 @@ def test_the_plan_has_every_cell_of_the_experiment(plan):
             ("sagebwd", "qk", "reference", "row")}  # fmt: skip
     kinds = {(size, qk_norm, *way) for size in (small, large) for qk_norm in (True, False) for way in ways}
     kinds |= {(large, True, "sagebwd", "k", "reference", "block")}
-    found = {}
+    names, found = ("tokens_per_step", "qk_norm", "attention", "smoothing", "backend", "granularity"), {}
     for cell in cells:
-        kind = (cell.tokens_per_step, cell.qk_norm, cell.attention, cell.smoothing, cell.backend, cell.granularity)
-        found.setdefault(kind, []).append(cell.seed)
+        found.setdefault(tuple(getattr(cell, name) for name in names), []).append(cell.seed)
     assert found.keys() == kinds
     assert len(plan.seeds) >= 3
     assert set(plan.seeds) < set(plan.seeds_at_large)
@@ -78,11 +67,10 @@ def test_the_plan_has_every_cell_of_the_experiment(plan):
 def test_sizes_of_a_step_are_eight_times_apart_and_divide_all(plan):
     small, large = plan.tokens_per_step
     assert large >= 8 * small
-    for tokens_per_step in plan.tokens_per_step:
-        assert plan.tokens % tokens_per_step == 0
-        assert tokens_per_step % plan.context == 0
-        for largest in (plan.micro_batch, plan.reference_micro_batch):
-            assert (tokens_per_step // plan.context) % min(largest, tokens_per_step // plan.context) == 0
+    for size in plan.tokens_per_step:
+        assert plan.tokens % size == size % plan.context == 0
+        sequences = size // plan.context
+        assert all(sequences % min(x, sequences) == 0 for x in (plan.micro_batch, plan.reference_micro_batch))
 
 
 @BOTH
@@ -131,7 +119,7 @@ class FakeRuns:
     def __call__(self, command, *, stdout, stderr, env, check):
         assert command[:4] == [sys.executable, "-m", "sage_ref", "pretrain"]
         assert not check
-        options = dict(zip(command, command[1:], strict=False))
+        options = options_of(command)
         device = env.get("CUDA_VISIBLE_DEVICES") if options["--device"] == "cuda" else "cpu"
         with self.lock:
             self.calls.append((command, env))
@@ -166,8 +154,7 @@ def fake(monkeypatch):
     return replace_runs
 
 
-def some_cells(count):
-    return [Cell("exact", True, 512, seed, 0.001) for seed in range(count)]
+CELLS = [Cell("exact", True, 512, seed, 0.001) for seed in range(24)]
 
 
 def options_of(command):
@@ -185,23 +172,17 @@ def test_a_run_is_told_its_cell_and_its_plan(tmp_path, fake):
     reference = Cell("sagebwd", True, 2**17, 0, 0.001, "qk", "reference", "row")
     unsmoothed = Cell("sagebwd", False, 2**14, 0, 0.001, "none", "auto")
     grid_of(tmp_path, replace(GridPlan(), reference_micro_batch=4)).run([exact, kernels, reference, unsmoothed])
-    first = runs.calls[0][0]
-    expected = {
-        "--attention": "exact", "--tokens-per-step": "16384", "--learning-rate": "0.002", "--seed": "1",
-        "--tokens": str(2**26), "--context": "1024", "--layers": "4", "--width": "384", "--heads": "3",
-        "--kv-heads": "3", "--warmup": "0.1", "--validation-sequences": "256", "--corpus": "corpus.bin",
-        "--micro-batch": "16", "--device": "cpu", "--json": str(tmp_path / f"{exact.name}.json"),
-        "--checkpoint": str(tmp_path / f"{exact.name}.pt"),
-    }  # fmt: skip
-    assert expected.items() <= options_of(first).items()
+    first, *_ = commands = [command for command, _ in runs.calls]
+    expected = (
+        "--attention exact --tokens-per-step 16384 --learning-rate 0.002 --seed 1 --tokens 67108864 --context 1024"
+        " --layers 4 --width 384 --heads 3 --kv-heads 3 --warmup 0.1 --validation-sequences 256 --corpus corpus.bin"
+        f" --micro-batch 16 --device cpu --json {tmp_path / exact.name}.json --checkpoint {tmp_path / exact.name}.pt"
+    ).split()
+    assert set(zip(expected[::2], expected[1::2], strict=True)) <= options_of(first).items()
     assert first[first.index("--snapshots") :] == ["--snapshots", "410", "2048"]
     flags = ("--qk-norm", "--trace", "--smooth-k", "--no-smooth-k", "--smooth-q", "--autocast")
     chosen = ("--micro-batch", "--backend", "--granularity", "--blocks")  # a step of 16384 tokens has 16 sequences
-    found = [
-        ([flag for flag in flags if flag in command], *(options_of(command).get(name) for name in chosen))
-        for command, _ in runs.calls
-    ]
-    assert found == [
+    assert [([x for x in flags if x in y], *(options_of(y).get(name) for name in chosen)) for y in commands] == [
         (["--trace", "--autocast"], "16", "reference", "block", "64x64"),
         (["--qk-norm", "--smooth-k", "--autocast"], "64", "auto", None, None),
         (["--qk-norm", "--smooth-k", "--smooth-q", "--autocast"], "4", "reference", "row", "64x64"),
@@ -218,18 +199,8 @@ def test_short_runs_have_their_snapshots_at_a_step_that_exists_and_what_they_pri
     assert (tmp_path / f"{cell.name}.log").read_text() == f"{cell.name}\n"
 
 
-def test_finished_runs_are_not_run_again(tmp_path, fake):
-    cells, runs = some_cells(4), fake()
-    grid_of(tmp_path).run(cells[:2])
-    grid = grid_of(tmp_path)
-    assert list(grid.records(cells)) == cells[:2]
-    grid.run(cells)
-    assert [options_of(command)["--seed"] for command, _ in runs.calls] == ["0", "1", "2", "3"]
-    assert {cell: record.rows[0]["seed"] for cell, record in grid.records(cells).items()} == {c: c.seed for c in cells}
-
-
 def test_a_run_that_breaks_is_named_after_all_others_have_ended(tmp_path, fake):
-    runs, cells = fake(fails=["seed1"], seconds=0.01), some_cells(5)
+    runs, cells = fake(fails=["seed1"], seconds=0.01), CELLS[:5]
     grid = grid_of(tmp_path, devices=[0, 1])
     message = f"{cells[1].name}: the run ended with exit status 3, see .*{cells[1].name}.log"
     with pytest.raises(RuntimeError, match=message):
@@ -238,21 +209,20 @@ def test_a_run_that_breaks_is_named_after_all_others_have_ended(tmp_path, fake):
     assert list(grid.records(cells)) == [cells[0], *cells[2:]]
     fake()
     grid.run(cells)  # the devices have come back, that of the broken run too
-    assert list(grid.records(cells)) == cells
+    assert {cell: found.rows[0]["seed"] for cell, found in grid.records(cells).items()} == {x: x.seed for x in cells}
 
 
 def test_no_two_runs_share_a_place_on_a_device(tmp_path, fake):
     runs = fake(seconds=0.02)
-    grid_of(tmp_path, devices=[0, 1, 2, 2]).run(some_cells(24))
+    grid_of(tmp_path, devices=[0, 1, 2, 2]).run(CELLS)
     assert runs.most == {"0": 1, "1": 1, "2": 2}
     assert len(runs.calls) == 24
-    assert {env["CUDA_VISIBLE_DEVICES"] for _, env in runs.calls} == {"0", "1", "2"}
 
 
 def test_runs_on_the_cpu_follow_each_other_and_see_the_same_environment(tmp_path, fake, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     runs = fake(seconds=0.01)
-    grid_of(tmp_path).run(some_cells(4))
+    grid_of(tmp_path).run(CELLS[:4])
     assert runs.most == {"cpu": 1}
     assert all(env == dict(os.environ) for _, env in runs.calls)
 
@@ -266,18 +236,18 @@ def record(**facts):
 
 
 def test_the_provenance_is_what_the_runs_have_in_common():
-    found = measured_on([record(), record(date="2026-01-03", commit="b"), record(date="2026-01-02", driver=None)])
-    assert found.pop("commit") == ["a", "b"]
-    assert found.pop("driver") == ["1", None]
-    assert found.pop("date") == "2026-01-03"
-    assert found == {"gpu": "H200", "cpu": "c", "python": "3", "torch": "2", "triton": "3"}
+    records = [record(), record(date="2026-01-03", commit="b"), record(date="2026-01-02", driver=None)]
+    varied = {"commit": ["a", "b"], "driver": ["1", None], "date": "2026-01-03"}
+    assert grid_module.measured_on(records) == record(**varied).provenance
 
 
 def test_traces_say_which_run_they_are_of():
     cells = [Cell("exact", qk_norm, 512, 0, 0.001) for qk_norm in (True, False)]
     records = {cell: record(traces=[{"step": 1, "layer": 0}, {"step": 2, "layer": 0}]) for cell in cells}
     names = {"tokens_per_step": 512, "seed": 0, "layer": 0}
-    assert traces(records) == [names | {"qk_norm": qk, "step": step} for qk in (True, False) for step in (1, 2)]
+    assert grid_module.traces(records) == [
+        names | {"qk_norm": qk, "step": step} for qk in (True, False) for step in (1, 2)
+    ]
 
 
 def test_the_table_has_mean_range_and_divergence_of_every_kind_of_run():
@@ -286,7 +256,7 @@ def test_the_table_has_mean_range_and_divergence_of_every_kind_of_run():
     rows += [searched(512, 0.1, None, **kind | {"qk_norm": False}, diverged="guessing")]
     rows += [searched(512, 0.1, loss, **kind | {"smoothing": "k"}, diverged=reason)
              for loss, reason in ((3.0, None), (None, "nan"))]  # fmt: skip
-    header, lines = grid_table(rows)
+    header, lines = grid_module.grid_table(rows)
     names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "learning_rate")
     assert header == (*names, "runs", "final validation loss", "range", "diverged")
     assert lines == [
@@ -308,35 +278,25 @@ COMMAND = ["pretrain-grid", "--plan", "cpu", "--folder", "grid"]
 
 
 def test_the_command_works_off_the_plan_and_records_it(text, fake, capsys):
-    def loss(options):
-        """Of the search 0.001 is best at the small step, 0.004 at the large one."""
-        small = options["--tokens-per-step"] == "512"
-        return 2.0 + (options["--learning-rate"] != ("0.001" if small else "0.004"))
-
-    runs = fake(loss=loss)
-    main([*COMMAND, "--corpus", "text.txt", "--json", "grid.json", "--traces", "layers.json"])
-    printed = capsys.readouterr().out
+    """Of the search 0.001 is best at the small step, 0.004 at the large one."""
     rates = {512: 0.001, 4096: 0.004}
+    runs = fake(loss=lambda x: 2.0 + (rates[int(x["--tokens-per-step"])] != float(x["--learning-rate"])))
+    main([*COMMAND, "--corpus", "text.txt", "--json", "grid.json", "--traces", "layers.json"])
     cells = list(dict.fromkeys(CPU_PLAN.search() + CPU_PLAN.cells(rates)))
     names = [Path(options_of(command)["--json"]).stem for command, _ in runs.calls]
     assert sorted(names) == sorted(cell.name for cell in cells)
     assert set(names[:4]) == {cell.name for cell in CPU_PLAN.search()}
     assert {options_of(command)["--corpus"] for command, _ in runs.calls} == {"grid/corpus.bin"}
-    tokens = (text / "grid" / "corpus.bin").read_bytes()
-    assert tokens[::2] == (text / "text.txt").read_bytes()
-    found = read_record(text / "grid.json")
+    assert (text / "grid" / "corpus.bin").read_bytes()[::2] == (text / "text.txt").read_bytes()
+    found, traced = read_record(text / "grid.json"), read_record(text / "layers.json")
     assert len(found.rows) == len(cells)
-    assert found.provenance["plan"] == json.loads(json.dumps(asdict(CPU_PLAN)))
-    assert found.provenance["learning_rate"] == {"512": 0.001, "4096": 0.004}
-    assert found.provenance["unfinished"] == []
-    assert found.provenance["corpus"] == "text"
-    assert "| 4096 | True | sagebwd |" in printed
-    traced = read_record(text / "layers.json")
+    facts = {"plan": json.loads(json.dumps(asdict(CPU_PLAN))), "learning_rate": {"512": 0.001, "4096": 0.004}}
+    assert (facts | {"unfinished": [], "corpus": "text"}).items() <= found.provenance.items()
+    assert "| 4096 | True | sagebwd |" in capsys.readouterr().out
     expected = [cell for cell in CPU_PLAN.cells(rates) if cell.attention == "exact" and cell.seed == 0]
     assert len(expected) == 4
-    assert [(row["tokens_per_step"], row["qk_norm"], row["seed"]) for row in traced.rows] == [
-        (cell.tokens_per_step, cell.qk_norm, cell.seed) for cell in expected
-    ]
+    places = [(row["tokens_per_step"], row["qk_norm"], row["seed"]) for row in traced.rows]
+    assert places == [(cell.tokens_per_step, cell.qk_norm, cell.seed) for cell in expected]
 
 
 def test_the_command_goes_on_after_a_run_that_broke(text, fake):
@@ -366,30 +326,26 @@ def test_report_only_trains_nothing_and_names_what_is_unfinished(text, fake, cap
     assert len(unfinished) == 5
     assert all(name.startswith(("sagebwd_qk_reference_row", "exact_plain_4096")) for name in unfinished)
     assert f"unfinished: {', '.join(unfinished)}\n" in capsys.readouterr().out
-    assert len(found.rows) == len({file.stem for file in (text / "grid").glob("*.json")})
+    assert len(found.rows) == len(list((text / "grid").glob("*.json")))
     assert traced.provenance["unfinished"] == unfinished
-    expected = [(4096, True), (512, True), (512, False)]
-    assert [(row["tokens_per_step"], row["qk_norm"]) for row in traced.rows] == expected
+    places = [(row["tokens_per_step"], row["qk_norm"]) for row in traced.rows]
+    assert places == [(4096, True), (512, True), (512, False)]
 
 
 def test_on_gpus_each_is_shared_by_as_many_runs_as_asked_for(text, monkeypatch):
-    given = []
-
     class Seen(Exception):
         pass
 
-    def seen(plan, folder, corpus, devices):
-        given.append((plan, devices))
-        raise Seen
+    def seen(*arguments):
+        raise Seen(*arguments)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(grid_module, "Grid", seen)
-    with pytest.raises(Seen):
+    with pytest.raises(Seen) as found:
         main(["pretrain-grid", "--runs-per-gpu", "3"])
-    ((plan, devices),) = given
-    assert plan == GridPlan()
-    assert Counter(devices) == {0: 3, 1: 3}
+    plan, _, _, devices = found.value.args
+    assert (plan, Counter(devices)) == (GridPlan(), {0: 3, 1: 3})
 
 
 def test_every_cell_trains(text, monkeypatch):
@@ -403,16 +359,16 @@ def test_every_cell_trains(text, monkeypatch):
     monkeypatch.setattr("sage_ref.records._commit", lambda: "0" * 40)
     write_tokens(read_corpus(text / "text.txt").tokens.numpy(), text / "corpus.bin")
     search, cells = all_cells(TINY)
-    kinds = {replace(cell, learning_rate=0.001, seed=0): None for cell in (*search, *cells)}
+    kinds = list(dict.fromkeys(replace(cell, learning_rate=0.001, seed=0) for cell in (*search, *cells)))
     assert len(kinds) == 2 * 2 * 4 + 1
-    grid = Grid(TINY, text, Path("corpus.bin"), [None])
-    grid.run(list(kinds))
-    for cell, found in grid.records(list(kinds)).items():
+    grid = grid_of(text, TINY)
+    grid.run(kinds)
+    for cell, found in grid.records(kinds).items():
         (row,) = found.rows
-        assert (row["attention"], row["qk_norm"], row["smoothing"]) == (cell.attention, cell.qk_norm, cell.smoothing)
-        granularity = None if cell.attention == "exact" else cell.granularity or "row"
-        assert (row["granularity"], row["tokens_per_step"]) == (granularity, cell.tokens_per_step)
-        assert (row["tokens"], row["learning_rate"], row["diverged"]) == (256, 0.001, None)
+        names = ("attention", "qk_norm", "smoothing", "tokens_per_step", "learning_rate")
+        assert [row[name] for name in names] == [getattr(cell, name) for name in names]
+        assert row["granularity"] == (None if cell.attention == "exact" else cell.granularity or "row")
+        assert (row["tokens"], row["diverged"]) == (256, None)
         assert bool(found.provenance["traces"]) == (cell.attention == "exact")
         steps = 256 // cell.tokens_per_step
         assert (text / f"{cell.name}_step{steps // 2}.pt").exists()
@@ -420,8 +376,7 @@ def test_every_cell_trains(text, monkeypatch):
 
 def test_a_run_is_a_process_of_its_own(text):
     write_tokens(read_corpus(text / "text.txt").tokens.numpy(), text / "corpus.bin")
-    cell = Cell("sagebwd", True, 128, 0, 0.001, "qk", "reference", "row")
-    grid = Grid(TINY, text, text / "corpus.bin", [None])
+    cell, grid = Cell("sagebwd", True, 128, 0, 0.001, "qk", "reference", "row"), grid_of(text, TINY)
     grid.run([cell])
     (row,) = grid.records([cell])[cell].rows
     assert (row["tokens"], row["smoothing"], row["granularity"]) == (256, "qk", "row")

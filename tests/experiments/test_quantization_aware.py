@@ -9,16 +9,7 @@ from torch.testing import assert_close
 
 from sage_ref.attention import attention_forward
 from sage_ref.experiments import quantization_aware
-from sage_ref.experiments.quantization_aware import (
-    WAYS,
-    MappedSLA2,
-    Study,
-    TuningSettings,
-    effect,
-    errors,
-    fine_tune,
-    study_rows,
-)
+from sage_ref.experiments.quantization_aware import WAYS, MappedSLA2, Study, TuningSettings, effect, errors, fine_tune
 from sage_ref.records import Record
 from sage_ref.sla2 import BlockSettings, sla2_backward, sla2_forward
 from sage_ref.tracing import relative_l2
@@ -89,10 +80,9 @@ def test_the_outlier_changes_nothing_without_quantisation_and_much_with_it(tenso
 
 def test_errors_are_relative_to_full_attention(layer, tensors):
     exact = attention_forward(*tensors).output
-    plain_error, int8_error = errors(layer, *tensors)
-    assert plain_error == pytest.approx(relative_l2(layer(*tensors, "afterwards"), exact))
-    assert int8_error == pytest.approx(relative_l2(layer(*tensors, "algorithm 3"), exact))
-    assert plain_error != int8_error
+    expected = [relative_l2(layer(*tensors, way), exact) for way in ("afterwards", "algorithm 3")]
+    assert errors(layer, *tensors) == pytest.approx(expected)
+    assert expected[0] != expected[1]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -102,8 +92,7 @@ def test_training_reduces_the_error_and_its_seed_decides_the_batches(layer, tens
     first, again, other = (fine_tune(*tensors, way, SETTINGS, seed) for seed in (0, 0, 1))
     assert torch.equal(first.maps, again.maps)
     assert not torch.equal(first.maps, other.maps)
-    start = layer.sla2.alpha_logit
-    assert not torch.equal(first.sla2.alpha_logit, start)
+    assert not torch.equal(first.sla2.alpha_logit, layer.sla2.alpha_logit)
     assert all(torch.equal(weight, torch.eye(HEAD_DIM)) for weight in first.sla2.router.parameters())
 
 
@@ -119,13 +108,10 @@ def test_the_learning_rate_falls(tensors):
     assert 1.4 < moved < 1.51
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [({"steps": 0}, "steps"), ({"query_blocks": 0}, "query_blocks"), ({"value_outlier": 0.0}, "value_outlier")],
-)
-def test_impossible_settings_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        TuningSettings(**values)
+@pytest.mark.parametrize("name", ["steps", "query_blocks", "value_outlier"])
+def test_impossible_settings_are_refused(name):
+    with pytest.raises(ValueError, match=name):
+        TuningSettings(**{name: 0})
 
 
 def test_ways_are_refused_by_name(tensors):
@@ -136,16 +122,17 @@ def test_ways_are_refused_by_name(tensors):
 def test_study_trains_on_the_first_video_and_judges_on_both(monkeypatch):
     monkeypatch.setattr(quantization_aware, "TuningSettings", partial(TuningSettings, steps=3))
     generator = torch.Generator().manual_seed(0)
-    names = ("query", "key", "value")
-    capture = {2: {name: torch.randn(2, 4, 256, 16, generator=generator).bfloat16() for name in names}}
-    study = Study(layers=(2,), heads=1, value_outliers=(1.0, 300.0), seeds=(3,))
-    rows = list(study_rows(study, capture))
+    capture = {name: torch.randn(2, 4, 256, 16, generator=generator).bfloat16() for name in ("query", "key", "value")}
+    rows = list(
+        quantization_aware.study_rows(
+            Study(layers=(2,), heads=1, value_outliers=(1.0, 300.0), seeds=(3,)), {2: capture}
+        )
+    )
     assert [(row["value_outlier"], row["way"]) for row in rows] == [(x, way) for x in (1.0, 300.0) for way in WAYS]
-    fitted, other = ([capture[2][name][i : i + 1, :1].float() for name in names] for i in (0, 1))
+    fitted, other = ([x[i : i + 1, :1].float() for x in capture.values()] for i in (0, 1))
     tuned = fine_tune(*fitted, "algorithm 3", TuningSettings(steps=3, value_outlier=300.0), 3)
     row = next(row for row in rows if row["way"] == "algorithm 3" and row["value_outlier"] == 300.0)
-    assert row["seed"] == 3
-    assert row["layer"] == 2
+    assert (row["seed"], row["layer"]) == (3, 2)
     assert (row["fitted_16bit"], row["fitted_int8"]) == pytest.approx(errors(tuned, *fitted), abs=1e-5)
     assert (row["other_16bit"], row["other_int8"]) == pytest.approx(errors(tuned, *other), abs=1e-5)
 

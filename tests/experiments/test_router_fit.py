@@ -12,30 +12,7 @@ from torch.testing import assert_close
 
 from sage_ref.__main__ import main
 from sage_ref.experiments import router_fit
-from sage_ref.experiments.router_fit import (
-    FITTED,
-    HELD_OUT,
-    FitSettings,
-    RouterSweep,
-    branches,
-    correlation,
-    fit_router,
-    fitted_alpha,
-    flatness,
-    held_mass,
-    heuristic_mask,
-    mask_rows,
-    mixed_row,
-    result_table,
-    router_sweep,
-    samples,
-    sla_rows,
-    split_samples,
-    squared_error,
-    stage1_loss,
-    sweep_length,
-    trained_rows,
-)
+from sage_ref.experiments.router_fit import FITTED, HELD_OUT, FitSettings, RouterSweep, fit_router, mask_rows, samples
 from sage_ref.records import Record, read_record
 from sage_ref.sla2 import PRINTED, SLA, Relaxation, block_count, soft_sparse_linear_attention, soft_top_k, top_blocks
 from sage_ref.sla2.router import LEAST_WEIGHT
@@ -48,9 +25,8 @@ SETTINGS = FitSettings(sparsity=0.9, steps=80, query_blocks=8, learning_rate=5e-
 FAST = replace(SETTINGS, steps=2)
 
 
-def outlier_samples(count, seed=0, blocks=SETTINGS.blocks):
-    tensors, _ = video_like(DATA, count, seed=seed)
-    return samples(*tensors.values(), blocks)
+def outlier_samples(count, seed=0):
+    return samples(*video_like(DATA, count, seed=seed)[0].values(), SETTINGS.blocks)
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +54,21 @@ def by_method(rows, sample_set):
 
 
 def test_the_fit_beats_the_heuristic_where_that_is_wrong(fitted, held_out, straight_through):
-    baselines = mask_rows(fitted, held_out, SETTINGS) + sla_rows(fitted, held_out, SETTINGS)
-    trained = trained_rows(fitted, held_out, straight_through, SETTINGS.relaxation)
+    rows = mask_rows(fitted, held_out, SETTINGS) + router_fit.sla_rows(fitted, held_out, SETTINGS)
+    rows += router_fit.trained_rows(fitted, held_out, straight_through, SETTINGS.relaxation)
     for sample_set in (FITTED, HELD_OUT):
-        methods = by_method(baselines, sample_set)
-        row = by_method(trained, sample_set)["SLA2"]
-        assert row["error"] < 0.95 * methods["heuristic, alpha fitted"]["error"]
+        methods = by_method(rows, sample_set)
+        row, heuristic = methods["SLA2"], methods["heuristic, alpha fitted"]
+        assert row["error"] < 0.95 * heuristic["error"]
         assert row["error"] < methods["SLA, best step"]["error"]
-        assert row["share_of_best_mass"] > methods["heuristic, alpha fitted"]["share_of_best_mass"] + 0.05
+        assert row["share_of_best_mass"] > heuristic["share_of_best_mass"] + 0.05
         assert row["error"] > methods["best mask, alpha fitted"]["error"]
 
 
 def test_the_printed_stand_in_is_solved_by_a_flat_mask(fitted, printed):
     """Its loss falls to almost nothing while the mask that will be used gets worse."""
-    before = held_mass(fitted, heuristic_mask(fitted, SETTINGS))["mass"]
-    row = by_method(trained_rows(fitted, fitted, printed, PRINTED), FITTED)["SLA2"]
+    before = router_fit.held_mass(fitted, router_fit.heuristic_mask(fitted, SETTINGS))["mass"]
+    row = by_method(router_fit.trained_rows(fitted, fitted, printed, PRINTED), FITTED)["SLA2"]
     assert row["error_stage1"] < 0.3 * printed.trace[0]["loss"]
     assert row["flatness"] > row["flatness_at_start"]
     assert row["mass"] < before
@@ -100,33 +76,35 @@ def test_the_printed_stand_in_is_solved_by_a_flat_mask(fitted, printed):
 
 
 def test_no_mask_holds_more_than_the_best_one_and_mass_is_that_of_the_probabilities(fitted, held_out, straight_through):
-    rows = mask_rows(fitted, held_out, SETTINGS) + trained_rows(fitted, held_out, straight_through, Relaxation())
+    rows = mask_rows(fitted, held_out, SETTINGS) + router_fit.trained_rows(
+        fitted, held_out, straight_through, Relaxation()
+    )
     for row in rows:
         assert row["share_of_best_mass"] <= 1 + 1e-6
         assert (row["share_of_best_mass"] == pytest.approx(1, abs=1e-6)) == row["method"].startswith("best mask")
     generator = torch.Generator().manual_seed(0)
     for count in (1, 3, 31):
         mask = top_blocks(torch.rand(fitted.mass.shape, generator=generator), count)
-        assert held_mass(fitted, mask)["share_of_best_mass"] < 1
+        assert router_fit.held_mass(fitted, mask)["share_of_best_mass"] < 1
     everything = torch.ones_like(mask)
-    assert held_mass(fitted, everything) == pytest.approx({"mass": 1.0, "share_of_best_mass": 1.0})
-    mask = heuristic_mask(fitted, SETTINGS)
+    assert router_fit.held_mass(fitted, everything) == pytest.approx({"mass": 1.0, "share_of_best_mass": 1.0})
+    mask = router_fit.heuristic_mask(fitted, SETTINGS)
     p = (fitted.query @ fitted.key.mT / 4).softmax(-1)
     seen = mask.repeat_interleave(16, -2).repeat_interleave(8, -1)
-    assert held_mass(fitted, mask)["mass"] == pytest.approx((p * seen).sum(-1).mean().item(), rel=1e-5)
+    assert router_fit.held_mass(fitted, mask)["mass"] == pytest.approx((p * seen).sum(-1).mean().item(), rel=1e-5)
 
 
 def test_fitted_alpha_cannot_be_improved(fitted):
-    mask = heuristic_mask(fitted, SETTINGS)
-    o_s, o_l = branches(fitted, mask, SETTINGS.blocks)
-    alpha = fitted_alpha(fitted, o_s, o_l)
+    mask = router_fit.heuristic_mask(fitted, SETTINGS)
+    o_s, o_l = router_fit.branches(fitted, mask, SETTINGS.blocks)
+    alpha = router_fit.fitted_alpha(fitted, o_s, o_l)
     assert alpha.shape == (2,)
-    least = mixed_row(fitted, mask, alpha, SETTINGS.blocks)["error"]
+    least = router_fit.mixed_row(fitted, mask, alpha, SETTINGS.blocks)["error"]
     for head in range(2):
         for change in (-0.02, 0.02):
             other = alpha.clone()
             other[head] += change
-            assert mixed_row(fitted, mask, other, SETTINGS.blocks)["error"] > least
+            assert router_fit.mixed_row(fitted, mask, other, SETTINGS.blocks)["error"] > least
 
 
 def test_alphas_of_the_baselines_come_from_the_fitted_samples(fitted, held_out):
@@ -143,10 +121,10 @@ def test_alphas_of_the_baselines_come_from_the_fitted_samples(fitted, held_out):
 
 def test_sla_starts_as_sparse_attention_and_learns(fitted, held_out):
     sla = SLA(16, 2, sparsity=SETTINGS.sparsity, block_q=16, block_kv=8)
-    alone = squared_error(sla(*fitted[:3]), fitted).item()
+    alone = router_fit.squared_error(sla(*fitted[:3]), fitted).item()
     sparse = by_method(mask_rows(fitted, held_out, SETTINGS), FITTED)["heuristic, sparse only"]
     assert sparse["error"] == pytest.approx(alone, rel=1e-5)
-    rows = sla_rows(fitted, held_out, SETTINGS)
+    rows = router_fit.sla_rows(fitted, held_out, SETTINGS)
     for sample_set in (FITTED, HELD_OUT):
         methods = by_method(rows, sample_set)
         assert methods["SLA, best step"]["error"] <= methods["SLA"]["error"]
@@ -155,19 +133,19 @@ def test_sla_starts_as_sparse_attention_and_learns(fitted, held_out):
     assert by_method(rows, HELD_OUT)["SLA, best step"]["error"] <= sparse * (1 + 1e-5)
     assert by_method(rows, HELD_OUT)["SLA"]["error"] > sparse
     assert by_method(rows, FITTED)["SLA"]["error"] < alone
-    assert by_method(sla_rows(fitted, held_out, FAST), FITTED)["SLA"]["error"] < alone
+    assert by_method(router_fit.sla_rows(fitted, held_out, FAST), FITTED)["SLA"]["error"] < alone
 
 
 def test_the_trained_row_is_that_of_the_module_with_alpha_fitted_and_compared(fitted, held_out, straight_through):
     model = straight_through.model
     assert model.current_stage == 2
-    row = by_method(trained_rows(fitted, held_out, straight_through, Relaxation()), HELD_OUT)["SLA2"]
+    row = by_method(router_fit.trained_rows(fitted, held_out, straight_through, Relaxation()), HELD_OUT)["SLA2"]
     with torch.no_grad():
         output = model(*held_out[:3])
-    assert row["error"] == pytest.approx(squared_error(output, held_out).item(), rel=1e-5)
+    assert row["error"] == pytest.approx(router_fit.squared_error(output, held_out).item(), rel=1e-5)
     mask = model.block_mask(fitted.query, fitted.key)
-    alpha = fitted_alpha(fitted, *branches(fitted, mask, SETTINGS.blocks))
-    expected = mixed_row(held_out, model.block_mask(held_out.query, held_out.key), alpha, SETTINGS.blocks)
+    alpha = router_fit.fitted_alpha(fitted, *router_fit.branches(fitted, mask, SETTINGS.blocks))
+    expected = router_fit.mixed_row(held_out, model.block_mask(held_out.query, held_out.key), alpha, SETTINGS.blocks)
     assert row["error_fitted_alpha"] == pytest.approx(expected["error"], rel=1e-6)
     assert row["alpha_minus_mass"] == pytest.approx(row["alpha"] - row["mass"], abs=1e-6)
 
@@ -176,7 +154,7 @@ def test_the_printed_loss_is_that_of_the_module_in_stage_1(fitted):
     model = fit_router(fitted, replace(FAST, alpha_per_block=True)).model
     for sample, rows in (([0, 1, 2], torch.arange(16)), ([1], torch.tensor([5, 2]))):
         with torch.no_grad():
-            loss, soft = stage1_loss(model, fitted, PRINTED, sample, rows)
+            loss, soft = router_fit.stage1_loss(model, fitted, PRINTED, sample, rows)
             model.relaxation = PRINTED
             everything = model.soft_block_mask(fitted.query[sample], fitted.key[sample])
             alpha = model.alpha(len(sample), 16)
@@ -210,11 +188,11 @@ def test_straight_through_takes_values_from_top_k_and_gradients_from_soft_top_k(
 
 
 def test_flatness_and_correlation_at_their_ends():
-    assert flatness(torch.full((2, 3, 8), 0.25)) == pytest.approx(1)
-    assert flatness(top_blocks(torch.rand(2, 3, 8), 2).float()) == pytest.approx(0, abs=1e-6)
+    assert router_fit.flatness(torch.full((2, 3, 8), 0.25)) == pytest.approx(1)
+    assert router_fit.flatness(top_blocks(torch.rand(2, 3, 8), 2).float()) == pytest.approx(0, abs=1e-6)
     x = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
-    assert correlation(x, -3 * x) == pytest.approx(-1, abs=1e-5)
-    assert correlation(x, torch.ones_like(x)) is None
+    assert router_fit.correlation(x, -3 * x) == pytest.approx(-1, abs=1e-5)
+    assert router_fit.correlation(x, torch.ones_like(x)) is None
 
 
 @pytest.mark.parametrize("alpha_per_block", [False, True])
@@ -222,7 +200,7 @@ def test_alpha_starts_at_the_mass_and_moves(fitted, alpha_per_block):
     settings = replace(FAST, alpha_per_block=alpha_per_block, alpha_learning_rate=1e-9)
     model = fit_router(fitted, settings).model
     assert model.alpha_logit.shape == (2, 16 if alpha_per_block else 1)
-    held = (fitted.mass * heuristic_mask(fitted, settings)).sum(-1).mean(0)
+    held = (fitted.mass * router_fit.heuristic_mask(fitted, settings)).sum(-1).mean(0)
     assert_close(model.alpha(1, 16)[0], held if alpha_per_block else held.mean(-1, keepdim=True).expand(-1, 16))
     moved = fit_router(fitted, replace(settings, alpha_learning_rate=0.05)).model.alpha(1, 16)
     assert (moved - model.alpha(1, 16)).abs().mean() > 1e-3
@@ -242,21 +220,13 @@ def test_a_fit_is_a_function_of_its_seed(fitted):
 
 def test_learning_rates_follow_a_cosine_to_zero(fitted):
     rates = []
-
-    def keep(optimizer, *_):
-        rates.append([group["lr"] for group in optimizer.param_groups])
-
-    hook = register_optimizer_step_pre_hook(keep)
+    hook = register_optimizer_step_pre_hook(lambda x, *_: rates.append([group["lr"] for group in x.param_groups]))
     try:
         fit_router(fitted, replace(FAST, steps=4))
     finally:
         hook.remove()
-    assert_close(
-        torch.tensor(rates) / torch.tensor(rates[0]),
-        torch.tensor([[1.0], [0.8536], [0.5], [0.1464]]).expand(4, 2),
-        atol=1e-4,
-        rtol=0,
-    )
+    expected = torch.tensor([[1.0], [0.8536], [0.5], [0.1464]]).expand(4, 2)
+    assert_close(torch.tensor(rates) / torch.tensor(rates[0]), expected, atol=1e-4, rtol=0)
     assert rates[0] == [FAST.learning_rate, FAST.alpha_learning_rate]
 
 
@@ -264,36 +234,38 @@ def test_a_length_with_a_partial_block_is_fitted_on_its_whole_blocks():
     tensors = [x[:, :, :250] for x in video_like(DATA, 2)[0].values()]
     data = samples(*tensors, SETTINGS.blocks)
     found = fit_router(data, replace(FAST, alpha_per_block=True))
-    row = by_method(trained_rows(data, data, found, Relaxation()), FITTED)["SLA2"]
+    row = by_method(router_fit.trained_rows(data, data, found, Relaxation()), FITTED)["SLA2"]
     with torch.no_grad():
-        assert row["error"] == pytest.approx(squared_error(found.model(*tensors), data).item(), rel=1e-5)
+        assert row["error"] == pytest.approx(router_fit.squared_error(found.model(*tensors), data).item(), rel=1e-5)
     assert found.model.alpha_logit.shape[1] == block_count(250, 16) == 16
-    held = (data.mass * heuristic_mask(data, FAST)).sum(-1).mean(0)
+    held = (data.mass * router_fit.heuristic_mask(data, FAST)).sum(-1).mean(0)
     moved = (found.model.alpha(1, 16)[0] - held).abs()
     assert moved[:, :-1].max() > 1e-2
     assert moved[:, -1].max() < 1e-5
 
 
 def test_impossible_settings_are_refused(fitted):
-    with pytest.raises(ValueError, match=r"scores: expected one of \('P_c', 'log P_c'\), got 'logits'"):
-        Relaxation("logits")
-    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
-        Relaxation(temperature=0)
-    for name in ("steps", "query_blocks"):
-        with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
-            replace(SETTINGS, **{name: 0})
-    with pytest.raises(ValueError, match="query: expected at least block_q=512 tokens, got 256"):
-        fit_router(fitted, replace(SETTINGS, block_q=512))
-    with pytest.raises(ValueError, match="capture: expected 2 samples or more, one of them to hold out, got 1"):
-        split_samples(video_like(DATA, 1)[0])
-    broken = fitted._replace(output=torch.full_like(fitted.output, torch.nan))
-    with pytest.raises(RuntimeError, match="left weights that are not finite"):
-        fit_router(broken, FAST)
+    larger, broken = replace(SETTINGS, block_q=512), fitted._replace(output=fitted.output * torch.nan)
+    for error, message, call in (
+        (ValueError, r"scores: expected one of \('P_c', 'log P_c'\), got 'logits'", lambda: Relaxation("logits")),
+        (ValueError, "temperature: expected a positive number, got 0", lambda: Relaxation(temperature=0)),
+        (ValueError, "^steps: expected at least 1, got 0", lambda: replace(SETTINGS, steps=0)),
+        (ValueError, "query_blocks: expected at least 1, got 0", lambda: replace(SETTINGS, query_blocks=0)),
+        (ValueError, "query: expected at least block_q=512 tokens, got 256", lambda: fit_router(fitted, larger)),
+        (
+            ValueError,
+            "capture: expected 2 samples or more, .*, got 1",
+            lambda: router_fit.split_samples(video_like(DATA, 1)[0]),
+        ),
+        (RuntimeError, "left weights that are not finite", lambda: fit_router(broken, FAST)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_the_last_sample_is_held_out():
     tensors, _ = video_like(DATA, 3)
-    fit, held = split_samples(tensors)
+    fit, held = router_fit.split_samples(tensors)
     for x, first, last in zip(tensors.values(), fit, held, strict=True):
         assert torch.equal(torch.cat((first, last)), x)
         assert len(last) == 1
@@ -306,29 +278,26 @@ LAYERS = {2: video_like(DATA, 2)[0], 7: video_like(DATA, 2, seed=1)[0]}
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The lists of a sweep that nothing interrupted."""
-    return list(router_sweep(SWEEP, LAYERS, "data", tmp_path_factory.mktemp("sweep") / "whole.partial"))
+    return list(router_fit.router_sweep(SWEEP, LAYERS, "data", tmp_path_factory.mktemp("sweep") / "whole.partial"))
 
 
 def test_a_killed_sweep_goes_on_where_it_was(whole, tmp_path, monkeypatch):
-    assert len(whole) == sweep_length(SWEEP, LAYERS) == 2 * 2 * 5
-    fits = []
-    monkeypatch.setattr(
-        router_fit, "fit_router", lambda data, settings: fits.append(settings) or fit_router(data, settings)
-    )
-    checkpoint = tmp_path / "sweep.partial"
-    killed = router_sweep(SWEEP, LAYERS, "data", checkpoint)
+    assert len(whole) == router_fit.sweep_length(SWEEP, LAYERS) == 2 * 2 * 5
+    fits, checkpoint = [], tmp_path / "sweep.partial"
+    monkeypatch.setattr(router_fit, "fit_router", lambda *arguments: fits.append(0) or fit_router(*arguments))
+    killed = router_fit.router_sweep(SWEEP, LAYERS, "data", checkpoint)
     first = [next(killed) for _ in range(7)]
     killed.close()
     assert len(fits) == 5  # the other two lists are baselines
-    assert list(router_sweep(SWEEP, LAYERS, "data", checkpoint)) == whole
+    assert list(router_fit.router_sweep(SWEEP, LAYERS, "data", checkpoint)) == whole
     assert len(fits) == 16
     assert whole[:7] == first
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.partial"]
     # Other data and other settings find nothing of theirs in the checkpoint.
     swapped = dict(zip(LAYERS, reversed(LAYERS.values()), strict=True))
-    assert next(router_sweep(SWEEP, swapped, "other data", checkpoint)) != whole[0]
+    assert next(router_fit.router_sweep(SWEEP, swapped, "other data", checkpoint)) != whole[0]
     longer = SWEEP._replace(settings=replace(FAST, steps=3))
-    assert list(itertools.islice(router_sweep(longer, LAYERS, "data", checkpoint), 2))[1] != whole[1]
+    assert list(itertools.islice(router_fit.router_sweep(longer, LAYERS, "data", checkpoint), 2))[1] != whole[1]
 
 
 def test_the_rows_say_what_they_are(whole):
@@ -336,23 +305,19 @@ def test_the_rows_say_what_they_are(whole):
     assert {row["layer"] for row in record.rows} == {2, 7}
     assert {(row["sparsity"], row["blocks"]) for row in record.rows} == {(0.9, 3), (0.95, 2)}
     trained = record.select(method="SLA2", layer=2, sparsity=0.9)
-    names = {"soft, P_c / 0.1", "straight-through, log P_c / 1"}
-    assert {(row["relaxation"], row["seed"], row["samples"]) for row in trained} == set(
-        itertools.product(names, (0, 1), (FITTED, HELD_OUT))
-    )
+    expected = itertools.product(("soft, P_c / 0.1", "straight-through, log P_c / 1"), (0, 1), (FITTED, HELD_OUT))
+    assert {(row["relaxation"], row["seed"], row["samples"]) for row in trained} == set(expected)
 
 
 def test_the_table_shows_means_over_layers_and_seeds():
-    def row(method, samples, error, **more):
-        return {"sparsity": 0.97, "method": method, "samples": samples, "error": error} | more
-
-    def both(method, fitted, held_out, **more):
-        return [row(method, s, e, share_of_best_mass=0.5, **more) for s, e in ((FITTED, fitted), (HELD_OUT, held_out))]
+    def both(method, *errors, **more):
+        more |= {"sparsity": 0.97, "method": method, "share_of_best_mass": 0.5}
+        return [more | {"samples": s, "error": x} for s, x in zip((FITTED, HELD_OUT), errors, strict=True)]
 
     rows = both("SLA", 0.1, 0.3) + both("SLA", 0.2, 0.4)
     for seed, error in enumerate((0.2, 0.6)):
         rows += both("SLA2", 0.1, error, relaxation="soft", seed=seed, error_fitted_alpha=error / 2)
-    lines = result_table(Record({}, rows)).splitlines()
+    lines = router_fit.result_table(Record({}, rows)).splitlines()
     assert lines[2] == "| 97% | SLA | 0.1500 | 0.3500 |  |  | 0.500 |"
     assert lines[3] == "| 97% | SLA2 (soft) | 0.1000 | 0.4000 | 0.2000 to 0.6000 | 0.2000 | 0.500 |"
 

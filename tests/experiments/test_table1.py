@@ -1,6 +1,5 @@
 """The sweep behind Table 1, which setting it calls closest, and the command that goes on after a kill."""
 
-import json
 import statistics
 from datetime import datetime
 
@@ -18,10 +17,13 @@ TABLE1 = ["table1", "--n", "32", "--head-dim", "16", "--blocks", "16x16", "8x16"
 SWEEP = Table1Sweep(lengths=(32,), head_dims=(8, 16), blocks=((16, 32), (8, 8)), seeds=(0, 1))
 
 
+SETTING = {"head_dim": 64, "block_q": 64, "block_kv": 64, "granularity": "row"}
+
+
 def synthetic(**factors):
     """A record of one setting per name, whose errors are the paper's times factor(sigma)."""
     rows = [
-        {"n": n, "head_dim": 64, "block_q": 64, "block_kv": 64, "granularity": "row", "sigma": sigma, "tensor": tensor}
+        {"n": n, **SETTING, "sigma": sigma, "tensor": tensor}
         | {"rel_l2": paper[1] * factor(sigma), "paper_rel_l2": paper[1]}
         for n, factor in factors.items()
         for sigma, papers in PAPER_TABLE1.items()
@@ -31,13 +33,9 @@ def synthetic(**factors):
 
 
 def test_the_closest_setting_is_the_one_whose_worst_entry_is_closest():
-    record = synthetic(
-        even=lambda sigma: 0.85, uneven=lambda sigma: 1.6 if sigma == 3 else 1.01, high=lambda sigma: 1.2
-    )
+    record = synthetic(even=lambda x: 0.85, uneven=lambda x: 1.6 if x == 3 else 1.01, high=lambda x: 1.2)
     assert [setting["n"] for setting in table1.settings_of(record)] == ["even", "uneven", "high"]
-    assert table1.closest_setting(record) == {
-        "n": "even", "head_dim": 64, "block_q": 64, "block_kv": 64, "granularity": "row"
-    }  # fmt: skip
+    assert table1.closest_setting(record) == {"n": "even", **SETTING}
     per_sigma = {sigma: setting["n"] for sigma, setting in table1.closest_setting_per_sigma(record).items()}
     assert per_sigma == {1: "uneven", 3: "even", 5: "uneven", 8: "uneven", 10: "uneven"}
 
@@ -71,11 +69,12 @@ def test_a_sweep_measures_every_setting_and_averages_over_seeds(tmp_path):
     assert row["rel_l2"] == pytest.approx(statistics.mean(errors), abs=1e-6)
     assert row["rel_l2_std"] == pytest.approx(statistics.stdev(errors), abs=1e-6)
     assert (row["paper_cosine"], row["paper_rel_l2"]) == (0.9970, 0.0777)
+    one_seed = next(table1_sweep(SWEEP._replace(seeds=(0,)), tmp_path / "one seed"))
+    assert one_seed[0]["rel_l2_std"] is None  # one seed has no deviation
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
-    checkpoint = tmp_path / "checkpoint"
-    measured = []
+    checkpoint, measured = tmp_path / "checkpoint", []
 
     def rows(n, head_dim, sigma, sweep, device):
         measured.append((head_dim, sigma))
@@ -86,22 +85,13 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
     for _ in range(7):
         next(killed)
     killed.close()
-    first = list(measured)
-    assert len(first) == 7
+    assert len(measured) == 7
     resumed = list(table1_sweep(SWEEP, checkpoint))
     everything = [(head_dim, sigma) for head_dim in (8, 16) for sigma in PAPER_TABLE1]
     assert measured == everything  # each once
     assert resumed == [[{"head_dim": head_dim, "sigma": sigma}] for head_dim, sigma in everything]
     list(table1_sweep(SWEEP._replace(seeds=(0, 2)), checkpoint))
     assert len(measured) == 2 * len(everything)  # other seeds are other measurements
-
-
-def test_rows_of_a_checkpoint_are_those_that_were_measured(tmp_path):
-    sweep = SWEEP._replace(head_dims=(8,), blocks=((16, 16),), seeds=(0,))
-    first = list(table1_sweep(sweep, tmp_path / "checkpoint"))
-    assert list(table1_sweep(sweep, tmp_path / "checkpoint")) == first
-    json.dumps(first)
-    assert first[0][0]["rel_l2_std"] is None  # one seed has no deviation
 
 
 def test_table1_prints_a_table_and_records_where_it_comes_from(capsys, tmp_path):
@@ -124,21 +114,20 @@ def test_table1_prints_a_table_and_records_where_it_comes_from(capsys, tmp_path)
 
 def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
     measure, measured = table1._table1_rows, []
+    killed_in_the_third = True
 
-    def killed_in_the_third(n, head_dim, sigma, sweep, device):
-        if len(measured) == 2:
+    def watched(n, head_dim, sigma, *rest):
+        if killed_in_the_third and len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(sigma)
-        return measure(n, head_dim, sigma, sweep, device)
+        return measure(n, head_dim, sigma, *rest)
 
-    monkeypatch.setattr(table1, "_table1_rows", killed_in_the_third)
+    monkeypatch.setattr(table1, "_table1_rows", watched)
     with pytest.raises(KeyboardInterrupt):
         main([*TABLE1, str(tmp_path / "table1.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["table1.partial"]
-    monkeypatch.setattr(
-        table1, "_table1_rows", lambda n, d, sigma, *rest: measured.append(sigma) or measure(n, d, sigma, *rest)
-    )
+    killed_in_the_third = False
     main([*TABLE1, str(tmp_path / "table1.json")])
-    assert measured == list(table1.PAPER_TABLE1)
+    assert measured == list(PAPER_TABLE1)
     main([*TABLE1, str(tmp_path / "again.json")])
     assert read_record(tmp_path / "table1.json").rows == read_record(tmp_path / "again.json").rows

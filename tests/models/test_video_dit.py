@@ -9,17 +9,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_forward
-from sage_ref.models.video_dit import (
-    Attention,
-    Modulation,
-    NoiseEmbedding,
-    Patches,
-    RotaryEmbedding3D,
-    VideoDiT,
-    VideoDiTConfig,
-    modulated_norm,
-    raster_order,
-)
+from sage_ref.models import video_dit as module
+from sage_ref.models.video_dit import Patches, VideoDiT, VideoDiTConfig, raster_order
 
 SMALL = VideoDiTConfig(frames=2, size=12, patch=2, cube=(2, 2, 3), layers=2, width=32, heads=2)
 
@@ -87,7 +78,7 @@ def test_rotated_products_depend_on_the_distance_in_time_height_and_width_alone(
     torch.manual_seed(0)
     patches = Patches(replace(SMALL, frames=4, size=8, cube=(2, 2, 2)))
     positions, n = patches.positions, len(patches.positions)
-    rotary = RotaryEmbedding3D(16, positions).double()
+    rotary = module.RotaryEmbedding3D(16, positions).double()
     q, k = (torch.randn(1, 16, dtype=torch.float64).expand(n, 16) for _ in range(2))
     products = rotary(q) @ rotary(k).mT
     at_distance = {}
@@ -105,7 +96,7 @@ def test_rotated_products_depend_on_the_distance_in_time_height_and_width_alone(
 
 @pytest.mark.parametrize(("head_dim", "pairs"), [(6, (1, 1, 1)), (32, (4, 6, 6)), (128, (16, 24, 24))])
 def test_pairs_are_shared_among_the_axes(head_dim, pairs):
-    rotary = RotaryEmbedding3D(head_dim, torch.eye(3))
+    rotary = module.RotaryEmbedding3D(head_dim, torch.eye(3))
     turned = [int((rotary.sin[axis] != 0).sum()) for axis in range(3)]
     assert tuple(turned) == pairs
     for axis, count in enumerate(pairs):
@@ -139,8 +130,8 @@ def test_modulated_norm_and_modulation_are_their_equations():
     x, shift, scale, noise = (torch.randn(*shape).double() for shape in ((2, 5, 8), (2, 1, 8), (2, 1, 8), (2, 8)))
     centred = x - x.mean(-1, keepdim=True)
     normal = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    assert_close(modulated_norm(x, shift, scale), normal * (1 + scale) + shift)
-    modulation = Modulation(8, 3).double()
+    assert_close(module.modulated_norm(x, shift, scale), normal * (1 + scale) + shift)
+    modulation = module.Modulation(8, 3).double()
     assert not any(y.any() for y in modulation(noise))
     nn.init.normal_(modulation.linear.weight)
     expected = (noise * noise.sigmoid()) @ modulation.linear.weight.mT
@@ -149,13 +140,11 @@ def test_modulated_norm_and_modulation_are_their_equations():
 
 def test_noise_embedding_is_its_equation_and_tells_levels_apart():
     torch.manual_seed(0)
-    embedding, levels = NoiseEmbedding(32), torch.linspace(0, 1, 101)
+    embedding, levels = module.NoiseEmbedding(32), torch.linspace(0, 1, 101)
     embedded = embedding(levels)
     angle = levels[:, None] * torch.tensor([1000 ** (i / 31) for i in range(32)])
-    waves = torch.cat((angle.cos(), angle.sin()), dim=1)
-    assert_close(embedded, embedding.mlp(waves), atol=1e-4, rtol=0)
-    distance = torch.cdist(embedded, embedded) + 10 * torch.eye(101)
-    assert distance.min() > 1e-2
+    assert_close(embedded, embedding.mlp(torch.cat((angle.cos(), angle.sin()), dim=1)), atol=1e-4, rtol=0)
+    assert (torch.cdist(embedded, embedded) + 10 * torch.eye(101)).min() > 1e-2
 
 
 def test_a_block_is_its_equation():
@@ -170,20 +159,19 @@ def test_a_block_is_its_equation():
 
 def test_attention_is_its_equation_head_by_head():
     torch.manual_seed(0)
-    attention = Attention(SMALL, Patches(SMALL).positions).double()
-    for norm in (attention.qk_norm.query_norm, attention.qk_norm.key_norm):
+    attention = module.Attention(SMALL, Patches(SMALL).positions).double()
+    norms = (attention.qk_norm.query_norm, attention.qk_norm.key_norm)
+    for norm in norms:
         nn.init.uniform_(norm.weight, 0.5, 2.0)
     x = torch.randn(2, 72, 32, dtype=torch.float64)
     heads = []
     for head in range(2):
         rows = slice(16 * head, 16 * (head + 1))
-        q, k, v = (
-            x @ linear.weight[rows].mT + linear.bias[rows]
-            for linear in (attention.query, attention.key, attention.value)
-        )
+        projections = (attention.query, attention.key, attention.value)
+        q, k, v = (x @ linear.weight[rows].mT + linear.bias[rows] for linear in projections)
         q, k = (
             y * y.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * norm.weight
-            for y, norm in ((q, attention.qk_norm.query_norm), (k, attention.qk_norm.key_norm))
+            for y, norm in zip((q, k), norms, strict=True)
         )
         heads.append(attention_forward(attention.rotary(q), attention.rotary(k), v).output)
     assert_close(attention(x), attention.output(torch.cat(heads, dim=-1)))
@@ -198,20 +186,18 @@ def test_every_token_sees_every_other():
 
 
 def test_attention_can_be_replaced_by_any_module_of_query_key_value():
-    class Linear(nn.Module):
-        def forward(self, query, key, value):
-            return query.softmax(-1) @ (key.softmax(-2).mT @ value)
-
-    class ByHand(nn.Module):
-        def forward(self, query, key, value):
-            return attention_forward(query, key, value).output
+    class Replaced(nn.Module):
+        def forward(self, *qkv):
+            return forward(*qkv)
 
     model, inputs = video_dit(), batch()
     full = model(*inputs)
-    for replacement, same in ((ByHand(), True), (Linear(), False)):
-        for block in model.blocks:
-            block.attention.core = replacement
-        assert torch.allclose(model(*inputs), full) is same
+    for block in model.blocks:
+        block.attention.core = Replaced()
+    forward = lambda *qkv: attention_forward(*qkv).output  # noqa: E731
+    assert torch.allclose(model(*inputs), full)
+    forward = lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v)  # noqa: E731
+    assert not torch.allclose(model(*inputs), full)
 
 
 # Refusals
@@ -220,10 +206,8 @@ def test_attention_can_be_replaced_by_any_module_of_query_key_value():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(
-            ({name: 0}, f"{name}: expected at least 1, got 0")
-            for name in ("frames", "size", "patch", "layers", "width", "heads")
-        ),
+        *(({x: 0}, f"{x}: expected at least 1, got 0") for x in ("frames", "size", "patch")),
+        *(({x: 0}, f"{x}: expected at least 1, got 0") for x in ("layers", "width", "heads")),
         ({"size": 13}, "size: expected a multiple of patch=2, got 13"),
         ({"cube": (2, 4, 4)}, r"cube: expected three numbers that divide the grid \(2, 6, 6\), got \(2, 4, 4\)"),
         ({"cube": (2, 2)}, "cube: expected three numbers"),

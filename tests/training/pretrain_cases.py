@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 
 from sage_ref.models.llama import LlamaConfig
@@ -11,15 +12,8 @@ from sage_ref.training.pretrain import Pretraining, PretrainSettings, pretrain
 
 CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, kv_heads=2, qk_norm=True)
 STOCHASTIC = replace(CONFIG, attention="sagebwd", backend="reference", ds_rounding="stochastic")
-SETTINGS = PretrainSettings(
-    steps=12,
-    batch_size=4,
-    micro_batch_size=2,
-    learning_rate=2e-2,
-    warmup_steps=3,
-    report_every=4,
-    validation_sequences=8,
-)
+SHAPE = {"batch_size": 4, "micro_batch_size": 2, "validation_sequences": 8}
+SETTINGS = PretrainSettings(steps=12, learning_rate=2e-2, warmup_steps=3, report_every=4, **SHAPE)
 
 
 def sixteen_letters():
@@ -29,9 +23,14 @@ def sixteen_letters():
     return Corpus("sixteen letters", letters.to(torch.uint8), 16)
 
 
+def new_training(config=CONFIG, **changes):
+    return Pretraining(sixteen_letters(), config, replace(SETTINGS, **changes))
+
+
 def pretrained(folder, config=CONFIG, settings=SETTINGS, *, snapshots=(), **options):
     """A run in `folder`: run.pt and run.jsonl."""
     training = Pretraining(sixteen_letters(), config, settings, **options)
+    folder.mkdir(exist_ok=True)
     pretrain(training, folder / "run.pt", folder / "run.jsonl", snapshots)
     return training
 
@@ -83,6 +82,14 @@ def stopped(monkeypatch, owner, name, when, *, after=False):
         return found
 
     monkeypatch.setattr(owner, name, watched)
+
+
+def stopped_run(monkeypatch, name, when, folder, *arguments, after=False, **options):
+    """A run in `folder` that ends at that call of Pretraining's method `name`."""
+    with monkeypatch.context() as patch:
+        stopped(patch, Pretraining, name, when, after=after)
+        with pytest.raises(Stopped):
+            pretrained(folder, *arguments, **options)
 
 
 def poisoned(monkeypatch, *, step, loss=None, gradient=None):

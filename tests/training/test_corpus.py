@@ -70,13 +70,12 @@ def test_python_is_in_the_order_of_its_files_hashes_without_tests_and_the_build_
     of_packages = ["tool/__init__.py", "tool/deep/er.py", "testing.py"]
     packages = written(tmp_path / "stdlib" / "site-packages", *of_packages, "tool/tests/g.py", "tool/test/h.py")
     installed(stdlib, packages)
-    expected = sorted(kept + of_packages, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    assert expected not in (sorted(kept + of_packages), kept + of_packages)
     # "c.py" lies where packages are: left out of the standard library, and found as a package.
-    expected = sorted([*expected, "c.py"], key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    assert text_of(python_corpus()).decode() == "".join(f"{name};" for name in expected).replace(
-        "c.py;", "site-packages/c.py;"
-    )
+    files = [*kept, *of_packages, "c.py"]
+    expected = sorted(files, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    assert expected not in (sorted(files), files)
+    says = {"c.py": "site-packages/c.py;"}
+    assert text_of(python_corpus()).decode() == "".join(says.get(name, f"{name};") for name in expected)
 
 
 def test_a_text_file_is_its_bytes_and_a_folder_its_files_sorted_by_path_without_hidden_ones(tmp_path):
@@ -137,20 +136,20 @@ def test_too_few_tokens_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("files", "path", "error", "message"),
+    ("files", "path", "message"),
     [
-        ({}, "nowhere", FileNotFoundError, "path: expected a text file, a folder or a .bin file, found nothing at "),
-        ({}, "", ValueError, "path: expected text, found 0 files"),
-        ({"empty.txt": b""}, "empty.txt", ValueError, "path: expected text, found 1 files with no byte in them"),
-        ({"odd.bin": b"abc"}, "odd.bin", ValueError, "path: expected uint16 tokens, two bytes each, found 3 bytes"),
-        ({"no.bin": b""}, "no.bin", ValueError, "path: expected uint16 tokens, two bytes each, found 0 bytes"),
-        ({"a.txt": b"a", "train.bin": b"ab"}, "", ValueError, "expected text files, found train.bin in "),
+        ({}, "nowhere", "a text file, a folder or a .bin file, found nothing at "),
+        ({}, "", "text, found 0 files"),
+        ({"empty.txt": b""}, "empty.txt", "text, found 1 files with no byte in them"),
+        ({"odd.bin": b"abc"}, "odd.bin", "uint16 tokens, two bytes each, found 3 bytes"),
+        ({"no.bin": b""}, "no.bin", "uint16 tokens, two bytes each, found 0 bytes"),
+        ({"a.txt": b"a", "train.bin": b"ab"}, "", "text files, found train.bin in "),
     ],
 )
-def test_nothing_to_read_is_an_error(tmp_path, files, path, error, message):
+def test_nothing_to_read_is_an_error(tmp_path, files, path, message):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError if files or not path else FileNotFoundError, match=f"path: expected {message}"):
         read_corpus(tmp_path / path)
 
 
@@ -206,13 +205,11 @@ def test_byte_pairs_are_made_once_for_each_text_and_vocabulary(tmp_path, trained
     byte_pairs(text, 290, tmp_path)
     byte_pairs(text_corpus(SENTENCE * 19), 300, tmp_path)
     assert len(trained) == 3
-    names = {file.name for file in tmp_path.iterdir()}
-    assert f"corpus_{text.sha256[:16]}_300.bin" in names
-    assert len(names) == 3
+    assert len(list(tmp_path.iterdir())) == 3
     assert read_corpus(tmp_path / f"corpus_{text.sha256[:16]}_300.bin").sha256 == first.sha256
 
 
-def test_a_vocabulary_is_as_large_as_asked_even_where_its_last_token_is_never_used(tmp_path, trained):
+def test_a_vocabulary_is_as_large_as_asked_even_where_its_last_token_is_never_used(tmp_path):
     assert byte_pairs(text_corpus("ab" * 50), 1000, tmp_path).vocab_size == 1000
 
 

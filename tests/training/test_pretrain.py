@@ -8,21 +8,10 @@ import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pretrain_cases as cases
 import pytest
 import torch
-from pretrain_cases import (
-    CONFIG,
-    SETTINGS,
-    STOCHASTIC,
-    Stopped,
-    assert_same_bits,
-    log_rows,
-    poisoned,
-    pretrained,
-    saved,
-    sixteen_letters,
-    stopped,
-)
+from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, log_rows, new_training, pretrained, saved, sixteen_letters
 
 from sage_ref.models.llama import Llama
 from sage_ref.records import replaced
@@ -38,35 +27,46 @@ SNAPSHOTS = (3, 8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a run that nothing interrupted."""
     return tmp_path_factory.mktemp("uninterrupted")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
+    """A run in `folder` that nothing interrupted."""
     return pretrained(folder, STOCHASTIC, snapshots=SNAPSHOTS)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Of every pass: how many sequences, and the state of the random numbers."""
+    seen = []
+
+    def watched(model, inputs, targets):
+        seen.append((len(inputs), torch.get_rng_state()))
+        return next_token_loss(model, inputs, targets)
+
+    monkeypatch.setattr(pretrain_module, "next_token_loss", watched)
+    return seen
 
 
 # What a step does
 
 
-def gradients(config=CONFIG, step=0, **changes):
-    """Loss and gradients of one step of a new model."""
-    training = Pretraining(sixteen_letters(), config, replace(SETTINGS, **changes))
-    training.step = step
-    loss = training.accumulate_gradients()
-    return loss, [x.grad for x in training.model.parameters()]
+def gradients(config=CONFIG, **changes):
+    """Loss and gradients of the first step of a new model."""
+    training = new_training(config, **changes)
+    return training.accumulate_gradients(), [x.grad for x in training.model.parameters()]
 
 
 def test_the_gradients_of_a_step_are_those_of_its_batch():
-    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=3))
+    training = new_training(seed=3)
     training.step = 2
     loss = training.accumulate_gradients()
     train_corpus, _ = sixteen_letters().split(0.02)
     torch.manual_seed(3)
     model = Llama(CONFIG)
     before = torch.get_rng_state()
-    Pretraining(sixteen_letters(), CONFIG, SETTINGS)  # leaves torch's random numbers alone
+    new_training()  # leaves torch's random numbers alone
     assert torch.equal(torch.get_rng_state(), before)
     expected = next_token_loss(model, *train_corpus.batch(4, CONFIG.context, seed=3, step=2))
     expected.backward()
@@ -86,16 +86,12 @@ def test_the_size_of_a_pass_changes_nothing_but_the_order_of_sums():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_pass_holds_as_many_sequences_as_asked_for(size, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        pretrain_module, "next_token_loss", lambda model, x, y: seen.append(len(x)) or next_token_loss(model, x, y)
-    )
+def test_a_pass_holds_as_many_sequences_as_asked_for(size, passes):
     gradients(micro_batch_size=size)
-    assert seen == [size] * (4 // size)
-    seen.clear()
-    Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, micro_batch_size=size)).validation_loss()
-    assert seen == [size] * (8 // size)
+    assert [count for count, _ in passes] == [size] * (4 // size)
+    passes.clear()
+    new_training(micro_batch_size=size).validation_loss()
+    assert [count for count, _ in passes] == [size] * (8 // size)
 
 
 def test_every_step_reads_its_own_batch_and_validation_the_tail_alone(monkeypatch):
@@ -105,7 +101,7 @@ def test_every_step_reads_its_own_batch_and_validation_the_tail_alone(monkeypatc
         drawn.append((corpus.name, *shape, seed, step))
         return batch(corpus, *shape, seed=seed, step=step)
 
-    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, seed=5))
+    training = new_training(seed=5)
     _, validation = sixteen_letters().split(0.02)
     with torch.no_grad():
         expected = next_token_loss(training.model, *validation.batch(8, 24, seed=0, step=0)).item()
@@ -122,7 +118,7 @@ def test_draws_of_stochastic_rounding_are_a_function_of_seed_and_step():
     """The batch, the weights and the sizes of the passes being the same."""
 
     def drawn(step=1, seed=0, disturbance=0):
-        training = Pretraining(sixteen_letters(), STOCHASTIC, replace(SETTINGS, seed=seed))
+        training = new_training(STOCHASTIC, seed=seed)
         batch = training.train_corpus.batch(4, 24, seed=0, step=0)
         training.train_corpus.__dict__["batch"] = lambda *shape, **place: batch
         training.model.load_state_dict(reference)
@@ -131,22 +127,17 @@ def test_draws_of_stochastic_rounding_are_a_function_of_seed_and_step():
         training.accumulate_gradients()
         return torch.cat([x.grad.flatten() for x in training.model.parameters()])
 
-    reference = Pretraining(sixteen_letters(), STOCHASTIC, SETTINGS).model.state_dict()
+    reference = new_training(STOCHASTIC).model.state_dict()
     first = drawn()
     assert torch.equal(drawn(disturbance=1), first)
     for other in (drawn(step=2), drawn(seed=1), drawn(step=0, seed=1)):
         assert not torch.equal(other, first)
 
 
-def test_passes_of_a_step_round_with_different_draws(monkeypatch):
-    states = []
-    monkeypatch.setattr(
-        pretrain_module,
-        "next_token_loss",
-        lambda *arguments: states.append(torch.get_rng_state()) or next_token_loss(*arguments),
-    )
+def test_passes_of_a_step_round_with_different_draws(passes):
     gradients(STOCHASTIC)
-    assert not torch.equal(*states)
+    (_, first), (_, second) = passes
+    assert not torch.equal(first, second)
 
 
 def test_learning_rate_warms_up_then_follows_a_cosine_to_a_tenth(uninterrupted, folder):
@@ -163,15 +154,14 @@ def test_learning_rate_warms_up_then_follows_a_cosine_to_a_tenth(uninterrupted, 
 
 
 def test_weights_move_by_adamw_with_decay_of_matrices_only_and_clipped_gradients():
-    settings = replace(SETTINGS, max_grad_norm=0.5)
-    training = Pretraining(sixteen_letters(), CONFIG, settings)
+    training = new_training(max_grad_norm=0.5)
     before = {name: x.detach().clone() for name, x in training.model.named_parameters()}
     _, found = gradients()
     norm = torch.cat([x.flatten() for x in found]).norm()
     training.advance()
     assert norm > 0.5
     assert training.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
-    rate = settings.learning_rate_at(0)
+    rate = training.settings.learning_rate_at(0)
     for (name, x), gradient in zip(training.model.named_parameters(), found, strict=True):
         clipped = gradient * 0.5 / norm
         kept = 1 - rate * 0.1 if x.dim() > 1 else 1
@@ -182,19 +172,10 @@ def test_weights_move_by_adamw_with_decay_of_matrices_only_and_clipped_gradients
     assert [group["betas"] for group in training.optimizer.param_groups] == [(0.9, 0.95)] * 2
 
 
-def test_autocast_computes_in_bfloat16_and_keeps_weights_in_float32(monkeypatch):
-    seen = set()
-    core = pretrain_module.next_token_loss
-
-    def watched(model, inputs, targets):
-        hooks = [b.attention.core.register_forward_hook(lambda m, x, y: seen.add(y.dtype)) for b in model.blocks]
-        loss = core(model, inputs, targets)
-        for hook in hooks:
-            hook.remove()
-        return loss
-
-    monkeypatch.setattr(pretrain_module, "next_token_loss", watched)
-    training = Pretraining(sixteen_letters(), CONFIG, replace(SETTINGS, autocast=True))
+def test_autocast_computes_in_bfloat16_and_keeps_weights_in_float32():
+    training, seen = new_training(autocast=True), set()
+    for block in training.model.blocks:
+        block.attention.core.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     loss = training.advance()
     assert seen == {torch.bfloat16}
     assert {x.dtype for x in training.model.parameters()} == {torch.float32}
@@ -212,7 +193,6 @@ def test_compile_hands_the_model_to_torch(monkeypatch, tmp_path):
     settings = replace(SETTINGS, steps=2, report_every=1)
     training = pretrained(tmp_path, settings=replace(settings, compile=True))
     assert compiled == [training.model]
-    (tmp_path / "plain").mkdir()
     expected = pretrained(tmp_path / "plain", settings=settings)
     assert len(compiled) == 1
     found, losses = ([row["validation_loss"] for row in x.losses] for x in (training, expected))
@@ -266,20 +246,18 @@ def test_training_learns(uninterrupted):
 
 def test_the_log_has_a_line_for_every_step_and_for_every_report(uninterrupted, folder):
     rows = log_rows(folder)
-    steps = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in steps] == list(range(1, 13))
-    assert [row["tokens"] for row in steps] == [96 * step for step in range(1, 13)]
+    steps, reports = ([row for row in rows if name in row] for name in ("loss", "validation_loss"))
+    assert [(row["step"], row["tokens"]) for row in steps] == [(step, 96 * step) for step in range(1, 13)]
     assert set(steps[0]) == {"step", "tokens", "loss", "gradient_norm", "learning_rate"}
     assert all(row["gradient_norm"] > 0 for row in steps)
-    reports = [row for row in rows if "validation_loss" in row]
     assert reports == uninterrupted.losses
     assert rows.index(reports[1]) == 1 + 4
     for number, report in enumerate(reports[1:]):
         trained = [row["loss"] for row in steps[4 * number : 4 * number + 4]]
         assert report["train_loss"] == pytest.approx(sum(trained) / 4)
     assert reports[0]["train_loss"] is None
-    seconds = [json.loads(line).get("seconds") for line in (folder / "run.jsonl").read_text().splitlines()]
-    seconds = [x for x in seconds if x is not None]
+    rows = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows if "seconds" in row]
     assert seconds == sorted(seconds)
     assert 0 < seconds[0] < seconds[-1] == pytest.approx(uninterrupted.seconds, abs=1e-4)
 
@@ -292,15 +270,7 @@ def test_a_run_ends_at_its_last_step_whatever_the_reports(tmp_path):
 
 def test_snapshots_are_checkpoints_of_their_steps(uninterrupted, folder):
     assert {x.name for x in folder.iterdir()} == {"run.pt", "run.jsonl", "run_step3.pt", "run_step8.pt"}
-    assert snapshot_path(folder / "run.pt", 3) == folder / "run_step3.pt"
-    for step in SNAPSHOTS:
-        assert saved(folder / f"run_step{step}.pt")["step"] == step
-
-
-def test_a_snapshot_goes_on_to_the_same_end(tmp_path, uninterrupted, folder):
-    (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
-    pretrained(tmp_path, STOCHASTIC)
-    assert_same_bits(saved(tmp_path / "run.pt"), saved(folder / "run.pt"))
+    assert [saved(snapshot_path(folder / "run.pt", step))["step"] for step in SNAPSHOTS] == [3, 8]
 
 
 def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
@@ -308,10 +278,10 @@ def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
     assert model.config == STOCHASTIC
     assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {"corpus_sha256": sixteen_letters().sha256, "step": 3}
     model, _ = load_model(folder / "run.pt")
-    assert_same_bits(dict(model.state_dict()), dict(uninterrupted.model.state_dict()))
+    cases.assert_same_bits(dict(model.state_dict()), dict(uninterrupted.model.state_dict()))
 
 
-# Stopped and resumed
+# cases.Stopped and resumed
 
 
 @pytest.mark.parametrize(
@@ -328,22 +298,16 @@ def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, folder, monkeypatch, name, when, after):
-    with monkeypatch.context() as patch:
-        stopped(patch, Pretraining, name, when, after=after)
-        with pytest.raises(Stopped):
-            pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
+    cases.stopped_run(monkeypatch, name, when, tmp_path, STOCHASTIC, after=after, snapshots=SNAPSHOTS)
     pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
     assert log_rows(tmp_path) == log_rows(folder)
     assert {x.name for x in tmp_path.iterdir()} == {x.name for x in folder.iterdir()}
     for file in folder.glob("*.pt"):
-        assert_same_bits(saved(tmp_path / file.name), saved(file))
+        cases.assert_same_bits(saved(tmp_path / file.name), saved(file))
 
 
 def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, monkeypatch):
-    with monkeypatch.context() as patch:
-        stopped(patch, Pretraining, "advance", lambda training: training.step == 7)
-        with pytest.raises(Stopped):
-            pretrained(tmp_path, STOCHASTIC)
+    cases.stopped_run(monkeypatch, "advance", lambda training: training.step == 7, tmp_path, STOCHASTIC)
     log = tmp_path / "run.jsonl"
     assert [row["step"] for row in log_rows(tmp_path)][-1] == 7
     log.write_text(log.read_text() + '{"step": 8, "tok')
@@ -351,33 +315,30 @@ def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, m
     assert log_rows(tmp_path) == log_rows(folder)
 
 
-def test_lines_are_taken_back_in_one_step(tmp_path, uninterrupted, folder, monkeypatch):
-    """A run killed while it does so has lost none of the lines before its checkpoint; without one, all go."""
+def test_a_snapshot_goes_on_to_the_same_end_with_its_lines(tmp_path, uninterrupted, folder, monkeypatch):
+    """A run killed while it takes lines back has lost none of those before its checkpoint; without one, all go."""
     (tmp_path / "run.pt").write_bytes((folder / "run_step8.pt").read_bytes())
     (tmp_path / "run.jsonl").write_bytes((folder / "run.jsonl").read_bytes())
 
     def half_written(path, text):
         path.write_bytes(text[: len(text) // 2].encode())
-        raise Stopped
+        raise cases.Stopped
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", half_written)
-        with pytest.raises(Stopped):
+        with pytest.raises(cases.Stopped):
             pretrained(tmp_path, STOCHASTIC)
     for _ in range(2):
         pretrained(tmp_path, STOCHASTIC)
         assert log_rows(tmp_path) == log_rows(folder)
+        cases.assert_same_bits(saved(tmp_path / "run.pt"), saved(folder / "run.pt"))
         (tmp_path / "run.pt").unlink()
 
 
 def test_a_finished_run_does_nothing_and_says_the_same(tmp_path, uninterrupted, folder, monkeypatch):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-
-    def never(*arguments):
-        raise AssertionError
-
     for name in ("advance", "report", "save"):
-        monkeypatch.setattr(Pretraining, name, never)
+        monkeypatch.setattr(Pretraining, name, None)
     again = pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
     for file in folder.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes()
@@ -409,7 +370,7 @@ def test_a_checkpoint_of_another_corpus_is_refused(uninterrupted, folder):
 def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, monkeypatch):
     """And the checkpoint is whole all the time. Another run saves in the same folder at the same moment."""
     checkpoint, other = tmp_path / "run[1].pt", tmp_path / "run[1].pt.other"
-    training = Pretraining(sixteen_letters(), CONFIG, SETTINGS)
+    training = new_training()
     training.save(checkpoint)
     before = checkpoint.read_bytes()
 
@@ -436,7 +397,7 @@ def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, m
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_weights(tmp_path, monkeypatch, fsdp):
-    training, gathered = Pretraining(sixteen_letters(), CONFIG, SETTINGS), []
+    training, gathered = new_training(), []
     training.processes, training.fsdp = Processes(1, 2), fsdp
     monkeypatch.setattr(Pretraining, "state", lambda training: gathered.append(training) or {})
     training.save(tmp_path / "run.pt")
@@ -462,7 +423,7 @@ DIVERGENCES = {
 def test_divergence_ends_the_run_as_a_result(tmp_path, monkeypatch, case):
     poison, step, reason = DIVERGENCES[case]
     with monkeypatch.context() as patch:
-        poisoned(patch, **poison)
+        cases.poisoned(patch, **poison)
         training = pretrained(tmp_path)
     assert (training.step, training.diverged) == (step, reason)
     assert log_rows(tmp_path)[-1] == {"step": step, "diverged": reason}
@@ -489,7 +450,7 @@ def test_divergence_ends_the_run_as_a_result(tmp_path, monkeypatch, case):
     ],
 )
 def test_losses_are_judged_by_guessing_after_the_warm_up(tmp_path, monkeypatch, loss, warmup_steps, diverged_before):
-    poisoned(monkeypatch, step=0, loss=loss)
+    cases.poisoned(monkeypatch, step=0, loss=loss)
     found = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=warmup_steps)).diverged
     expected = f"the loss before step {diverged_before} is {loss:.3f}, that of guessing 2.773"
     assert found == (expected if diverged_before else None)
@@ -498,9 +459,9 @@ def test_losses_are_judged_by_guessing_after_the_warm_up(tmp_path, monkeypatch, 
 def test_a_run_without_warm_up_may_start_poorly(tmp_path, monkeypatch):
     losses = Pretraining.loss
 
-    def poor_start(training, inputs, targets):
+    def poor_start(training, *batch):
         is_first = training.step < 4 and torch.is_grad_enabled()
-        return losses(training, inputs, targets) * (not is_first) + 2.9 * is_first
+        return losses(training, *batch) * (not is_first) + 2.9 * is_first
 
     monkeypatch.setattr(Pretraining, "loss", poor_start)
     assert pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=0)).diverged is None
@@ -525,11 +486,8 @@ def test_a_model_that_the_last_step_breaks_has_diverged(tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", ["right after a report", "guessing"])
 def test_a_run_killed_as_it_diverged_says_so_once(tmp_path, monkeypatch, case):
     poison, step, reason = DIVERGENCES[case]
-    poisoned(monkeypatch, **poison)
-    with monkeypatch.context() as patch:
-        stopped(patch, Pretraining, "save", lambda training, path: training.diverged)
-        with pytest.raises(Stopped):
-            pretrained(tmp_path)
+    cases.poisoned(monkeypatch, **poison)
+    cases.stopped_run(monkeypatch, "save", lambda training, path: training.diverged, tmp_path)
     assert log_rows(tmp_path)[-1] == {"step": step, "diverged": reason}
     pretrained(tmp_path)
     assert log_rows(tmp_path).count({"step": step, "diverged": reason}) == 1
@@ -542,69 +500,48 @@ def test_a_run_killed_as_it_diverged_says_so_once(tmp_path, monkeypatch, case):
 
 def test_a_trace_is_the_error_of_every_layer_at_every_report_once(tmp_path, monkeypatch):
     config = replace(CONFIG, granularity="row", backend="reference", smooth_q=True)
-    settings = replace(SETTINGS, steps=2, report_every=1)
-    training = pretrained(tmp_path, config, settings, trace=True)
+    run = config, replace(SETTINGS, steps=2, report_every=1)
+    training = pretrained(tmp_path, *run, trace=True)
     places = [(row["step"], row["layer"], row["tensor"]) for row in training.traces]
     assert places == [(step, layer, name) for step in range(3) for layer in range(2) for name in INTERMEDIATES]
-    _, validation = sixteen_letters().split(0.02)
-    batch = validation.batch(1, 24, seed=0, step=0)
+    batch = sixteen_letters().split(0.02)[1].batch(1, 24, seed=0, step=0)
     expected = attention_errors(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
     assert training.traces[-2 * len(INTERMEDIATES) :] == [{"step": 2} | row for row in expected]
     assert all(x.grad is None for x in training.model.parameters())
     assert saved(tmp_path / "run.pt")["traces"] == training.traces
-    again = pretrained(tmp_path, config, settings, trace=True)
-    assert again.traces == training.traces
-    for name in ("stopped", "plain"):
-        (tmp_path / name).mkdir()
-    with monkeypatch.context() as patch:
-        stopped(patch, Pretraining, "save", lambda training, path: training.step == 2)
-        with pytest.raises(Stopped):
-            pretrained(tmp_path / "stopped", config, settings, trace=True)
-    assert pretrained(tmp_path / "stopped", config, settings, trace=True).traces == training.traces
+    assert pretrained(tmp_path, *run, trace=True).traces == training.traces
+    when = lambda training, path: training.step == 2  # noqa: E731
+    cases.stopped_run(monkeypatch, "save", when, tmp_path / "stopped", *run, trace=True)
+    assert pretrained(tmp_path / "stopped", *run, trace=True).traces == training.traces
     # Looking on changes nothing.
-    plain = pretrained(tmp_path / "plain", config, settings)
+    plain = pretrained(tmp_path / "plain", *run)
     assert plain.traces == []
-    assert_same_bits(dict(plain.model.state_dict()), dict(training.model.state_dict()))
+    cases.assert_same_bits(dict(plain.model.state_dict()), dict(training.model.state_dict()))
 
 
 def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
     row = result_row(uninterrupted)
     assert row.pop("seconds") == pytest.approx(uninterrupted.seconds, abs=0.01)
-    assert row == {
-        "attention": "sagebwd",
-        "backend": "reference",
-        "qk_norm": True,
-        "smoothing": "k",
-        "granularity": "row",
-        "block_q": 128,
-        "block_kv": 128,
-        "ds_rounding": "stochastic",
-        "tokens_per_step": 96,
-        "learning_rate": 0.02,
-        "seed": 0,
-        "steps": 12,
-        "tokens": 1152,
-        "final_val_loss": uninterrupted.losses[-1]["validation_loss"],
-        "diverged": None,
-        "devices": 1,
-        "curve": [[96 * row["step"], row["validation_loss"]] for row in uninterrupted.losses],
-    }
+    choices = ("attention", "backend", "qk_norm", "granularity", "block_q", "block_kv", "ds_rounding")
+    expected = {name: getattr(STOCHASTIC, name) for name in choices}
+    expected |= {"smoothing": "k", "tokens_per_step": 96, "learning_rate": 0.02, "seed": 0, "steps": 12}
+    expected |= {"tokens": 1152, "diverged": None, "devices": 1}
+    expected |= {"final_val_loss": uninterrupted.losses[-1]["validation_loss"]}
+    assert row == expected | {"curve": [[96 * row["step"], row["validation_loss"]] for row in uninterrupted.losses]}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"smooth_k": False, "granularity": "block"}, ("none", "block", 128, 128, "nearest")),
-        ({"smooth_q": True, "block_q": 8, "block_kv": 16}, ("qk", "row", 8, 16, "nearest")),
-        ({"smooth_q": True, "smooth_k": False}, ("q", "row", 128, 128, "nearest")),
-        ({"attention": "exact"}, (None, None, None, None, None)),
+        ({"smooth_k": False, "granularity": "block"}, ("none", "block", 128, 128, "nearest", "reference")),
+        ({"smooth_q": True, "block_q": 8, "block_kv": 16}, ("qk", "row", 8, 16, "nearest", "reference")),
+        ({"smooth_q": True, "smooth_k": False}, ("q", "row", 128, 128, "nearest", "reference")),
+        ({"attention": "exact"}, (None,) * 6),
     ],
 )
 def test_the_row_of_a_run_names_what_attention_it_had(changes, expected):
-    config = replace(CONFIG, **{"attention": "sagebwd", "backend": "reference"} | changes)
-    training = Pretraining(sixteen_letters(), config, SETTINGS)
+    training = new_training(replace(CONFIG, **{"attention": "sagebwd", "backend": "reference"} | changes))
     training.report([])
     row = result_row(training)
-    names = ("smoothing", "granularity", "block_q", "block_kv", "ds_rounding")
+    names = ("smoothing", "granularity", "block_q", "block_kv", "ds_rounding", "backend")
     assert tuple(row[name] for name in names) == expected
-    assert row["backend"] == (None if config.attention == "exact" else "reference")

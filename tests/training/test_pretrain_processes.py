@@ -89,8 +89,6 @@ def counted_run(folder, monkeypatch):
 def test_a_run_killed_ten_times_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
     """At a random call within a random step, report, checkpoint or start, and at last within the last checkpoint."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
     events = counted_run(whole, monkeypatch)
     draw = random.Random(0)
     places = ["step"] * 4 + ["report"] + ["checkpoint"] * 2 + ["start"] * 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from pretrain_cases import Stopped, assert_same_bits, stopped
 
 from sage_ref.experiments.capture_video import video_attention_tensors
 from sage_ref.models.video_dit import VideoDiTConfig
@@ -34,6 +34,9 @@ def test_videos_are_a_function_of_their_seed_fill_their_range_and_move_but_not_e
     assert (moved < 0.9).all()
 
 
+TWO_COLOURS = np.array([[-1.0] * 3, [1.0] * 3])
+
+
 def shape_alone(size, **fixed):
     """One shape, white with no texture, over black; `fixed` are the answers of the random numbers, in order."""
 
@@ -60,9 +63,9 @@ def shape_alone(size, **fixed):
     ("shape", "area"), [("disc", np.pi * 0.2**2), ("square", 4 * 0.16**2), ("ring", np.pi * (0.2**2 - 0.1**2))]
 )
 def test_shapes_have_their_area_and_move_by_their_velocity(shape, area):
-    white = np.ones((2, 3))
-    # radius, start, velocity (y, x) per frame, angle, turn per frame, stripes' width, colours
-    drawn = shape_alone(64, shape=shape, uniform=[0.2, (0.5, 0.25), (-1 / 32, 1 / 16), 0.3, 0.0, 0.2, white])
+    # radius, start, velocity (y, x) per frame, angle, turn per frame, stripes' width, colours: white
+    answers = [0.2, (0.5, 0.25), (-1 / 32, 1 / 16), 0.3, 0.0, 0.2, np.ones((2, 3))]
+    drawn = shape_alone(64, shape=shape, uniform=answers)
     covered = (drawn + 1) / 2
     assert covered.mean((1, 2)) == pytest.approx([area, area], rel=0.02)
     assert covered[1] == pytest.approx(np.roll(covered[0], (-2, 4), axis=(0, 1)), abs=1e-9)
@@ -70,8 +73,7 @@ def test_shapes_have_their_area_and_move_by_their_velocity(shape, area):
 
 @pytest.mark.parametrize(("random", "along_v"), [(0.9, 1), (0.1, -1)])
 def test_stripes_alternate_along_one_axis_and_checks_along_both(random, along_v):
-    two_colours = np.array([[-1.0] * 3, [1.0] * 3])
-    still = [0.25, (0.5, 0.5), (0, 0), 0.0, 0.0, 0.2, two_colours]
+    still = [0.25, (0.5, 0.5), (0, 0), 0.0, 0.0, 0.2, TWO_COLOURS]
     texture = shape_alone(32, shape="square", uniform=still, random=random)[0, 12:20, 12:20]
     assert texture == pytest.approx(-texture[:, ::-1])
     assert texture == pytest.approx(along_v * texture[::-1])
@@ -79,11 +81,10 @@ def test_stripes_alternate_along_one_axis_and_checks_along_both(random, along_v)
 
 
 def test_texture_moves_and_turns_with_its_shape():
-    quarter = np.pi / 8
-    two_colours = np.array([[-1.0] * 3, [1.0] * 3])
-    still = [0.2, (0.5, 0.5), (0, 0)]
-    turned = shape_alone(32, shape="disc", uniform=[*still, quarter, 0.4, 0.2, two_colours])
-    expected = shape_alone(32, shape="disc", uniform=[*still, quarter + 0.4, 0.0, 0.2, two_colours])
+    turned, expected = (
+        shape_alone(32, shape="disc", uniform=[0.2, (0.5, 0.5), (0, 0), angle, turn, 0.2, TWO_COLOURS])
+        for angle, turn in ((np.pi / 8, 0.4), (np.pi / 8 + 0.4, 0.0))
+    )
     assert turned[1] == pytest.approx(expected[0])
     assert np.abs(turned[1] - turned[0]).max() > 0.5
 
@@ -110,32 +111,26 @@ def test_the_target_is_the_velocity_of_the_noisy_video():
     video, noise_level, noise = (x.double() for x in training_batch(CONFIG, 3, seed=(0,)))
     velocity = (noisy(video, noise_level + 1e-3, noise) - noisy(video, noise_level - 1e-3, noise)) / 2e-3
 
-    class Answer(nn.Module):
-        def __init__(self, velocity):
-            super().__init__()
-            self.velocity = velocity
-
-        def forward(self, x, t):
+    def loss_of(answer):
+        def model(x, t):
             assert torch.equal(x, noisy(video, noise_level, noise))
             assert torch.equal(t, noise_level)
-            return self.velocity
+            return answer
 
-    assert flow_matching_loss(Answer(velocity), video, noise_level, noise).max() < 1e-18
+        return flow_matching_loss(model, video, noise_level, noise)
+
+    assert loss_of(velocity).max() < 1e-18
     wrong = velocity + torch.tensor([0.0, 1.0, 2.0]).view(-1, 1, 1, 1, 1)
-    assert flow_matching_loss(Answer(wrong), video, noise_level, noise).tolist() == pytest.approx([0, 1, 4])
+    assert loss_of(wrong).tolist() == pytest.approx([0, 1, 4])
 
 
 def test_every_step_draws_its_own_batch_with_levels_from_zero_to_one_and_normal_noise():
-    def drawn(*seed):
-        return training_batch(CONFIG, 8, seed=seed)
-
-    first = drawn(0, 1)
-    _, noise_level, noise = first
+    first = _, noise_level, noise = training_batch(CONFIG, 8, seed=(0, 1))
     assert (noise_level * 8).floor().tolist() == list(range(8))
     assert (noise_level * 8 % 1).std() > 0.1
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.03)
-    for other, is_same in ((drawn(0, 1), True), (drawn(0, 2), False), (drawn(1, 1), False)):
-        for tensor, expected in zip(other, first, strict=True):
+    for seed, is_same in (((0, 1), True), ((0, 2), False), ((1, 1), False)):
+        for tensor, expected in zip(training_batch(CONFIG, 8, seed=seed), first, strict=True):
             assert torch.equal(tensor, expected) is is_same
 
 
@@ -162,23 +157,15 @@ def test_training_learns(uninterrupted):
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, monkeypatch, capsys):
-    advance = ResumableTraining.advance
-
-    def stop_at_13(training):
-        if training.step == 13:
-            raise KeyboardInterrupt
-        return advance(training)
-
-    monkeypatch.setattr(ResumableTraining, "advance", stop_at_13)
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "run.pt")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        stopped(patch, ResumableTraining, "advance", lambda training: training.step == 13)
+        with pytest.raises(Stopped):
+            trained(tmp_path / "run.pt")
     capsys.readouterr()
     resumed = trained(tmp_path / "run.pt")
     assert "goes on from step 10 in " in capsys.readouterr().out
     assert resumed.losses == uninterrupted.losses
-    for name, tensor in uninterrupted.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], tensor), name
+    assert_same_bits(dict(resumed.model.state_dict()), dict(uninterrupted.model.state_dict()))
 
 
 def test_the_gradients_of_a_step_are_those_of_its_loss_and_its_seed():
@@ -210,12 +197,7 @@ def test_gradients_that_are_not_finite_stop_the_run():
 
 def test_no_video_is_used_for_two_purposes(monkeypatch):
     drawn = []
-
-    def recorded(count, frames, size, *, seed):
-        drawn.append(tuple(seed))
-        return videos(count, frames, size, seed=seed)
-
-    monkeypatch.setattr(video_module, "videos", recorded)
+    monkeypatch.setattr(video_module, "videos", lambda *shape, seed: drawn.append(seed) or videos(*shape, seed=seed))
     training = VideoTraining(CONFIG, SETTINGS)
     training.advance()
     training.validation_loss()

@@ -89,9 +89,7 @@ def test_the_mass_is_where_the_links_are(local, far):
 def test_an_offset_of_all_keys_changes_no_attention():
     with_offset, without = (video_like(replace(SMALL, offset=offset))[0] for offset in (4.0, 0.0))
     assert with_offset["key"].mean(-2).std().item() == pytest.approx(4, rel=0.4)
-    p, exact = (
-        (x["query"].double() @ x["key"].double().mT / 4).softmax(-1) for x in (with_offset, without)
-    )  # fmt: skip
+    p, exact = ((x["query"].double() @ x["key"].double().mT / 4).softmax(-1) for x in (with_offset, without))
     assert_close(p, exact, atol=1e-4, rtol=0)
     assert_close(smooth_key(with_offset["key"])[0], smooth_key(without["key"])[0], atol=1e-4, rtol=0)
 
