@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def positive(text: str) -> int:
-    if (number := int(text)) < 1:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+    if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return number
 
@@ -26,10 +30,10 @@ def percentage(text: str) -> float:
 
 def tile_size(text: str) -> tuple[int, int]:
     try:
-        block_q, block_kv = map(positive, text.split("x"))
+        block_q, block_kv = map(int, text.split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected two numbers as in 128x64, got {text!r}") from None
-    return block_q, block_kv
+    return positive(str(block_q)), positive(str(block_kv))
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:

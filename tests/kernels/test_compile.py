@@ -2,6 +2,7 @@
 sage_kernels compile` does all); what is a fault.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from sage_kernels.common.launch import CANDIDATES, Launch
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
 from sage_kernels.measure import compile as compiling
-from sage_kernels.measure.compile import Case, Compiled, complaint, count_float16, count_int8, source_of
+from sage_kernels.measure.compile import Case, Compiled, complaint, count_float16, count_int8, named, source_of
 from sage_kernels.sagebwd import ladder
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2 import ladder as sla2_ladder
@@ -38,10 +39,6 @@ HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper]
 
 
 # What programs declare
-
-
-def named(case):
-    return f"sm_{case.capability} {case.name}"
 
 
 @pytest.mark.parametrize("case", EVERY, ids=named)
@@ -333,4 +330,29 @@ def test_instructions_are_told_apart():
 
 
 def test_the_record_names_every_kernel_and_nothing_else():
-    assert set(json.loads(compiling.RECORD.read_text())) == set(map(named, EVERY))
+    difference = set(json.loads(compiling.RECORD.read_text())) ^ set(map(named, EVERY))
+    assert not difference, f"python -m sage_kernels compile --update records them: {sorted(difference)}"
+
+
+def compiled_by_the_command(monkeypatch, capsys, tmp_path, *arguments):
+    """(record, standard error) after the command ran on a record of two names, one of no kernel."""
+    record, fast = tmp_path / "record.json", FINE._replace(float16_instructions=4)
+    record.write_text(json.dumps({"sm_80 gone": 1, "sm_80 forward level 0 D64 causal": 2}))
+    monkeypatch.setattr(compiling, "RECORD", record)
+    monkeypatch.setattr(compiling, "compile_all", lambda wanted, workers: [(case, fast) for case in wanted])
+    parser = argparse.ArgumentParser()
+    compiling.add_options(parser)
+    compiling.run(parser.parse_args(["--update", *arguments]))
+    return json.loads(record.read_text()), capsys.readouterr().err
+
+
+def test_one_kernel_can_be_recorded_alone_and_those_that_are_gone_leave_the_record(monkeypatch, capsys, tmp_path):
+    chosen = ["--capability", "89", "--only", "forward level 1 D128"]
+    record, said = compiled_by_the_command(monkeypatch, capsys, tmp_path, *chosen)
+    assert record == {"sm_80 forward level 0 D64 causal": 2, "sm_89 forward level 1 D128 causal": FINE.spills}
+    assert said == "1 of 1: sm_89 forward level 1 D128 causal\n"
+
+
+def test_a_choice_of_no_kernel_is_an_error(monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="compile: expected .* 'sm_80 forward level 0 .* got None and 'nothing'"):
+        compiled_by_the_command(monkeypatch, capsys, tmp_path, "--only", "nothing")

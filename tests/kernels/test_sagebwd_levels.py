@@ -7,8 +7,6 @@ import pytest
 import torch
 from kernel_cases import (
     BACKWARD,
-    BLOCK_KV,
-    BLOCK_Q,
     CASES,
     COMPILED,
     DEVICE,
@@ -40,7 +38,14 @@ from kernel_cases import (
 )
 from layouts import LAYOUTS, heads_last, launch_name
 from sage_kernels.common.launch import CANDIDATES, DEFAULTS, choose_launch
-from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim, padded_length, quantize, transpose
+from sage_kernels.common.quantize import (
+    SCALE_BLOCK,
+    last_axis_contiguous,
+    padded_head_dim,
+    padded_length,
+    quantize,
+    transpose,
+)
 from sage_kernels.sagebwd import ladder
 from triton.runtime.errors import OutOfResources
 
@@ -196,7 +201,7 @@ def test_smoothing_takes_a_key_offset_out_of_the_error(level):
 def test_blocks_of_zeros(level, name):
     """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
     query, key, value, grad_output = (x.clone() for x in draw(SMALL))
-    {"query": query, "key": key, "value": value}[name][:, :, BLOCK_KV:] = 0
+    {"query": query, "key": key, "value": value}[name][:, :, SCALE_BLOCK:] = 0
     tensors = (query, key, value, grad_output)
     forward = run_forward_level(SMALL._replace(smooth_k=False), level, tensors)
     assert forward.output.isfinite().all()
@@ -274,9 +279,15 @@ def test_every_kernel_has_launches_that_keep_the_scales_constant():
             for launch in (*CANDIDATES[kernel], DEFAULTS[kernel])]  # fmt: skip
     for kernel, launch in int8:
         if kernel.startswith(("forward", "dq")) or "per_block" in kernel:
-            assert launch.block_kv == BLOCK_KV
+            assert launch.block_kv == SCALE_BLOCK, f"{kernel}: {launch}"
         if kernel.startswith(("dk", "dv")) or "per_block" in kernel:
-            assert launch.block_q == BLOCK_Q
+            assert launch.block_q == SCALE_BLOCK, f"{kernel}: {launch}"
+
+
+def test_a_tile_that_scales_do_not_cover_is_an_error(monkeypatch):
+    monkeypatch.setattr("sage_kernels.common.launch.SCALE_BLOCK", 64)
+    with pytest.raises(ValueError, match="forward: expected a tile whose sides divide SCALE_BLOCK = 64, got 64 x 128"):
+        choose_launch("forward", 4, 64, False, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("level", BACKWARD, ids="backward{}".format)
@@ -355,27 +366,25 @@ def reference_psi(x, block, mean):
 def test_quantised_values_and_scales_are_the_references(n, head_dim, with_mean, dtype):
     x = torch.randn(2, 3, n, head_dim, generator=torch.Generator().manual_seed(n)).to(DEVICE, dtype)
     mean = x.mean(-2, dtype=torch.float32) if with_mean else None
-    for block in {BLOCK_Q, BLOCK_KV}:
-        expected = reference_psi(x, block, mean)
-        (values, transposed, scale), row_sum = quantize(x, block, mean=mean, transposed=True)
-        assert row_sum is None
-        blocks = expected.scale.shape[-2]
-        assert values.shape == (2, 3, padded_length(n), padded_head_dim(head_dim))
-        assert scale.shape == (2, 3, padded_length(n) // block)
-        assert torch.equal(values[..., :n, :head_dim].cpu(), expected.values)
-        assert torch.equal(scale[..., :blocks].cpu(), expected.scale.squeeze(-1))
-        assert not values[..., n:, :].any()
-        assert not values[..., head_dim:].any()
-        assert not scale[..., blocks:].any()
-        assert torch.equal(transposed, values.mT)
+    expected = reference_psi(x, SCALE_BLOCK, mean)
+    (values, transposed, scale), row_sum = quantize(x, SCALE_BLOCK, mean=mean, transposed=True)
+    assert row_sum is None
+    blocks = expected.scale.shape[-2]
+    assert values.shape == (2, 3, padded_length(n), padded_head_dim(head_dim))
+    assert scale.shape == (2, 3, padded_length(n) // SCALE_BLOCK)
+    assert torch.equal(values[..., :n, :head_dim].cpu(), expected.values)
+    assert torch.equal(scale[..., :blocks].cpu(), expected.scale.squeeze(-1))
+    assert not values[..., n:, :].any()
+    assert not values[..., head_dim:].any()
+    assert not scale[..., blocks:].any()
+    assert torch.equal(transposed, values.mT)
 
 
-@pytest.mark.parametrize("block", sorted({BLOCK_Q, BLOCK_KV}))
-def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side(block):
+def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side():
     """Of 16 columns, thread t holds 2t, 2t+1, 2t+8, 2t+9 of a matmul's result."""
     x = torch.randn(1, 2, 203, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
     order = [column for t in range(4) for column in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
-    (values, grouped, _), _ = quantize(x, block, transposed=True, grouped=True)
+    (values, grouped, _), _ = quantize(x, SCALE_BLOCK, transposed=True, grouped=True)
     expected = values.mT.unflatten(-1, (-1, 16))[..., order].flatten(-2)
     assert torch.equal(grouped, expected)
     assert torch.equal(transpose(values, grouped=True), expected)
@@ -384,17 +393,17 @@ def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side(block):
 
 def test_only_the_copies_asked_for_are_made():
     x = draw(SMALL)[0]
-    (values, transposed, _), _ = quantize(x, BLOCK_Q, values=False, transposed=True)
+    (values, transposed, _), _ = quantize(x, SCALE_BLOCK, values=False, transposed=True)
     assert values is None
-    (all_values, none, _), _ = quantize(x, BLOCK_Q)
+    (all_values, none, _), _ = quantize(x, SCALE_BLOCK)
     assert none is None
     assert torch.equal(transposed, all_values.mT)
 
 
 def test_a_factor_multiplies_the_scales_alone():
     x = draw(SMALL)[0]
-    (values, _, scale), _ = quantize(x, BLOCK_Q)
-    (same_values, _, scaled), _ = quantize(x, BLOCK_Q, factor=0.25)
+    (values, _, scale), _ = quantize(x, SCALE_BLOCK)
+    (same_values, _, scaled), _ = quantize(x, SCALE_BLOCK, factor=0.25)
     assert torch.equal(values, same_values)
     assert torch.equal(scaled, scale * 0.25)
 
@@ -403,7 +412,7 @@ def test_a_factor_multiplies_the_scales_alone():
 def test_delta(head_dim):
     case = SMALL._replace(head_dim=head_dim)
     x, _, _, grad_output = draw(case)
-    _, delta = quantize(grad_output, BLOCK_Q, row_sum_with=heads_last(x), values=False, transposed=True)
+    _, delta = quantize(grad_output, SCALE_BLOCK, row_sum_with=heads_last(x), values=False, transposed=True)
     expected = (grad_output.double() * x.double()).sum(-1)
     torch.testing.assert_close(delta[..., : case.n_q].double(), expected, rtol=1e-5, atol=1e-4)
     assert delta.shape[-1] == padded_length(case.n_q)
@@ -413,21 +422,21 @@ def test_delta(head_dim):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_spoils_the_scale_of_its_block_alone(bad):
     x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
-    (values, _, scale), _ = quantize(x, 128)
-    x[0, 1, 130, 7] = bad
-    (found_values, _, found), _ = quantize(x, 128)
+    (values, _, scale), _ = quantize(x, SCALE_BLOCK)
+    x[0, 1, SCALE_BLOCK + 2, 7] = bad
+    (found_values, _, found), _ = quantize(x, SCALE_BLOCK)
     assert found[0, 1, 1].isnan()
     scale[0, 1, 1] = found[0, 1, 1] = 0
     assert torch.equal(found, scale)
     assert torch.equal(found_values[0, 0], values[0, 0])
-    assert torch.equal(found_values[0, 1, :128], values[0, 1, :128])
-    assert torch.equal(found_values[0, 1, 256:], values[0, 1, 256:])
+    assert torch.equal(found_values[0, 1, :SCALE_BLOCK], values[0, 1, :SCALE_BLOCK])
+    assert torch.equal(found_values[0, 1, 2 * SCALE_BLOCK :], values[0, 1, 2 * SCALE_BLOCK :])
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-40, 1e-44])
 def test_blocks_too_small_for_a_scale_become_zeros(size):
     x = torch.full((1, 1, 64, 32), size, device=DEVICE)
-    (values, _, scale), _ = quantize(x, BLOCK_Q)
+    (values, _, scale), _ = quantize(x, SCALE_BLOCK)
     assert not values.any()
     assert scale[0, 0, 0].item() == pytest.approx(size / 127, abs=1e-44)
 

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 import sage_kernels.sagebwd.ops
 from kernel_cases import (
-    BLOCK_KV,
-    BLOCK_Q,
     DEVICE,
     MARKS,
     ON_GPU,
@@ -30,7 +28,7 @@ from kernel_cases import (
     run_backward_level,
     run_forward_level,
 )
-from sage_kernels.common.quantize import _quantize_kernel, _transpose_kernel
+from sage_kernels.common.quantize import SCALE_BLOCK, _quantize_kernel, _transpose_kernel
 from sage_kernels.sagebwd.backward.level4.keys import key_program
 from sage_kernels.sagebwd.backward.level4.queries import query_program
 from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
@@ -169,7 +167,7 @@ def test_a_second_derivative_is_an_error():
 def test_bytes_kept_for_the_backward_pass(head_dim):
     """6 D + 4 per token and head, and one float32 per block of Q and of K; FlashAttention keeps 8 D + 4."""
     case = Case(256, 256, head_dim)
-    blocks = case.n_q // BLOCK_Q + case.n_k // BLOCK_KV
+    blocks = case.n_q // SCALE_BLOCK + case.n_k // SCALE_BLOCK
     expected = case.heads * (case.n_q * (6 * head_dim + 4) + 4 * blocks)
     assert bytes_kept_for_backward(attention, *draw(case)[:3]) == expected
 
@@ -433,12 +431,12 @@ def test_nan_goes_where_the_docstring_says_and_nowhere_else(name, token, bad, sm
     query, key, value, grad_output = (x.clone() for x in draw(NAN_CASE))
     {"query": query, "key": key, "value": value}[name][1, 1, token, 3] = bad
     if name == "query":
-        first = token // BLOCK_Q * BLOCK_Q
-        touched = slice(first, first + BLOCK_Q)
+        first = token // SCALE_BLOCK * SCALE_BLOCK
+        touched = slice(first, first + SCALE_BLOCK)
     elif name == "key" and smooth_k:
         touched = slice(0, None)
     else:
-        touched = slice(token // BLOCK_KV * BLOCK_KV if is_causal else 0, None)
+        touched = slice(token // SCALE_BLOCK * SCALE_BLOCK if is_causal else 0, None)
     options = {"is_causal": is_causal, "smooth_k": smooth_k}
     clean = without_nan(**options)
     output, *gradients = with_gradients(query, key, value, grad_output, **options)

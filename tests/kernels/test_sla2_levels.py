@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from layouts import LAYOUTS, launch_name
 from sage_kernels.common import launch as launch_tables
 from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch, measured_launches
 from sage_kernels.common.quantize import padded_head_dim, padded_length, quantize
-from sage_kernels.sla2 import ladder
+from sage_kernels.sla2 import ladder, routing
 from sage_kernels.sla2.backward import program as backward
 from sage_kernels.sla2.forward import program as forward
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
@@ -339,6 +340,12 @@ def test_repeats_are_equal_bit_for_bit(level):
         result = run_level(case, level)
         assert torch.equal(result.forward.output, first.output)
         assert all_equal(run_gradients(case, level, result=result), gradients)
+
+
+def test_scales_must_cover_whole_blocks_of_the_mask(monkeypatch):
+    monkeypatch.setattr("sage_kernels.common.quantize.SCALE_BLOCK", 64)
+    with pytest.raises(ValueError, match="SCALE_BLOCK: expected a multiple of SLA2's mask blocks 128 x 64, got 64"):
+        runpy.run_path(routing.__file__)
 
 
 # Layouts

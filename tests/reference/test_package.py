@@ -169,6 +169,7 @@ def test_info_says_what_this_machine_runs(capsys, tmp_path):
         (["table1", "--blocks", "64"], "argument --blocks: expected two numbers as in 128x64, got '64'"),
         (["table1", "--blocks", "64x0"], "argument --blocks: expected at least 1, got 0"),
         (["table1", "--seeds", "0"], "argument --seeds: expected at least 1, got 0"),
+        (["table1", "--seeds", "two"], "argument --seeds: expected a whole number, got 'two'"),
         (["table1", "--granularity", "tile"], "argument --granularity: invalid choice: 'tile'"),
         (["train-router", "--k", "0"], "argument --k: expected a number above 0 and up to 100, got 0"),
         (["pretrain", "--snapshots", "0"], "argument --snapshots: expected at least 1, got 0"),

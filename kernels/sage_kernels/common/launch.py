@@ -4,9 +4,10 @@ Hopper's are measured: `python -m sage_kernels bench --tune` times CANDIDATES an
 read here; nothing is tuned at import or at the first call. Other GPUs get DEFAULTS, which fit the shared memory of
 every GPU from sm_80 on.
 
-A candidate must keep the quantiser's promise that a scale is constant along a contraction: tiles of at most 128 keys
-where keys are contracted (forward, dq), of at most 128 queries where queries are (dk, dv). Since P and dS get a scale
-per row of one tile, these two numbers also decide the results; so they are 128 in every launch of an INT8 level.
+A candidate must keep the quantiser's promise that a scale is constant along a contraction: tiles of at most SCALE_BLOCK
+keys where keys are contracted (forward, dq), of at most as many queries where queries are (dk, dv). Since P and dS get
+a scale per row of one tile, these two numbers also decide the results; so they are SCALE_BLOCK, 128, in every launch of
+an INT8 level.
 """
 
 import json
@@ -15,6 +16,8 @@ from importlib import resources
 from typing import NamedTuple
 
 import torch
+
+from sage_kernels.common.quantize import SCALE_BLOCK
 
 
 class Launch(NamedTuple):
@@ -72,10 +75,19 @@ DEFAULTS = {
 
 
 def choose_launch(kernel: str, level: int, padded_head_dim: int, is_causal: bool, device: torch.device) -> Launch:
-    """The launch of a kernel of `CANDIDATES`: measured if this GPU's family and this case were, else the default."""
+    """The launch of a kernel of `CANDIDATES`: measured if this GPU's family and this case were, else the default.
+
+    ValueError if its tile doesn't fit into the blocks that share a scale; the kernel would compute something else.
+    """
+    launch = DEFAULTS[kernel]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        return measured_launches().get((kernel, level, max(padded_head_dim, 64), is_causal), DEFAULTS[kernel])
-    return DEFAULTS[kernel]
+        launch = measured_launches().get((kernel, level, max(padded_head_dim, 64), is_causal), launch)
+    if not kernel.startswith("sla2_") and (SCALE_BLOCK % launch.block_q or SCALE_BLOCK % launch.block_kv):
+        raise ValueError(
+            f"{kernel}: expected a tile whose sides divide SCALE_BLOCK = {SCALE_BLOCK}, "
+            f'got {launch.block_q} x {launch.block_kv}: see "Change the block size" in CONTRIBUTING.md'
+        )
+    return launch
 
 
 @cache

@@ -103,6 +103,11 @@ def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterat
             yield Case(kernel, 0, capability, head_dims[0], False)
 
 
+def named(case: Case) -> str:
+    """Its name in the record."""
+    return f"sm_{case.capability} {case.name}"
+
+
 def level_of(case: Case) -> ForwardLevel | BackwardLevel:
     """A SageBwd case's level."""
     return (FORWARD_LEVELS if case.kernel == "forward" else BACKWARD_LEVELS)[case.level]
@@ -285,6 +290,7 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, nargs="+", help="only these, for example 90")
+    parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
     parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--workers", type=int, default=2)
@@ -293,13 +299,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compile every level for sm_80 to sm_120 and check the result."""
     every = [*cases(), *sla2_cases()]
-    wanted = [case for case in every if not options.capability or case.capability in options.capability]
+    wanted = [
+        case for case in every
+        if (not options.capability or case.capability in options.capability) and (options.only or "") in named(case)
+    ]  # fmt: skip
+    if not wanted:
+        sys.exit(f"compile: expected --capability of {[*SHARED_MEMORY]} and --only a part of a name such as "
+                 f"{named(every[0])!r}, got {options.capability} and {options.only!r}")  # fmt: skip
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows, complaints = [], []
     for case, compiled in compile_all(wanted, options.workers):
-        name = f"sm_{case.capability} {case.name}"
+        name = named(case)
         wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, 0))
         rows.append({"kernel": name} | compiled._asdict())
+        print(f"{len(rows)} of {len(wanted)}: {name}", file=sys.stderr)
         recorded[name] = compiled.spills
         if wrong:
             complaints.append(f"{name}: {wrong}")
@@ -308,7 +321,8 @@ def run(options: argparse.Namespace) -> None:
         write_record(options.json, rows, command=options.command)
     if options.update:
         with replaced(RECORD) as temporary:
-            temporary.write_text(json.dumps(recorded, indent=1) + "\n")
+            known = {name: recorded[name] for name in map(named, every) if name in recorded}  # no level that is gone
+            temporary.write_text(json.dumps(known, indent=1) + "\n")
     if complaints:
         sys.exit("compile: " + "\ncompile: ".join(complaints))
     print(f"{len(rows)} kernels compiled; none spills more than recorded, all use the tensor cores they promise.")

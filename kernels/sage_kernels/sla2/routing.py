@@ -9,10 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
 from sage_kernels.sla2.lists import BlockLists, store_list
 
 MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
+if SCALE_BLOCK % MASK_BLOCK_Q or SCALE_BLOCK % MASK_BLOCK_KV:  # kernels would read past the copies that `quantize` pads
+    raise ValueError(
+        f"SCALE_BLOCK: expected a multiple of SLA2's mask blocks {MASK_BLOCK_Q} x {MASK_BLOCK_KV}, got {SCALE_BLOCK}"
+    )
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
