@@ -215,25 +215,18 @@ def test_prints_are_bounded(sandbox):
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o644, 0o600])
-def test_grader_file_can_not_be_overwritten(sandbox, tmp_path, mode):
+def test_graders_file_can_not_be_written_nor_a_private_one_read(sandbox, tmp_path, mode):
+    """A folder for root only is what keeps masters and hidden seeds in Gradescope's container."""
     victim = tmp_path / "grader.py"
     victim.write_text("the grader")
     victim.chmod(mode)
     for path in (tmp_path, *tmp_path.parents[:3]):
         path.chmod(path.stat().st_mode | 0o011)
-    for body in (f"open({str(victim)!r}, 'w')", f"os.remove({str(victim)!r})", f"os.chmod({str(victim)!r}, 0o777)"):
+    name = repr(str(victim))
+    attempts = [f"open({name}, 'w')", f"os.remove({name})", f"os.chmod({name}, 0o777)"]
+    for body in attempts + [f"open({name}).read()"] * (mode == 0o600):
         assert "PermissionError" in attack(sandbox, PREFIX + body + IMPORTS).tests[0].feedback
     assert victim.read_text() == "the grader"
-
-
-@needs_root
-def test_private_file_can_not_be_read(sandbox, tmp_path):
-    """As masters and hidden seeds are in Gradescope's container: their folder is for root only."""
-    secret = tmp_path / "hidden_seeds.json"
-    secret.write_text("[]")
-    secret.chmod(0o600)
-    result = attack(sandbox, f"{PREFIX}open({str(secret)!r}).read(){IMPORTS}")
-    assert "PermissionError" in result.tests[0].feedback
 
 
 @needs_root

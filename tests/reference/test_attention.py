@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_ref.attention import attention_backward, attention_forward, causal_mask
+from sage_ref.attention import attention_backward, attention_forward
 
 SHAPES = [(1, 1), (3, 3), (64, 1), (1, 9), (21, 34), (34, 21)]
 same = {"atol": 1e-10, "rtol": 0}
@@ -54,11 +54,6 @@ def test_log_sum_exp_is_the_natural_log_of_the_visible_exponentials(inputs):
     for i in range(5):
         visible = [math.exp(0.5 * (q[0, 1, i] @ k[0, 1, j]).item()) for j in range(min(i, 3) + 1)]
         assert log_sum_exp[0, 1, i].item() == pytest.approx(math.log(sum(visible)), abs=1e-12)
-
-
-def test_causal_mask_is_aligned_top_left():
-    expected = [[True, False, False, False], [True, True, False, False], [True, True, True, False]]
-    assert causal_mask(3, 4, torch.device("cpu")).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,12 +2,12 @@
 
 import importlib.util
 import inspect
+import itertools
 import math
 import re
 import runpy
-import sys
-import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
-from sage_ref import sagebwd_attention, sparse_linear_attention
 from sage_ref.attention import attention_forward
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
 from sage_ref.sla2 import BlockSettings, SparseLinearFunction, block_count
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-NAMES = st.sampled_from(["query", "key", "value"])
 BLOCK = 128  # tokens that share a scale
+MASK = torch.ones(1, 1).bool()
 
 
 def reference(query, key, value, **options):
@@ -37,12 +37,31 @@ def with_gradients(query, key, value, grad_output, **options):
     return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
 
 
-def test_signature():
-    assert str(inspect.signature(sagebwd_attention)).replace("torch.Tensor", "Tensor") == (
-        "(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None, "
-        "enable_gqa: bool = False, smooth_k: bool = True, smooth_q: bool = False, granularity: str = 'row', "
-        "backend: str = 'auto') -> Tensor"
+def sparse_linear(query, key, value, block_mask, alpha, **options):
+    return sparse_linear_attention(
+        query, key, value, block_mask, alpha, **({"block_q": 16, "block_kv": 8, "backend": "reference"} | options)
     )
+
+
+def mask_and_alpha(query, key, block_q=16, block_kv=8):
+    """Drawn, with one entry per head and block."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
+    return torch.rand(shape, generator=generator) < 0.5, torch.rand(shape[:3], generator=generator)
+
+
+SIGNATURES = {
+    sagebwd_attention: "*, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, "
+    "smooth_k: bool = True, smooth_q: bool = False, granularity: str = 'row', ",
+    sparse_linear_attention: "block_mask: Tensor, alpha: Tensor | float, *, quantize: bool = False, "
+    "scale: float | None = None, block_q: int = 128, block_kv: int = 64, ",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_signature(function):
+    expected = f"(query: Tensor, key: Tensor, value: Tensor, {SIGNATURES[function]}backend: str = 'auto') -> Tensor"
+    assert str(inspect.signature(function)).replace("torch.Tensor", "Tensor") == expected
 
 
 # What it accepts
@@ -119,14 +138,6 @@ def test_inputs_are_neither_changed_nor_needed_contiguous(inputs):
         assert torch.equal(x, before)
 
 
-def test_no_grad_records_nothing(inputs):
-    q, k, v, _ = (x.requires_grad_() for x in inputs(4, 4, 8))
-    with torch.no_grad():
-        output = reference(q, k, v)
-    assert not output.requires_grad
-    assert torch.equal(output, reference(q, k, v))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_autocast_casts_as_sdpa_does_and_not_inside(inputs, dtype):
     """Queries and keys in float32 (a norm's output) beside values in bfloat16 (a matmul's), backward inside or out."""
@@ -146,136 +157,98 @@ def test_autocast_casts_as_sdpa_does_and_not_inside(inputs, dtype):
         assert torch.equal(a, exact.to(x.dtype))
 
 
-def test_autocast_leaves_float64_alone(inputs):
-    q, k, v, _ = inputs(8, 8, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(reference(q, k, v), reference(q.clone(), k, v))
-        assert reference(q, k, v).dtype == torch.float64
+def test_autocast_leaves_float64_alone_and_no_grad_records_nothing(inputs):
+    q, k, v, _ = (x.requires_grad_() for x in inputs(8, 8, 16))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        output = reference(q, k, v)
+    assert not output.requires_grad
+    assert output.dtype == torch.float64
+    assert torch.equal(output, reference(q, k, v))
 
 
 # What it refuses
 
 
-def wrong_type(call, draw):
-    name = draw(NAMES)
-    call[name] = draw(st.sampled_from([None, 1.5, [[1.0]], "q", call[name].tolist()]))
-    return TypeError, f"{name}: expected a torch.Tensor, got {type(call[name]).__name__}"
+def to(*kinds):
+    return [lambda x, kind=kind: x.to(kind) for kind in kinds]
 
 
-def wrong_dtype(call, draw):
-    name = draw(NAMES)
-    call[name] = call[name].to(draw(st.sampled_from([torch.int8, torch.int64, torch.bool, torch.complex64])))
-    return TypeError, f"{name}: expected dtype float16, bfloat16, float32 or float64, got {call[name].dtype}"
+def repeated(*axes):
+    return [lambda x, axis=axis: x.repeat_interleave(2, axis) for axis in axes]
 
 
-def mixed_dtypes(call, draw):
-    name = draw(st.sampled_from(["key", "value"]))
-    call[name] = call[name].to(draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float64])))
-    return TypeError, f"{name}: expected the dtype of query, torch.float32, got {call[name].dtype}"
-
-
-def wrong_rank(call, draw):
-    name = draw(NAMES)
-    call[name] = draw(st.sampled_from([call[name][0], call[name][None], call[name].flatten(), call[name].sum()]))
-    return ValueError, f"{name}: expected 4 dimensions (B, H, N, D), got shape {tuple(call[name].shape)}"
-
-
-def zero_size(call, draw):
-    name, axis = draw(NAMES), draw(st.integers(0, 3))
-    call[name] = call[name].narrow(axis, 0, 0)
-    return ValueError, f"{name}: expected no dimension of size zero, got shape {tuple(call[name].shape)}"
-
-
-def meta_device(call, draw):
-    name = draw(NAMES)
-    call[name] = call[name].to("meta")
-    return ValueError, f"{name}: expected a device that holds data, got meta"
-
-
-def other_size(call, draw, axis):
-    """The key or value and one more on an axis that query has too."""
-    name = draw(st.sampled_from(["key", "value"]))
-    expected = call["query"].shape[axis]
-    call[name] = call[name].repeat_interleave(draw(st.integers(2, 3)), axis)
-    return name, expected, call[name].shape[axis]
-
-
-def other_batch(call, draw):
-    name, expected, got = other_size(call, draw, 0)
-    return ValueError, f"{name}: expected the batch size of query, {expected}, got {got}"
-
-
-def other_head_dim(call, draw):
-    name, expected, got = other_size(call, draw, 3)
-    return ValueError, f"{name}: expected the head size of query, {expected}, got {got}"
-
-
-def other_length_of_value(call, draw):
-    call["value"] = call["value"].repeat_interleave(2, 2)
-    return ValueError, f"value: expected the shape of key, {tuple(call['key'].shape)}, got {tuple(call['value'].shape)}"
-
-
-def other_heads_of_value(call, draw):
-    call["value"] = call["value"].repeat_interleave(2, 1)
-    return ValueError, f"value: expected the shape of key, {tuple(call['key'].shape)}, got {tuple(call['value'].shape)}"
-
-
-def other_heads_without_gqa(call, draw):
-    call["query"] = call["query"].repeat_interleave(draw(st.integers(2, 3)), 1)
-    heads, kv_heads = call["query"].shape[1], call["key"].shape[1]
-    return ValueError, f"key: expected {heads} heads as query has (or enable_gqa=True), got {kv_heads}"
-
-
-def heads_that_do_not_divide(call, draw):
-    kv_heads, heads = draw(st.sampled_from([(2, 3), (3, 2), (4, 6), (2, 1)]))
-    for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
-        call[name] = call[name][:, :1].expand(-1, count, -1, -1)
-    call["enable_gqa"] = True
-    return ValueError, f"key: expected a number of heads that divides query's {heads}, got {kv_heads}"
-
-
-def not_a_bool(call, draw):
-    name = draw(st.sampled_from(["is_causal", "enable_gqa", "smooth_k", "smooth_q"]))
-    call[name] = draw(st.sampled_from([0, 1, None, "yes", 1.0, torch.tensor(True)]))
-    return TypeError, f"{name}: expected a bool, got {type(call[name]).__name__}"
-
-
-def scale_of_no_number(call, draw):
-    call["scale"] = draw(st.sampled_from(["0.1", True, 1j, [0.1], torch.tensor(0.1)]))
-    return TypeError, f"scale: expected a float or None, got {type(call['scale']).__name__}"
-
-
-def scale_not_finite(call, draw):
-    call["scale"] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-    return ValueError, f"scale: expected a finite number, got {call['scale']}"
-
-
-def unknown_granularity(call, draw):
-    call["granularity"] = draw(st.sampled_from(["tile", "Row", "", None, 1, ["row"]]))
-    return ValueError, f"granularity: expected one of ('block', 'row'), got {call['granularity']!r}"
-
-
-def unknown_backend(call, draw):
-    call["backend"] = draw(st.sampled_from(["cuda", "Triton", "", None, 1, ["reference"]]))
-    return ValueError, f"backend: expected one of ('auto', 'reference', 'triton'), got {call['backend']!r}"
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        wrong_type, wrong_dtype, mixed_dtypes, wrong_rank, zero_size, meta_device, other_batch, other_head_dim,
-        other_length_of_value, other_heads_of_value, other_heads_without_gqa, heads_that_do_not_divide, not_a_bool,
-        scale_of_no_number, scale_not_finite, unknown_granularity, unknown_backend,
+QKV = ("query", "key", "value")
+DTYPE = "expected dtype float16, bfloat16, float32 or float64, got {x.dtype}"
+BROADCAST = "expected a shape that broadcasts to {old_shape}, got {shape}"
+# Arguments, what is wrong there (or a function of what is right), the error. x is what came.
+BAD_IN_BOTH = [
+    (QKV, [None, 1.5, [[1.0]], "q", torch.Tensor.tolist], TypeError, "expected a torch.Tensor, got {kind}"),
+    (QKV, to(torch.int8, torch.int64, torch.bool, torch.complex64), TypeError, DTYPE),
+    (QKV[1:], to(*DTYPES[:2], torch.float64), TypeError, "expected the dtype of query, torch.float32, got {x.dtype}"),
+    (QKV, [lambda x: x[0], lambda x: x[None], torch.Tensor.flatten, torch.Tensor.sum], ValueError,
+     "expected 4 dimensions (B, H, N, D), got shape {shape}"),
+    (QKV, [lambda x, axis=axis: x.narrow(axis, 0, 0) for axis in range(4)], ValueError,
+     "expected no dimension of size zero, got shape {shape}"),
+    (QKV, to("meta"), ValueError, "expected a device that holds data, got meta"),
+    (QKV[1:], repeated(0), ValueError, "expected the batch size of query, {old_shape[0]}, got {shape[0]}"),
+    (QKV[1:], repeated(3), ValueError, "expected the head size of query, {old_shape[3]}, got {shape[3]}"),
+    (["value"], repeated(1, 2), ValueError, "expected the shape of key, {old_shape}, got {shape}"),
+    (["scale"], ["0.1", True, 1j, [0.1], torch.tensor(0.1)], TypeError, "expected a float or None, got {kind}"),
+    (["scale"], [math.nan, math.inf, -math.inf], ValueError, "expected a finite number, got {x}"),
+    (["backend"], ["cuda", "Triton", "", None, 1, ["reference"]], ValueError,
+     "expected one of ('auto', 'reference', 'triton'), got {x!r}"),
+]  # fmt: skip
+BAD_IN_ONE = {
+    sagebwd_attention: [
+        (["is_causal", "enable_gqa", "smooth_k", "smooth_q"], [0, 1, None, "yes", 1.0, torch.tensor(True)], TypeError,
+         "expected a bool, got {kind}"),
+        (["granularity"], ["tile", "Row", "", None, 1, ["row"]], ValueError,
+         "expected one of ('block', 'row'), got {x!r}"),
     ],
-)  # fmt: skip
-@given(data=st.data(), shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 6)] * 3))
-def test_a_bad_argument_is_named_with_what_was_expected_and_what_came(break_it, data, shape):
-    batch, heads, n_q, n_k, head_dim = shape
-    call = {"query": torch.ones(batch, heads, n_q, head_dim), "backend": "reference"}
-    call |= {name: torch.ones(batch, heads, n_k, head_dim) for name in ("key", "value")}
-    kind, message = break_it(call, data.draw)
-    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
-        sagebwd_attention(**call)
+    sparse_linear_attention: [
+        (["quantize"], [0, 1, None, "int8"], TypeError, "expected a bool, got {kind}"),
+        (["block_mask"], [None, True, [[True]], torch.Tensor.numpy], TypeError, "expected a torch.Tensor, got {kind}"),
+        (["block_mask"], to(torch.float32, torch.int8, torch.int64), TypeError,
+         "expected dtype torch.bool, got {x.dtype}"),
+        (["block_mask"], [*repeated(0, 1, 2, 3), lambda x: x[None]], ValueError, BROADCAST),
+        (["alpha"], [None, "0.5", [0.5], True, 1j], TypeError, "expected a torch.Tensor or a float, got {kind}"),
+        (["alpha"], to(torch.int64, torch.bool, torch.cfloat), TypeError, "expected a floating dtype, got {x.dtype}"),
+        (["alpha"], repeated(0, 1, 2), ValueError, BROADCAST),
+        (["block_mask", "alpha"], to("meta"), ValueError, "expected the device of query, cpu, got meta"),
+        (["block_q", "block_kv"], [0, -1, -3], ValueError, "expected at least 1, got {x}"),
+        (["block_q", "block_kv"], [64.0, "64", None, True], TypeError, "expected an int, got {kind}"),
+    ],
+}  # fmt: skip
+BAD = [(function, *row) for function, own in BAD_IN_ONE.items() for row in BAD_IN_BOTH + own]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3, 4, 5, 6)])
+@pytest.mark.parametrize(("function", "names", "changes", "error", "message"), BAD)
+def test_a_bad_argument_is_named_with_what_was_expected_and_what_came(function, names, changes, error, message, sizes):
+    batch, heads, n_q, n_k, head_dim = sizes
+    good = {"query": torch.ones(batch, heads, n_q, head_dim), "backend": "reference"}
+    good |= {name: torch.ones(batch, heads, n_k, head_dim) for name in ("key", "value")}
+    if function is sparse_linear_attention:
+        mask, alpha = mask_and_alpha(good["query"], good["key"], 2, 3)
+        good |= {"block_mask": mask, "alpha": alpha, "block_q": 2, "block_kv": 3}
+    function(**good)
+    for name, change in itertools.product(names, changes):
+        x = change(good[name]) if callable(change) else change
+        shape, old_shape = (tuple(getattr(tensor, "shape", ())) for tensor in (x, good.get(name)))
+        expected = message.format(x=x, kind=type(x).__name__, shape=shape, old_shape=old_shape)
+        with pytest.raises(error, match=f"^{name}: {re.escape(expected)}$"):
+            function(**(good | {name: x}))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 3), (6, 4), (1, 2), (4, 2)])
+def test_heads_are_as_many_or_divide_with_gqa(heads, kv_heads):
+    q, kv = torch.ones(1, heads, 4, 8), [torch.ones(1, kv_heads, 5, 8)] * 2
+    with pytest.raises(ValueError, match=rf"^key: expected {heads} heads .*enable_gqa=True\), got {kv_heads}$"):
+        reference(q, *kv)
+    if (heads, kv_heads) != (4, 2):
+        for call in (partial(reference, enable_gqa=True), partial(sparse_linear, block_mask=MASK, alpha=0.5)):
+            with pytest.raises(ValueError, match=f"^key: .* that divides query's {heads}, got {kv_heads}$"):
+                call(q, *kv)
 
 
 def test_unknown_and_positional_options_are_refused():
@@ -317,15 +290,6 @@ def test_nan_goes_where_the_docstring_says_and_nowhere_else(inputs, name, token,
         assert gradient[:, 1].isnan().any() != dv_never_reads_v
 
 
-def test_nan_in_a_shared_key_stays_with_the_queries_of_its_group(inputs):
-    q, k, v, _ = inputs(20, 20, 16, heads=4, kv_heads=2)
-    clean = reference(q, k, v, enable_gqa=True)
-    k[0, 1, 3] = math.nan
-    output = reference(q, k, v, enable_gqa=True)
-    assert torch.equal(output[:, :2], clean[:, :2])
-    assert output[:, 2:].isnan().all()
-
-
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_heads_and_batches_never_notice_each_other(inputs, name):
     q, k, v, do = (torch.cat([x, x + 1]) for x in inputs(70, 80, 16))
@@ -340,105 +304,57 @@ def test_heads_and_batches_never_notice_each_other(inputs, name):
 # Which backend runs
 
 
-@pytest.fixture
-def fresh_warning():
-    ops._warn_once.cache_clear()
-    yield
-    ops._warn_once.cache_clear()
-
-
-@pytest.fixture(params=["triton", "sage_kernels"])
-def missing(request, monkeypatch):
-    """A package the Triton backend needs, made to look absent, as if sage_ref were imported without it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None if name == request.param else name)
-        missing = runpy.run_path(ops.__file__)["MISSING_PACKAGE"]
-    monkeypatch.setattr(ops, "MISSING_PACKAGE", missing)
-    return request.param
-
-
-@pytest.mark.parametrize(
-    "call",
-    [sagebwd_attention, lambda *qkv, **options: sparse_linear_attention(*qkv, torch.ones(1, 1).bool(), 0.5, **options)],
-    ids=["sagebwd", "sparse_linear"],
-)
-def test_without_a_package_auto_warns_once_and_triton_is_an_error(inputs, call, missing, fresh_warning):
-    q, k, v, _ = inputs(4, 4, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outputs = [call(q, k, v) for _ in range(3)]
-    assert [str(w.message) for w in caught] == [
-        f"sage_ref: backend='auto' uses the reference, because the package {missing} is not installed."
-    ]
-    assert caught[0].filename == __file__  # it points at the caller
-    assert all(torch.equal(output, call(q, k, v, backend="reference")) for output in outputs)
-    message = f"backend: expected 'triton' to be usable, but the package {missing} is not installed"
-    with pytest.raises(ValueError, match=message):
-        call(q, k, v, backend="triton")
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Stands in for the package of Triton kernels: records its calls, and refuses those that `refusal` names."""
-    package = types.ModuleType("sage_kernels.sagebwd.ops")
-    package.calls, package.refusal = [], lambda query, smooth_q: None
-    package.obstacle = lambda query, smooth_q: package.refusal(query, smooth_q)
-    package.sagebwd_attention = lambda *tensors, **options: package.calls.append((tensors, options)) or tensors[0]
-    monkeypatch.setitem(sys.modules, "sage_kernels", types.ModuleType("sage_kernels"))
-    monkeypatch.setitem(sys.modules, "sage_kernels.sagebwd.ops", package)
-    monkeypatch.setattr(ops, "MISSING_PACKAGE", None)
-    return package
-
-
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_triton_runs_where_it_can_with_every_option(inputs, kernels, backend):
-    qkv = inputs(4, 4, 16)[:3]
+def test_triton_runs_where_it_can_with_every_option_and_never_for_the_reference(inputs, stand_in, backend):
+    qkv, kernels = inputs(4, 4, 16)[:3], stand_in("sagebwd")
     assert sagebwd_attention(*qkv, backend=backend) is qkv[0]
     options = {"is_causal": True, "scale": 0.3, "smooth_k": False, "granularity": "block"}
     sagebwd_attention(*qkv, backend=backend, **options)
-    (tensors, defaults), (_, passed_on) = kernels.calls
+    reference(*qkv)
+    (*tensors, defaults), (*_, passed_on) = kernels.calls
     assert all(x is y for x, y in zip(tensors, qkv, strict=True))
     assert defaults == {"is_causal": False, "scale": 1 / 4, "smooth_k": True, "granularity": "row"}
     assert passed_on == options
 
 
-def test_reference_never_touches_triton(inputs, kernels):
-    reference(*inputs(4, 4, 8)[:3])
-    assert not kernels.calls
+def missing_package(name, monkeypatch):
+    """MISSING_PACKAGE as if sage_ref were imported where this one is absent."""
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda found: None if found == name else found)
+        return runpy.run_path(ops.__file__)["MISSING_PACKAGE"]
 
 
-def test_what_the_kernels_refuse_is_said_and_done_by_the_reference(inputs, kernels, fresh_warning):
+CALLS = [  # the kernels' family, a call, and what they hear of it beside the query
+    ("sagebwd", partial(sagebwd_attention, smooth_q=True), True),
+    ("sla2", partial(sparse_linear_attention, block_mask=MASK, alpha=0.5, block_q=16), BlockSettings(16)),
+    ("sla2", lambda *qkv, **options: SLA2(8, 2, **options)(*qkv), BlockSettings(quantize=True)),
+]
+
+
+@pytest.mark.parametrize(("family", "call", "about"), CALLS, ids=["sagebwd", "sparse_linear", "SLA2"])
+@pytest.mark.parametrize("missing", ["triton", "sage_kernels", None])
+def test_what_triton_can_not_do_auto_says_once_and_the_reference_does(
+    inputs, stand_in, monkeypatch, family, call, about, missing
+):
     q, k, v, _ = inputs(4, 4, 8)
-    kernels.refusal = lambda query, smooth_q: f"no kernel runs on {query.device}" if smooth_q else None
-    with pytest.warns(UserWarning, match="because no kernel runs on cpu"):
-        assert torch.equal(sagebwd_attention(q, k, v, smooth_q=True), reference(q, k, v, smooth_q=True))
-    with pytest.raises(ValueError, match="backend: expected 'triton' to be usable, but no kernel runs on cpu"):
-        sagebwd_attention(q, k, v, smooth_q=True, backend="triton")
+    kernels = stand_in(family)
+    if missing:
+        monkeypatch.setattr(ops, "MISSING_PACKAGE", missing_package(missing, monkeypatch))
+    else:
+        kernels.refusal = lambda query, told: f"no kernel runs on {query.device}" if told == about else None
+    why = f"the package {missing} is not installed" if missing else "no kernel runs on cpu"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = [call(q, k, v) for _ in range(3)]
+    assert [str(w.message) for w in caught] == [f"sage_ref: backend='auto' uses the reference, because {why}."]
+    assert caught[0].filename == (__file__ if isinstance(call, partial) else torch.nn.modules.module.__file__)
+    assert all(torch.equal(output, call(q, k, v, backend="reference")) for output in outputs)
+    with pytest.raises(ValueError, match=f"^backend: expected 'triton' to be usable, but {why}$"):
+        call(q, k, v, backend="triton")
     assert not kernels.calls
 
 
 # sparse_linear_attention
-
-
-def sparse_linear(query, key, value, block_mask, alpha, **options):
-    return sparse_linear_attention(
-        query, key, value, block_mask, alpha, **({"block_q": 16, "block_kv": 8, "backend": "reference"} | options)
-    )
-
-
-def mask_and_alpha(query, key, block_q=16, block_kv=8):
-    """Drawn, with one entry per head and block."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
-    return torch.rand(shape, generator=generator) < 0.5, torch.rand(shape[:3], generator=generator)
-
-
-def test_signature_of_sparse_linear_attention():
-    assert str(inspect.signature(sparse_linear_attention)).replace("torch.Tensor", "Tensor") == (
-        "(query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, alpha: Tensor | float, *, "
-        "quantize: bool = False, scale: float | None = None, block_q: int = 128, block_kv: int = 64, "
-        "backend: str = 'auto') -> Tensor"
-    )
 
 
 @given(
@@ -520,126 +436,12 @@ def test_a_number_is_as_good_as_a_tensor_for_alpha_also_in_half_precision(inputs
     torch.testing.assert_close(ours, exact.half().float(), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_sparse_linear_gqa_is_each_group_on_its_own(inputs, kv_heads, dtype):
-    """Gradients of shared heads are summed before they are rounded."""
-    q, k, v, do = inputs(40, 60, 16, heads=4, kv_heads=kv_heads, dtype=dtype)
-    mask, alpha = mask_and_alpha(q, k)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = sparse_linear(*leaves, mask, alpha)
-    gradients = torch.autograd.grad(output, leaves, do)
-    wide = torch.promote_types(dtype, torch.float32)
-    leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
-    shared = (x.repeat_interleave(4 // kv_heads, 1) for x in leaves[1:])
-    expected = sparse_linear(leaves[0], *shared, mask, alpha)
-    for x, y in zip(gradients, torch.autograd.grad(expected, leaves, do.to(wide)), strict=True):
-        assert x.dtype == dtype
-        torch.testing.assert_close(x, y.to(dtype), atol=1e-12, rtol=0 if dtype == torch.float64 else 2**-7)
-    assert torch.equal(output, expected.to(dtype))
-
-
 def test_autocast_casts_for_sparse_linear_attention_too(inputs):
     q, k, v, _ = inputs(33, 40, 16, dtype=torch.float32)
     mask, alpha = mask_and_alpha(q, k)
     expected = sparse_linear(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, alpha)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(sparse_linear(q, k, v.bfloat16(), mask, alpha), expected)
-
-
-def sparse_not_a_bool(call, draw):
-    call["quantize"] = draw(st.sampled_from([0, 1, None, "int8"]))
-    return TypeError, f"quantize: expected a bool, got {type(call['quantize']).__name__}"
-
-
-def mask_of_no_tensor(call, draw):
-    call["block_mask"] = draw(st.sampled_from([None, True, [[True]], call["block_mask"].numpy()]))
-    return TypeError, f"block_mask: expected a torch.Tensor, got {type(call['block_mask']).__name__}"
-
-
-def mask_of_numbers(call, draw):
-    call["block_mask"] = call["block_mask"].to(draw(st.sampled_from([torch.float32, torch.int8, torch.int64])))
-    return TypeError, f"block_mask: expected dtype torch.bool, got {call['block_mask'].dtype}"
-
-
-def mask_elsewhere(call, draw):
-    call["block_mask"] = call["block_mask"].to("meta")
-    return ValueError, "block_mask: expected the device of query, cpu, got meta"
-
-
-def mask_of_other_blocks(call, draw):
-    mask, axis = call["block_mask"], draw(st.integers(0, 3))
-    call["block_mask"] = mask.repeat_interleave(mask.shape[axis] + 1, axis)
-    message = f"expected a shape that broadcasts to {tuple(mask.shape)}, got {tuple(call['block_mask'].shape)}"
-    return ValueError, f"block_mask: {message}"
-
-
-def mask_of_higher_rank(call, draw):
-    mask = call["block_mask"]
-    call["block_mask"] = mask[None]
-    message = f"expected a shape that broadcasts to {tuple(mask.shape)}, got {(1, *mask.shape)}"
-    return ValueError, f"block_mask: {message}"
-
-
-def alpha_of_no_number(call, draw):
-    call["alpha"] = draw(st.sampled_from([None, "0.5", [0.5], True, 1j]))
-    return TypeError, f"alpha: expected a torch.Tensor or a float, got {type(call['alpha']).__name__}"
-
-
-def alpha_of_integers(call, draw):
-    call["alpha"] = torch.ones((), dtype=draw(st.sampled_from([torch.int64, torch.bool, torch.complex64])))
-    return TypeError, f"alpha: expected a floating dtype, got {call['alpha'].dtype}"
-
-
-def alpha_elsewhere(call, draw):
-    call["alpha"] = torch.ones((), device="meta")
-    return ValueError, "alpha: expected the device of query, cpu, got meta"
-
-
-def alpha_of_other_blocks(call, draw):
-    shape, axis = call["block_mask"].shape[:3], draw(st.integers(0, 2))
-    call["alpha"] = torch.ones(shape).repeat_interleave(shape[axis] + 1, axis)
-    message = f"expected a shape that broadcasts to {tuple(shape)}, got {tuple(call['alpha'].shape)}"
-    return ValueError, f"alpha: {message}"
-
-
-def block_of_no_size(call, draw):
-    name, size = draw(st.sampled_from(["block_q", "block_kv"])), draw(st.integers(-3, 0))
-    call[name] = size
-    return ValueError, f"{name}: expected at least 1, got {size}"
-
-
-def block_of_no_int(call, draw):
-    name = draw(st.sampled_from(["block_q", "block_kv"]))
-    call[name] = draw(st.sampled_from([64.0, "64", None, True]))
-    return TypeError, f"{name}: expected an int, got {type(call[name]).__name__}"
-
-
-def sparse_heads_that_do_not_divide(call, draw):
-    expected = heads_that_do_not_divide(call, draw)
-    del call["enable_gqa"]
-    return expected
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        wrong_type, wrong_dtype, mixed_dtypes, wrong_rank, zero_size, meta_device, other_batch, other_head_dim,
-        other_length_of_value, other_heads_of_value, sparse_heads_that_do_not_divide, sparse_not_a_bool,
-        scale_of_no_number, scale_not_finite, unknown_backend, mask_of_no_tensor, mask_of_numbers, mask_elsewhere,
-        mask_of_other_blocks, mask_of_higher_rank, alpha_of_no_number, alpha_of_integers, alpha_elsewhere,
-        alpha_of_other_blocks, block_of_no_size, block_of_no_int,
-    ],
-)  # fmt: skip
-@given(data=st.data(), shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 6)] * 3))
-def test_a_bad_argument_of_sparse_linear_attention_is_named(break_it, data, shape):
-    batch, heads, n_q, n_k, head_dim = shape
-    call = {"query": torch.ones(batch, heads, n_q, head_dim), "alpha": 0.5, "backend": "reference"}
-    call |= {name: torch.ones(batch, heads, n_k, head_dim) for name in ("key", "value")}
-    call |= {"block_mask": mask_and_alpha(call["query"], call["key"], 2, 3)[0], "block_q": 2, "block_kv": 3}
-    kind, message = break_it(call, data.draw)
-    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
-        sparse_linear_attention(**call)
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -660,47 +462,15 @@ def test_nan_goes_where_the_docstring_of_sparse_linear_attention_says(inputs, na
         assert output[0, 1].isnan().any(-1).all()
 
 
-@pytest.fixture
-def sparse_linear_kernels(monkeypatch, fresh_warning):
-    """Stands in for the SLA2 kernels: records its calls, and refuses those that `refusal` names."""
-    package = types.ModuleType("sage_kernels.sla2.ops")
-    package.calls, package.refusal = [], lambda query, settings: None
-    package.obstacle = lambda query, settings: package.refusal(query, settings)
-    package.attention = lambda *arguments: package.calls.append(arguments) or arguments[0]
-    for name in ("sage_kernels", "sage_kernels.sla2"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "sage_kernels.sla2.ops", package)
-    monkeypatch.setattr(ops, "MISSING_PACKAGE", None)
-    return package
-
-
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_triton_runs_sparse_linear_attention_where_it_can(inputs, sparse_linear_kernels, backend):
-    q, k, v, _ = inputs(200, 130, 16)
+def test_triton_runs_sparse_linear_attention_where_it_can(inputs, stand_in, backend):
+    (q, k, v, _), kernels = inputs(200, 130, 16), stand_in("sla2")
     mask, alpha = torch.ones(3, dtype=torch.bool), 0.25
     assert sparse_linear_attention(q, k, v, mask, alpha, backend=backend) is q
     sparse_linear_attention(q, k, v, mask, alpha, backend=backend, quantize=True, scale=0.3)
-    (*tensors, defaults), (*_, options) = sparse_linear_kernels.calls
+    (*tensors, defaults, _), (*_, options, _) = kernels.calls
     assert all(x is y for x, y in zip(tensors[:3], (q, k, v), strict=True))
     assert torch.equal(tensors[3], torch.ones(1, 2, 2, 3, dtype=torch.bool))
     assert torch.equal(tensors[4], torch.full((1, 2, 2), 0.25, dtype=torch.float64))
     assert defaults == BlockSettings()
     assert options == BlockSettings(scale=0.3, quantize=True)
-
-
-def test_what_the_sparse_linear_kernels_refuse_is_said_and_done_by_the_reference(inputs, sparse_linear_kernels):
-    q, k, v, _ = inputs(40, 60, 16)
-    mask, alpha = mask_and_alpha(q, k)
-    options = {"block_q": 16, "block_kv": 8}
-    sparse_linear_kernels.refusal = lambda query, settings: (
-        f"no kernel takes blocks of {settings.block_q} x {settings.block_kv}" if settings.block_q != 128 else None
-    )
-    with pytest.warns(UserWarning, match="because no kernel takes blocks of 16 x 8") as caught:
-        output = sparse_linear_attention(q, k, v, mask, alpha, **options)
-    assert caught[0].filename == __file__  # it points at the caller
-    assert torch.equal(output, sparse_linear(q, k, v, mask, alpha))
-    with pytest.raises(
-        ValueError, match="backend: expected 'triton' to be usable, but no kernel takes blocks of 16 x 8"
-    ):
-        sparse_linear_attention(q, k, v, mask, alpha, backend="triton", **options)
-    assert not sparse_linear_kernels.calls

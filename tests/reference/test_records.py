@@ -145,15 +145,17 @@ def test_the_commit_is_marked_when_sources_differ_from_it(monkeypatch):
     assert records._commit() == "unknown"
 
 
-@pytest.mark.parametrize(("gpu", "device"), [("H200", "H200"), (None, "a CPU, 2 cores")])
-def test_caption_names_device_day_and_commit(gpu, device):
-    facts = {"gpu": gpu, "cpu": "a CPU, 2 cores", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789"}
-    assert Record(facts, []).caption == f"measured on {device}, 2026-01-02, commit 0123456"
-
-
-def test_caption_of_several_runs_names_all_commits():
-    facts = {"gpu": ["H100", "H200"], "date": "2026-01-02", "commit": ["0123456789", "abcdef0123-dirty"]}
-    assert Record(facts, []).caption == "measured on H100 and H200, 2026-01-02, commits 0123456, abcdef0"
+@pytest.mark.parametrize(
+    ("gpu", "commit", "caption"),
+    [
+        ("H200", "0123456789", "H200, 2026-01-02, commit 0123456"),
+        (None, "0123456789", "a CPU, 2 cores, 2026-01-02, commit 0123456"),
+        (["H100", "H200"], ["0123456789", "abcdef0123-dirty"], "H100 and H200, 2026-01-02, commits 0123456, abcdef0"),
+    ],
+)
+def test_caption_names_devices_day_and_commits(gpu, commit, caption):
+    facts = {"gpu": gpu, "cpu": "a CPU, 2 cores", "date": "2026-01-02T03:04:05+00:00", "commit": commit}
+    assert Record(facts, []).caption == f"measured on {caption}"
 
 
 def test_markdown_table():

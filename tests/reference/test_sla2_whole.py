@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from sla2_oracles import assert_all_close, averaged, dense, drawn, drawn_weights, features, gradients_of, token_weights
 from torch.testing import assert_close
 
@@ -125,27 +124,6 @@ def test_whole_matrices_take_any_leading_dimensions(inputs, settings):
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
-def test_weights_in_between_pass_gradcheck_in_every_tensor(inputs, kind):
-    q, k, v, _ = inputs(5, 7, 3, heads=1)
-    weights = torch.tensor([[0.2, 0, 1, 0.7], [1, 0.01, 0, 0.5], [0.9, 0.1, 0, 1]]).double()
-    alpha = torch.tensor([[[0.3, 0.9, 0.5]]]).double()
-    settings = BlockSettings(2, 2, feature_map=kind)
-    leaves = [x.requires_grad_() for x in (q, k, v, weights, alpha)]
-    assert torch.autograd.gradcheck(lambda *x: soft_sparse_linear_attention(*x, settings), leaves)
-
-
-def test_the_soft_form_mixes_weighted_branches(inputs):
-    """Weights M e^S in the softmax, 1 - M in the linear branch."""
-    q, k, v, _ = inputs(20, 30, 8)
-    weights, alpha = drawn_weights(1, 2, 2, 4), torch.tensor([0.2, 0.7]).double().expand(1, 2, 2)
-    w, share = token_weights(weights, 20, 30, 16, 8), per_token(alpha, 20)
-    o_s = averaged((q @ k.mT / 8**0.5).exp() * w, v)
-    o_l = averaged(features(q) @ features(k).mT * (1 - w), v)
-    output = soft_sparse_linear_attention(q, k, v, weights, alpha, SMALL)
-    assert_close(output, share * o_s + (1 - share) * o_l, atol=1e-13, rtol=0)
-
-
-@pytest.mark.parametrize("kind", FEATURE_MAPS)
 def test_feature_map_backward_is_autograds(kind):
     x, grad_phi = drawn(2, 9, 5) * 2, drawn(2, 9, 5, seed=1)
     x[0, 0] = 0
@@ -181,24 +159,6 @@ def test_relative_l2_against_the_dense_oracle(inputs, n_q, n_k, selected, kv_hea
     expected = (oracle(*exact), *gradients_of(oracle, exact, do.double()))
     bound = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.5e-3}[dtype]
     assert max(relative_l2(x, y) for x, y in zip(found, expected, strict=True)) < bound
-
-
-@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (50, 33), (33, 50)])
-def test_all_blocks_at_alpha_one_are_full_attention_and_none_at_zero_linear_attention(inputs, n_q, n_k):
-    *qkv, do = inputs(n_q, n_k, 8, heads=4, kv_heads=2)
-
-    def softmax(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    def linear(q, k, v):
-        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-        return averaged(features(q) @ features(k).mT, v)
-
-    for mask, alpha, expected in ((True, 1.0, softmax), (False, 0.0, linear)):
-        ours = reference(torch.full((1, 1, 1, 1), mask), block_q=16, block_kv=8)
-        assert_close(ours(*qkv, alpha), expected(*qkv), atol=1e-13, rtol=0)
-        gradients = gradients_of(lambda q, k, v, ours=ours, alpha=alpha: ours(q, k, v, alpha), qkv, do)
-        assert_all_close(gradients, gradients_of(expected, qkv, do), 1e-12)
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -252,39 +212,6 @@ def test_int8_rounds_the_operands_of_the_paper_and_nothing_else(inputs):
     assert torch.equal(rounded.linear_output, exact.linear_output)
     share = per_token(alpha, 45)
     assert_close(rounded.output, share * o_s + (1 - share) * exact.linear_output, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("selected", ["all", "one", "50%"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_the_error_is_that_of_int8(inputs, selected, dtype):
-    """Neither less (something wasn't quantised) nor more: rounding V alone leaves s / sqrt(12), s = max / 127.
-
-    The gradients after it are close to exact ones.
-    """
-    q, k, v, do = inputs(256, 256, 64, dtype=dtype)
-    mask = block_masks(selected, 2, 256, 256, 128, 64)
-    step = v.double().unflatten(-2, (-1, 64)).abs().amax((-2, -1)).mean() / 127 / v.double().std()
-    expected = step.item() / math.sqrt(12)
-    exact, rounded = (reference(mask, quantize=quantize) for quantize in (False, True))
-    assert expected < relative_l2(rounded(q, k, v, 1.0), exact(q, k, v, 1.0)) < 3 * expected
-    alpha = torch.full((1, 2, 2), 0.8, dtype=torch.float64)
-    gradients = [gradients_of(ours, (q, k, v, alpha), do) for ours in (rounded, exact)]
-    assert all(1e-4 < relative_l2(x, y) < 0.05 for x, y in zip(*gradients, strict=True))
-
-
-def test_an_offset_of_the_keys_costs_nothing_and_stays_in_log_sum_exp(inputs):
-    q, k, v, _ = inputs(256, 256, 64)
-    mask, alpha = block_masks("50%", 2, 256, 256, 128, 64), torch.ones(1, 2, 2, dtype=torch.float64)
-    errors, log_sum_exps = [], []
-    for keys in (k, k + torch.linspace(-20, 20, 64, dtype=torch.float64)):
-        exact, rounded = (
-            sla2_forward(q, keys, v, mask, alpha, BlockSettings(quantize=quantize)) for quantize in (False, True)
-        )
-        errors.append(relative_l2(rounded.sparse_output, exact.sparse_output))
-        log_sum_exps.append(exact.log_sum_exp)
-        assert_close(rounded.log_sum_exp, exact.log_sum_exp, atol=0.05, rtol=0)
-    assert errors[1] == pytest.approx(errors[0], rel=1e-6)
-    assert (log_sum_exps[1] - log_sum_exps[0]).abs().max() > 1
 
 
 def test_the_backward_pass_takes_unrounded_inputs_with_the_forwards_output_and_log_sum_exp(inputs):
@@ -347,9 +274,7 @@ def test_gradients_only_where_asked_and_no_second_one(inputs):
     q.requires_grad_()
     output = SparseLinearFunction.apply(q, k, v, mask, alpha, SMALL)
     for loss in (output.sum(), output.square().sum()):
-        with pytest.raises(
-            RuntimeError, match="^create_graph: expected False, as SLA2's gradients have no derivative; got"
-        ):
+        with pytest.raises(RuntimeError, match="^create_graph: .* as SLA2's gradients have no derivative; got True$"):
             torch.autograd.grad(loss, q, create_graph=True)
 
 
