@@ -53,6 +53,7 @@ VARIANTS = {
     "per block, no smoothing": SAGEBWD | {"granularity": "block", "smooth_k": False},
     "per block, Q and K smoothed": SAGEBWD | {"granularity": "block", "smooth_q": True},
 }
+SCALES = ("granularity", "block_q", "block_kv")
 WHOLE = "whole"
 
 
@@ -214,6 +215,7 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
     return {
         "group": group,
         "variant": variant,
+        **{name: VARIANTS[variant].get(name) for name in SCALES},  # None where nothing is quantised
         "gradient_square": exact.square,
         "gradient_square_error": exact.square_error,
         "noise_trace": exact.trace * tokens,

@@ -237,13 +237,23 @@ def test_a_measurement_is_a_function_of_its_seed(model):
 def test_tokens_at_bias_are_where_bias_reaches_noise():
     exact, error = Moments(2.0, 0.1, 5.0), Moments(0.25, 0.125, 3.0)
     expected = {"group": "layer 0", "variant": "bf16", "gradient_square": 2.0, "gradient_square_error": 0.1}
-    expected |= {"noise_trace": 500.0, "noise_scale": 250.0, "bias_square": 0.25, "bias_square_error": 0.125}
+    expected |= {
+        "granularity": None,
+        "block_q": None,
+        "block_kv": None,
+        "noise_trace": 500.0,
+        "noise_scale": 250.0,
+        "bias_square": 0.25,
+        "bias_square_error": 0.125,
+    }
     expected |= {"variance_trace": 300.0, "tokens_at_bias": 2000.0, "tokens_at_bias_low": 1000.0}
     assert noise_row("layer 0", "bf16", exact, error, 100) == expected
     unknown = noise_row("layer 0", "bf16", Moments(-1.0, 1.0, 5.0), Moments(-0.25, 0.25, 3.0), 100)
     assert (unknown["noise_scale"], unknown["tokens_at_bias"]) == (None, None)
     assert unknown["tokens_at_bias_low"] == 2000.0
-    assert noise_row("", "", exact, Moments(-1.0, 0.1, 3.0), 100)["tokens_at_bias_low"] is None
+    row = noise_row("", "per row, nearest", exact, Moments(-1.0, 0.1, 3.0), 100)
+    assert row["tokens_at_bias_low"] is None
+    assert [row[name] for name in ("granularity", "block_q", "block_kv")] == ["row", 64, 64]
 
 
 @pytest.mark.parametrize(
