@@ -19,6 +19,10 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_runtest_setup():
+    torch.manual_seed(0)  # what a test draws doesn't depend on the tests before it
+
+
 @pytest.fixture
 def large_memory():
     """For tests of tens of GB, which are a group for xdist: the next one gets what PyTorch would keep for itself."""

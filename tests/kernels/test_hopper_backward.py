@@ -285,8 +285,9 @@ def test_pairs_keep_the_order_of_columns():
     torch.testing.assert_close(on_plain_tensors(units.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True)
     pairs_of = on_plain_tensors(units.pairs_of)
     assert torch.equal(pairs_of(x.half(), 64), pairs)
-    both = on_plain_tensors(units.join_pairs)(pairs, pairs_of(2 * x.half(), 64))
-    assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1).half(), 128))
+    x = x.half()
+    both = on_plain_tensors(units.join_pairs)(pairs, pairs_of(2 * x, 64))
+    assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1), 128))
 
 
 @on_the_cpu
