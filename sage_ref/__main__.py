@@ -4,8 +4,9 @@ import argparse
 import importlib
 import shlex
 import sys
-from pathlib import Path
 from typing import NamedTuple
+
+from sage_ref.command_line import Parser, add_json_option, end_with_parent, finish
 
 
 class Command(NamedTuple):
@@ -45,21 +46,26 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
+    end_with_parent()
     options = read_options(sys.argv[1:] if arguments is None else arguments)
-    options.run(options)  # every command runs here
+    if status := finish(options.program, lambda: options.run(options)):  # every command runs here
+        sys.exit(status)
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
-    """The options of the command that `arguments` begin with, its function as `run`, the whole line as `command`."""
-    parser = argparse.ArgumentParser(prog="python -m sage_ref", description=__doc__)
+    """The options of the command that `arguments` begin with, its function as `run`, the whole line as `command`.
+
+    program: what errors begin with.
+    """
+    parser = Parser(prog="python -m sage_ref", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, (module, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
         if arguments[:1] == [name]:
             chosen = importlib.import_module(module)
             chosen.add_options(command)
-            command.set_defaults(run=chosen.run)
-        command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+            command.set_defaults(run=chosen.run, program=command.prog)
+        add_json_option(command)
     options = parser.parse_args(arguments)
     options.command = "python -m sage_ref " + shlex.join(arguments)
     return options

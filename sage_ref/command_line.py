@@ -1,47 +1,193 @@
-"""What the commands' options share: types of arguments for argparse, and options that several commands have."""
+"""What the commands share: their parser, types of arguments, options that several have, and how they end.
+
+A command ends with 0 when it is done, 2 when an argument or a file is not what it needs (one line says which), 1 when
+something else stopped it, and 130 on Ctrl-C. A traceback is a bug of ours.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from sage_ref.training.corpus import Corpus
 
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
+
+
+class Failed(RuntimeError):
+    """What stopped a command although its arguments were right; the text is for its user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in the help of every option what its default is."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        default = options.get("default")
+        if names[0].startswith("-") and default not in (None, False, (), argparse.SUPPRESS):
+            values = default if isinstance(default, list | tuple | range) else [default]
+            text = " ".join("x".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in values)
+            action.help = f"{options.get('help', '')} (default: {text.replace('%', '%%')})".strip()
+        return action
+
+
+def finish(program: str, run: Callable[[], int | None]) -> int:
+    """Run a command; the status that its process should end with. What went wrong is one line on stderr."""
+    try:
+        status = run() or DONE
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        line, status = "interrupted", INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        line, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT
+    except (ValueError, TypeError) as error:
+        if ": expected " not in str(error):
+            raise
+        line, status = str(error), BAD_INPUT
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, Failed):
+            line = str(error)
+        elif isinstance(error, MemoryError) or "memory" in str(error):
+            line = str(error).partition("\n")[0] or "out of memory"
+        else:
+            raise
+        status = FAILED
+    print(f"{program}: {line}", file=sys.stderr)
+    return status
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it with `PARENT` in its environment has ended."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return
+
+    def watch():
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 def positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def from_zero(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     try:
         number = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    if not least <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"expected at least {least} and less than 2^63, got {text}")
     return number
 
 
+def positive_number(text: str) -> float:
+    return _number(text, lambda x: 0 < x < math.inf, "a number above 0")
+
+
+def number_from_zero(text: str) -> float:
+    return _number(text, lambda x: 0 <= x < math.inf, "a number, 0 or more")
+
+
+def zero_to_one(text: str) -> float:
+    return _number(text, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+
+
 def percentage(text: str) -> float:
-    if not 0 < (number := float(text)) <= 100:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 100, got {text}")
+    return _number(text, lambda x: 0 < x < 100, "a number above 0 and below 100")
+
+
+def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return number
 
 
 def tile_size(text: str) -> tuple[int, int]:
     try:
-        block_q, block_kv = map(int, text.split("x"))
+        block_q, block_kv = text.split("x")
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected two numbers as in 128x64, got {text!r}") from None
-    return positive(str(block_q)), positive(str(block_kv))
+    return positive(block_q), positive(block_kv)
+
+
+def input_path(text: str) -> Path:
+    """A file or folder that is there."""
+    try:
+        Path(text).stat()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"expected a file that can be read, got {text!r}: {reason}") from None
+    return Path(text)
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written; its folder is made when it is."""
+    path = Path(text)
+    try:
+        if not text or path.is_dir():
+            raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}: {error}") from None
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written, got {text!r}: see {folder}")
+    return path
+
+
+def device(text: str) -> str:
+    """The name of a device that this machine has."""
+    try:
+        found = torch.device(text)
+        if found.type == "cuda":  # asked for no memory: each of torchrun's processes would hold some on the first GPU
+            is_here = torch.cuda.is_available() and (found.index or 0) < torch.cuda.device_count()
+        else:
+            is_here = torch.ones(1, device=found).item() == 1
+    except (RuntimeError, NotImplementedError):
+        is_here = False
+    if not is_here:
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, as cpu or cuda, got {text!r}")
+    return text
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the result to FILE")
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def add_corpus_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--corpus", type=Path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens")
+    parser.add_argument(
+        "--corpus", type=input_path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens"
+    )
     parser.add_argument(
         "--vocabulary", type=positive, default=256, help="256: bytes; more: byte pairs made from the text"
     )

@@ -8,18 +8,24 @@ for: a package that was installed elsewhere, without a checkout, works as long a
 """
 
 import glob
+import hashlib
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 RECORDED_FOLDER = Path("notebooks", "recorded")
 Row = dict[str, Any]
@@ -91,8 +97,20 @@ def read_record(name: str | Path) -> Record:
     path = Path(name) if Path(name).suffix else recorded_file(f"{name}.json")
     if not path.exists():
         raise FileNotFoundError(f"name: expected a record at {path}, found none")
-    content = json.loads(path.read_text())
+    content = _read_json(path, "a record")
+    if not isinstance(content.get("provenance"), dict) or not isinstance(content.get("rows"), list):
+        raise ValueError(f"name: expected a record with provenance and rows, got {path}")
     return Record(content["provenance"], content["rows"])
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"path: expected {what} in JSON, {path} is none: remove that file or name another")
+    return content
 
 
 def write_record(path: Path, rows: Sequence[Row], *, command: str, **facts: Any) -> None:
@@ -121,21 +139,78 @@ def provenance(command: str) -> dict[str, Any]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`; when the block ends without an error it becomes `path` in one step."""
+    """A temporary path beside `path`; when the block ends without an error it becomes `path` in one step.
+
+    An OSError, of a full disk say, names `path`.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def remove_leftovers(path: Path) -> None:
     """Remove what `replaced` left beside a path that one process writes, when that was killed."""
     for leftover in Path(path).parent.glob(f".{glob.escape(Path(path).name)}.[0-9]*"):
         leftover.unlink()
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Hold `path` for this process. ValueError if another process holds it: two would undo each other's work.
+
+    The lock is the system's, and gone with the process however it ends. Windows has none: nothing is held there.
+    """
+    if fcntl is None:
+        yield
+        return
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.path.samestat(os.fstat(file.fileno()), lock.stat())
+        except OSError:  # held by another process, or that one has just removed it
+            is_held = False
+        if not is_held:
+            raise ValueError(f"path: expected a file that no other process is writing, got {path}")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+class FinishedParts:
+    """The finished parts of a long measurement, in a file, so that one that was killed goes on where it was.
+
+    path: its end is replaced by a digest of `arguments` and .partial, so that a measurement with other arguments
+    neither reads nor removes them.
+    """
+
+    def __init__(self, path: Path, arguments: Any):
+        digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
+        self.path = Path(path).with_suffix(f".{digest}.partial")
+        self.parts = _read_json(self.path, "finished parts of a measurement") if self.path.exists() else {}
+
+    def rows(self, name: str, measure: Callable[[], list[Row]]) -> list[Row]:
+        """The rows of one part: from the file, or measured now and kept there."""
+        if name not in self.parts:
+            self.parts[name] = measure()
+            with replaced(self.path) as temporary:
+                temporary.write_text(json.dumps(self.parts))
+        return self.parts[name]
+
+    def remove(self) -> None:
+        """All is recorded elsewhere."""
+        self.path.unlink(missing_ok=True)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

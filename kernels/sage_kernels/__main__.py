@@ -1,10 +1,10 @@
 """`python -m sage_kernels bench|accuracy|profile|compile|instructions`: time, check, or compile the kernels."""
 
-import argparse
 import shlex
 import sys
 
 from sage_kernels.measure import accuracy_command, bench_command, compile, instructions, profile
+from sage_ref.command_line import Parser, finish
 
 COMMANDS = {
     "bench": bench_command,
@@ -16,16 +16,17 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m sage_kernels", description=__doc__)
+    parser = Parser(prog="python -m sage_kernels", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, module in COMMANDS.items():
         text = module.run.__doc__.removesuffix(".")
         one = commands.add_parser(name, help=text[0].lower() + text[1:])
         module.add_options(one)
-        one.set_defaults(run=module.run)
+        one.set_defaults(run=module.run, program=one.prog)
     options = parser.parse_args(arguments)
     options.command = "python -m sage_kernels " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-    options.run(options)
+    if status := finish(options.program, lambda: options.run(options)):
+        sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """`python -m sage_ref capture`: save what enters the attention of a pre-trained model on one validation sequence."""
 
 import argparse
-from pathlib import Path
 
 import torch
 
-from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive
+from sage_ref.command_line import (
+    add_corpus_options,
+    add_device_option,
+    corpus_of,
+    from_zero,
+    input_path,
+    output_file,
+    positive,
+)
 from sage_ref.records import provenance, write_record
 from sage_ref.tracing import rms
 from sage_ref.training.capture import Capture, attention_tensors, write_capture
@@ -13,12 +20,12 @@ from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of `pretrain`")
+    parser.add_argument("checkpoint", type=input_path, metavar="CHECKPOINT", help="of `pretrain`")
     add_corpus_options(parser)
-    parser.add_argument("--layers", type=int, nargs="+", required=True, metavar="LAYER")
-    parser.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="default: all")
+    parser.add_argument("--layers", type=from_zero, nargs="+", required=True, metavar="LAYER")
+    parser.add_argument("--heads", type=from_zero, nargs="+", metavar="HEAD", help="default: all")
     parser.add_argument("--context", type=positive, help="tokens of the sequence; default: as many as the model takes")
-    parser.add_argument("--out", type=Path, default=Path("runs/capture.safetensors"), metavar="FILE")
+    parser.add_argument("--out", type=output_file, default="runs/capture.safetensors", metavar="FILE")
     add_device_option(parser)
 
 
@@ -26,7 +33,10 @@ def run(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
     model, arguments = load_model(options.checkpoint, options.device)
     if arguments["corpus_sha256"] != corpus.sha256:
-        raise SystemExit(f"corpus: expected that of {options.checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
+        raise ValueError(f"corpus: expected that of {options.checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
+    for name, count in (("layers", model.config.layers), ("heads", model.config.heads)):
+        if max(getattr(options, name) or [0]) >= count:
+            raise ValueError(f"{name}: expected numbers from 0 to {count - 1}, got {getattr(options, name)}")
     _, validation = corpus.split(VALIDATION_SHARE)
     context = options.context or model.config.context
     batch = [x.to(options.device) for x in validation.batch(1, context, seed=0, step=0)]

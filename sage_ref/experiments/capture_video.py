@@ -3,13 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sage_ref.command_line import add_device_option, positive
+from sage_ref.command_line import add_device_option, from_zero, output_file, positive, zero_to_one
 from sage_ref.models.video_dit import VideoDiTConfig
 from sage_ref.records import Row, markdown_table, provenance, write_record
 from sage_ref.sla2 import BlockSettings, block_mass, selected_count
@@ -31,16 +30,20 @@ def video_attention_tensors(
 
     Q and K are those that are multiplied: after QK-norm and rotation.
     """
-    depth = training.config.layers
-    if not layers or min(layers) < 0 or max(layers) >= depth:
-        raise ValueError(f"layers: expected numbers from 0 to {depth - 1}, got {list(layers)}")
-    if not noise_levels or min(noise_levels) < 0 or max(noise_levels) > 1:
-        raise ValueError(f"noise_levels: expected numbers from 0 to 1, got {list(noise_levels)}")
+    check_choice_of(training.config, noise_levels, layers)
     video, _, noise = training_batch(training.config, len(noise_levels), seed=(CAPTURED,))
     with watched_attention(training.model, layers) as (inputs, _):
         losses = training.losses_of(video, torch.tensor(noise_levels), noise)
     tensors = {layer: dict(zip(TENSORS, inputs[layer], strict=True)) for layer in layers}
     return losses.tolist(), tensors
+
+
+def check_choice_of(config: VideoDiTConfig, noise_levels: Sequence[float], layers: Sequence[int]) -> None:
+    """ValueError unless the model has these layers and flow matching these noise levels."""
+    if not layers or min(layers) < 0 or max(layers) >= config.layers:
+        raise ValueError(f"layers: expected numbers from 0 to {config.layers - 1}, got {list(layers)}")
+    if not noise_levels or not all(0 <= level <= 1 for level in noise_levels):
+        raise ValueError(f"noise_levels: expected numbers from 0 to 1, got {list(noise_levels)}")
 
 
 def concentration(layers: dict[int, dict[str, Tensor]]) -> list[Row]:
@@ -91,16 +94,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=positive, default=default.heads)
     # In the default model no head of these layers is near flat at these noise levels. Layer 0 has a nearly flat head,
     # and the last layers' attention gets flatter towards pure noise.
-    parser.add_argument("--layers", type=int, nargs="+", default=(2, 4), help="layers to capture")
-    parser.add_argument("--noise-levels", type=float, nargs="+", default=(0.4, 0.5), help="one video for each, 0 to 1")
+    parser.add_argument("--layers", type=from_zero, nargs="+", default=(2, 4), help="layers to capture")
+    parser.add_argument(
+        "--noise-levels", type=zero_to_one, nargs="+", default=(0.4, 0.5), help="one video for each, 0 to 1"
+    )
     add_device_option(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/capture_video.safetensors"), metavar="FILE")
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/capture_video.pt"), metavar="FILE")
+    parser.add_argument("--out", type=output_file, default="runs/capture_video.safetensors", metavar="FILE")
+    parser.add_argument("--checkpoint", type=output_file, default="runs/capture_video.pt", metavar="FILE")
 
 
 def run(options: argparse.Namespace) -> None:
     shape = {name: getattr(options, name) for name in ("frames", "size", "width", "heads")}
     config = VideoDiTConfig(**shape, cube=tuple(options.cube), layers=options.depth)
+    check_choice_of(config, options.noise_levels, options.layers)
     training = VideoTraining(config, TrainingSettings(steps=options.steps), options.device)
     train(training, options.checkpoint)
     losses, layers = video_attention_tensors(training, options.noise_levels, sorted(set(options.layers)))

@@ -13,21 +13,21 @@ is computed in float32, so that what differs is the attention alone; only the va
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive
+from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, input_path, positive
 from sage_ref.models.llama import Llama
-from sage_ref.records import Row, markdown_table, replaced, write_record
+from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, write_record
 from sage_ref.training.capture import next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
@@ -229,31 +229,33 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
 
 
 def noise_of_checkpoints(
-    checkpoints: Sequence[Path], corpus: Corpus, settings: NoiseSettings, partial: Path, device: str
+    checkpoints: Sequence[Path], corpus: Corpus, settings: NoiseSettings, parts: FinishedParts, device: str
 ) -> list[Row]:
     """`gradient_noise` of every checkpoint, its rows marked with its step, its training and the shape of its model.
 
-    Finished checkpoints are kept in `partial`, so a killed measurement goes on where it was.
     ValueError if a checkpoint was trained on another corpus.
     """
     train_corpus, _ = corpus.split(VALIDATION_SHARE)
-    done = json.loads(partial.read_text()) if partial.exists() else {}
-    names = []
+    rows = []
     for checkpoint in checkpoints:
         model, arguments = load_model(checkpoint, device)
         if arguments["corpus_sha256"] != corpus.sha256:
             wanted = f"{checkpoint}'s, sha256 {arguments['corpus_sha256']}"
             raise ValueError(f"corpus: expected {wanted}, got {corpus.name}, sha256 {corpus.sha256}")
-        names.append(name := f"{checkpoint} {arguments} {settings}")
-        if name not in done:
-            of_run, of_model = ("step", "qk_norm", "attention", "seed"), ("layers", "width", "heads")
-            facts = {key: arguments[key] for key in of_run + of_model}
-            facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-            facts["tokens_per_step"] = arguments["batch_size"] * arguments["context"]
-            done[name] = [facts | row for row in gradient_noise(model, train_corpus, settings)]
-            with replaced(partial) as temporary:
-                temporary.write_text(json.dumps(done))
-    return [row for name in names for row in done[name]]
+
+        measure = partial(_checkpoint_rows, model, arguments, train_corpus, settings)
+        rows += parts.rows(f"{checkpoint} {arguments}", measure)
+    return rows
+
+
+def _checkpoint_rows(
+    model: Llama, arguments: dict[str, Any], train_corpus: Corpus, settings: NoiseSettings
+) -> list[Row]:
+    of_run, of_model = ("step", "qk_norm", "attention", "seed"), ("layers", "width", "heads")
+    facts = {key: arguments[key] for key in of_run + of_model}
+    facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    facts["tokens_per_step"] = arguments["batch_size"] * arguments["context"]
+    return [facts | row for row in gradient_noise(model, train_corpus, settings)]
 
 
 def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
@@ -280,7 +282,7 @@ def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = NoiseSettings()
-    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
+    parser.add_argument("checkpoints", type=input_path, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
     add_corpus_options(parser)
     parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
     parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")
@@ -291,11 +293,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     settings = NoiseSettings(options.batches, options.sequences, options.folds, tuple(options.variants))
-    partial = (options.json or Path("runs/noise.json")).with_suffix(".partial")
     corpus = corpus_of(options)
-    rows = noise_of_checkpoints(options.checkpoints, corpus, settings, partial, options.device)
+    parts = FinishedParts(options.json or Path("runs/noise.json"), (options.checkpoints, settings, options.device))
+    with only_writer(parts.path):
+        rows = noise_of_checkpoints(options.checkpoints, corpus, settings, parts, options.device)
     print(markdown_table(*noise_table(rows)))
     if options.json:
         facts = {"corpus": corpus.facts, "settings": asdict(settings)}
         write_record(options.json, rows, command=options.command, **facts)
-    partial.unlink()
+    parts.remove()

@@ -1,12 +1,21 @@
 """`python -m sage_ref pretrain`: a Llama with exact attention or SageBwd, on one device or, under torchrun, on many."""
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from sage_ref.checks import BACKENDS
-from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, positive, tile_size
+from sage_ref.command_line import (
+    add_corpus_options,
+    add_device_option,
+    corpus_of,
+    from_zero,
+    output_file,
+    positive,
+    positive_number,
+    tile_size,
+    zero_to_one,
+)
 from sage_ref.experiments.table2 import with_paper
 from sage_ref.models.llama import ATTENTIONS, LlamaConfig
 from sage_ref.quantization import ROUNDINGS
@@ -32,9 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=2**20, help="of the whole run")
     parser.add_argument("--tokens-per-step", type=positive, default=2**13)
     parser.add_argument("--micro-batch", type=positive, default=8, help="sequences that a process works on at once")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--warmup", type=float, default=0.05, help="share of the steps")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=positive_number, default=2e-3)
+    parser.add_argument("--warmup", type=zero_to_one, default=0.05, help="share of the steps")
+    parser.add_argument("--seed", type=from_zero, default=0)
     parser.add_argument("--validation-sequences", type=positive, default=64)
     parser.add_argument("--reports", type=positive, default=20, help="validation losses and checkpoints of a run")
     parser.add_argument("--snapshots", type=positive, nargs="+", default=(), metavar="STEP", help="checkpoints to keep")
@@ -47,11 +56,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_device_option(parser)
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("runs/pretrain.pt"), metavar="FILE", help="and FILE.jsonl"
+        "--checkpoint", type=output_file, default="runs/pretrain.pt", metavar="FILE", help="and FILE.jsonl"
     )
 
 
 def run(options: argparse.Namespace) -> None:
+    for name, number in (("tokens_per_step", options.context), ("tokens", options.tokens_per_step)):
+        if getattr(options, name) % number:
+            raise ValueError(f"{name}: expected a multiple of {number}, got {getattr(options, name)}")
+    steps = options.tokens // options.tokens_per_step
+    if max(options.snapshots, default=0) > steps:
+        raise ValueError(f"snapshots: expected steps of the run, 1 to {steps}, got {list(options.snapshots)}")
     corpus = corpus_of(options)
     shape = {name: getattr(options, name) for name in ("context", "layers", "width", "heads", "kv_heads")}
     choice = {name: getattr(options, name) for name in ("attention", "backend", "qk_norm", "smooth_k", "smooth_q")}
@@ -59,10 +74,6 @@ def run(options: argparse.Namespace) -> None:
     rounding = {"granularity": options.granularity, "ds_rounding": options.ds_rounding}
     rounding |= {"block_q": block_q, "block_kv": block_kv}
     config = LlamaConfig(corpus.vocab_size, **shape, **choice, **rounding)
-    for name, number in (("tokens_per_step", options.context), ("tokens", options.tokens_per_step)):
-        if getattr(options, name) % number:
-            raise SystemExit(f"{name}: expected a multiple of {number}, got {getattr(options, name)}")
-    steps = options.tokens // options.tokens_per_step
     settings = PretrainSettings(
         steps=steps,
         batch_size=options.tokens_per_step // options.context,

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sage_ref.command_line import add_corpus_options, corpus_of, positive
-from sage_ref.records import Record, Row, markdown_table, read_record, write_record
+from sage_ref.command_line import PARENT, Failed, add_corpus_options, corpus_of, output_file, positive
+from sage_ref.records import Record, Row, markdown_table, only_writer, read_record, write_record
 from sage_ref.training.corpus import write_tokens
 
 # What a SageBwd run may smooth, and on which backend with which granularity, None: the default. Only the reference
@@ -176,13 +177,18 @@ class Grid:
     def run(self, cells: Sequence[Cell]) -> None:
         """Finish every run that has no result yet.
 
-        RuntimeError names the log of a run that broke, after all others have ended.
+        `Failed` names the log of a run that broke, after all others have ended.
         """
         waiting = [cell for cell in cells if not self.result(cell).exists()]
         with ThreadPoolExecutor(self.at_once) as pool, tqdm(total=len(waiting), unit="run") as bar:
             futures = [pool.submit(self.train, cell) for cell in waiting]
             for future in futures:
                 future.add_done_callback(lambda _: bar.update())
+            try:
+                wait(futures)
+            except KeyboardInterrupt:  # which the runs that are going on get as well
+                pool.shutdown(cancel_futures=True)
+                raise
         for future in futures:
             future.result()
 
@@ -216,12 +222,13 @@ class Grid:
         ]
         command += [text for name, value in named.items() for text in (f"--{name}", str(value))]
         command += ["--snapshots", *(str(max(1, round(share * steps))) for share in plan.snapshots)]
-        environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
+        environment = os.environ | {PARENT: str(os.getpid())}
+        environment |= {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
         output = result.with_suffix(".log")
         with output.open("a") as log:
             code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
         if code:
-            raise RuntimeError(f"{cell.name}: the run ended with exit status {code}, see {output}")
+            raise Failed(f"{cell.name}: the run ended with exit status {code}, see {output}")
 
 
 def traces(records: dict[Cell, Record]) -> list[Row]:
@@ -261,28 +268,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_options(parser)
     parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--report-only", action="store_true", help="train nothing: report the runs that are finished")
-    parser.add_argument("--folder", type=Path, default=Path("runs/grid"), help="of checkpoints, logs and results")
+    parser.add_argument("--folder", type=Path, default="runs/grid", help="of checkpoints, logs and results")
     parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
     parser.add_argument(
-        "--traces", type=Path, metavar="FILE", help="write the errors of every layer over training, too"
+        "--traces", type=output_file, metavar="FILE", help="write the errors of every layer over training, too"
     )
 
 
 def run(options: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
+    if options.plan == "gpu" and not (on_gpu or options.report_only):
+        raise ValueError("plan: expected cpu, as this machine has no CUDA device, got gpu")
     plan = GridPlan() if options.plan == "gpu" else CPU_PLAN
     devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
     corpus = options.folder / "corpus.bin"
     grid = Grid(plan, options.folder, corpus, devices)
-    if not (corpus.exists() or options.report_only):
-        write_tokens(corpus_of(options).tokens.numpy(), corpus)
     search = plan.search()
-    if not options.report_only:
-        grid.run(search)
-    rates = chosen_rates(plan, [record.rows[0] for record in grid.records(search).values()])
-    cells = list(dict.fromkeys(search + plan.cells(rates)))
-    if not options.report_only:
-        grid.run(cells)
+    with nullcontext() if options.report_only else only_writer(options.folder / "grid"):
+        if not (corpus.exists() or options.report_only):
+            write_tokens(corpus_of(options).tokens.numpy(), corpus)
+        if not options.report_only:
+            grid.run(search)
+        rates = chosen_rates(plan, [record.rows[0] for record in grid.records(search).values()])
+        cells = list(dict.fromkeys(search + plan.cells(rates)))
+        if not options.report_only:
+            grid.run(cells)
     records = grid.records(cells)
     rows = [record.rows[0] for record in records.values()]
     print(markdown_table(*grid_table(rows)))

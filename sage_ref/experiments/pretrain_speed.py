@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_ref.command_line import add_device_option, positive
 from sage_ref.models.llama import LlamaConfig
-from sage_ref.records import Record, Row, markdown_table, provenance, read_record, write_record
+from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.pretrain import Pretraining, PretrainSettings, Processes, processes
 
@@ -56,6 +56,17 @@ class SpeedPlan:
     tokens_per_pass: int = 2**15
     warmup: int = 3
     steps: int = 10
+
+    def __post_init__(self):
+        if self.steps < 2:
+            raise ValueError(f"steps: expected at least 2, got {self.steps}")
+        per_pass = min(self.tokens_per_pass, self.tokens_per_device)
+        for context in self.contexts:
+            if per_pass % context or self.tokens_per_device % per_pass:
+                raise ValueError(
+                    f"contexts: expected numbers that divide {per_pass}, the tokens of a pass, which divide those of a "
+                    f"device, {self.tokens_per_device}; got {context}"
+                )
 
 
 def step_times(plan: SpeedPlan, group: Processes, done: Collection[Row] = ()) -> Iterator[Row]:
@@ -167,8 +178,9 @@ def _attention_name(row: Row) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = SpeedPlan()
     parser.add_argument("--contexts", type=positive, nargs="+", default=default.contexts, metavar="N")
-    for name in ("layers", "width", "heads", "tokens_per_device", "warmup", "steps"):
+    for name in ("layers", "width", "heads", "tokens_per_device", "warmup"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
+    parser.add_argument("--steps", type=positive, default=default.steps, help="timed, at least 2")
     add_device_option(parser)
 
 
@@ -176,8 +188,9 @@ def run(options: argparse.Namespace) -> None:
     names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
     plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
     rows, facts = [], {"plan": asdict(plan)}
-    with processes(options.device) as group:
+    with processes(options.device) as group, ExitStack() as held:
         if options.json and group.is_first:
+            held.enter_context(only_writer(options.json))
             rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
             if rows:
                 print(f"{options.json} has {len(rows)} rows, which are not measured again")

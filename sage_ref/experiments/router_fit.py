@@ -11,10 +11,10 @@ Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 
 import argparse
 import itertools
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean
@@ -25,8 +25,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_ref.attention import attention_forward
-from sage_ref.command_line import add_device_option, percentage, positive
-from sage_ref.records import Record, Row, markdown_table, recorded_file, replaced, write_record
+from sage_ref.command_line import add_device_option, input_path, number_from_zero, percentage, positive
+from sage_ref.records import (
+    FinishedParts,
+    Record,
+    Row,
+    markdown_table,
+    only_writer,
+    recorded_file,
+    write_record,
+)
 from sage_ref.sla2 import (
     PRINTED,
     SLA,
@@ -83,9 +91,9 @@ class FitSettings:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "query_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name, least in (("steps", 2), ("query_blocks", 1)):  # the first step and the last are reported
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     @property
     def blocks(self) -> BlockSettings:
@@ -355,33 +363,31 @@ def split_samples(tensors: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor
 
 
 def router_sweep(
-    sweep: RouterSweep, layers: dict[int, dict[str, Tensor]], source: str, checkpoint: Path, device: str = "cpu"
+    sweep: RouterSweep, layers: dict[int, dict[str, Tensor]], parts: FinishedParts, device: str = "cpu"
 ) -> Iterator[list[Row]]:
     """One list of rows per layer, sparsity and fit, the baselines' first.
 
-    layers: layer -> {"query", "key", "value"}, [B, H, N, D] each; the last sample is held out. source: names the data
-    in the checkpoint. Finished lists are kept there, so a killed sweep goes on where it was; remove it when all is
-    recorded. No fit depends on another, so the rows are those of an uninterrupted sweep.
+    layers: layer -> {"query", "key", "value"}, [B, H, N, D] each; the last sample is held out. No fit depends on
+    another, so the rows of a sweep that goes on are those of an uninterrupted one.
     """
-    done = json.loads(checkpoint.read_text()) if checkpoint.exists() else {}
     for layer, tensors in layers.items():
         fitted, held_out = (samples(*x, sweep.settings.blocks, device) for x in split_samples(tensors))
         for sparsity in sweep.sparsities:
             at_sparsity = replace(sweep.settings, sparsity=sparsity)
-            fits = [replace(at_sparsity, relaxation=r, seed=s) for r, s in itertools.product(*sweep[2:])]
-            for settings in (None, *fits):
-                name = json.dumps([source, layer, asdict(settings or at_sparsity), settings is None, device])
-                if name not in done:
-                    done[name] = (
-                        fit_rows(fitted, held_out, settings)
-                        if settings
-                        else mask_rows(fitted, held_out, at_sparsity) + sla_rows(fitted, held_out, at_sparsity)
-                    )
-                    place = {"layer": layer, "sparsity": sparsity, "blocks": count_of(fitted, at_sparsity)}
-                    done[name] = [place | rounded(row) for row in done[name]]
-                    with replaced(checkpoint) as temporary:
-                        temporary.write_text(json.dumps(done))
-                yield done[name]
+            place = {"layer": layer, "sparsity": sparsity, "blocks": count_of(fitted, at_sparsity)}
+            baselines = partial(baseline_rows, fitted, held_out, at_sparsity)
+            yield parts.rows(f"{layer} {sparsity} baselines", partial(_placed, place, baselines))
+            for relaxation, seed in itertools.product(sweep.relaxations, sweep.seeds):
+                fit = partial(fit_rows, fitted, held_out, replace(at_sparsity, relaxation=relaxation, seed=seed))
+                yield parts.rows(f"{layer} {sparsity} {relaxation.name} {seed}", partial(_placed, place, fit))
+
+
+def _placed(place: Row, measure: Callable[[], list[Row]]) -> list[Row]:
+    return [place | rounded(row) for row in measure()]
+
+
+def baseline_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list[Row]:
+    return mask_rows(fitted, held_out, settings) + sla_rows(fitted, held_out, settings)
 
 
 def fit_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list[Row]:
@@ -432,14 +438,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     default = FitSettings()
     parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
     parser.add_argument("--seeds", type=positive, default=len(RouterSweep().seeds), help="number of seeds")
-    parser.add_argument("--steps", type=positive, default=default.steps)
+    parser.add_argument("--steps", type=positive, default=default.steps, help="of one fit, at least 2")
     parser.add_argument("--block-q", type=positive, default=default.block_q, help="queries in a block")
     parser.add_argument("--block-kv", type=positive, default=default.block_kv, help="keys in a block")
     parser.add_argument("--study", action="store_true", help="try every stand-in for the hard mask, not just two")
-    parser.add_argument("--capture", type=Path, metavar="FILE", help="default: the recorded one")
+    parser.add_argument("--capture", type=input_path, metavar="FILE", help="default: the recorded one")
     parser.add_argument(
         "--outlier",
-        type=float,
+        type=number_from_zero,
         metavar="LOGIT",
         help="instead of a capture, made-up data with outliers of that size among the queries (0: none)",
     )
@@ -462,11 +468,19 @@ def run(options: argparse.Namespace) -> None:
         relaxations=STUDY if options.study else RouterSweep().relaxations,
         seeds=range(options.seeds),
     )
-    checkpoint = (options.json or Path("runs/train_router.json")).with_suffix(".partial")
-    fits = router_sweep(sweep, layers, json.dumps(source), checkpoint, options.device)
-    rows = [row for found in tqdm(fits, total=sweep_length(sweep, layers)) for row in found]
+    for layer, tensors in layers.items():
+        n = tensors["key"].shape[2]
+        if block_count(n, options.block_kv) < 2 or n < options.block_q:
+            raise ValueError(
+                f"block_q, block_kv: expected at most {n}, the tokens of layer {layer}, and two blocks of keys, "
+                f"got {options.block_q} and {options.block_kv}"
+            )
+    parts = FinishedParts(options.json or Path("runs/train_router.json"), (source, sweep, options.device))
+    with only_writer(parts.path):
+        fits = router_sweep(sweep, layers, parts, options.device)
+        rows = [row for found in tqdm(fits, total=sweep_length(sweep, layers)) for row in found]
     print("Hard mask, mean over layers and seeds:\n\n" + result_table(Record({}, rows)))
     if options.json:
         facts = {"data": source, "settings": asdict(settings), "seeds": list(sweep.seeds), "device": options.device}
         write_record(options.json, rows, command=options.command, threads=torch.get_num_threads(), **facts)
-    checkpoint.unlink()
+    parts.remove()

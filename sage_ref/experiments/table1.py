@@ -6,8 +6,8 @@ share a scale, so `table1_sweep` tries them all.
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sage_ref.command_line import add_device_option, positive, tile_size
-from sage_ref.records import Record, Row, markdown_table, replaced, write_record
+from sage_ref.records import FinishedParts, Record, Row, markdown_table, only_writer, write_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 
@@ -50,19 +50,10 @@ def table1_inputs(n: int, head_dim: int, sigma: float, seed: int, device: str = 
     return [x.to(device, torch.bfloat16) for x in draws]
 
 
-def table1_sweep(sweep: Table1Sweep, checkpoint: Path, device: str = "cpu") -> Iterator[list[Row]]:
-    """One list of rows per (N, D, sigma): mean and standard deviation over seeds, for every tile and granularity.
-
-    Finished lists are kept in `checkpoint`, so a killed sweep goes on where it was; remove it when all is recorded.
-    """
-    done = json.loads(checkpoint.read_text()) if checkpoint.exists() else {}
+def table1_sweep(sweep: Table1Sweep, parts: FinishedParts, device: str = "cpu") -> Iterator[list[Row]]:
+    """One list of rows per (N, D, sigma): mean and standard deviation over seeds, for every tile and granularity."""
     for n, head_dim, sigma in itertools.product(sweep.lengths, sweep.head_dims, PAPER_TABLE1):
-        name = f"{n} {head_dim} {sigma} {list(sweep.blocks)} {list(sweep.granularities)} {list(sweep.seeds)}"
-        if name not in done:
-            done[name] = _table1_rows(n, head_dim, sigma, sweep, device)
-            with replaced(checkpoint) as temporary:
-                temporary.write_text(json.dumps(done))
-        yield done[name]
+        yield parts.rows(f"{n} {head_dim} {sigma}", partial(_table1_rows, n, head_dim, sigma, sweep, device))
 
 
 def _table1_rows(n: int, head_dim: int, sigma: int, sweep: Table1Sweep, device: str) -> list[Row]:
@@ -129,9 +120,10 @@ def run(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     sweep = Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
-    checkpoint = (options.json or Path("runs/table1.json")).with_suffix(".partial")
+    parts = FinishedParts(options.json or Path("runs/table1.json"), (sweep, options.device))
     total = len(sweep.lengths) * len(sweep.head_dims) * len(PAPER_TABLE1)
-    rows = [row for found in tqdm(table1_sweep(sweep, checkpoint, options.device), total=total) for row in found]
+    with only_writer(parts.path):
+        rows = [row for found in tqdm(table1_sweep(sweep, parts, options.device), total=total) for row in found]
     record = Record({}, rows)
     best = closest_setting(record)
     print(f"Closest to the paper over all rows: {describe(best)}")
@@ -144,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
     print("\nRelative L2 error at that setting, mean over seeds:\n\n" + markdown_table(header, lines))
     if options.json:
         write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
-    checkpoint.unlink()
+    parts.remove()
 
 
 def describe(setting: dict) -> str:

@@ -5,10 +5,10 @@ They are those of two trained models: one has QK-norm, the other has not.
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 
 from torch import Tensor
 
+from sage_ref.command_line import input_path
 from sage_ref.records import Row, markdown_table, recorded_file, write_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.training.capture import attention_errors, read_capture
@@ -47,7 +47,7 @@ def most_error_prone(rows: Iterable[Row]) -> list[Row]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--capture", type=Path, nargs="+", metavar="FILE", help="of `capture`; default: the recorded ones"
+        "--capture", type=input_path, nargs="+", metavar="FILE", help="of `capture`; default: the recorded ones"
     )
     parser.add_argument("--granularity", default="block", choices=("block", "row"))
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     for path in options.capture or recorded:
         capture = read_capture(path)
         if "run" not in capture.provenance:
-            raise SystemExit(f"capture: expected a file of `python -m sage_ref capture`, got {path}")
+            raise ValueError(f"capture: expected a file of `python -m sage_ref capture`, got {path}")
         model = {"capture": path.stem, "qk_norm": capture.provenance["run"]["qk_norm"]}
         found = [model | row for row in table2_rows(capture.layers, settings)]
         worst = most_error_prone(found)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -120,11 +120,12 @@ def read_capture(path: Path) -> Capture:
             f"path: expected a capture at {path}, found none; `python -m sage_ref capture` makes one"
         )
     layers: dict[int, dict[str, Tensor]] = {}
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if "provenance" not in metadata:
-            raise ValueError(f"path: expected a capture with provenance in its metadata, got {path}")
-        for name in file.keys():  # noqa: SIM118 (the file is no mapping)
-            layer, tensor = name.removeprefix("layer").split(".")
-            layers.setdefault(int(layer), {})[tensor] = file.get_tensor(name)
-    return Capture(json.loads(metadata["provenance"]), dict(sorted(layers.items())))
+    try:
+        with safe_open(path, framework="pt") as file:
+            provenance = json.loads(file.metadata()["provenance"])
+            for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+                layer, tensor = name.removeprefix("layer").split(".")
+                layers.setdefault(int(layer), {})[tensor] = file.get_tensor(name)
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise ValueError(f"path: expected a capture, with provenance in its metadata, got {path}") from None
+    return Capture(provenance, dict(sorted(layers.items())))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from sage_ref.records import Row, remove_leftovers, replaced
+from sage_ref.records import Row, only_writer, remove_leftovers, replaced
 
 
 @dataclass(frozen=True)
@@ -131,23 +131,47 @@ class ResumableTraining(ABC):
         """In one step; what earlier saves left half written, because the run was killed, is removed."""
         state = self.state()
         remove_leftovers(checkpoint)
-        with replaced(checkpoint) as temporary:
-            torch.save(state, temporary)
+        with replaced(checkpoint) as temporary, temporary.open("wb") as file:
+            torch.save(state, file)  # to a file object, whose error of a full disk is an OSError
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved; ValueError if that was a run with other arguments."""
-        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+        state = read_checkpoint(checkpoint)
         for name, value in self.arguments.items():
             if (found := state["arguments"].get(name)) != value:
                 raise ValueError(
                     f"checkpoint: expected a run with {name}={value}, {checkpoint} has {name}={found}: "
                     "remove that file or name another"
                 )
+        if state["step"] > self.settings.steps:
+            raise ValueError(
+                f"checkpoint: expected at most step {self.settings.steps}, {checkpoint} has {state['step']}"
+            )
         self.restore(state)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `ResumableTraining.save` wrote. ValueError if the file is something else, or was cut off."""
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception:  # zip, pickle and torch have many ways to say it
+        state = None
+    parts = {"arguments": dict, "step": int, "losses": list, "model": dict, "optimizer": dict}
+    is_whole = isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in parts.items())
+    if not is_whole or state["step"] < 0:
+        raise ValueError(f"checkpoint: expected one that a run saved, whole, got {path}: name another file")
+    return state
 
 
 def train(training: ResumableTraining, checkpoint: Path) -> None:
     """To the last step, from `checkpoint` if it exists, writing it every settings.report_every steps."""
+    with only_writer(checkpoint):
+        _train(training, checkpoint)
+
+
+def _train(training: ResumableTraining, checkpoint: Path) -> None:
     if checkpoint.exists():
         training.load(checkpoint)
         print(f"goes on from step {training.step} in {checkpoint}")

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from sage_ref.models.llama import Llama, LlamaConfig
-from sage_ref.records import Row, replaced
+from sage_ref.records import Row, only_writer, replaced
 from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
-from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings
+from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings, read_checkpoint
 
 VALIDATION_SHARE = 0.02
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -254,6 +254,11 @@ def pretrain(training: Pretraining, checkpoint: Path, log_path: Path, snapshots:
     log_path: JSON lines, one per step and one per report. checkpoint: written at every report. snapshots: steps whose
     checkpoint is kept beside it (`snapshot_path`).
     """
+    with only_writer(checkpoint) if training.processes.is_first else nullcontext():
+        _pretrain(training, checkpoint, log_path, snapshots)
+
+
+def _pretrain(training: Pretraining, checkpoint: Path, log_path: Path, snapshots: Sequence[int]) -> None:
     settings, is_first = training.settings, training.processes.is_first
     is_new = not checkpoint.exists()
     if not is_new:
@@ -323,10 +328,12 @@ def snapshot_path(checkpoint: Path, step: int) -> Path:
 
 
 def load_model(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Llama, dict[str, Any]]:
-    """The model that `pretrain` saved, and the arguments of its run."""
-    state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    """The model that `pretrain` saved, and the arguments of its run. ValueError if the file is no such checkpoint."""
+    state = read_checkpoint(checkpoint)
     arguments = state["arguments"]
     names = {field.name for field in fields(LlamaConfig)}
+    if "vocab_size" not in arguments:
+        raise ValueError(f"checkpoint: expected one of `python -m sage_ref pretrain`, {checkpoint} has another model")
     # A choice that an older checkpoint doesn't know, or left open as None, is the default.
     model = Llama(LlamaConfig(**{k: x for k, x in arguments.items() if k in names and x is not None}))
     model.load_state_dict(state["model"])

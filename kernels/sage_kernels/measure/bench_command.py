@@ -5,6 +5,7 @@ from importlib import resources
 
 from sage_kernels.measure import bench, sla2_bench, sla2_tuning, tuning
 from sage_kernels.measure.options import add_record, require_gpu
+from sage_ref.command_line import positive
 from sage_ref.records import markdown_table, write_record
 
 
@@ -12,14 +13,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_record(parser)
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which ladder")
     parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile for --tune")
-    parser.add_argument("--n", type=int, nargs="+", help="only these sequence lengths")
+    parser.add_argument("--workers", type=positive, default=8, help="processes that compile for --tune")
+    parser.add_argument("--n", type=positive, nargs="+", help="only these sequence lengths")
 
 
 def run(options: argparse.Namespace) -> None:
     """Time every level and the peers on this GPU."""
-    require_gpu()
     sla2 = options.op == "sla2"
+    shapes = sla2_bench.SHAPES if sla2 else bench.SHAPES
+    lengths = sorted({shape.n for shape in shapes})
+    if unknown := sorted(set(options.n or ()) - set(lengths)):
+        raise ValueError(f"n: expected some of {lengths}, got {unknown}")
+    require_gpu()
     if options.tune:
         rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
         print(markdown_table(rows[0], [row.values() for row in rows]))
@@ -29,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     columns = ("provider", "level", "scope", *(("part", "sparsity") if sla2 else ()))
     columns += ("direction", "ms_median", "tops", "rel_l2")
     rows = []
-    for shape in sla2_bench.SHAPES if sla2 else bench.SHAPES:
+    for shape in shapes:
         if options.n and shape.n not in options.n:
             continue
         print(f"\n{shape}\n\n{markdown_table(columns, [])}")

@@ -36,6 +36,7 @@ from sage_kernels.sla2.backward import program as sla2_backward
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward import program as sla2_forward
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
+from sage_ref.command_line import Failed, add_json_option, positive
 from sage_ref.records import markdown_table, replaced, write_record
 
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
@@ -289,11 +290,11 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--capability", type=int, nargs="+", help="only these, for example 90")
+    parser.add_argument("--capability", type=int, nargs="+", choices=SHARED_MEMORY, help="only these")
     parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
     parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--workers", type=int, default=2)
+    add_json_option(parser)
+    parser.add_argument("--workers", type=positive, default=2, help="processes")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -304,8 +305,7 @@ def run(options: argparse.Namespace) -> None:
         if (not options.capability or case.capability in options.capability) and (options.only or "") in named(case)
     ]  # fmt: skip
     if not wanted:
-        sys.exit(f"compile: expected --capability of {[*SHARED_MEMORY]} and --only a part of a name such as "
-                 f"{named(every[0])!r}, got {options.capability} and {options.only!r}")  # fmt: skip
+        raise ValueError(f"only: expected a part of a name such as {named(every[0])!r}, got {options.only!r}")
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows, complaints = [], []
     for case, compiled in compile_all(wanted, options.workers):
@@ -324,5 +324,6 @@ def run(options: argparse.Namespace) -> None:
             known = {name: recorded[name] for name in map(named, every) if name in recorded}  # no level that is gone
             temporary.write_text(json.dumps(known, indent=1) + "\n")
     if complaints:
-        sys.exit("compile: " + "\ncompile: ".join(complaints))
+        print("\n".join(complaints), file=sys.stderr)
+        raise Failed(f"{len(complaints)} of {len(rows)} kernels are not as they should be")
     print(f"{len(rows)} kernels compiled; none spills more than recorded, all use the tensor cores they promise.")

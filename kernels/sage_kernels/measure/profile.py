@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_kernels.measure.options import add_record, require_gpu
 from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
+from sage_ref.command_line import Failed
 from sage_ref.records import Row, markdown_table, write_record
 
 BATCH, WIDTH, LENGTH = 4, 2048, 8192
@@ -90,13 +91,13 @@ def launch_once(head_dim: int) -> None:
 
 
 def report(head_dim: int) -> str:
-    """Nsight Compute's text on `launch_once`, clocks left alone. RuntimeError with its last words if it fails."""
+    """Nsight Compute's text on `launch_once`, clocks left alone. `Failed` with its last words if it fails."""
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", "regex:_program$"]
     command += [word for section in SECTIONS for word in ("--section", section)] + ["--print-details", "all"]
     code = f"from sage_kernels.measure.profile import launch_once; launch_once({head_dim})"
     done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ncu ended with exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+        raise Failed(f"ncu ended with exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
     return done.stdout
 
 
