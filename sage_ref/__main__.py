@@ -47,16 +47,18 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> None:
     end_with_parent()
-    options = read_options(sys.argv[1:] if arguments is None else arguments)
-    if status := finish(options.program, lambda: options.run(options)):  # every command runs here
+    arguments = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int | None:
+        options = read_options(arguments)
+        return options.run(options)  # every command runs here
+
+    if status := finish(" ".join(["python -m sage_ref", *arguments[:1]]), run):
         sys.exit(status)
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
-    """The options of the command that `arguments` begin with, its function as `run`, the whole line as `command`.
-
-    program: what errors begin with.
-    """
+    """The options of the command that `arguments` begin with, its function as `run`, the whole line as `command`."""
     parser = Parser(prog="python -m sage_ref", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, (module, description) in COMMANDS.items():
@@ -64,7 +66,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
         if arguments[:1] == [name]:
             chosen = importlib.import_module(module)
             chosen.add_options(command)
-            command.set_defaults(run=chosen.run, program=command.prog)
+            command.set_defaults(run=chosen.run)
         add_json_option(command)
     options = parser.parse_args(arguments)
     options.command = "python -m sage_ref " + shlex.join(arguments)

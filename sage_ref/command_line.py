@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -30,7 +30,10 @@ class Failed(RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in the help of every option what its default is."""
+    """Says in the help of every option what its default is, and in one line what is wrong with an argument."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)

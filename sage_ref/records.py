@@ -109,7 +109,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"path: expected {what} in JSON, {path} is none: remove that file or name another")
+        raise ValueError(f"path: expected {what} in JSON, got {path}: remove that file or name another")
     return content
 
 

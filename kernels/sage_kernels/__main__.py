@@ -1,5 +1,6 @@
 """`python -m sage_kernels bench|accuracy|profile|compile|instructions`: time, check, or compile the kernels."""
 
+import argparse
 import shlex
 import sys
 
@@ -16,17 +17,27 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int | None:
+        options = read_options(arguments)
+        return options.run(options)
+
+    if status := finish(" ".join(["python -m sage_kernels", *arguments[:1]]), run):
+        sys.exit(status)
+
+
+def read_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m sage_kernels", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, module in COMMANDS.items():
         text = module.run.__doc__.removesuffix(".")
         one = commands.add_parser(name, help=text[0].lower() + text[1:])
         module.add_options(one)
-        one.set_defaults(run=module.run, program=one.prog)
+        one.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
-    options.command = "python -m sage_kernels " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-    if status := finish(options.program, lambda: options.run(options)):
-        sys.exit(status)
+    options.command = "python -m sage_kernels " + shlex.join(arguments)
+    return options
 
 
 if __name__ == "__main__":

@@ -132,7 +132,10 @@ class ResumableTraining(ABC):
         state = self.state()
         remove_leftovers(checkpoint)
         with replaced(checkpoint) as temporary, temporary.open("wb") as file:
-            torch.save(state, file)  # to a file object, whose error of a full disk is an OSError
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # on a full disk torch says this while it handles what the file said
+                raise error.__context__ if isinstance(error.__context__, OSError) else error
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved; ValueError if that was a run with other arguments."""
