@@ -151,10 +151,10 @@ def input_path(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written; its folder is made when it is."""
+    """A file that can be written, its folder with it. No device: /dev/null would be replaced by a file."""
     path = Path(text)
     try:
-        if not text or path.is_dir():
+        if not path.name or (path.exists() and not path.is_file()):
             raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except (OSError, ValueError) as error:

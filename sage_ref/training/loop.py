@@ -135,7 +135,9 @@ class ResumableTraining(ABC):
             try:
                 torch.save(state, file)
             except RuntimeError as error:  # on a full disk torch says this while it handles what the file said
-                raise error.__context__ if isinstance(error.__context__, OSError) else error
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved; ValueError if that was a run with other arguments."""

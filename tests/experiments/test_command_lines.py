@@ -1,0 +1,381 @@
+"""Bad command lines, interrupted commands and spoilt files: one line that names it, a status, and nothing lost."""
+
+import contextlib
+import functools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from sage_kernels import __main__ as kernels_main
+
+from sage_ref import __main__ as reference_main
+from sage_ref.command_line import BAD_INPUT, FAILED, INTERRUPTED, PARENT, Failed, Parser, finish
+from sage_ref.course import readme
+from sage_ref.experiments import (
+    capture,
+    capture_video,
+    gradient_noise,
+    pretrain,
+    pretrain_grid,
+    pretrain_speed,
+    router_fit,
+    table1,
+    table2,
+)
+from sage_ref.records import FinishedParts, only_writer
+
+PROGRAMS = {"sage_ref": reference_main.main, "sage_kernels": kernels_main.main}
+TRAIN = (  # noqa: SIM905 (as it is typed)
+    "pretrain --corpus text.txt --context 16 --layers 1 --width 16 --heads 2 --kv-heads 2 --tokens 256"
+    " --tokens-per-step 32 --micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
+).split()
+NOISE = "noise run.pt --corpus text.txt --batches 6 --sequences 2 --folds 3 --device cpu --variants bf16".split()  # noqa: SIM905
+
+
+def status_of(line, capsys):
+    """(exit status, the last line on stderr) of `python -m ...`; any other exception is a traceback."""
+    program, *arguments = line.split() if isinstance(line, str) else line
+    capsys.readouterr()
+    try:
+        PROGRAMS[program](arguments)
+    except SystemExit as stop:
+        lines = capsys.readouterr().err.strip().splitlines()
+        return stop.code, lines[-1] if lines else ""
+    return 0, ""
+
+
+@pytest.fixture(scope="module")
+def spoilt_files(tmp_path_factory):
+    """A folder with a text, a checkpoint, and files that hold something else than their names say."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    with contextlib.chdir(folder):
+        reference_main.main([*TRAIN, "--layers", "3", "--heads", "4", "--kv-heads", "2"])
+    (folder / "junk").write_bytes(b"\x80\x02junk" * 20)
+    (folder / "empty").touch()
+    (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:5000])
+    torch.save({"arguments": {}, "step": 3, "losses": [], "model": {}, "optimizer": {}}, folder / "other.pt")
+    (folder / "odd.bin").write_bytes(b"123")
+    return folder
+
+
+@pytest.fixture
+def spoilt(spoilt_files, monkeypatch):
+    monkeypatch.chdir(spoilt_files)
+    return spoilt_files
+
+
+BAD = {  # the command line: what its one line says
+    "sage_ref": "arguments are required: command",
+    "sage_ref nope": "invalid choice: 'nope'",
+    "sage_ref info --json .": "argument --json: expected the name of a file, got '.'",
+    "sage_ref info --json /dev/null": "argument --json: expected the name of a file, got '/dev/null'",
+    "sage_ref info --json text.txt/x": "argument --json: expected a file in a folder that can be written",
+    "sage_ref table1 --n 0": "argument --n: expected at least 1 and less than 2^63, got 0",
+    "sage_ref table1 --n 1e3": "argument --n: expected a whole number, got '1e3'",
+    "sage_ref table1 --blocks 64": "argument --blocks: expected two numbers as in 128x64, got '64'",
+    "sage_ref table1 --blocks 0x64": "argument --blocks: expected at least 1",
+    "sage_ref table1 --granularity column": "argument --granularity: invalid choice",
+    "sage_ref table1 --device meta": "argument --device: expected a device of this machine, as cpu or cuda, got 'meta'",
+    "sage_ref table1 --device cuda:99": "argument --device: expected a device of this machine",
+    "sage_ref table1 --device gpu": "argument --device: expected a device of this machine",
+    "sage_ref table2 --capture none": "argument --capture: expected a file that can be read, got 'none'",
+    "sage_ref table2 --capture junk": "path: expected a capture, with provenance in its metadata, got junk",
+    "sage_ref table2 --capture empty": "path: expected a capture, with provenance in its metadata, got empty",
+    "sage_ref pretrain --corpus none": "argument --corpus: expected a file that can be read, got 'none'",
+    "sage_ref pretrain --corpus empty": "path: expected text, found 1 files with no byte in them",
+    "sage_ref pretrain --corpus odd.bin": "path: expected uint16 tokens, two bytes each, found 3 bytes in odd.bin",
+    "sage_ref pretrain --corpus text.txt --vocabulary 70000": "vocabulary: expected more than 256 and at most 65536",
+    "sage_ref pretrain --learning-rate nan": "argument --learning-rate: expected a number above 0, got 'nan'",
+    "sage_ref pretrain --learning-rate inf": "argument --learning-rate: expected a number above 0, got 'inf'",
+    "sage_ref pretrain --learning-rate 0": "argument --learning-rate: expected a number above 0, got '0'",
+    "sage_ref pretrain --warmup 1.5": "argument --warmup: expected a number from 0 to 1, got '1.5'",
+    "sage_ref pretrain --seed -1": "argument --seed: expected at least 0 and less than 2^63, got -1",
+    "sage_ref pretrain --tokens 100": "tokens: expected a multiple of 8192, got 100",
+    "sage_ref pretrain --tokens-per-step 100": "tokens_per_step: expected a multiple of 512, got 100",
+    "sage_ref pretrain --snapshots 1 129": "snapshots: expected steps of the run, 1 to 128, got [1, 129]",
+    "sage_ref pretrain --corpus text.txt --heads 3": "width: expected an even number for each of the 3 heads, got 256",
+    "sage_ref pretrain --corpus text.txt --kv-heads 3": "kv_heads: expected a number that divides heads=4, got 3",
+    "sage_ref pretrain --corpus text.txt --micro-batch 7": "batch_size: expected a multiple of passes of 7 sequences",
+    "sage_ref pretrain --corpus text.txt --context 16 --smooth-q --backend triton": "backend: expected",
+    "sage_ref pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
+    "sage_ref pretrain-speed --steps 1": "steps: expected at least 2, got 1",
+    "sage_ref pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
+    "sage_ref pretrain-speed --json junk": "path: expected",
+    "sage_ref noise none": "argument CHECKPOINT: expected a file that can be read, got 'none'",
+    "sage_ref noise junk --corpus text.txt": "checkpoint: expected one that a run saved, whole, got junk",
+    "sage_ref noise cut.pt --corpus text.txt": "checkpoint: expected one that a run saved, whole, got cut.pt",
+    "sage_ref noise other.pt --corpus text.txt": "checkpoint: expected one of `python -m sage_ref pretrain`",
+    "sage_ref noise run.pt --folds 2": "folds: expected at least 3",
+    "sage_ref noise run.pt --corpus junk": "corpus: expected run.pt's, sha256",
+    "sage_ref capture run.pt": "arguments are required: --layers",
+    "sage_ref capture run.pt --corpus text.txt --layers 3": "layers: expected numbers from 0 to 2, got [3]",
+    "sage_ref capture run.pt --corpus text.txt --layers -1": "argument --layers: expected at least 0",
+    "sage_ref capture run.pt --corpus text.txt --layers 0 --heads 4": "heads: expected numbers from 0 to 3, got [4]",
+    "sage_ref capture run.pt --corpus text.txt --layers 0 --context 17": "tokens: expected at most 16 per sequence",
+    "sage_ref capture-video --layers 6": "layers: expected numbers from 0 to 5, got [6]",
+    "sage_ref capture-video --noise-levels 0.5 1.5": "argument --noise-levels: expected a number from 0 to 1",
+    "sage_ref capture-video --noise-levels nan": "argument --noise-levels: expected a number from 0 to 1, got 'nan'",
+    "sage_ref capture-video --cube 3 4 4": "cube: expected three numbers that divide the grid",
+    "sage_ref train-router --k 100": "argument --k: expected a number above 0 and below 100, got '100'",
+    "sage_ref train-router --k 0": "argument --k: expected a number above 0 and below 100, got '0'",
+    "sage_ref train-router --steps 1": "steps: expected at least 2, got 1",
+    "sage_ref train-router --block-kv 1024": "block_q, block_kv: expected at most 1024, the tokens of layer 2",
+    "sage_ref train-router --block-q 1025": "block_q, block_kv: expected at most 1024, the tokens of layer 2",
+    "sage_ref train-router --outlier -1": "argument --outlier: expected a number, 0 or more, got '-1'",
+    "sage_ref train-router --outlier inf": "argument --outlier: expected a number, 0 or more, got 'inf'",
+    "sage_kernels compile --capability 12": "argument --capability: invalid choice: 12",
+    "sage_kernels compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
+    "sage_kernels compile --workers 0": "argument --workers: expected at least 1",
+    "sage_kernels bench --n 7": "n: expected some of [1024",
+    "sage_kernels bench --op sla3": "argument --op: invalid choice: 'sla3'",
+}
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line_that_names_it(spoilt, capsys, line):
+    before = contents(spoilt)
+    status, last = status_of(line, capsys)
+    assert (status, capsys.readouterr().out) == (BAD_INPUT, "")
+    program = " ".join(["python -m", *line.split()[:2]])
+    assert last.startswith(f"{program}: ") or last.startswith(f"python -m {line.split()[0]}: argument command: ")
+    assert BAD[line] in last
+    assert contents(spoilt) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("sage_ref pretrain-grid --plan gpu", BAD_INPUT),
+        ("sage_kernels bench", FAILED),
+        ("sage_kernels profile", FAILED),
+    ],
+)
+def test_what_needs_a_gpu_says_so(capsys, line, status):
+    found, last = status_of(line, capsys)
+    assert found == status
+    assert "CUDA device" in last
+
+
+def test_the_help_of_every_option_has_its_default(capsys):
+    for program, main in PROGRAMS.items():
+        for command in sys.modules[main.__module__].COMMANDS:
+            assert status_of(f"{program} {command} --help", capsys)[0] == 0
+    assert status_of("sage_ref table1 --help", capsys)[0] == 0
+    with pytest.raises(SystemExit):
+        reference_main.main(["table1", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("(default: 1024 2048 4096)", "(default: 32x32 64x64 128x64 128x128)", "number of seeds (default: 5)"):
+        assert text in shown
+
+
+def test_how_a_command_ends(capsys):
+    def ends_with(error):
+        def run():
+            raise error
+
+        return finish("program", run), capsys.readouterr().err
+
+    assert finish("program", lambda: None) == 0
+    assert finish("program", lambda: 3) == 3
+    assert ends_with(KeyboardInterrupt()) == (INTERRUPTED, "program: interrupted\n")
+    assert ends_with(OSError(28, "No space left", "file")) == (BAD_INPUT, "program: file: No space left\n")
+    assert ends_with(ValueError("n: expected 1, got 2")) == (BAD_INPUT, "program: n: expected 1, got 2\n")
+    assert ends_with(Failed("two\nlines")) == (FAILED, "program: two\nlines\n")
+    assert ends_with(RuntimeError("CUDA out of memory.\n Tried")) == (FAILED, "program: CUDA out of memory.\n")
+    assert ends_with(MemoryError()) == (FAILED, "program: out of memory\n")
+    for bug in (ValueError("math domain error"), RuntimeError("shape"), KeyError("n"), ZeroDivisionError()):
+        with pytest.raises(type(bug)):
+            ends_with(bug)
+
+
+def start(arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "sage_ref", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def wait_for(path, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.05)
+
+
+LONG = [*TRAIN, "--tokens", str(32 * 10**6), "--reports", "100000"]
+
+
+def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
+    """Meanwhile no other process gets the same checkpoint; afterwards it goes on."""
+    run = start(LONG)
+    wait_for(text / "run.pt")
+    status, last = status_of(["sage_ref", *LONG], capsys)
+    assert (status, last) == (
+        BAD_INPUT, "python -m sage_ref pretrain: path: expected a file that no other process is writing, got run.pt"
+    )  # fmt: skip
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == INTERRUPTED
+    assert errors.splitlines()[-1] == "python -m sage_ref pretrain: interrupted"
+    assert "Traceback" not in errors
+    assert torch.load(text / "run.pt", weights_only=True)["step"] > 0
+    assert sorted(path.name for path in text.iterdir()) == ["run.jsonl", "run.pt", "text.txt"]
+
+
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text):
+    reference_main.main(TRAIN)
+    before = (text / "run.pt").read_bytes()
+    (text / "run.jsonl").unlink()
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    run = start([*TRAIN, "--checkpoint", "new.pt"], preexec_fn=limit)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == BAD_INPUT
+    assert errors.splitlines()[-1] == "python -m sage_ref pretrain: new.pt: File too large"
+    assert sorted(path.name for path in text.iterdir()) == ["new.jsonl", "run.pt", "text.txt"]
+    assert (text / "run.pt").read_bytes() == before
+
+
+def test_a_run_ends_with_the_process_that_started_it(text):
+    """As those of `pretrain-grid` do, also when that is killed."""
+    parent = (
+        "import os, subprocess, sys; subprocess.Popen(sys.argv[1:], env=os.environ | {%r: str(os.getpid())}).wait()"
+    )
+    command = [sys.executable, "-c", parent % PARENT, sys.executable, "-m", "sage_ref", *LONG]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        wait_for(text / "run.pt")
+        process.kill()
+    deadline = time.monotonic() + 20
+    while (text / ".run.pt.lock").exists() and time.monotonic() < deadline:
+        try:
+            with only_writer(text / "run.pt"):
+                return
+        except ValueError:
+            time.sleep(0.1)
+    pytest.fail("the run goes on without its parent")
+
+
+def test_unfinished_parts_belong_to_their_arguments(tmp_path):
+    """Another call neither reads nor removes them."""
+    measured = []
+    measure = lambda: measured.append(0) or [{"n": len(measured)}]  # noqa: E731
+    first, other = (FinishedParts(tmp_path / "x.json", arguments) for arguments in ((1, "a"), (2, "a")))
+    assert first.rows("part", measure) == first.rows("part", measure) == [{"n": 1}]
+    assert other.rows("part", measure) == [{"n": 2}]
+    other.remove()
+    assert FinishedParts(tmp_path / "x.json", (1, "a")).rows("part", measure) == [{"n": 1}]
+    for content in ("", "[]", '{"part": [{"n": 1'):
+        first.path.write_text(content)
+        with pytest.raises(ValueError, match="path: expected finished parts of a measurement in JSON, got .*partial"):
+            FinishedParts(tmp_path / "x.json", (1, "a"))
+        assert first.path.read_text() == content
+
+
+def test_one_writer_at_a_time(tmp_path):
+    order = []
+
+    def write():
+        with only_writer(tmp_path / "x"):
+            order.append("in")
+
+    with only_writer(tmp_path / "x"), pytest.raises(ValueError, match="path: expected a file that no other process"):
+        write()
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert order == ["in"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# Any options at all
+
+
+class Started(Exception):
+    """A command has checked its arguments and begins to work."""
+
+
+WORK = {  # command: a line that works, and what then begins
+    "info": ([], None),
+    "table1": (["--n", "16"], (table1, "_table1_rows")),
+    "table2": ([], (table2, "attention_errors")),
+    "readme": ([], (readme, "run")),
+    "pretrain": (TRAIN[1:], (pretrain, "pretrain")),
+    "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
+    "pretrain-speed": ([], (pretrain_speed, "_row")),
+    "noise": (NOISE[1:], (gradient_noise, "gradient_noise")),
+    "capture": (["run.pt", "--corpus", "text.txt", "--layers", "1"], (capture, "attention_tensors")),
+    "capture-video": ([], (capture_video, "train")),
+    "train-router": ([], (router_fit, "samples")),
+}
+ODD = [
+    *(
+        "",
+        " ",
+        "abc",
+        "nan",
+        "inf",
+        "-inf",
+        "-1",
+        "0",
+        "1",
+        "2",
+        "3.5",
+        "1e400",
+        "1e-400",
+        "9" * 30,
+        "0x10",
+        "1_0",
+        "½",
+    ),
+    *("true", "None", "cpu", "cuda:7", "meta", "128x64", "0x0", "axb", "1x1x1", "x" * 5000, "/dev/null", "/no/x"),
+    *("text.txt", "run.pt", "junk", "empty", "odd.bin", "cut.pt", "other.pt", "a\0b", "block", "exact", "50", "0.5"),
+]
+
+
+def random_line(generator, command):
+    """A command line with one or two odd options, some with too few or too many values."""
+    options = []
+    parser = Parser()
+    reference_main.importlib.import_module(reference_main.COMMANDS[command].module).add_options(parser)
+    names = [action.option_strings[-1] for action in parser._actions if action.option_strings] + ["--json"]
+    for name in generator.sample(names, k=min(len(names), generator.choice((1, 1, 2)))):
+        options += [name] * (name != "--help") + generator.choices(ODD, k=generator.choice((0, 1, 1, 1, 1, 2)))
+    return [command, *WORK[command][0], *options]
+
+
+def test_no_command_line_ends_in_a_traceback(spoilt, capsys, monkeypatch):
+    """SAGE_REF_FUZZ=5000 tries so many; each ends by itself, begins to work, or says in one line why not."""
+
+    def begin(*arguments, **options):
+        raise Started
+
+    for _, work in WORK.values():
+        if work:
+            monkeypatch.setattr(*work, begin)
+    generator, ends = random.Random(0), {}
+    for _ in range(int(os.environ.get("SAGE_REF_FUZZ", "80"))):
+        line = random_line(generator, generator.choice(list(WORK)))
+        try:
+            status, last = status_of(["sage_ref", *line], capsys)
+        except Started:
+            status, last = "started", ""
+        except Exception as error:
+            pytest.fail(f"{line}: {error!r}")
+        assert status in (0, "started") or (status == BAD_INPUT and last.startswith("python -m sage_ref")), (line, last)
+        ends[status] = ends.get(status, 0) + 1
+    assert min(ends[BAD_INPUT], ends["started"]) > 5, ends
