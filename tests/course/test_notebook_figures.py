@@ -86,10 +86,8 @@ def test_sparsity():
         mask = sla2.top_blocks(sla2.heuristic_scores(q, k, settings), sla2.selected_count(sparsity, 16))
         held, (o_s, _) = (mass * mask).sum(-1), sla2.sparse_branch(q, k, v, mask, settings)
         mixed = sla2.mix(o_s, sla2.linear_branch(q, k, v, ~mask, settings), sla2.per_query(held, 128, settings))
-        assert ax.get_title() == (
-            f"sparsity {sparsity:.0%}: {held.mean():.0%} of the mass\n"
-            f"error: sparse {relative_l2(o_s, o):.2f}, mixed {relative_l2(mixed, o):.2f}"
-        )
+        for shown in (f"{held.mean():.0%}", f"sparse {relative_l2(o_s, o):.2f}", f"mixed {relative_l2(mixed, o):.2f}"):
+            assert shown in ax.get_title()
         (image,) = ax.images
         assert_close(torch.tensor(image.get_array().data), mass[0, 0])
         assert torch.equal(torch.tensor(image.get_alpha()) == 1, mask[0, 0])
@@ -115,22 +113,17 @@ def test_soft_masks_are_drawn_by_rank_beside_the_hard_one():
     row, count = gaussian(128).double(), 4
     figure = figures.soft_mask_figure(row, count, (1.0, 0.01))
     for ax, tau in zip(figure.axes, (1.0, 0.01), strict=True):
-        assert ax.get_title() == f"tau = {tau:g}"
-        assert ax.get_xlabel() == "rank of the key block"
         lines = {line.get_label(): line for line in ax.get_lines()}
         for name, x in (("P_c", row.softmax(-1)), ("log P_c", row.log_softmax(-1))):
             line = lines[f"SoftTop-k of {name}"]
             assert_close(torch.as_tensor(line.get_ydata()), soft_top_k(x, count, tau).sort(descending=True).values)
             assert list(line.get_xdata()) == list(range(1, 129))
         assert list(lines["hard Top-k"].get_ydata()) == [1.0] * count + [0.0] * (128 - count)
-    assert figure.axes[0].get_ylabel() == "weight of the block"
 
 
 def test_router_figure_draws_every_seed_and_the_mean_over_layers():
     record = read_record("train_router_cpu")
     figure = figures.router_figure(record, title="a title")
-    assert figure.get_suptitle() == "a title"
-    assert figure.get_supxlabel() == record.caption
     expected = {
         "heuristic router, sparse only": ("heuristic, sparse only", None),
         "SLA (best step)": ("SLA, best step", None),
@@ -141,7 +134,6 @@ def test_router_figure_draws_every_seed_and_the_mean_over_layers():
     }
     for ax, samples in zip(figure.axes, ("fitted", "held out"), strict=True):
         assert ax.get_title() == f"{samples} samples"
-        assert ax.get_ylim()[0] == 0
         curves, dots = ax.get_lines()[::2], {line.get_label(): line for line in ax.get_lines()[1::2]}
         assert list(dots) == list(expected)
         for curve, (label, (method, relaxation)) in zip(curves, expected.items(), strict=True):

@@ -1,6 +1,7 @@
 """What the tests of the exercises share: one sandbox for all of a process, since its server takes seconds to start."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,9 @@ from exercises.isolation import Sandbox
 def sandbox():
     with Sandbox() as sandbox:
         yield sandbox
+        server = sandbox.server.pid
+    assert not sandbox.folder.exists()
+    assert not Path(f"/proc/{server}").exists()
 
 
 @pytest.fixture

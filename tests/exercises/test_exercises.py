@@ -40,7 +40,6 @@ def test_exercise_is_sound(report, name):
 
 
 def test_counts(report):
-    print(checking.table(report))
     counts = report["counts"]
     assert counts["exercises"] >= 12
     assert counts["mutants_rejected_by_their_hint"] == counts["mutants"] >= 3 * counts["exercises"]
@@ -108,68 +107,83 @@ def spoil(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "problem"),
+SPOILED = [  # what is spoiled at once: file, old text, new text, and what is found then
     [
         ("master.py", "/ INT8_MAX", "/ 128", "the master doesn't pass"),
-        ("master.py", "        ### END SOLUTION\n", "        ### END SOLUTION\n        #\n", "out of date"),
         ("master.py", "# [block_size or fewer, D]\n", "\n        scales.append(scale)\n", "a line of the solution"),
-        ("grader.py", "def dequantized(student, draw):\n", "def dequantized(student, draw):\n    return\n", "earn 0"),
+        ("master.py", "        ### END SOLUTION\n", "        ### END SOLUTION\n        #\n", "exercise.py is out"),
+        ("README.md", "20 minutes", "25 minutes", "expected '20 minutes'"),
+    ],
+    [
+        ("grader.py", "def dequantized(student, draw):\n", "def dequantized(student, draw):\n    return\n",
+         "the stub should earn 0", "a submission that returns None should earn 0"),
         ("grader.py", 'oracle.values), "rounding"', 'oracle.values), "zeros"', "no_rounding should be rejected by"),
-        ("grader.py", 'oracle.values), "rounding"', 'values), "rounding"', "no_rounding should be rejected by"),
-        ("grader.py", 'hint("rounding"', 'hint("another key"', "no hint has the key 'rounding'"),
-        ("grader.py", '{"quantize_block": (Tensor, Tensor), ', '{"quantize_block": None, ', "that returns one number"),
+        ("grader.py", 'Grader("01_block_quantizer"', 'Grader("02"', "Grader('01_block_quantizer', ...), got '02'"),
         ("mutants.toml", '"range"', '"axis"', "scale_128 should be rejected by 'axis'"),
         ("mutants.toml", "block.abs().amax()", "max(block)", "scale_per_tensor is out of date: expected"),
         ("mutants.toml", "torch.empty_like(x, dtype=torch.int8)", "scale", "keeps_float32 is out of date"),
-        (
-            "grader.py",
-            'Grader("01_block_quantizer"',
-            'Grader("02"',
-            "expected Grader('01_block_quantizer', ...), got '02'",
-        ),
-        ("README.md", "# 01 ", "# 02 ", "expected a first line '# 01 Title', got '# 02 Block quantiser'"),
-        ("README.md", "Easy", "Simple", "expected the master's difficulty, 'easy'"),
-        ("README.md", "20 minutes", "25 minutes", "expected '20 minutes'"),
-        ("README.md", "exercises grade 01_", "exercises grade 02_", "expected 'python -m exercises grade 01_block"),
-        ("README.md", "<details>", "", "expected at least 2 hints, each in <details> ... </details>, found 0"),
-        ("README.md", "</details>", "", "expected at least 2 hints"),
+    ],
+    [
+        ("grader.py", 'hint("rounding"', 'hint("another key"', "no hint has the key 'rounding'"),
+        ("grader.py", '{"quantize_block": (Tensor, Tensor), ', '{"quantize_block": None, ', "that returns one number"),
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edits", SPOILED, ids=["master", "grader and mutants", "a grader that breaks"])
+def test_check_finds(exercise, sandbox, edits):
+    for file, old, new, *_ in edits:
+        spoil(exercise / file, old, new)
+    problems = checking.check_exercise(exercise.name, sandbox)["problems"]
+    for problem in (problem for _, _, _, *expected in edits for problem in expected):
+        assert any(problem in found for found in problems), (problem, problems)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("# 01 ", "# 02 ", "expected a first line '# 01 Title', got '# 02 Block quantiser'"),
+        ("Easy", "Simple", "expected the master's difficulty, 'easy'"),
+        ("exercises grade 01_", "exercises grade 02_", "expected 'python -m exercises grade 01_block"),
+        ("<details>", "", "expected at least 2 hints, each in <details> ... </details>, found 0"),
+        ("</details>", "", "expected at least 2 hints"),
     ],
 )
-def test_check_finds(exercise, sandbox, file, old, new, problem):
-    spoil(exercise / file, old, new)
-    problems = checking.check_exercise(exercise.name, sandbox)["problems"]
-    assert any(problem in found for found in problems), problems
+def test_check_reads_the_page(exercise, old, new, problem):
+    header = stubs.header_of(stubs.read_master(exercise.name), exercise.name)
+    assert checking.page_problems(exercise.name, header) == []
+    spoil(exercise / "README.md", old, new)
+    (found,) = checking.page_problems(exercise.name, header)
+    assert problem in found
 
 
-def test_check_wants_mutants_with_a_hint(exercise, sandbox):
-    mutants = exercise / "mutants.toml"
-    mutants.write_text(mutants.read_text().partition("[no_rounding]")[0])
-    assert checking.check_exercise(exercise.name, sandbox)["problems"] == [
-        "mutants.toml: expected at least 3 mutants, found 2"
-    ]
-    text = mutants.read_text()
-    spoil(mutants, 'hint = "dtype"', 'key = "dtype"')
-    with pytest.raises(ValueError, match="expected a hint and edits of keeps_float32"):
-        checking.check_exercise(exercise.name, sandbox)
-    mutants.write_text(text)
-    spoil(mutants, '[["torch.empty_like(x, dtype=torch.int8)", "torch.empty_like(x)"]]', '["torch.empty_like(x)"]')
-    with pytest.raises(ValueError, match="expected edits = .* of keeps_float32"):
-        checking.check_exercise(exercise.name, sandbox)
-    mutants.unlink()
-    problems = checking.check_exercise(exercise.name, sandbox)["problems"]
-    assert problems == ["mutants.toml: expected at least 3 mutants, found 0"]
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('hint = "dtype"', 'key = "dtype"', "expected a hint and edits of keeps_float32"),
+        ('[["torch.empty_like(x, dtype=torch.int8)", "torch.empty_like(x)"]]', '["torch.empty_like(x)"]',
+         "expected edits = .* of keeps_float32"),
+    ],
+)  # fmt: skip
+def test_mutants_have_a_hint_and_edits(exercise, old, new, message):
+    spoil(exercise / "mutants.toml", old, new)
+    with pytest.raises(ValueError, match=message):
+        checking.mutants_of(exercise.name, stubs.read_master(exercise.name))
+    (exercise / "mutants.toml").unlink()
+    assert checking.mutants_of(exercise.name, "") == []
 
 
 def test_check_command(exercise, commands_use_it, tmp_path, capsys):
     assert command_line.main(["check", "01", "--json", str(tmp_path / "report.json")]) == 0
     assert "1 exercises, 4 tests, 7 mutants (7 rejected by their own hint)" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["counts"]["mutants"] == 7
-    spoil(exercise / "mutants.toml", '"range"', '"axis"')
+    mutants = exercise / "mutants.toml"
+    mutants.write_text(mutants.read_text().partition("[no_rounding]")[0].replace('"scale"', '"axis"'))
     assert command_line.main(["check", "01"]) == 1
     shown = capsys.readouterr().out
-    assert "NOT AS MEANT scale_128" in shown
-    assert "(6 rejected by their own hint)" in shown
+    assert "NOT AS MEANT drops_the_scale" in shown
+    assert "2 mutants (1 rejected by their own hint)" in shown
+    assert "PROBLEM: mutants.toml: expected at least 3 mutants, found 2" in shown
 
 
 def test_stub_keeps_the_scaffold_and_says_what_to_do():
@@ -274,23 +288,22 @@ def test_hidden_seeds(tmp_path, monkeypatch):
     assert grading.seeds_of_grading() == [0, "a", "b"]
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
+def test_error_of_the_grader_is_not_the_students(sandbox):
+    errors = (
         lambda student, draw: 1 / 0,
         lambda student, draw: expect(False, "no such hint"),
         lambda student, draw: close(student.f(torch.ones(1)), torch.tensor([float("nan")]), "hint", relative_l2=1),
         lambda student, draw: student.no_such_function(1),
         lambda student, draw: student.f(object()),
         lambda student, draw: __import__("no_such_module"),
-    ],
-)
-def test_error_of_the_grader_is_not_the_students(sandbox, test):
-    result = grade(small_grader(test), "def f(x): return x", sandbox)
-    assert result.broken
+    )
+    grader = small_grader(errors[0])
+    for number, error in enumerate(errors[1:]):
+        grader.test(f"test {number}")(error)
+    result = grade(grader, "def f(x): return x", sandbox)
+    assert {(test.status, test.feedback) for test in result.tests} == {("broken", "the grader broke")}
     assert result.score is None
-    assert result.tests[0].feedback == "the grader broke"
-    assert "the test" in result.error
+    assert all(test.name in result.error for test in result.tests)
     assert "no score: the grader broke" in grading.table(result)
 
 
@@ -366,9 +379,7 @@ def test_close():
         (lambda x: x * (1 + 2e-4), 2),  # every row a little
         (lambda x: torch.cat((x[:24], x[24:] * (1 + 2e-4))), 2),  # more than half of them
         (lambda x: torch.cat((x[:63], x[63:] * 1.1)), 2),  # one row, but by 1e-2 of the whole
-        (lambda x: x * 0, 1e4),
         (lambda x: torch.cat((x[:63], x[63:] * math.nan)), math.nan),
-        (lambda x: torch.cat((x[:63], x[63:] / 0)), math.inf),
         (lambda x: x * math.nan, math.nan),
     ],
 )
@@ -390,11 +401,8 @@ RIGHT = torch.ones(4, 4)
         (RIGHT, RIGHT * 1.01, False),
         (RIGHT + 5e-2, RIGHT * 1.01, False),  # near neither: for another check to find
         (RIGHT, RIGHT + 4e-4, False),  # a draw for which right and wrong are almost the same
-        (RIGHT + 1e-4, RIGHT + 4e-4, False),
         (RIGHT, RIGHT, False),
         (RIGHT * 1.01, RIGHT * 1.01, True),
-        (RIGHT * 1.01 + 5e-4, RIGHT * 1.01, True),
-        (RIGHT + 4e-4, RIGHT + 4e-4, True),
         (RIGHT + 3e-4, RIGHT + 4e-4, True),
         (RIGHT * math.nan, RIGHT * 1.01, True),
     ],
@@ -421,7 +429,6 @@ def graded_on(name, source, test, seeds, sandbox):
     return result
 
 
-# Draws on which a rounding flips with the order of float operations, or a known wrong answer is near the right one.
 DIVISION = "torch.round(x / torch.where(scale > 0, scale, 1))"
 IN_FLOAT64 = "torch.round(x.double() / torch.where(scale > 0, scale, 1).double()).float()"
 MEAN, MEAN_IN_FLOAT64 = "key.mean(-2, keepdim=True)", "key.double().mean(-2, keepdim=True).float()"
@@ -586,12 +593,6 @@ def test_process_ends_with_its_test_and_the_next_test_runs(sandbox):
     assert [test.status for test in result.tests] == ["failed", "passed"]
 
 
-def test_server_that_was_killed_is_started_again(sandbox):
-    sandbox.server.kill()
-    sandbox.server.wait()
-    assert grade(small_grader(), "def f(x): return x", sandbox).score == 2
-
-
 def test_speed_test(sandbox, monkeypatch):
     def grader(slower):
         grader = small_grader(lambda student, draw: None)
@@ -676,16 +677,11 @@ def test_unreadable_message(pipe, message):
     thread.join()
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        *(None, [], {}, {"tensor": "t9"}, {"tensor": ["t0"]}, {"scalar": [1]}, {"tuple": [{"scalar": 1}] * 1000}),
-        *({"tuple": [1]}, {"dict": {"a": 1}}),
-    ],
-)
-def test_malformed_tree(tree):
-    with pytest.raises(wire.WireError):
-        wire.decode(tree, {"t0": torch.ones(1)})
+def test_malformed_tree():
+    trees = [None, [], {}, {"tensor": "t9"}, {"tensor": ["t0"]}, {"scalar": [1]}, {"tuple": [{"scalar": 1}] * 1000}]
+    for tree in (*trees, {"tuple": [1]}, {"dict": {"a": 1}}):
+        with pytest.raises(wire.WireError):
+            wire.decode(tree, {"t0": torch.ones(1)})
     assert wire.decode({"scalar": None, "float": "__import__('os')"}, {}) is None  # no part of it is evaluated
 
 
@@ -723,38 +719,6 @@ def test_where_a_submission_is_found(tmp_path):
     assert found(alone=True) == "folder"
 
 
-VISIBILITY = ("hidden", "after_due_date", "after_published", "visible")
-FORMAT = ("text", "html", "simple_format", "md", "ansi")
-# From the "Output format" section of Gradescope's autograder specification; nothing else is allowed. A type, or the
-# values that there are.
-RESULTS_FIELDS = {
-    **dict.fromkeys(("score", "execution_time"), int | float),
-    **dict.fromkeys(("output_format", "test_output_format", "test_name_format"), FORMAT),
-    **dict.fromkeys(("visibility", "stdout_visibility"), VISIBILITY),
-    **{"output": str, "extra_data": dict, "tests": list},
-}
-TEST_FIELDS = {
-    **dict.fromkeys(("score", "max_score"), int | float),
-    **dict.fromkeys(("name_format", "output_format"), FORMAT),
-    **dict.fromkeys(("name", "number", "output"), str),
-    **{"status": ("passed", "failed"), "visibility": VISIBILITY, "tags": list, "extra_data": dict},
-}
-
-
-def undocumented(results):
-    """What of results.json Gradescope's page doesn't allow: (field, value)."""
-    tests = results.get("tests", [])
-    if "score" not in results and not (tests and all("score" in test for test in tests)):
-        return [("score", None)]
-    fields = [(RESULTS_FIELDS, *item) for item in results.items()]
-    fields += [(TEST_FIELDS, *item) for test in tests for item in test.items()]
-
-    def allowed(kind, value):
-        return value in kind if isinstance(kind, tuple) else kind is not None and isinstance(value, kind)
-
-    return [(name, value) for known, name, value in fields if not allowed(known.get(name), value)]
-
-
 def results_json(*statuses, weight=12):
     """results.json of one exercise whose tests, worth 1, 2, ... points, ended like this."""
     tests = [grading.TestResult(f"test {i}", i + 1, status, None, "why") for i, status in enumerate(statuses)]
@@ -763,14 +727,21 @@ def results_json(*statuses, weight=12):
 
 
 def test_results_json_is_as_documented():
-    results = results_json("passed", "failed", "passed", "skipped")
-    assert undocumented(results) == []
-    assert [(test["score"], test["max_score"]) for test in results["tests"]] == [(2, 2), (0, 4), (6, 6)]
-    assert [test["status"] for test in results["tests"]] == ["passed", "failed", "passed"]
-    assert [test["number"] for test in results["tests"]] == ["1.1", "1.2", "1.3"]
-    assert results["stdout_visibility"] == "hidden"
-    assert "SECRET" not in json.dumps(results)
-    assert "score" not in results  # the sum of the tests is the only total
+    """By the section "Output format" of Gradescope's autograder specification; the sum of the tests is the only total.
+
+    Of fields with choices: a status is passed or failed, and visible, hidden and text are among theirs.
+    """
+
+    def row(part, score, worth, status):
+        names = {"name": f"01_block_quantizer: test {part - 1}", "number": f"1.{part}"}
+        return names | {"score": score, "max_score": worth, "status": status, "output": "why", "visibility": "visible"}
+
+    assert results_json("passed", "failed", "passed", "skipped") == {
+        "execution_time": 1.5,
+        **dict.fromkeys(("output_format", "test_output_format", "test_name_format"), "text"),
+        **{"visibility": "visible", "stdout_visibility": "hidden"},
+        "tests": [row(1, 2, 2, "passed"), row(2, 0, 4, "failed"), row(3, 6, 6, "passed")],
+    }
 
 
 def test_weights_are_shared_out_to_the_last_point():
@@ -781,16 +752,12 @@ def test_weights_are_shared_out_to_the_last_point():
         assert sum(test["score"] for test in results["tests"]) == pytest.approx(10, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "change", [{"tests": []}, {"tests": [{"name": "x"}]}, {"points": 3}, {"visibility": "shown"}, {"score": "3"}]
-)
-def test_what_is_not_documented_is_found(change):
-    assert undocumented(results_json("passed") | change)
-
-
-def test_broken_grader_writes_no_score():
-    with pytest.raises(ValueError, match="01_block_quantizer broke"):
-        results_json("passed", "broken")
+def unpacked(archive, folder):
+    """The files of a zip, which land in the folder."""
+    with zipfile.ZipFile(archive) as archive:
+        archive.extractall(folder)
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+        return {entry.filename: entry for entry in archive.infolist()}
 
 
 @pytest.fixture(scope="module")
@@ -800,12 +767,9 @@ def packages(tmp_path_factory):
     return folder
 
 
-def test_zips_hold_what_they_should(packages):
-    with zipfile.ZipFile(packages / "student.zip") as archive:
-        student = {entry: archive.read(entry) for entry in archive.namelist()}
-    with zipfile.ZipFile(packages / "autograder.zip") as archive:
-        autograder = {entry: archive.read(entry) for entry in archive.namelist()}
-        scripts = {name: archive.getinfo(name).external_attr >> 16 for name in ("setup.sh", "run_autograder")}
+def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_path):
+    student = unpacked(packages / "student.zip", tmp_path / "student")
+    autograder = unpacked(packages / "autograder.zip", tmp_path / "autograder")
     for name in exercise_names():
         assert {f"exercises/{name}/{file}" for file in ("exercise.py", "README.md", "grader.py")} <= set(student)
         assert f"exercises/{name}/grader.py" in autograder
@@ -814,18 +778,14 @@ def test_zips_hold_what_they_should(packages):
     secret = ("hidden", "stubs", "checking", "gradescope", "sage_ref")
     assert not any(word in entry for entry in (*student, *autograder) for word in ("master", "mutants", "test_exercis"))
     assert not any(word in entry for entry in student for word in secret)
-    assert not any(b"SOLUTION" in content for content in student.values())
-    for script, mode in scripts.items():
-        assert mode & 0o111
-        subprocess.run(["bash", "-n"], input=autograder[script], check=True)
-        assert autograder[script].startswith(b"#!/usr/bin/env bash\n")
-
-
-def test_zips_are_the_same_each_time(packages, tmp_path):
+    assert not any("SOLUTION" in (tmp_path / "student" / entry).read_text() for entry in student)
+    for script in ("setup.sh", "run_autograder"):
+        assert autograder[script].external_attr >> 16 & 0o111
+        path = tmp_path / "autograder" / script
+        subprocess.run(["bash", "-n", path], check=True)
+        assert path.read_text().startswith("#!/usr/bin/env bash\n")
     gradescope.package(tmp_path, exercise_names(), ["seed a", "seed b"])
     for name in ("student.zip", "autograder.zip"):
-        with zipfile.ZipFile(tmp_path / name) as archive:
-            assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         assert (tmp_path / name).read_bytes() == (packages / name).read_bytes()
 
 
@@ -837,9 +797,8 @@ def run_module(folder, *arguments, path):
 
 def test_student_zip_grades_itself(packages, tmp_path):
     """Outside of the repository: every grader loads, a stub earns 0 and says why, a master dropped in everything."""
-    with zipfile.ZipFile(packages / "student.zip") as archive:
-        archive.extractall(tmp_path)
-    solved = {name for name in exercise_names() if name[:2] in ("01", "09", "15")}
+    unpacked(packages / "student.zip", tmp_path)
+    solved = {name for name in exercise_names() if name[:2] in ("01", "09")}
     for name in solved:
         shutil.copy(ROOT / name / "master.py", tmp_path / "exercises" / name / "exercise.py")
     done = run_module(tmp_path, "exercises", "grade", "--all", "--json", "results.json", path=ROOT.parent)
@@ -857,15 +816,14 @@ def test_autograder_zip_grades_a_submission(tmp_path):
     """As run_autograder does, with nothing of the repository at hand."""
     source, submission, results = tmp_path / "source", tmp_path / "submission", tmp_path / "results.json"
     gradescope.package(tmp_path, ["01_block_quantizer"], ["seed a", "seed b"])
-    with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
-        archive.extractall(source)
+    unpacked(tmp_path / "autograder.zip", source)
     (source / "exercises" / "weights.json").write_text(json.dumps({"01_block_quantizer": 40}))
     submission.mkdir()
     shutil.copy(ROOT / "01_block_quantizer" / "master.py", submission / "exercise.py")
     done = run_module(source, "exercises.gradescope", str(submission), str(results), path=source)
     assert done.returncode == 0, done.stderr
     written = json.loads(results.read_text())
-    assert undocumented(written) == []
+    assert written.keys() == results_json("passed").keys()
     assert sum(test["score"] for test in written["tests"]) == sum(test["max_score"] for test in written["tests"]) == 40
 
 

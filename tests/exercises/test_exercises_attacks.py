@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exercises import grading, wire
 from exercises.grading import Grader, close, expect
-from exercises.isolation import Limits, Sandbox
+from exercises.isolation import Limits
 
 SEEDS = (grading.VISIBLE_SEED, "hidden")
 HONEST = b"import torch\ndef double(x): return 2 * x\n"
@@ -31,7 +31,7 @@ def twice(student, draw):
 
 @pytest.fixture(scope="module")
 def sandbox(sandbox):
-    usual, sandbox.limits = sandbox.limits, Limits(call_seconds=1.5, cpu_seconds=5)
+    usual, sandbox.limits = sandbox.limits, Limits(call_seconds=1, cpu_seconds=5)
     yield sandbox
     sandbox.limits = usual
 
@@ -59,7 +59,7 @@ def processes_in(folder):
 FORGED = wire.pack({"id": 1, "result": {"tensor": "t0"}}, {"t0": torch.zeros(4, 4)})
 AHEAD = wire.pack({"id": 2, "result": {"scalar": True}}, {})
 # name: (the body of double(x), what the student reads)
-SLOW, RAISED = "took longer than 1.5 s", "raised an error: line 2: "
+SLOW, RAISED = "took longer than 1 s", "raised an error: line 2: "
 ATTACKS = {
     "infinite loop": ("while True: pass", SLOW),
     "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", SLOW),
@@ -69,18 +69,15 @@ ATTACKS = {
         "for _ in range(10**4): threading.Thread(target=time.sleep, args=(99,)).start()",
         "can't start new thread",
     ),
-    "50 GB tensor": ("return torch.ones(50 * 2**30, dtype=torch.int8)", f"{RAISED}RuntimeError"),
     "4 GB tensor, which the machine has": ("return torch.empty(2**32, dtype=torch.int8)", f"{RAISED}RuntimeError"),
     "4 GB shared memory": ("return mmap.mmap(-1, 2**32)", f"{RAISED}OSError"),
     "50 GB of Python": ("return bytearray(50 * 2**30)", f"{RAISED}MemoryError"),
-    "50 GB shared memory": ("return mmap.mmap(-1, 50 * 2**30)", f"{RAISED}OSError"),
     "large file": ("open('large', 'wb').write(bytes(2**26))", f"{RAISED}OSError"),
     "many open files": ("keep = [open(os.devnull) for _ in range(10**4)]", f"{RAISED}OSError"),
     "endless prints": ("while True: print('x' * 10**6)", f"{RAISED}OSError"),
     "sys.exit(0)": ("sys.exit(0)", f"{RAISED}SystemExit: 0"),
     "os._exit(0)": ("os._exit(0)", "ended its process (exit status 0) instead of returning"),
     "segfault": ("ctypes.string_at(0)", "crashed (SIGSEGV)"),
-    "abort": ("os.abort()", "crashed (SIGABRT)"),
     "stack overflow": ("f = lambda: f()\n    sys.setrecursionlimit(10**8)\n    f()", "double "),
     "patched comparisons": (
         """yes = lambda *a, **k: True
@@ -90,7 +87,6 @@ ATTACKS = {
         "HINT values",
     ),
     "NaN": ("return x * float('nan')", "HINT values"),
-    "infinity": ("return x / 0", "HINT values"),
     "another shape": ("return (2 * x)[:1]", "HINT shape"),
     "nothing": ("return None", "double returned None, expected a tensor"),
     "a list": ("return (2 * x).tolist()", "expected a tensor"),
@@ -201,7 +197,7 @@ def test_feedback_on_hidden_inputs_holds_no_word_of_the_submission(sandbox):
     )
     for leak in leaks:
         source = f"calls = []\ndef double(x):\n    calls.append(0)\n    if len(calls) == 1: return 2 * x\n    {leak}\n"
-        result = attack(sandbox, source)
+        result = grading.grade(grader, source.encode(), SEEDS, sandbox)
         assert result.score == 0
         assert "hidden inputs" in result.tests[0].feedback
         assert "SECRET" not in str(result.as_json())
@@ -211,6 +207,17 @@ def test_prints_are_bounded(sandbox):
     result = attack(sandbox, "def double(x):\n    print('x' * 10**6, '\\x1b[2J the end')\n    return x\n")
     assert result.printed.endswith("x ?[2J the end")
     assert len(result.printed) < 10_000
+
+
+def try_all(sandbox, attempts):
+    """Grade a submission that is right if the system refuses all these statements; else the first that worked."""
+    body = f"""for attempt in {attempts!r}:
+        try: exec(attempt)
+        except (PermissionError, ValueError): continue
+        raise RuntimeError(f'it worked: {{attempt}}')
+    return 2 * x"""
+    result = attack(sandbox, PREFIX + body + IMPORTS)
+    assert result.score == 1, result.tests[0].feedback
 
 
 @needs_root
@@ -224,28 +231,17 @@ def test_graders_file_can_not_be_written_nor_a_private_one_read(sandbox, tmp_pat
         path.chmod(path.stat().st_mode | 0o011)
     name = repr(str(victim))
     attempts = [f"open({name}, 'w')", f"os.remove({name})", f"os.chmod({name}, 0o777)"]
-    for body in attempts + [f"open({name}).read()"] * (mode == 0o600):
-        assert "PermissionError" in attack(sandbox, PREFIX + body + IMPORTS).tests[0].feedback
+    try_all(sandbox, attempts + [f"open({name}).read()"] * (mode == 0o600))
     assert victim.read_text() == "the grader"
 
 
 @needs_root
-@pytest.mark.parametrize(
-    "body",
-    [
-        "os.kill(os.getppid(), signal.SIGKILL)",
-        "os.setuid(0)",
-        "os.setgid(0)",
-        "open(f'/proc/{os.getppid()}/mem', 'rb')",
-        "open(f'/proc/{os.getppid()}/environ', 'rb')",
-        "os.listdir(f'/proc/{os.getppid()}/fd')",
-        "os.listdir('..')",
-        "resource = __import__('resource'); resource.setrlimit(resource.RLIMIT_NPROC, (99999, 99999))",
-    ],
-)
-def test_no_way_out_of_its_user(sandbox, body):
-    result = attack(sandbox, PREFIX + body + "\n    return 2 * x" + IMPORTS)
-    assert any(error in result.tests[0].feedback for error in ("PermissionError", "not allowed to raise"))
+def test_no_way_out_of_its_user(sandbox):
+    limits = "resource.setrlimit(resource.RLIMIT_NPROC, (99999, 99999))"
+    of_server = [f"open(f'/proc/{{os.getppid()}}/{name}', 'rb')" for name in ("mem", "environ")]
+    users = ["os.setuid(0)", "os.setgid(0)", "os.kill(os.getppid(), signal.SIGKILL)"]
+    folders = ["os.listdir(f'/proc/{os.getppid()}/fd')", "os.listdir('..')"]
+    try_all(sandbox, [*users, *of_server, *folders, f"import resource; {limits}"])
 
 
 def test_submission_has_five_descriptors(sandbox):
@@ -296,12 +292,11 @@ def test_out_of_time_for_the_whole_exercise(sandbox, monkeypatch):
     assert result.tests[-1].feedback.startswith("used up the time of the exercise")
 
 
-def test_sandbox_passes_nothing_on_and_leaves_nothing(monkeypatch):
+def test_server_that_was_killed_is_started_again_and_gets_nothing_of_the_environment(sandbox, monkeypatch):
+    folders = set(sandbox.folder.iterdir())
     monkeypatch.setenv("GRADER_SECRET", "secret")
+    sandbox.server.kill()
+    sandbox.server.wait()
     body = "assert 'GRADER_SECRET' not in os.environ\n    assert 'exercises' not in sys.modules\n    return 2 * x"
-    with Sandbox() as sandbox:
-        assert grading.grade(grader, (PREFIX + body + IMPORTS).encode(), SEEDS, sandbox).score == 1
-        server, folder = sandbox.server.pid, sandbox.folder
-        assert list(folder.glob("child*")) == []
-    assert not folder.exists()
-    assert not Path(f"/proc/{server}").exists()
+    assert grading.grade(grader, (PREFIX + body + IMPORTS).encode(), SEEDS, sandbox).score == 1
+    assert set(sandbox.folder.iterdir()) == folders

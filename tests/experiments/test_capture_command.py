@@ -81,7 +81,8 @@ def committed():
 
 def test_the_committed_captures_are_small_and_whole(committed):
     assert sum((RECORDED / f"{name}.safetensors").stat().st_size for name in CAPTURES.values()) <= 4_000_000
-    for _, layers in committed.values():
+    for provenance, layers in committed.values():
+        assert provenance["layers_kept"]["kept"] == list(layers)
         assert len(layers) == 3
         for tensors in layers.values():
             assert tuple(sorted(tensors)) == tuple(sorted(TENSORS))
@@ -103,17 +104,6 @@ def test_the_committed_captures_differ_in_qk_norm_alone(committed):
     for norm, (_, layers) in committed.items():
         lengths = torch.cat([tensors["key"].float().square().mean(-1).flatten() for tensors in layers.values()])
         assert (lengths.std() / lengths.mean() < 0.3) == (norm == "QK-norm")
-
-
-def test_the_committed_captures_say_where_they_come_from(committed):
-    for provenance, layers in committed.values():
-        for name in ("gpu", "python", "torch", "commit", "date", "command", "loss"):
-            assert provenance[name], name
-        assert len(provenance["corpus"]["sha256"]) == 64
-        assert (provenance["heads"], provenance["loss_normalisation"]) == ([0], "mean over 512 tokens")
-        assert "/" not in provenance["command"] + provenance["corpus"]["name"]
-        assert provenance["layers_kept"]["kept"] == list(layers)
-        assert "4,000,000 bytes" in provenance["layers_kept"]["why"]
 
 
 def test_the_committed_layers_are_the_first_and_the_most_error_prone(committed):

@@ -66,23 +66,13 @@ def test_captures_that_cannot_be_are_refused(trained, name, values, got):
         video_attention_tensors(trained, **{"noise_levels": (0.5,), "layers": (0,)} | {name: values})
 
 
-def test_concentration_of_flat_and_of_local_attention():
-    flat = torch.zeros(1, 1, 1024, 8)
-    # Every query agrees with its own run of 32 keys and with no other: one block of 32, two of 16, four of 8.
-    local = 30 * torch.eye(32).repeat_interleave(32, 0)[None, None]
-    rows = concentration({0: {"query": flat, "key": flat}, 1: {"query": local, "key": local}})
-    assert len(rows) == 2 * 2 * 3
-    for row in rows:
-        blocks = 1024 // row["block_kv"]
-        assert row["blocks"] == round(row["share"] * blocks)
-        assert (row["sample"], row["head"]) == (0, 0)
-        assert row["mass"] == pytest.approx(row["blocks"] / blocks if row["layer"] == 0 else 1, rel=1e-4)
-
-
 def test_concentration_is_a_mean_over_blocks_of_queries_of_each_head():
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 2, 128, 16) * 2
-    for row in concentration({3: {"query": q, "key": k}}):
+    rows = concentration({3: {"query": q, "key": k}})
+    assert len(rows) == 2 * 2 * 2 * 3
+    for row in rows:
+        assert row["blocks"] == max(1, round(row["share"] * 128 / row["block_kv"]))
         best = []
         for p in (q @ k.mT / 4).softmax(-1)[row["sample"], row["head"]].split(row["block_q"]):
             best += sorted(block.sum().item() for block in p.split(row["block_kv"], 1))[-row["blocks"] :]
@@ -125,14 +115,7 @@ def test_the_committed_capture_is_what_a_router_can_learn_from():
         for tensor in tensors.values():
             assert (tensor.shape, tensor.dtype) == ((2, 4, 1024, 32), torch.bfloat16)
             assert tensor.isfinite().all()
-        first, second = tensors["query"]
-        assert not torch.equal(first, second)
-    config = VideoDiTConfig(**provenance["model"] | {"cube": tuple(provenance["model"]["cube"])})
-    assert tuple(provenance["tokens"]["grid"]) == config.grid == (4, 16, 16)
-    assert config.cube == (2, 4, 4)
-    assert len(provenance["noise_levels"]) == len(provenance["captured_losses"]) == 2
-    for name in ("python", "torch", "cpu", "commit", "date", "command", "threads", "device"):
-        assert provenance[name], name
+        assert not torch.equal(*tensors["query"])
     losses = provenance["losses"]
     assert losses[-1]["step"] == provenance["training"]["steps"]
     assert losses[-1]["validation_loss"] < 0.3 * losses[0]["validation_loss"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
@@ -31,29 +32,6 @@ def moments_of(vectors, folds):
     return accumulator.moments()
 
 
-def repeated(mean, deviation, *, batches=16, folds=8, repetitions=600):
-    """(squares, their errors, traces) of vectors drawn from N(mean, deviation^2) again and again."""
-    shape = (repetitions, batches, len(mean))
-    draws = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return torch.tensor([moments_of(mean + deviation * x, folds) for x in draws], dtype=torch.float64).T
-
-
-MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64)
-DEVIATION = torch.tensor([1.0, 0.5, 2.0, 3.0], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("mean", [MEAN, 0 * MEAN], ids=["a mean", "mean zero"])
-def test_moments_are_unbiased_and_the_error_of_a_square_is_its_spread(mean):
-    squares, errors, traces = repeated(mean, DEVIATION)
-    for found, expected in ((squares, mean.square().sum()), (traces, DEVIATION.square().sum())):
-        standard_error = found.std() / len(found) ** 0.5
-        assert (found.mean() - expected).abs() < 3 * standard_error
-        assert standard_error < 0.02 * DEVIATION.square().sum()
-    if not mean.any():
-        assert 0.35 < (squares < 0).double().mean() < 0.75  # as often below zero as above
-        assert 0.9 < errors.square().mean().sqrt() / squares.std() < 1.8
-
-
 def test_moments_are_their_formulas():
     """|m|^2: mean product of two folds' means; its error: jackknife over folds; trace: sample covariance."""
     vectors = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
@@ -72,12 +50,12 @@ def test_moments_are_their_formulas():
 
 
 def test_vectors_that_never_change_have_no_noise_and_are_not_kept():
-    accumulator, vector = Accumulator(4, 8), MEAN.clone()
+    accumulator, vector = Accumulator(4, 8), torch.tensor([1.0, -2.0, 0.5, 0.0])
     for number in range(8):
         accumulator.add(number, vector)
     vector.zero_()
     found = accumulator.moments()
-    assert found.square == pytest.approx(MEAN.square().sum().item())
+    assert found.square == pytest.approx(5.25)
     assert (found.square_error, found.trace) == pytest.approx((0, 0), abs=1e-9)
     assert [x.shape for x in accumulator.sums] == [(4,)] * 4  # one sum per fold, whatever the number of batches
 
@@ -117,16 +95,6 @@ def test_every_parameter_is_in_one_group(model):
     assert found["embedding and norm"] == ["embedding.weight", "norm.weight"]
     inside = ("query.weight", "key.weight", "qk_norm.query_norm.weight", "qk_norm.key_norm.weight")
     assert sorted(found["layer 1, query and key"]) == sorted(f"blocks.1.attention.{x}" for x in inside)
-
-
-def test_the_gradient_of_the_groups_is_that_of_the_whole_model(model):
-    batch = sixteen_letters().batch(2, CONFIG.context, seed=0, step=0)
-    groups = noise_module.parameter_groups(model)
-    found = noise_module.gradient(model, *batch, groups)
-    assert all(x.grad is None for x in model.parameters())
-    next_token_loss(model, *batch).backward()
-    for group, members in groups.items():
-        assert torch.equal(found[group], torch.cat([x.grad.flatten() for x in members])), group
 
 
 def test_attention_is_another_only_inside_the_block(model):
@@ -176,14 +144,6 @@ def test_gradient_noise_is_its_definition(model):
         assert row["variance_trace"] == pytest.approx(tokens * expected_error.trace, rel=1e-3)
 
 
-def test_exact_against_exact_has_no_error(model, monkeypatch):
-    monkeypatch.setitem(VARIANTS, "exact again", {"attention": "exact"})
-    for row in rows_of(model, replace(SMALL, variants=("exact again",))).values():
-        assert (row["bias_square"], row["bias_square_error"], row["variance_trace"]) == (0, 0, 0)
-        assert (row["tokens_at_bias"], row["tokens_at_bias_low"]) == (None, None)
-        assert row["noise_trace"] > 0
-
-
 def test_without_noise_of_batches_nearest_rounding_is_all_bias_and_stochastic_rounding_varies(model):
     """The corpus has as many tokens as one sequence needs: every batch is the same."""
     names = ("per block, nearest", "per block, stochastic")
@@ -221,31 +181,26 @@ def test_bfloat16_is_exact_attention_in_bfloat16(model):
 
 def test_what_a_checkpoint_was_trained_with_changes_nothing(model):
     """The variants say all about SageBwd themselves."""
-    settings = NoiseSettings(batches=6, sequences=1, folds=3)
+    settings = NoiseSettings(batches=6, sequences=1, folds=3, variants=("bf16", "per row, nearest"))
     twin = Llama(replace(STOCHASTIC, granularity="block", block_q=8, block_kv=8, smooth_k=False, smooth_q=True))
     twin.load_state_dict(model.state_dict())
     assert rows_of(twin, settings) == rows_of(model, settings)
 
 
 def test_a_measurement_is_a_function_of_its_seed(model):
-    settings = replace(SMALL, variants=("per block, stochastic",))
+    settings = replace(SMALL, variants=("per block, nearest", "per block, stochastic"))
     first = rows_of(model, settings)
     torch.manual_seed(5)
-    assert rows_of(model, settings) == first != rows_of(model, replace(settings, seed=1))
+    assert rows_of(model, settings) == first
+    other = rows_of(model, replace(settings, seed=1))
+    assert all(other[place] != row for place, row in first.items())  # where nothing is stochastic, the batches differ
 
 
 def test_tokens_at_bias_are_where_bias_reaches_noise():
     exact, error = Moments(2.0, 0.1, 5.0), Moments(0.25, 0.125, 3.0)
     expected = {"group": "layer 0", "variant": "bf16", "gradient_square": 2.0, "gradient_square_error": 0.1}
-    expected |= {
-        "granularity": None,
-        "block_q": None,
-        "block_kv": None,
-        "noise_trace": 500.0,
-        "noise_scale": 250.0,
-        "bias_square": 0.25,
-        "bias_square_error": 0.125,
-    }
+    expected |= dict.fromkeys(("granularity", "block_q", "block_kv"))
+    expected |= {"noise_trace": 500.0, "noise_scale": 250.0, "bias_square": 0.25, "bias_square_error": 0.125}
     expected |= {"variance_trace": 300.0, "tokens_at_bias": 2000.0, "tokens_at_bias_low": 1000.0}
     assert noise_row("layer 0", "bf16", exact, error, 100) == expected
     unknown = noise_row("layer 0", "bf16", Moments(-1.0, 1.0, 5.0), Moments(-0.25, 0.25, 3.0), 100)
@@ -259,10 +214,9 @@ def test_tokens_at_bias_are_where_bias_reaches_noise():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batches": 0}, "batches: expected at least 1, got 0"),
         ({"sequences": 0}, "sequences: expected at least 1, got 0"),
         ({"folds": 2}, "folds: expected at least 3, and a proper divisor of 32, got 2"),
-        ({"folds": 5}, "folds: expected at least 3, and a proper divisor of 32, got 5"),
+        ({"folds": 5}, "got 5"),
         ({"batches": 8}, "folds: expected at least 3, and a proper divisor of 8, got 8"),
         ({"variants": ("bf16", "int4")}, r"variants: expected names of \['bf16', .*\], got \['int4'\]"),
     ],
@@ -324,7 +278,9 @@ def test_a_killed_measurement_goes_on_where_it_was(checkpoints, tmp_path, monkey
     assert steps == []
     # Another measurement, and other weights under the old name, are no part of this one.
     assert measured(checkpoints[1:], partial, settings=replace(SMALL, seed=1)) != rows[8:]
-    assert steps == [1]
+    for checkpoint in checkpoints:
+        measured([shutil.copy(checkpoint, tmp_path / "run.pt")], partial)
+    assert steps == [1] * 3
 
 
 def test_another_corpus_is_refused(checkpoints, tmp_path):

@@ -1,13 +1,13 @@
 """The plan has every cell of the experiment, a run has its place on a device to itself, what is finished stays so."""
 
 import json
-import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -65,8 +65,7 @@ def test_the_plan_has_every_cell_of_the_experiment(plan):
 
 @BOTH
 def test_sizes_of_a_step_are_eight_times_apart_and_divide_all(plan):
-    small, large = plan.tokens_per_step
-    assert large >= 8 * small
+    assert plan.tokens_per_step[1] >= 8 * plan.tokens_per_step[0]
     for size in plan.tokens_per_step:
         assert plan.tokens % size == size % plan.context == 0
         sequences = size // plan.context
@@ -190,13 +189,27 @@ def test_a_run_is_told_its_cell_and_its_plan(tmp_path, fake):
     ]
 
 
-def test_short_runs_have_their_snapshots_at_a_step_that_exists_and_what_they_print_is_kept(tmp_path, fake):
-    runs, cell = fake(), Cell("exact", True, 2**12, 0, 0.001)
-    grid_of(tmp_path).run([cell])
+def test_short_runs_have_their_snapshots_at_a_step_that_exists(tmp_path, fake):
+    runs = fake()
+    grid_of(tmp_path).run([Cell("exact", True, 2**12, 0, 0.001)])
     ((command, _),) = runs.calls
     assert command[command.index("--snapshots") :] == ["--snapshots", "1", "2"]
     assert "--autocast" not in command
-    assert (tmp_path / f"{cell.name}.log").read_text() == f"{cell.name}\n"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_run_is_a_process_whose_output_is_kept(tmp_path, monkeypatch, status):
+    """In place of Python, a program that says what it was called with."""
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\necho "$@"\necho $CUDA_VISIBLE_DEVICES >&2\nexit {status}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    cell = CELLS[0]
+    with pytest.raises(RuntimeError, match="exit status 3") if status else nullcontext():
+        grid_of(tmp_path, devices=[5]).run([cell])
+    arguments, device = (tmp_path / f"{cell.name}.log").read_text().splitlines()
+    assert arguments.startswith("-m sage_ref pretrain --attention exact")
+    assert device == "5"
 
 
 def test_a_run_that_breaks_is_named_after_all_others_have_ended(tmp_path, fake):
@@ -207,24 +220,24 @@ def test_a_run_that_breaks_is_named_after_all_others_have_ended(tmp_path, fake):
         grid.run(cells)
     assert len(runs.calls) == 5
     assert list(grid.records(cells)) == [cells[0], *cells[2:]]
-    fake()
-    grid.run(cells)  # the devices have come back, that of the broken run too
+    assert grid.devices.qsize() == 2  # that of the broken run has come back, too
+    again = fake()
+    grid.run(cells)
+    assert len(again.calls) == 1
     assert {cell: found.rows[0]["seed"] for cell, found in grid.records(cells).items()} == {x: x.seed for x in cells}
 
 
-def test_no_two_runs_share_a_place_on_a_device(tmp_path, fake):
-    runs = fake(seconds=0.02)
-    grid_of(tmp_path, devices=[0, 1, 2, 2]).run(CELLS)
-    assert runs.most == {"0": 1, "1": 1, "2": 2}
-    assert len(runs.calls) == 24
-
-
-def test_runs_on_the_cpu_follow_each_other_and_see_the_same_environment(tmp_path, fake, monkeypatch):
+@pytest.mark.parametrize(
+    ("devices", "most"), [([0, 1, 2, 2], {"0": 1, "1": 1, "2": 2}), ([None], {"cpu": 1})], ids=["GPUs", "CPU"]
+)
+def test_no_two_runs_share_a_place_on_a_device(tmp_path, fake, monkeypatch, devices, most):
+    """Runs on the CPU follow each other, and see the same environment."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    runs = fake(seconds=0.01)
-    grid_of(tmp_path).run(CELLS[:4])
-    assert runs.most == {"cpu": 1}
-    assert all(env == dict(os.environ) for _, env in runs.calls)
+    runs, cells = fake(seconds=0.01), CELLS[: 6 * len(devices)]
+    grid_of(tmp_path, devices=devices).run(cells)
+    assert runs.most == most
+    assert len(runs.calls) == len(cells)
+    assert all((env == dict(os.environ)) == (devices == [None]) for _, env in runs.calls)
 
 
 # Records
@@ -235,18 +248,14 @@ def record(**facts):
     return Record(common | {"date": "2026-01-01"} | facts, [])
 
 
-def test_the_provenance_is_what_the_runs_have_in_common():
+def test_the_provenance_is_what_the_runs_have_in_common_and_traces_say_which_run_they_are_of():
     records = [record(), record(date="2026-01-03", commit="b"), record(date="2026-01-02", driver=None)]
     varied = {"commit": ["a", "b"], "driver": ["1", None], "date": "2026-01-03"}
     assert grid_module.measured_on(records) == record(**varied).provenance
-
-
-def test_traces_say_which_run_they_are_of():
     cells = [Cell("exact", qk_norm, 512, 0, 0.001) for qk_norm in (True, False)]
-    records = {cell: record(traces=[{"step": 1, "layer": 0}, {"step": 2, "layer": 0}]) for cell in cells}
-    names = {"tokens_per_step": 512, "seed": 0, "layer": 0}
-    assert grid_module.traces(records) == [
-        names | {"qk_norm": qk, "step": step} for qk in (True, False) for step in (1, 2)
+    traced = grid_module.traces({cell: record(traces=[{"step": 1}, {"step": 2}]) for cell in cells})
+    assert traced == [
+        {"tokens_per_step": 512, "seed": 0, "qk_norm": qk, "step": step} for qk in (True, False) for step in (1, 2)
     ]
 
 
@@ -299,26 +308,17 @@ def test_the_command_works_off_the_plan_and_records_it(text, fake, capsys):
     assert places == [(cell.tokens_per_step, cell.qk_norm, cell.seed) for cell in expected]
 
 
-def test_the_command_goes_on_after_a_run_that_broke(text, fake):
-    runs = fake(fails=["sagebwd_none_auto_plain_512"])
-    with pytest.raises(RuntimeError, match="sagebwd_none_auto_plain_512.*exit status 3"):
-        main([*COMMAND, "--corpus", "text.txt", "--json", "grid.json"])
-    assert not (text / "grid.json").exists()
-    before, runs = len(runs.calls), fake()
-    main([*COMMAND, "--json", "grid.json"])  # the corpus is in the folder
-    assert len(runs.calls) == 1
-    assert len(read_record(text / "grid.json").rows) == before
-
-
-def test_report_only_trains_nothing_and_names_what_is_unfinished(text, fake, capsys):
+def test_report_only_trains_nothing_and_the_command_goes_on_with_what_is_unfinished(text, fake, capsys):
     """A run with a trace is among them: its errors are left out."""
+    outputs = ["--json", "grid.json", "--traces", "layers.json"]
     fake(fails=["sagebwd_qk", "exact_plain_4096"])
     with pytest.raises(RuntimeError, match="exact_plain_4096|sagebwd_qk"):
-        main([*COMMAND, "--corpus", "text.txt"])
-    (text / "grid" / "corpus.bin").unlink()
+        main([*COMMAND, "--corpus", "text.txt", *outputs])
+    assert not (text / "grid.json").exists()
+    corpus = (text / "grid" / "corpus.bin").rename(text / "corpus.bin")
     capsys.readouterr()
     runs = fake()
-    main([*COMMAND, "--report-only", "--json", "grid.json", "--traces", "layers.json"])
+    main([*COMMAND, "--report-only", *outputs])
     assert runs.calls == []
     assert not (text / "grid" / "corpus.bin").exists()
     found, traced = read_record(text / "grid.json"), read_record(text / "layers.json")
@@ -330,6 +330,10 @@ def test_report_only_trains_nothing_and_names_what_is_unfinished(text, fake, cap
     assert traced.provenance["unfinished"] == unfinished
     places = [(row["tokens_per_step"], row["qk_norm"]) for row in traced.rows]
     assert places == [(4096, True), (512, True), (512, False)]
+    corpus.rename(text / "grid" / "corpus.bin")
+    main([*COMMAND, *outputs])  # the corpus is in the folder
+    assert len(runs.calls) == 5
+    assert len(read_record(text / "grid.json").rows) == len(found.rows) + 5
 
 
 def test_on_gpus_each_is_shared_by_as_many_runs_as_asked_for(text, monkeypatch):
@@ -372,13 +376,3 @@ def test_every_cell_trains(text, monkeypatch):
         assert bool(found.provenance["traces"]) == (cell.attention == "exact")
         steps = 256 // cell.tokens_per_step
         assert (text / f"{cell.name}_step{steps // 2}.pt").exists()
-
-
-def test_a_run_is_a_process_of_its_own(text):
-    write_tokens(read_corpus(text / "text.txt").tokens.numpy(), text / "corpus.bin")
-    cell, grid = Cell("sagebwd", True, 128, 0, 0.001, "qk", "reference", "row"), grid_of(text, TINY)
-    grid.run([cell])
-    (row,) = grid.records([cell])[cell].rows
-    assert (row["tokens"], row["smoothing"], row["granularity"]) == (256, "qk", "row")
-    assert math.isfinite(row["final_val_loss"])
-    assert "2 steps, 256 tokens" in (text / f"{cell.name}.log").read_text()

@@ -1,7 +1,6 @@
 """The sweep behind Table 1, which setting it calls closest, and the command that goes on after a kill."""
 
 import statistics
-from datetime import datetime
 
 import pytest
 import torch
@@ -73,46 +72,7 @@ def test_a_sweep_measures_every_setting_and_averages_over_seeds(tmp_path):
     assert one_seed[0]["rel_l2_std"] is None  # one seed has no deviation
 
 
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
-    checkpoint, measured = tmp_path / "checkpoint", []
-
-    def rows(n, head_dim, sigma, sweep, device):
-        measured.append((head_dim, sigma))
-        return [{"head_dim": head_dim, "sigma": sigma}]
-
-    monkeypatch.setattr(table1, "_table1_rows", rows)
-    killed = table1_sweep(SWEEP, checkpoint)
-    for _ in range(7):
-        next(killed)
-    killed.close()
-    assert len(measured) == 7
-    resumed = list(table1_sweep(SWEEP, checkpoint))
-    everything = [(head_dim, sigma) for head_dim in (8, 16) for sigma in PAPER_TABLE1]
-    assert measured == everything  # each once
-    assert resumed == [[{"head_dim": head_dim, "sigma": sigma}] for head_dim, sigma in everything]
-    list(table1_sweep(SWEEP._replace(seeds=(0, 2)), checkpoint))
-    assert len(measured) == 2 * len(everything)  # other seeds are other measurements
-
-
-def test_table1_prints_a_table_and_records_where_it_comes_from(capsys, tmp_path):
-    main([*TABLE1, str(tmp_path / "table1.json")])
-    printed = capsys.readouterr().out
-    record = read_record(tmp_path / "table1.json")
-    assert len(record.rows) == 2 * 2 * len(table1.PAPER_TABLE1) * len(table1.TENSORS)
-    facts = record.provenance
-    assert facts["command"] == f"python -m sage_ref {' '.join(TABLE1)} {tmp_path / 'table1.json'}"
-    assert facts["seeds"] == [0, 1]
-    assert facts["torch"] == torch.__version__
-    assert facts["commit"]
-    assert datetime.fromisoformat(facts["date"]).tzinfo
-    best = table1.closest_setting(record)
-    assert f"Closest to the paper over all rows: {table1.describe(best)}" in printed
-    for row in record.select(**best):
-        assert f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # the checkpoint is gone
-
-
-def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
+def test_table1_goes_on_after_a_kill_prints_a_table_and_records_where_it_comes_from(tmp_path, monkeypatch, capsys):
     measure, measured = table1._table1_rows, []
     killed_in_the_third = True
 
@@ -129,5 +89,19 @@ def test_table1_goes_on_after_a_kill(tmp_path, monkeypatch):
     killed_in_the_third = False
     main([*TABLE1, str(tmp_path / "table1.json")])
     assert measured == list(PAPER_TABLE1)
+    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # the checkpoint is gone
+    printed, record = capsys.readouterr().out, read_record(tmp_path / "table1.json")
+    assert len(record.rows) == 2 * 2 * len(PAPER_TABLE1) * len(TENSORS)
+    facts = record.provenance
+    assert facts["command"] == f"python -m sage_ref {' '.join(TABLE1)} {tmp_path / 'table1.json'}"
+    assert (facts["seeds"], facts["torch"]) == ([0, 1], torch.__version__)
+    best = table1.closest_setting(record)
+    assert f"Closest to the paper over all rows: {table1.describe(best)}" in printed
+    for row in record.select(**best):
+        assert f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" in printed
     main([*TABLE1, str(tmp_path / "again.json")])
-    assert read_record(tmp_path / "table1.json").rows == read_record(tmp_path / "again.json").rows
+    assert record.rows == read_record(tmp_path / "again.json").rows
+    measured.clear()
+    for sweep in (SWEEP, SWEEP, SWEEP._replace(seeds=(0, 2))):  # other seeds are other measurements
+        next(table1_sweep(sweep, tmp_path / "checkpoint"))
+    assert len(measured) == 2
