@@ -67,50 +67,35 @@ def test_signature(function):
 # What it accepts
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("smooth_q", [False, True])
-@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (3, 3), (64, 1), (1, 64), (113, 203), (203, 113)])
-def test_any_length_gives_finite_results_close_to_exact_attention(inputs, n_q, n_k, smooth_q, is_causal):
-    *qkv, do = inputs(n_q, n_k, 32)
-    ours = with_gradients(*qkv, do, is_causal=is_causal, smooth_q=smooth_q)
-    leaves = [x.requires_grad_() for x in qkv]
-    output = attention_forward(*leaves, is_causal=is_causal).output
-    exact = (output.detach(), *torch.autograd.grad(output, leaves, do))
-    for x, y in zip(ours, exact, strict=True):
-        assert x.isfinite().all()
-        # A query that sees one key has P = 1 and dS = 0: where all do, dQ and dK are rounding errors of dO's size.
-        size = do.norm() if n_k == 1 or (n_q == 1 and is_causal) else y.norm()
-        assert (x - y).norm() < 0.08 * size
+def check_results(output, leaves):
+    """The output is like query, and every gradient is finite and like its tensor."""
+    assert (output.shape, output.dtype) == (leaves[0].shape, leaves[0].dtype)
+    output.sum().backward()
+    for x in leaves:
+        assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype)
+        assert x.grad.isfinite().all()
 
 
 @given(
     batch=st.integers(1, 2),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-    n_q=st.integers(1, 150),
-    n_k=st.integers(1, 150),
+    tokens=st.tuples(st.integers(1, 150), st.integers(1, 150)),
     head_dim=st.integers(1, 80),
     dtype=st.sampled_from(DTYPES),
     is_causal=st.booleans(),
     smooth=st.tuples(st.booleans(), st.booleans()),
     scale=st.none() | st.floats(-0.2, 0.2) | st.just(0),
 )
-def test_any_valid_call_is_close_to_exact_attention(batch, heads, n_q, n_k, head_dim, dtype, is_causal, smooth, scale):
-    generator = torch.Generator().manual_seed(n_q * n_k)
-    shapes = ((batch, heads[0], n_q, head_dim), *[(batch, heads[1], n_k, head_dim)] * 2)
+def test_any_valid_call_is_close_to_exact_attention(batch, heads, tokens, head_dim, dtype, is_causal, smooth, scale):
+    generator = torch.Generator().manual_seed(math.prod(tokens))
+    shapes = [(batch, heads[i], tokens[i], head_dim) for i in (0, 1, 1)]
     q, k, v = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
-    output = reference(
-        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True, smooth_k=smooth[0], smooth_q=smooth[1]
-    )
-    assert output.shape == q.shape
-    assert output.dtype == dtype
+    options = {"is_causal": is_causal, "scale": scale}
+    output = reference(q, k, v, enable_gqa=True, smooth_k=smooth[0], smooth_q=smooth[1], **options)
     shared = (x.double().repeat_interleave(heads[0] // heads[1], 1) for x in (k, v))
-    exact = attention_forward(q.double(), *shared, is_causal=is_causal, scale=scale).output
+    exact = attention_forward(q.double(), *shared, **options).output
     assert (output - exact).abs().max() < 0.05 * v.abs().max()
-    output.sum().backward()
-    for x in (q, k, v):
-        assert x.grad.shape == x.shape
-        assert x.grad.dtype == dtype
-        assert x.grad.isfinite().all()
+    check_results(output, (q, k, v))
 
 
 def test_every_option_reaches_the_computation(inputs):
@@ -129,24 +114,24 @@ def test_every_option_reaches_the_computation(inputs):
 def test_inputs_are_neither_changed_nor_needed_contiguous(inputs):
     tensors = inputs(70, 90, 16)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    kept = [x.clone() for x in strided]
     assert not strided[0].is_contiguous()
-    for a, b in zip(with_gradients(*tensors, is_causal=True), with_gradients(*strided, is_causal=True), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    reference(*strided[:3], smooth_q=True)
-    for x, before in zip(strided, kept, strict=True):
-        assert torch.equal(x, before)
+    for options in ({"is_causal": True}, {"smooth_q": True}):
+        for a, b in zip(*(with_gradients(*x, **options) for x in (tensors, strided)), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert all(torch.equal(x, before) for x, before in zip(strided, inputs(70, 90, 16), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_autocast_casts_as_sdpa_does_and_not_inside(inputs, dtype):
     """Queries and keys in float32 (a norm's output) beside values in bfloat16 (a matmul's), backward inside or out."""
     q, k, v, do = inputs(33, 40, 16, dtype=dtype)
-    v = v.bfloat16()
+    v, (mask, alpha) = v.bfloat16(), mask_and_alpha(q, k)
     expected = with_gradients(q.bfloat16(), k.bfloat16(), v, do.bfloat16())
+    expected_sparse = sparse_linear(q.bfloat16(), k.bfloat16(), v, mask, alpha)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
         assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        assert torch.equal(sparse_linear(q, k, v, mask, alpha), expected_sparse)
         output = reference(*leaves)
         inside = torch.autograd.grad(output, leaves, do.bfloat16(), retain_graph=True)
     outside = torch.autograd.grad(output, leaves, do.bfloat16())
@@ -162,8 +147,7 @@ def test_autocast_leaves_float64_alone_and_no_grad_records_nothing(inputs):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         output = reference(q, k, v)
     assert not output.requires_grad
-    assert output.dtype == torch.float64
-    assert torch.equal(output, reference(q, k, v))
+    assert torch.equal(output, reference(q, k, v))  # in float64 too
 
 
 # What it refuses
@@ -240,23 +224,17 @@ def test_a_bad_argument_is_named_with_what_was_expected_and_what_came(function, 
             function(**(good | {name: x}))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 3), (6, 4), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 3), (4, 2)])
 def test_heads_are_as_many_or_divide_with_gqa(heads, kv_heads):
     q, kv = torch.ones(1, heads, 4, 8), [torch.ones(1, kv_heads, 5, 8)] * 2
     with pytest.raises(ValueError, match=rf"^key: expected {heads} heads .*enable_gqa=True\), got {kv_heads}$"):
         reference(q, *kv)
-    if (heads, kv_heads) != (4, 2):
-        for call in (partial(reference, enable_gqa=True), partial(sparse_linear, block_mask=MASK, alpha=0.5)):
+    for call in (partial(reference, enable_gqa=True), partial(sparse_linear, block_mask=MASK, alpha=0.5)):
+        if heads % kv_heads == 0:
+            assert call(q, *kv).shape == q.shape
+        else:
             with pytest.raises(ValueError, match=f"^key: .* that divides query's {heads}, got {kv_heads}$"):
                 call(q, *kv)
-
-
-def test_unknown_and_positional_options_are_refused():
-    x = torch.ones(1, 1, 2, 4)
-    with pytest.raises(TypeError, match="dropout_p"):
-        sagebwd_attention(x, x, x, dropout_p=0.1)
-    with pytest.raises(TypeError, match="positional"):
-        sagebwd_attention(x, x, x, True)
 
 
 # What NaN and infinity do: three blocks of queries and of keys, the last ones partial; head 1 of 2 holds the bad value
@@ -290,15 +268,15 @@ def test_nan_goes_where_the_docstring_says_and_nowhere_else(inputs, name, token,
         assert gradient[:, 1].isnan().any() != dv_never_reads_v
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_heads_and_batches_never_notice_each_other(inputs, name):
+def test_heads_and_batches_never_notice_each_other(inputs):
     q, k, v, do = (torch.cat([x, x + 1]) for x in inputs(70, 80, 16))
     before = with_gradients(q, k, v, do)
-    {"query": q, "key": k, "value": v}[name][1, 0] *= 7
-    for x, y in zip(with_gradients(q, k, v, do), before, strict=True):
-        assert torch.equal(x[0], y[0])
-        assert torch.equal(x[1, 1], y[1, 1])
-    assert not torch.equal(with_gradients(q, k, v, do)[1][1, 0], before[1][1, 0])
+    for changed in (q, k, v):
+        changed[1, 0] *= 7
+        for x, y in zip(with_gradients(q, k, v, do), before, strict=True):
+            assert torch.equal(x[0], y[0])
+            assert torch.equal(x[1, 1], y[1, 1])
+            assert not torch.equal(x[1, 0], y[1, 0])
 
 
 # Which backend runs
@@ -360,36 +338,29 @@ def test_what_triton_can_not_do_auto_says_once_and_the_reference_does(
 @given(
     batch=st.integers(1, 2),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-    n_q=st.integers(1, 90),
-    n_k=st.integers(1, 90),
+    tokens=st.tuples(st.integers(1, 90), st.integers(1, 90)),
     head_dim=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
     scale=st.none() | st.floats(-0.2, 0.2) | st.just(0),
     blocks=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     quantize=st.booleans(),
 )
-def test_any_valid_call_averages_values(batch, heads, n_q, n_k, head_dim, dtype, scale, blocks, quantize):
+def test_any_valid_call_averages_values(batch, heads, tokens, head_dim, dtype, scale, blocks, quantize):
     """O is alpha times one average of values plus 1 - alpha times another: with all values 1 it is alpha where a block
     is selected, plus 1 - alpha where one is not. INT8 rounds P by up to 1/254 of the largest."""
-    generator = torch.Generator().manual_seed(n_q * n_k)
-    shapes = ((batch, heads[0], n_q, head_dim), (batch, heads[1], n_k, head_dim))
+    generator = torch.Generator().manual_seed(math.prod(tokens))
+    shapes = [(batch, heads[i], tokens[i], head_dim) for i in (0, 1)]
     q, k = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
     v = torch.ones_like(k).requires_grad_()
     mask, alpha = mask_and_alpha(q, k, *blocks)
     alpha.requires_grad_()
     options = {"scale": scale, "block_q": blocks[0], "block_kv": blocks[1], "quantize": quantize}
     output = sparse_linear(q, k, v, mask, alpha, **options)
-    assert output.shape == q.shape
-    assert output.dtype == dtype
     expected = alpha * mask.any(-1) + (1 - alpha) * ~mask.all(-1)
-    expected = expected.repeat_interleave(blocks[0], -1)[..., :n_q, None].expand_as(output)
+    expected = expected.repeat_interleave(blocks[0], -1)[..., : tokens[0], None].expand_as(output)
     atol = 0.02 if quantize else 0.01 if dtype == torch.bfloat16 else 2e-3
     torch.testing.assert_close(output.double(), expected.double(), atol=atol, rtol=0)
-    output.sum().backward()
-    for x in (q, k, v, alpha):
-        assert x.grad.shape == x.shape
-        assert x.grad.dtype == x.dtype
-        assert x.grad.isfinite().all()
+    check_results(output, (q, k, v, alpha))
 
 
 def test_every_option_of_sparse_linear_attention_reaches_the_computation(inputs):
@@ -416,32 +387,15 @@ def test_masks_and_alphas_broadcast_and_their_gradients_are_summed(inputs):
     full = sparse_linear(q, k, v, mask[:1, :, :1].expand(2, 2, 3, 8), alpha[1:, :, :1].expand(2, 2, 3))
     assert torch.equal(sparse_linear(q, k, v, mask[:1, :, :1], alpha[1:, :, :1]), full)
     assert torch.equal(sparse_linear(q, k, v, mask[0, :, :1], alpha[1, :, :1]), full)
-    of_number, of_tensor = sparse_linear(q, k, v, mask, 1), sparse_linear(q, k, v, mask, torch.ones(()))
+    q_16, k_16, v_16 = (x.half() for x in (q, k, v))  # where 0.3 is not rounded to float16 on the way
+    of_number, of_tensor = (sparse_linear(q_16, k_16, v_16, mask, x) for x in (0.3, torch.tensor(0.3)))
     assert torch.equal(of_number, of_tensor)
+    assert torch.equal(sparse_linear(q, k, v, mask, 1), sparse_linear(q, k, v, mask, torch.ones(())))
     leaf = alpha.double().requires_grad_()
     (each,) = torch.autograd.grad(sparse_linear(q, k, v, mask, leaf), leaf, do)
     shared = torch.full((2, 1), 0.4, dtype=torch.float64, requires_grad=True)
     (summed,) = torch.autograd.grad(sparse_linear(q, k, v, mask, shared), shared, do)
     torch.testing.assert_close(summed, each.sum((0, 2))[:, None], atol=1e-11, rtol=0)
-
-
-def test_a_number_is_as_good_as_a_tensor_for_alpha_also_in_half_precision(inputs):
-    """0.3 is not rounded to float16 on the way."""
-    q, k, v, _ = inputs(20, 20, 8, dtype=torch.float16)
-    mask, _ = mask_and_alpha(q, k)
-    ours = sparse_linear(q, k, v, mask, 0.3).float()
-    exact = SparseLinearFunction.apply(
-        *(x.float() for x in (q, k, v)), mask, torch.full((1, 2, 2), 0.3), BlockSettings(16, 8)
-    )
-    torch.testing.assert_close(ours, exact.half().float(), atol=0, rtol=0)
-
-
-def test_autocast_casts_for_sparse_linear_attention_too(inputs):
-    q, k, v, _ = inputs(33, 40, 16, dtype=torch.float32)
-    mask, alpha = mask_and_alpha(q, k)
-    expected = sparse_linear(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, alpha)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(sparse_linear(q, k, v.bfloat16(), mask, alpha), expected)
 
 
 @pytest.mark.parametrize("quantize", [False, True])

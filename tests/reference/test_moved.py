@@ -17,7 +17,7 @@ def test_a_former_name_says_where_the_module_is_now(name):
     with pytest.raises(ModuleNotFoundError, match=f"^{name} has moved: it is now ") as error:
         importlib.import_module(name)
     assert error.value.name == name
-    places = re.findall(r"sage_\w+(?:\.\w+)+|sage_\w+\.\w+", MOVED[name])
+    places = re.findall(r"sage_\w+(?:\.\w+)+", MOVED[name])
     assert places
     for place in places:
         assert find_spec(place), place

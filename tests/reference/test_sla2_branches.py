@@ -31,25 +31,12 @@ def weights_for(n_q, n_k):
     return drawn_weights(1, 2, block_count(n_q, 16), block_count(n_k, 8))
 
 
-# Settings and blocks
-
-
-def test_settings_are_the_papers_and_name_what_is_wrong():
-    assert BlockSettings() == BlockSettings(128, 64, None, "softmax", False)
-    with pytest.raises(ValueError, match=r"^feature_map: expected one of \('softmax', 'elu\+1', 'relu'\), got 'elu'$"):
-        BlockSettings(feature_map="elu")
-
-
-# How many blocks, and which
-
-
 def test_selected_count_rounds_half_to_even_and_selects_at_least_one():
     for n, key_blocks, counts in ((32_760, 512, [26, 20, 15]), (75_600, 1182, [59, 47, 35])):  # the paper's sizes
         assert block_count(n, 64) == key_blocks
         assert [selected_count(sparsity, key_blocks) for sparsity in (0.95, 0.96, 0.97)] == counts
     assert [selected_count(0.5, n) for n in range(1, 8)] == [1, 1, 2, 2, 2, 3, 4]
     assert [selected_count(0.75, n) for n in (5, 6, 7, 10, 14)] == [1, 2, 2, 2, 4]
-    assert [selected_count(0.97, n) for n in (1, 16, 33, 51)] == [1, 1, 1, 2]
     assert [selected_count(0.0, n) for n in (1, 9)] == [1, 9]
     assert selected_count(1 - 1e-12, 10_000) == 1
 
@@ -87,9 +74,6 @@ def test_block_scores_are_the_attention_of_means_and_the_mean_mass_of_a_tile(n_q
     mass = block_mass(q, k, settings)
     assert_close(mass, torch.stack(expected, -2), atol=1e-13, rtol=0)
     assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]), atol=1e-13, rtol=0)
-
-
-# The sparse branch: P proportional to M e^S
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), LENGTHS)
@@ -165,9 +149,6 @@ def test_a_query_without_a_key_gets_zeros_and_no_gradient(dtype):
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
 
 
-# The linear branch
-
-
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 @pytest.mark.parametrize(("n_q", "n_k"), LENGTHS)
 def test_the_linear_branch_averages_values_by_common_features(n_q, n_k, kind):
@@ -203,15 +184,15 @@ def test_features_that_hardly_meet_do_not_overflow(distance):
         assert gradient.isfinite().all()
 
 
-def test_what_is_divided_by_next_to_nothing_is_zero():
-    for dtype in (torch.float32, torch.float64):
-        limits = torch.finfo(dtype)
-        x = torch.tensor([0, 4, limits.tiny, 1.01, 0.99], dtype=dtype)
-        x[3:] *= limits.tiny / limits.eps
-        x.requires_grad_()
-        quotient = 3 / divisor(x)
-        assert torch.equal(quotient == 0, torch.tensor([True, False, True, False, True]))
-        assert quotient[1] == 3 / 4
-        (gradient,) = torch.autograd.grad(quotient[[0, 1, 2, 4]].sum(), x)
-        assert gradient[[0, 1, 2, 4]].tolist() == [0, -3 / 16, 0, 0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_divided_by_next_to_nothing_is_zero(dtype):
+    limits = torch.finfo(dtype)
+    x = torch.tensor([0, 4, limits.tiny, 1.01, 0.99], dtype=dtype)
+    x[3:] *= limits.tiny / limits.eps
+    x.requires_grad_()
+    quotient = 3 / divisor(x)
+    assert torch.equal(quotient == 0, torch.tensor([True, False, True, False, True]))
+    assert quotient[1] == 3 / 4
+    (gradient,) = torch.autograd.grad(quotient[[0, 1, 2, 4]].sum(), x)
+    assert gradient[[0, 1, 2, 4]].tolist() == [0, -3 / 16, 0, 0]
     assert divisor(torch.tensor(math.nan)).isnan()

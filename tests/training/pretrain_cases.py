@@ -1,6 +1,7 @@
 """What the tests of pre-training share: a text with something to learn, and a model that trains in a second."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -92,18 +93,18 @@ def stopped_run(monkeypatch, name, when, folder, *arguments, after=False, **opti
             pretrained(folder, *arguments, **options)
 
 
-def poisoned(monkeypatch, *, step, loss=None, gradient=None):
-    """From `step` on the loss of every pass is `loss`, or the gradient of one weight is `gradient`."""
+def poisoned(monkeypatch, *, step, until=math.inf, loss=None, gradient=None):
+    """From `step` to before `until` the loss of every pass is `loss`, or the gradient of one weight is `gradient`."""
     accumulate, loss_of = Pretraining.accumulate_gradients, Pretraining.loss
 
     def poisoned_loss(training, inputs, targets):
         found = loss_of(training, inputs, targets)
-        is_poisoned = loss is not None and training.step >= step and torch.is_grad_enabled()
+        is_poisoned = loss is not None and step <= training.step < until and torch.is_grad_enabled()
         return found * 0 + loss if is_poisoned else found
 
     def poisoned_gradients(training):
         total = accumulate(training)
-        if gradient is not None and training.step >= step:
+        if gradient is not None and step <= training.step < until:
             training.model.norm.weight.grad[0] = gradient
         return total
 
