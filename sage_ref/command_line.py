@@ -101,8 +101,10 @@ def _whole(text: str, least: int) -> int:
         number = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if not least <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"expected at least {least} and less than 2^63, got {text}")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
+    if number >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected less than 2^63, got {text}")
     return number
 
 
@@ -154,7 +156,7 @@ def output_file(text: str) -> Path:
     """A file that can be written, its folder with it. No device: /dev/null would be replaced by a file."""
     path = Path(text)
     try:
-        if not path.name or (path.exists() and not path.is_file()):
+        if not path.name or "\0" in text or (path.exists() and not path.is_file()):
             raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except (OSError, ValueError) as error:

@@ -93,8 +93,9 @@ def _listed(value: str | list[str]) -> list[str]:
 
 
 def read_record(name: str | Path) -> Record:
-    """A record by its name in notebooks/recorded ("table1_sweep") or by its path."""
-    path = Path(name) if Path(name).suffix else recorded_file(f"{name}.json")
+    """A record by its name in notebooks/recorded ("table1_sweep") or by its path, a Path or a text with a suffix."""
+    is_path = isinstance(name, Path) or Path(name).suffix
+    path = Path(name) if is_path else recorded_file(f"{name}.json")
     if not path.exists():
         raise FileNotFoundError(f"name: expected a record at {path}, found none")
     content = _read_json(path, "a record")

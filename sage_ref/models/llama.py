@@ -61,6 +61,8 @@ class LlamaConfig:
             if self.backend != "reference" and chosen != getattr(SageBwdSettings, name):
                 reason = f"'reference', which alone takes {name}={chosen!r}"
                 raise ValueError(f"backend: expected {reason}, got {self.backend!r}")
+        if self.backend == "triton" and self.smooth_q:
+            raise ValueError("backend: expected 'auto' or 'reference', which alone smooths Q, got 'triton'")
         self.reference_settings  # noqa: B018 (names a wrong granularity or rounding now, not in the first step)
 
     @property

@@ -157,10 +157,9 @@ class ResumableTraining(ABC):
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What `ResumableTraining.save` wrote. ValueError if the file is something else, or was cut off."""
+    path.open("rb").close()  # an OSError if it isn't there
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
-    except OSError:
-        raise
     except Exception:  # zip, pickle and torch have many ways to say it
         state = None
     parts = {"arguments": dict, "step": int, "losses": list, "model": dict, "optimizer": dict}

@@ -1,7 +1,6 @@
 """Bad command lines, interrupted commands and spoilt files: one line that names it, a status, and nothing lost."""
 
 import contextlib
-import functools
 import os
 import random
 import resource
@@ -78,7 +77,7 @@ BAD = {  # the command line: what its one line says
     "sage_ref info --json .": "argument --json: expected the name of a file, got '.'",
     "sage_ref info --json /dev/null": "argument --json: expected the name of a file, got '/dev/null'",
     "sage_ref info --json text.txt/x": "argument --json: expected a file in a folder that can be written",
-    "sage_ref table1 --n 0": "argument --n: expected at least 1 and less than 2^63, got 0",
+    "sage_ref table1 --n 0": "argument --n: expected at least 1, got 0",
     "sage_ref table1 --n 1e3": "argument --n: expected a whole number, got '1e3'",
     "sage_ref table1 --blocks 64": "argument --blocks: expected two numbers as in 128x64, got '64'",
     "sage_ref table1 --blocks 0x64": "argument --blocks: expected at least 1",
@@ -97,14 +96,14 @@ BAD = {  # the command line: what its one line says
     "sage_ref pretrain --learning-rate inf": "argument --learning-rate: expected a number above 0, got 'inf'",
     "sage_ref pretrain --learning-rate 0": "argument --learning-rate: expected a number above 0, got '0'",
     "sage_ref pretrain --warmup 1.5": "argument --warmup: expected a number from 0 to 1, got '1.5'",
-    "sage_ref pretrain --seed -1": "argument --seed: expected at least 0 and less than 2^63, got -1",
+    "sage_ref pretrain --seed -1": "argument --seed: expected at least 0, got -1",
     "sage_ref pretrain --tokens 100": "tokens: expected a multiple of 8192, got 100",
     "sage_ref pretrain --tokens-per-step 100": "tokens_per_step: expected a multiple of 512, got 100",
     "sage_ref pretrain --snapshots 1 129": "snapshots: expected steps of the run, 1 to 128, got [1, 129]",
     "sage_ref pretrain --corpus text.txt --heads 3": "width: expected an even number for each of the 3 heads, got 256",
     "sage_ref pretrain --corpus text.txt --kv-heads 3": "kv_heads: expected a number that divides heads=4, got 3",
     "sage_ref pretrain --corpus text.txt --micro-batch 7": "batch_size: expected a multiple of passes of 7 sequences",
-    "sage_ref pretrain --corpus text.txt --context 16 --smooth-q --backend triton": "backend: expected",
+    "sage_ref pretrain --corpus text.txt --smooth-q --backend triton": "backend: expected 'auto' or 'reference'",
     "sage_ref pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "sage_ref pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "sage_ref pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
@@ -238,17 +237,19 @@ def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
     assert sorted(path.name for path in text.iterdir()) == ["run.jsonl", "run.pt", "text.txt"]
 
 
-def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text):
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
     reference_main.main(TRAIN)
-    before = (text / "run.pt").read_bytes()
-    (text / "run.jsonl").unlink()
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
-    run = start([*TRAIN, "--checkpoint", "new.pt"], preexec_fn=limit)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == BAD_INPUT
-    assert errors.splitlines()[-1] == "python -m sage_ref pretrain: new.pt: File too large"
-    assert sorted(path.name for path in text.iterdir()) == ["new.jsonl", "run.pt", "text.txt"]
-    assert (text / "run.pt").read_bytes() == before
+    before = contents(text)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        found = status_of(["sage_ref", *TRAIN, "--checkpoint", "new.pt"], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found == (BAD_INPUT, "python -m sage_ref pretrain: new.pt: File too large")
+    after = contents(text)
+    assert after.pop(text / "new.jsonl")
+    assert after == before
 
 
 def test_a_run_ends_with_the_process_that_started_it(text):
@@ -352,9 +353,10 @@ def random_line(generator, command):
     options = []
     parser = Parser()
     reference_main.importlib.import_module(reference_main.COMMANDS[command].module).add_options(parser)
-    names = [action.option_strings[-1] for action in parser._actions if action.option_strings] + ["--json"]
+    names = {action.option_strings[-1] for action in parser._actions if action.option_strings} | {"--json"}
+    names = sorted(names - {"--compile", "--help"})
     for name in generator.sample(names, k=min(len(names), generator.choice((1, 1, 2)))):
-        options += [name] * (name != "--help") + generator.choices(ODD, k=generator.choice((0, 1, 1, 1, 1, 2)))
+        options += [name] + generator.choices(ODD, k=generator.choice((0, 1, 1, 1, 1, 2)))
     return [command, *WORK[command][0], *options]
 
 
@@ -368,7 +370,7 @@ def test_no_command_line_ends_in_a_traceback(spoilt, capsys, monkeypatch):
         if work:
             monkeypatch.setattr(*work, begin)
     generator, ends = random.Random(0), {}
-    for _ in range(int(os.environ.get("SAGE_REF_FUZZ", "80"))):
+    for _ in range(int(os.environ.get("SAGE_REF_FUZZ", "250"))):
         line = random_line(generator, generator.choice(list(WORK)))
         try:
             status, last = status_of(["sage_ref", *line], capsys)
@@ -378,4 +380,4 @@ def test_no_command_line_ends_in_a_traceback(spoilt, capsys, monkeypatch):
             pytest.fail(f"{line}: {error!r}")
         assert status in (0, "started") or (status == BAD_INPUT and last.startswith("python -m sage_ref")), (line, last)
         ends[status] = ends.get(status, 0) + 1
-    assert min(ends[BAD_INPUT], ends["started"]) > 5, ends
+    assert min(ends[BAD_INPUT], ends["started"]) > 8, ends

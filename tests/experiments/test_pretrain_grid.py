@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from sage_ref.__main__ import main
+from sage_ref.command_line import PARENT
 from sage_ref.experiments import pretrain_grid as grid_module
 from sage_ref.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, chosen_rates
 from sage_ref.records import Record, read_record, write_record
@@ -237,7 +239,8 @@ def test_no_two_runs_share_a_place_on_a_device(tmp_path, fake, monkeypatch, devi
     grid_of(tmp_path, devices=devices).run(cells)
     assert runs.most == most
     assert len(runs.calls) == len(cells)
-    assert all((env == dict(os.environ)) == (devices == [None]) for _, env in runs.calls)
+    expected = os.environ | {PARENT: str(os.getpid())}
+    assert all((env == expected) == (devices == [None]) for _, env in runs.calls)
 
 
 # Records
@@ -312,8 +315,9 @@ def test_report_only_trains_nothing_and_the_command_goes_on_with_what_is_unfinis
     """A run with a trace is among them: its errors are left out."""
     outputs = ["--json", "grid.json", "--traces", "layers.json"]
     fake(fails=["sagebwd_qk", "exact_plain_4096"])
-    with pytest.raises(RuntimeError, match="exact_plain_4096|sagebwd_qk"):
+    with pytest.raises(SystemExit):
         main([*COMMAND, "--corpus", "text.txt", *outputs])
+    assert re.search("(exact_plain_4096|sagebwd_qk).*: the run ended with exit status", capsys.readouterr().err)
     assert not (text / "grid.json").exists()
     corpus = (text / "grid" / "corpus.bin").rename(text / "corpus.bin")
     capsys.readouterr()

@@ -75,7 +75,8 @@ def test_table2_shows_the_worst_layer_of_each_capture(text, checkpoint, capsys):
         assert line[1:] == [*cells, *(f"{x:.4f}" for x in PAPER_TABLE2[line[0]])]
 
 
-def test_table2_refuses_a_capture_of_something_else(tmp_path):
+def test_table2_refuses_a_capture_of_something_else(tmp_path, capsys):
     write_capture(tmp_path / "video.safetensors", Capture({"model": {}}, {0: {"query": torch.zeros(1, 1, 1, 1)}}))
-    with pytest.raises(SystemExit, match="capture: expected a file of `python -m sage_ref capture`, got .*video"):
+    with pytest.raises(SystemExit):
         main(["table2", "--capture", str(tmp_path / "video.safetensors")])
+    assert "capture: expected a file of `python -m sage_ref capture`, got " in capsys.readouterr().err

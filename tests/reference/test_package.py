@@ -157,27 +157,6 @@ def test_info_says_what_this_machine_runs(capsys, tmp_path):
         assert f"| {name} | {value} |" in printed
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["table1", "--blocks", "64"], "argument --blocks: expected two numbers as in 128x64, got '64'"),
-        (["table1", "--blocks", "64x0"], "argument --blocks: expected at least 1, got 0"),
-        (["table1", "--seeds", "two"], "argument --seeds: expected a whole number, got 'two'"),
-        (["table1", "--granularity", "tile"], "argument --granularity: invalid choice: 'tile'"),
-        (["train-router", "--k", "0"], "argument --k: expected a number above 0 and up to 100, got 0"),
-        (["pretrain", "--snapshots", "0"], "argument --snapshots: expected at least 1, got 0"),
-        (["noise", "run.pt", "--variants", "int4"], "argument --variants: invalid choice: 'int4'"),
-        (["capture", "run.pt"], "the following arguments are required: --layers"),
-        (["table9"], "invalid choice: 'table9'"),
-    ],
-)
-def test_bad_options_are_named(capsys, options, message):
-    with pytest.raises(SystemExit) as stop:
-        main(options)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 # What the reference costs: forward and backward at B=1, H=4, N=512, D=64 in float32
 
 

@@ -338,8 +338,9 @@ def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, m
     training.save(checkpoint)
     before = checkpoint.read_bytes()
 
-    def killed(state, path):
-        path.write_bytes(b"half")
+    def killed(state, file):
+        file.write(b"half")
+        file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
