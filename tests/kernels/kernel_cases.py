@@ -55,6 +55,24 @@ PER_BLOCK = 2  # the backward level with one scale per tile of P and dS; level 0
 MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 
 
+def case_name(case: NamedTuple, what: str) -> str:
+    """Shape, `what`, dtype, and of the fields after the dtype those that aren't the default."""
+    name = f"{case.n_q}x{case.n_k}-{what}-{str(case.dtype).removeprefix('torch.')}"
+    values, defaults = case._asdict(), case._field_defaults
+    return "-".join(
+        [name, *(f"{field}={values[field]}" for field in case._fields[7:] if values[field] != defaults[field])]
+    )
+
+
+def drawn_tensors(case: NamedTuple, generator: torch.Generator) -> list[Tensor]:
+    """Gaussian Q, K, V, dO in float32; Q and K of size `std`, and every key `key_offset` times one vector away."""
+    q_shape = (case.batch, case.heads, case.n_q, case.head_dim)
+    kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
+    shapes = (q_shape, kv_shape, kv_shape, q_shape, case.head_dim)
+    q, k, v, do, offset = (torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)
+    return [q * case.std, k * case.std + offset * case.key_offset, v, do]
+
+
 class Case(NamedTuple):
     n_q: int
     n_k: int
@@ -72,11 +90,8 @@ class Case(NamedTuple):
     value_blocks: tuple[float, ...] = ()  # times each block of SCALE_BLOCK values
 
     def __str__(self) -> str:
-        heads = f"{self.heads}of{self.kv_heads}"
-        name = f"{self.n_q}x{self.n_k}-D{self.head_dim}-{heads}-{'causal' if self.is_causal else 'full'}"
-        changed = self._field_defaults.items() - self._asdict().items()
-        rest = [f"{field}={getattr(self, field)}" for field in self._fields[7:] if field in dict(changed)]
-        return "-".join([name, str(self.dtype).removeprefix("torch."), *rest])
+        mask = "causal" if self.is_causal else "full"
+        return case_name(self, f"D{self.head_dim}-{self.heads}of{self.kv_heads}-{mask}")
 
     @property
     def c(self) -> float:
@@ -123,7 +138,7 @@ OPTIONS = [
 
 # Four blocks of values; some are zeros, or next to nothing beside others.
 VALUE_BLOCKS = [
-    Case(300, 4 * SCALE_BLOCK - 12, is_causal=is_causal, value_blocks=blocks)
+    Case(300, 4 * SCALE_BLOCK - 12, 64, *([2, 2] if ON_GPU else [1, 1]), is_causal, value_blocks=blocks)
     for blocks in ((0, 1, 0, 1), (1, 1e-4, 1e-3, 1)) for is_causal in (False, True)
 ]  # fmt: skip
 if ON_GPU:
@@ -142,13 +157,8 @@ class Forward(NamedTuple):
 @lru_cache(maxsize=4)
 def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Seeded Gaussian Q, K, V, dO."""
-    generator = torch.Generator(DEVICE).manual_seed(case.n_q + case.n_k)
-    q_shape = (case.batch, case.heads, case.n_q, case.head_dim)
-    kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
-    shapes = (q_shape, kv_shape, kv_shape, q_shape, case.head_dim)
-    q, k, v, do, offset = (torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)
-    growing = torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
-    q, k = q * case.std + case.ramp, k * case.std + offset * case.key_offset + growing
+    q, k, v, do = drawn_tensors(case, torch.Generator(DEVICE).manual_seed(case.n_q + case.n_k))
+    q, k = q + case.ramp, k + torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
     if case.value_blocks:
         v *= torch.tensor(case.value_blocks, device=DEVICE).repeat_interleave(SCALE_BLOCK)[: case.n_k, None]
     return tuple(x.to(case.dtype) for x in (q, k, v, do))
@@ -344,6 +354,10 @@ def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> No
     else:
         for found, simulated in zip(gradients, simulated_backward(case, level), strict=True):
             assert_simulated(case, found, simulated)
+
+
+def all_equal(results, expected) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
 class Calls(TorchDispatchMode):

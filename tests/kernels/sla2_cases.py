@@ -11,8 +11,9 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+import kernel_cases
 import torch
-from kernel_cases import DEVICE, KV_HEADS, ON_GPU, SHAPES, distance
+from kernel_cases import DEVICE, KV_HEADS, ON_GPU, SHAPES, case_name, distance, drawn_tensors, shared
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import Forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run, run_backward
@@ -59,10 +60,7 @@ class Case(NamedTuple):
     key_offset: float = 0.0  # times one random vector, added to every key
 
     def __str__(self) -> str:
-        name = f"{self.n_q}x{self.n_k}-{self.selected}-D{self.head_dim}-{self.heads}of{self.kv_heads}"
-        changed = self._field_defaults.items() - self._asdict().items()
-        rest = [f"{field}={getattr(self, field)}" for field in self._fields[7:] if field in dict(changed)]
-        return "-".join([name, str(self.dtype).removeprefix("torch."), *rest])
+        return case_name(self, f"{self.selected}-D{self.head_dim}-{self.heads}of{self.kv_heads}")
 
     @property
     def c(self) -> float:
@@ -137,15 +135,11 @@ class Exact(NamedTuple):
 def draw(case: Case) -> Tensors:
     """Seeded Gaussian Q, K, V, dO, a block mask and alpha."""
     generator = torch.Generator(DEVICE).manual_seed(case.n_q + case.n_k)
-    q_shape = (case.batch, case.heads, case.n_q, case.head_dim)
-    kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
-    shapes = (q_shape, kv_shape, kv_shape, q_shape, case.head_dim)
-    q, k, v, do, offset = (torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)
-    q, k = q * case.std, k * case.std + offset * case.key_offset
+    tensors = drawn_tensors(case, generator)
     alpha = torch.rand(case.blocks[:3], generator=generator, device=DEVICE)
     if case.alpha is not None:
         alpha.fill_(case.alpha)
-    return Tensors(*(x.to(case.dtype) for x in (q, k, v, do)), drawn_mask(case, generator), alpha)
+    return Tensors(*(x.to(case.dtype) for x in tensors), drawn_mask(case, generator), alpha)
 
 
 def drawn_mask(case: Case, generator: torch.Generator) -> Tensor:
@@ -196,15 +190,10 @@ def drawn_router(case: Case, count: int, protected: Tensor | None = None) -> Rou
     return Routing(*torch.randn(shape, generator=generator, device=DEVICE), count, protected)
 
 
-def shared(case: Case, x: Tensor) -> Tensor:
-    """K or V repeated for the query heads that share it."""
-    return x.repeat_interleave(case.heads // case.kv_heads, dim=1)
-
-
 def summed(case: Case, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dalpha with dK and dV of the repeated heads summed over those that share one."""
     dq, dk, dv, dalpha = gradients
-    return dq, *(x.unflatten(1, (case.kv_heads, -1)).sum(2) for x in (dk, dv)), dalpha
+    return dq, kernel_cases.summed(case, dk), kernel_cases.summed(case, dv), dalpha
 
 
 @lru_cache(maxsize=2)

@@ -146,80 +146,68 @@ def test_what_is_launched_is_what_is_declared_and_compiled(launches, monkeypatch
 
 # Compiled kernels
 
-# In a process of its own, where Triton compiles: in this one it may interpret. The last portable levels, for Ampere and
-# for Hopper, whose INT8 instructions differ; a level of Hopper's; SLA2's INT8 level, with its limit of registers.
-CASES = [Case("forward", 4, 80, 64, True), Case("dkdv", 3, 90, 64, True), Case("forward", 5, 90, 64, True)]
-CASES += [Case("sla2_forward", 3, 90, 128, False)]
+# In one process of its own, where Triton compiles: in this one it may interpret. The last portable levels, for Ampere
+# and for Hopper, whose INT8 instructions differ; a level of Hopper's; SLA2's INT8 level, with its limit of registers.
+CASES = [Case("forward", 4, 80, 64, True), Case("forward", 3, 90, 64, True), Case("dkdv", 3, 90, 64, True)]
+CASES += [Case("forward", 5, 90, 64, True), Case("sla2_forward", 3, 90, 128, False)]
 COMPILE = """
-import json, sys
-from sage_kernels.measure.compile import Case, compile_all
-for case, compiled in compile_all([Case(*case) for case in json.loads(sys.argv[1])], workers=2):
-    print(json.dumps(compiled))
-"""
-# What the assembler says of a program as Triton wrote it and without what separates matmuls.
-ASSEMBLE = """
-import json
-from sage_kernels.measure.compile import Case, compile_case
+import json, re, sys
+from sage_kernels.measure.compile import (
+    Case, compile_all, compile_case, compiled_kernel, local_memory_instructions, machine_code,
+)
+from sage_kernels.measure.instructions import case_rows
+from sage_ref.sla2.router import Routing
 from triton.backends.nvidia.compiler import CUDABackend
-case = Case("forward", 3, 90, 64, True)
-print(json.dumps(compile_case(case).serialized))
-make_ptx = CUDABackend.make_ptx
-CUDABackend.make_ptx = lambda *arguments: make_ptx(*arguments).replace("wgmma.fence.sync.aligned;", "")
-print(json.dumps(compile_case(case).serialized))
-"""
+
+found = {"compiled": [compiled for _, compiled in compile_all([Case(*case) for case in json.loads(sys.argv[1])], 2)]}
 # Local-memory instructions as they are counted, and as the disassembler names them.
-DISASSEMBLE = """
-import json, re
-from sage_kernels.measure.compile import Case, compiled_kernel, local_memory_instructions, machine_code
+found["local memory"] = []
 for capability in (80, 120):
     kernel = compiled_kernel(Case("dkdv_16bit", 0, capability, 128, True))
     counted = local_memory_instructions(kernel.asm["cubin"])
-    print(json.dumps([counted, len(re.findall(r"\\b(?:LDL|STL)\\b", machine_code(kernel)))]))
-"""
+    found["local memory"].append([counted, len(re.findall(r"\\b(?:LDL|STL)\\b", machine_code(kernel)))])
 # What the loops of the programs of one pass that are counted spill, per score.
-COUNT_SPILLS = """
-import json
-from sage_kernels.measure.compile import Case
-from sage_kernels.measure.instructions import case_rows
-from sage_ref.sla2.router import Routing
-for kernel, head_dim in (("dqdkdv", 64), ("dqdkdv_wide", 128)):
-    rows = case_rows(Case(kernel, 5, 90, head_dim, True))
-    print(json.dumps([row["per_score"] for row in rows if row["kind"] == "spill"]))
+found["one pass"] = [
+    [row["per_score"] for row in case_rows(Case(kernel, 5, 90, head_dim, True)) if row["kind"] == "spill"]
+    for kernel, head_dim in (("dqdkdv", 64), ("dqdkdv_wide", 128))
+]
+# What the assembler says of a program without what separates matmuls.
+make_ptx = CUDABackend.make_ptx
+CUDABackend.make_ptx = lambda *arguments: make_ptx(*arguments).replace("wgmma.fence.sync.aligned;", "")
+found["not separated"] = compile_case(Case("forward", 3, 90, 64, True)).serialized
+print(json.dumps(found))
 """
-
-
-def run_where_triton_compiles(code, *arguments):
-    """The JSON that it prints, line by line."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    found = run_where_triton_compiles(COMPILE, json.dumps(CASES))
-    return {case: Compiled(*fields) for case, fields in zip(CASES, found, strict=True)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, json.dumps(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_levels_compile_as_recorded(compiled, case):
     recorded = json.loads(compiling.RECORD.read_text())
-    assert complaint(case, compiled[case], recorded[named(case)]) is None
+    found = Compiled(*compiled["compiled"][CASES.index(case)])
+    assert complaint(case, found, recorded[named(case)]) is None
 
 
-def test_spills_are_counted_as_the_disassembler_names_them():
-    found = run_where_triton_compiles(DISASSEMBLE)
-    assert all(counted == named > 0 for counted, named in found)
+def test_spills_are_counted_as_the_disassembler_names_them(compiled):
+    assert len(compiled["local memory"]) == 2
+    assert all(counted == named > 0 for counted, named in compiled["local memory"])
 
 
-def test_one_pass_spills_nothing_in_the_loop_that_is_counted():
-    assert run_where_triton_compiles(COUNT_SPILLS) == [[0], [0]]
+def test_one_pass_spills_nothing_in_the_loop_that_is_counted(compiled):
+    assert compiled["one pass"] == [[0], [0]]
 
 
-def test_matmuls_that_wait_for_one_another_are_seen():
-    assert run_where_triton_compiles(ASSEMBLE) == [[], ["C7519"]]
+def test_matmuls_that_wait_for_one_another_are_seen(compiled):
+    """Of a program as Triton wrote it nothing is said."""
+    as_written = Compiled(*compiled["compiled"][CASES.index(Case("forward", 3, 90, 64, True))])
+    assert (as_written.serialized, compiled["not separated"]) == ([], ["C7519"])
 
 
 def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_cases import DEVICE, MARKS, ON_GPU, distance, fill_cache, guarded, guarded_allocations
+from kernel_cases import DEVICE, MARKS, ON_GPU, all_equal, distance, fill_cache, guarded, guarded_allocations
 from layouts import LAYOUTS, launch_name
 from sage_kernels.common import launch as launch_tables
 from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch, measured_launches
@@ -68,10 +68,6 @@ def compiled():
         jobs = [(run_level, case, level) for case, level in product(cases, FORWARD)]
         jobs += [(run_gradients, case, level) for case, level in product(cases, TRAINED)]
         fill_cache([*jobs, *((run_launch, *launch) for launch in LAUNCHES)])
-
-
-def all_equal(results, expected):
-    return all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):
@@ -221,12 +217,13 @@ def test_smoothing_takes_a_key_offset_out_of_the_error(level, monkeypatch):
 @pytest.mark.parametrize("level", FORWARD)
 def test_blocks_of_zeros(level, name):
     """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
-    tensors = draw(SMALL)._replace(**{name: getattr(draw(SMALL), name).clone()})
+    case = Case(130, 140, "mixed", 32, 1, 1)
+    tensors = draw(case)._replace(**{name: getattr(draw(case), name).clone()})
     getattr(tensors, name)[:, :, MASK_BLOCK_KV:] = 0
-    result = run_level(SMALL, level, tensors)
+    result = run_level(case, level, tensors)
     assert result.forward.output.isfinite().all()
     if level in TRAINED:
-        assert all(x.isfinite().all() for x in run_gradients(SMALL, level, tensors, result))
+        assert all(x.isfinite().all() for x in run_gradients(case, level, tensors, result))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -336,7 +333,7 @@ def test_the_limit_of_registers_reaches_the_compiler(kernel, monkeypatch):
 def test_repeats_are_equal_bit_for_bit(level):
     case = Case(1000, 1000, "half", 64, 4, 2) if ON_GPU else SMALL
     first, gradients = forward_level(case, level).forward, gradients_after(case, level)
-    for _ in range(100 if ON_GPU else 2):
+    for _ in range(100 if ON_GPU else 1):
         result = run_level(case, level)
         assert torch.equal(result.forward.output, first.output)
         assert all_equal(run_gradients(case, level, result=result), gradients)
@@ -468,7 +465,7 @@ def test_top_blocks_are_the_references(columns, scores):
 
 
 @pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (5, 1), (3, 70), (20, 64)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (5, 1), (3, 70), (4, 64)])
 def test_lists_hold_what_the_mask_selects_in_ascending_order(rows, columns, by_key):
     mask = torch.rand(2, 3, rows, columns, generator=torch.Generator().manual_seed(rows)) < 0.4
     mask[0, 0], mask[1, 2] = True, False
@@ -497,7 +494,7 @@ def reference_scores(case, router, query, key):
 @pytest.mark.parametrize("shape", [(1, 1), (130, 300), (20, 700)])
 def test_routed_blocks_are_the_references(shape, scale, level):
     """And from there on all is as if the mask had been given."""
-    case = Case(*shape, "half", 48, 4, 2, scale=scale, key_offset=4.0)
+    case = Case(*shape, "half", 48, 2, 1, scale=scale, key_offset=4.0)
     router = drawn_router(case, max(1, case.blocks[3] // 3))
     query, key, value, _, _, alpha = draw(case)
     prepared = ladder.prepare(query, key, value, router, alpha, level, scale=case.c)

@@ -1,0 +1,796 @@
+"""The registered operations: autograd, torch.compile, CUDA graphs, autocast; what they save, refuse, make of NaN."""
+
+import functools
+import math
+import re
+import warnings
+from itertools import product
+
+import kernel_cases
+import pytest
+import sla2_cases
+import torch
+import torch.nn.functional as F
+from kernel_cases import DEVICE, MARKS, ON_GPU, PER_BLOCK, Calls, Constant, all_equal, fill_cache
+from sage_kernels.common.quantize import (
+    SCALE_BLOCK,
+    _quantize_kernel,
+    _transpose_kernel,
+    padded_head_dim,
+    padded_length,
+)
+from sage_kernels.sagebwd import ops as sagebwd_ops
+from sage_kernels.sagebwd.backward import program as backward_programs
+from sage_kernels.sagebwd.backward.level4.keys import key_program
+from sage_kernels.sagebwd.backward.level4.queries import query_program
+from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
+from sage_kernels.sagebwd.backward.level5.units import _finish_kernel, _largest_kernel, _units_kernel
+from sage_kernels.sagebwd.backward.level5.wide import wide_program
+from sage_kernels.sagebwd.forward.level5_hopper import hopper_program
+from sage_kernels.sagebwd.forward.program import forward_program
+from sage_kernels.sla2 import ops as sla2_ops
+from sage_kernels.sla2.backward import program as sla2_backward
+from sage_kernels.sla2.forward.program import sparse_forward_program
+from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.routing import MASK_BLOCK_Q, sequence_mean_program
+from sage_kernels.sla2.sums import key_block_program, sums_dtype
+
+from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
+from sage_ref import backend as ops
+from sage_ref.course.teaching import bytes_kept_for_backward
+from sage_ref.shapes import in_working_dtype
+from sage_ref.sla2.router import Routing
+from sage_ref.tracing import relative_l2
+
+pytestmark = MARKS
+DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+HEAD_DIM = kernel_cases.SMALL.head_dim
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """On a GPU: what the tests below run is compiled beforehand, in parallel."""
+    if ON_GPU:
+        jobs = [
+            (kernel_cases.run_backward_level, case, sagebwd_ops.backward_level(DEVICE, case.head_dim, granularity))
+            for head_dim, kv_heads, is_causal, dtype in product((32, 64, 96, 128), (2, 1), (False, True), DTYPES)
+            for case in [SageBwd.Case(20, 20, head_dim, 2, kv_heads, is_causal, dtype)]
+            for granularity in ("row", "block")
+        ]
+        jobs += [
+            (sla2_cases.run_gradients, Sla2.Case(20, 20, "half", head_dim, 2, kv_heads, dtype), level)
+            for head_dim, kv_heads, dtype, level in product((32, 64, 128), (2, 1), DTYPES, sla2_cases.TRAINED)
+        ]
+        fill_cache(jobs)
+
+
+# The two operations, each with what the tests of both need to know of it
+
+
+class SageBwd:
+    """`sagebwd_attention`; its cases say whether it is causal, its scale and whether K is smoothed."""
+
+    Case = kernel_cases.Case
+    tiny = Case(20, 40, HEAD_DIM, 2, 1, is_causal=True)
+    kernel = torch.ops.sage_kernels.forward.default
+    backward_kernel = torch.ops.sage_kernels.backward.default
+
+    def __init__(self, granularity="row"):
+        self.granularity = granularity
+
+    def __repr__(self):
+        return f"sagebwd-{self.granularity}"
+
+    def inputs(self, case):
+        """What gets a gradient: Q, K, V."""
+        return kernel_cases.draw(case)[:3]
+
+    def grad_output(self, case):
+        return kernel_cases.draw(case)[3]
+
+    def on(self, case, backend="triton", **options):
+        """The public function of the inputs, with everything else as a case says."""
+        options |= {"is_causal": case.is_causal, "scale": case.scale, "smooth_k": case.smooth_k}
+        options |= {"granularity": self.granularity, "enable_gqa": True, "backend": backend}
+        return functools.partial(sagebwd_attention, **options)
+
+    def of_the_ladder(self, case):
+        """O, dQ, dK, dV."""
+        row = sagebwd_ops.backward_level(DEVICE, kernel_cases.SMALL.head_dim)
+        level = PER_BLOCK if self.granularity == "block" else row
+        forward = kernel_cases.run_forward_level(case, kernel_cases.feeding(level, case))
+        return forward.output, *kernel_cases.run_backward_level(case, level, forward=forward)
+
+    def backward_arguments(self, case):
+        _, _, value, grad_output = kernel_cases.draw(case)
+        level = sagebwd_ops.forward_level(DEVICE, case.head_dim)
+        (*_, q_hat, k_hat, _), output, log_sum_exp = kernel_cases.forward_level(case, level)
+        saved = (value, output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale)
+        return grad_output, *saved, False, 0.125, self.granularity
+
+
+class Sla2:
+    """`sparse_linear_attention`, or if routed the module, whose router chooses the blocks."""
+
+    Case = sla2_cases.Case
+    tiny = Case(20, 70, "half", 32, 2, 1)
+    kernel = torch.ops.sage_kernels.sla2_forward.default
+    backward_kernel = torch.ops.sage_kernels.sla2_backward.default
+
+    def __init__(self, quantize=False, routed=False):
+        self.quantize, self.routed = quantize, routed
+
+    def __repr__(self):
+        return "-".join(["sla2", "int8" if self.quantize else "16bit", *["routed"] * self.routed])
+
+    def inputs(self, case):
+        """What gets a gradient: Q, K, V, alpha."""
+        tensors = sla2_cases.draw(case)
+        return (*tensors[:3], self.module(case).alpha_logit.detach() if self.routed else tensors.alpha)
+
+    def grad_output(self, case):
+        return sla2_cases.draw(case).grad_output
+
+    def on(self, case, backend="triton", **options):
+        """The public function, or the module, of the inputs, with everything else as a case says."""
+        if self.routed:
+            module = self.module(case, backend=backend, **options)
+            return lambda *qkv_alpha: torch.func.functional_call(module, {"alpha_logit": qkv_alpha[3]}, qkv_alpha[:3])
+        block_mask = sla2_cases.draw(case).block_mask
+        options |= {"scale": case.scale, "quantize": self.quantize, "backend": backend}
+        return lambda query, key, value, alpha: sparse_linear_attention(query, key, value, block_mask, alpha, **options)
+
+    def module(self, case, *, backend="triton", sparsity=0.5, query_blocks=1, **options):
+        """An SLA2 whose projections aren't the identity and whose alphas differ."""
+        options |= {"sparsity": sparsity, "query_blocks": query_blocks, "quantize": self.quantize, "backend": backend}
+        module = SLA2(case.head_dim, case.heads, **options).to(DEVICE)
+        router = sla2_cases.drawn_router(case, 1)
+        with torch.no_grad():
+            module.router.proj_q.weight.copy_(router.proj_q)
+            module.router.proj_k.weight.copy_(router.proj_k)
+            module.alpha_logit.copy_(torch.linspace(-1, 2, module.alpha_logit.numel()).view_as(module.alpha_logit))
+        return module
+
+    def of_the_ladder(self, case):
+        """O, dQ, dK, dV, dalpha."""
+        level = LEVEL_INT8 if self.quantize else LEVEL_16BIT
+        result = sla2_cases.run_level(case, level)
+        return result.forward.output, *sla2_cases.run_gradients(case, level, result=result)
+
+    def backward_arguments(self, case):
+        query, key, value, grad_output, block_mask, alpha = sla2_cases.draw(case)
+        prepared, forward = sla2_cases.run_level(case, LEVEL_INT8 if self.quantize else LEVEL_16BIT)
+        saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *prepared.inputs.lists
+        return grad_output, query, key, value, alpha, block_mask, *saved, prepared.k_mean, 0.125
+
+    def forward_arguments(self, case, save, count=1, protected=None):
+        """In the order of the registered operation."""
+        query, key, value, _, block_mask, alpha = sla2_cases.draw(case)
+        router = sla2_cases.drawn_router(case, count, protected)
+        chooser = (
+            (None, router.proj_q, router.proj_k, protected, count) if self.routed else (block_mask, *[None] * 3, 0)
+        )
+        return query, key, value, alpha, *chooser, self.quantize, 0.125, save
+
+
+SAGEBWD = [SageBwd("row"), SageBwd("block")]
+MASKED, ROUTED = ([Sla2(quantize, routed) for quantize in (False, True)] for routed in (False, True))
+ONE_OF_EACH = pytest.mark.parametrize("operation", [SAGEBWD[0], MASKED[0]], ids=repr)
+ALL = pytest.mark.parametrize("operation", [*SAGEBWD, *MASKED], ids=repr)
+ALL_AND_ROUTED = pytest.mark.parametrize("operation", [*SAGEBWD, *MASKED, *ROUTED], ids=repr)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def with_requested_gradients(inputs):
+    return [x.detach().clone().requires_grad_() for x in inputs]
+
+
+def with_gradients(operation, case, inputs=None, grad_output=None, call=None):
+    """O, and the gradients of all inputs."""
+    leaves = with_requested_gradients(operation.inputs(case) if inputs is None else inputs)
+    output = (call or operation.on(case))(*leaves)
+    grad_output = operation.grad_output(case) if grad_output is None else grad_output
+    return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
+
+
+# The registration
+
+
+@EVERY_DTYPE
+@ALL
+def test_opcheck_backward(operation, dtype):
+    case = operation.Case(3, 130, head_dim=48, heads=2, kv_heads=1, dtype=dtype)
+    torch.library.opcheck(operation.backward_kernel, operation.backward_arguments(case))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("operation", SAGEBWD, ids=repr)
+def test_opcheck_forward(operation, dtype):
+    inputs = operation.inputs(SageBwd.Case(3, 130, 48, heads=2, kv_heads=1, dtype=dtype))
+    arguments = (*with_requested_gradients(inputs), True, 0.125, True, operation.granularity)
+    torch.library.opcheck(operation.kernel, arguments)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("operation", MASKED + ROUTED, ids=repr)
+def test_opcheck_sla2_forward(operation, save, dtype):
+    """With a mask that selects all: opcheck compares lists to their ends, and past a row's count they are undefined."""
+    case = Sla2.Case(3, 130, "all", 32, 2, 1, dtype)
+    protected = torch.arange(3, device=DEVICE) == 2
+    arguments = operation.forward_arguments(case, save, 2, protected)
+    leaves = [x.clone().requires_grad_(save) for x in arguments[:4]]
+    torch.library.opcheck(operation.kernel, (*leaves, *arguments[4:]))
+
+
+# opcheck's fake tensors aren't compared where nothing is saved for a gradient, nor their values' places in the list.
+@pytest.mark.parametrize(("head_dim", "n_q", "n_k"), [(48, 1, 1), (33, 130, 200)])
+@pytest.mark.parametrize("operation", MASKED + ROUTED, ids=repr)
+def test_fake_results_are_shaped_like_the_real_ones(operation, head_dim, n_q, n_k):
+    arguments = operation.forward_arguments(Sla2.Case(n_q, n_k, "half", head_dim, 2, 1), save=True)
+
+    def described(arguments):
+        return [(x.shape, x.stride(), x.dtype, x.device) for x in sla2_ops.forward(*arguments)]
+
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = described([mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments])
+    real = described(arguments)
+    assert fake == real
+    assert len(real) == 6 + operation.routed + operation.quantize
+
+
+# Autograd
+
+
+LADDERS = [
+    *product(SAGEBWD, [
+        {"is_causal": False}, {"is_causal": True}, {"is_causal": False, "scale": -0.3}, {"scale": 0},
+        {"is_causal": False, "smooth_k": False},
+    ]),
+    *product(MASKED, [{}, {"scale": -0.3}, {"scale": 0}]),
+]  # fmt: skip
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(("operation", "options"), LADDERS, ids=repr)
+def test_results_are_the_ladders(operation, options, dtype):
+    case = operation.tiny._replace(dtype=dtype, **options)
+    assert all_equal(with_gradients(operation, case), operation.of_the_ladder(case))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_one_scale_per_tile_has_one_level_everywhere(head_dim):
+    level = functools.partial(sagebwd_ops.backward_level, DEVICE, head_dim)
+    assert level("block") == PER_BLOCK != level()
+
+
+@ALL
+def test_a_gradient_that_is_one_number_seen_everywhere(operation):
+    leaves = with_requested_gradients(operation.inputs(operation.tiny))
+    operation.on(operation.tiny)(*leaves).sum().backward()
+    ones = torch.ones_like(operation.grad_output(operation.tiny))
+    assert all_equal([x.grad for x in leaves], with_gradients(operation, operation.tiny, grad_output=ones)[1:])
+
+
+@pytest.mark.parametrize(("operation", "needed"), [*product(SAGEBWD[:1], range(3)), *product(MASKED[:1], range(4))])
+def test_inputs_without_gradients(operation, needed):
+    case = operation.tiny
+    leaves = [x.detach().requires_grad_(i == needed) for i, x in enumerate(operation.inputs(case))]
+    operation.on(case)(*leaves).backward(operation.grad_output(case))
+    everything = with_gradients(operation, case)[1:]
+    for i, (leaf, gradient) in enumerate(zip(leaves, everything, strict=True)):
+        assert torch.equal(leaf.grad, gradient) if i == needed else leaf.grad is None
+
+
+@ALL
+def test_the_backward_pass_fills_no_gradients_of_what_it_saved(operation):
+    leaves = with_requested_gradients(operation.inputs(operation.tiny))
+    output = operation.on(operation.tiny)(*leaves)
+    with Calls() as calls:
+        torch.autograd.grad(output, leaves, operation.grad_output(operation.tiny))
+    assert any(name.startswith(("backward", "sla2_backward")) for name in calls.names)
+    assert not [name for name in calls.names if "zero" in name or "full" in name]
+
+
+@ONE_OF_EACH
+def test_no_gradient_comes_of_a_constant(operation):
+    leaves = with_requested_gradients(operation.inputs(operation.tiny))
+    Constant.apply(operation.on(operation.tiny)(*leaves)).sum().backward()
+    assert not any(x.grad is not None for x in leaves)
+
+
+@ONE_OF_EACH
+def test_a_second_derivative_is_an_error(operation):
+    leaves = with_requested_gradients(operation.inputs(operation.tiny))
+    output = operation.on(operation.tiny)(*leaves)
+    (gradient,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="sage_kernels.*no autograd formula"):
+        gradient.sum().backward()
+
+
+@ALL_AND_ROUTED
+def test_inputs_are_left_as_they_were(operation):
+    inputs, grad_output = operation.inputs(operation.tiny), operation.grad_output(operation.tiny)
+    before = [x.clone() for x in (*inputs, grad_output)]
+    operation.on(operation.tiny)(*(x.detach().requires_grad_() for x in inputs)).backward(grad_output)
+    assert all_equal((*inputs, grad_output), before)
+
+
+@ONE_OF_EACH
+def test_no_grad_records_nothing(operation):
+    inputs = operation.inputs(operation.tiny)
+    with torch.no_grad():
+        assert not operation.on(operation.tiny)(*with_requested_gradients(inputs)).requires_grad
+    assert not operation.on(operation.tiny)(*inputs).requires_grad
+
+
+@pytest.mark.parametrize("operation", [MASKED[0], ROUTED[0]], ids=repr)
+def test_without_a_gradient_nothing_is_kept(operation, monkeypatch):
+    saves, original = [], sla2_ops.forward
+
+    def spy(*arguments):
+        saves.append(arguments[-1])
+        results = original(*arguments)
+        assert arguments[-1] or len(results) == 1
+        return results
+
+    monkeypatch.setattr(sla2_ops, "forward", spy)
+    *inputs, alpha = operation.inputs(operation.tiny)
+    call, leaves = operation.on(operation.tiny), with_requested_gradients(inputs)
+    with torch.no_grad():
+        first = call(*leaves, alpha.clone().requires_grad_())
+    second, third = call(*inputs, alpha), call(*leaves, alpha)
+    assert [x.requires_grad for x in (first, second, third)] == saves == [False, False, True]
+    assert all_equal((first, second), (third, third))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bytes_sagebwd_keeps_for_the_backward_pass(head_dim):
+    """6 D + 4 per token and head, and one float32 per block of Q and of K; FlashAttention keeps 8 D + 4."""
+    case = SageBwd.Case(256, 256, head_dim)
+    blocks = case.n_q // SCALE_BLOCK + case.n_k // SCALE_BLOCK
+    expected = case.heads * (case.n_q * (6 * head_dim + 4) + 4 * blocks)
+    assert bytes_kept_for_backward(SAGEBWD[0].on(case), *SAGEBWD[0].inputs(case)) == expected
+
+
+@pytest.mark.parametrize("operation", MASKED, ids=repr)
+def test_bytes_sla2_keeps_for_the_backward_pass(operation):
+    """Q, K, V, O_s in 16 bit, L, alpha, H and Z of every query block, mask and lists; the mean key."""
+    case = Sla2.Case(200, 300, "half", 64)
+    *inputs, alpha = operation.inputs(case)
+    (_, _, rows, columns), head_dim, dp = case.blocks, case.head_dim, padded_head_dim(case.head_dim)
+    per_head = 2 * head_dim * (2 * case.n_q + 2 * case.n_k) + 4 * padded_length(case.n_q)
+    per_head += rows * (4 + sums_dtype(inputs[0]).itemsize * dp * (dp + 1) + columns + 4 * columns + 4)
+    per_head += 4 * head_dim * operation.quantize
+    attention = operation.on(case)
+    assert bytes_kept_for_backward(lambda *qkv: attention(*qkv, alpha), *inputs) == case.heads * per_head
+
+
+def test_masks_and_alphas_are_broadcast_and_alphas_gradient_is_summed_in_its_dtype():
+    operation, case = MASKED[0], Sla2.Case(130, 70, "mixed", 32, 2, 1)
+    tensors = sla2_cases.draw(case)
+    block_mask = tensors.block_mask[:, :1, :1]
+    expanded = block_mask.expand(tensors.block_mask.shape).contiguous()
+    attention = functools.partial(sparse_linear_attention, backend="triton")
+
+    def expected(alpha):
+        alpha = alpha.detach().float().expand(tensors.alpha.shape).contiguous()
+        on_expanded = lambda *qkv_alpha: attention(*qkv_alpha[:3], expanded, qkv_alpha[3])  # noqa: E731
+        return with_gradients(operation, case, (*tensors[:3], alpha), call=on_expanded)
+
+    for dtype in (torch.float32, torch.float16):
+        alpha = torch.tensor([[0.3], [0.8]], device=DEVICE, dtype=dtype, requires_grad=True)
+        output = attention(*tensors[:3], block_mask, alpha)
+        (dalpha,) = torch.autograd.grad(output, alpha, tensors.grad_output)
+        expected_output, *_, expected_dalpha = expected(alpha)
+        assert torch.equal(output, expected_output)
+        assert dalpha.dtype == dtype
+        torch.testing.assert_close(dalpha, expected_dalpha.sum((0, 2))[:, None].to(dtype))
+    number = attention(*tensors[:3], block_mask, 0.8)
+    assert torch.equal(number, expected(torch.full_like(tensors.alpha, 0.8))[0])
+
+
+# The module
+
+
+@pytest.mark.parametrize("operation", ROUTED, ids=repr)
+@pytest.mark.parametrize("protecting", [True, False])
+def test_the_module_gives_what_the_reference_backend_does(protecting, operation):
+    """Same blocks, same output, same gradients, alpha's logits included; projections, GQA, an alpha per block."""
+    case = Sla2.Case(140, 200, "half", 32, 2, 1)
+    protect = torch.arange(case.n_k, device=DEVICE) >= case.n_k - 1 if protecting else None
+    results = []
+    for backend in ("triton", "reference"):
+        module = operation.module(case, backend=backend, query_blocks=2)
+        leaves = with_requested_gradients(operation.inputs(case)[:3])
+        output = module(*leaves, protect)
+        output.backward(operation.grad_output(case))
+        assert all(weight.grad is None for weight in module.router.parameters())
+        results.append((output.detach(), *(x.grad for x in leaves), module.alpha_logit.grad))
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        assert relative_l2(found, expected) <= (1e-2 if ON_GPU else 2e-3)  # bfloat16 sums on a GPU
+
+
+@pytest.mark.parametrize(("sparsity", "quantize"), [(0.0, False), (0.5, False), (0.5, True), (0.97, True)])
+def test_the_module_selects_the_blocks_of_the_reference_router(sparsity, quantize):
+    """Compared bit by bit with the operation under that mask; the router has no gradient even if asked for one."""
+    case = Sla2.Case(130, 200, "half", 32, 2, 1)
+    module = Sla2(quantize, routed=True).module(case, sparsity=sparsity)
+    module.router.requires_grad_(True)
+    query, key, value = sla2_cases.draw(case)[:3]
+    expected = module.block_mask(*in_working_dtype(query, key))
+    output = module(query, key, value)
+    alpha = module.alpha(1, case.blocks[2]).detach()
+    given = sparse_linear_attention(query, key, value, expected, alpha, quantize=quantize, backend="triton")
+    assert torch.equal(output, given)
+    output.sum().backward()
+    assert all(weight.grad is None for weight in module.router.parameters())
+    assert module.alpha_logit.grad.isfinite().all()
+
+
+# torch.compile, CUDA graphs, autocast
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def every_compiler(test):
+    test = pytest.mark.filterwarnings("ignore::DeprecationWarning")(test)  # inductor's workers fork
+    compilers = ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
+    return pytest.mark.parametrize("compiler", compilers)(pytest.mark.usefixtures("fresh_dynamo")(test))
+
+
+@every_compiler
+def test_compiled_without_a_graph_break_at_any_length(compiler):
+    """One graph up to 128 tokens (one scale per head), one beyond (several); then no length compiles anything."""
+    operation, case = SAGEBWD[0], SageBwd.tiny
+    call = operation.on(case)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=compiler)
+
+    def agree(n):
+        results = (with_gradients(operation, case._replace(n_q=n, n_k=n), call=x) for x in (compiled, call))
+        return all_equal(*results)
+
+    assert all(agree(n) for n in (20, 130))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert all(agree(n) for n in (128, 150, 260))
+
+
+@every_compiler
+@pytest.mark.parametrize("operation", [*MASKED, ROUTED[1]], ids=repr)
+def test_compiled_without_a_graph_break(operation, compiler):
+    case, call = operation.tiny, operation.on(operation.tiny)
+    *inputs, alpha = operation.inputs(case)
+    if operation.routed:  # alphas of 1/2 and 1: the sigmoid is exact, in a fused program too
+        alpha = torch.tensor([0.0, 200.0], device=DEVICE).view_as(alpha)
+    compiled = torch.compile(call, fullgraph=True, backend=compiler)
+    results = (with_gradients(operation, case, (*inputs, alpha), call=function) for function in (call, compiled))
+    *found, dalpha = zip(*results, strict=True)
+    assert all(torch.equal(*pair) for pair in found)
+    assert torch.equal(*dalpha) or operation.routed  # whose gradient goes on through a sigmoid
+    torch.testing.assert_close(*dalpha)
+
+
+@every_compiler
+def test_compiled_inside_a_model(compiler):
+    """Projections before and after, in one graph with the attention: gradients of the weights."""
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (
+        torch.randn(shape, generator=generator).div(8).to(DEVICE, torch.float16).requires_grad_()
+        for shape in ((2, 40, 64), (64, 128), (64, 128), (64, 128), (128, 64))
+    )
+
+    def model(x, w_q, w_k, w_v, w_o):
+        q, k, v = ((x @ w).unflatten(-1, (2, 64)).transpose(1, 2) for w in (w_q, w_k, w_v))
+        return sagebwd_attention(q, k, v, backend="triton").transpose(1, 2).flatten(2) @ w_o
+
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend=compiler)):
+        output = call(x, *weights)
+        results.append((output, *torch.autograd.grad(output.square().sum(), [x, *weights])))
+    for one, other in zip(*results, strict=True):
+        assert relative_l2(one, other) < 1e-2  # a fused operation rounds once where eager rounds twice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", [SAGEBWD[0], *ROUTED], ids=repr)
+def test_cuda_graph(operation):
+    case = Sla2.Case(300, 500, "half", 64, 4, 2) if operation in ROUTED else kernel_cases.SMALL
+    call, leaves = operation.on(case), with_requested_gradients(operation.inputs(case))
+    grad_output = operation.grad_output(case).clone()
+
+    def step():
+        output = call(*leaves)
+        return output, *torch.autograd.grad(output, leaves, grad_output)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [x.detach() for x in step()]  # what the graph of autograd keeps belongs to the capture's stream
+    others = case._replace(std=2.0)
+    with torch.no_grad():
+        for static, x in zip(
+            (*leaves, grad_output), (*operation.inputs(others), operation.grad_output(others)), strict=True
+        ):
+            static.copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all_equal(results, with_gradients(operation, others, call=call))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("operation", [SAGEBWD[0], *MASKED, *ROUTED], ids=repr)
+def test_autocast(operation, dtype):
+    """float32 inputs are cast to the autocast type, which the kernels then take, and gradients come back in float32.
+
+    SLA2's router, sums and alpha keep their type.
+    """
+    case = operation.tiny._replace(dtype=dtype)
+    inputs, grad_output = operation.inputs(case), operation.grad_output(case)
+    with torch.autocast(DEVICE.type, dtype):
+        leaves = [x.float().detach().requires_grad_() for x in inputs]
+        output = operation.on(case)(*leaves)
+        gradients = torch.autograd.grad(output, leaves, grad_output)
+        assert F.scaled_dot_product_attention(*leaves[:3], enable_gqa=True).dtype == output.dtype == dtype
+    assert all(x.dtype == torch.float32 for x in gradients)
+    expected = with_gradients(operation, case)
+    assert all_equal((output, *gradients), (expected[0], *(x.float() for x in expected[1:])))
+
+
+def kernels_compiled(operation) -> int:
+    if operation in MASKED:
+        programs = (sparse_forward_program, key_block_program, sequence_mean_program, _quantize_kernel)
+        programs += (sla2_backward.linear_query_program, sla2_backward.query_program, sla2_backward.key_program)
+    else:
+        programs = (forward_program, hopper_program, backward_programs.dq_program, backward_programs.dkdv_program)
+        programs += (query_program, key_program, narrow_program, wide_program, _largest_kernel, _units_kernel)
+        programs += (_finish_kernel, _quantize_kernel, _transpose_kernel)
+    return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("operation", "head_dim"), [*product(SAGEBWD[:1], (64, 96, 128)), *product(MASKED, (64,))], ids=str
+)
+def test_no_kernel_is_compiled_again_for_another_length(operation, head_dim):
+    def step(n_q, n_k, head_dim=head_dim):
+        with_gradients(operation, operation.Case(n_q, n_k, head_dim=head_dim))
+
+    step(113, 113)
+    if operation in SAGEBWD:  # backward level 5 has a program for whole blocks of keys and one for others
+        step(128, 128)
+    compiled = kernels_compiled(operation)
+    for n_q, n_k in product((1, 16, 120, 127, 128, 400), (1, 113, 128, 1024)):
+        step(n_q, n_k)
+    assert kernels_compiled(operation) == compiled
+    step(113, 113, head_dim - 8)
+    assert kernels_compiled(operation) > compiled  # another head size is another kernel
+
+
+# Which backend runs
+
+
+SAME_ON_BOTH = [
+    SageBwd.Case(128, 128, 64),
+    SageBwd.Case(128, 128, 128, is_causal=True),
+    SageBwd.Case(100, 100, 32, 4, 2, is_causal=True),
+    SageBwd.Case(160, 160, 64, is_causal=True),
+    SageBwd.Case(100, 160, 96, 4, 1),
+    SageBwd.Case(160, 100, 48, 2, 1, is_causal=True),
+    SageBwd.Case(64, 200, 128),
+    SageBwd.Case(200, 64, 64),
+    SageBwd.Case(3, 3, 128, 8, 2, is_causal=True),
+    SageBwd.Case(70, 90, 80),
+]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("operation", SAGEBWD, ids=repr)
+@pytest.mark.parametrize("case", SAME_ON_BOTH, ids=str)
+def test_the_reference_simulates_the_kernels(case, operation, dtype):
+    """O, dQ, dK and dV, end to end, in the defaults of both and with one scale per tile on both.
+
+    They differ by rounding alone: O's last bits reach delta, and a dS near a tie may go to the other side. Where a
+    whole tile shares a scale that step is larger: up to 6e-3 of dQ and dK in single shapes that are not here.
+    """
+    case = case._replace(dtype=dtype)
+    calls = (operation.on(case, backend) for backend in ("triton", "reference"))
+    for x, y in zip(*(with_gradients(operation, case, call=call) for call in calls), strict=True):
+        assert relative_l2(x, y) <= (5e-3 if dtype == torch.bfloat16 else 4e-3)
+
+
+def test_the_granularities_differ_in_their_gradients():
+    row, block = (with_gradients(operation, kernel_cases.SMALL) for operation in SAGEBWD)
+    assert torch.equal(row[0], block[0])
+    assert all(relative_l2(x, y) > 5e-3 for x, y in zip(row[1:], block[1:], strict=True))
+
+
+def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
+    calls, spied = [], ((sagebwd_ops, "sagebwd_attention"), (sla2_ops, "attention"))
+    for module, name in spied:
+        kernel = getattr(module, name)
+        spy = lambda *x, kernel=kernel, **options: calls.append((x, options)) or kernel(*x, **options)  # noqa: E731
+        monkeypatch.setattr(module, name, spy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for operation in (SAGEBWD[0], MASKED[0], ROUTED[0]):
+            inputs = operation.inputs(operation.tiny)
+            auto = operation.on(operation.tiny, backend="auto")(*inputs)
+            assert torch.equal(auto, operation.on(operation.tiny)(*inputs))
+    (_, options), _, (masked, _), _, (routed, _), _ = calls
+    assert options == {"is_causal": True, "scale": SageBwd.tiny.c, "smooth_k": True, "granularity": "row"}
+    assert (type(masked[3]), type(routed[3])) == (torch.Tensor, Routing)
+
+
+TYPES = "torch.float16 or torch.bfloat16" if ON_GPU else "torch.float16"
+REFUSED = [
+    ({"dtype": torch.float32}, f"the kernels need dtype {TYPES}, and query has torch.float32"),
+    ({"head_dim": 16}, "the kernels need a head size from 32 to 128, and query has 16"),
+    ({"head_dim": 256}, "the kernels need a head size from 32 to 128, and query has 256"),
+]
+if not ON_GPU:
+    REFUSED.append(({"dtype": torch.bfloat16}, "the kernels need dtype torch.float16, and query has torch.bfloat16"))
+OPTIONS_REFUSED = [
+    (SAGEBWD[0], {"smooth_q": True}, "the kernels don't smooth Q"),
+    *product([MASKED[0], ROUTED[0]], [{"block_q": 64}], ["the kernels need blocks of 128 x 64, and got 64 x 64"]),
+    *product([MASKED[0], ROUTED[0]], [{"block_kv": 128}], ["the kernels need blocks of 128 x 64, and got 128 x 128"]),
+]
+EVERY_REFUSED = [
+    *((operation, *what, {}, why) for operation, (*what, why) in product([SAGEBWD[0], MASKED[0], ROUTED[0]], REFUSED)),
+    *((operation, {}, options, why) for operation, options, why in OPTIONS_REFUSED),
+]
+
+
+@pytest.mark.parametrize(("operation", "changed", "options", "reason"), EVERY_REFUSED, ids=repr)
+def test_what_the_kernels_cannot_do_is_an_error_if_asked_for_and_else_the_references(
+    operation, changed, options, reason
+):
+    case = operation.Case(3, 3)._replace(**changed)
+    inputs = operation.inputs(case)
+
+    def call(backend):
+        return operation.on(case, backend, **options)(*inputs)
+
+    with pytest.raises(ValueError, match=re.escape(f"backend: expected 'triton' to be usable, but {reason}")):
+        call("triton")
+    ops._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = [call("auto") for _ in range(2)]
+    assert [str(w.message) for w in caught] == [f"sage_ref: backend='auto' uses the reference, because {reason}."]
+    assert all_equal(outputs, [call("reference")] * 2)
+
+
+def test_head_sizes_at_the_limits():
+    for head_dim in (32, 128):
+        case = SageBwd.Case(3, 3, head_dim)
+        assert SAGEBWD[0].on(case)(*SAGEBWD[0].inputs(case)).isfinite().all()
+
+
+@pytest.mark.gpu
+@ONE_OF_EACH
+def test_tensors_on_the_cpu_are_not_for_the_gpu(operation):
+    case = operation.Case(3, 3)
+    with pytest.raises(ValueError, match=r"the kernels need a CUDA tensor .*, and query is on cpu"):
+        operation.on(case)(*(x.cpu() for x in operation.inputs(case)))
+
+
+def test_shared_keys_must_be_asked_for():
+    query, key, value = SAGEBWD[0].inputs(SageBwd.tiny)
+    with pytest.raises(ValueError, match=r"key: expected 2 heads as query has \(or enable_gqa=True\), got 1"):
+        sagebwd_attention(query, key, value, backend="triton")
+
+
+# What NaN and infinity do: head 1 of 2 in batch 1 of 2 holds one. Two blocks of what is poisoned, where blocks matter
+
+
+@functools.cache
+def without_nan(operation, case):
+    return with_gradients(operation, case)
+
+
+def with_one_bad_number(operation, case, name, token, bad):
+    """(results, the same with it): O and all gradients."""
+    inputs = dict(zip(("query", "key", "value", "alpha"), operation.inputs(case), strict=False))
+    inputs[name] = inputs[name].clone()
+    inputs[name][1, 1, token, 3] = bad
+    return without_nan(operation, case), with_gradients(operation, case, inputs.values())
+
+
+def assert_nothing_else_changed(clean, found, touched):
+    """O and dQ outside the rows `touched` of that head; the other gradients in other heads."""
+    for rows, before in zip(found[:2], clean, strict=False):
+        expected = before.clone()
+        expected[1, 1, touched] = rows[1, 1, touched]
+        assert torch.equal(rows.nan_to_num(7), expected.nan_to_num(7))
+    for gradient, before in zip(found[2:], clean[2:], strict=True):
+        assert torch.equal(gradient[0], before[0])
+        assert torch.equal(gradient[1, 0], before[1, 0])
+
+
+FULL = SageBwd.Case(20, 140, HEAD_DIM, batch=2)
+CAUSAL = FULL._replace(n_q=140, is_causal=True)
+ROUGH = FULL._replace(n_k=20, smooth_k=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "bad", "case"),
+    [
+        ("query", 0, math.nan, FULL._replace(n_q=140, n_k=20)), ("query", 139, math.inf, CAUSAL),
+        ("key", 135, -math.inf, FULL), ("key", 135, math.nan, CAUSAL), ("key", 3, math.nan, ROUGH),
+        ("key", 3, math.nan, ROUGH._replace(is_causal=True)), ("key", 135, math.inf, CAUSAL._replace(smooth_k=False)),
+        ("value", 135, math.inf, FULL), ("value", 3, math.nan, CAUSAL), ("value", 135, math.nan, CAUSAL),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nan_goes_where_the_docstring_of_sagebwd_says_and_nowhere_else(name, token, bad, case):
+    clean, found = with_one_bad_number(SAGEBWD[0], case, name, token, bad)
+    first = token // SCALE_BLOCK * SCALE_BLOCK
+    if name == "query":
+        touched = slice(first, first + SCALE_BLOCK)
+    else:
+        by_mean = name == "key" and case.smooth_k
+        touched = slice(first if case.is_causal and not by_mean else 0, None)
+    assert all(rows[1, 1, touched].isnan().all() for rows in found[:2])
+    assert_nothing_else_changed(clean, found, touched)
+    dv_never_reads_v = name == "value"
+    assert [x[1, 1].isnan().any().item() for x in found[1:]] == [True, True, not dv_never_reads_v]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")  # the interpreter's inf - inf
+@pytest.mark.parametrize("operation", MASKED, ids=repr)
+@pytest.mark.parametrize(
+    ("name", "token", "bad"),
+    [
+        ("query", 0, math.nan), ("query", 129, math.inf), ("key", 80, math.nan), ("key", 3, math.inf),
+        ("value", 80, math.inf), ("value", 3, math.nan),
+    ],
+)  # fmt: skip
+def test_nan_goes_where_the_docstring_of_sla2_says_and_nowhere_else(name, token, bad, operation):
+    shape = (130, 70) if name == "query" else (20, 90)
+    case = Sla2.Case(*shape, "mixed", 32, 2, 2, batch=2)
+    clean, found = with_one_bad_number(operation, case, name, token, bad)
+    first = token // MASK_BLOCK_Q * MASK_BLOCK_Q
+    touched = slice(first, first + MASK_BLOCK_Q) if name == "query" else slice(0, None)
+    sure = slice(token, token + 1) if name == "query" else touched
+    assert all((~rows[1, 1, sure].isfinite()).any(-1).all() for rows in found[:2])
+    assert_nothing_else_changed(clean, found, touched)
+    _, _, dk, _, dalpha = found
+    assert not dk[1, 1].isfinite().all()
+    assert not dalpha[1, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("operation", ROUTED, ids=repr)
+def test_nan_in_a_query_leaves_the_choice_of_other_blocks_of_queries_alone(operation):
+    case = Sla2.Case(130, 200, "half", 32, 2, 1)
+    query, *rest = operation.inputs(case)
+    clean = operation.on(case)(query, *rest)
+    query = query.clone()
+    query[0, 1, 3, 0] = math.nan
+    output = operation.on(case)(query, *rest)
+    assert output[0, 1, 3].isnan().all()
+    touched = torch.zeros(output.shape[:3], dtype=torch.bool, device=DEVICE)
+    touched[0, 1, :MASK_BLOCK_Q] = True
+    assert torch.equal(output[~touched], clean[~touched])
+
+
+@ONE_OF_EACH
+def test_nan_in_a_shared_key_stays_with_the_queries_of_its_group(operation):
+    case = operation.Case(20, 20, head_dim=64, heads=4, kv_heads=2)
+    query, key, *rest = operation.inputs(case)
+    clean = operation.on(case)(query, key, *rest)
+    key = key.clone()
+    key[0, 1, 3] = math.nan
+    output = operation.on(case)(query, key, *rest)
+    assert torch.equal(output[:, :2], clean[:, :2])
+    assert output[:, 2:].isnan().all()
