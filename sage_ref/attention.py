@@ -37,7 +37,7 @@ class AttentionBackward(NamedTuple):
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:
     """c of S = c Q K^T: `scale` if given, else 1/sqrt(head_dim)."""
-    return 1 / math.sqrt(head_dim) if scale is None else scale
+    return 1 / math.sqrt(head_dim) if scale is None else float(scale)
 
 
 def causal_mask(n_q: int, n_k: int, device: torch.device) -> Tensor:

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 
+import torch
+
 
 def _is_installed(package: str) -> bool:
     try:
@@ -19,7 +21,11 @@ MISSING_PACKAGE = next((package for package in ("triton", "sage_kernels") if not
 
 def why_not_triton(find_obstacle: Callable[[], str | None]) -> str | None:
     """Why the kernels can't run, or None if they can. find_obstacle: what they say themselves, if they are there."""
-    return f"the package {MISSING_PACKAGE} is not installed" if MISSING_PACKAGE else find_obstacle()
+    if MISSING_PACKAGE:
+        return f"the package {MISSING_PACKAGE} is not installed"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # as torch.autograd asks
+        return "the kernels don't run under torch.func and torch.vmap"
+    return find_obstacle()
 
 
 def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth: int = 1) -> str:

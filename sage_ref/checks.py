@@ -1,22 +1,54 @@
 """Checks of the public functions' arguments: errors name the argument, what was expected and what came."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_COUNT = 2**31 - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
+# Of an entry of query and key, where squares of it are summed: over features, queries and keys, in float32.
+LARGEST_ENTRY = 1e15
+LEAST_TEMPERATURE = 1e-6
+
+
+def shown(value: object) -> str:
+    """value as an error shows it: short, also if it is an integer of 10,000 digits."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """A tensor whose entries lie in memory, one by one: not nested, sparse or of another library's layout."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if torch.compiler.is_compiling():  # which may not ask for a layout, and traces dense tensors alone
+        return
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+
+
+def check_has_data(name: str, x: Tensor) -> None:
+    if x.device.type == "meta":
+        raise ValueError(f"{name}: expected a device that holds data, got {x.device}")
+
+
+def check_floating(name: str, x: Tensor) -> None:
+    check_dense(name, x)
+    check_has_data(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {x.dtype}")
 
 
 def check_each(**tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.device.type == "meta":
-            raise ValueError(f"{name}: expected a device that holds data, got {x.device}")
+        check_floating(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, N, D), got shape {tuple(x.shape)}")
         if 0 in x.shape:
@@ -27,8 +59,7 @@ def check_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
-        if x.device != query.device:
-            raise ValueError(f"{name}: expected the device of query, {query.device}, got {x.device}")
+        check_device(name, x, query)
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name}: expected the batch size of query, {query.shape[0]}, got {x.shape[0]}")
         if x.shape[3] != query.shape[3]:
@@ -43,23 +74,50 @@ def check_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 
 
 def check_options(scale: float | None, backend: str, **switches: bool) -> None:
-    for name, switch in switches.items():
-        if not isinstance(switch, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(switch).__name__}")
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-        if not math.isfinite(scale):
-            raise ValueError(f"scale: expected a finite number, got {scale}")
+    check_switches(**switches)
+    check_scale(scale)
     check_choice("backend", backend, BACKENDS)
 
 
+def check_switches(**switches: bool) -> None:
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(switch).__name__}")
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None:
+        if not is_number(scale):
+            raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+        if not abs(scale) < math.inf:
+            raise ValueError(f"scale: expected a finite number, got {scale}")
+        if abs(scale) > FLOAT32_MAX:
+            raise ValueError(f"scale: expected a number that float32 holds, got {shown(scale)}")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {choices}, got {shown(value)}")
+
+
+def check_temperature(temperature: float) -> None:
+    if not is_number(temperature):
+        raise TypeError(f"temperature: expected a float, got {type(temperature).__name__}")
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected a positive number, got {shown(temperature)}")
+    if not LEAST_TEMPERATURE <= temperature <= FLOAT32_MAX:
+        limits = f"from {LEAST_TEMPERATURE:g} to {FLOAT32_MAX:.2g}"
+        raise ValueError(f"temperature: expected a number {limits}, got {shown(temperature)}")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast casts them for SDPA. Of a tensor made in inference mode, which autograd can't keep, a copy."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tensors = tuple(x.clone() if x.is_inference() else x for x in tensors)
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -71,37 +129,56 @@ def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
+        raise ValueError(f"{name}: expected at least 1, got {shown(value)}")
+    if value > LARGEST_COUNT:
+        raise ValueError(f"{name}: expected at most {LARGEST_COUNT}, got {shown(value)}")
 
 
 def check_share(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
     if not 0 <= value < 1:
-        raise ValueError(f"{name}: expected a share of the key blocks in [0, 1), got {value}")
+        raise ValueError(f"{name}: expected a share of the key blocks in [0, 1), got {shown(value)}")
 
 
 def check_block_mask(block_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """block_mask expanded to `shape`, [B, H, Tm, Tn]."""
-    if not isinstance(block_mask, Tensor):
-        raise TypeError(f"block_mask: expected a torch.Tensor, got {type(block_mask).__name__}")
-    if block_mask.dtype != torch.bool:
-        raise TypeError(f"block_mask: expected dtype torch.bool, got {block_mask.dtype}")
-    if block_mask.device != query.device:
-        raise ValueError(f"block_mask: expected the device of query, {query.device}, got {block_mask.device}")
+    check_bool("block_mask", block_mask)
+    check_device("block_mask", block_mask, query)
     return _expanded("block_mask", block_mask, shape)
+
+
+def check_bool(name: str, x: Tensor) -> None:
+    check_dense(name, x)
+    if x.dtype != torch.bool:
+        raise TypeError(f"{name}: expected dtype torch.bool, got {x.dtype}")
+
+
+def check_device(name: str, x: Tensor, query: Tensor) -> None:
+    if x.device != query.device:
+        raise ValueError(f"{name}: expected the device of query, {query.device}, got {x.device}")
+
+
+def check_protect(protect: Tensor, keys: int) -> None:
+    check_bool("protect", protect)
+    check_has_data("protect", protect)
+    if protect.shape != (keys,):
+        raise ValueError(f"protect: expected shape {(keys,)}, one entry per key, got {tuple(protect.shape)}")
 
 
 def check_alpha(alpha: Tensor | float, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """alpha as a tensor expanded to `shape`, [B, H, Tm]."""
-    if isinstance(alpha, int | float) and not isinstance(alpha, bool):
-        alpha = query.new_tensor(alpha, dtype=torch.promote_types(query.dtype, torch.float32))
+    if is_number(alpha):
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha: expected a number in [0, 1], got {shown(alpha)}")
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return torch.full(shape, alpha, dtype=wide, device=query.device)
     if not isinstance(alpha, Tensor):
         raise TypeError(f"alpha: expected a torch.Tensor or a float, got {type(alpha).__name__}")
+    check_dense("alpha", alpha)
     if not alpha.is_floating_point():
         raise TypeError(f"alpha: expected a floating dtype, got {alpha.dtype}")
-    if alpha.device != query.device:
-        raise ValueError(f"alpha: expected the device of query, {query.device}, got {alpha.device}")
+    check_device("alpha", alpha, query)
     return _expanded("alpha", alpha, shape)
 
 
@@ -112,9 +189,15 @@ def _expanded(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(x.shape)}") from None
 
 
-def check_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """The inputs of a module for `num_heads` heads of size `head_dim`, as autocast casts them; GQA is fine."""
+def check_heads(
+    query: Tensor, key: Tensor, value: Tensor, num_heads: int, head_dim: int, weight: Tensor
+) -> tuple[Tensor, ...]:
+    """The inputs of a module for `num_heads` heads of size `head_dim`, as autocast casts them; GQA is fine.
+
+    weight: one of the module's, for its device.
+    """
     check_each(query=query, key=key, value=value)
+    check_device_of_module(weight, query=query)
     query, key, value = autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
     if query.shape[1] != num_heads:
@@ -124,7 +207,38 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int, head_
     return query, key, value
 
 
-def refuse_second_derivative(of: str) -> None:
-    """For a backward pass that has no derivative of its own: with create_graph=True the result would lack terms."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"create_graph: expected False, as {of} gradients have no derivative; got True")
+def check_device_of_module(weight: Tensor, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.device != weight.device:
+            raise ValueError(f"{name}: expected the device of the module, {weight.device}, got {x.device}")
+
+
+def check_reverse_mode(**tensors: Tensor) -> None:
+    """Gradients that are written by hand are those of reverse mode alone."""
+    if torch.compiler.is_compiling():
+        return
+    for name, x in tensors.items():
+        if unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name}: expected reverse mode (backward, torch.func.vjp), got forward mode (jvp)")
+
+
+def check_entries(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        largest = x.abs().amax().item()
+        if not largest <= LARGEST_ENTRY:
+            raise ValueError(f"{name}: expected finite numbers, at most {LARGEST_ENTRY:g}, got {largest:g}")
+
+
+def check_matrix(name: str, x: Tensor) -> None:
+    """Of a floating dtype, [..., R, C]."""
+    check_floating(name, x)
+    if x.dim() < 2 or 0 in x.shape:
+        raise ValueError(f"{name}: expected at least 2 dimensions, none of size zero, got shape {tuple(x.shape)}")
+
+
+def check_block_shape(block_shape: Sequence[int | None]) -> None:
+    if not isinstance(block_shape, tuple | list) or len(block_shape) != 2:
+        raise ValueError(f"block_shape: expected (rows, columns), got {shown(block_shape)}")
+    for size in block_shape:
+        if size is not None:
+            check_count("block_shape", size)

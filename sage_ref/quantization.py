@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_ref.checks import check_block_shape, check_choice, check_dense, check_has_data, check_matrix
+from sage_ref.shapes import block_that_fits
+
 INT8_MAX = 127
 ROUNDINGS = ("nearest", "stochastic")
 # float32 holds every integer up to 2^24, so a dot product of at most this many INT8 pairs is exact in it.
@@ -51,7 +54,9 @@ def quantize(
     the expected value is X itself; draws come from `generator`, or torch's global one if None.
     A block of zeros gets scale 0; one so small that its scale is no normal number becomes zeros. A block that holds
     a NaN or an infinity gets a scale that makes every value of the block NaN when dequantised; other blocks don't
-    notice.
+    notice. Entries up to the largest number of their dtype are fine.
+    TypeError or ValueError name the argument that doesn't fit: x is floating, dense and not empty, a block's sides are
+    at least 1 (a longer one is the whole axis).
     """
     integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
     return QuantizedTensor(integers.to(torch.int8), scale, block_shape)
@@ -75,8 +80,17 @@ def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
     float32 has gaps. Longer contractions are summed in int32, piece by piece.
     """
     for name, x in (("a", a), ("b", b)):
+        check_dense(name, x)
+        check_has_data(name, x)
         if x.dtype != torch.int8:
             raise TypeError(f"{name}: expected dtype torch.int8, got {x.dtype}")
+        if x.dim() < 2:
+            raise ValueError(f"{name}: expected at least 2 dimensions, got shape {tuple(x.shape)}")
+    if b.shape[-2] != a.shape[-1]:
+        raise ValueError(f"b: expected {a.shape[-1]} rows, as many as a has columns, got shape {tuple(b.shape)}")
+    for one, other in zip(a.shape[-3::-1], b.shape[-3::-1], strict=False):
+        if one != other and 1 not in (one, other):
+            raise ValueError(f"b: expected to broadcast with a of shape {tuple(a.shape)}, got {tuple(b.shape)}")
     if a.shape[-1] * 128**2 >= 2**31:
         raise ValueError(f"a: expected at most {2**31 // 128**2 - 1} columns (int32 range), got {a.shape[-1]}")
     pieces = zip(a.split(EXACT_FLOAT32_CONTRACTION, dim=-1), b.split(EXACT_FLOAT32_CONTRACTION, dim=-2), strict=True)
@@ -88,6 +102,9 @@ def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 
     a [..., M, K], b [..., K, N]; each scale must be constant along K, else ValueError.
     """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, QuantizedTensor):
+            raise TypeError(f"{name}: expected a QuantizedTensor, got {type(x).__name__}")
     for name, scale_count in (("a", a.scale.shape[-1]), ("b", b.scale.shape[-2])):
         if scale_count != 1:
             raise ValueError(f"{name}: expected one scale along the contraction, got {scale_count}")
@@ -99,7 +116,11 @@ def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 
 def _round_to_grid(x, block_shape, rounding, generator):
     """(round(X / s) as floats, s, the block shape with None replaced)."""
-    rows, columns = (size if block is None else block for size, block in zip(x.shape[-2:], block_shape, strict=True))
+    check_matrix("x", x)
+    check_block_shape(block_shape)
+    check_choice("rounding", rounding, ROUNDINGS)
+    sides = zip(x.shape[-2:], block_shape, strict=True)
+    rows, columns = (size if block is None else block_that_fits(block, size) for size, block in sides)
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # in float16, s of a small gradient underflows
     largest = _block_max(x, rows, columns)
     # By a tensor: dividing by a number, CUDA multiplies by its rounded inverse, and a tie at max|X| / 2 may flip.
@@ -109,11 +130,9 @@ def _round_to_grid(x, block_shape, rounding, generator):
     ratio = x / _spread(divisor, (rows, columns), *x.shape[-2:])
     if rounding == "nearest":
         integers = ratio.round_()
-    elif rounding == "stochastic":
+    else:
         noise = torch.rand(ratio.shape, dtype=ratio.dtype, device=ratio.device, generator=generator)
         integers = ratio.add_(noise).floor_().clamp_(-INT8_MAX, INT8_MAX)
-    else:
-        raise ValueError(f"rounding: expected one of {ROUNDINGS}, got {rounding!r}")
     # An infinity divides to NaN and a NaN has no integer: the block's scale carries both.
     return torch.nan_to_num_(integers, nan=0.0), torch.where(scale.isfinite(), scale, torch.nan), (rows, columns)
 

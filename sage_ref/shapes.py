@@ -14,6 +14,11 @@ def tiles(length: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
+def block_that_fits(block: int, length: int) -> int:
+    """block, or the whole length where that is shorter. A branch: min would stay an unknown for torch.compile."""
+    return block if block < length else length
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or values [B, Hkv, Nk, D] for each of `heads` query heads: [B, H, Nk, D]."""
     if x.shape[1] == heads:

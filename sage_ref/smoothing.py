@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_ref.checks import check_count, check_device_of_module, check_floating
+
 
 def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
     """K_sm = K - mu_K and mu_K. key [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
@@ -53,13 +55,17 @@ def query_mean_grad_key(grad_scores: Tensor, query_mean: Tensor, scale: float) -
 class QKNorm(nn.Module):
     """RMS-normalise every query and every key: x * gamma / sqrt(mean(x^2) + 1e-6), with learned gains.
 
-    forward(query [..., Nq, D], key [..., Nk, D]) -> the same two shapes and dtypes; ValueError if D is not head_dim.
+    forward(query [..., Nq, D], key [..., Nk, D]) -> the same two shapes and dtypes. float16, bfloat16, float32 or
+    float64, each of any finite size: squares don't overflow. A NaN or an infinity makes its token NaN. TypeError or
+    ValueError name the argument that doesn't fit: another dtype, D that is not head_dim, a tensor that isn't dense or
+    is on another device than the gains.
     With gamma = 1, |q_i . k_j| <= D: no outlier can widen a block's scale, which keeps INT8 training stable at large
     tokens-per-step.
     """
 
     def __init__(self, head_dim: int):
         super().__init__()
+        check_count("head_dim", head_dim)
         self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
         self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
 
@@ -69,7 +75,13 @@ class QKNorm(nn.Module):
 
 def _normalise(name: str, x: Tensor, norm: nn.RMSNorm) -> Tensor:
     """norm(x) in the wider of the dtypes of x and the gain, returned in that of x."""
+    check_floating(name, x)
+    check_device_of_module(norm.weight, **{name: x})
     if x.shape[-1:] != norm.normalized_shape:
         raise ValueError(f"{name}: expected head size {norm.normalized_shape[0]}, got shape {tuple(x.shape)}")
-    wide = torch.promote_types(x.dtype, norm.weight.dtype)
-    return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps).to(x.dtype)
+    wide = torch.promote_types(torch.promote_types(x.dtype, norm.weight.dtype), torch.float32)
+    # Squares of larger numbers would overflow. The size of a token cancels, and beside such squares so does eps.
+    largest = torch.finfo(wide).max ** 0.25
+    size = x.detach().to(wide).abs().amax(-1, keepdim=True)
+    safe = x.to(wide) * (largest / size.clamp_min(largest))
+    return F.rms_norm(safe, norm.normalized_shape, norm.weight.to(wide), norm.eps).to(x.dtype)

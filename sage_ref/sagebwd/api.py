@@ -4,7 +4,7 @@ from torch import Tensor
 
 from sage_ref.attention import softmax_scale
 from sage_ref.backend import chosen_backend
-from sage_ref.checks import autocast, check_choice, check_each, check_options, check_together
+from sage_ref.checks import autocast, check_choice, check_each, check_options, check_reverse_mode, check_together
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
@@ -49,9 +49,20 @@ def sagebwd_attention(
     (batch, key head), since the mean does; without, every query that sees a key of its block. Other heads and
     batches never notice.
 
+    Magnitudes: sums are in float32, in float64 for float64. On the reference float16 of any size and other dtypes up to
+    1e15 don't overflow; a result that its dtype can't hold is infinite, as O may be within 1% of the dtype's largest
+    number. A block of numbers below 1.5e-36 counts as zeros. INT8 is off by up to 1/254 of a block's largest number:
+    where scores exceed about 100 it may prefer another key (`QKNorm` keeps them small), and where c max|q| max|k|
+    exceeds 1e6 the kernels' O is NaN.
+
+    torch.compile takes it whole. torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes
+    there. Forward mode (torch.func.jvp) is a ValueError, a second derivative a RuntimeError when it is taken.
+
+    Tensors are dense: not sparse, nested or on the meta device. A subclass of Tensor gives the same subclass.
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
     check_each(query=query, key=key, value=value)
+    check_reverse_mode(query=query, key=key, value=value)
     query, key, value = autocast(query, key, value)
     check_together(query, key, value, enable_gqa)
     check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
@@ -67,7 +78,8 @@ def sagebwd_attention(
 def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> Tensor:
     """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked."""
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
-    return SageBwdFunction.apply(query, key, value, settings)
+    output, _ = SageBwdFunction.apply(query, key, value, settings)
+    return output
 
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:

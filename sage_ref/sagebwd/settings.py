@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_ref.checks import check_choice
+from sage_ref.checks import check_choice, check_count, check_scale, check_switches, shown
 from sage_ref.quantization import ROUNDINGS, BlockShape
 
 MATMULS = ("S", "O", "S_backward", "dV", "dP", "dQ", "dK")
@@ -24,7 +24,7 @@ class SageBwdSettings:
     ds_rounding: "nearest", or "stochastic" with draws from `generator` (None: torch's global one).
     exact_matmuls: the matmuls of `MATMULS` that are not quantised.
 
-    Raises ValueError naming the setting, what was expected and what came.
+    Raises TypeError or ValueError naming the setting, what was expected and what came.
     """
 
     is_causal: bool = False
@@ -39,13 +39,16 @@ class SageBwdSettings:
     exact_matmuls: tuple[str, ...] = ("dP",)
 
     def __post_init__(self):
+        check_switches(is_causal=self.is_causal, smooth_k=self.smooth_k, smooth_q=self.smooth_q)
+        check_scale(self.scale)
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_choice("ds_rounding", self.ds_rounding, ROUNDINGS)
+        if not isinstance(self.exact_matmuls, tuple):
+            raise ValueError(f"exact_matmuls: expected a tuple of {MATMULS}, got {shown(self.exact_matmuls)}")
         for matmul in self.exact_matmuls:
             check_choice("exact_matmuls", matmul, MATMULS)
-        for name, value in (("block_q", self.block_q), ("block_kv", self.block_kv)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        check_count("block_q", self.block_q)
+        check_count("block_kv", self.block_kv)
 
     @classmethod
     def printed(cls, **changes) -> "SageBwdSettings":

@@ -6,17 +6,20 @@ rounding dS stochastically, keeping any of the seven matmuls exact, one scale pe
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sage_ref.attention import AttentionBackward, AttentionForward, causal_mask, softmax_scale
-from sage_ref.checks import refuse_second_derivative
+from sage_ref.derivatives import gradients_once
 from sage_ref.quantization import BlockShape, fake_quantize
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.shapes import working_dtype
 from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query
+
+LARGEST_LOG_P = 8  # far beyond what rounding does to P
 
 
 class SmoothedInputs(NamedTuple):
@@ -67,38 +70,51 @@ def sagebwd_backward(
     q_rows, kv_rows = (settings.block_q, None), (settings.block_kv, None)
     s = whole_scores("S_backward", q, k, q_mean, settings)
     seen = visited(s, settings)
-    p = unvisited_to_zero(torch.exp(s - (log_sum_exp[..., None] - offset)), seen)
+    seen_by_key = None if seen is None else seen.mT
+    # P is 1 at most, a little more if S was rounded otherwise in the forward pass. But where the offset is huge, L less
+    # the offset has lost its digits: then exp must not overflow.
+    p = unvisited_to_zero((s - (log_sum_exp[..., None] - offset)).clamp(max=LARGEST_LOG_P).exp_(), seen)
     delta = (do * o).sum(-1, keepdim=True)
     p_hat = on_grid("dV", p, settings.per_key, settings)
-    dv = visited_matmul(p_hat.mT, on_grid("dV", do, q_rows, settings), seen.mT)
+    dv = visited_matmul(p_hat.mT, on_grid("dV", do, q_rows, settings), seen_by_key)
     dp = on_grid("dP", do, q_rows, settings) @ on_grid("dP", v, kv_rows, settings).mT
     ds = unvisited_to_zero(p * (dp - delta), seen)
     ds_hat = on_grid("dQ", ds, settings.per_query, settings, settings.ds_rounding)
     dq = visited_matmul(ds_hat, on_grid("dQ", k, kv_rows, settings), seen) * c
     ds_hat_per_key = on_grid("dK", ds, settings.per_key, settings, settings.ds_rounding)
-    dk = visited_matmul(ds_hat_per_key.mT, on_grid("dK", q, q_rows, settings), seen.mT) * c
+    dk = visited_matmul(ds_hat_per_key.mT, on_grid("dK", q, q_rows, settings), seen_by_key) * c
     if settings.smooth_q:
         dk = dk + query_mean_grad_key(ds, q_mean, c)
     return AttentionBackward(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), delta, p, dp, ds)
 
 
 class SageBwdFunction(torch.autograd.Function):
-    """`sagebwd_forward` and `sagebwd_backward` as one differentiable operation."""
+    """`sagebwd_forward` and `sagebwd_backward` as one differentiable operation: (O, L), of which L has no gradient."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, query, key, value, settings):
+    def forward(query, key, value, settings):
         with torch.autocast(query.device.type, enabled=False):
             output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.settings = settings
-        return output
+        return output, log_sum_exp
 
     @staticmethod
-    def backward(ctx, grad_output):
-        refuse_second_derivative("SageBwd's")
-        with torch.autocast(grad_output.device.type, enabled=False):
-            gradients = sagebwd_backward(grad_output, *ctx.saved_tensors, ctx.settings)
-        return gradients.grad_query, gradients.grad_key, gradients.grad_value, None
+    def setup_context(ctx, inputs, output):
+        query, key, value, ctx.settings = inputs
+        ctx.save_for_backward(query, key, value, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        compute = partial(_three_gradients, ctx.settings)
+        return *gradients_once("sagebwd_attention", compute, grad_output, *ctx.saved_tensors), None
+
+
+def _three_gradients(settings, grad_output, *saved):
+    """dQ, dK, dV."""
+    with torch.autocast(grad_output.device.type, enabled=False):
+        return tuple(sagebwd_backward(grad_output, *saved, settings)[:3])
 
 
 def on_grid(
@@ -126,26 +142,26 @@ def whole_scores(matmul: str, q: Tensor, k: Tensor, q_mean: Tensor | None, setti
     return s
 
 
-def visited(s: Tensor, settings: SageBwdSettings) -> Tensor:
-    """bool [Nq, Nk]: True for the entries of every tile that the tile loops visit."""
-    n_q, n_k = s.shape[-2:]
+def visited(s: Tensor, settings: SageBwdSettings) -> Tensor | None:
+    """bool [Nq, Nk]: True for the entries of every tile that the tile loops visit. None: they visit all."""
     if not settings.is_causal:
-        return torch.ones(n_q, n_k, dtype=torch.bool, device=s.device)
+        return None
+    n_q, n_k = s.shape[-2:]
     query, key = torch.arange(n_q, device=s.device), torch.arange(n_k, device=s.device)
     last_query = (query // settings.block_q + 1) * settings.block_q - 1
     first_key = key // settings.block_kv * settings.block_kv
     return first_key[None, :] <= last_query[:, None].clamp(max=n_q - 1)
 
 
-def unvisited_to_zero(x: Tensor, seen: Tensor) -> Tensor:
+def unvisited_to_zero(x: Tensor, seen: Tensor | None) -> Tensor:
     """x with zeros where no tile is computed, whatever stood there."""
-    return x if seen.all() else x.masked_fill_(~seen, 0)
+    return x if seen is None else x.masked_fill_(~seen, 0)
 
 
-def visited_matmul(weights: Tensor, x: Tensor, seen: Tensor) -> Tensor:
+def visited_matmul(weights: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
     """weights @ x, where a row of x that is not seen adds nothing: a skipped tile is not 0 * NaN."""
-    finite = x.isfinite()
-    if finite.all():
+    if seen is None:
         return weights @ x
-    touched = seen.to(x.dtype) @ (~finite).to(x.dtype) > 0
-    return (weights @ x.masked_fill(~finite, 0)).masked_fill(touched, torch.nan)
+    bad = ~x.isfinite().all(-1)
+    touched = bad.to(x.dtype) @ seen.mT.to(x.dtype) > 0
+    return (weights @ x.masked_fill(bad[..., None], 0)).masked_fill_(touched[..., None], torch.nan)

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from sage_ref.backend import chosen_backend
-from sage_ref.checks import autocast, check_alpha, check_block_mask, check_each, check_options, check_together
+from sage_ref.checks import (
+    autocast,
+    check_alpha,
+    check_block_mask,
+    check_each,
+    check_options,
+    check_reverse_mode,
+    check_together,
+)
 from sage_ref.shapes import in_working_dtype, repeat_heads
 from sage_ref.sla2.blocks import BlockSettings, block_count
 from sage_ref.sla2.router import Routing
@@ -39,9 +47,11 @@ def sparse_linear_attention(
         last blocks count the tokens they have. A query without a selected block has O_s = 0, one without an unselected
         block O_l = 0.
     alpha: weight of the softmax branch in [0, 1], a number or a floating tensor broadcastable to
-        [B, H, ceil(Nq / block_q)]. Not checked; with a negative alpha the kernels' dK and dV are NaN.
+        [B, H, ceil(Nq / block_q)]. Of a tensor the range is not checked; with a negative alpha the kernels' dK and dV
+        are NaN.
     quantize: O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
     scale: c; None means 1/sqrt(D).
+    block_q, block_kv: queries and keys of one entry of block_mask; more than there are is all of them.
     backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else reference, with
         one warning that says why.
 
@@ -50,6 +60,10 @@ def sparse_linear_attention(
 
     NaN and infinity: every key and value is in one of the two branches, so a NaN in one of them reaches every query of
     its (batch, key head); a NaN in a query reaches at most that query's block. Other heads and batches never notice.
+
+    Magnitudes, derivatives and kinds of tensors: as in `sagebwd_attention`, up to 1e15 in every dtype. With quantize
+    the backward pass compares its scores with INT8's L: where they differ by more than 88 (scores beyond about 1e4)
+    gradients are infinite or NaN. The kernels keep dS in 16 bit: float16's gradients overflow with a dS of 65504.
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
@@ -61,6 +75,7 @@ def sparse_linear_attention(
     blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
     block_mask = check_block_mask(block_mask, query, blocks)
     alpha = check_alpha(alpha, query, blocks[:3])
+    check_reverse_mode(query=query, key=key, value=value, alpha=alpha)
     return dispatch(query, key, value, block_mask, alpha, settings, backend)
 
 
@@ -102,4 +117,5 @@ def reference_attention(
             block_mask = chooser.block_mask(*in_working_dtype(query, key), settings)
     else:
         block_mask = chooser
-    return SparseLinearFunction.apply(query, key, value, block_mask, alpha, settings)
+    output, _, _ = SparseLinearFunction.apply(query, key, value, block_mask, alpha, settings)
+    return output

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.checks import check_count
+from sage_ref.checks import check_choice, check_count, check_scale, check_switches
+from sage_ref.shapes import block_that_fits
 from sage_ref.smoothing import smooth_key
 
 FEATURE_MAPS = ("softmax", "elu+1", "relu")
@@ -35,8 +36,9 @@ class BlockSettings:
     def __post_init__(self):
         check_count("block_q", self.block_q)
         check_count("block_kv", self.block_kv)
-        if self.feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map: expected one of {FEATURE_MAPS}, got {self.feature_map!r}")
+        check_scale(self.scale)
+        check_choice("feature_map", self.feature_map, FEATURE_MAPS)
+        check_switches(quantize=self.quantize)
 
 
 def block_count(n: int, block: int) -> int:
@@ -45,7 +47,8 @@ def block_count(n: int, block: int) -> int:
 
 
 def into_blocks(x: Tensor, block: int) -> Tensor:
-    """[..., N, D] -> [..., ceil(N / block), block, D], the last block filled up with zeros."""
+    """[..., N, D] -> [..., ceil(N / block), block, D], the last block filled up with zeros; block is N at most."""
+    block = block_that_fits(block, x.shape[-2])
     return F.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
 
 
@@ -69,13 +72,13 @@ def router_means(query: Tensor, key: Tensor, settings: BlockSettings) -> tuple[T
 
 def spread_blocks(block_weights: Tensor, n_q: int, n_k: int, settings: BlockSettings) -> Tensor:
     """The weight of every (query, key) pair: [..., Tm, Tn] -> [..., Nq, Nk]."""
-    by_query = block_weights.repeat_interleave(settings.block_q, -2)[..., :n_q, :]
-    return by_query.repeat_interleave(settings.block_kv, -1)[..., :n_k]
+    by_query = block_weights.repeat_interleave(block_that_fits(settings.block_q, n_q), -2)[..., :n_q, :]
+    return by_query.repeat_interleave(block_that_fits(settings.block_kv, n_k), -1)[..., :n_k]
 
 
 def per_query(alpha: Tensor, n_q: int, settings: BlockSettings) -> Tensor:
     """alpha of each query's block: [..., Tm] -> [..., Nq, 1]."""
-    return alpha.repeat_interleave(settings.block_q, -1)[..., :n_q, None]
+    return alpha.repeat_interleave(block_that_fits(settings.block_q, n_q), -1)[..., :n_q, None]
 
 
 def selected_count(sparsity: float, key_blocks: int) -> int:
@@ -90,7 +93,7 @@ def top_blocks(scores: Tensor, count: int) -> Tensor:
     """
     scores = scores + 0.0  # CUDA sorts -0 after 0
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
 
 
 def heuristic_scores(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:

@@ -7,7 +7,17 @@ per head and block of queries, is the weight of the first: O = alpha O_s + (1 - 
 import torch
 from torch import Tensor, nn
 
-from sage_ref.checks import check_count, check_heads, check_options, check_share
+from sage_ref.checks import (
+    check_count,
+    check_entries,
+    check_heads,
+    check_options,
+    check_protect,
+    check_reverse_mode,
+    check_share,
+    is_number,
+    shown,
+)
 from sage_ref.shapes import in_working_dtype
 from sage_ref.sla2.api import dispatch
 from sage_ref.sla2.blocks import BlockSettings, block_count, block_mass, into_blocks, selected_count
@@ -31,7 +41,7 @@ class SLA2(nn.Module):
 
     stage(1) trains router and alpha through `relaxation`, with all blocks computed. stage(2), the initial state,
     is the real thing: hard Top-k, alpha trains with the model, the router is frozen. ValueError or TypeError
-    name the argument that doesn't fit.
+    name the argument that doesn't fit. Magnitudes, derivatives: as in `sage_ref.sparse_linear_attention`.
     """
 
     def __init__(
@@ -52,6 +62,8 @@ class SLA2(nn.Module):
             check_count(name, count)
         check_share("sparsity", sparsity)
         check_options(None, backend, quantize=quantize)
+        if not isinstance(relaxation, Relaxation):
+            raise TypeError(f"relaxation: expected a Relaxation of sage_ref.sla2, got {type(relaxation).__name__}")
         self.head_dim, self.num_heads, self.sparsity = head_dim, num_heads, sparsity
         self.relaxation, self.backend = relaxation, backend
         self.settings = BlockSettings(block_q, block_kv, quantize=quantize)
@@ -61,8 +73,8 @@ class SLA2(nn.Module):
 
     def stage(self, number: int) -> "SLA2":
         """Choose what is computed and what trains: 1, the soft mask, router and alpha; 2, the hard mask and alpha."""
-        if number not in (1, 2):
-            raise ValueError(f"number: expected stage 1 or 2, got {number!r}")
+        if not is_number(number) or number not in (1, 2):
+            raise ValueError(f"number: expected stage 1 or 2, got {shown(number)}")
         self.current_stage = number
         self.router.requires_grad_(number == 1)
         return self
@@ -78,9 +90,11 @@ class SLA2(nn.Module):
     def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
         """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, mean over what shares it.
 
-        Kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn.
+        Kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn. ValueError, and alpha stays as it
+        was, if query or key holds a NaN, an infinity or an entry above 1e15.
         """
-        query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim)
+        query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
+        check_entries(query=query, key=key)
         with torch.autocast(query.device.type, enabled=False):
             q, k = in_working_dtype(query, key)
             mass = (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)  # [H, Tm]
@@ -116,17 +130,13 @@ class SLA2(nn.Module):
         count = selected_count(self.sparsity, block_count(n_k, block_kv))
         if protect is None:
             return torch.zeros(block_count(n_k, block_kv), dtype=torch.bool, device=key.device), count
-        if not isinstance(protect, Tensor):
-            raise TypeError(f"protect: expected a torch.Tensor, got {type(protect).__name__}")
-        if protect.dtype != torch.bool:
-            raise TypeError(f"protect: expected dtype torch.bool, got {protect.dtype}")
-        if protect.shape != (n_k,):
-            raise ValueError(f"protect: expected shape {(n_k,)}, one entry per key, got {tuple(protect.shape)}")
+        check_protect(protect, n_k)
         protected = into_blocks(protect.to(key.device)[:, None], block_kv).any(-2).squeeze(-1)
         return protected, max(count, int(protected.sum()))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
-        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
+        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         if self.current_stage == 1:
             return self._soft_attention(query, key, value, protect, alpha)

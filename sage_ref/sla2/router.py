@@ -15,13 +15,22 @@ With the identity for both projections this is SLA's heuristic router.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
-from sage_ref.checks import refuse_second_derivative
+from sage_ref.checks import (
+    check_choice,
+    check_count,
+    check_floating,
+    check_reverse_mode,
+    check_switches,
+    check_temperature,
+)
+from sage_ref.derivatives import gradients_once
 from sage_ref.sla2.blocks import BlockSettings, router_means, top_blocks
 
 SCORES = ("P_c", "log P_c")
@@ -35,10 +44,13 @@ class SoftTopK(torch.autograd.Function):
 
     With w = s (1 - s), ds = (w dx - w (w . dx) / sum(w)) / tau: the second term is what lambda gives way so that the
     row keeps its sum. The matrix is symmetric, so the gradient of x is the same formula with ds in place of dx.
+    Returns s in the dtype of x and, without a gradient, in float64.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, count, temperature):
+    def forward(x, count, temperature):
         logits = x.double() / temperature
         share = torch.tensor(count / x.shape[-1], dtype=torch.float64).logit().to(x.device)
         # At the lower end no term exceeds count / n, so the row sums to at most count; at the upper end to at least.
@@ -49,30 +61,43 @@ class SoftTopK(torch.autograd.Function):
             too_much = torch.sigmoid(logits + middle).sum(-1, keepdim=True) > count
             lower, upper = torch.where(too_much, lower, middle), torch.where(too_much, middle, upper)
         soft = torch.sigmoid(logits + (lower + upper) / 2)
-        ctx.save_for_backward(soft)
-        ctx.temperature = temperature
-        return soft.to(x.dtype)
+        return soft.to(x.dtype, copy=True), soft
 
     @staticmethod
-    def backward(ctx, grad_soft):
-        refuse_second_derivative("SoftTop-k's")
-        (soft,) = ctx.saved_tensors
-        w = soft * (1 - soft)
-        shared = (w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
-        return ((w * grad_soft - w * shared) / ctx.temperature).to(grad_soft.dtype), None, None
+    def setup_context(ctx, inputs, output):
+        x, _, ctx.temperature = inputs
+        ctx.save_for_backward(output[1], x)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_soft, _):
+        compute = partial(_soft_top_k_gradient, ctx.temperature)
+        return *gradients_once("soft_top_k", compute, grad_soft, *ctx.saved_tensors), None, None
+
+
+def _soft_top_k_gradient(temperature, grad_soft, soft, x):
+    """dx. x itself is there so that autograd knows that a second derivative would depend on it."""
+    w = soft * (1 - soft)
+    shared = (w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
+    return (((w * grad_soft - w * shared) / temperature).to(grad_soft.dtype),)
 
 
 def soft_top_k(x: Tensor, count: int, temperature: float = 0.1) -> Tensor:
     """SoftTop-k of x [..., Tn] along the last axis: numbers in (0, 1), each row summing to `count` within 1e-6.
 
-    `count` of Tn or more gives all ones. Once differentiable.
-    ValueError unless count >= 1 and temperature > 0.
+    x is floating and finite. `count` of Tn or more gives all ones. Once differentiable, in reverse mode.
+    TypeError or ValueError unless count >= 1 and temperature is in [1e-6, 3.4e38].
     """
-    if count < 1:
-        raise ValueError(f"count: expected at least 1, got {count}")
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected a positive number, got {temperature}")
-    return torch.ones_like(x) if count >= x.shape[-1] else SoftTopK.apply(x, count, temperature)
+    check_floating("x", x)
+    check_reverse_mode(x=x)
+    check_count("count", count)
+    check_temperature(temperature)
+    if x.dim() == 0:
+        raise ValueError(f"x: expected at least 1 dimension, got shape {tuple(x.shape)}")
+    if count >= x.shape[-1]:
+        return torch.ones_like(x)
+    soft, _ = SoftTopK.apply(x, count, temperature)
+    return soft
 
 
 @dataclass(frozen=True)
@@ -80,8 +105,9 @@ class Relaxation:
     """What stands in for the hard mask while the router is fitted: SoftTop-k at a temperature.
 
     scores: what SoftTop-k is applied to, "P_c" as printed, or "log P_c", whose blocks come in the same order but whose
-    differences do not shrink with the number of blocks. straight_through: SoftTop-k gives the gradient alone; the
-    forward pass takes the hard mask (0 raised to LEAST_WEIGHT, which bounds the gradient).
+    differences do not shrink with the number of blocks. temperature: in [1e-6, 3.4e38]. straight_through: SoftTop-k
+    gives the gradient alone; the forward pass takes the hard mask (0 raised to LEAST_WEIGHT, which bounds the
+    gradient). TypeError or ValueError name the field that doesn't fit.
     """
 
     scores: str = "log P_c"
@@ -89,10 +115,9 @@ class Relaxation:
     straight_through: bool = True
 
     def __post_init__(self):
-        if self.scores not in SCORES:
-            raise ValueError(f"scores: expected one of {SCORES}, got {self.scores!r}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature: expected a positive number, got {self.temperature}")
+        check_choice("scores", self.scores, SCORES)
+        check_temperature(self.temperature)
+        check_switches(straight_through=self.straight_through)
 
     @property
     def name(self) -> str:

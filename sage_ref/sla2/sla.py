@@ -20,6 +20,7 @@ class SLA(nn.Module):
     sparsity: share of key blocks that a query block leaves to the linear branch. skipped: share of key blocks, those
     with the lowest scores, that neither branch sees. Proj starts at zero: at first SLA is sparse attention.
     forward(query, key, value [B, H, N, D], GQA as in SLA2) -> [B, H, Nq, D]. Plain PyTorch, differentiable.
+    TypeError or ValueError name the argument that doesn't fit. Magnitudes: as in `sparse_linear_attention`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class SLA(nn.Module):
         return selected, seen & ~selected
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim)
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.proj.weight)
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = in_working_dtype(query, key, value)
             selected, linear = self.block_masks(q, k)

@@ -9,12 +9,13 @@ the O_s and L that the forward pass left.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.checks import refuse_second_derivative
+from sage_ref.derivatives import gradients_once
 from sage_ref.quantization import fake_quantize
 from sage_ref.shapes import working_dtype
 from sage_ref.sla2.algorithm import Sla2Backward, Sla2Forward
@@ -116,22 +117,34 @@ def sla2_backward(
 
 
 class SparseLinearFunction(torch.autograd.Function):
-    """`sla2_forward` and `sla2_backward` as one operation, differentiable once in query, key, value and alpha."""
+    """`sla2_forward` and `sla2_backward` as one operation, differentiable once in query, key, value and alpha.
+
+    (O, O_s, L), of which O alone has a gradient.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, query, key, value, block_mask, alpha, settings):
+    def forward(query, key, value, block_mask, alpha, settings):
         with torch.autocast(query.device.type, enabled=False):
             forward = sla2_forward(query, key, value, block_mask, alpha, settings)
-        ctx.save_for_backward(query, key, value, block_mask, alpha, forward.sparse_output, forward.log_sum_exp)
-        ctx.settings = settings
-        return forward.output.to(query.dtype)
+        return forward.output.to(query.dtype), forward.sparse_output, forward.log_sum_exp
 
     @staticmethod
-    def backward(ctx, grad_output):
-        refuse_second_derivative("SLA2's")
-        query, key, value, block_mask, alpha, *saved = ctx.saved_tensors
-        with torch.autocast(grad_output.device.type, enabled=False):
-            gradients = sla2_backward(grad_output, query, key, value, block_mask, alpha, *saved, ctx.settings)
-        inputs = (query, key, value, alpha)
-        dq, dk, dv, dalpha = (gradient.to(x.dtype) for gradient, x in zip(gradients, inputs, strict=True))
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.settings = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        compute = partial(_four_gradients, ctx.settings)
+        dq, dk, dv, dalpha = gradients_once("sparse_linear_attention", compute, grad_output, *ctx.saved_tensors)
         return dq, dk, dv, None, dalpha, None
+
+
+def _four_gradients(settings, grad_output, query, key, value, block_mask, alpha, *saved):
+    """dQ, dK, dV, dalpha in the dtypes of what they belong to."""
+    with torch.autocast(grad_output.device.type, enabled=False):
+        gradients = sla2_backward(grad_output, query, key, value, block_mask, alpha, *saved, settings)
+    return tuple(dx.to(x.dtype) for dx, x in zip(gradients, (query, key, value, alpha), strict=True))

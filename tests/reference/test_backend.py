@@ -105,7 +105,7 @@ def test_every_option_reaches_the_computation(inputs):
     for i, one in enumerate(results):
         assert not any(torch.equal(one, other) for other in results[:i])
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    output = SageBwdFunction.apply(*leaves, SageBwdSettings(**options))
+    output, _ = SageBwdFunction.apply(*leaves, SageBwdSettings(**options))
     expected = output, *torch.autograd.grad(output, leaves, tensors[3])
     for x, y in zip(with_gradients(*tensors, **options), expected, strict=True):
         assert torch.equal(x, y)
@@ -377,7 +377,7 @@ def test_every_option_of_sparse_linear_attention_reaches_the_computation(inputs)
     for i, one in enumerate(results):
         assert not any(torch.equal(one, other) for other in results[:i])
     settings = BlockSettings(16, 8, scale=0.4, quantize=True)
-    expected = SparseLinearFunction.apply(q, k, v, mask, alpha, settings)
+    expected, *_ = SparseLinearFunction.apply(q, k, v, mask, alpha, settings)
     assert torch.equal(sparse_linear(q, k, v, mask, alpha, scale=0.4, quantize=True), expected)
 
 

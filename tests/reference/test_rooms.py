@@ -8,7 +8,7 @@ from sage_ref.records import REPOSITORY
 
 FLOORS = {
     "sage_ref": (
-        {"attention", "quantization", "shapes", "smoothing", "checks", "backend", "records", "moved"},
+        {"attention", "quantization", "shapes", "smoothing", "checks", "derivatives", "backend", "records", "moved"},
         {"sagebwd", "sla2"},
         {"tracing", "models"},
         {"training"},

@@ -226,7 +226,7 @@ def test_gqa_is_attention_with_the_heads_repeated(inputs, kv_heads, is_causal):
     settings = SageBwdSettings(is_causal=is_causal, block_q=16, block_kv=16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     shared = [x.repeat_interleave(4 // kv_heads, 1) for x in leaves[1:]]
-    outputs = reference_attention(*leaves, settings), SageBwdFunction.apply(q, *shared, settings)
+    outputs = reference_attention(*leaves, settings), SageBwdFunction.apply(q, *shared, settings)[0]
     ours, expected = ((output, *torch.autograd.grad(output, leaves, do)) for output in outputs)
     for x, y in zip(ours, expected, strict=True):
         assert_close(x, y, atol=1e-12, rtol=0)
@@ -237,7 +237,7 @@ def test_autograd_hands_back_what_the_functions_compute(inputs, dtype):
     q, k, v, do = inputs(33, 40, 16, dtype=dtype)
     settings = SageBwdSettings(is_causal=True, smooth_q=True, block_q=16)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = SageBwdFunction.apply(*leaves, settings)
+    output, _ = SageBwdFunction.apply(*leaves, settings)
     gradients = torch.autograd.grad(output, leaves, do)
     by_hand, _, *gradients_by_hand = whole(q, k, v, do, settings)
     for ours, expected in zip((output, *gradients), (by_hand, *gradients_by_hand), strict=True):
@@ -247,9 +247,11 @@ def test_autograd_hands_back_what_the_functions_compute(inputs, dtype):
 
 def test_a_second_derivative_is_refused(inputs):
     leaves = [x.requires_grad_() for x in inputs(4, 4, 8)[:3]]
-    output = SageBwdFunction.apply(*leaves, SageBwdSettings())
-    with pytest.raises(RuntimeError, match="create_graph: expected False"):
-        torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
+    output, _ = SageBwdFunction.apply(*leaves, SageBwdSettings())
+    for loss in (output.sum(), output.square().sum()):
+        (gradient,) = torch.autograd.grad(loss, leaves[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="^sagebwd_attention: expected to be differentiated once, got a second"):
+            gradient.sum().backward()
 
 
 @pytest.mark.parametrize("granularity", ["block", "row"])

@@ -255,7 +255,7 @@ def test_autograd_hands_back_what_the_functions_compute(inputs, dtype, settings,
     alpha = alpha.float()
     leaves = [x.clone().requires_grad_() for x in (q, k, v, alpha)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = SparseLinearFunction.apply(*leaves[:3], mask, leaves[3], settings)
+        output, *_ = SparseLinearFunction.apply(*leaves[:3], mask, leaves[3], settings)
         gradients = torch.autograd.grad(output, leaves, do)
     forward, backward = whole((q, k, v, mask, alpha), do, settings)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -267,12 +267,16 @@ def test_autograd_hands_back_what_the_functions_compute(inputs, dtype, settings,
 
 def test_gradients_only_where_asked_and_no_second_one(inputs):
     q, k, v, do, mask, alpha = problem(inputs, 20, 20)
-    output = SparseLinearFunction.apply(q, k, v, mask, alpha.requires_grad_(), SMALL)
-    output.backward(do, retain_graph=True)
+    alpha.requires_grad_()
+    SparseLinearFunction.apply(q, k, v, mask, alpha, SMALL)[0].backward(do)
     assert alpha.grad.any()
     assert q.grad is None
-    with pytest.raises(RuntimeError, match="^create_graph: .* as SLA2's gradients have no derivative; got True$"):
-        torch.autograd.grad(output.square().sum(), alpha, create_graph=True)
+    q.requires_grad_()
+    output, *_ = SparseLinearFunction.apply(q, k, v, mask, alpha, SMALL)
+    for loss in (output.sum(), output.square().sum()):
+        (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
+        with pytest.raises(RuntimeError, match="^sparse_linear_attention: expected to be differentiated once, got a"):
+            gradient.sum().backward()
 
 
 @pytest.mark.parametrize("settings", [SMALL, INT8])

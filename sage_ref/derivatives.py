@@ -1,0 +1,35 @@
+"""Gradients written by hand that have no derivative of their own, under autograd, torch.func and torch.vmap."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class GradientsOnce(torch.autograd.Function):
+    """compute(*tensors), a tuple of gradients; whoever differentiates them again is told that it can't be done."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(compute, of, *tensors):
+        return compute(*tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.of = inputs[1]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"{ctx.of}: expected to be differentiated once, got a second derivative of it")
+
+
+def gradients_once(of: str, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """compute(*tensors): what the backward pass of the public function `of` returns.
+
+    A second derivative, by create_graph=True or by torch.func, is a RuntimeError when it is taken: else it would
+    silently lack terms. Compiled code has no second derivatives in any case.
+    """
+    if torch.compiler.is_compiling():  # which can't trace one function inside another
+        return compute(*tensors)
+    return GradientsOnce.apply(compute, of, *tensors)

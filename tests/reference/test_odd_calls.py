@@ -1,0 +1,343 @@
+"""Calls that an audit found unclean: kinds of tensors, numbers out of range, magnitudes, torch.func, torch.compile."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.testing import assert_close
+
+from sage_ref import SLA, SLA2, QKNorm, sagebwd_attention, sparse_linear_attention
+from sage_ref import backend as backends
+from sage_ref.attention import attention_backward, attention_forward
+from sage_ref.quantization import integer_matmul, quantize, quantized_matmul
+from sage_ref.sagebwd import SageBwdSettings
+from sage_ref.sla2 import BlockSettings, Relaxation, soft_top_k
+
+BLOCKS = {"block_q": 16, "block_kv": 8}
+SMALL = BLOCKS | {"sparsity": 0.5}
+MASK = torch.tensor([[True, False, True], [False, True, False]])
+dense = partial(sagebwd_attention, backend="reference")
+causal = partial(dense, is_causal=True, smooth_q=True)
+sparse = partial(sparse_linear_attention, block_mask=MASK, alpha=0.5, backend="reference", **BLOCKS)
+int8_sparse = partial(sparse, quantize=True)
+
+
+sla, sla2, soft_sla2 = SLA(8, 2, **SMALL), *(SLA2(8, 2, backend="reference", **SMALL).stage(i) for i in (2, 1))
+CALLS = {"dense": dense, "causal": causal, "sparse": sparse, "int8 sparse": int8_sparse, "SLA": sla, "SLA2": sla2}
+CALLS |= {"SLA2, stage 1": soft_sla2}
+EVERY = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+BY_HAND = pytest.mark.parametrize(
+    "call", [call for name, call in CALLS.items() if name != "SLA"], ids=[name for name in CALLS if name != "SLA"]
+)
+
+
+def drawn(*lead, n=20, head_dim=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*lead, 1, 2, n, head_dim, generator=generator).to(dtype) for _ in range(3)]
+
+
+def with_gradients(call, tensors):
+    """O, dQ, dK, dV of the sum of squares."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    output = call(*leaves)
+    return output.detach(), *torch.autograd.grad(output.square().sum(), leaves)
+
+
+# Kinds of tensors
+
+
+KINDS = {
+    "sparse": (lambda x: x.to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
+    "mkldnn": (lambda x: x.to_mkldnn(), TypeError, "a dense tensor, got torch._mkldnn"),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[0]]), TypeError, "a dense tensor, got a nested one"),
+    "meta": (lambda x: x.to("meta"), ValueError, "a device that holds data, got meta"),
+    "complex": (lambda x: x.cfloat(), TypeError, "dtype float16, bfloat16, float32 or float64, got torch.complex64"),
+    "integer": (lambda x: x.int(), TypeError, "dtype float16, bfloat16, float32 or float64, got torch.int32"),
+    "quantised": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), TypeError, "dtype float16, .*qint8"),
+    "a list": (torch.Tensor.tolist, TypeError, "a torch.Tensor, got list"),
+}
+TAKERS = CALLS | {
+    "initialize_alpha": lambda q, k, v: SLA2(8, 2, **SMALL).initialize_alpha(q, k),
+    "QKNorm": lambda q, k, v: QKNorm(8)(q, k),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of layouts that it is going to drop
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_tensor_of_another_kind_is_named(taker, kind):
+    change, error, message = KINDS[kind]
+    q, k, v = drawn()
+    for name, tensors in (("query", (change(q), k, v)), ("key", (q, change(k), v))):
+        with pytest.raises(error, match=f"^{name}: expected {message}"):
+            TAKERS[taker](*tensors)
+
+
+@EVERY
+def test_subclasses_negated_views_and_inference_tensors_work(call):
+    class Subclass(torch.Tensor):
+        pass
+
+    tensors = drawn()
+    expected = call(*tensors)
+    assert torch.equal(call(*(x.as_subclass(Subclass) for x in tensors)), expected)
+    negated = [torch.complex(x, -x).conj().imag for x in tensors]
+    assert all(x.is_neg() for x in negated)
+    assert_close(call(*negated), expected)
+    with torch.inference_mode():
+        inferred = [x.clone() for x in tensors]
+    leaf = tensors[1].clone().requires_grad_()
+    output = call(inferred[0], leaf, inferred[2])
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert leaf.grad.any()
+
+
+def test_masks_alphas_and_protected_keys_are_dense_and_where_they_can_be_read():
+    q, k, v = drawn()
+    for name, bad, message in (
+        ("block_mask", MASK.to_sparse(), "a dense tensor, got torch.sparse_coo"),
+        ("alpha", torch.tensor([0.5]).to_sparse(), "a dense tensor, got torch.sparse_coo"),
+        ("alpha", torch.tensor([0.5]).to_mkldnn(), "a dense tensor, got torch._mkldnn"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected {message}$"):
+            sparse(q, k, v, **{name: bad})
+    protect = torch.zeros(20).bool()
+    for stage in (1, 2):
+        model = SLA2(8, 2, backend="reference", **SMALL).stage(stage)
+        with pytest.raises(ValueError, match="^protect: expected a device that holds data, got meta$"):
+            model(q, k, v, protect.to("meta"))
+        with pytest.raises(TypeError, match="^protect: expected a dense tensor"):
+            model(q, k, v, protect.to_sparse())
+
+
+@pytest.mark.parametrize("module", [SLA(8, 2), SLA2(8, 2), QKNorm(8)], ids=["SLA", "SLA2", "QKNorm"])
+def test_a_module_says_that_it_is_on_another_device(module):
+    q, k, v = drawn()
+    with pytest.raises(ValueError, match="^query: expected the device of the module, meta, got cpu$"):
+        module.to("meta")(*((q, k) if isinstance(module, QKNorm) else (q, k, v)))
+
+
+# Numbers and options
+
+
+OUT_OF_RANGE = [
+    *((partial(dense, *drawn(), scale=x), "scale") for x in (10**400, -(10**5000), 1e300, 10**40)),
+    *((partial(sparse, *drawn(), scale=x), "scale") for x in (10**400, 1e300)),
+    *((partial(sparse, *drawn(), alpha=x), "alpha") for x in (10**400, math.nan, math.inf, -0.1, 1.1)),
+    *((partial(sparse, *drawn(), block_q=x), "block_q") for x in (10**400, 2**31)),
+    *((partial(dense, *drawn(), granularity=x), "granularity") for x in (torch.ones(2).numpy(), "x" * 1000)),
+    *((partial(QKNorm, x), "head_dim") for x in (0, -1, 1.5, "8", None, True, 2**63)),
+    *((partial(SLA2, 8, 2, relaxation=x), "relaxation") for x in (None, "soft", 1, Relaxation)),
+    *((partial(Relaxation, temperature=x), "temperature") for x in ("1", True, math.inf, 1e-300, 10**400)),
+    *((partial(Relaxation, straight_through=x), "straight_through") for x in (1, "no")),
+    *((SLA2(8, 2).stage, "number", x) for x in (True, torch.tensor([1, 2]))),
+    *((partial(SageBwdSettings, block_q=x), "block_q") for x in ("64", 1.5, True)),
+    *((partial(SageBwdSettings, exact_matmuls=x), "exact_matmuls") for x in (None, "dP")),
+    (partial(SageBwdSettings, smooth_k=1), "smooth_k"),
+    (partial(SageBwdSettings, scale=math.nan), "scale"),
+    (partial(BlockSettings, quantize=1), "quantize"),
+    (partial(BlockSettings, scale="1"), "scale"),
+    *((partial(soft_top_k, torch.ones(4), x), "count") for x in (1.5, "2", True)),
+    (partial(soft_top_k, torch.ones(4).int(), 2), "x"),
+    (partial(soft_top_k, torch.ones(()), 2), "x"),
+    *((partial(quantize, torch.ones(4, 4), x), "block_shape") for x in (3, (1,), (0, 1), (1.5, 2))),
+    *((partial(quantize, x), "x") for x in (None, torch.ones(4), torch.ones(0, 4), torch.ones(4, 4).int())),
+    (partial(integer_matmul, torch.ones(2, 3).char(), torch.ones(2, 3).char()), "b"),
+    (partial(integer_matmul, torch.ones(2, 3, 3).char(), torch.ones(4, 3, 3).char()), "b"),
+    (partial(integer_matmul, None, torch.ones(2, 3).char()), "a"),
+    (partial(quantized_matmul, torch.ones(2, 3), torch.ones(3, 2)), "a"),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "arguments"), [(*row[:2], row[2:]) for row in OUT_OF_RANGE])
+def test_what_is_out_of_range_is_named_in_a_short_line(call, name, arguments):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .+, got ") as caught:
+        call(*arguments)
+    assert len(str(caught.value)) < 200
+
+
+def test_integers_are_as_good_as_floats_for_a_scale():
+    tensors = drawn()
+    assert torch.equal(dense(*tensors, scale=2), dense(*tensors, scale=2.0))
+    assert dense(*tensors, scale=10**20).isfinite().all()  # no 64-bit integer
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_blocks_longer_than_the_sequence_are_the_sequence(quantize):
+    tensors = drawn()
+    once = partial(sparse_linear_attention, block_mask=MASK[:1, :1], alpha=0.5, quantize=quantize, backend="reference")
+    expected = with_gradients(partial(once, block_q=20, block_kv=20), tensors)
+    longer = with_gradients(partial(once, block_q=2**31 - 1, block_kv=2**31 - 1), tensors)
+    for x, y in zip(longer, expected, strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(quantize_all(2**31 - 1), quantize_all(None))
+
+
+def quantize_all(rows):
+    return quantize(drawn()[0], (rows, None)).dequantize()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_alpha_is_not_initialised_from_nan(name, bad):
+    tensors = dict(zip(("query", "key"), drawn(), strict=False))
+    tensors[name][0, 1, 3, 2] = bad
+    model = SLA2(8, 2, **SMALL)
+    before = model.alpha_logit.clone()
+    came = f"{abs(bad):g}".replace("+", r"\+")
+    with pytest.raises(ValueError, match=rf"^{name}: expected finite numbers, at most 1e\+15, got {came}$"):
+        model.initialize_alpha(**tensors)
+    assert torch.equal(model.alpha_logit, before)
+
+
+# Magnitudes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_are_finite_where_scores_are_huge(dtype, is_causal):
+    """S - L cancels: with float16's largest numbers in Q and K, P was exp(8192) in single entries."""
+    q, k, v = drawn(n=150, head_dim=32)
+    size = 6e4 if dtype == torch.float16 else 1e15
+    tensors = [(x / x.abs().max() * size).to(dtype).float() for x in (q, k)]  # in 16 bit not every gradient fits
+    for x in with_gradients(partial(dense, is_causal=is_causal), (*tensors, v)):
+        assert x.isfinite().all()
+    output = dense(*(x.to(dtype) for x in tensors), v.to(dtype), is_causal=is_causal)
+    assert output.dtype == dtype
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["value", "grad_output"])
+def test_large_values_and_gradients_only_scale_the_result(name):
+    q, k, v = drawn(n=40, head_dim=16)
+    do = v.flip(2)
+    factor = 2.0**49  # 5.6e14, a power of two: rounding does not notice
+    leaves = [x.clone().requires_grad_() for x in (q, k, v * (factor if name == "value" else 1))]
+    found = torch.autograd.grad(dense(*leaves), leaves, do * (1 if name == "value" else factor))
+    forward = attention_forward(q, k, v)
+    exact = attention_backward(do, q, k, v, forward.output, forward.log_sum_exp)[:3]
+    for x, y, scaled in zip(found, exact, (True, True, name == "grad_output"), strict=True):
+        assert (x / (factor if scaled else 1) - y).norm() < 0.05 * y.norm()
+
+
+def test_numbers_too_small_for_int8_scales_count_as_zeros():
+    q, k, v = drawn()
+    tiny = torch.full_like(v, 1e-38)
+    assert not dense(q, k, tiny).any()
+    assert dense(q, k, tiny * 1000).all()
+    assert_close(dense(q * 1e-40, k, v), v.mean(2, keepdim=True).expand_as(v), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e10, 1e19, 3e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_qk_norm_squares_nothing_that_overflows(size, dtype):
+    q = (drawn()[0] / 5).clamp(-1, 1)
+    norm = QKNorm(8)
+    leaf = (q * size).to(dtype).requires_grad_()
+    found, _ = norm(leaf, leaf)
+    wide = leaf.detach().double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close(found.double(), exact, atol=1e-6 if dtype == torch.float32 else 0.01, rtol=0.01)
+    (found * q.to(dtype)).sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+# torch.func, torch.vmap, second derivatives
+
+
+@EVERY
+def test_torch_func_gives_autograds_gradients(call):
+    tensors = drawn()
+    _, *expected = with_gradients(call, tensors)
+
+    def loss(*tensors):
+        return call(*tensors).square().sum()
+
+    for gradients in (grad(loss, (0, 1, 2))(*tensors), vjp(loss, *tensors)[1](torch.ones(()))):
+        for x, y in zip(gradients, expected, strict=True):
+            assert_close(x, y, atol=1e-6, rtol=1e-5)
+
+
+@EVERY
+def test_vmap_is_a_loop(call):
+    tensors = drawn(3)
+    each = [with_gradients(call, one) for one in zip(*tensors, strict=True)]
+    assert_close(vmap(call)(*tensors), torch.stack([one[0] for one in each]), atol=1e-6, rtol=1e-5)
+    gradients = vmap(grad(lambda *x: call(*x).square().sum(), (0, 1, 2)))(*tensors)
+    for x, y in zip(gradients, list(zip(*each, strict=True))[1:], strict=True):
+        assert_close(x, torch.stack(y), atol=1e-5, rtol=1e-4)
+    q, k, v = tensors
+    shared = vmap(call, (None, 0, None))(q[0], k, v[0])
+    assert_close(shared, torch.stack([call(q[0], one, v[0]) for one in k]), atol=1e-6, rtol=1e-5)
+
+
+def test_jacrev_works():
+    q, k, v = drawn(n=5)
+    rows = jacrev(lambda q: dense(q, k, v).sum(1))(q)
+    leaf = q.clone().requires_grad_()
+    (row,) = torch.autograd.grad(dense(leaf, k, v).sum(1)[0, 3, 2], leaf)
+    assert_close(rows[0, 3, 2], row)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by make_dual itself
+@BY_HAND
+def test_forward_mode_is_refused(call):
+    q, k, v = drawn()
+    message = "^(query|x): expected reverse mode .*, got forward mode"
+    with pytest.raises(ValueError, match=message):
+        jvp(call, (q, k, v), (q, k, v))
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=message):
+        call(forward_ad.make_dual(q, q), k, v)
+
+
+@BY_HAND
+def test_a_second_derivative_is_refused_also_by_torch_func(call):
+    q, k, v = drawn()
+    name = {soft_sla2: "soft_top_k", dense: "sagebwd_attention", causal: "sagebwd_attention"}
+    message = f"^{name.get(call, 'sparse_linear_attention')}: expected to be differentiated once, got a second"
+
+    def first(q):
+        return grad(lambda q: call(q, k, v).square().sum())(q).sum()
+
+    with pytest.raises(RuntimeError, match=message):
+        grad(first)(q)
+    leaf = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(call(leaf, k, v).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        gradient.sum().backward()
+
+
+def test_the_kernels_are_not_for_torch_func(stand_in):
+    kernels = stand_in("sagebwd")
+    q, k, v = drawn(2)
+    with pytest.raises(ValueError, match="^backend: expected 'triton' to be usable, but .* torch.func and torch.vmap$"):
+        vmap(partial(sagebwd_attention, backend="triton"))(q, k, v)
+    with pytest.warns(UserWarning, match=r"uses the reference, because .* torch.func and torch.vmap\.$"):
+        assert torch.equal(vmap(sagebwd_attention)(q, k, v), vmap(dense)(q, k, v))
+    assert not kernels.calls
+    assert backends.why_not_triton(lambda: None) is None
+
+
+# torch.compile
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+def test_compiled_it_is_one_graph_with_the_same_numbers():
+    """`test_sla2_module.py` has the same for the modules, which call SLA2's functions."""
+    torch._dynamo.reset()
+    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager")
+    tensors = drawn()
+    for x, y in zip(with_gradients(compiled, tensors), with_gradients(causal, tensors), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_for_any_length_without_a_graph_break():
+    torch._dynamo.reset()
+    compiled = torch.compile(dense, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (20, 37):
+        assert torch.equal(compiled(*drawn(n=n)), dense(*drawn(n=n)))
