@@ -57,17 +57,24 @@ def make_stubs(options, parser) -> int:
 
 
 def grade(options, parser) -> int:
-    """0 when the grading worked, whatever the score; 1 if a grader broke."""
+    """0 when the grading worked, whatever the score; 1 if a grader broke or a grading crashed."""
     if (options.name is None) != options.all:
         parser.error("expected one exercise or --all")
     names = exercise_names() if options.all else [_full_name(options.name, parser)]
-    folder, seeds, results = options.submission or ROOT, grading.seeds_of_grading(options.seed), []
+    if options.submission and not options.submission.is_dir():
+        parser.error(f"--submission: expected a folder, got {options.submission}")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that exists, got {options.json}")
+    try:
+        seeds = grading.seeds_of_grading(options.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    folder, results = grading.submission_folder(options.submission) if options.submission else ROOT, []
     with Sandbox() as sandbox:
         if sandbox.note:
             print(sandbox.note, file=sys.stderr)
         for name in names:
-            source = grading.read_submission(folder, name, alone=not options.all)
-            result = grading.grade(grading.load_grader(name), source, seeds, sandbox)
+            result = grading.grade_folder(folder, name, seeds, sandbox, alone=not options.all)
             print(grading.table(result), flush=True)
             if not options.all and result.printed:
                 print("  what it printed:", *result.printed.splitlines()[-20:], sep="\n    ")
@@ -78,7 +85,7 @@ def grade(options, parser) -> int:
         print(f"\n{sum(x.score or 0 for x in results):g} of {sum(x.max_score for x in results):g} points")
     if options.json:
         options.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
-    return 1 if any(result.broken for result in results) else 0
+    return 1 if any(result.broken or result.error for result in results) else 0
 
 
 def check(options, parser) -> int:
@@ -96,7 +103,10 @@ def package(options, parser) -> int:
     from exercises import gradescope
 
     names = [_full_name(name, parser) for name in options.names] or exercise_names()
-    seeds = json.loads(options.seeds.read_text()) if options.seeds else grading.fresh_seeds()
+    try:
+        seeds = grading.read_seeds(options.seeds) if options.seeds else grading.fresh_seeds()
+    except ValueError as error:
+        parser.error(f"--seeds: {error}")
     for path in gradescope.package(options.folder, names, seeds):
         print(f"wrote {path}")
     return 0

@@ -15,7 +15,10 @@ from exercises import ROOT, exercise_names, grading
 from exercises.isolation import Sandbox
 from sage_ref.records import replaced
 
-FRAMEWORK = ("__init__.py", "__main__.py", "grading.py", "isolation.py", "wire.py", "worker.py")
+FRAMEWORK = (
+    *("__init__.py", "__main__.py", "confinement.py", "grading.py", "isolation.py", "leftovers.py", "wire.py"),
+    "worker.py",
+)
 PINNED = ("safetensors", "torch", "triton", "numpy")  # what grading needs, under constraints.txt
 ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -23,7 +26,7 @@ SETUP = f"""#!/usr/bin/env bash
 # Runs once, as root, when Gradescope builds the container.
 set -euo pipefail
 apt-get update
-apt-get install -y python3
+apt-get install -y python3 bubblewrap
 python=python3
 if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     apt-get install -y python3.11
@@ -83,7 +86,7 @@ def results_json(results: list[grading.ExerciseResult], weights: dict[str, float
                 }
             )
     return {
-        "execution_time": round(sum(result.seconds for result in results), 3),
+        "execution_time": round(sum(result.seconds for result in results)),  # a fraction could say something of inputs
         "output_format": "text",
         "test_output_format": "text",
         "test_name_format": "text",
@@ -94,21 +97,25 @@ def results_json(results: list[grading.ExerciseResult], weights: dict[str, float
 
 
 def grade_submission(submission: Path, destination: Path) -> int:
-    """Grade every exercise of this package; 0 and a results.json, or 1 and none if a grader broke."""
-    weights = json.loads((ROOT / "weights.json").read_text())
-    if (submission / "exercises").is_dir():  # a whole repository was handed in
-        submission = submission / "exercises"
-    seeds, results = grading.seeds_of_grading(), []
+    """Grade every exercise of this package; 0 and a results.json, or 1 and none if a grader broke.
+
+    An exercise whose grading crashes twice outside of its grader has 0 points and says so; the others keep theirs.
+    """
     destination.unlink(missing_ok=True)
+    weights = json.loads((ROOT / "weights.json").read_text())
+    seeds, results = grading.seeds_of_grading(), []
+    folder = grading.submission_folder(submission)
     with Sandbox() as sandbox:
+        if sandbox.note:
+            print(sandbox.note)
         for name in exercise_names():
-            source = grading.read_submission(submission, name, alone=len(weights) == 1)
-            results.append(grading.grade(grading.load_grader(name), source, seeds, sandbox))
+            results.append(grading.grade_folder(folder, name, seeds, sandbox, alone=len(weights) == 1))
             print(grading.table(results[-1]))
+    print(*(x.error for x in results if x.error), sep="\n")
     try:
         content = results_json(results, weights)
     except ValueError as error:
-        print("THE GRADER BROKE; there is no score.", error, *(x.error for x in results if x.error), sep="\n")
+        print("THE GRADER BROKE; there is no score.", error, sep="\n")
         return 1
     with replaced(destination) as temporary:
         temporary.write_text(json.dumps(content, indent=1))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from exercises import ROOT, exercise_names
 from exercises.isolation import Buffer, ChildError, Guarded, Sandbox
+from exercises.wire import WireError
 from sage_ref.quantization import quantize
 from sage_ref.tracing import relative_l2
 
@@ -30,6 +31,8 @@ HIDDEN_SEEDS = 2
 SPEED_SECONDS = 1.0
 FILE_LIMIT = 2**20  # bytes of a submission
 TYPICAL_ROW, WHOLE = 1e-4, 6e-3  # relative errors that rounding_distance counts as 1
+FEEDBACK_LIMIT = 500  # characters of one test's feedback
+CRASHED = "grading this exercise crashed twice; tell your instructor, who has the reason in the log"
 NOT_JUDGED = "can't be judged before the tests above pass"
 StudentError = ChildError
 # What arithmetic on tensors of the wrong shape or type raises.
@@ -217,7 +220,10 @@ class Student:
     student.f(*arguments, **keywords)                      the result
     student.f.gradients(*arguments, upstream=dO)           (result, gradient or None of each tensor argument)
     student.f.in_place(*arguments)                         (result, the arguments as the call left them)
+    student.f.casts(*arguments)                            (result, whether NaN or infinity became an integer)
+    student.launches                                       how many Triton kernels the last call launched
     Arguments may be Guarded(tensor) with in_place: they come back as Buffer(tensor, intact).
+    What the submission's process says of casts, launches and margins helps an honest mistake; a forger can change it.
     """
 
     def __init__(self, grader: Grader, source: bytes, sandbox: Sandbox):
@@ -225,7 +231,7 @@ class Student:
         self._child = None
         self._deadline = time.monotonic() + sandbox.limits.exercise_seconds
         self._device = "cuda" if grader.triton and torch.cuda.is_available() else "cpu"
-        self.printed = ""
+        self.printed, self.launches = "", 0
 
     def __getattr__(self, name: str) -> "Function":
         if name not in self._grader.returns:
@@ -247,6 +253,11 @@ class Student:
             if error.fatal:
                 self.close()
             raise StudentError(*message) from error
+        except WireError as error:
+            if not _holds_claimed((arguments, keywords, how)):
+                raise
+            raise StudentError(f"{name} can't be called with what was returned before") from error
+        self.launches = self._child.launches
         result = answer[0] if how.get("mode") else answer
         expected = self._grader.returns[name]
         if expected is not None and not _is_a(result, expected):
@@ -276,14 +287,27 @@ class Claimed(Tensor):
 
 
 def _claimed(answer):
-    """The answer with each tensor in it marked as Claimed."""
+    """The answer with each tensor in it marked as Claimed, and no integer that a float can't hold."""
     if isinstance(answer, Tensor):
         return answer.as_subclass(Claimed)
     if isinstance(answer, Buffer):
         return answer._replace(tensor=answer.tensor.as_subclass(Claimed))
     if isinstance(answer, tuple):
         return tuple(map(_claimed, answer))
-    return {key: _claimed(item) for key, item in answer.items()} if isinstance(answer, dict) else answer
+    if isinstance(answer, dict):
+        return {key: _claimed(item) for key, item in answer.items()}
+    if isinstance(answer, int) and abs(answer) >= 2**63:
+        raise StudentError("returned an integer of more than 64 bits")
+    return answer
+
+
+def _holds_claimed(value):
+    """Whether a value is or holds what the submission returned."""
+    if isinstance(value, tuple | list):
+        return any(map(_holds_claimed, value))
+    if isinstance(value, dict):
+        return any(map(_holds_claimed, value.values()))
+    return isinstance(value.tensor if isinstance(value, Guarded) else value, Claimed)
 
 
 class Function:
@@ -302,6 +326,9 @@ class Function:
     def in_place(self, *arguments: Any, **keywords: Any) -> tuple[Any, tuple[Any, ...]]:
         return self._student._call(self._name, arguments, keywords, mode="in_place")
 
+    def casts(self, *arguments: Any, **keywords: Any) -> tuple[Any, bool]:
+        return self._student._call(self._name, arguments, keywords, mode="casts")
+
 
 def _is_a(value, expected):
     if isinstance(expected, tuple):
@@ -315,7 +342,8 @@ def _is_a(value, expected):
 def _words(expected):
     if isinstance(expected, tuple):
         return f"a tuple of {len(expected)} ({', '.join(map(_words, expected))})"
-    return {Tensor: "a tensor", float: "a number", int: "an integer", None: "None"}.get(expected, str(expected))
+    kinds = {Tensor: "a tensor", float: "a number", int: "an integer", dict: "a dictionary", None: "None"}
+    return kinds.get(expected, str(expected))
 
 
 def _words_of(value):
@@ -364,7 +392,7 @@ class ExerciseResult:
         """For --json: nothing that the submission printed."""
         tests = [dataclasses.asdict(test) | {"score": test.score} for test in self.tests]
         scores = {"score": self.score, "max_score": self.max_score}
-        return {"exercise": self.exercise, **scores, "seconds": round(self.seconds, 3), "tests": tests}
+        return {"exercise": self.exercise, **scores, "seconds": round(self.seconds), "tests": tests}
 
 
 def grade(
@@ -389,6 +417,23 @@ def grade(
     return ExerciseResult(grader.name, results, time.monotonic() - start, student.printed, "\n".join(errors) or None)
 
 
+def grade_folder(folder: Path, name: str, seeds: Sequence[Any], sandbox: Sandbox, *, alone: bool) -> ExerciseResult:
+    """The result of one exercise of a submission; whatever goes wrong with it costs no other exercise its score."""
+    try:
+        grader = load_grader(name)
+    except Exception as error:
+        broken = TestResult("grader.py can be loaded", 1, "broken", None, "the grader broke")
+        return ExerciseResult(name, [broken], 0.0, error="".join(traceback.format_exception(error)))
+    for _ in range(2):
+        try:
+            return grade(grader, read_submission(folder, name, alone=alone), seeds, sandbox)
+        except Exception as error:  # outside of a test: no error of a grader
+            crash = "".join(traceback.format_exception(error))
+            sandbox.restart()
+    results = [TestResult(test.name, test.points, "failed", None, CRASHED) for test in grader.tests]
+    return ExerciseResult(name, results, 0.0, error=crash)
+
+
 def _run(grader, test, student, seeds, failed_before, errors):
     """One test on all seeds, up to the first that fails."""
     if test.needs_gpu and not torch.cuda.is_available():
@@ -403,7 +448,8 @@ def _run(grader, test, student, seeds, failed_before, errors):
         try:
             test.function(student, Draw(seed, grader.name, test.name))
         except StudentError as error:
-            return TestResult(test.name, test.points, "failed", None, (str(error) if visible else error.shown) + where)
+            feedback = " ".join((str(error) if visible else error.shown).split())[:FEEDBACK_LIMIT] + where
+            return TestResult(test.name, test.points, "failed", None, feedback)
         except Failed as failure:
             key = str(failure)
             if key in grader.hints:
@@ -430,15 +476,31 @@ def load_grader(name: str) -> Grader:
     return module.grader
 
 
+def submission_folder(folder: Path) -> Path:
+    """Where the exercises lie in what was handed in: here, in the only folder of a zip, or in `exercises` of either."""
+    for _ in range(2):
+        inside = [path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX"))]
+        if _is_real_folder(folder / "exercises"):
+            return folder / "exercises"
+        if len(inside) != 1 or not _is_real_folder(inside[0]) or inside[0].name in exercise_names():
+            break
+        (folder,) = inside
+    return folder
+
+
+def _is_real_folder(path):
+    return path.is_dir() and not path.is_symlink()
+
+
 def read_submission(folder: Path, name: str, *, alone: bool) -> bytes | None:
     """What was handed in for an exercise: FOLDER/NAME/exercise.py, FOLDER/NAME.py or, if alone, FOLDER/exercise.py.
 
-    Symbolic links out of the folder are no submission: the grader may read files that a student may not.
+    Symbolic links are no submission: the grader may read files that a student may not.
     """
-    root = folder.resolve()
-    for path in (root / name / "exercise.py", root / f"{name}.py", *([root / "exercise.py"] if alone else [])):
-        if path.is_file() and path.resolve().is_relative_to(root):
-            with path.open("rb") as file:
+    for path in (Path(name, "exercise.py"), Path(f"{name}.py"), *([Path("exercise.py")] if alone else [])):
+        steps = [folder / above for above in (path, *path.parents[:-1])]
+        if (folder / path).is_file() and not any(step.is_symlink() for step in steps):
+            with (folder / path).open("rb") as file:
                 return file.read(FILE_LIMIT + 1)
     return None
 
@@ -448,7 +510,19 @@ def seeds_of_grading(seed: int | None = None) -> list[Any]:
     recorded = ROOT / "hidden_seeds.json"
     if seed is not None:
         return [VISIBLE_SEED, *(f"{seed}.{i}" for i in range(HIDDEN_SEEDS))]
-    return [VISIBLE_SEED, *(json.loads(recorded.read_text()) if recorded.exists() else fresh_seeds())]
+    return [VISIBLE_SEED, *(read_seeds(recorded) if recorded.exists() else fresh_seeds())]
+
+
+def read_seeds(path: Path) -> list[str]:
+    """The hidden seeds of a file. ValueError if it holds anything else, since nothing would be hidden then."""
+    try:
+        seeds = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a JSON list of hidden seeds, got an error: {error}") from error
+    strings = isinstance(seeds, list) and all(isinstance(seed, str) and seed for seed in seeds)
+    if not strings or not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"{path}: expected a JSON list of different texts, at least one, got {str(seeds)[:100]}")
+    return seeds
 
 
 def fresh_seeds() -> list[str]:

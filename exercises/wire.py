@@ -19,7 +19,8 @@ from torch import Tensor
 
 LENGTHS = struct.Struct("<IQ")
 JSON_LIMIT = 2**20
-MESSAGE_LIMIT = 2**26  # bytes of tensors in one message
+MESSAGE_LIMIT = 2**26  # bytes of tensors in one message; an answer may have half of it at most
+HEADER_LIMIT = 2**16  # bytes of names and shapes of tensors
 TEXT_LIMIT = 10_000  # characters of one string
 LEAF_LIMIT = 256
 DEPTH_LIMIT = 8
@@ -74,32 +75,44 @@ def decode(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     raise WireError("returned something that can't be read")
 
 
-def pack(content: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+def pack(content: dict[str, Any], tensors: dict[str, Tensor], limit: int = MESSAGE_LIMIT // 2) -> bytes:
+    """The bytes of a message. WireError for more than `limit` bytes of tensors."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if size > MESSAGE_LIMIT // 2:
-        raise WireError(f"returned {size / 2**20:.0f} MiB of tensors, more than the {MESSAGE_LIMIT // 2**21} allowed")
+    if size > limit:
+        raise WireError(f"returned {size / 2**20:.3g} MiB of tensors, more than the {limit / 2**20:.3g} allowed")
     text, block = json.dumps(content).encode(), safetensors.torch.save(tensors)
     if len(text) > JSON_LIMIT:
         raise WireError("returned more text than is allowed")
     return LENGTHS.pack(len(text), len(block)) + text + block
 
 
-def read(descriptor: int, deadline: float = math.inf, ended: int | None = None) -> tuple[dict, dict[str, Tensor]]:
+def read(
+    descriptor: int, deadline: float = math.inf, ended: int | None = None, limit: int = MESSAGE_LIMIT // 2
+) -> tuple[dict, dict[str, Tensor]]:
     """The next message. EOFError if the sender is gone, TimeoutError at `deadline` (time.monotonic), or WireError.
 
     ended: a descriptor that becomes readable when the sender has ended, although another holds the pipe open.
+    limit: bytes of its tensors.
     """
     text_size, block_size = LENGTHS.unpack(_read_exactly(descriptor, LENGTHS.size, deadline, ended))
-    if text_size > JSON_LIMIT or block_size > MESSAGE_LIMIT:
+    if text_size > JSON_LIMIT or block_size > limit + HEADER_LIMIT:
         raise WireError("returned more than is allowed")
     text = _read_exactly(descriptor, text_size, deadline, ended)
     block = _read_exactly(descriptor, block_size, deadline, ended)
+    return parse(text, block, limit)
+
+
+def parse(text: bytes, block: bytes, limit: int = MESSAGE_LIMIT // 2) -> tuple[dict, dict[str, Tensor]]:
+    """The content and the tensors of a message's two parts; WireError, and nothing else, if they aren't any."""
     try:
         content = json.loads(text)
         tensors = safetensors.torch.load(block)
-    except (ValueError, RecursionError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+    except Exception as error:  # whatever goes wrong while reading is the sender's
         raise WireError("returned something that can't be read") from error
-    if not isinstance(content, dict) or any(tensor.dtype not in DTYPES for tensor in tensors.values()):
+    # A shape without elements may still be one that no result of it fits into memory, [0, 2**40] say.
+    sizes = (x.element_size() * math.prod(max(1, length) for length in x.shape) for x in tensors.values())
+    fits = len(tensors) <= LEAF_LIMIT + 1 and max(sizes, default=0) <= limit
+    if not isinstance(content, dict) or not fits or any(x.dtype not in DTYPES for x in tensors.values()):
         raise WireError("returned something that can't be read")
     return content, tensors
 

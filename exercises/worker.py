@@ -1,9 +1,9 @@
 """What runs beside the grader: a server that imports torch once and forks a limited child for each submission.
 
-Started as `python -I worker.py CONTROL`. CONTROL is a socket: {"start": limits} with four descriptors forks a child,
-{"stop": true} ends it and all it left behind. The server holds no seed, no expected answer and no grader; so neither
-does the memory that a child inherits. The child imports the submission and answers calls: what it answers is a claim,
-never a verdict.
+Started as `python -I worker.py CONTROL FOLDER`. CONTROL is a socket: {"start": limits} with five descriptors forks a
+child, {"stop": true} ends it and removes all it left behind. FOLDER is where children have their files. The server
+holds no seed, no expected answer and no grader; so neither does the memory that a child inherits. The child imports the
+submission and answers calls: what it answers is a claim, never a verdict.
 """
 
 import contextlib
@@ -15,12 +15,18 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 BLOCKED = ("sage_ref", "sage_kernels", "exercises")
 TEXT_LIMIT = 300
+END_SECONDS = 10.0  # to end a submission's processes
 # What torch and Triton import at their first use, and what a submission may want. Once here it costs no child anything,
 # and a child can import it even where its user may not enter the folder of the Python installation.
 PRELOADED = (
@@ -49,45 +55,102 @@ class Blocked:
             raise ImportError(f"{name} isn't available to a submission: write it yourself")
 
 
-def serve(control: socket.socket) -> None:
+class Running(NamedTuple):
+    """One submission's processes and what there is to end and clean up."""
+
+    child: int
+    scratch: Path
+    uid: int | None
+    spare: int | None
+    watcher: int | None
+    report: int | None  # where the watcher says why it ended the child
+
+
+def serve(control: socket.socket, folder: Path) -> None:
     """Fork, end and clean up children until the grader closes the socket."""
-    child = uid = None
+    running = None
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 2**16, 4)
+        message, descriptors, _, _ = socket.recv_fds(control, 2**16, 5)
         command = json.loads(message) if message else {}
-        status = _end(child, uid)
-        child = None
-        if "start" in command:
-            uid = command["start"]["uid"]
-            child = os.fork()
-            if child == 0:
-                control.close()
-                become_child(command["start"], *descriptors)  # doesn't return
+        reply, sent = _end(running) if running is not None else {"status": None, "reason": ""}, []
+        running = None
+        try:
+            if "start" in command:
+                running = _start(command["start"], folder, control, descriptors)
+                if hasattr(os, "pidfd_open"):  # a number of this namespace would mean nothing to the grader
+                    sent.append(os.pidfd_open(running.child))
+        except OSError as error:  # nothing of a submission runs or is left by now
+            reply["error"] = str(error)
         for descriptor in descriptors:
             os.close(descriptor)
         if not message:
             return
-        control.send(json.dumps({"child": child, "status": status}).encode())
+        socket.send_fds(control, [json.dumps(reply).encode()], sent)
+        for descriptor in sent:
+            os.close(descriptor)
 
 
-def _end(child, uid):
-    """Kill the child and every process it started. The child's exit code if it had ended by itself, else None."""
-    if child is None:
-        return None
-    code = _reap(child)
+def _start(limits, folder, control, descriptors):
+    """Fork a child for the submission whose file is the last descriptor, and as root a process that watches it."""
+    *pipes, source = descriptors
+    scratch = Path(tempfile.mkdtemp(prefix="child", dir=folder))  # for its owner only
+    path = scratch / "exercise.py"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(os.pread(source, os.fstat(source).st_size, 0))
+    uid, spare = limits["users"] or (None, None)
+    if uid is not None:
+        for owned in (scratch, path):
+            os.chown(owned, uid, uid, follow_symlinks=False)
+    child = os.fork()
+    if child == 0:
+        control.close()
+        become_child(limits, uid, scratch, *pipes)  # doesn't return
+    if uid is None or sys.platform != "linux":
+        return Running(child, scratch, uid, spare, None, None)
+    report, theirs = os.pipe()
+    os.set_blocking(report, False)
+    watcher = os.fork()
+    if watcher == 0:
+        try:
+            theirs = os.dup2(theirs, 64)
+            os.closerange(3, 64)
+            os.closerange(65, 2**16)
+            leftovers.watch(uid, spare, limits["watched"], str(scratch), theirs)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    return Running(child, scratch, uid, spare, watcher, report)
+
+
+def _end(running):
+    """Kill the child and every process it started, and remove what it left.
+
+    status: the child's exit code if it had ended by itself, else None. reason: why the watcher ended it, or "".
+    """
+    code, reason = _reap(running.child), ""
+    if running.report is not None:
+        with contextlib.suppress(BlockingIOError):
+            reason = os.read(running.report, 1000).decode()
+        os.close(running.report)
     if code is None:
-        os.killpg(child, signal.SIGKILL)  # all that there is to do where there is no /proc
-    for _ in range(200):
-        if uid is not None:
-            _kill_all_of(uid)
+        os.killpg(running.child, signal.SIGKILL)  # all that there is to do where there is no /proc
+    deadline = time.monotonic() + END_SECONDS
+    while True:
+        if running.uid is not None:
+            leftovers.as_user(running.uid, running.spare, leftovers.kill_all)
         for process in _descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        _reap(child)
+        _reap(running.child)
         if not _descendants():
-            return code
+            break
+        if time.monotonic() > deadline:
+            raise RuntimeError("a submission's processes don't end")
         time.sleep(0.005)
-    raise RuntimeError("a submission's processes don't end")
+    leftovers.remove_tree(running.scratch)
+    if running.uid is not None:
+        leftovers.clean_up(running.uid, running.spare)
+    return {"status": code, "reason": reason}
 
 
 def _reap(child):
@@ -103,18 +166,6 @@ def _reap(child):
     return code
 
 
-def _kill_all_of(uid):
-    """One kill(-1) as the submission's own user: unlike a loop over processes, no fork can run away from it."""
-    helper = os.fork()
-    if helper == 0:
-        os.setgid(uid)
-        os.setuid(uid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        os._exit(0)
-    os.waitpid(helper, 0)
-
-
 def _descendants():
     """All processes below this one; orphans too, because the server is their reaper."""
     parents = {}
@@ -128,7 +179,9 @@ def _descendants():
     return found
 
 
-def become_child(limits: dict, requests: int, answers: int, output: int, errors: int) -> None:
+def become_child(
+    limits: dict, uid: int | None, scratch: Path, requests: int, answers: int, output: int, errors: int
+) -> None:
     """The forked side: give up every right that isn't needed, then answer calls until the grader is done."""
     try:
         os.setsid()
@@ -137,18 +190,18 @@ def become_child(limits: dict, requests: int, answers: int, output: int, errors:
         requests, answers = os.dup2(requests, 64), os.dup2(answers, 65)
         os.closerange(3, 64)
         os.closerange(66, 2**16)
-        _limit(limits)
-        os.environ.update(HOME=limits["scratch"], TMPDIR=limits["scratch"], TRITON_CACHE_DIR=limits["scratch"])
-        os.chdir(limits["scratch"])
+        _limit(limits, uid)
+        os.environ.update(dict.fromkeys(("HOME", "TMPDIR", "TRITON_CACHE_DIR"), str(scratch)))
+        os.chdir(scratch)
         wire.write(answers, wire.pack({"id": 0}, {}))  # from here on, what goes wrong is the submission's
-        answer_calls(Path(limits["scratch"]) / "exercise.py", requests, answers)
+        answer_calls(scratch / "exercise.py", requests, answers)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _limit(limits):
+def _limit(limits, uid):
     """Resource limits, then another user if there is one. Memory counts from what torch has mapped by now."""
     ceilings = dict(limits["resources"])
     if sys.platform == "linux":
@@ -157,15 +210,17 @@ def _limit(limits):
             mapped = int(status[{"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}[name]].split()[0]) * 1024
             ceilings[name] = mapped + limits["memory"]
     for name, value in ceilings.items():
-        resource.setrlimit(getattr(resource, name), (value, value))
-    if limits["uid"] is not None:
+        if hasattr(resource, name):
+            resource.setrlimit(getattr(resource, name), (value, value))
+    if uid is not None:
         os.setgroups([])
-        os.setresgid(*[limits["uid"]] * 3)
-        os.setresuid(*[limits["uid"]] * 3)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        prctl(PR_SET_DUMPABLE, 1)  # its watcher, which has no more rights than it, may look into it
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 36, 38
 
 
 def prctl(option: int, value: int) -> None:
@@ -195,7 +250,7 @@ def answer_calls(path: Path, requests: int, answers: int) -> None:
             if failure is not None:
                 raise failure
             reply, sent = answer(module, content, tensors)
-            message = wire.pack({"id": content["id"], **reply}, sent)
+            message = wire.pack({"id": content["id"], **reply}, sent, content["limit"])
         except BaseException as error:
             message = wire.pack({"id": content["id"], "error": describe(error, path)}, {})
         with contextlib.suppress(Exception):
@@ -213,29 +268,104 @@ def answer(module, content: dict, tensors: dict) -> tuple[dict, dict]:
     arguments = list(wire.decode(content["arguments"], tensors))
     keywords = wire.decode(content["keywords"], tensors)
     after = list(arguments)  # what the grader gets back of them: a guarded tensor with its surroundings
+    buffers = {}
     for position, margin in content["margins"].items():
-        arguments[int(position)], after[int(position)] = guarded(arguments[int(position)], margin)
+        i = int(position)
+        arguments[i], after[i] = guarded(arguments[i], margin)
+        buffers[i] = after[i], margin
     if content["mode"] == "gradients":
         inputs = [x.requires_grad_(x.is_floating_point()) for x in arguments if isinstance(x, torch.Tensor)]
-    for _ in range(content["repeat"]):
-        result = function(*arguments, **keywords)
+    launches, casts = Launches(buffers), CastsOfNaN()
+    with launches, casts if content["mode"] == "casts" else contextlib.nullcontext():
+        for _ in range(content["repeat"]):
+            result = function(*arguments, **keywords)
     if content["device"] != "cpu":
         torch.cuda.synchronize()
     sent = {}
-    reply = {"result": wire.encode(result, sent)}
+    reply = {"result": wire.encode(result, sent), "launches": launches.count}
     if content["mode"] == "gradients":
         reply["extra"] = wire.encode(gradients(result, inputs, wire.decode(content["upstream"], tensors)), sent)
     elif content["mode"] == "in_place":
         reply["extra"] = wire.encode(tuple(after), sent)
+        reply["spoiled"] = wire.encode(tuple(launches.spoiled), sent)
+    elif content["mode"] == "casts":
+        reply["extra"] = wire.encode(casts.found, sent)
     return reply, sent
+
+
+class Launches:
+    """Counts launches of Triton kernels inside `with`, and looks at the margins of `buffers` after each.
+
+    spoiled: positions of buffers whose margin a kernel wrote to. What a submission mends later doesn't change that.
+    """
+
+    def __init__(self, buffers: dict):
+        self.buffers, self.count, self.spoiled = buffers, 0, set()
+        self.classes = kinds_of_kernels()
+        self.originals = [kind.run for kind in self.classes]
+
+    def __enter__(self):
+        for kind, original in zip(self.classes, self.originals, strict=True):
+            kind.run = self.counted(original)
+        return self
+
+    def __exit__(self, *_):
+        for kind, original in zip(self.classes, self.originals, strict=True):
+            kind.run = original
+
+    def counted(self, run):
+        def counted_run(kernel, *arguments, **keywords):
+            result = run(kernel, *arguments, **keywords)
+            self.count += 1
+            for position, (whole, margin) in self.buffers.items():
+                outside = torch.cat((whole[:margin], whole[-margin:]))
+                if not (outside == mark_of(whole)).all():
+                    self.spoiled.add(position)
+            return result
+
+        return counted_run
+
+
+def kinds_of_kernels():
+    """Triton's classes of compiled and of interpreted kernels; none where there is no Triton."""
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        return ()
+    return JITFunction, InterpretedFunction
+
+
+class CastsOfNaN(TorchFunctionMode):
+    """found: whether NaN or infinity was converted to integers inside `with`. C says nothing of what comes of it."""
+
+    CASTS = ("to", "type", "type_as", "byte", "char", "short", "int", "long", "copy_", "__setitem__")
+
+    def __init__(self):
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if function.__name__ in self.CASTS:
+            target = arguments[0] if function.__name__ == "__setitem__" else result
+            if isinstance(target, torch.Tensor) and not target.is_floating_point() and target.dtype != torch.bool:
+                sources = [x for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
+                self.found |= not all(x.isfinite().all() for x in sources)
+        return result
 
 
 def guarded(tensor, margin):
     """(the tensor inside a larger buffer, that buffer, flat): infinity around floats poisons a stray load."""
-    mark = float("inf") if tensor.is_floating_point() else 77  # a maximum would pass over NaN
-    whole = torch.full((tensor.numel() + 2 * margin,), mark, dtype=tensor.dtype, device=tensor.device)
+    whole = torch.empty(tensor.numel() + 2 * margin, dtype=tensor.dtype, device=tensor.device)
+    whole.fill_(mark_of(whole))
     inside = whole[margin : margin + tensor.numel()].view(tensor.shape)
     return inside.copy_(tensor), whole
+
+
+def mark_of(tensor):
+    """What stands around a guarded tensor. A maximum would pass over NaN."""
+    return float("inf") if tensor.is_floating_point() else 77
 
 
 def gradients(result, inputs, upstream):
@@ -258,7 +388,9 @@ def describe(error: BaseException, path: Path) -> dict:
     while error.__cause__ is not None:  # Triton's interpreter wraps what goes wrong in a kernel
         error = error.__cause__
         frames += traceback.extract_tb(error.__traceback__)
-    if isinstance(error, NotImplementedError):
+    # A stub's own error names the function that raises it. PyTorch has errors of this type too.
+    own = bool(frames) and frames[-1].filename == str(path)
+    if type(error) is NotImplementedError and own and str(error).startswith(f"{frames[-1].name}: "):
         return {"kind": "unwritten", "text": str(error)[:TEXT_LIMIT]}
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
@@ -268,9 +400,7 @@ def describe(error: BaseException, path: Path) -> dict:
 
 
 if __name__ == "__main__":
-    wire = load("wire", Path(__file__).resolve().with_name("wire.py"))
-    import torch
-
+    wire, leftovers = (load(name, Path(__file__).resolve().with_name(f"{name}.py")) for name in ("wire", "leftovers"))
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # there is no Triton on some systems
             importlib.import_module(name)
@@ -279,4 +409,4 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, Blocked)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         control.send(b"{}")
-        serve(control)
+        serve(control, Path(sys.argv[2]))

@@ -56,8 +56,10 @@ def edges(student, draw):
     expect(values.shape == x.shape and scale.shape == (blocks, 1), "last block")
     close(scale, quantize(x, (block_size, None)).scale, "last block", relative_l2=1e-6)
     x[:block_size] = 0
-    values, scale = student.quantize_block(x, block_size)
+    (values, scale), undefined = student.quantize_block.casts(x, block_size)
+    expect(values.shape == x.shape and scale.shape == (blocks, 1), "last block")
     expect(scale.isfinite().all() and (values[:block_size] == 0).all(), "zeros")
+    expect(not undefined, "zeros")  # 0 / 0 as an integer is 0 on some machines, by luck
     expect(torch.equal(values, quantize(x, (block_size, None)).values), "last block")
 
 

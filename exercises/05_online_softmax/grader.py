@@ -95,11 +95,12 @@ def masked_rows(student, draw):
     s[::3] = -math.inf
     s[1::3] -= 200  # e^-200 is 0 in float32
     s[2::6] -= 97  # and e^-97 has no precision left
-    values, scale, row_sum = student.probabilities(s, torch.full((len(s), 1), 10.0))
+    (values, scale, row_sum), undefined = student.probabilities.casts(s, torch.full((len(s), 1), 10.0))
     check_form(values, s.shape, torch.int8)
     for x in (scale, row_sum):
         check_form(x, (len(s), 1))
         expect(x.isfinite().all(), "masked")
+    expect(not undefined, "masked")  # 0 / 0 as an integer is 0 on some machines, by luck
     expect((values[::3] == 0).all() and (values[1::3] == 0).all(), "masked")
     expect((scale[::3] == 0).all() and (row_sum[::3] == 0).all(), "masked")
     expect((values >= 0).all(), "masked")

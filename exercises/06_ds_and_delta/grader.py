@@ -156,5 +156,6 @@ def rounding(student, draw):
 @grader.test("grad_scores_tile: a tile of zeros")
 def zeros(student, draw):
     p, v, do, d, _ = tile(draw)
-    ds, values, scale = student.grad_scores_tile(0 * p, v, do, d)
+    (ds, values, scale), undefined = student.grad_scores_tile.casts(0 * p, v, do, d)
     expect(values.dtype == torch.int8 and (values == 0).all() and (scale == 0).all() and (ds == 0).all(), "zero")
+    expect(not undefined, "zero")  # 0 / 0 as an integer is 0 on some machines, by luck

@@ -111,10 +111,11 @@ def zeros(student, draw):
     x = uneven(draw, draw.integers(8, 20), draw.integers(8, 20))
     x[::2] = 0
     for tile, granularity in ((x, "row"), (0 * x, "row"), (0 * x, "block")):
-        values, scale = student.quantize(tile, granularity)
+        (values, scale), undefined = student.quantize.casts(tile, granularity)
         expect(values.shape == x.shape and scale.ndim == 2, "form")
         expect(scale.isfinite().all() and (values[::2] == 0).all(), "zero")
         expect((scale[::2] == 0).all(), "zero")
+        expect(not undefined, "zero")  # 0 / 0 as an integer is 0 on some machines, by luck
 
 
 @grader.test("tiled_matmul: a tile at a time", points=3)

@@ -7,6 +7,7 @@ from exercises.grading import Grader, Guarded, Student, expect
 from sage_ref.quantization import quantize
 
 grader = Grader("09_triton_quantize", ("quantize_blocks",), triton=True)
+grader.hint("no_launch", "No Triton kernel was launched. The kernel is the exercise: launch it from this function.")
 grader.hint("grid", "Is there one program for every block of rows, the last partial one included, and no other?")
 grader.hint("scale", "Is the scale the block's largest magnitude divided by 127, over all its rows and columns?")
 grader.hint("absolute", "The largest magnitude of a block can belong to a negative number.")
@@ -31,6 +32,7 @@ def quantized(student: Student, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     _, (_, _, values, scale) = student.quantize_blocks.in_place(
         Guarded(x, MARGIN), block, Guarded(values, MARGIN), Guarded(scale, MARGIN)
     )
+    expect(student.launches > 0, "no_launch")
     expect(values.intact, "store_mask")
     expect(scale.intact and (scale.tensor != NOT_WRITTEN).all(), "grid")
     return values.tensor, scale.tensor

@@ -7,6 +7,7 @@ from exercises.grading import Grader, Guarded, Student, close, expect
 from sage_ref.quantization import integer_matmul
 
 grader = Grader("10_triton_int8_scores", ("int8_scores",), triton=True)
+grader.hint("no_launch", "No Triton kernel was launched. The kernel is the exercise: launch it from this function.")
 grader.hint(
     "grid", "Some entries of S were never written. Does every tile have its program, the partial ones included?"
 )
@@ -49,6 +50,7 @@ class Case:
         s = torch.full((self.n_q, self.n_k), torch.nan)
         inputs = self.q_hat, self.q_scale, self.k_hat, self.k_scale, self.c
         buffer = student.int8_scores.in_place(*inputs, Guarded(s, MARGIN))[1][-1]
+        expect(student.launches > 0, "no_launch")
         expect(buffer.intact, "store_mask")
         expect(not buffer.tensor.isnan().any(), "grid")
         return buffer.tensor

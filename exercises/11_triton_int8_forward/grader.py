@@ -12,6 +12,7 @@ from sage_ref.quantization import quantize
 from sage_ref.sagebwd import SageBwdSettings, sagebwd_forward
 
 grader = Grader("11_triton_int8_forward", ("int8_forward",), triton=True)
+grader.hint("no_launch", "No Triton kernel was launched. The kernel is the exercise: launch it from this function.")
 grader.hint("grid", "Some rows of O or L were never written. Does every tile of queries have its program?")
 grader.hint(
     "not_finite",
@@ -70,6 +71,7 @@ class Case:
         _, after = student.int8_forward.in_place(
             *self.inputs, self.n_k, self.is_causal, Guarded(output, MARGIN), Guarded(log_sum_exp, MARGIN)
         )
+        expect(student.launches > 0, "no_launch")
         expect(after[-2].intact and after[-1].intact, "store_mask")
         output, log_sum_exp = after[-2].tensor, after[-1].tensor
         expect((output != NOT_WRITTEN).all() and (log_sum_exp != NOT_WRITTEN).all(), "grid")

@@ -72,6 +72,8 @@ def gradient(student, draw):
     upstream = draw.normal(*x.shape, dtype=torch.float64)
     s, (found, *_) = student.soft_top_k.gradients(x, count, temperature, upstream=upstream)
     expect(isinstance(found, Tensor), "detached")
+    expect(s.shape == x.shape, "values")
+    expect(found.shape == x.shape, "gradient")
     expected = expected_gradient(x, count, temperature, upstream)
     w = s * (1 - s)
     for at_constant_lambda in (w * upstream / temperature, w * upstream):
@@ -88,4 +90,4 @@ def saturated(student, draw):
     upstream = draw.normal(*x.shape, dtype=torch.float64)
     s, (found, *_) = student.soft_top_k.gradients(x, count, 1e-4, upstream=upstream)
     close(s, soft_top_k(x, count, 1e-4), "bracket", relative_l2=1e-6)
-    expect(isinstance(found, Tensor) and (found.abs() <= 1e-6).all(), "saturated")
+    expect(isinstance(found, Tensor) and found.shape == x.shape and (found.abs() <= 1e-6).all(), "saturated")

@@ -213,7 +213,7 @@ def try_all(sandbox, attempts):
     """Grade a submission that is right if the system refuses all these statements; else the first that worked."""
     body = f"""for attempt in {attempts!r}:
         try: exec(attempt)
-        except (PermissionError, ValueError): continue
+        except (PermissionError, FileNotFoundError, ValueError): continue  # behind bubblewrap's walls a file isn't there
         raise RuntimeError(f'it worked: {{attempt}}')
     return 2 * x"""
     result = attack(sandbox, PREFIX + body + IMPORTS)
