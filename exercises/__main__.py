@@ -1,16 +1,16 @@
 """python -m exercises stubs [--check] | grade [NAME | --all] [--submission DIR] | check [NAME ...] | package DIR"""
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from exercises import ROOT, exercise_names, grading
 from exercises.isolation import Sandbox
+from sage_ref.command_line import Parser, finish, input_path, output_file
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__)
+    parser = Parser(prog="python -m exercises", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("stubs", help="make exercise.py of every exercise, and the table in README.md")
@@ -23,23 +23,23 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--submission", type=Path, metavar="DIR", help="folder of the files to grade (here: exercises/)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    command.add_argument("--json", type=output_file, metavar="FILE", help="write the results there too")
     command.add_argument("--seed", type=int, help="repeat a grading: draws the hidden inputs from this number")
     command.set_defaults(run=grade)
 
     command = commands.add_parser("check", help="prove the exercises: masters pass, stubs fail, mutants are caught")
     command.add_argument("names", nargs="*", help="exercises (default: all)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there too")
+    command.add_argument("--json", type=output_file, metavar="FILE", help="write the verdicts there too")
     command.set_defaults(run=check)
 
     command = commands.add_parser("package", help="write autograder.zip and student.zip for Gradescope")
     command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("names", nargs="*", help="exercises (default: all)")
-    command.add_argument("--seeds", type=Path, metavar="FILE", help="hidden_seeds.json of an earlier package")
+    command.add_argument("--seeds", type=input_path, metavar="FILE", help="hidden_seeds.json of an earlier package")
     command.set_defaults(run=package)
 
     options = parser.parse_args(arguments)
-    return options.run(options, parser)
+    return finish("python -m exercises", lambda: options.run(options, parser))
 
 
 # The student's zip has no masters, and neither stubs.py nor what needs it: each command imports its own module.

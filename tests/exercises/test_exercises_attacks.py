@@ -211,9 +211,10 @@ def test_prints_are_bounded(sandbox):
 
 def try_all(sandbox, attempts):
     """Grade a submission that is right if the system refuses all these statements; else the first that worked."""
+    # Behind bubblewrap's walls a file isn't even there.
     body = f"""for attempt in {attempts!r}:
         try: exec(attempt)
-        except (PermissionError, FileNotFoundError, ValueError): continue  # behind bubblewrap's walls a file isn't there
+        except (PermissionError, FileNotFoundError, ValueError): continue
         raise RuntimeError(f'it worked: {{attempt}}')
     return 2 * x"""
     result = attack(sandbox, PREFIX + body + IMPORTS)
