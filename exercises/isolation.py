@@ -249,17 +249,22 @@ class Child:
             os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("out", "err")
         ]
         theirs = [theirs_in, theirs_out, *printed, os.open(self.folder / "exercise.py", os.O_RDONLY)]
+        self.ended = None
         try:
             _, received = sandbox.command({"start": self._start()}, theirs)
             # Another process may hold the pipe open when this one has ended.
             self.ended = received[0] if received else None
+            os.close(theirs.pop(1))  # or the end of the answers would never be seen
+            wire.read(self.answers, time.monotonic() + SERVER_SECONDS, self.ended)
+        except Exception as error:
+            printed = self.printed()
+            self.close()
+            if isinstance(error, EOFError | TimeoutError):
+                raise SandboxError(f"the process of a submission didn't start: {printed}") from error
+            raise
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        try:
-            wire.read(self.answers, time.monotonic() + SERVER_SECONDS, self.ended)
-        except (EOFError, TimeoutError) as error:
-            raise SandboxError(f"the process of a submission didn't start: {self.printed()}") from error
 
     def _start(self):
         limits = self.limits

@@ -249,11 +249,19 @@ def test_a_server_that_was_killed_takes_its_submission_along(place):
     assert grade(place, HONEST).score == 1
 
 
+def test_child_that_does_not_start_leaves_nothing(place, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(place, "limits", LIMITS._replace(cpu_seconds="many"))
+    with pytest.raises(isolation.SandboxError, match="TypeError"):
+        place.start(HONEST.encode())
+    assert traces(place.users.uid, place) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_two_gradings_have_users_of_their_own(sandbox, without_walls):
     """Each may neither look into the other's files nor end its processes."""
     if sandbox is without_walls:
         pytest.skip("there is only one sandbox here: test_users_are_lent_once is what remains")
-    assert not set(sandbox.users[:2]) & set(without_walls.users[:2])
     victim = sandbox.start(b"import os\ndef f(): return os.getcwd()")
     intruder = without_walls.start(
         f"""{IMPORTS}
@@ -266,6 +274,7 @@ def double(folder):
     return found
 """.encode()
     )
+    assert not set(sandbox.users[:2]) & set(without_walls.users[:2])
     assert intruder.call("double", (victim.call("f"),)) == ()
     intruder.close()
     victim.call("f")  # it lives
