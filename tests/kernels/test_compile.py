@@ -339,8 +339,3 @@ def test_one_kernel_can_be_recorded_alone_and_those_that_are_gone_leave_the_reco
     record, said = compiled_by_the_command(monkeypatch, capsys, tmp_path, *chosen)
     assert record == {"sm_80 forward level 0 D64 causal": 2, "sm_89 forward level 1 D128 causal": FINE.spills}
     assert said == "1 of 1: sm_89 forward level 1 D128 causal\n"
-
-
-def test_a_choice_of_no_kernel_is_an_error(monkeypatch, capsys, tmp_path):
-    with pytest.raises(SystemExit, match="compile: expected .* 'sm_80 forward level 0 .* got None and 'nothing'"):
-        compiled_by_the_command(monkeypatch, capsys, tmp_path, "--only", "nothing")
