@@ -35,6 +35,7 @@ TRAIN = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 1 --width 16 --heads 2 --kv-heads 2 --tokens 256"
     " --tokens-per-step 32 --micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
 ).split()
+DEEP = " ".join(["sage_ref", *TRAIN, "--layers 3 --heads 4 --kv-heads 2"])
 NOISE = "noise run.pt --corpus text.txt --batches 6 --sequences 2 --folds 3 --device cpu --variants bf16".split()  # noqa: SIM905
 
 
@@ -56,12 +57,15 @@ def spoilt_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoilt")
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     with contextlib.chdir(folder):
-        reference_main.main([*TRAIN, "--layers", "3", "--heads", "4", "--kv-heads", "2"])
+        reference_main.main(DEEP.split()[1:])
     (folder / "junk").write_bytes(b"\x80\x02junk" * 20)
     (folder / "empty").touch()
     (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:5000])
     torch.save({"arguments": {}, "step": 3, "losses": [], "model": {}, "optimizer": {}}, folder / "other.pt")
     (folder / "odd.bin").write_bytes(b"123")
+    state = torch.load(folder / "run.pt", weights_only=True)
+    for name, step in (("past.pt", -1), ("far.pt", 9)):  # a run of 8 steps
+        torch.save(state | {"step": step}, folder / name)
     return folder
 
 
@@ -104,6 +108,9 @@ BAD = {  # the command line: what its one line says
     "sage_ref pretrain --corpus text.txt --kv-heads 3": "kv_heads: expected a number that divides heads=4, got 3",
     "sage_ref pretrain --corpus text.txt --micro-batch 7": "batch_size: expected a multiple of passes of 7 sequences",
     "sage_ref pretrain --corpus text.txt --smooth-q --backend triton": "backend: expected 'auto' or 'reference'",
+    f"{DEEP} --checkpoint far.pt": "checkpoint: expected at most step 8, far.pt has 9",
+    f"{DEEP} --checkpoint past.pt": "checkpoint: expected one that a run saved, whole, got past.pt",
+    f"{DEEP} --checkpoint run.pt --seed 1": "checkpoint: expected a run with seed=1, run.pt has seed=0",
     "sage_ref pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "sage_ref pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "sage_ref pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
