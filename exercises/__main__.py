@@ -65,11 +65,8 @@ def grade(options, parser) -> int:
         parser.error(f"--submission: expected a folder, got {options.submission}")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: expected a file in a folder that exists, got {options.json}")
-    try:
-        seeds = grading.seeds_of_grading(options.seed)
-    except ValueError as error:
-        parser.error(str(error))
-    folder, results = grading.submission_folder(options.submission) if options.submission else ROOT, []
+    seeds, results = grading.seeds_of_grading(options.seed), []
+    folder = grading.submission_folder(options.submission) if options.submission else ROOT
     with Sandbox() as sandbox:
         if sandbox.note:
             print(sandbox.note, file=sys.stderr)
@@ -103,10 +100,7 @@ def package(options, parser) -> int:
     from exercises import gradescope
 
     names = [_full_name(name, parser) for name in options.names] or exercise_names()
-    try:
-        seeds = grading.read_seeds(options.seeds) if options.seeds else grading.fresh_seeds()
-    except ValueError as error:
-        parser.error(f"--seeds: {error}")
+    seeds = grading.read_seeds(options.seeds) if options.seeds else grading.fresh_seeds()
     for path in gradescope.package(options.folder, names, seeds):
         print(f"wrote {path}")
     return 0
