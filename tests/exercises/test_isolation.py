@@ -350,15 +350,25 @@ def test_helper_can_not_be_stopped_by_the_submissions_user():
         os.close(descriptor)
 
 
-def test_masters_that_can_be_read_are_named(without_walls, sandbox, tmp_path, monkeypatch):
-    worker = tmp_path / "exercises" / "worker.py"
-    master = tmp_path / "exercises" / "01_block_quantizer" / "master.py"
+@pytest.fixture
+def open_folder():
+    """A folder that every user may enter; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder).resolve()
+        path.chmod(0o755)
+        if closed := confinement.closed_to_others(path):
+            pytest.skip(f"others may not enter {closed}, the folder for temporary files")
+        yield path
+
+
+def test_masters_that_can_be_read_are_named(without_walls, sandbox, open_folder, monkeypatch):
+    master = open_folder / "exercises" / "01_block_quantizer" / "master.py"
     master.parent.mkdir(parents=True)
     master.write_text("")
-    monkeypatch.setattr(isolation, "WORKER", worker)
     for path in (master, *master.parents):
-        if path.is_relative_to(tmp_path.parents[1]):  # the folder of pytest, which is its user's alone
-            path.chmod(path.stat().st_mode | 0o555)
+        if path.is_relative_to(open_folder):
+            path.chmod(path.stat().st_mode | 0o555)  # whatever the umask is
+    monkeypatch.setattr(isolation, "WORKER", open_folder / "exercises" / "worker.py")
     assert f"submissions can read {master}" in without_walls.note
     assert "without namespaces of their own" in without_walls.note
     if sandbox is not without_walls:
