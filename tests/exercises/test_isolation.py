@@ -112,11 +112,12 @@ for i in range(60):
     open("f" * 250, "w").close()
 """
 KEPT = "MiB of memory in all its processes"
+ANYTHING = ""  # the loop may reach the submission itself, before or after its answer: then it loses its own point
 # name: (what it does at import, what the student reads of double(x), or None if it earns its point all the same)
 HELD = {
-    "a loop that stops all that starts": (FREEZER.format(signal="signal.SIGSTOP"), None),
-    "a loop that stops the next process": (NEXT, None),
-    "a loop that kills all that starts": (FREEZER.format(signal="signal.SIGKILL"), None),
+    "a loop that stops all that starts": (FREEZER.format(signal="signal.SIGSTOP"), ANYTHING),
+    "a loop that stops the next process": (NEXT, ANYTHING),
+    "a loop that kills all that starts": (FREEZER.format(signal="signal.SIGKILL"), ANYTHING),
     "1,200 nested folders": (NESTED, None),
     "paths longer than the system's longest": (f"{ENDLESS}time.sleep(9)", "hid its files"),
     "a folder closed to itself": (
