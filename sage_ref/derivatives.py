@@ -30,6 +30,8 @@ def gradients_once(of: str, compute: Callable[..., tuple[Tensor, ...]], *tensors
     A second derivative, by create_graph=True or by torch.func, is a RuntimeError when it is taken: else it would
     silently lack terms. Compiled code has no second derivatives in any case.
     """
-    if torch.compiler.is_compiling():  # which can't trace one function inside another
+    # A backward pass that nobody will differentiate runs without gradients. Compiled code has no such graph, and can't
+    # trace one function inside another.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return compute(*tensors)
     return GradientsOnce.apply(compute, of, *tensors)

@@ -183,8 +183,8 @@ def run_backward_level(case: Case, level: int, tensors=None, forward: Forward | 
         pytest.skip(f"backward level {level} doesn't take head size {case.head_dim}")
     query, key, value, grad_output = tensors or draw(case)
     inputs, output, log_sum_exp = forward or forward_level(case, feeding(level, case))
-    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat} if level else {}
-    prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
+    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_hat")} | {"is_causal": case.is_causal}
+    prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **options)
     return run_backward(prepared, level, **case.options)
 
 

@@ -105,8 +105,10 @@ def launch_level(case):
         run = level.hopper.run if level.hopper else partial(ladder.run_forward, level=case.level)
         return run(prepared, **options)
     log_sum_exp = torch.zeros(*size[:2], padded_length(size[2]))
-    hats = {"q_hat": prepared.q_hat, "k_hat": prepared.k_hat} if level.int8 else {}
-    inputs = ladder.prepare_backward(grad_output, query, key, value, query, log_sum_exp, case.level, **hats)
+    hats = {"q_hat": prepared.q_hat, "k_hat": prepared.k_hat, "v_hat": prepared.v_hat}
+    inputs = ladder.prepare_backward(
+        grad_output, query, key, value, query, log_sum_exp, case.level, is_causal=case.is_causal, **hats
+    )
     run = level.hopper.run if level.hopper else partial(ladder.run_backward, level=case.level)
     return run(inputs, **options)
 

@@ -66,8 +66,8 @@ def prepared(level, case, tensors=None, forward=None):
     query, key, value, grad_output = tensors or draw(case)
     run_level4 = run_forward_level if tensors else forward_level
     inputs, output, log_sum_exp = forward or run_level4(case, 4, *([tensors] if tensors else []))
-    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat}
-    return prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **hats)
+    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_hat")} | {"is_causal": case.is_causal}
+    return prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **options)
 
 
 def run_source(level, case, tensors=None, forward=None, seed=None, **names):
@@ -182,7 +182,9 @@ def test_source_with_values_of_any_size(level, head_dim):
     forward = forward_level(case, 4)
 
     def gradients(v, do):
-        given = forward._replace(output=2.0**v * forward.output.bfloat16())
+        v_hat = forward.inputs.v_hat._replace(scale=2.0**v * forward.inputs.v_hat.scale)
+        inputs = forward.inputs._replace(v_hat=v_hat)
+        given = forward._replace(inputs=inputs, output=2.0**v * forward.output.bfloat16())
         return run_source(level, case, (query, key, 2.0**v * value, 2.0**do * grad_output), given)
 
     plain = gradients(0, 0)
@@ -400,19 +402,24 @@ def test_units_are_of_all_that_a_query_sees():
 
 @on_the_cpu
 def test_units_pass_over_what_is_no_number():
+    """NaN counts as nothing; what it spoils it spoils through scales."""
     case = Case(200, 300, 64, 2, 1, batch=2)
-    inputs = prepared(5, case)
-    value = inputs.value.clone()
-    value[0, 0, 7, 3], value[0, 0, 290, 0] = math.nan, math.inf
-    scales = [x.scale.clone() for x in (inputs.k_hat, inputs.do_hat)]
-    scales[0][0, 0, 1], scales[1][1, 1, 0] = math.nan, math.inf
-    k_hat, do_hat = (x._replace(scale=s) for x, s in zip((inputs.k_hat, inputs.do_hat), scales, strict=True))
-    found = units.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
-    of_dv = found[2][..., 3]
-    assert torch.equal(of_dv.isfinite(), do_hat.scale.isfinite())
-    value[0, 0, 7, 3] = value[0, 0, 290, 0] = scales[0][0, 0, 1] = scales[1][1, 1, 0] = of_dv[1, 1, 0] = 0
-    expected = units.units(inputs._replace(value=value, k_hat=k_hat, do_hat=do_hat), False)
-    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    query, key, value, grad_output = draw(case)
+    forward = forward_level(case, 4)
+    q_hat, k_hat, v_hat = forward.inputs.q_hat, forward.inputs.k_hat, forward.inputs.v_hat
+
+    def units_of(bad):
+        k, v, do = k_hat.scale.clone(), v_hat.scale.clone(), grad_output.clone()
+        k[0, 0, 1] = v[0, 0, 0] = bad
+        do[1, 1, 150, 3] = math.inf if bad else 0
+        hats = {"q_hat": q_hat, "k_hat": k_hat._replace(scale=k), "v_hat": v_hat._replace(scale=v)}
+        inputs = prepare_backward(do, query, key, value, forward.output, forward.log_sum_exp, 5, **hats)
+        return inputs.units
+
+    found, expected = units_of(math.nan), units_of(0.0)
+    assert torch.equal(found.factors[..., 3].isnan(), torch.tensor([[[False] * 2] * 2, [[False] * 2, [False, True]]]))
+    seen = [(x[:, :, :1], y[:, :, :1]) for x, y in zip(found, expected, strict=True)]  # of the first block of queries
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in seen)
 
 
 @on_the_cpu
@@ -423,7 +430,7 @@ def test_units_are_the_largest_that_fit(shape):
     case = Case(*shape, batch=2)
     inputs = prepared(5, case)
     s_do = inputs.do_hat.scale.double()
-    log_sum_exp, delta, factors, step, unit = (x.double() for x in units.units(inputs, case.is_causal))
+    log_sum_exp, delta, factors, step, unit = (x.double() for x in inputs.units)
     s_q, fit, of_dk, of_dv = factors.unbind(-1)
     groups = case.heads // case.kv_heads
     largest_v = torch.stack([v.double().abs().amax((2, 3)) for v in inputs.value.split(128, 2)], -1)

@@ -45,9 +45,9 @@ from sage_kernels.common.quantize import (
     padded_head_dim,
     padded_length,
     quantize,
-    transpose,
 )
 from sage_kernels.sagebwd import ladder
+from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward
 from triton.runtime.errors import OutOfResources
 
 import sage_ref.quantization
@@ -366,8 +366,8 @@ def test_quantised_values_and_scales_are_the_references(n, head_dim, with_mean, 
     x = torch.randn(2, 3, n, head_dim, generator=torch.Generator().manual_seed(n)).to(DEVICE, dtype)
     mean = x.mean(-2, dtype=torch.float32) if with_mean else None
     expected = reference_psi(x, SCALE_BLOCK, mean)
-    (values, transposed, scale), row_sum = quantize(x, SCALE_BLOCK, mean=mean, transposed=True)
-    assert row_sum is None
+    (values, transposed, scale), means = quantize(x, SCALE_BLOCK, mean=mean, transposed=True)
+    assert means is None
     blocks = expected.scale.shape[-2]
     assert values.shape == (2, 3, padded_length(n), padded_head_dim(head_dim))
     assert scale.shape == (2, 3, padded_length(n) // SCALE_BLOCK)
@@ -379,15 +379,16 @@ def test_quantised_values_and_scales_are_the_references(n, head_dim, with_mean, 
     assert torch.equal(transposed, values.mT)
 
 
+def in_groups(x):
+    order = [column for t in range(4) for column in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
+    return x.unflatten(-1, (-1, 16))[..., order].flatten(-2)
+
+
 def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side():
     """Of 16 columns, thread t holds 2t, 2t+1, 2t+8, 2t+9 of a matmul's result."""
     x = torch.randn(1, 2, 203, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
-    order = [column for t in range(4) for column in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
     (values, grouped, _), _ = quantize(x, SCALE_BLOCK, transposed=True, grouped=True)
-    expected = values.mT.unflatten(-1, (-1, 16))[..., order].flatten(-2)
-    assert torch.equal(grouped, expected)
-    assert torch.equal(transpose(values, grouped=True), expected)
-    assert torch.equal(transpose(values, grouped=False), values.mT)
+    assert torch.equal(grouped, in_groups(values.mT))
 
 
 def test_only_the_copies_asked_for_are_made():
@@ -408,14 +409,55 @@ def test_a_factor_multiplies_the_scales_alone():
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_delta(head_dim):
+def test_before_the_backward_pass(head_dim):
+    """delta, and the copies that one launch makes: of dO, and the transposes of the forward's Q^ and K^."""
     case = SMALL._replace(head_dim=head_dim)
-    x, _, _, grad_output = draw(case)
-    _, delta = quantize(grad_output, SCALE_BLOCK, row_sum_with=heads_last(x), values=False, transposed=True)
+    x, key, value, grad_output = draw(case)
+    forward = forward_level(case, 4)
+    hats = {"q_hat": forward.inputs.q_hat, "k_hat": forward.inputs.k_hat}
+    inputs = prepare_backward(heads_last(grad_output), x, key, value, heads_last(x), forward.log_sum_exp, 3, **hats)
     expected = (grad_output.double() * x.double()).sum(-1)
-    torch.testing.assert_close(delta[..., : case.n_q].double(), expected, rtol=1e-5, atol=1e-4)
-    assert delta.shape[-1] == padded_length(case.n_q)
-    assert not delta[..., case.n_q :].any()
+    torch.testing.assert_close(inputs.delta[..., : case.n_q].double(), expected, rtol=1e-5, atol=1e-4)
+    assert inputs.delta.shape[-1] == padded_length(case.n_q)
+    assert not inputs.delta[..., case.n_q :].any()
+    alone, _ = quantize(grad_output, SCALE_BLOCK, values=False, transposed=True, grouped=True)
+    assert all_equal(inputs.do_hat[1:], alone[1:])
+    for found, hat in ((inputs.q_hat, forward.inputs.q_hat), (inputs.k_hat, forward.inputs.k_hat)):
+        assert torch.equal(found.transposed, in_groups(hat.values.mT))
+        assert torch.equal(found.scale, hat.scale)
+    ungrouped = prepare_backward(grad_output, x, key, value, x, forward.log_sum_exp, 1, **hats)
+    assert torch.equal(ungrouped.q_hat.transposed, forward.inputs.q_hat.values.mT)
+
+
+@pytest.mark.parametrize("which", ["log_sum_exp", "output"])
+def test_a_query_that_is_no_number_spoils_its_blocks_scales(which):
+    """So that no gradient that it reaches can pass for a number."""
+    case = SMALL._replace(kv_heads=2)
+    query, key, value, grad_output = draw(case)
+    forward = forward_level(case, 4)
+    saved = {"output": forward.output.clone(), "log_sum_exp": forward.log_sum_exp.clone()}
+    saved[which][0, 1, 3] = math.nan
+    hats = {"q_hat": forward.inputs.q_hat, "k_hat": forward.inputs.k_hat}
+    inputs = prepare_backward(grad_output, query, key, value, *saved.values(), 3, **hats)
+    spoiled = torch.tensor([[[False, False], [True, False]]], device=DEVICE)
+    assert torch.equal(inputs.q_hat.scale.isnan(), spoiled)
+    assert torch.equal(inputs.do_hat.scale.isnan(), spoiled & (which == "log_sum_exp"))
+
+
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_before_the_forward_pass(scale, smooth_k):
+    """One launch makes what `quantize` makes of each tensor, also of heads that lie side by side in memory."""
+    case = SMALL._replace(heads=4, batch=2)
+    query, key, value, _ = (heads_last(x) for x in draw(case))
+    inputs = prepare_forward(query, key, value, 4, scale=scale, smooth_k=smooth_k)
+    mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
+    q_hat, _ = quantize(-query if scale < 0 else query, SCALE_BLOCK, factor=abs(scale) * math.log2(math.e))
+    k_hat, _ = quantize(key, SCALE_BLOCK, mean=mean)
+    v_hat, _ = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=True)
+    for found, expected in ((inputs.q_hat, q_hat), (inputs.k_hat, k_hat), (inputs.v_hat, v_hat)):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert prepare_forward(query, key, value, 1, scale=scale, smooth_k=smooth_k).v_hat is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.common.tiles import group_columns, low_byte
+from sage_kernels.common.tiles import Operand, group_columns, load_tokens, low_byte
 
 SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values
 
@@ -54,42 +54,77 @@ def psi(x):
     return low_byte(ratio), scale
 
 
-@triton.jit(do_not_specialize=["n"])
-def _quantize_kernel(
-    x_ptr, stride_b, stride_h, stride_n, mean_ptr, other_ptr, other_stride_b, other_stride_h, other_stride_n,
-    values_ptr, transposed_ptr, scale_ptr, row_sum_ptr, block_mean_ptr, heads, n, n_padded,
-    factor, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr, WRITE_VALUES: tl.constexpr, WRITE_TRANSPOSED: tl.constexpr,
-    WRITE_ROW_SUM: tl.constexpr, WRITE_BLOCK_MEAN: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
-    """One program: one block of BLOCK tokens of one head."""
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, h = head // heads, head % heads
+class Copies(NamedTuple):
+    """In a kernel: where psi of one head goes. A pointer that is None stands for a copy that nobody asked for."""
+
+    values: tl.tensor | None  # [Np, Dp]
+    transposed: tl.tensor | None  # [Dp, Np]
+    scale: tl.tensor  # [Np / block]
+
+
+@triton.jit
+def copies_of_head(values_ptr, transposed_ptr, scale_ptr, head, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """The `Copies` of one head of [B, H, Np, Dp], [B, H, Dp, Np] and [B, H, Np / block]."""
+    numbers = head * n_padded * DP
+    values = None if values_ptr is None else values_ptr + numbers
+    transposed = None if transposed_ptr is None else transposed_ptr + numbers
+    return Copies(values, transposed, scale_ptr + head * (n_padded // BLOCK))
+
+
+@triton.jit
+def store_transposed(x_hat, pointer, block, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
+    """Write the transpose of an int8 tile [BLOCK, DP] into [DP, Np]; GROUPED: in the order of `group_columns`."""
     token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
-    inside = (token[:, None] < n) & (d[None, :] < D)
-    # [BLOCK, DP]
-    offsets = token[:, None].to(tl.int64) * stride_n + d[None, :]
-    x = tl.load(x_ptr + batch * stride_b + h * stride_h + offsets, mask=inside, other=0.0).to(tl.float32)
-    if WRITE_ROW_SUM:  # delta = rowsum(dO * O)
-        offsets = token[:, None].to(tl.int64) * other_stride_n + d[None, :]
-        other_ptr += batch * other_stride_b + h * other_stride_h
-        other = tl.load(other_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        tl.store(row_sum_ptr + head * n_padded + token, tl.sum(x * other, 1), mask=token < n_padded)
-    if WRITE_BLOCK_MEAN:
-        mean = tl.sum(x, 0) / tl.minimum(n - block * BLOCK, BLOCK)
-        tl.store(block_mean_ptr + (head * tl.cdiv(n, BLOCK) + block) * D + d, mean, mask=d < D)
-    if SUBTRACT_MEAN:
-        mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
-        x = tl.where(inside, x - mean[None, :], 0.0)
+    x_hat_t = tl.trans(x_hat)
+    if GROUPED:
+        x_hat_t = group_columns(x_hat_t, DP, BLOCK)
+    tl.store(pointer + d[:, None] * n_padded + token[None, :], x_hat_t)
+
+
+@triton.jit
+def quantize_tile(x, out, block, n_padded, factor, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
+    """psi of one block, float32 [BLOCK, DP], into `Copies`. factor: multiplied into the stored scale."""
     x_hat, scale = psi(x)
-    tl.store(scale_ptr + head * (n_padded // BLOCK) + block, scale * factor)
-    if WRITE_VALUES:
-        tl.store(values_ptr + head * n_padded * DP + token[:, None] * DP + d[None, :], x_hat)
-    if WRITE_TRANSPOSED:
-        x_hat_t = tl.trans(x_hat)
-        if GROUPED:
-            x_hat_t = group_columns(x_hat_t, DP, BLOCK)
-        tl.store(transposed_ptr + head * n_padded * DP + d[:, None] * n_padded + token[None, :], x_hat_t)
+    tl.store(out.scale + block, scale * factor)
+    if out.values is not None:
+        token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+        tl.store(out.values + token[:, None] * DP + d[None, :], x_hat)
+    if out.transposed is not None:
+        store_transposed(x_hat, out.transposed, block, n_padded, DP, BLOCK, GROUPED)
+
+
+@triton.jit
+def load_block(
+    x_ptr, stride_b, stride_h, stride_n, batch, h, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One block of tokens of a 16-bit or float32 tensor [B, H, N, D], as float32 [BLOCK, DP]; zeros past its ends."""
+    x = Operand(x_ptr + batch * stride_b + h * stride_h, stride_n)
+    return load_tokens(x, block * BLOCK + tl.arange(0, BLOCK), n, D, DP, True).to(tl.float32)
+
+
+@triton.jit
+def smoothed(x, mean_ptr, head, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """X minus its head's mean, [BLOCK, DP]; what lies past the last token or feature stays zero."""
+    token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
+    return tl.where((token[:, None] < n) & (d[None, :] < D), x - mean[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def quantize_program(
+    x_ptr, x_stride_b, x_stride_h, x_stride_n, mean_ptr, values_ptr, transposed_ptr, scale_ptr, block_mean_ptr,
+    heads, n, n_padded, factor, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """One program: one block of BLOCK tokens of one head. A pointer that is None: nothing to subtract, or to write."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    x = load_block(x_ptr, x_stride_b, x_stride_h, x_stride_n, head // heads, head % heads, block, n, D, DP, BLOCK)
+    if block_mean_ptr is not None:
+        d, mean = tl.arange(0, DP), tl.sum(x, 0) / tl.minimum(n - block * BLOCK, BLOCK)
+        tl.store(block_mean_ptr + (head * tl.cdiv(n, BLOCK) + block) * D + d, mean, mask=d < D)
+    if mean_ptr is not None:
+        x = smoothed(x, mean_ptr, head, block, n, D, DP, BLOCK)
+    out = copies_of_head(values_ptr, transposed_ptr, scale_ptr, head, n_padded, DP, BLOCK)
+    quantize_tile(x, out, block, n_padded, factor, DP, BLOCK, GROUPED)
 
 
 def quantize(
@@ -97,7 +132,6 @@ def quantize(
     block: int,
     *,
     mean: Tensor | None = None,
-    row_sum_with: Tensor | None = None,
     block_mean: bool = False,
     factor: float = 1.0,
     values: bool = True,
@@ -106,7 +140,6 @@ def quantize(
 ) -> tuple[Quantized, Tensor | None]:
     """psi per block of `block` tokens of x [B, H, N, D], after subtracting mean [B, H, D] if given.
 
-    row_sum_with: a tensor O shaped like x; then the second result is rowsum(x * O), float32 [B, H, Np].
     block_mean: then the second result is the mean of each block of x, float32 [B, H, ceil(N / block), D].
     factor: multiplied into the stored scales (c log2(e) for Q), not into the values.
     grouped: the transpose in the order of `tiles.group_columns`.
@@ -114,42 +147,24 @@ def quantize(
     batch, heads, n, head_dim = x.shape
     n_padded, dp = padded_length(n), padded_head_dim(head_dim)
     x = last_axis_contiguous(x)
-    other = x if row_sum_with is None else last_axis_contiguous(row_sum_with)
-    scale = x.new_empty(batch, heads, n_padded // block, dtype=torch.float32)
-    x_hat = x.new_empty(batch, heads, n_padded, dp, dtype=torch.int8) if values else None
-    x_hat_t = x.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if transposed else None
-    row_sum = x.new_empty(batch, heads, n_padded, dtype=torch.float32) if row_sum_with is not None else None
+    out = empty_copies(x, block, values=values, transposed=transposed)
     means = x.new_empty(batch, heads, triton.cdiv(n, block), head_dim, dtype=torch.float32) if block_mean else None
-    _quantize_kernel[(n_padded // block, batch * heads)](
-        x, *x.stride()[:3], mean, other, *other.stride()[:3], x_hat, x_hat_t, scale, row_sum, means, heads, n,
-        n_padded, factor, D=head_dim, DP=dp, BLOCK=block, SUBTRACT_MEAN=mean is not None, WRITE_VALUES=values,
-        WRITE_TRANSPOSED=transposed, WRITE_ROW_SUM=row_sum_with is not None,
-        WRITE_BLOCK_MEAN=block_mean, GROUPED=grouped, num_warps=4 if block * dp <= 8192 or not transposed else 8,
+    quantize_program[(n_padded // block, batch * heads)](
+        x, *x.stride()[:3], mean, *out, means, heads, n, n_padded, factor, D=head_dim, DP=dp, BLOCK=block,
+        GROUPED=grouped, num_warps=4 if block * dp <= 8192 or not transposed else 8,
     )  # fmt: skip
-    return Quantized(x_hat, x_hat_t, scale), means if block_mean else row_sum
+    return out, means
 
 
-@triton.jit
-def _transpose_kernel(
-    values_ptr, transposed_ptr, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr
-):  # fmt: skip
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
-    x_hat = tl.load(values_ptr + head * n_padded * DP + token[:, None] * DP + d[None, :])
-    x_hat_t = tl.trans(x_hat)
-    if GROUPED:
-        x_hat_t = group_columns(x_hat_t, DP, BLOCK)
-    tl.store(transposed_ptr + head * n_padded * DP + d[:, None] * n_padded + token[None, :], x_hat_t)
-
-
-def transpose(values: Tensor, grouped: bool) -> Tensor:
-    """int8 [B, H, Np, Dp] -> [B, H, Dp, Np]: what the backward pass makes of the forward's saved Q^ and K^."""
-    batch, heads, n_padded, dp = values.shape
-    transposed = values.new_empty(batch, heads, dp, n_padded)
-    _transpose_kernel[(n_padded // SCALE_BLOCK, batch * heads)](
-        values, transposed, n_padded, DP=dp, BLOCK=SCALE_BLOCK, GROUPED=grouped
+def empty_copies(x: Tensor, block: int, *, values: bool, transposed: bool) -> Quantized:
+    """Room for the copies of x [B, H, N, D] that are asked for."""
+    batch, heads, n, head_dim = x.shape
+    n_padded, dp = padded_length(n), padded_head_dim(head_dim)
+    return Quantized(
+        x.new_empty(batch, heads, n_padded, dp, dtype=torch.int8) if values else None,
+        x.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if transposed else None,
+        x.new_empty(batch, heads, n_padded // block, dtype=torch.float32),
     )
-    return transposed
 
 
 def last_axis_contiguous(x: Tensor) -> Tensor:

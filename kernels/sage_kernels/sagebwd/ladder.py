@@ -14,17 +14,10 @@ from torch import Tensor
 
 from sage_kernels import hopper
 from sage_kernels.common.launch import Launch, choose_launch
-from sage_kernels.common.quantize import (
-    SCALE_BLOCK,
-    Quantized,
-    last_axis_contiguous,
-    padded_head_dim,
-    padded_length,
-    quantize,
-    transpose,
-)
+from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length
 from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
+from sage_kernels.sagebwd.backward.prepare import prepare
 from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq
 from sage_kernels.sagebwd.forward import (
     level0_flash_attention,
@@ -34,6 +27,7 @@ from sage_kernels.sagebwd.forward import (
     level4_grouped,
     level5_hopper,
 )
+from sage_kernels.sagebwd.forward.prepare import quantize_inputs
 from sage_kernels.sagebwd.forward.program import ForwardInputs, run
 
 LOG2_E = math.log2(math.e)
@@ -62,6 +56,7 @@ class BackwardLevel(NamedTuple):
     hopper: ModuleType | None = None
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
     split_from: int = 256  # padded head size from which dK and dV take a program each
+    integer_sums: bool = False  # dQ is added up in integers, whose units are computed before
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """As in ForwardLevel. The start of a name says what the program computes."""
@@ -89,7 +84,9 @@ BACKWARD_LEVELS = (
         grouped=True, split_from=128,
     ),
     BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4),
-    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5),
+    BackwardLevel(
+        "Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5, integer_sums=True
+    ),
 )  # fmt: skip
 
 
@@ -107,17 +104,13 @@ def prepare_forward(
     query: Tensor, key: Tensor, value: Tensor, level: int, *, scale: float, smooth_k: bool
 ) -> ForwardInputs:
     """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D]."""
-    int8 = FORWARD_LEVELS[level].int8
+    chosen = FORWARD_LEVELS[level]
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
-    q_hat = k_hat = v_hat = None
-    if "Q" in int8:
-        # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
-        q_hat, _ = quantize(query if scale >= 0 else -query, SCALE_BLOCK, factor=abs(scale) * LOG2_E)
-        k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
-        k_hat, _ = quantize(key, SCALE_BLOCK, mean=k_mean)
-    if "V" in int8:
-        v_hat, _ = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=FORWARD_LEVELS[level].grouped)
-    return ForwardInputs(query, key, value, q_hat, k_hat, v_hat)
+    if not chosen.int8:
+        return ForwardInputs(query, key, value, None, None, None)
+    k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
+    options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
+    return ForwardInputs(query, key, value, *quantize_inputs(query, key, value, k_mean, **options))
 
 
 def run_forward(
@@ -146,26 +139,27 @@ def prepare_backward(
     *,
     q_hat: Quantized | None = None,
     k_hat: Quantized | None = None,
+    v_hat: Quantized | None = None,
+    is_causal: bool = False,
 ) -> BackwardInputs:
     """What backward level `level` reads: delta, dO and its copies, and the transposes of the forward's Q^ and K^.
 
-    An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes.
+    An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Level 5
+    alone needs the scales of v_hat and is_causal, for its units.
     """
+    chosen = BACKWARD_LEVELS[level]
     grad_output, query, key, value = (last_axis_contiguous(x) for x in (grad_output, query, key, value))
-    if not BACKWARD_LEVELS[level].int8:
+    if not chosen.int8:
         delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
         delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
-        return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None)
-    grouped = BACKWARD_LEVELS[level].grouped
-    do_hat, delta = quantize(
-        grad_output, SCALE_BLOCK, row_sum_with=output, values=False, transposed=True, grouped=grouped
-    )
-    q_hat, k_hat = (x._replace(transposed=transpose(x.values, grouped)) for x in (q_hat, k_hat))
-    # A GPU's maximum passes over NaN, and INT8 has none: a query whose L or delta is NaN spoils its block's scales.
-    sum_l, sum_delta = (x.unflatten(-1, (-1, SCALE_BLOCK)).sum(-1) for x in (log_sum_exp, delta))
-    q_hat = q_hat._replace(scale=torch.add(q_hat.scale, sum_l + sum_delta, alpha=0))
-    do_hat = do_hat._replace(scale=torch.add(do_hat.scale, sum_l, alpha=0))
-    return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat)
+        return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None, None)
+    if chosen.integer_sums and v_hat is None:
+        raise ValueError(f"v_hat: expected the forward's for backward level {level}, got None")
+    v_scale = v_hat.scale if chosen.integer_sums else None
+    options = {"grouped": chosen.grouped, "is_causal": is_causal}
+    prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_scale, **options)
+    q_hat, k_hat, do_hat, delta, units = prepared
+    return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat, units)
 
 
 def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ import os
 import torch
 from torch import Tensor
 
+from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
@@ -23,6 +24,7 @@ from sage_kernels.sagebwd.ladder import (
     run_forward,
 )
 from sage_kernels.sagebwd.ladder import obstacle as level_obstacle
+from sage_ref.derivatives import gradients_once
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
 MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
@@ -66,33 +68,32 @@ def backward_level(device: torch.device, head_dim: int, granularity: str = "row"
     )
 
 
-@torch.library.custom_op("sage_kernels::forward", mutates_args=())
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool, granularity: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, and what the backward pass needs: L of the smoothed scores (log2), Q^, its scale, K^, its scale.
-
-    granularity is the backward pass's: P has one scale per token of a tile here in any case.
-    """
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, that of V^."""
     with torch.cuda.device_of(query):  # Triton launches on the current device
         level = forward_level(query.device, query.shape[3])
         inputs = prepare_forward(query, key, value, level, scale=scale, smooth_k=smooth_k)
         output, log_sum_exp = run_forward(inputs, level, is_causal=is_causal, scale=scale)
-    return output, log_sum_exp, inputs.q_hat.values, inputs.q_hat.scale, inputs.k_hat.values, inputs.k_hat.scale
+    q_hat, k_hat = inputs.q_hat, inputs.k_hat
+    return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_hat.scale
 
 
-@forward.register_fake
-def _(query, key, value, is_causal, scale, smooth_k, granularity):
-    def hat(x):
-        padded = padded_length(x.shape[2])
-        values = x.new_empty(*x.shape[:2], padded, padded_head_dim(x.shape[3]), dtype=torch.int8)
-        return values, x.new_empty(*x.shape[:2], padded // SCALE_BLOCK, dtype=torch.float32)
+def fake_forward(query, key, value, is_causal, scale, smooth_k):
+    """Tensors like those of `forward`, without their values: for torch.compile."""
+
+    def scales(x):
+        return x.new_empty(*x.shape[:2], padded_length(x.shape[2]) // SCALE_BLOCK, dtype=torch.float32)
+
+    def values(x):
+        return x.new_empty(*x.shape[:2], padded_length(x.shape[2]), padded_head_dim(x.shape[3]), dtype=torch.int8)
 
     log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
-    return query.new_empty(query.shape), log_sum_exp, *hat(query), *hat(key)
+    hats = values(query), scales(query), values(key), scales(key), scales(value)
+    return query.new_empty(query.shape), log_sum_exp, *hats
 
 
-@torch.library.custom_op("sage_kernels::backward", mutates_args=())
 def backward(
     grad_output: Tensor,
     value: Tensor,
@@ -102,44 +103,60 @@ def backward(
     q_scale: Tensor,
     k_values: Tensor,
     k_scale: Tensor,
+    v_scale: Tensor,
     is_causal: bool,
     scale: float,
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV."""
-    # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
-    hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
+    hats = {
+        "q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale),
+        "v_hat": Quantized(None, None, v_scale),
+    }  # fmt: skip
     with torch.cuda.device_of(value):
         level = backward_level(value.device, value.shape[3], granularity)
-        inputs = prepare_backward(grad_output, grad_output, value, value, output, log_sum_exp, level, **hats)
+        # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
+        tensors = grad_output, grad_output, value, value, output, log_sum_exp
+        inputs = prepare_backward(*tensors, level, is_causal=is_causal, **hats)
         return run_backward(inputs, level, is_causal=is_causal, scale=scale)
 
 
-@backward.register_fake
-def _(grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, is_causal, scale, granularity):
+def fake_backward(
+    grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_scale, is_causal, scale,
+    granularity,
+):  # fmt: skip
+    """Tensors like those of `backward`, without their values."""
     return grad_output.new_empty(grad_output.shape), value.new_empty(value.shape), value.new_empty(value.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    _, _, value, ctx.is_causal, ctx.scale, _, ctx.granularity = inputs
-    result, *for_backward = output
-    ctx.save_for_backward(value, result, *for_backward)
-    # Or every backward pass would fill tensors of zeros, as large as L, Q^ and K^, that nobody reads.
-    ctx.set_materialize_grads(False)
+register("forward", forward, fake_forward)
+register("backward", backward, fake_backward)
 
 
-def _backward(ctx, grad_output, *_):
-    if grad_output is None:  # what follows O is a constant
-        return (None,) * 7
-    gradients = backward(grad_output, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.granularity)
-    return *gradients, None, None, None, None
+class SageBwdOperation(torch.autograd.Function):
+    """O, whose gradients are `backward`'s."""
 
+    @staticmethod
+    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity):
+        output, *rest = torch.ops.sage_kernels.forward(query, key, value, is_causal, scale, smooth_k)
+        ctx.save_for_backward(value, output, *rest)
+        ctx.options = is_causal, scale, granularity
+        ctx.set_materialize_grads(False)
+        return output
 
-forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:  # what follows O is a constant
+            return (None,) * 7
+        tensors = grad_output, *ctx.saved_tensors
+        gradients = gradients_once(
+            "sagebwd_attention", lambda *x: torch.ops.sage_kernels.backward(*x, *ctx.options), *tensors
+        )
+        return *gradients, None, None, None, None
 
 
 def sagebwd_attention(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, smooth_k: bool, granularity: str
 ) -> Tensor:
     """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
-    return forward(query, key, value, is_causal, scale, smooth_k, granularity)[0]
+    return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity)

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import padded_head_dim, padded_length
 from sage_kernels.sagebwd import ops
 from sage_kernels.sla2.backward.program import BackwardInputs
@@ -16,6 +17,7 @@ from sage_kernels.sla2.lists import BlockLists
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from sage_ref.attention import softmax_scale
+from sage_ref.derivatives import gradients_once
 from sage_ref.sla2.blocks import BlockSettings
 from sage_ref.sla2.router import Routing
 
@@ -31,7 +33,6 @@ def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
     return found
 
 
-@torch.library.custom_op("sage_kernels::sla2_forward", mutates_args=())
 def forward(
     query: Tensor,
     key: Tensor,
@@ -63,8 +64,8 @@ def forward(
     return [*result, prepared.inputs.sums, *prepared.inputs.lists, *chosen, *smoothed]
 
 
-@forward.register_fake
-def _(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
+def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
+    """Tensors like those of `forward`, without their values: for torch.compile."""
     output = query.new_empty(query.shape)
     if not save:
         return [output]
@@ -79,7 +80,6 @@ def _(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, qu
     return [output, query.new_empty(query.shape), log_sum_exp, sums, entries, counts, *chosen, *smoothed]
 
 
-@torch.library.custom_op("sage_kernels::sla2_backward", mutates_args=())
 def backward(
     grad_output: Tensor,
     query: Tensor,
@@ -101,31 +101,39 @@ def backward(
         return run_backward(inputs, block_mask, BlockLists(entries, counts), scale=scale)
 
 
-@backward.register_fake
-def _(grad_output, query, key, value, alpha, *_):
+def fake_backward(grad_output, query, key, value, alpha, *_):
+    """Tensors like those of `backward`, without their values."""
     return tuple(x.new_empty(x.shape) for x in (query, key, value, alpha))
 
 
-def _setup_context(ctx, inputs, output):
-    query, key, value, alpha, block_mask, *_, quantize, ctx.scale, save = inputs
-    if not save:
-        return
-    _, *for_backward = output
-    k_mean = for_backward.pop() if quantize else None
-    block_mask = for_backward.pop() if block_mask is None else block_mask
-    ctx.save_for_backward(query, key, value, alpha, block_mask, *for_backward, k_mean)
-    # Or every backward pass would fill tensors of zeros, as large as what was saved, that nobody reads.
-    ctx.set_materialize_grads(False)
+register("sla2_forward", forward, fake_forward)
+register("sla2_backward", backward, fake_backward)
 
 
-def _backward(ctx, grad_outputs):
-    if grad_outputs[0] is None:  # what follows O is a constant
-        return (None,) * 12
-    gradients = backward(grad_outputs[0], *ctx.saved_tensors, ctx.scale)
-    return *gradients, *([None] * 8)
+class Sla2Operation(torch.autograd.Function):
+    """O, whose gradients are `backward`'s."""
 
+    @staticmethod
+    def forward(ctx, query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
+        chooser = block_mask, proj_q, proj_k, protected, count
+        output, *rest = torch.ops.sage_kernels.sla2_forward(query, key, value, alpha, *chooser, quantize, scale, save)
+        if save:
+            k_mean = rest.pop() if quantize else None
+            block_mask = rest.pop() if block_mask is None else block_mask
+            ctx.save_for_backward(query, key, value, alpha, block_mask, *rest, k_mean)
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        return output
 
-forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:  # what follows O is a constant
+            return (None,) * 12
+        tensors = grad_output, *ctx.saved_tensors
+        gradients = gradients_once(
+            "sparse_linear_attention", lambda *x: torch.ops.sage_kernels.sla2_backward(*x, ctx.scale), *tensors
+        )
+        return *gradients, *([None] * 8)
 
 
 def attention(
@@ -142,4 +150,4 @@ def attention(
     alpha = alpha.to(torch.float32).contiguous()
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, alpha))
     scale = softmax_scale(settings.scale, query.shape[3])
-    return forward(query, key, value, alpha, *operands, settings.quantize, scale, needs_gradient)[0]
+    return Sla2Operation.apply(query, key, value, alpha, *operands, settings.quantize, scale, needs_gradient)

@@ -20,6 +20,7 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, Tile, key_tile_range, load_tokens, load_with_scale
+from sage_kernels.sagebwd.backward.prepare import Units
 
 LOG2_E = math.log2(math.e)
 
@@ -36,6 +37,7 @@ class BackwardInputs(NamedTuple):
     q_hat: Quantized | None
     k_hat: Quantized | None
     do_hat: Quantized | None
+    units: Units | None  # of level 5
 
 
 class QueryTile(NamedTuple):

@@ -2,12 +2,11 @@
 
 - P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
   largest. Two lie in one register, a *pair*, and one instruction multiplies, compares or rounds both.
-- P is stretched by 2^15 and dP - delta by `fit`, the power of two that makes it just fit: |dP - delta| is at most
-  2 D max|dO| max|V|, and |dS| = P (1 - P) |dP - its mean over the other keys| at most a quarter of that.
 - The parts of one dQ come from all blocks of keys, in no fixed order. A sum of floats would depend on that order; a sum
   of integers doesn't. So parts are rounded to integers, in a unit per block of queries, and results are still the same
-  bit for bit on every run. The unit keeps the sums within 31 bits: rows of P add up to one, so a row of |dS| adds up
-  to the bound above at most, and dQ is at most max|K| times that.
+  bit for bit on every run.
+- P is stretched, dP - delta is made to fit float16, and the parts have a unit that keeps their sums within 31 bits:
+  `backward/prepare.py` computes all of these before.
 """
 
 from collections import namedtuple
@@ -30,8 +29,6 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
-STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
-LARGEST_SUM = tl.constexpr(30)  # log2; of the sums of dQ, for int32 ends at 2^31
 DS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))  # how a half of dS^T lies in shared memory
 
 # Arguments that travel together.
@@ -190,61 +187,7 @@ def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key,
     tma.async_copy_global_to_shared(descriptors.kt, [kv_head * DP, first_key], ready, kt_tile)
 
 
-# Before and after: units of dS and of the sums, and dQ of its sums.
-
-
-@triton.jit
-def largest_number(pointer, n, BLOCK: tl.constexpr):
-    """The largest |x| of n numbers. NaN and infinity are passed over: they reach the gradients through s_Q, s_dO."""
-    largest = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, n, BLOCK):
-        offset = first + tl.arange(0, BLOCK)
-        x = tl.abs(tl.load(pointer + offset, mask=offset < n, other=0.0).to(tl.float32))
-        largest = tl.maximum(largest, tl.where(x < float("inf"), x, 0.0))
-    return tl.max(largest, 0)
-
-
-@triton.jit(do_not_specialize=["n_k"])
-def _largest_kernel(v_ptr, largest_ptr, n_k, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the largest |V| of a block of keys."""
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = block * TOKENS
-    largest = largest_number(v_ptr + (head * n_k + first) * D, tl.minimum(n_k - first, TOKENS) * D, BLOCK)
-    tl.store(largest_ptr + head * tl.num_programs(0) + block, largest)
-
-
-@triton.jit(do_not_specialize=["groups", "kv_blocks"])
-def _units_kernel(
-    largest_v_ptr, q_scale_ptr, k_scale_ptr, do_scale_ptr, log_sum_exp_ptr, delta_ptr, stretched_ptr, fitted_ptr,
-    factors_ptr, step_ptr, unit_ptr, groups, kv_blocks,
-    D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of queries. P is stretched by 2^15, dP - delta by fit; a one in dQ is 2^bits integers.
-
-    stretched = L - 15, fitted = delta fit, factors = (s_Q, fit, s_Q shrink, s_dO 2^-15), step = 2^bits shrink,
-    unit = 2^-bits, where shrink = 2^-15 / fit
-    """
-    at, kv_head = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1) // groups
-    visible = kv_blocks
-    if IS_CAUSAL:  # what comes later must not change a bit; blocks of queries and of keys are equally long
-        visible = tl.minimum(kv_blocks, tl.program_id(0) + 1)
-    largest_do = 127 * largest_number(do_scale_ptr + at, 1, 1)
-    bound = 2 * D * largest_do * largest_number(largest_v_ptr + kv_head * kv_blocks, visible, BLOCK)
-    bound = tl.log2(tl.minimum(tl.maximum(bound, 1e-30), 1e37))
-    largest_k = 127 * largest_number(k_scale_ptr + kv_head * kv_blocks, visible, BLOCK)
-    bits = tl.floor(-bound - tl.log2(tl.maximum(largest_k, 1e-30)) + LARGEST_SUM)
-    bits = tl.minimum(tl.maximum(bits, -120.0), 120.0)  # 2^-bits is a float32
-    shift = tl.floor(1 - bound)
-    s_q, fit, shrink = tl.load(q_scale_ptr + at), tl.exp2(shift), tl.exp2(-shift - STRETCH)
-    tl.store(factors_ptr + 4 * at, s_q)
-    tl.store(factors_ptr + 4 * at + 1, fit)
-    tl.store(factors_ptr + 4 * at + 2, s_q * shrink)
-    tl.store(factors_ptr + 4 * at + 3, tl.load(do_scale_ptr + at) * tl.exp2(0.0 - STRETCH))
-    tl.store(step_ptr + at, tl.exp2(bits) * shrink)
-    tl.store(unit_ptr + at, tl.exp2(-bits))
-    query = at.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    tl.store(stretched_ptr + query, tl.load(log_sum_exp_ptr + query) - STRETCH)
-    tl.store(fitted_ptr + query, tl.load(delta_ptr + query) * fit)
+# After: dQ of its sums.
 
 
 @triton.jit(do_not_specialize=["n_q"])
@@ -280,25 +223,6 @@ def signature(tiles: Tiles, dtype: torch.dtype) -> dict[str, str]:
     return signature_of(tiles, pointers | {"dk_ptr": dtype, "dv_ptr": dtype}, scale="fp32")
 
 
-def units(inputs: BackwardInputs, is_causal: bool) -> tuple[Tensor, ...]:
-    """(L, delta [B, H, Nq padded], factors [..., 4], step, unit [B, H, blocks]): see `_units_kernel`."""
-    q_hat, k_hat, do_hat, value = inputs.q_hat, inputs.k_hat, inputs.do_hat, inputs.value
-    batch, heads, q_blocks = do_hat.scale.shape
-    kv_heads, n_k, d = value.shape[1:]
-    kv_blocks = k_hat.scale.shape[2]
-    largest_v = torch.empty(batch, kv_heads, kv_blocks, device=value.device)
-    _largest_kernel[(kv_blocks, batch * kv_heads)](value, largest_v, n_k, D=d, TOKENS=SCALE_KV.value, BLOCK=4096)
-    stretched, fitted = torch.empty_like(inputs.log_sum_exp), torch.empty_like(inputs.delta)
-    factors = torch.empty(batch, heads, q_blocks, 4, device=value.device)
-    step, unit = torch.empty_like(do_hat.scale), torch.empty_like(do_hat.scale)
-    _units_kernel[(q_blocks, batch * heads)](
-        largest_v, q_hat.scale, k_hat.scale, do_hat.scale, inputs.log_sum_exp, inputs.delta, stretched, fitted,
-        factors, step, unit, heads // kv_heads, kv_blocks,
-        D=inputs.key.shape[3], TOKENS=SCALE_Q.value, BLOCK=128, IS_CAUSAL=is_causal,
-    )  # fmt: skip
-    return stretched, fitted, factors, step, unit
-
-
 def run(
     inputs: BackwardInputs, program, constants, options, queries_added: int, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,14 +230,14 @@ def run(
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     grad_output, value = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
     (batch, heads, n_q, head_dim), n_k, dp = query.shape, key.shape[2], padded_head_dim(query.shape[3])
-    stretched, fitted, factors, step, unit = units(inputs._replace(value=value), is_causal)
+    log_sum_exp, delta, factors, step, unit = inputs.units
     # Of tiles: Q^, Q^T, dO^T one byte each; dO two; sums four.
     sizes = sizes_of(query, key, TILE.value, of_keys=True, bytes_per_number=9)
     sums = torch.zeros(batch, heads, sizes.q_blocks * SCALE_Q.value, dp, dtype=torch.int32, device=query.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key))
     tensors = (
         k_hat.values, value, k_hat.transposed, q_hat.values, grad_output, q_hat.transposed, do_hat.transposed,
-        stretched, fitted, sums,
+        log_sum_exp, delta, sums,
     )  # fmt: skip
     program[(sizes.blocks * sizes.heads_total,)](
         *descriptors(tensors, tile_shapes(dp, queries_added, query.dtype)), k_hat.scale, factors, step, dk, dv, *sizes,

@@ -1,0 +1,19 @@
+"""How a function that launches kernels becomes a PyTorch operation: torch.ops.sage_kernels.NAME.
+
+The dispatcher calls it on every device. torch.compile sees one node and asks `fake` for shapes. Autograd is not the
+operation's affair: a torch.autograd.Function around it costs a third of what `torch.library.custom_op` adds to a call.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+LIBRARY = torch.library.Library("sage_kernels", "DEF")
+
+
+def register(name: str, function: Callable, fake: Callable) -> None:
+    """function: tensors and numbers with type hints in, new tensors out. fake: the same without values."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sage_kernels::{name}", fake, lib=LIBRARY)

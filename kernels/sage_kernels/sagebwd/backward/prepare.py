@@ -1,0 +1,217 @@
+"""What runs before an INT8 backward program, in one launch: delta, dO^ and its transpose, and those of Q^ and K^.
+
+Of Q^ and K^ the forward pass keeps one copy, to save memory; the matmuls that contract over tokens want the other.
+
+NaN: a GPU's maximum passes over it, and INT8 has none. So a query whose L or delta is NaN spoils the scales of its
+block, of Q^ and of dO^, and through them every gradient that the block reaches.
+
+Units, for level 5. It keeps P and dS in float16 and dQ in sums of integers, and both need bounds that are known before:
+- P is stretched by 2^15 and dP - delta by `fit`, the power of two that makes it just fit: |dP - delta| is at most
+  2 D max|dO| max|V|, and |dS| = P (1 - P) |dP - its mean over the other keys| at most a quarter of that.
+- The parts of dQ are rounded to integers, in a unit per block of queries that keeps the sums within 31 bits: rows of P
+  add up to one, so a row of |dS| adds up to the bound above at most, and dQ is at most max|K| times that.
+Both bounds come from scales: 127 s is the largest number of a block.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels.common.quantize import (
+    SCALE_BLOCK,
+    Quantized,
+    empty_copies,
+    last_axis_contiguous,
+    load_block,
+    padded_head_dim,
+    padded_length,
+    psi,
+    store_transposed,
+)
+from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, Signature, strided
+
+STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
+LARGEST_SUM = tl.constexpr(30)  # log2; of the sums of dQ, for int32 ends at 2^31
+WARPS = 8
+
+
+class Units(NamedTuple):
+    """What level 5 reads besides: see `store_units`."""
+
+    log_sum_exp: Tensor  # [B, H, Nq padded]: L - 15
+    delta: Tensor  # [B, H, Nq padded]: delta fit
+    factors: Tensor  # [B, H, blocks, 4]: s_Q, fit, s_Q 2^-15 / fit, s_dO 2^-15
+    step: Tensor  # [B, H, blocks]: integers of a dQ that is one, times 2^-15 / fit
+    unit: Tensor  # [B, H, blocks]: the dQ that is one integer
+
+
+class Prepared(NamedTuple):
+    q_hat: Quantized  # with its transpose; scales as said above
+    k_hat: Quantized
+    do_hat: Quantized
+    delta: Tensor  # float32 [B, H, Nq padded]: rowsum(dO * O)
+    units: Units | None
+
+
+class UnitPointers(NamedTuple):
+    """`Units` in a kernel, each where its head begins."""
+
+    log_sum_exp: tl.tensor
+    delta: tl.tensor
+    factors: tl.tensor
+    step: tl.tensor
+    unit: tl.tensor
+
+
+@triton.jit
+def largest_of_scales(pointer, blocks, BLOCK: tl.constexpr):
+    """127 times the largest of so many scales: the largest number that they stand for. NaN is passed over."""
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, blocks, BLOCK):
+        block = first + tl.arange(0, BLOCK)
+        scale = tl.load(pointer + block, mask=block < blocks, other=0.0)
+        largest = tl.maximum(largest, tl.where(scale < float("inf"), scale, 0.0))
+    return 127 * tl.max(largest, 0)
+
+
+@triton.jit
+def store_units(
+    units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, s_v_ptr, kv_blocks,
+    D: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The units of a block of queries. s_k_ptr, s_v_ptr: scales of the keys and values that its head sees."""
+    visible = kv_blocks
+    if IS_CAUSAL:  # what comes later must not change a bit; blocks of queries and of keys are equally long
+        visible = tl.minimum(kv_blocks, block + 1)
+    largest_do = 127 * tl.where(s_do < float("inf"), s_do, 0.0)
+    bound = 2 * D * largest_do * largest_of_scales(s_v_ptr, visible, BLOCK)
+    bound = tl.log2(tl.minimum(tl.maximum(bound, 1e-30), 1e37))
+    bits = tl.floor(-bound - tl.log2(tl.maximum(largest_of_scales(s_k_ptr, visible, BLOCK), 1e-30)) + LARGEST_SUM)
+    bits = tl.minimum(tl.maximum(bits, -120.0), 120.0)  # 2^-bits is a float32
+    shift = tl.floor(1 - bound)
+    fit, shrink = tl.exp2(shift), tl.exp2(-shift - STRETCH)
+    tl.store(units.factors + 4 * block, s_q)
+    tl.store(units.factors + 4 * block + 1, fit)
+    tl.store(units.factors + 4 * block + 2, s_q * shrink)
+    tl.store(units.factors + 4 * block + 3, s_do * tl.exp2(0.0 - STRETCH))
+    tl.store(units.step + block, tl.exp2(bits) * shrink)
+    tl.store(units.unit + block, tl.exp2(-bits))
+    query = block * BLOCK + tl.arange(0, BLOCK)
+    tl.store(units.log_sum_exp + query, log_sum_exp_i - STRETCH)
+    tl.store(units.delta + query, delta_i * fit)
+
+
+@triton.jit
+def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
+    """From an int8 copy [Np, Dp] of one head the block's part of [Dp, Np]."""
+    token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    store_transposed(
+        tl.load(values + token[:, None] * DP + d[None, :]), transposed, block, n_padded, DP, BLOCK, GROUPED
+    )
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "query_programs"])
+def prepare_program(
+    do_ptr, do_stride_b, do_stride_h, do_stride_n, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
+    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_scale_ptr,
+    qt_hat_ptr, marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr,
+    stretched_ptr, fitted_ptr, factors_ptr, step_ptr, unit_ptr,
+    heads, groups, n_q, n_q_padded, n_k_padded, query_programs,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries, or after those of keys. unit_ptr None: without units."""
+    t = tl.program_id(0)
+    q_blocks, kv_blocks = n_q_padded // BLOCK, n_k_padded // BLOCK
+    if t < query_programs:
+        block, head = t % q_blocks, (t // q_blocks).to(tl.int64)
+        batch, h = head // heads, head % heads
+        # [Bq, D]
+        do_i = load_block(do_ptr, do_stride_b, do_stride_h, do_stride_n, batch, h, block, n_q, D, DP, BLOCK)
+        o_i = load_block(o_ptr, o_stride_b, o_stride_h, o_stride_n, batch, h, block, n_q, D, DP, BLOCK)
+        query = head * n_q_padded + block * BLOCK + tl.arange(0, BLOCK)
+        delta_i = tl.sum(do_i * o_i, 1)
+        tl.store(delta_ptr + query, delta_i)
+        do_hat_i, s_do = psi(do_i)
+        numbers = head * n_q_padded * DP
+        store_transposed(do_hat_i, dot_hat_ptr + numbers, block, n_q_padded, DP, BLOCK, GROUPED)
+        transpose_tile(q_hat_ptr + numbers, qt_hat_ptr + numbers, block, n_q_padded, DP, BLOCK, GROUPED)
+        log_sum_exp_i = tl.load(log_sum_exp_ptr + query)
+        nan_of_l, nan_of_delta = tl.sum(log_sum_exp_i * 0.0, 0), tl.sum(delta_i * 0.0, 0)  # 0 or NaN
+        s_q, s_do = tl.load(q_scale_ptr + t) + nan_of_l + nan_of_delta, s_do + nan_of_l
+        tl.store(marked_q_scale_ptr + t, s_q)
+        tl.store(do_scale_ptr + t, s_do)
+        if unit_ptr is not None:
+            rows, first, kv_head = head * n_q_padded, head * q_blocks, head // groups
+            units = UnitPointers(
+                stretched_ptr + rows, fitted_ptr + rows, factors_ptr + 4 * first, step_ptr + first, unit_ptr + first
+            )  # fmt: skip
+            s_k_ptr, s_v_ptr = k_scale_ptr + kv_head * kv_blocks, v_scale_ptr + kv_head * kv_blocks
+            store_units(
+                units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, s_v_ptr, kv_blocks, D, BLOCK, IS_CAUSAL
+            )  # fmt: skip
+    else:
+        t -= query_programs
+        numbers = (t // kv_blocks).to(tl.int64) * n_k_padded * DP
+        transpose_tile(k_hat_ptr + numbers, kt_hat_ptr + numbers, t % kv_blocks, n_k_padded, DP, BLOCK, GROUPED)
+
+
+def signature(*, with_units: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `prepare_program`."""
+    hats = dict.fromkeys(("q_hat_ptr", "k_hat_ptr", "qt_hat_ptr", "kt_hat_ptr", "dot_hat_ptr"), HAT)
+    scales = ("q_scale_ptr", "k_scale_ptr", "marked_q_scale_ptr", "do_scale_ptr", "log_sum_exp_ptr", "delta_ptr")
+    units = ("v_scale_ptr", "stretched_ptr", "fitted_ptr", "factors_ptr", "step_ptr", "unit_ptr")
+    units = dict.fromkeys(units, FLOATS if with_units else None)
+    sizes = dict.fromkeys(("heads", "groups", "n_q", "query_programs"), SIZE)
+    sizes |= {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
+    tensors = strided("do", POINTERS[dtype]) | strided("o", POINTERS[dtype])
+    return tensors | hats | dict.fromkeys(scales, FLOATS) | units | sizes
+
+
+def constants(head_dim: int, grouped: bool, is_causal: bool) -> dict:
+    """The constants of `prepare_program`."""
+    sizes = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK}
+    return sizes | {"GROUPED": grouped, "IS_CAUSAL": is_causal}
+
+
+def prepare(
+    grad_output: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    q_hat: Quantized,
+    k_hat: Quantized,
+    v_scale: Tensor | None,
+    *,
+    grouped: bool,
+    is_causal: bool,
+) -> Prepared:
+    """grad_output, output: [B, H, Nq, D]; log_sum_exp, Q^ and K^ as the forward pass left them.
+
+    v_scale: scales of V^ [B, Hkv, blocks], where units are wanted. grouped: transposes in the order of
+    `tiles.group_columns`. is_causal: only units depend on it.
+    """
+    grad_output, output = last_axis_contiguous(grad_output), last_axis_contiguous(output)
+    batch, heads, n_q, head_dim = grad_output.shape
+    kv_heads, n_k_padded, dp = k_hat.values.shape[1:]
+    n_q_padded = padded_length(n_q)
+    do_hat = empty_copies(grad_output, SCALE_BLOCK, values=False, transposed=True)
+    q_hat_t, k_hat_t = (x.values.new_empty(*x.values.shape[:2], dp, x.values.shape[2]) for x in (q_hat, k_hat))
+    marked, delta = torch.empty_like(q_hat.scale), torch.empty_like(log_sum_exp)
+    units = None
+    if v_scale is not None:
+        units = Units(
+            torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp), marked.new_empty(*marked.shape, 4),
+            torch.empty_like(marked), torch.empty_like(marked),
+        )  # fmt: skip
+    query_programs = marked.numel()
+    prepare_program[(query_programs + k_hat.scale.numel(),)](
+        grad_output, *grad_output.stride()[:3], output, *output.stride()[:3], log_sum_exp,
+        q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_scale,
+        q_hat_t, marked, k_hat_t, do_hat.transposed, do_hat.scale, delta, *(units or [None] * len(Units._fields)),
+        heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
+        **constants(head_dim, grouped, is_causal), num_warps=WARPS,
+    )  # fmt: skip
+    q_hat, k_hat = q_hat._replace(transposed=q_hat_t, scale=marked), k_hat._replace(transposed=k_hat_t)
+    return Prepared(q_hat, k_hat, do_hat, delta, units)

@@ -1,0 +1,106 @@
+"""What runs before an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
+
+The mean key, which smoothing needs, takes a pass over K of its own: no scale is known before it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels.common.quantize import (
+    SCALE_BLOCK,
+    Quantized,
+    copies_of_head,
+    empty_copies,
+    load_block,
+    padded_head_dim,
+    padded_length,
+    quantize_tile,
+    smoothed,
+)
+from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
+
+WARPS = 8
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
+def prepare_program(
+    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
+    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr,
+    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr,
+    heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries, of keys or of values, in this order.
+
+    k_mean_ptr None: K isn't smoothed. v_scale_ptr None: there are no programs for values.
+    """
+    t = tl.program_id(0)
+    if t < query_programs:
+        block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
+        batch, h = head // heads, head % heads
+        q_i = load_block(q_ptr, q_stride_b, q_stride_h, q_stride_n, batch, h, block, n_q, D, DP, BLOCK)
+        # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
+        q_i = tl.where(factor < 0, -q_i, q_i)
+        out = copies_of_head(q_hat_ptr, None, q_scale_ptr, head, n_q_padded, DP, BLOCK)
+        quantize_tile(q_i, out, block, n_q_padded, tl.abs(factor), DP, BLOCK, GROUPED)
+    else:
+        t = (t - query_programs) % key_programs
+        block, head = t % (n_k_padded // BLOCK), (t // (n_k_padded // BLOCK)).to(tl.int64)
+        batch, h = head // kv_heads, head % kv_heads
+        if tl.program_id(0) < query_programs + key_programs:
+            k_j = load_block(k_ptr, k_stride_b, k_stride_h, k_stride_n, batch, h, block, n_k, D, DP, BLOCK)
+            if k_mean_ptr is not None:
+                k_j = smoothed(k_j, k_mean_ptr, head, block, n_k, D, DP, BLOCK)
+            out = copies_of_head(k_hat_ptr, None, k_scale_ptr, head, n_k_padded, DP, BLOCK)
+            quantize_tile(k_j, out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
+        else:
+            if v_scale_ptr is not None:
+                v_j = load_block(v_ptr, v_stride_b, v_stride_h, v_stride_n, batch, h, block, n_k, D, DP, BLOCK)
+                out = copies_of_head(None, vt_hat_ptr, v_scale_ptr, head, n_k_padded, DP, BLOCK)
+                quantize_tile(v_j, out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
+
+
+def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `prepare_program`, with a K that is smoothed."""
+    pointer = POINTERS[dtype]
+    tensors = strided("q", pointer) | strided("k", pointer) | strided("v", pointer)
+    scales = dict.fromkeys(("k_mean_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
+    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs"), SIZE)
+    padded = {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
+    return (
+        tensors
+        | dict.fromkeys(("q_hat_ptr", "k_hat_ptr", "vt_hat_ptr"), HAT)
+        | scales
+        | sizes
+        | padded
+        | {"factor": NUMBER}
+    )
+
+
+def constants(head_dim: int, grouped: bool) -> dict:
+    """The constants of `prepare_program`."""
+    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}
+
+
+def quantize_inputs(
+    query: Tensor, key: Tensor, value: Tensor, k_mean: Tensor | None, *, factor: float, with_values: bool, grouped: bool
+) -> tuple[Quantized, Quantized, Quantized | None]:
+    """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
+
+    k_mean: the mean key, float32 [B, Hkv, D], or None. factor: c log2(e), which goes into the scales of Q, its sign
+    into Q^. grouped: V^T in the order of `tiles.group_columns`.
+    """
+    (heads, n_q, head_dim), (kv_heads, n_k) = query.shape[1:], key.shape[1:3]
+    n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
+    q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
+    v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
+    query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
+    prepare_program[(query_programs + key_programs * (2 if with_values else 1),)](
+        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean,
+        q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)),
+        heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
+        **constants(head_dim, grouped), num_warps=WARPS,
+    )  # fmt: skip
+    return q_hat, k_hat, v_hat
