@@ -22,7 +22,9 @@ from kernel_cases import (
 )
 
 pytest.importorskip("triton")
+from layouts import heads_last
 from sage_kernels import hopper
+from sage_kernels.common.memory import is_heads_last
 from sage_kernels.common.tiles import TINY
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, plain
@@ -451,6 +453,52 @@ def test_units_are_the_largest_that_fit(shape):
     assert torch.equal(of_dv, s_do * 2.0**-15)
     torch.testing.assert_close(log_sum_exp, inputs.log_sum_exp.double() - 15, rtol=1e-6, atol=1e-5)
     assert torch.equal(delta, inputs.delta.double() * fit.repeat_interleave(128, 2))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["V and dO", "V", "parts of one tensor"])
+@pytest.mark.parametrize("shape", [(130, 150, 64, 4, 2), (150, 130, 128, 2, 2, True)], ids=str)
+def test_heads_of_a_token_side_by_side(level, shape, name):
+    """As a model has them: the same bits, and results that lie so too."""
+    if level != 5:
+        pytest.skip("level 4 copies such tensors")
+    case = Case(*shape, batch=2)
+    query, key, value, grad_output = draw(case)
+    expected = run_source(level, case)
+    if name == "parts of one tensor":
+        value = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 2)[:, :, 1].transpose(1, 2)
+    else:
+        value = heads_last(value)
+    grad_output = heads_last(grad_output) if name == "V and dO" else grad_output
+    gradients = run_source(level, case, (query, key, value, grad_output))
+    assert all_equal(gradients, expected)
+    assert [is_heads_last(x) for x in gradients] == [False, True, True]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_side_by_side_are_fetched_without_a_copy(head_dim):
+    x = torch.randn(2, 5, 3, head_dim).half().transpose(1, 2)
+    rows, heads = toolbox.fetched_rows(x)
+    assert heads == 3
+    assert rows.data_ptr() == x.data_ptr()
+    assert torch.equal(rows.view(2, 5, 3, head_dim).transpose(1, 2), x)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("layout", ["padded", "every other head", "expanded", "odd rows", "unaligned", "batch first"])
+def test_heads_side_by_side_that_cannot_be_fetched_are_copied(layout):
+    x = torch.randn(2, 5, 4, 64).half()
+    x = {
+        "padded": x[..., :40], "every other head": x[:, :, ::2], "expanded": x[:, :1].expand(2, 5, 4, 64),
+        "odd rows": torch.randn(2, 5, 4 * 64 + 3).half()[..., :256].unflatten(-1, (4, 64)),
+        "unaligned": x.flatten()[3:-253].view(1, 9, 4, 64)[:, :, :3],
+        "batch first": x.transpose(0, 1).contiguous().transpose(0, 1),
+    }[layout].transpose(1, 2)  # fmt: skip
+    rows, heads = toolbox.fetched_rows(x)
+    assert heads == 1
+    assert torch.equal(rows.reshape(x.shape), x)
+    assert rows.data_ptr() % 16 == rows.stride(0) * 2 % 16 == 0
 
 
 @on_the_cpu

@@ -146,7 +146,7 @@ def test_carelessness_with_tiles_is_noticed(careless):
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_every_piece_of_work_is_done_once_and_long_rows_first(blocks, heads, together):
     item = plain(toolbox.work_item, {"gl": SimpleNamespace(minimum=min)})
-    sizes = toolbox.Sizes(blocks, heads, together, *[0] * 5)
+    sizes = toolbox.Sizes(blocks, heads, together, *[0] * 8)
     items = [item(t, sizes) for t in range(blocks * heads)]
     order = product(range(blocks), range(heads))
     assert items == sorted(order, key=lambda x: (x[1] // together, -x[0], x[1]))

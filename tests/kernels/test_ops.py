@@ -12,6 +12,7 @@ import sla2_cases
 import torch
 import torch.nn.functional as F
 from kernel_cases import DEVICE, MARKS, ON_GPU, PER_BLOCK, Calls, Constant, all_equal, fill_cache
+from layouts import heads_last
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length, quantize_program
 from sage_kernels.sagebwd import ops as sagebwd_ops
 from sage_kernels.sagebwd.backward import prepare as backward_prepare
@@ -219,18 +220,33 @@ def test_opcheck_sla2_forward(operation, save, dtype):
     torch.library.opcheck(operation.kernel, arguments)
 
 
+def described(results):
+    return [(x.shape, x.stride(), x.dtype, x.device) for x in results]
+
+
+def test_fake_results_lie_in_memory_as_the_real_ones_do():
+    """torch.compile plans with them. Heads of a token side by side, as in a model."""
+    case = SageBwd.tiny._replace(batch=2)
+    query, key, value, grad_output = (heads_last(x) for x in kernel_cases.draw(case))
+    results = SageBwd.kernel(query, key, value, True, 0.1, True)
+    calls = [(SageBwd.kernel, (query, key, value, True, 0.1, True))]
+    calls += [(SageBwd.backward_kernel, (grad_output, value, *results, True, 0.1, "row"))]
+    for kernel, arguments in calls:
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = described(kernel(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments)))
+        assert fake == described(kernel(*arguments))
+
+
 # opcheck's fake tensors aren't compared where nothing is saved for a gradient, nor their values' places in the list.
 @pytest.mark.parametrize(("head_dim", "n_q", "n_k"), [(48, 1, 1), (33, 130, 200)])
 @pytest.mark.parametrize("operation", MASKED + ROUTED, ids=repr)
 def test_fake_results_are_shaped_like_the_real_ones(operation, head_dim, n_q, n_k):
     arguments = operation.forward_arguments(Sla2.Case(n_q, n_k, "half", head_dim, 2, 1), save=True)
 
-    def described(arguments):
-        return [(x.shape, x.stride(), x.dtype, x.device) for x in operation.kernel(*arguments)]
-
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = described([mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments])
-    real = described(arguments)
+        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        fake = described(operation.kernel(*given))
+    real = described(operation.kernel(*arguments))
     assert fake == real
     assert len(real) == 6 + operation.routed + operation.quantize
 

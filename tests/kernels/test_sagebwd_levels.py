@@ -39,9 +39,9 @@ from kernel_cases import (
 )
 from layouts import LAYOUTS, heads_last, launch_name
 from sage_kernels.common.launch import CANDIDATES, DEFAULTS, choose_launch
+from sage_kernels.common.memory import is_heads_last, last_axis_contiguous
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
-    last_axis_contiguous,
     padded_head_dim,
     padded_length,
     quantize,
@@ -314,6 +314,26 @@ def test_any_strides(level):
     assert all(torch.equal(result.output, forward_level(case, x).output) for x, result in results.items())
     given = results[feeder]._replace(output=layouts[0](results[feeder].output))
     assert all_equal(run_backward_level(case, level, tensors, given), backward_level(case, level))
+
+
+def are_views_of_memory(xs, heads_last):
+    return [is_heads_last(x) for x in xs] == heads_last and all(
+        (x.transpose(1, 2) if last else x).is_contiguous() for x, last in zip(xs, heads_last, strict=True)
+    )
+
+
+@pytest.mark.parametrize("level", [x for x in BACKWARD if x != 4], ids="backward{}".format)
+def test_results_lie_in_memory_as_their_inputs_do(level):
+    """O and dQ as Q, dK and dV as V; level 4, which no operation runs, makes them contiguous."""
+    case = Case(20, 40, 64, 4, 2, is_causal=True, batch=2)
+    query, key, value, grad_output = draw(case)
+    for of_q, of_v in ((False, True), (True, False)):
+        tensors = [heads_last(x) if last else x for x, last in ((query, of_q), (key, of_v), (value, of_v))]
+        forward = run_forward_level(case, feeding(level, case), (*tensors, grad_output))
+        gradients = run_backward_level(case, level, (*tensors, grad_output), forward)
+        assert are_views_of_memory([forward.output, *gradients], [of_q, of_q, of_v, of_v])
+    tensors = [heads_last(x) for x in (query, key, value, grad_output)]
+    assert are_views_of_memory([run_forward_level(case, x, tensors).output for x in FORWARD], [True] * len(FORWARD))
 
 
 def test_a_gradient_that_is_one_number_seen_everywhere():

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.tiles import Operand, group_columns, load_tokens, low_byte
 
 SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values
@@ -165,8 +166,3 @@ def empty_copies(x: Tensor, block: int, *, values: bool, transposed: bool) -> Qu
         x.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if transposed else None,
         x.new_empty(batch, heads, n_padded // block, dtype=torch.float32),
     )
-
-
-def last_axis_contiguous(x: Tensor) -> Tensor:
-    """x itself, or a copy if a token's D numbers don't lie side by side, as every kernel expects them to."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -373,7 +373,13 @@ class OnCPU:
 def argument(x):
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
-    return Pointer(x.view(-1)) if isinstance(x, Tensor) else x
+    return pointer_to(x) if isinstance(x, Tensor) else x
+
+
+def pointer_to(x):
+    """To the first number of x, however x lies in memory."""
+    every = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    return Pointer(every, x.storage_offset())
 
 
 def reduce(x, axis, combine):

@@ -20,7 +20,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sage_kernels.common.memory import is_heads_last
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length
+from sage_kernels.hopper import HEAD_DIMS
 
 L2_SHARE = 16 << 20  # bytes: a third of an H200's L2 cache
 ROWS = gl.constexpr(64)  # of a warpgroup, the height of its matmul instruction
@@ -42,12 +44,19 @@ class Sizes(NamedTuple):
     n_k: int
     q_blocks: int  # tiles of queries in one head, the last one padded
     kv_blocks: int
+    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    v_heads_per_row: int
+    do_heads_per_row: int
+    out_heads_per_row: int
 
 
 SIZES = Sizes._fields  # every program takes them one by one: `do_not_specialize` makes one compilation of all sizes
 
 
-def sizes_of(query: Tensor, key: Tensor, rows: int, *, of_keys: bool, bytes_per_number: int) -> Sizes:
+def sizes_of(
+    query: Tensor, key: Tensor, rows: int, *, of_keys: bool, bytes_per_number: int,
+    v_heads_per_row: int = 1, do_heads_per_row: int = 1, out_heads_per_row: int = 1,
+) -> Sizes:  # fmt: skip
     """Of a launch whose programs have `rows` queries each, or keys, and fetch so many bytes per token and column."""
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k = key.shape[1:3]
@@ -56,7 +65,8 @@ def sizes_of(query: Tensor, key: Tensor, rows: int, *, of_keys: bool, bytes_per_
     if of_keys:
         heads, own, visited = kv_heads, visited, own * groups
     together = heads_at_a_time(bytes_per_number * visited * padded_head_dim(head_dim))
-    return Sizes(-(-own // rows), batch * heads, together, groups, n_q, n_k, q_blocks, kv_blocks)
+    heads_per_row = v_heads_per_row, do_heads_per_row, out_heads_per_row
+    return Sizes(-(-own // rows), batch * heads, together, groups, n_q, n_k, q_blocks, kv_blocks, *heads_per_row)
 
 
 def heads_at_a_time(bytes_per_head: int) -> int:
@@ -117,8 +127,12 @@ def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout
 
 
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
-    """For the copy engine, which fetches tiles [rows, columns] of x [B, H, N, D] or lines [rows] of x [B, H, N]."""
-    return TensorDescriptor.from_tensor(x.flatten(0, 2), list(shape), layout(*shape, dtype=x.dtype))
+    """For the copy engine, which fetches tiles [rows, columns] of x [B, H, N, D] or lines [rows] of x [B, H, N].
+
+    A matrix is taken as it is: see `fetched_rows`.
+    """
+    x = x if x.dim() == 2 else x.flatten(0, 2)
+    return TensorDescriptor.from_tensor(x, list(shape), layout(*shape, dtype=x.dtype))
 
 
 def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescriptor]:
@@ -133,6 +147,20 @@ def signature_of(tiles: Tiles, pointers: dict[str, torch.dtype], **numbers: str)
     }
     pointed = {name: f"*{TYPES[dtype]}" for name, dtype in pointers.items()}
     return fetched | pointed | dict.fromkeys(SIZES, "i32") | numbers
+
+
+def fetched_rows(x: Tensor) -> tuple[Tensor, int]:
+    """16-bit x [B, H, N, D] as a matrix that the copy engine can fetch, and how many heads lie in each of its rows.
+
+    [B H N, D], or without a copy [B N, H D] of an x whose heads of a token lie side by side. Then the column after a
+    head's last is the next head's, so no padding can be fetched: D must be one of HEAD_DIMS.
+    """
+    batch, heads, n, head_dim = x.shape
+    fits = x.stride(3) == 1 and x.stride(1) == head_dim in HEAD_DIMS and x.stride(2) >= heads * head_dim
+    fits = fits and (batch == 1 or x.stride(0) == n * x.stride(2))
+    if is_heads_last(x) and fits and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x.as_strided((batch * n, heads * head_dim), (x.stride(2), 1)), heads
+    return rows_of_16_bytes(x).flatten(0, 2), 1
 
 
 def rows_of_16_bytes(x: Tensor) -> Tensor:
@@ -191,14 +219,20 @@ def fetch(ring, n, descriptor, row, column):
 
 
 @gluon.jit
-def fetch_with_lines(ring, lines, n, descriptor, row, line_descriptors, token):
+def row_and_column(head, token, n, heads_per_row, DP: gl.constexpr):
+    """Where a token of a head lies in the matrix of `fetched_rows`."""
+    return head // heads_per_row * n + token, head % heads_per_row * DP
+
+
+@gluon.jit
+def fetch_with_lines(ring, lines, n, descriptor, row, column, line_descriptors, token):
     """`fetch`, and for each of `lines` one number for every token of the tile."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
     ready = ring.ready.index(n % places)
     line_count: gl.constexpr = len(lines)
     mbarrier.expect(ready, descriptor.block_type.nbytes + line_count * line_descriptors[0].block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, [row, 0], ready, ring.tiles.index(n % places))
+    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(n % places))
     for i in gl.static_range(line_count):
         tma.async_copy_global_to_shared(line_descriptors[i], [token], ready, lines[i].index(n % places))
 
@@ -226,10 +260,10 @@ def skip(ring, n):
 
 
 @gluon.jit
-def copy_own(tiles, ready, descriptor, row, WARPGROUPS: gl.constexpr):
+def copy_own(tiles, ready, descriptor, row, column, WARPGROUPS: gl.constexpr):
     """The loading warp: each warpgroup's own 64 rows. Past a head's end lie the next: computed, not stored."""
     for w in gl.static_range(WARPGROUPS):
-        tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, 0], ready, tiles.index(w))
+        tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, column], ready, tiles.index(w))
 
 
 # Numbers in registers
@@ -320,9 +354,18 @@ def add_scaled(gradient, product, s, DP: gl.constexpr):
 
 
 @gluon.jit
-def store_tokens(pointer, x, first, n, D: gl.constexpr, DP: gl.constexpr):
-    """Rows of x [ROWS, DP] in 16 bit: tokens first, first + 1, ... as far as there are any."""
-    token = first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(DP)))
+def tokens_from(pointer, head, first, n, heads_per_row, D: gl.constexpr):
+    """(where the first of some tokens of a head lies in a result [B, H, N, D], how far the next one is)."""
+    stride = heads_per_row * D
+    token = (head // heads_per_row).to(gl.int64) * n + first
+    return pointer + token * stride + head % heads_per_row * D, stride
+
+
+@gluon.jit
+def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
+    """Rows of x [ROWS, DP] in 16 bit: tokens first, first + 1, ... of a head, as far as there are any."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(DP)))
     d = gl.arange(0, DP, gl.SliceLayout(0, accumulator(DP)))
-    mask = (token < n)[:, None] & (d < D)[None, :]
-    gl.store(pointer + token[:, None] * D + d[None, :], x.to(pointer.dtype.element_ty), mask=mask)
+    mask = (first + row < n)[:, None] & (d < D)[None, :]
+    rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
+    gl.store(rows + row[:, None] * stride + d[None, :], x.to(pointer.dtype.element_ty), mask=mask)

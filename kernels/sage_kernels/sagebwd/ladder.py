@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sage_kernels import hopper
 from sage_kernels.common.launch import Launch, choose_launch
-from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length
+from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
 from sage_kernels.sagebwd.backward.prepare import prepare

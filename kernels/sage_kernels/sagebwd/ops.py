@@ -12,6 +12,7 @@ import os
 import torch
 from torch import Tensor
 
+from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.sagebwd.ladder import (
@@ -91,7 +92,7 @@ def fake_forward(query, key, value, is_causal, scale, smooth_k):
 
     log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
     hats = values(query), scales(query), values(key), scales(key), scales(value)
-    return query.new_empty(query.shape), log_sum_exp, *hats
+    return empty_in_layout_of(query), log_sum_exp, *hats
 
 
 def backward(
@@ -108,15 +109,15 @@ def backward(
     scale: float,
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV."""
+    """dQ in O's layout, dK and dV in V's."""
     hats = {
         "q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale),
         "v_hat": Quantized(None, None, v_scale),
     }  # fmt: skip
     with torch.cuda.device_of(value):
         level = backward_level(value.device, value.shape[3], granularity)
-        # dO and V have the shapes of Q and K, whose 16-bit values are not needed any more.
-        tensors = grad_output, grad_output, value, value, output, log_sum_exp
+        # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
+        tensors = grad_output, output, value, value, output, log_sum_exp
         inputs = prepare_backward(*tensors, level, is_causal=is_causal, **hats)
         return run_backward(inputs, level, is_causal=is_causal, scale=scale)
 
@@ -126,7 +127,7 @@ def fake_backward(
     granularity,
 ):  # fmt: skip
     """Tensors like those of `backward`, without their values."""
-    return grad_output.new_empty(grad_output.shape), value.new_empty(value.shape), value.new_empty(value.shape)
+    return tuple(empty_in_layout_of(x) for x in (output, value, value))
 
 
 register("forward", forward, fake_forward)

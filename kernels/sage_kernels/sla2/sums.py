@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length, psi
+from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length, psi
 from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, group_columns, load_tokens, softmax_features
 from sage_kernels.sla2.routing import MASK_BLOCK_KV

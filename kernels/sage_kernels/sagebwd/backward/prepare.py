@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
     Quantized,
     empty_copies,
-    last_axis_contiguous,
     load_block,
     padded_head_dim,
     padded_length,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, Tile, key_tile_range, load_tokens, load_with_scale
@@ -84,7 +85,8 @@ def dq_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, kt_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    log_sum_exp_ptr, delta_ptr, dq_ptr, heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
+    log_sum_exp_ptr, delta_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
+    heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
     KEY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +116,7 @@ def dq_program(
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, False, PER_BLOCK)
     for j in range(full, end):
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, True, PER_BLOCK)
-    dq_ptrs = dq_ptr + head * n_q * D + query[:, None] * D + d[None, :]
+    dq_ptrs = dq_ptr + batch * dq_stride_b + h * dq_stride_h + query[:, None].to(tl.int64) * dq_stride_n + d[None, :]
     dq_i *= (scale + s_q * 0.0)[:, None]  # NaN where s_Q is
     inside = (query[:, None] < n_q) & (d[None, :] < D)
     tl.store(dq_ptrs, dq_i.to(dq_ptr.dtype.element_ty), mask=inside)
@@ -125,12 +127,13 @@ def dkdv_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr, qt_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n, dot_ptr, do_scale_ptr,
-    log_sum_exp_ptr, delta_ptr, dk_ptr, dv_ptr, heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
+    log_sum_exp_ptr, delta_ptr, dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr,
+    heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
     QUERY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK, dV or both of BLOCK_KV keys of one key head."""
+    """One program: dK, dV or both, laid out alike, of BLOCK_KV keys of one key head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     j = tl.program_id(0)  # the first keys, which most queries see, first
     kv_head = tl.program_id(1).to(tl.int64)
@@ -168,7 +171,7 @@ def dkdv_program(
             dk_j, dv_j = QUERY_TILE(
                 dk_j, dv_j, keys, i, queries, n_q, n_k, TILE, False, PER_BLOCK, WITH_DK, WITH_DV
             )  # fmt: skip
-    offsets = kv_head * n_k * D + key[:, None] * D + d[None, :]
+    offsets = batch * dk_stride_b + h_kv * dk_stride_h + key[:, None].to(tl.int64) * dk_stride_n + d[None, :]
     inside = (key[:, None] < n_k) & (d[None, :] < D)
     if WITH_DK:
         tl.store(dk_ptr + offsets, (dk_j * dk_scale).to(dk_ptr.dtype.element_ty), mask=inside)
@@ -192,14 +195,14 @@ def shared_signature(is_int8: bool, dtype: torch.dtype) -> Signature:
 
 def dq_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `dq_program`."""
-    outputs = {"dq_ptr": POINTERS[dtype], "scale": NUMBER}
+    outputs = strided("dq", POINTERS[dtype]) | {"scale": NUMBER}
     return shared_signature(is_int8, dtype) | {"kt_ptr": HAT if is_int8 else None} | outputs
 
 
 def dkdv_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `dkdv_program`."""
     hats = dict.fromkeys(("qt_ptr", "dot_ptr"), HAT if is_int8 else None)
-    outputs = {"dk_ptr": POINTERS[dtype], "dv_ptr": POINTERS[dtype], "dk_scale": NUMBER}
+    outputs = strided("dk", POINTERS[dtype]) | {"dv_ptr": POINTERS[dtype], "dk_scale": NUMBER}
     return shared_signature(is_int8, dtype) | hats | {"do_scale_ptr": FLOATS if is_int8 else None} | outputs
 
 
@@ -227,17 +230,18 @@ def dkdv_constants(
 def run_dq(
     inputs: BackwardInputs, key_tile, launch: Launch, *, per_block: bool, is_causal: bool, scale: float
 ) -> Tensor:
-    """dQ [B, H, Nq, D] with the loop body key_tile. scale: c."""
+    """dQ [B, H, Nq, D], in Q's layout, with the loop body key_tile. scale: c."""
     query, key, v, do = inputs.query, inputs.key, inputs.value, inputs.grad_output
     (batch, heads, n_q, head_dim), n_k = query.shape, key.shape[2]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
     q, _, s_q = copies(query, inputs.q_hat)
     k, kt, s_k = copies(key, inputs.k_hat)
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    dq = empty_in_layout_of(query)
     dq_program[(n_q_padded // launch.block_q, batch * heads)](
         q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, kt, v, *v.stride()[:3], do, *do.stride()[:3],
-        inputs.log_sum_exp, inputs.delta, dq, heads, heads // key.shape[1], n_q, n_k, n_q_padded, n_k_padded,
-        scale * LOG2_E, scale, **dq_constants(key_tile, head_dim, launch, is_causal, per_block), **launch.options,
+        inputs.log_sum_exp, inputs.delta, dq, *dq.stride()[:3], heads, heads // key.shape[1], n_q, n_k,
+        n_q_padded, n_k_padded, scale * LOG2_E, scale,
+        **dq_constants(key_tile, head_dim, launch, is_causal, per_block), **launch.options,
     )  # fmt: skip
     return dq
 
@@ -252,19 +256,23 @@ def run_dkdv(
     scale: float,
     outputs: str = "dkdv",
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV [B, Hkv, Nk, D] with the loop body query_tile; outputs "dk" or "dv" leaves the other unwritten."""
-    query, key, v, do = inputs.query, inputs.key, inputs.value, inputs.grad_output
+    """dK and dV [B, Hkv, Nk, D], in V's layout, with the loop body query_tile.
+
+    outputs "dk" or "dv" leaves the other unwritten.
+    """
+    query, key, value, do = inputs.query, inputs.key, inputs.value, inputs.grad_output
     (batch, heads, n_q, head_dim), (_, kv_heads, n_k, _) = query.shape, key.shape
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
     q, qt, s_q = copies(query, inputs.q_hat)
     k, _, s_k = copies(key, inputs.k_hat)
     _, dot, s_do = copies(do, inputs.do_hat)
-    dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+    dk, dv = (empty_in_layout_of(value) for _ in range(2))
     dk_scale = scale if inputs.q_hat is None else 1 / LOG2_E  # the scale of an INT8 Q carries c log2(e)
     dkdv_program[(n_k_padded // launch.block_kv, batch * kv_heads)](
-        q, *q.stride()[:3], s_q, qt, k, *k.stride()[:3], s_k, v, *v.stride()[:3], do, *do.stride()[:3], dot, s_do,
-        inputs.log_sum_exp, inputs.delta, dk, dv, heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded,
-        scale * LOG2_E, dk_scale, **dkdv_constants(query_tile, head_dim, launch, is_causal, per_block, outputs),
+        q, *q.stride()[:3], s_q, qt, k, *k.stride()[:3], s_k, value, *value.stride()[:3],
+        do, *do.stride()[:3], dot, s_do, inputs.log_sum_exp, inputs.delta, dk, *dk.stride()[:3], dv,
+        heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded, scale * LOG2_E, dk_scale,
+        **dkdv_constants(query_tile, head_dim, launch, is_causal, per_block, outputs),
         **launch.options,
     )  # fmt: skip
     return dk, dv

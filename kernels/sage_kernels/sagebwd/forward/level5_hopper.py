@@ -32,6 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
 
@@ -175,7 +176,7 @@ def query_rows(
         skip(rings.v, j)
     l = gl.sum(state.l, 1)
     o_i = state.o_i * gl.convert_layout(state.unit / l, gl.SliceLayout(1, accumulator(DP)))[:, None]
-    store_tokens(o + head.to(gl.int64) * sizes.n_q * D, o_i, first_query, sizes.n_q, D, DP)
+    store_tokens(o, o_i, head, first_query, sizes.n_q, sizes.out_heads_per_row, D, DP)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     query = first_query + gl.arange(0, ROWS, row)
     l_i = gl.where(query < sizes.n_q, state.r + gl.log2(gl.convert_layout(l, row)) - LOG2_INT8_MAX, 0.0 - NO_KEY)
@@ -189,7 +190,8 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: 
     i, head = work_item(gl.program_id(0), sizes)
     first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
     mbarrier.expect(queries.ready, WARPGROUPS * descriptors.q.block_type.nbytes)
-    copy_own(queries.tiles, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
+    row = head * (sizes.q_blocks * SCALE_Q) + first_query
+    copy_own(queries.tiles, queries.ready, descriptors.q, row, 0, WARPGROUPS)
     for j in range(0, count_key_tiles(first_query, ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)):
         fetch(rings.k, j, descriptors.k, (kv_head * sizes.kv_blocks + j) * TILE, 0)
         fetch(rings.v, j, descriptors.vt, kv_head * DP, j * TILE)
@@ -199,6 +201,7 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: 
 def hopper_program(
     q_descriptor, k_descriptor, vt_descriptor, q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr,
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     queries = Queries(allocate(q_descriptor, WARPGROUPS), barrier(1))
@@ -206,7 +209,10 @@ def hopper_program(
     fence_async_shared()
     descriptors = Descriptors(q_descriptor, k_descriptor, vt_descriptor)
     pointers = Pointers(q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr)
-    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    sizes = Sizes(
+        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        v_heads_per_row, do_heads_per_row, out_heads_per_row,
+    )  # fmt: skip
     # Constants must be named in each call: a variable would make numbers of the program of them.
     gl.warp_specialize(
         [
@@ -248,8 +254,11 @@ def run(inputs: ForwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor
     query, q_hat, k_hat, v_hat = inputs.query, inputs.q_hat, inputs.k_hat, inputs.v_hat
     batch, heads, _, head_dim = query.shape
     dp = padded_head_dim(head_dim)
-    sizes = sizes_of(query, inputs.key, LAUNCHES["forward"].block_q, of_keys=False, bytes_per_number=2)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output = empty_in_layout_of(query)
+    sizes = sizes_of(
+        query, inputs.key, LAUNCHES["forward"].block_q, of_keys=False, bytes_per_number=2,
+        out_heads_per_row=heads_per_row(output),
+    )  # fmt: skip
     log_sum_exp = query.new_empty(batch, heads, sizes.q_blocks * SCALE_Q.value, dtype=torch.float32)
     hopper_program[(sizes.blocks * sizes.heads_total,)](
         *descriptors((q_hat.values, k_hat.values, v_hat.transposed), tile_shapes(dp)),

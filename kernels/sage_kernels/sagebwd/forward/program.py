@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, key_tile_range, load_with_scale
@@ -35,7 +36,7 @@ def forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
-    o_ptr, log_sum_exp_ptr, heads, groups, n_q, n_k, n_q_padded, n_k_padded, scale,
+    o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr, heads, groups, n_q, n_k, n_q_padded, n_k_padded, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +63,7 @@ def forward_program(
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, False)
     for j in range(full, end):
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, True)
-    o_ptrs = o_ptr + head * n_q * D + query[:, None] * D + d[None, :]
+    o_ptrs = o_ptr + batch * o_stride_b + h * o_stride_h + query[:, None].to(tl.int64) * o_stride_n + d[None, :]
     inside = (query[:, None] < n_q) & (d[None, :] < D)
     tl.store(o_ptrs, (o_i / l[:, None]).to(o_ptr.dtype.element_ty), mask=inside)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
@@ -77,8 +78,8 @@ def signature(int8: str, dtype: torch.dtype = torch.bfloat16) -> Signature:
         is_int8 = name.upper() in int8
         types |= strided(name, HAT if is_int8 else POINTERS[dtype])
         types[f"{name}_scale_ptr"] = FLOATS if is_int8 else None
-    return types | {
-        "o_ptr": POINTERS[dtype], "log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE,
+    return types | strided("o", POINTERS[dtype]) | {
+        "log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE,
         "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": NUMBER,
     }  # fmt: skip
 
@@ -102,11 +103,11 @@ def run(inputs: ForwardInputs, key_tile, launch: Launch, *, is_causal: bool, sca
     q, s_q = (query, None) if q_hat is None else (q_hat.values, q_hat.scale)
     k, s_k = (key, None) if k_hat is None else (k_hat.values, k_hat.scale)
     v, s_v = (inputs.value, None) if v_hat is None else (v_hat.transposed, v_hat.scale)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output = empty_in_layout_of(query)
     log_sum_exp = query.new_empty(batch, heads, n_q_padded, dtype=torch.float32)
     forward_program[(n_q_padded // launch.block_q, batch * heads)](
-        q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, output, log_sum_exp,
-        heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
+        q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, output, *output.stride()[:3],
+        log_sum_exp, heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
         **constants(key_tile, head_dim, launch, is_causal), **launch.options,
     )  # fmt: skip
     return output, log_sum_exp

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim
+from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import TINY, Operand, Tile, load_tokens, softmax_features
 from sage_kernels.sagebwd.backward import level0_16bit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import last_axis_contiguous
+from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import last_axis_contiguous, padded_head_dim
+from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens
 from sage_kernels.sla2.forward.program import ForwardInputs, mixed_output

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.quantize import Quantized, last_axis_contiguous, padded_head_dim, padded_length
+from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features
 from sage_kernels.sla2.lists import BlockLists, list_range

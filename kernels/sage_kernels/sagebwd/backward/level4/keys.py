@@ -27,7 +27,8 @@ from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, accumulator_16bit,
     acquire, add_scaled, allocate, barrier, copy_own, count_query_tiles, descriptors, fast_exp2, fetch,
-    fetch_with_lines, key_work_item, release, ring, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens,
+    fetch_with_lines, key_work_item, release, ring, row_and_column, signature_of, sizes_of, skip,
+    start_16bit, start_int8, store_tokens,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level4.queries import add_product, launch_options, quantize_by_row, start_scores
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
@@ -203,11 +204,10 @@ def key_rows(
                 skip(rings.do, n)
                 skip(rings.qt, n)
             n += 1
-    offset = kv_head.to(gl.int64) * sizes.n_k * D
     if WITH_DK:
-        store_tokens(pointers.dk + offset, dk_j * scale, first_key, sizes.n_k, D, DP)
+        store_tokens(pointers.dk, dk_j * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
     if WITH_DV:
-        store_tokens(pointers.dv + offset, dv_j, first_key, sizes.n_k, D, DP)
+        store_tokens(pointers.dv, dv_j, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
 
 
 @gluon.jit
@@ -221,20 +221,23 @@ def load_tiles(
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes
     if WITH_DK:
         mbarrier.expect(keys.ready, WARPGROUPS * (nbytes + descriptors.v.block_type.nbytes))
-        copy_own(keys.v, keys.ready, descriptors.v, kv_head * sizes.n_k + first_key, WARPGROUPS)
+        row, column = row_and_column(kv_head, first_key, sizes.n_k, sizes.v_heads_per_row, DP)
+        copy_own(keys.v, keys.ready, descriptors.v, row, column, WARPGROUPS)
     else:
         mbarrier.expect(keys.ready, WARPGROUPS * nbytes)
-    copy_own(keys.k, keys.ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, WARPGROUPS)
+    copy_own(keys.k, keys.ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 0, WARPGROUPS)
     n = 0
     for g in range(0, sizes.groups):
         head = kv_head * sizes.groups + g
         i = sizes.q_blocks - 1
         for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
             token = (head * sizes.q_blocks + i) * TILE
-            fetch_with_lines(rings.q, (lines.log_sum_exp,), n, descriptors.q, token, (descriptors.log_sum_exp,), token)
+            fetch_with_lines(
+                rings.q, (lines.log_sum_exp,), n, descriptors.q, token, 0, (descriptors.log_sum_exp,), token
+            )  # fmt: skip
             if WITH_DK:
-                row = head * sizes.n_q + i * TILE
-                fetch_with_lines(rings.do, (lines.delta,), n, descriptors.do, row, (descriptors.delta,), token)
+                row, column = row_and_column(head, i * TILE, sizes.n_q, sizes.do_heads_per_row, DP)
+                fetch_with_lines(rings.do, (lines.delta,), n, descriptors.do, row, column, (descriptors.delta,), token)
             if WITH_DV:
                 fetch(rings.dot, n, descriptors.dot, head * DP, i * TILE)
             if WITH_DK:
@@ -247,7 +250,8 @@ def load_tiles(
 def key_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
+    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -268,7 +272,10 @@ def key_program(
         delta_descriptor,
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr)
-    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    sizes = Sizes(
+        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        v_heads_per_row, do_heads_per_row, out_heads_per_row,
+    )  # fmt: skip
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [

@@ -26,7 +26,7 @@ from sage_kernels.common.tiles import NO_KEY, TINY
 from sage_kernels.hopper.toolbox import (  # isort: skip
     LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, add_scaled, allocate, barrier,
     copy_own, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
-    signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
+    row_and_column, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 
@@ -146,7 +146,7 @@ def query_rows(
         skip(rings.v, j)
         skip(rings.kt, j)
     dq_i *= scale + s_q * 0.0  # NaN where s_Q is
-    store_tokens(pointers.dq + head.to(gl.int64) * sizes.n_q * D, dq_i, first_query, sizes.n_q, D, DP)
+    store_tokens(pointers.dq, dq_i, head, first_query, sizes.n_q, sizes.out_heads_per_row, D, DP)
 
 
 @gluon.jit
@@ -156,11 +156,13 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS:
     first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
     nbytes: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
     mbarrier.expect(queries.ready, WARPGROUPS * nbytes)
-    copy_own(queries.q, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, WARPGROUPS)
-    copy_own(queries.do, queries.ready, descriptors.do, head * sizes.n_q + first_query, WARPGROUPS)
+    copy_own(queries.q, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, 0, WARPGROUPS)
+    row, column = row_and_column(head, first_query, sizes.n_q, sizes.do_heads_per_row, DP)
+    copy_own(queries.do, queries.ready, descriptors.do, row, column, WARPGROUPS)
     for j in range(0, count_key_tiles(first_query, ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)):
         fetch(rings.k, j, descriptors.k, (kv_head * sizes.kv_blocks + j) * TILE, 0)
-        fetch(rings.v, j, descriptors.v, kv_head * sizes.n_k + j * TILE, 0)
+        row, column = row_and_column(kv_head, j * TILE, sizes.n_k, sizes.v_heads_per_row, DP)
+        fetch(rings.v, j, descriptors.v, row, column)
         fetch(rings.kt, j, descriptors.kt, kv_head * DP, j * TILE)
 
 
@@ -168,7 +170,8 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS:
 def query_program(
     q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor,
     q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
+    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -178,7 +181,10 @@ def query_program(
     fence_async_shared()
     descriptors = Descriptors(q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor)
     pointers = Pointers(q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr)
-    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    sizes = Sizes(
+        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        v_heads_per_row, do_heads_per_row, out_heads_per_row,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (query_rows, (queries, rings, pointers, sizes, scale, D, DP, WARPGROUPS, IS_CAUSAL, 0)),

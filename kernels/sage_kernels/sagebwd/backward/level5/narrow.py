@@ -20,7 +20,7 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, acquire, add_scaled,
     allocate, barrier, count_query_tiles, fetch, fetch_with_lines, key_work_item, release, ring, ring_of,
-    start_16bit, start_int8, store_tokens,
+    row_and_column, start_16bit, start_int8, store_tokens,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
     DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
@@ -124,9 +124,8 @@ def key_rows(
             dk_j, dv_j, own, factors, n, i * TILE, sizes.n_k, rings, lines, ds, DP, RAGGED, IS_CAUSAL, W
         )
         n += 1
-    offset = kv_head.to(gl.int64) * sizes.n_k * D
-    store_tokens(pointers.dk + offset, dk_j * scale, first_key, sizes.n_k, D, DP)
-    store_tokens(pointers.dv + offset, dv_j, first_key, sizes.n_k, D, DP)
+    store_tokens(pointers.dk, dk_j * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
+    store_tokens(pointers.dv, dv_j, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
 
 
 @gluon.jit
@@ -182,8 +181,8 @@ def load_tiles(descriptors, keys, kt_tile, rings, lines, sizes, DP: gl.constexpr
         for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
             token = (head * sizes.q_blocks + i) * TILE
             fetch(rings.q, n, descriptors.q, token, 0)
-            row = head * sizes.n_q + i * TILE
-            fetch_with_lines(rings.do, lines, n, descriptors.do, row, line_descriptors, token)
+            row, column = row_and_column(head, i * TILE, sizes.n_q, sizes.do_heads_per_row, DP)
+            fetch_with_lines(rings.do, lines, n, descriptors.do, row, column, line_descriptors, token)
             fetch(rings.dot, n, descriptors.dot, head * DP, i * TILE)
             fetch(rings.qt, n, descriptors.qt, head * DP, i * TILE)
             n += 1
@@ -194,7 +193,8 @@ def load_tiles(descriptors, keys, kt_tile, rings, lines, sizes, DP: gl.constexpr
 def narrow_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
+    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -216,7 +216,10 @@ def narrow_program(
         l_descriptor, delta_descriptor,
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr)
-    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    sizes = Sizes(
+        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        v_heads_per_row, do_heads_per_row, out_heads_per_row,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (key_rows, (keys, rings, lines, ds, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 0)),

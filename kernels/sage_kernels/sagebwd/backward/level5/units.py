@@ -21,11 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, ROWS, SCALE_KV, SCALE_Q, TILE, Tiles, accumulator, copy_own, descriptors, fast_exp2, fast_reciprocal,
-    operand, rows_of_16_bytes, signature_of, sizes_of, unpack,
+    fetched_rows, operand, row_and_column, signature_of, sizes_of, unpack,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
@@ -182,8 +183,9 @@ def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key,
     """The loading warp: K^, V and K^T of a program's block of keys."""
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes
     mbarrier.expect(ready, 2 * nbytes + descriptors.kt.block_type.nbytes)
-    copy_own(k_tiles, ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 2)
-    copy_own(v_tiles, ready, descriptors.v, kv_head * sizes.n_k + first_key, 2)
+    copy_own(k_tiles, ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 0, 2)
+    row, column = row_and_column(kv_head, first_key, sizes.n_k, sizes.v_heads_per_row, DP)
+    copy_own(v_tiles, ready, descriptors.v, row, column, 2)
     tma.async_copy_global_to_shared(descriptors.kt, [kv_head * DP, first_key], ready, kt_tile)
 
 
@@ -192,8 +194,9 @@ def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key,
 
 @triton.jit(do_not_specialize=["n_q"])
 def _finish_kernel(
-    sums_ptr, unit_ptr, q_scale_ptr, dq_ptr, n_q, scale, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
-):
+    sums_ptr, unit_ptr, q_scale_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, heads, n_q, scale,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: dQ in 16 bit of a block of queries."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = head * tl.num_programs(0) + block
@@ -201,7 +204,8 @@ def _finish_kernel(
     sums = tl.load(sums_ptr + (at * BLOCK + token)[:, None] * DP + d[None, :])
     factor = tl.load(unit_ptr + at) * scale + tl.load(q_scale_ptr + at) * 0.0  # NaN where s_Q is
     query = block * BLOCK + token
-    dq_ptrs = dq_ptr + head * n_q * D + query[:, None] * D + d[None, :]
+    dq_ptr += head // heads * dq_stride_b + head % heads * dq_stride_h
+    dq_ptrs = dq_ptr + query[:, None].to(tl.int64) * dq_stride_n + d[None, :]
     dq = (sums.to(tl.float32) * factor).to(dq_ptr.dtype.element_ty)
     tl.store(dq_ptrs, dq, mask=(query < n_q)[:, None] & (d < D)[None, :])
 
@@ -228,13 +232,16 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs, by one of the two programs."""
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
-    grad_output, value = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
+    (grad_output, do_per_row), (value, v_per_row) = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
     (batch, heads, n_q, head_dim), n_k, dp = query.shape, key.shape[2], padded_head_dim(query.shape[3])
     log_sum_exp, delta, factors, step, unit = inputs.units
     # Of tiles: Q^, Q^T, dO^T one byte each; dO two; sums four.
-    sizes = sizes_of(query, key, TILE.value, of_keys=True, bytes_per_number=9)
+    sizes = sizes_of(
+        query, key, TILE.value, of_keys=True, bytes_per_number=9, v_heads_per_row=v_per_row,
+        do_heads_per_row=do_per_row, out_heads_per_row=heads_per_row(inputs.value),
+    )  # fmt: skip
     sums = torch.zeros(batch, heads, sizes.q_blocks * SCALE_Q.value, dp, dtype=torch.int32, device=query.device)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key))
+    dq, dk, dv = (empty_in_layout_of(x) for x in (query, inputs.value, inputs.value))
     tensors = (
         k_hat.values, value, k_hat.transposed, q_hat.values, grad_output, q_hat.transposed, do_hat.transposed,
         log_sum_exp, delta, sums,
@@ -245,6 +252,6 @@ def run(
         D=head_dim, DP=dp, RAGGED=n_k % TILE.value != 0, IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
     _finish_kernel[(sizes.q_blocks, batch * heads)](
-        sums, unit, q_hat.scale, dq, n_q, scale, D=head_dim, DP=dp, BLOCK=SCALE_Q.value
+        sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale, D=head_dim, DP=dp, BLOCK=SCALE_Q.value
     )
     return dq, dk, dv

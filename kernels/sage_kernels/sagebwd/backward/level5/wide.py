@@ -27,7 +27,7 @@ from sage_kernels.common.launch import Launch
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, allocate, barrier,
-    count_query_tiles, key_work_item, start_16bit, start_int8,
+    count_query_tiles, key_work_item, row_and_column, start_16bit, start_int8, tokens_from,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
     DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
@@ -136,11 +136,12 @@ def query_tile(
 
 
 @gluon.jit
-def store_halves(pointer, left, right, first, n, D: gl.constexpr):
+def store_halves(pointer, left, right, head, first, n, heads_per_row, D: gl.constexpr):
     """`store_tokens` of a gradient in halves of its columns."""
-    token = first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
     d = gl.arange(0, HALF, gl.SliceLayout(0, accumulator(HALF)))
-    pointers, is_token = pointer + token[:, None] * D + d[None, :], (token < n)[:, None]
+    rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
+    pointers, is_token = rows + row[:, None] * stride + d[None, :], (first + row < n)[:, None]
     gl.store(pointers, left.to(pointer.dtype.element_ty), mask=is_token)
     gl.store(pointers + HALF, right.to(pointer.dtype.element_ty), mask=is_token & (HALF + d < D)[None, :])
 
@@ -176,9 +177,8 @@ def key_rows(
         )  # fmt: skip
         n += 1
     dk_0, dk_1, dv_0, dv_1 = gradients
-    offset = kv_head.to(gl.int64) * sizes.n_k * D
-    store_halves(pointers.dk + offset, dk_0 * scale, dk_1 * scale, first_key, sizes.n_k, D)
-    store_halves(pointers.dv + offset, dv_0, dv_1, first_key, sizes.n_k, D)
+    store_halves(pointers.dk, dk_0 * scale, dk_1 * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
+    store_halves(pointers.dv, dv_0, dv_1, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
     tma.store_wait(0)
 
 
@@ -199,7 +199,8 @@ def load_tiles(descriptors, memory, sizes, DP: gl.constexpr, IS_CAUSAL: gl.const
             mbarrier.wait(barriers.full, (n & 1) ^ 1)
             mbarrier.expect(here, of_queries + 2 * descriptors.delta.block_type.nbytes)
             tma.async_copy_global_to_shared(descriptors.q, [token, 0], here, tiles.q.index(0))
-            tma.async_copy_global_to_shared(descriptors.do, [head * sizes.n_q + i * TILE, 0], here, tiles.do.index(0))
+            row, column = row_and_column(head, i * TILE, sizes.n_q, sizes.do_heads_per_row, DP)
+            tma.async_copy_global_to_shared(descriptors.do, [row, column], here, tiles.do.index(0))
             tma.async_copy_global_to_shared(descriptors.log_sum_exp, [token], here, tiles.log_sum_exp.index(0))
             tma.async_copy_global_to_shared(descriptors.delta, [token], here, tiles.delta.index(0))
             mbarrier.wait(barriers.empty, (n & 1) ^ 1)
@@ -215,7 +216,8 @@ def load_tiles(descriptors, memory, sizes, DP: gl.constexpr, IS_CAUSAL: gl.const
 def wide_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks, scale,
+    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     keys, keys_ready = (
@@ -235,7 +237,10 @@ def wide_program(
         l_descriptor, delta_descriptor,
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr)
-    sizes = Sizes(blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks)
+    sizes = Sizes(
+        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        v_heads_per_row, do_heads_per_row, out_heads_per_row,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (key_rows, (memory, dq_descriptor, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 0)),

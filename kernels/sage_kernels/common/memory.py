@@ -1,0 +1,30 @@
+"""How tensors [B, H, N, D] lie in memory: what kernels can read, and where their results go.
+
+Two layouts are read as they are: contiguous ([B, H, N, D] in memory), and heads last ([B, N, H, D] in memory), which is
+what a model's projections give after a transpose.
+"""
+
+from torch import Tensor
+
+
+def last_axis_contiguous(x: Tensor) -> Tensor:
+    """x itself, or a copy if a token's D numbers don't lie side by side, as every kernel expects them to."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def is_heads_last(x: Tensor) -> bool:
+    """Whether the heads of a token lie nearer to one another than the tokens of a head."""
+    return x.shape[1] > 1 and x.stride(1) < x.stride(2)
+
+
+def heads_per_row(x: Tensor) -> int:
+    """How many heads lie side by side in x [B, H, N, D]: one if it is contiguous, all if it is heads last."""
+    return x.shape[1] if is_heads_last(x) else 1
+
+
+def empty_in_layout_of(x: Tensor) -> Tensor:
+    """Room for a result like x [B, H, N, D]: heads last if x is, else contiguous."""
+    batch, heads, n, head_dim = x.shape
+    if is_heads_last(x):
+        return x.new_empty(batch, n, heads, head_dim).transpose(1, 2)
+    return x.new_empty(x.shape)
