@@ -58,7 +58,7 @@ def psi(x):
 class Copies(NamedTuple):
     """In a kernel: where psi of one head goes. A pointer that is None stands for a copy that nobody asked for."""
 
-    values: tl.tensor | None  # [Np, Dp]
+    hat: tl.tensor | None  # [Np, Dp]
     transposed: tl.tensor | None  # [Dp, Np]
     scale: tl.tensor  # [Np / block]
 
@@ -67,9 +67,9 @@ class Copies(NamedTuple):
 def copies_of_head(values_ptr, transposed_ptr, scale_ptr, head, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr):
     """The `Copies` of one head of [B, H, Np, Dp], [B, H, Dp, Np] and [B, H, Np / block]."""
     numbers = head * n_padded * DP
-    values = None if values_ptr is None else values_ptr + numbers
+    hat = None if values_ptr is None else values_ptr + numbers
     transposed = None if transposed_ptr is None else transposed_ptr + numbers
-    return Copies(values, transposed, scale_ptr + head * (n_padded // BLOCK))
+    return Copies(hat, transposed, scale_ptr + head * (n_padded // BLOCK))
 
 
 @triton.jit
@@ -87,9 +87,9 @@ def quantize_tile(x, out, block, n_padded, factor, DP: tl.constexpr, BLOCK: tl.c
     """psi of one block, float32 [BLOCK, DP], into `Copies`. factor: multiplied into the stored scale."""
     x_hat, scale = psi(x)
     tl.store(out.scale + block, scale * factor)
-    if out.values is not None:
+    if out.hat is not None:
         token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
-        tl.store(out.values + token[:, None] * DP + d[None, :], x_hat)
+        tl.store(out.hat + token[:, None] * DP + d[None, :], x_hat)
     if out.transposed is not None:
         store_transposed(x_hat, out.transposed, block, n_padded, DP, BLOCK, GROUPED)
 

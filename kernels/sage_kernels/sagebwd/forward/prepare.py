@@ -43,8 +43,8 @@ def prepare_program(
         q_i = load_block(q_ptr, q_stride_b, q_stride_h, q_stride_n, batch, h, block, n_q, D, DP, BLOCK)
         # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
         q_i = tl.where(factor < 0, -q_i, q_i)
-        out = copies_of_head(q_hat_ptr, None, q_scale_ptr, head, n_q_padded, DP, BLOCK)
-        quantize_tile(q_i, out, block, n_q_padded, tl.abs(factor), DP, BLOCK, GROUPED)
+        q_out = copies_of_head(q_hat_ptr, None, q_scale_ptr, head, n_q_padded, DP, BLOCK)
+        quantize_tile(q_i, q_out, block, n_q_padded, tl.abs(factor), DP, BLOCK, GROUPED)
     else:
         t = (t - query_programs) % key_programs
         block, head = t % (n_k_padded // BLOCK), (t // (n_k_padded // BLOCK)).to(tl.int64)
@@ -53,13 +53,13 @@ def prepare_program(
             k_j = load_block(k_ptr, k_stride_b, k_stride_h, k_stride_n, batch, h, block, n_k, D, DP, BLOCK)
             if k_mean_ptr is not None:
                 k_j = smoothed(k_j, k_mean_ptr, head, block, n_k, D, DP, BLOCK)
-            out = copies_of_head(k_hat_ptr, None, k_scale_ptr, head, n_k_padded, DP, BLOCK)
-            quantize_tile(k_j, out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
+            k_out = copies_of_head(k_hat_ptr, None, k_scale_ptr, head, n_k_padded, DP, BLOCK)
+            quantize_tile(k_j, k_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
         else:
             if v_scale_ptr is not None:
                 v_j = load_block(v_ptr, v_stride_b, v_stride_h, v_stride_n, batch, h, block, n_k, D, DP, BLOCK)
-                out = copies_of_head(None, vt_hat_ptr, v_scale_ptr, head, n_k_padded, DP, BLOCK)
-                quantize_tile(v_j, out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
+                v_out = copies_of_head(None, vt_hat_ptr, v_scale_ptr, head, n_k_padded, DP, BLOCK)
+                quantize_tile(v_j, v_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
 
 
 def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
