@@ -325,14 +325,14 @@ def test_pairs_are_rounded_to_the_nearest_integer(size):
 
 def run_and_keep_sums(case, tensors, **names):
     """(sums of dQ, their unit, (dQ, dK, dV)) of level 5."""
-    kept, finish = [], units._finish_kernel
+    kept, finish = [], units.finish_program
 
     class Finish:
         def __getitem__(self, grid):
             return lambda *arguments, **options: (kept.extend(arguments[:2]), finish[grid](*arguments, **options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "_finish_kernel", Finish())
+        patch.setattr(units, "finish_program", Finish())
         gradients = run_source(5, case, tensors, **names)
     return *kept, gradients
 

@@ -186,7 +186,7 @@ def test_heads_that_are_worked_on_together_fit_the_cache():
 def test_a_descriptor_sees_one_matrix_and_a_layout_is_made_once(x, tile):
     described, other = (toolbox.descriptor(tensor, *tile) for tensor in (x, x[:1].clone()))
     assert described.base.data_ptr() == x.data_ptr()
-    assert (*described.base.shape,) == ((6 * 256, 64) if len(tile) == 2 else (6 * 256,))
+    assert (*described.shape,) == ((6 * 256, 64) if len(tile) == 2 else (6 * 256,))
     assert described.block_shape == [*tile]
     assert described.layout is other.layout
     assert described.layout.element_bitwidth == 8 * x.itemsize

@@ -20,7 +20,7 @@ from sage_kernels.sagebwd.backward import program as backward_programs
 from sage_kernels.sagebwd.backward.level4.keys import key_program
 from sage_kernels.sagebwd.backward.level4.queries import query_program
 from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
-from sage_kernels.sagebwd.backward.level5.units import _finish_kernel
+from sage_kernels.sagebwd.backward.level5.units import finish_program
 from sage_kernels.sagebwd.backward.level5.wide import wide_program
 from sage_kernels.sagebwd.forward import prepare as forward_prepare
 from sage_kernels.sagebwd.forward.level5_hopper import hopper_program
@@ -572,7 +572,7 @@ def kernels_compiled(operation) -> int:
         programs += (sla2_backward.linear_query_program, sla2_backward.query_program, sla2_backward.key_program)
     else:
         programs = (forward_program, hopper_program, backward_programs.dq_program, backward_programs.dkdv_program)
-        programs += (query_program, key_program, narrow_program, wide_program, _finish_kernel)
+        programs += (query_program, key_program, narrow_program, wide_program, finish_program)
         programs += (forward_prepare.prepare_program, backward_prepare.prepare_program)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.tiles import Operand, group_columns, load_tokens, low_byte
 
@@ -131,6 +132,8 @@ def quantize_program(
 def quantize(
     x: Tensor,
     block: int,
+    start: Start = start_with_triton,
+    name: str = "quantize",
     *,
     mean: Tensor | None = None,
     block_mean: bool = False,
@@ -141,6 +144,7 @@ def quantize(
 ) -> tuple[Quantized, Tensor | None]:
     """psi per block of `block` tokens of x [B, H, N, D], after subtracting mean [B, H, D] if given.
 
+    start, name: how the program is started, and its name there.
     block_mean: then the second result is the mean of each block of x, float32 [B, H, ceil(N / block), D].
     factor: multiplied into the stored scales (c log2(e) for Q), not into the values.
     grouped: the transpose in the order of `tiles.group_columns`.
@@ -150,10 +154,10 @@ def quantize(
     x = last_axis_contiguous(x)
     out = empty_copies(x, block, values=values, transposed=transposed)
     means = x.new_empty(batch, heads, triton.cdiv(n, block), head_dim, dtype=torch.float32) if block_mean else None
-    quantize_program[(n_padded // block, batch * heads)](
-        x, *x.stride()[:3], mean, *out, means, heads, n, n_padded, factor, D=head_dim, DP=dp, BLOCK=block,
-        GROUPED=grouped, num_warps=4 if block * dp <= 8192 or not transposed else 8,
-    )  # fmt: skip
+    arguments = x, *x.stride()[:3], mean, *out, means, heads, n, n_padded, factor
+    constants = {"D": head_dim, "DP": dp, "BLOCK": block, "GROUPED": grouped}
+    options = {"num_warps": 4 if block * dp <= 8192 or not transposed else 8}
+    start(name, quantize_program, (n_padded // block, batch * heads), arguments, constants, options)
     return out, means
 
 

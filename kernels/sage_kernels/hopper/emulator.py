@@ -85,7 +85,8 @@ class Descriptor:
     """Tiles of a matrix [rows, columns] or lines of a vector; past its ends are zeros."""
 
     def __init__(self, described: TensorDescriptor):
-        self.x, self.block_shape, self.layout = described.base, described.block_shape, None
+        self.x = described.base.as_strided(described.shape, described.strides)
+        self.block_shape, self.layout = described.block_shape, None
         self.dtype = self.x.dtype
         self.block_type = SimpleNamespace(nbytes=math.prod(self.block_shape) * self.x.itemsize)
 

@@ -10,7 +10,7 @@ Warpgroups (4 warps, 64 rows) compute. A `Ring` lies between them: places for ti
 The n-th tile lies in place n % places. A barrier's phase, 0 or 1 by turns, tells one round of the ring from the next.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -131,8 +131,18 @@ def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
 
     A matrix is taken as it is: see `fetched_rows`.
     """
+    made = object.__new__(TensorDescriptor)  # without its checks, which have passed for the first of its kind
+    made.__dict__.update(descriptor_fields(x.shape, x.stride(), x.dtype, shape), base=x)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def descriptor_fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, tile: tuple[int, ...]) -> dict:
+    """A checked descriptor's fields, besides the tensor, for every tensor of that shape; it starts at 16 bytes."""
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = x if x.dim() == 2 else x.flatten(0, 2)
-    return TensorDescriptor.from_tensor(x, list(shape), layout(*shape, dtype=x.dtype))
+    fields = vars(TensorDescriptor.from_tensor(x, list(tile), layout(*tile, dtype=dtype)))
+    return {name: value for name, value in fields.items() if name != "base"}
 
 
 def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescriptor]:

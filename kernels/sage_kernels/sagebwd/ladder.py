@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sage_kernels import hopper
 from sage_kernels.common.launch import Launch, choose_launch
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
@@ -102,7 +103,14 @@ def best_level(levels: Sequence[ForwardLevel | BackwardLevel], device: torch.dev
 
 
 def prepare_forward(
-    query: Tensor, key: Tensor, value: Tensor, level: int, *, scale: float, smooth_k: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    level: int,
+    start: Start = start_with_triton,
+    *,
+    scale: float,
+    smooth_k: bool,
 ) -> ForwardInputs:
     """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D]."""
     chosen = FORWARD_LEVELS[level]
@@ -111,11 +119,17 @@ def prepare_forward(
         return ForwardInputs(query, key, value, None, None, None)
     k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
     options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
-    return ForwardInputs(query, key, value, *quantize_inputs(query, key, value, k_mean, **options))
+    return ForwardInputs(query, key, value, *quantize_inputs(query, key, value, k_mean, start, **options))
 
 
 def run_forward(
-    inputs: ForwardInputs, level: int, *, is_causal: bool, scale: float, launch: Launch | None = None
+    inputs: ForwardInputs,
+    level: int,
+    start: Start = start_with_triton,
+    *,
+    is_causal: bool,
+    scale: float,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(O, L) of forward level `level`; see `forward.program.run`. A level of Hopper's has one launch only, its own."""
     chosen, device, head_dim = FORWARD_LEVELS[level], inputs.query.device, inputs.query.shape[3]
@@ -124,9 +138,9 @@ def run_forward(
     if chosen.hopper is not None:
         if launch is not None:
             raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
-        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
+        return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
     launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
-    return run(inputs, chosen.key_tile, launch, is_causal=is_causal, scale=scale * LOG2_E)
+    return run(inputs, chosen.key_tile, launch, start, is_causal=is_causal, scale=scale * LOG2_E)
 
 
 def prepare_backward(
@@ -137,6 +151,7 @@ def prepare_backward(
     output: Tensor,
     log_sum_exp: Tensor,
     level: int,
+    start: Start = start_with_triton,
     *,
     q_hat: Quantized | None = None,
     k_hat: Quantized | None = None,
@@ -158,26 +173,28 @@ def prepare_backward(
         raise ValueError(f"v_hat: expected the forward's for backward level {level}, got None")
     v_scale = v_hat.scale if chosen.integer_sums else None
     options = {"grouped": chosen.grouped, "is_causal": is_causal}
-    prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_scale, **options)
+    prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_scale, start, **options)
     q_hat, k_hat, do_hat, delta, units = prepared
     return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat, units)
 
 
-def run_backward(inputs: BackwardInputs, level: int, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def run_backward(
+    inputs: BackwardInputs, level: int, start: Start = start_with_triton, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) of backward level `level`. Deterministic: what is added in no fixed order are integers."""
     chosen, device, head_dim = BACKWARD_LEVELS[level], inputs.query.device, padded_head_dim(inputs.query.shape[3])
     if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
         raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
     if chosen.hopper is not None:
-        return chosen.hopper.run(inputs, is_causal=is_causal, scale=scale)
+        return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
     options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
     gradients = {}
     for kernel in chosen.kernels(head_dim):
         launch = choose_launch(kernel, level, head_dim, is_causal, device)
         outputs = kernel.partition("_")[0]
         if outputs == "dq":
-            gradients["dq"] = run_dq(inputs, chosen.key_tile, launch, **options)
+            gradients["dq"] = run_dq(inputs, chosen.key_tile, launch, start, **options)
             continue
-        dk, dv = run_dkdv(inputs, chosen.query_tile, launch, outputs=outputs, **options)
+        dk, dv = run_dkdv(inputs, chosen.query_tile, launch, start, outputs=outputs, **options)
         gradients |= {name: x for name, x in (("dk", dk), ("dv", dv)) if name in outputs}
     return gradients["dq"], gradients["dk"], gradients["dv"]

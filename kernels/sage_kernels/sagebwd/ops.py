@@ -12,6 +12,7 @@ import os
 import torch
 from torch import Tensor
 
+from sage_kernels.common.launcher import kind_of, launcher_of
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
@@ -75,8 +76,9 @@ def forward(
     """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, that of V^."""
     with torch.cuda.device_of(query):  # Triton launches on the current device
         level = forward_level(query.device, query.shape[3])
-        inputs = prepare_forward(query, key, value, level, scale=scale, smooth_k=smooth_k)
-        output, log_sum_exp = run_forward(inputs, level, is_causal=is_causal, scale=scale)
+        start = launcher_of(("forward", kind_of(query, key, value), is_causal, smooth_k))
+        inputs = prepare_forward(query, key, value, level, start, scale=scale, smooth_k=smooth_k)
+        output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
     q_hat, k_hat = inputs.q_hat, inputs.k_hat
     return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_hat.scale
 
@@ -118,8 +120,9 @@ def backward(
         level = backward_level(value.device, value.shape[3], granularity)
         # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
         tensors = grad_output, output, value, value, output, log_sum_exp
-        inputs = prepare_backward(*tensors, level, is_causal=is_causal, **hats)
-        return run_backward(inputs, level, is_causal=is_causal, scale=scale)
+        start = launcher_of(("backward", kind_of(grad_output, value, output), is_causal, granularity))
+        inputs = prepare_backward(*tensors, level, start, is_causal=is_causal, **hats)
+        return run_backward(inputs, level, start, is_causal=is_causal, scale=scale)
 
 
 def fake_backward(
@@ -139,7 +142,7 @@ class SageBwdOperation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity):
-        output, *rest = torch.ops.sage_kernels.forward(query, key, value, is_causal, scale, smooth_k)
+        output, *rest = torch.ops.sage_kernels.forward.default(query, key, value, is_causal, scale, smooth_k)
         ctx.save_for_backward(value, output, *rest)
         ctx.options = is_causal, scale, granularity
         ctx.set_materialize_grads(False)
@@ -151,7 +154,7 @@ class SageBwdOperation(torch.autograd.Function):
             return (None,) * 7
         tensors = grad_output, *ctx.saved_tensors
         gradients = gradients_once(
-            "sagebwd_attention", lambda *x: torch.ops.sage_kernels.backward(*x, *ctx.options), *tensors
+            "sagebwd_attention", lambda *x: torch.ops.sage_kernels.backward.default(*x, *ctx.options), *tensors
         )
         return *gradients, None, None, None, None
 

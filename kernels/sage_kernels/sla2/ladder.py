@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch, choose_launch
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import padded_head_dim, quantize
 from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
@@ -52,33 +53,50 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, level: int, *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chooser: Tensor | Routing,
+    alpha: Tensor,
+    level: int,
+    start: Start = start_with_triton,
+    *,
+    scale: float,
 ) -> Prepared:
     """All that level `level` needs before its sparse program: routing, lists, INT8 copies, H_i and Z_i.
 
     chooser: a block mask, bool [B, H, Tm, Tn], or the router's choice. alpha: float32 [B, H, Tm]. Both contiguous.
     """
     int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Routing)
-    blocks = key_blocks(key, value, int8=int8)
+    blocks = key_blocks(key, value, start, int8=int8)
     q_hat = k_hat = k_mean = None
     if int8 or routed:
         # The running maximum of the INT8 tiles wants s_Q >= 0, so Q takes the sign of c.
         q_hat, q_bar = quantize(
-            query if scale >= 0 else -query, MASK_BLOCK_Q, factor=abs(scale) * LOG2_E, values=int8, block_mean=routed
-        )
+            query if scale >= 0 else -query, MASK_BLOCK_Q, start, "quantize Q", factor=abs(scale) * LOG2_E, values=int8,
+            block_mean=routed,
+        )  # fmt: skip
     if routed:
-        block_mask, lists = route(q_bar, blocks.k_bar, *chooser)
+        block_mask, lists = route(q_bar, blocks.k_bar, *chooser, start)
     else:
-        block_mask, lists = chooser, block_lists(chooser)
+        block_mask, lists = chooser, block_lists(chooser, start)
     if int8:
-        k_mean = sequence_mean(blocks.k_bar, key.shape[2], MASK_BLOCK_KV)
-        k_hat, _ = quantize(key, MASK_BLOCK_KV, mean=k_mean)
+        k_mean = sequence_mean(blocks.k_bar, key.shape[2], MASK_BLOCK_KV, start)
+        k_hat, _ = quantize(key, MASK_BLOCK_KV, start, "quantize K", mean=k_mean)
     sums = unselected_sums(block_mask, blocks.sums)
     hats = (q_hat, k_hat, blocks.v_hat) if int8 else (None, None, None)
     return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, blocks.sums, k_mean)
 
 
-def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, launch: Launch | None = None) -> Forward:
+def run(
+    prepared: Prepared,
+    level: int,
+    start: Start = start_with_triton,
+    *,
+    scale: float,
+    save: bool = False,
+    launch: Launch | None = None,
+) -> Forward:
     """O of level `level`; save: O_s and L too, which level 0 doesn't have. launch: of the sparse program."""
     chosen, inputs = LEVELS[level], prepared.inputs
     launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
@@ -86,7 +104,7 @@ def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, lau
         tensors = inputs.query, inputs.key, inputs.value, prepared.block_mask, inputs.alpha, prepared.key_sums
         return Forward(level0_as_printed.run(*tensors, launch, scale=scale), None, None)
     save = save or not chosen.fused
-    forward = run_forward(inputs, chosen.key_tile, launch, scale=scale, fused=chosen.fused, save=save)
+    forward = run_forward(inputs, chosen.key_tile, launch, start, scale=scale, fused=chosen.fused, save=save)
     if chosen.fused:
         return forward
     mix = sla2_launch("sla2_mix", level, inputs.query)
@@ -94,15 +112,15 @@ def run(prepared: Prepared, level: int, *, scale: float, save: bool = False, lau
 
 
 def run_backward(
-    inputs: BackwardInputs, block_mask: Tensor, lists: BlockLists, *, scale: float
+    inputs: BackwardInputs, block_mask: Tensor, lists: BlockLists, start: Start = start_with_triton, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and dalpha, in 16 bit. lists: by query block. Deterministic: no atomic operations."""
     query = inputs.query
-    gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), scale=scale)
-    run_query(inputs, gradients, lists, sla2_launch("sla2_query", 0, query), scale=scale)
+    gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
+    run_query(inputs, gradients, lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
     grad_sums = unselected_sums_by_key(block_mask, gradients.grad_sums, inputs.key.shape[1])
-    by_key = block_lists(block_mask, by_key=True)
-    dk, dv = run_key(inputs, gradients, grad_sums, by_key, sla2_launch("sla2_key", 0, query), scale=scale)
+    by_key = block_lists(block_mask, start, by_key=True)
+    dk, dv = run_key(inputs, gradients, grad_sums, by_key, sla2_launch("sla2_key", 0, query), start, scale=scale)
     return gradients.grad_query, dk, dv, gradients.grad_alpha
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.signature import POINTERS, SIZE, Signature
 
 
@@ -51,7 +52,7 @@ def signature() -> Signature:
     }  # fmt: skip
 
 
-def block_lists(block_mask: Tensor, *, by_key: bool = False) -> BlockLists:
+def block_lists(block_mask: Tensor, start: Start = start_with_triton, *, by_key: bool = False) -> BlockLists:
     """Selected key blocks of every query block; by_key: the query blocks that selected each key block.
 
     block_mask: bool [B, H, Tm, Tn], contiguous.
@@ -63,7 +64,7 @@ def block_lists(block_mask: Tensor, *, by_key: bool = False) -> BlockLists:
     entries = block_mask.new_empty(batch, heads, rows, columns, dtype=torch.int32)
     counts = block_mask.new_empty(batch, heads, rows, dtype=torch.int32)
     padded = triton.next_power_of_2(columns)
-    list_program[(rows, batch * heads)](
-        block_mask, *strides, columns, entries, counts, WIDTH=padded, num_warps=max(1, min(16, padded // 512))
-    )
+    arguments = block_mask, *strides, columns, entries, counts
+    options = {"num_warps": max(1, min(16, padded // 512))}
+    start("lists", list_program, (rows, batch * heads), arguments, {"WIDTH": padded}, options)
     return BlockLists(entries, counts)

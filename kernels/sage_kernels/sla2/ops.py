@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sage_kernels.common.launcher import kind_of, launcher_of
 from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import padded_head_dim, padded_length
 from sage_kernels.sagebwd import ops
@@ -55,8 +56,9 @@ def forward(
     chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
     # Triton launches on the current device; autocast would turn the sums and the router's scores into 16 bit.
     with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
-        prepared = prepare(query, key, value, chooser, alpha, level, scale=scale)
-        result = run(prepared, level, scale=scale, save=save)
+        start = launcher_of(("sla2_forward", kind_of(query, key, value, alpha), level, block_mask is None, count, save))
+        prepared = prepare(query, key, value, chooser, alpha, level, start, scale=scale)
+        result = run(prepared, level, start, scale=scale, save=save)
     if not save:
         return [result.output]
     chosen = [prepared.block_mask] if block_mask is None else []
@@ -98,7 +100,9 @@ def backward(
     """dQ, dK, dV, dalpha."""
     inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
     with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
-        return run_backward(inputs, block_mask, BlockLists(entries, counts), scale=scale)
+        tensors = grad_output, query, key, value, alpha, block_mask, entries
+        start = launcher_of(("sla2_backward", kind_of(*tensors), k_mean is None))
+        return run_backward(inputs, block_mask, BlockLists(entries, counts), start, scale=scale)
 
 
 def fake_backward(grad_output, query, key, value, alpha, *_):
@@ -114,9 +118,9 @@ class Sla2Operation(torch.autograd.Function):
     """O, whose gradients are `backward`'s."""
 
     @staticmethod
-    def forward(ctx, query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
-        chooser = block_mask, proj_q, proj_k, protected, count
-        output, *rest = torch.ops.sage_kernels.sla2_forward(query, key, value, alpha, *chooser, quantize, scale, save)
+    def forward(ctx, query, key, value, alpha, block_mask, *options):
+        *_, quantize, scale, save = options
+        output, *rest = torch.ops.sage_kernels.sla2_forward.default(query, key, value, alpha, block_mask, *options)
         if save:
             k_mean = rest.pop() if quantize else None
             block_mask = rest.pop() if block_mask is None else block_mask
@@ -131,7 +135,7 @@ class Sla2Operation(torch.autograd.Function):
             return (None,) * 12
         tensors = grad_output, *ctx.saved_tensors
         gradients = gradients_once(
-            "sparse_linear_attention", lambda *x: torch.ops.sage_kernels.sla2_backward(*x, ctx.scale), *tensors
+            "sparse_linear_attention", lambda *x: torch.ops.sage_kernels.sla2_backward.default(*x, ctx.scale), *tensors
         )
         return *gradients, *([None] * 8)
 

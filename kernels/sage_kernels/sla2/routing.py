@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
 from sage_kernels.sla2.lists import BlockLists, store_list
@@ -43,13 +44,12 @@ def sequence_mean_constants(head_dim: int, block: int) -> dict:
     return {"D": head_dim, "BLOCK": block, "STEP": 64}
 
 
-def sequence_mean(means: Tensor, n: int, block: int) -> Tensor:
+def sequence_mean(means: Tensor, n: int, block: int, start: Start = start_with_triton) -> Tensor:
     """Mean over all n tokens, [B, H, D], from the means of its blocks [B, H, blocks, D]; the last may be partial."""
     batch, heads, blocks, head_dim = means.shape
     mean = means.new_empty(batch, heads, head_dim)
-    sequence_mean_program[(triton.cdiv(head_dim, 32), batch * heads)](
-        means, mean, n, blocks, **sequence_mean_constants(head_dim, block)
-    )
+    grid, arguments = (triton.cdiv(head_dim, 32), batch * heads), (means, mean, n, blocks)
+    start("sequence_mean", sequence_mean_program, grid, arguments, sequence_mean_constants(head_dim, block), {})
     return mean
 
 
@@ -85,7 +85,7 @@ def top_blocks_signature() -> Signature:
     }  # fmt: skip
 
 
-def top_blocks(scores: Tensor, count: int) -> tuple[Tensor, BlockLists]:
+def top_blocks(scores: Tensor, count: int, start: Start = start_with_triton) -> tuple[Tensor, BlockLists]:
     """(mask bool [B, H, Tm, Tn], its lists): the `count` largest of each row, ties as `sage_ref.sla2` breaks them.
 
     scores: float32 [B, H, Tm, Tn]; count <= Tn.
@@ -96,14 +96,20 @@ def top_blocks(scores: Tensor, count: int) -> tuple[Tensor, BlockLists]:
         scores.new_empty(scores.shape[:3], dtype=torch.int32),
     )
     width = triton.next_power_of_2(scores.shape[-1])
-    top_blocks_program[(lists.counts.numel(),)](
-        scores, mask, *lists, scores.shape[-1], count, WIDTH=width, num_warps=max(1, min(16, width // 512))
-    )
+    arguments = scores, mask, *lists, scores.shape[-1], count
+    options = {"num_warps": max(1, min(16, width // 512))}
+    start("top_blocks", top_blocks_program, (lists.counts.numel(),), arguments, {"WIDTH": width}, options)
     return mask, lists
 
 
 def route(
-    q_bar: Tensor, k_bar: Tensor, proj_q: Tensor, proj_k: Tensor, count: int, protected: Tensor | None
+    q_bar: Tensor,
+    k_bar: Tensor,
+    proj_q: Tensor,
+    proj_k: Tensor,
+    count: int,
+    protected: Tensor | None,
+    start: Start = start_with_triton,
 ) -> tuple[Tensor, BlockLists]:
     """(block mask, lists) of SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
 
@@ -114,4 +120,4 @@ def route(
     scores = q_bar @ (k_bar.repeat_interleave(groups, 1) if groups > 1 else k_bar).mT
     if protected is not None:
         scores = scores.masked_fill(protected, torch.inf)
-    return top_blocks(scores, count)
+    return top_blocks(scores, count, start)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length, psi
 from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, Signature, strided
@@ -84,7 +85,7 @@ def constants(head_dim: int) -> dict:
     return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": MASK_BLOCK_KV}
 
 
-def key_blocks(key: Tensor, value: Tensor, *, int8: bool) -> KeyBlocks:
+def key_blocks(key: Tensor, value: Tensor, start: Start = start_with_triton, *, int8: bool) -> KeyBlocks:
     """One read of key and value [B, Hkv, Nk, D]; int8: V^ too."""
     batch, heads, n, head_dim = key.shape
     blocks, dp, n_padded = triton.cdiv(n, MASK_BLOCK_KV), padded_head_dim(head_dim), padded_length(n)
@@ -93,10 +94,12 @@ def key_blocks(key: Tensor, value: Tensor, *, int8: bool) -> KeyBlocks:
     k_bar = key.new_empty(batch, heads, blocks, head_dim, dtype=torch.float32)
     vt_hat = key.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if int8 else None
     v_scale = key.new_empty(batch, heads, n_padded // MASK_BLOCK_KV, dtype=torch.float32) if int8 else None
-    key_block_program[(blocks, batch * heads)](
+    arguments = (
         key, *key.stride()[:3], value, *value.stride()[:3], sums, k_bar, vt_hat, v_scale, heads, n, n_padded,
-        **constants(head_dim), num_warps=WARPS,
     )  # fmt: skip
+    start(
+        "key_blocks", key_block_program, (blocks, batch * heads), arguments, constants(head_dim), {"num_warps": WARPS}
+    )
     return KeyBlocks(sums, k_bar, Quantized(None, vt_hat, v_scale) if int8 else None)
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
@@ -183,6 +184,7 @@ def prepare(
     q_hat: Quantized,
     k_hat: Quantized,
     v_scale: Tensor | None,
+    start: Start,
     *,
     grouped: bool,
     is_causal: bool,
@@ -206,12 +208,13 @@ def prepare(
             torch.empty_like(marked), torch.empty_like(marked),
         )  # fmt: skip
     query_programs = marked.numel()
-    prepare_program[(query_programs + k_hat.scale.numel(),)](
+    arguments = (
         grad_output, *grad_output.stride()[:3], output, *output.stride()[:3], log_sum_exp,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_scale,
         q_hat_t, marked, k_hat_t, do_hat.transposed, do_hat.scale, delta, *(units or [None] * len(Units._fields)),
         heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
-        **constants(head_dim, grouped, is_causal), num_warps=WARPS,
     )  # fmt: skip
+    grid, known = (query_programs + k_hat.scale.numel(),), constants(head_dim, grouped, is_causal)
+    start("prepare_backward", prepare_program, grid, arguments, known, {"num_warps": WARPS})
     q_hat, k_hat = q_hat._replace(transposed=q_hat_t, scale=marked), k_hat._replace(transposed=k_hat_t)
     return Prepared(q_hat, k_hat, do_hat, delta, units)

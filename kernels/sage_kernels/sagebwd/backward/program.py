@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
@@ -228,7 +229,14 @@ def dkdv_constants(
 
 
 def run_dq(
-    inputs: BackwardInputs, key_tile, launch: Launch, *, per_block: bool, is_causal: bool, scale: float
+    inputs: BackwardInputs,
+    key_tile,
+    launch: Launch,
+    start: Start = start_with_triton,
+    *,
+    per_block: bool,
+    is_causal: bool,
+    scale: float,
 ) -> Tensor:
     """dQ [B, H, Nq, D], in Q's layout, with the loop body key_tile. scale: c."""
     query, key, v, do = inputs.query, inputs.key, inputs.value, inputs.grad_output
@@ -237,12 +245,13 @@ def run_dq(
     q, _, s_q = copies(query, inputs.q_hat)
     k, kt, s_k = copies(key, inputs.k_hat)
     dq = empty_in_layout_of(query)
-    dq_program[(n_q_padded // launch.block_q, batch * heads)](
+    arguments = (
         q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, kt, v, *v.stride()[:3], do, *do.stride()[:3],
         inputs.log_sum_exp, inputs.delta, dq, *dq.stride()[:3], heads, heads // key.shape[1], n_q, n_k,
         n_q_padded, n_k_padded, scale * LOG2_E, scale,
-        **dq_constants(key_tile, head_dim, launch, is_causal, per_block), **launch.options,
     )  # fmt: skip
+    constants = dq_constants(key_tile, head_dim, launch, is_causal, per_block)
+    start("dq", dq_program, (n_q_padded // launch.block_q, batch * heads), arguments, constants, launch.options)
     return dq
 
 
@@ -250,6 +259,7 @@ def run_dkdv(
     inputs: BackwardInputs,
     query_tile,
     launch: Launch,
+    start: Start = start_with_triton,
     *,
     per_block: bool,
     is_causal: bool,
@@ -268,13 +278,14 @@ def run_dkdv(
     _, dot, s_do = copies(do, inputs.do_hat)
     dk, dv = (empty_in_layout_of(value) for _ in range(2))
     dk_scale = scale if inputs.q_hat is None else 1 / LOG2_E  # the scale of an INT8 Q carries c log2(e)
-    dkdv_program[(n_k_padded // launch.block_kv, batch * kv_heads)](
+    arguments = (
         q, *q.stride()[:3], s_q, qt, k, *k.stride()[:3], s_k, value, *value.stride()[:3],
         do, *do.stride()[:3], dot, s_do, inputs.log_sum_exp, inputs.delta, dk, *dk.stride()[:3], dv,
         heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded, scale * LOG2_E, dk_scale,
-        **dkdv_constants(query_tile, head_dim, launch, is_causal, per_block, outputs),
-        **launch.options,
     )  # fmt: skip
+    constants = dkdv_constants(query_tile, head_dim, launch, is_causal, per_block, outputs)
+    grid = (n_k_padded // launch.block_kv, batch * kv_heads)
+    start(outputs, dkdv_program, grid, arguments, constants, launch.options)
     return dk, dv
 
 

@@ -32,6 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
@@ -246,7 +247,9 @@ def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bflo
     return signature_of(tile_shapes(padded_head_dim), pointers | {"o_ptr": dtype})
 
 
-def run(inputs: ForwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def run(
+    inputs: ForwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """O [B, H, Nq, D] and L [B, H, Nq padded], as `forward.program.run` gives them, from level 4's inputs.
 
     scale: as for every level; s_Q has it already.
@@ -260,9 +263,10 @@ def run(inputs: ForwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor
         out_heads_per_row=heads_per_row(output),
     )  # fmt: skip
     log_sum_exp = query.new_empty(batch, heads, sizes.q_blocks * SCALE_Q.value, dtype=torch.float32)
-    hopper_program[(sizes.blocks * sizes.heads_total,)](
+    arguments = (
         *descriptors((q_hat.values, k_hat.values, v_hat.transposed), tile_shapes(dp)),
         q_hat.scale, k_hat.scale, v_hat.scale, output, log_sum_exp, *sizes,
-        D=head_dim, DP=dp, IS_CAUSAL=is_causal, **OPTIONS,
     )  # fmt: skip
+    constants = {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
+    start("forward", hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
     return output, log_sum_exp

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
     Quantized,
@@ -85,7 +86,15 @@ def constants(head_dim: int, grouped: bool) -> dict:
 
 
 def quantize_inputs(
-    query: Tensor, key: Tensor, value: Tensor, k_mean: Tensor | None, *, factor: float, with_values: bool, grouped: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_mean: Tensor | None,
+    start: Start,
+    *,
+    factor: float,
+    with_values: bool,
+    grouped: bool,
 ) -> tuple[Quantized, Quantized, Quantized | None]:
     """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
 
@@ -97,10 +106,11 @@ def quantize_inputs(
     q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
     v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
-    prepare_program[(query_programs + key_programs * (2 if with_values else 1),)](
+    arguments = (
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)),
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
-        **constants(head_dim, grouped), num_warps=WARPS,
     )  # fmt: skip
+    grid = (query_programs + key_programs * (2 if with_values else 1),)
+    start("prepare_forward", prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": WARPS})
     return q_hat, k_hat, v_hat

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
@@ -92,7 +93,9 @@ def constants(key_tile, head_dim: int, launch: Launch, is_causal: bool) -> dict:
     }  # fmt: skip
 
 
-def run(inputs: ForwardInputs, key_tile, launch: Launch, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def run(
+    inputs: ForwardInputs, key_tile, launch: Launch, start: Start, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """O [B, H, Nq, D] and L [B, H, Nq padded], the log2-sum-exp2 of the (smoothed) scores in units of log2(e).
 
     scale: c log2(e), for levels that read Q in 16 bit; the INT8 copy of Q carries it in its scale.
@@ -105,9 +108,10 @@ def run(inputs: ForwardInputs, key_tile, launch: Launch, *, is_causal: bool, sca
     v, s_v = (inputs.value, None) if v_hat is None else (v_hat.transposed, v_hat.scale)
     output = empty_in_layout_of(query)
     log_sum_exp = query.new_empty(batch, heads, n_q_padded, dtype=torch.float32)
-    forward_program[(n_q_padded // launch.block_q, batch * heads)](
+    arguments = (
         q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, output, *output.stride()[:3],
         log_sum_exp, heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
-        **constants(key_tile, head_dim, launch, is_causal), **launch.options,
     )  # fmt: skip
+    grid, known = (n_q_padded // launch.block_q, batch * heads), constants(key_tile, head_dim, launch, is_causal)
+    start("forward", forward_program, grid, arguments, known, launch.options)
     return output, log_sum_exp

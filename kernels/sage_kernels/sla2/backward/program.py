@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
@@ -248,7 +249,9 @@ def key_constants(head_dim: int, launch: Launch) -> dict:
     return {"QUERY_TILE": level0_16bit.query_tile} | tile_constants(head_dim, launch)
 
 
-def run_linear_query(inputs: BackwardInputs, launch: Launch, *, scale: float) -> QueryGradients:
+def run_linear_query(
+    inputs: BackwardInputs, launch: Launch, start: Start = start_with_triton, *, scale: float
+) -> QueryGradients:
     """What the linear branch adds to dQ, and what the other programs need. launch.block_kv: columns at a time."""
     do, query = (last_axis_contiguous(x) for x in inputs[:2])
     batch, heads, n_q, head_dim = query.shape
@@ -258,26 +261,36 @@ def run_linear_query(inputs: BackwardInputs, launch: Launch, *, scale: float) ->
         torch.empty_like(inputs.sums),
         *(torch.empty_like(inputs.log_sum_exp) for _ in range(3)),
     )
-    linear_query_program[(triton.cdiv(n_q, MASK_BLOCK_Q), batch * heads)](
+    arguments = (
         query, *query.stride()[:3], do, *do.stride()[:3], inputs.k_mean, inputs.alpha, inputs.sums,
         inputs.sparse_output, inputs.log_sum_exp, *gradients, heads, heads // inputs.key.shape[1], n_q,
-        scale * math.log2(math.e), **linear_query_constants(head_dim, launch), **launch.options,
+        scale * math.log2(math.e),
     )  # fmt: skip
+    grid, constants = (triton.cdiv(n_q, MASK_BLOCK_Q), batch * heads), linear_query_constants(head_dim, launch)
+    start("linear_query", linear_query_program, grid, arguments, constants, launch.options)
     return gradients
 
 
 def run_query(
-    inputs: BackwardInputs, gradients: QueryGradients, lists: BlockLists, launch: Launch, *, scale: float
+    inputs: BackwardInputs,
+    gradients: QueryGradients,
+    lists: BlockLists,
+    launch: Launch,
+    start: Start = start_with_triton,
+    *,
+    scale: float,
 ) -> None:
     """Add the sparse branch's share to grad_query. lists: by query block. scale: c."""
     do, query, key, value = (last_axis_contiguous(x) for x in inputs[:4])
     batch, heads, n_q, head_dim = query.shape
-    query_program[(triton.cdiv(n_q, launch.block_q), batch * heads)](
+    arguments = (
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], do, *do.stride()[:3],
         *lists, inputs.alpha, gradients.delta, gradients.log_sum_exp, gradients.grad_query,
         heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1], lists.entries.shape[-1],
-        scale * math.log2(math.e), scale, **query_constants(head_dim, launch), **launch.options,
+        scale * math.log2(math.e), scale,
     )  # fmt: skip
+    grid, constants = (triton.cdiv(n_q, launch.block_q), batch * heads), query_constants(head_dim, launch)
+    start("query", query_program, grid, arguments, constants, launch.options)
 
 
 def run_key(
@@ -286,6 +299,7 @@ def run_key(
     grad_sums: Tensor,
     lists: BlockLists,
     launch: Launch,
+    start: Start = start_with_triton,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -293,10 +307,12 @@ def run_key(
     do, query, key, value = (last_axis_contiguous(x) for x in inputs[:4])
     heads, n_q, head_dim = query.shape[1:]
     dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
-    key_program[(triton.cdiv(key.shape[2], MASK_BLOCK_KV), key.shape[0] * key.shape[1])](
+    arguments = (
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], do, *do.stride()[:3],
         *lists, grad_sums, gradients.delta, gradients.alpha_log_sum_exp, dk, dv,
         heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1], lists.entries.shape[-1],
-        scale * math.log2(math.e), scale, **key_constants(head_dim, launch), **launch.options,
+        scale * math.log2(math.e), scale,
     )  # fmt: skip
+    grid = (triton.cdiv(key.shape[2], MASK_BLOCK_KV), key.shape[0] * key.shape[1])
+    start("key", key_program, grid, arguments, key_constants(head_dim, launch), launch.options)
     return dk, dv

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
@@ -153,7 +154,14 @@ class Forward(NamedTuple):
 
 
 def run_forward(
-    inputs: ForwardInputs, key_tile, launch: Launch, *, scale: float, fused: bool = True, save: bool = True
+    inputs: ForwardInputs,
+    key_tile,
+    launch: Launch,
+    start: Start = start_with_triton,
+    *,
+    scale: float,
+    fused: bool = True,
+    save: bool = True,
 ) -> Forward:
     """The program with loop body key_tile, for all query blocks.
 
@@ -171,10 +179,11 @@ def run_forward(
     o_s = torch.empty(query.shape, dtype=query.dtype, device=query.device) if save else None
     log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32) if save else None
     # Whole blocks of queries, for L to be there wherever the backward pass reads it.
-    sparse_forward_program[(padded_length(n_q) // launch.block_q, batch * heads)](
+    arguments = (
         query, *query.stride()[:3], q_hat, q_scale, k, *k.stride()[:3], k_scale, v, *v.stride()[:3], v_scale,
         inputs.alpha, *inputs.lists, inputs.sums, output, o_s, log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
-        **constants(key_tile, head_dim, launch), **launch.options,
     )  # fmt: skip
+    grid, known = (padded_length(n_q) // launch.block_q, batch * heads), constants(key_tile, head_dim, launch)
+    start("sparse", sparse_forward_program, grid, arguments, known, launch.options)
     return Forward(output, o_s, log_sum_exp)

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
@@ -318,7 +319,7 @@ def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
     return signature_of(tile_shapes(padded_head_dim, dtype), pointers, scale="fp32")
 
 
-def run(kernel: str, inputs: BackwardInputs, *, is_causal: bool) -> tuple[Tensor, ...]:
+def run(kernel: str, inputs: BackwardInputs, start: Start, *, is_causal: bool) -> tuple[Tensor, ...]:
     """dK, dV or both [B, Hkv, Nk, D]. The inputs' dO and V are such that the copy engine can fetch them."""
     key, q_hat, k_hat, do_hat = inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     head_dim, launch = key.shape[3], LAUNCHES[kernel]
@@ -330,10 +331,11 @@ def run(kernel: str, inputs: BackwardInputs, *, is_causal: bool) -> tuple[Tensor
         k_hat.values, inputs.value, q_hat.values, inputs.grad_output, q_hat.transposed, do_hat.transposed,
         inputs.log_sum_exp, inputs.delta,
     )  # fmt: skip
-    program[(sizes.blocks * sizes.heads_total,)](
+    arguments = (
         *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), key.dtype)),
         k_hat.scale, q_hat.scale, do_hat.scale, gradients[0], gradients[-1], *sizes,
         1 / LOG2_E,  # of dK alone: the scale of Q^ carries c log2(e)
-        D=head_dim, DP=padded_head_dim(head_dim), IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
+    constants = constants | {"D": head_dim, "DP": padded_head_dim(head_dim), "IS_CAUSAL": is_causal}
+    start(kernel, program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     return gradients

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import NO_KEY, TINY
 
@@ -219,7 +220,7 @@ def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
     return signature_of(tile_shapes(padded_head_dim, dtype), pointers | {"dq_ptr": dtype}, scale="fp32")
 
 
-def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor]:
+def run(inputs: BackwardInputs, start: Start, *, is_causal: bool, scale: float) -> tuple[Tensor]:
     """dQ [B, H, Nq, D]. The inputs' dO and V are such that the copy engine can fetch them."""
     query, q_hat, k_hat = inputs.query, inputs.q_hat, inputs.k_hat
     head_dim, launch = query.shape[3], LAUNCHES["dq"]
@@ -227,9 +228,10 @@ def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tenso
     sizes = sizes_of(query, inputs.key, launch.block_q, of_keys=False, bytes_per_number=4)
     dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tensors = (q_hat.values, inputs.grad_output, k_hat.values, inputs.value, k_hat.transposed)
-    query_program[(sizes.blocks * sizes.heads_total,)](
+    arguments = (
         *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), query.dtype)),
         q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, dq, *sizes, scale,
-        D=head_dim, DP=padded_head_dim(head_dim), IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
+    constants = constants | {"D": head_dim, "DP": padded_head_dim(head_dim), "IS_CAUSAL": is_causal}
+    start("dq", query_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     return (dq,)

@@ -12,6 +12,7 @@ what is left.
 import torch
 from torch import Tensor
 
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.hopper import HEAD_DIMS
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
@@ -42,7 +43,9 @@ def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bflo
     return units.signature(units.tile_shapes(padded_head_dim, queries_added(kernel), dtype), dtype)
 
 
-def run(inputs: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def run(
+    inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
     (kernel,) = kernels(inputs.query.shape[3])
-    return units.run(inputs, *program_of(kernel), queries_added(kernel), is_causal=is_causal, scale=scale)
+    return units.run(inputs, *program_of(kernel), queries_added(kernel), start, is_causal=is_causal, scale=scale)

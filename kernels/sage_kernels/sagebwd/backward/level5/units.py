@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 
@@ -193,7 +194,7 @@ def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key,
 
 
 @triton.jit(do_not_specialize=["n_q"])
-def _finish_kernel(
+def finish_program(
     sums_ptr, unit_ptr, q_scale_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, heads, n_q, scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +229,15 @@ def signature(tiles: Tiles, dtype: torch.dtype) -> dict[str, str]:
 
 
 def run(
-    inputs: BackwardInputs, program, constants, options, queries_added: int, *, is_causal: bool, scale: float
+    inputs: BackwardInputs,
+    program,
+    constants,
+    options,
+    queries_added: int,
+    start: Start,
+    *,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs, by one of the two programs."""
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
@@ -246,12 +255,13 @@ def run(
         k_hat.values, value, k_hat.transposed, q_hat.values, grad_output, q_hat.transposed, do_hat.transposed,
         log_sum_exp, delta, sums,
     )  # fmt: skip
-    program[(sizes.blocks * sizes.heads_total,)](
+    arguments = (
         *descriptors(tensors, tile_shapes(dp, queries_added, query.dtype)), k_hat.scale, factors, step, dk, dv, *sizes,
         1 / LOG2_E,  # of dK: the scale of Q^ carries c log2(e)
-        D=head_dim, DP=dp, RAGGED=n_k % TILE.value != 0, IS_CAUSAL=is_causal, **constants, **options,
     )  # fmt: skip
-    _finish_kernel[(sizes.q_blocks, batch * heads)](
-        sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale, D=head_dim, DP=dp, BLOCK=SCALE_Q.value
-    )
+    constants = constants | {"D": head_dim, "DP": dp, "RAGGED": n_k % TILE.value != 0, "IS_CAUSAL": is_causal}
+    start("dqdkdv", program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
+    arguments = sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale
+    constants = {"D": head_dim, "DP": dp, "BLOCK": SCALE_Q.value}
+    start("finish", finish_program, (sizes.q_blocks, batch * heads), arguments, constants, {})
     return dq, dk, dv
