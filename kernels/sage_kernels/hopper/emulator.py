@@ -360,6 +360,7 @@ class OnCPU:
 
     def __init__(self, program: JITFunction, seed: int = 0, **names):
         self.program, self.machine = program, Machine(seed)
+        self.arg_names = program.arg_names
         self.function = plain(program, self.machine.names() | names)
 
     def __getitem__(self, grid):
