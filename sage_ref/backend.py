@@ -1,5 +1,6 @@
 """Which backend computes a call: the Triton kernels where they can, the PyTorch reference elsewhere."""
 
+import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,15 @@ def _is_installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # blocked: by an import hook, or by None in sys.modules
         return False
+
+
+def why_not_importable(package: str, module: str) -> str | None:
+    """Why `module` of an optional package can't be imported here, in one line; None if it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # not installed, or a part of it is not, or not for this GPU: any error is the answer
+        return f"{package}: {type(error).__name__}: {error}".partition("\n")[0]
+    return None
 
 
 # What the Triton backend lacks on this machine, if anything. Looked up here, since torch.compile can't.

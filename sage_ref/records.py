@@ -80,12 +80,25 @@ class Record(NamedTuple):
         return [row for row in self.rows if all(row[name] == value for name, value in values.items())]
 
     @property
+    def timed(self) -> str:
+        """How its times were taken: alone in a loop, as all that say nothing were, or in turn with each other."""
+        return how_timed(self.rows)
+
+    @property
     def caption(self) -> str:
         """Device, date and commit in one line, for a figure; several devices or commits if several measured."""
         devices = _listed(self.provenance["gpu"] or self.provenance["cpu"])
         commits = [commit[:7] for commit in _listed(self.provenance["commit"])]
         measured = f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
         return f"{measured}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+
+
+TIMED = {"alone": "timed alone", "paired": "timed in turn", "blocks": "timed in blocks, in turn"}
+
+
+def how_timed(rows: Sequence[Row]) -> str:
+    """For the head of a table of these rows: "timed alone", "timed in turn", or both."""
+    return ", ".join(sorted({TIMED[row.get("protocol", "alone")] for row in rows}))
 
 
 def _listed(value: str | list[str]) -> list[str]:

@@ -28,7 +28,7 @@ def speed() -> str:
                 ratios = (f"{peer / sage:.2f}x" for peer in (flash, cudnn))
                 lines.append((name, f"{flash:.2f}", f"{cudnn:.2f}", f"{sage:.2f}", *ratios))
     header = ("FlashAttention-2", "cuDNN", "sage_kernels, quantisation included", "against FA-2", "against cuDNN")
-    header = (f"N={MAIN_N}, ms", *header)
+    header = (f"N={MAIN_N}, ms, {record.timed}", *header)
     return f"{markdown_table(header, lines)}\n\nbfloat16, batch 4, 2048 / D heads; {record.caption}."
 
 
@@ -49,7 +49,7 @@ def ladder(direction: str) -> str:
     columns = [
         f"D={d} {what}" for d in HEAD_DIMS for what in ("kernel", "kernel, causal", "with quantisation", "rel. L2")
     ]
-    table = markdown_table(("level", *columns), lines)
+    table = markdown_table((f"level, {record.timed}", *columns), lines)
     return f"{table}\n\nMilliseconds (TOPS), N={MAIN_N}, bfloat16, batch 4, 2048 / D heads; {record.caption}."
 
 
@@ -83,7 +83,7 @@ def lengths() -> str:
             ratios = (ms[peer] / ms["sage_kernels"] for peer in ("sdpa_flash", "sdpa_cudnn"))
             cells.append(" / ".join(f"{ratio:.2f}x" for ratio in ratios))
         lines.append((f"{n:,}", *cells))
-    header = ("N", *(f"D={head_dim}{', causal' if causal else ''}" for head_dim, causal in kinds))
+    header = (f"N, {record.timed}", *(f"D={head_dim}{', causal' if causal else ''}" for head_dim, causal in kinds))
     described = (
         "Forward and backward, against FlashAttention-2 / cuDNN; bfloat16, batch 4 (1 from N=32,768), 2048 / D heads"
     )
@@ -170,7 +170,8 @@ def sla2() -> str:
                     dense = record.select(provider=peer, **shape)[0]
                     cells.append(f"{dense['ms_median'] / found['ms_median']:.1f}x")
             lines.append(cells)
-    header = ("N", "sparsity", "forward, ms", "FA-2", "cuDNN", "forward + backward, ms", "FA-2", "cuDNN")
+    times = ("forward, ms", "FA-2", "cuDNN", "forward + backward, ms", "FA-2", "cuDNN")
+    header = (f"N, {record.timed}", "sparsity", *times)
     return f"{markdown_table(header, lines)}\n\nbfloat16, batch 1, D=128; {record.caption}."
 
 
@@ -190,7 +191,7 @@ def sla2_ladder() -> str:
         lines.append((level, *cells, f"{op['rel_l2']:.4f}"))
     flex = record.select(provider="flex", part=None, sparsity=SLA2_SPARSITY, **shape)[0]
     lines.append(("FlexAttention, O_s alone", f"{flex['ms_median']:.3f}", "", "", f"{flex['rel_l2']:.4f}"))
-    header = ("level", "kernel, ms", "op, ms", "op against FA-2", "rel. L2")
+    header = (f"level, {record.timed}", "kernel, ms", "op, ms", "op against FA-2", "rel. L2")
     return f"{markdown_table(header, lines)}\n\n{_sla2_point(record)}."
 
 
@@ -216,7 +217,7 @@ def sla2_parts() -> str:
     lines.append(("backward", *(f"{row['ms_median']:.3f}" for row in backward)))
     training = [record.select(scope="autograd", direction="fwd+bwd", n_q=n, **int8)[0] for n in lengths]
     lines.append(("peak memory, training, GB", *(f"{row['peak_mb'] / 1000:.1f}" for row in training)))
-    header = ("ms", *(f"N={row['n_q']}, {row['heads']} heads" for row in whole))
+    header = (f"ms, {record.timed}", *(f"N={row['n_q']}, {row['heads']} heads" for row in whole))
     return f"{markdown_table(header, lines)}\n\n{SLA2_SPARSITY:.0%} sparsity, bfloat16, D=128; {record.caption}."
 
 

@@ -23,6 +23,7 @@ from sage_ref.course.kernel_results import (
     sla2_parts,
     speed,
 )
+from sage_ref.course.paired_results import paired_sparse, paired_speed, paired_ways
 from sage_ref.course.results import TABLE2, pretraining, pretraining_speed, table1, table2
 from sage_ref.records import markdown_table, read_record, replaced, repository
 
@@ -49,6 +50,9 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "table2": table2,
         "pretraining": pretraining,
         "pretraining_speed": pretraining_speed,
+        "paired": lambda: paired_speed("fwd+bwd"),
+        "paired_forward": lambda: paired_speed("fwd"),
+        "paired_ways": paired_ways,
         "speed": speed,
         "lengths": lengths,
         "forward": lambda: ladder("fwd"),
@@ -56,6 +60,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "instructions": instructions,
         "limits": limits,
         "accuracy": accuracy,
+        "paired_sparse": paired_sparse,
         "sla2": sla2,
         "sla2_ladder": sla2_ladder,
         "sla2_parts": sla2_parts,

@@ -69,7 +69,10 @@ def pretraining_speed() -> str:
     """Time of a training step with exact attention and with SageBwd."""
     record = read_record(PRETRAIN_SPEED)
     exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
-    title = f"A training step of a larger model with SageBwd's kernels, with {' and with '.join(exact.values())}:"
+    if record.select(attention="flash_attention_4"):
+        exact["flash_attention_4"] = "FlashAttention-4"
+    peers = " and with ".join(exact.values())
+    title = f"A training step of a larger model with SageBwd's kernels, with {peers}, {record.timed}:"
     sentences = []
     for name, words in exact.items():
         rows = record.select(attention="sagebwd", devices=1)

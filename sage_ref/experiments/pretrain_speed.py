@@ -1,7 +1,7 @@
 """`python -m sage_ref pretrain-speed`: time of a training step with exact attention and SageBwd, on one device and all.
 
-Exact attention is timed twice: with the kernel that PyTorch picks for the device, and with FlashAttention-2, which the
-paper compares with.
+Exact attention is timed with the kernel that PyTorch picks for the device, with FlashAttention-2, which the paper
+compares with, and with FlashAttention-4 where it is installed. All take their steps in turn.
 """
 
 import argparse
@@ -13,13 +13,17 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_ref.backend import why_not_importable
 from sage_ref.command_line import add_device_option, positive
+from sage_ref.experiments.turns import orders
+from sage_ref.models import flash_attention_4 as fa4
 from sage_ref.models.llama import LlamaConfig
 from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
 from sage_ref.training.corpus import Corpus
@@ -30,18 +34,26 @@ VOCABULARY = 32768
 ATTENTIONS = {
     "exact": ("exact", None),
     "flash_attention_2": ("exact", SDPBackend.FLASH_ATTENTION),
+    "flash_attention_4": ("exact", None),  # put into the model's place for attention
     "sagebwd": ("sagebwd", None),
 }
-NAMES = {"exact": "PyTorch's pick", "flash_attention_2": "FlashAttention-2", "sagebwd": "SageBwd"}
+EXACT = {
+    "exact": "PyTorch's pick",
+    "flash_attention_2": "FlashAttention-2",
+    "flash_attention_4": "FlashAttention-4",
+}
+NAMES = EXACT | {"sagebwd": "SageBwd"}
 # By the node of the backward pass, which autograd makes for the kernel of the forward pass.
 KERNELS = {
     "ScaledDotProductCudnnAttentionBackward0": "cuDNN",
     "ScaledDotProductFlashAttentionBackward0": "FlashAttention-2",
+    "FlashAttnFuncBackward": "FlashAttention-4",
     "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's CPU kernel",
     "GeneratedBackwardFor_sage_kernels_forward_defaultBackward": "sage_kernels",
     "SageBwdFunctionBackward": "reference",
 }
 WAY = ("context", "devices", "parallel")
+BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,9 @@ class SpeedPlan:
 def step_times(plan: SpeedPlan, group: Processes, done: Collection[Row] = ()) -> Iterator[Row]:
     """One row per way to use the devices, context and attention: median, 20th and 80th percentile of the step's time.
 
-    With several processes the first one is timed alone before all are, while the others wait. Only the first yields
-    rows. done: rows that an interrupted measurement left on the first process, not to be measured again.
+    The attentions of one way and context take their steps in turn. With several processes the first one is timed alone
+    before all are, while the others wait. Only the first yields rows. done: rows that an interrupted measurement left
+    on the first process, not to be measured again.
     """
     alone = Processes(0, 1, group.device)
     ways = [(alone, "none")] + [(group, parallel) for parallel in ("ddp", "fsdp")] * (group.count > 1)
@@ -82,45 +95,143 @@ def step_times(plan: SpeedPlan, group: Processes, done: Collection[Row] = ()) ->
     finished = [[(row["attention"], *(row[name] for name in WAY)) for row in done]]
     if group.count > 1:
         dist.broadcast_object_list(finished, src=0, device=group.device)
-    for (members, parallel), context, attention in itertools.product(ways, plan.contexts, ATTENTIONS):
-        if (attention, context, members.count, parallel) in finished[0]:
-            continue
-        if group.is_first or members.count > 1:
-            row = _row(plan, corpus, context, attention, members, parallel)
+    here = [name for name in ATTENTIONS if why_missing(name, group.device) is None]
+    for (members, parallel), context in itertools.product(ways, plan.contexts):
+        left = [name for name in here if (name, context, members.count, parallel) not in finished[0]]
+        if left and (group.is_first or members.count > 1):
+            rows = _rows(Cell(plan, corpus, context, members, parallel), left)
             if group.is_first:
-                yield row
-        if group.count > 1:
+                yield from rows
+        if left and group.count > 1:
             dist.barrier()
 
 
-def _row(plan: SpeedPlan, corpus: Corpus, context: int, attention: str, group: Processes, parallel: str) -> Row:
-    shape = {"layers": plan.layers, "width": plan.width, "heads": plan.heads, "kv_heads": plan.heads}
-    of_model, backend = ATTENTIONS[attention]
-    config = LlamaConfig(VOCABULARY, context=context, **shape, qk_norm=True, attention=of_model)
-    settings = PretrainSettings(
-        steps=plan.warmup + plan.steps,
-        batch_size=plan.tokens_per_device * group.count // context,
-        micro_batch_size=min(plan.tokens_per_pass, plan.tokens_per_device) // context,
-        autocast=group.device.type == "cuda",
-    )
-    training = Pretraining(corpus, config, settings, group, fsdp=parallel == "fsdp")
-    nodes, times = set(), []
-    core = training.model.blocks[0].attention.core
-    core.register_forward_hook(lambda module, inputs, output: nodes.add(output.grad_fn.name()))
-    with nullcontext() if backend is None else sdpa_kernel(backend):
-        for _ in range(settings.steps):
+def why_missing(attention: str, device: torch.device) -> str | None:
+    """Why an attention can't be timed here, None if it can."""
+    if attention != "flash_attention_4":
+        return None
+    if device.type != "cuda":
+        return f"{fa4.PACKAGE} needs a CUDA device"
+    return why_not_importable(fa4.PACKAGE, fa4.MODULE)
+
+
+class Cell(NamedTuple):
+    """What the attentions that are compared have in common."""
+
+    plan: SpeedPlan
+    corpus: Corpus
+    context: int
+    group: Processes
+    parallel: str
+
+
+class Stepped(NamedTuple):
+    """What is left of a model that took its steps."""
+
+    times: list[float]  # milliseconds
+    nodes: set[str]
+    tokens_per_step: int
+    parameters: int
+
+
+class Model:
+    """A model with one attention, and the times of its steps in milliseconds."""
+
+    def __init__(self, cell: Cell, attention: str):
+        plan, group = cell.plan, cell.group
+        shape = {"layers": plan.layers, "width": plan.width, "heads": plan.heads, "kv_heads": plan.heads}
+        of_model, self.backend = ATTENTIONS[attention]
+        config = LlamaConfig(VOCABULARY, context=cell.context, **shape, qk_norm=True, attention=of_model)
+        settings = PretrainSettings(
+            steps=plan.warmup + plan.steps,
+            batch_size=plan.tokens_per_device * group.count // cell.context,
+            micro_batch_size=min(plan.tokens_per_pass, plan.tokens_per_device) // cell.context,
+            autocast=group.device.type == "cuda",
+        )
+        self.training = Pretraining(cell.corpus, config, settings, group, fsdp=cell.parallel == "fsdp")
+        nodes: set[str] = set()
+        self.nodes, self.times = nodes, []  # the hook must not hold the model that holds it
+        cores = [block.attention.core for block in self.training.model.blocks]
+        if attention == "flash_attention_4":
+            for core in cores:
+                core.forward = _flash_attention_4
+        cores[0].register_forward_hook(lambda module, inputs, output: nodes.add(_node(output)))
+        for _ in range(plan.warmup):
+            self.step()
+        self.times.clear()
+
+    @property
+    def parameters(self) -> int:
+        return sum(x.numel() for x in self.training.model.parameters())
+
+    def stepped(self) -> Stepped:
+        return Stepped(self.times, self.nodes, self.training.tokens_per_step, self.parameters)
+
+    def step(self) -> None:
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
             started = time.perf_counter()
-            training.advance()
-            times.append(1e3 * (time.perf_counter() - started))
-    (node,) = nodes
-    fastest, *_, slowest = statistics.quantiles(times[plan.warmup :], n=5, method="inclusive")
-    median = statistics.median(times[plan.warmup :])
+            self.training.advance()
+            self.times.append(1e3 * (time.perf_counter() - started))
+
+
+def _flash_attention_4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As PyTorch's function under autocast, which casts queries and keys too."""
+    return fa4.flash_attention_4(query.to(value.dtype), key.to(value.dtype), value, is_causal=True)
+
+
+def _node(output: Tensor) -> str:
+    """The node that autograd made for the attention, before a change of layout."""
+    node = output.grad_fn
+    while node.name().startswith("Transpose"):
+        node = node.next_functions[0][0]
+    return node.name()
+
+
+def _rows(cell: Cell, attentions: Sequence[str]) -> list[Row]:
+    """Of every attention: one step of each in turn if all models fit into memory, else blocks of steps in turn."""
+    plan = cell.plan
+    models = {attentions[0]: Model(cell, attentions[0])}
+    if fit_together(models[attentions[0]].parameters, len(attentions), cell):
+        models |= {name: Model(cell, name) for name in attentions[1:]}
+        for order in orders(len(attentions), plan.steps):
+            for place in order:
+                models[attentions[place]].step()
+        stepped = {name: [model.stepped()] for name, model in models.items()}
+        protocol = "paired" if len(attentions) > 1 else "alone"
+    else:
+        models.clear()
+        stepped, protocol = {name: [] for name in attentions}, "blocks"
+        for steps, name in itertools.product((plan.steps - plan.steps // 2, plan.steps // 2), attentions):
+            model = Model(cell, name)
+            for _ in range(steps):
+                model.step()
+            stepped[name].append(model.stepped())
+            del model
+    return [_row(cell, name, of, protocol) for name, of in stepped.items()]
+
+
+def fit_together(parameters: int, models: int, cell: Cell) -> bool:
+    """Whether the weights, gradients and moments of so many models leave half of the device's memory to activations."""
+    if cell.group.device.type != "cuda":
+        return True
+    share = cell.group.count if cell.parallel == "fsdp" else 1
+    needed = models * parameters * BYTES_PER_PARAMETER / share
+    return needed < torch.cuda.get_device_properties(cell.group.device).total_memory / 2
+
+
+def _row(cell: Cell, attention: str, stepped: Sequence[Stepped], protocol: str) -> Row:
+    """stepped: one model's steps, or those of every block."""
+    (node,) = set().union(*(one.nodes for one in stepped))
+    times = [ms for one in stepped for ms in one.times]
+    fastest, *_, slowest = statistics.quantiles(times, n=5, method="inclusive")
+    median = statistics.median(times)
+    tokens_per_step = stepped[0].tokens_per_step
     return (
-        {"attention": attention, "autograd_node": node, "devices": group.count, "parallel": parallel}
-        | {"context": context, "tokens_per_step": training.tokens_per_step}
-        | {"parameters": sum(x.numel() for x in training.model.parameters())}
+        {"attention": attention, "autograd_node": node, "devices": cell.group.count, "parallel": cell.parallel}
+        | {"context": cell.context, "tokens_per_step": tokens_per_step, "parameters": stepped[0].parameters}
+        | {"protocol": protocol}
         | {"ms_median": round(median, 2), "ms_p20": round(fastest, 2), "ms_p80": round(slowest, 2)}
-        | {"tokens_per_second": round(1e3 * training.tokens_per_step / median)}
+        | {"tokens_per_second": round(1e3 * tokens_per_step / median)}
     )
 
 
@@ -150,7 +261,7 @@ def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
     A cell is empty where there is no row to compare with; a column with nothing to compare is left out.
     """
     record = Record({}, list(rows))
-    compared = {f"against {NAMES[name]}": {"attention": name} for name in ("exact", "flash_attention_2")}
+    compared = {f"against {NAMES[name]}": {"attention": name} for name in EXACT}
     compared["against one device"] = {"devices": 1, "parallel": "none"}
     compared = {title: other for title, other in compared.items() if 0 < len(record.select(**other)) < len(rows)}
     attentions = list(ATTENTIONS)
@@ -194,6 +305,9 @@ def run(options: argparse.Namespace) -> None:
             rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
             if rows:
                 print(f"{options.json} has {len(rows)} rows, which are not measured again")
+        for name in ATTENTIONS if group.is_first else ():
+            if reason := why_missing(name, group.device):
+                print(f"not timed: {NAMES[name]}, {reason}")
         for row in step_times(plan, group, tuple(rows)):  # on the first process alone
             rows.append(row)
             if options.json:

@@ -3,8 +3,11 @@
 import json
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from process_cases import run_together
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -68,11 +71,70 @@ def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(
         assert not settings.autocast  # that is for a GPU
         assert not settings.compile  # a compiled model may keep a backend that is no longer asked for
         assert training.processes == Processes()
+    assert {row["protocol"] for row in rows} == {"paired"}
     # Rows that are there are not measured again; those of another way are no such rows.
     left = [rows[1], rows[5]]
-    assert list(step_times(PLAN, Processes(), [row for row in rows if row not in left])) == left
+    found = list(step_times(PLAN, Processes(), [row for row in rows if row not in left]))
+    assert found == [row | {"protocol": "alone"} for row in left]
     elsewhere = [rows[0] | {"devices": 2}, rows[0] | {"parallel": "ddp"}, rows[0] | {"context": 8}]
     assert list(step_times(PLAN, Processes(), elsewhere)) == rows
+
+
+def test_models_take_their_steps_in_turn_after_warming_up(clock):
+    list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    trainings = list(dict.fromkeys(clock))
+    warming, *turns = (clock[place : place + 3] for place in range(0, 18, 3))
+    assert warming == trainings
+    assert all(set(turn) == set(trainings) for turn in turns)
+    assert len({tuple(map(id, turn)) for turn in turns}) > 2  # in several orders
+
+
+def test_models_that_do_not_fit_together_take_blocks_of_steps_in_turn(clock, monkeypatch):
+    monkeypatch.setattr(speed, "fit_together", lambda parameters, models, cell: models == 1)
+    rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    steps = [sum(x is training for x in clock) for training in dict.fromkeys(clock)]
+    # The first model shows how large it is; then three blocks of 3 steps and three of 2, after one that doesn't count.
+    assert steps == [1, 4, 4, 4, 3, 3, 3]
+    for row in rows:
+        assert row["protocol"] == "blocks"
+        assert (row["ms_median"], row["ms_p20"], row["ms_p80"]) == (2000.0, 1000.0, 2200.0)
+    assert [row["attention"] for row in rows] == ["exact", "flash_attention_2", "sagebwd"]
+
+
+def test_what_fits_together(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=320))
+    cell = speed.Cell(PLAN, None, 16, Processes(0, 2, torch.device("cuda")), "ddp")
+    assert speed.fit_together(3, 3, cell)
+    assert not speed.fit_together(3, 4, cell)
+    assert speed.fit_together(3, 4, cell._replace(parallel="fsdp"))
+
+
+def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch):
+    """Of a package that is made up, in 16 bit as under autocast."""
+    seen = []
+
+    def flash_attention_4(query, key, value, is_causal):
+        seen.append((query.dtype, query.shape))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    monkeypatch.setattr(speed.fa4, "flash_attention_4", flash_attention_4)
+    monkeypatch.setattr(speed, "why_missing", lambda name, device: None)
+    rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    assert [row["attention"] for row in rows] == ["exact", "flash_attention_2", "flash_attention_4", "sagebwd"]
+    assert set(seen) == {(torch.float32, (2, 2, 16, 8))}
+    assert len(seen) == 6 * 2  # steps of two passes
+    query, key = torch.randn(2, 1, 1, 4, 8)
+    assert speed._flash_attention_4(query, key, key.bfloat16()).dtype == torch.bfloat16
+
+
+def test_why_flash_attention_4_is_missing():
+    assert speed.why_missing("exact", torch.device("cpu")) is None
+    assert speed.why_missing("flash_attention_4", torch.device("cpu")) == "flash-attn-4 needs a CUDA device"
+
+
+def test_a_node_is_the_attentions_whatever_its_layout():
+    x = torch.ones(2, 3, requires_grad=True)
+    assert speed._node(x.exp().mT.mT) == "ExpBackward0"
 
 
 def test_a_row_names_what_ran(clock):
@@ -87,22 +149,23 @@ def test_several_devices_are_timed_after_one_with_ddp_then_with_fsdp(monkeypatch
     """The others wait while the first is alone, and only the first has rows. No process is started here."""
     made, waited, sent = [], [], []
 
-    def row(plan, corpus, context, attention, group, parallel):
-        made.append((group.count, parallel, context, attention))
-        return {"number": len(made)}
+    def rows(cell, attentions):
+        made.append((cell.group.count, cell.parallel, cell.context))
+        assert attentions == ["exact", "flash_attention_2", "sagebwd"]
+        return [{"number": len(made)}]
 
-    monkeypatch.setattr(speed, "_row", row)
+    monkeypatch.setattr(speed, "_rows", rows)
     monkeypatch.setattr(speed.dist, "barrier", lambda: waited.append(len(made)))
     monkeypatch.setattr(speed.dist, "broadcast_object_list", lambda objects, src, device: sent.append(src))
-    cells = [(*way, *cell) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for cell in CELLS]
-    assert list(step_times(PLAN, Processes(0, 2))) == [{"number": n + 1} for n in range(18)]
+    cells = [(*way, context) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for context in (16, 32)]
+    assert list(step_times(PLAN, Processes(0, 2))) == [{"number": n + 1} for n in range(6)]
     assert made == cells
-    assert waited == list(range(1, 19))
+    assert waited == list(range(1, 7))
     made.clear()
     waited.clear()
     assert list(step_times(PLAN, Processes(1, 2))) == []
     assert made == [cell for cell in cells if cell[0] == 2]
-    assert len(waited) == 18
+    assert len(waited) == 6
     assert sent == [0, 0]
 
 
@@ -182,27 +245,28 @@ def command(path):
 
 def test_the_command_times_records_and_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(speed, "VOCABULARY", 64)
-    path, measure, measured = tmp_path / "speed.json", speed._row, []
+    path, measure, measured = tmp_path / "speed.json", speed._rows, []
 
-    def row(plan, corpus, context, attention, *rest):
-        if len(measured) == 2:
+    def rows(cell, attentions):
+        if len(measured) == 3:
             raise KeyboardInterrupt
-        measured.append((context, attention))
-        return measure(plan, corpus, context, attention, *rest)
+        measured.extend((cell.context, name) for name in attentions)
+        return measure(cell, attentions)
 
-    monkeypatch.setattr(speed, "_row", row)
-    for kept in (2, 4, 6):
+    monkeypatch.setattr(speed, "_rows", rows)
+    for kept in (3, 6):
         monkeypatch.setenv("SAGE_REF_COMMIT", f"commit{kept}")
         with pytest.raises(SystemExit) if kept < 6 else nullcontext():
             main(command(path))
         record = read_record(path)
         assert [(row["context"], row["attention"]) for row in record.rows] == CELLS[:kept]
-        assert measured == CELLS[kept - 2 : kept]
+        assert measured == CELLS[kept - 3 : kept]
         measured.clear()
         printed = capsys.readouterr().out
-        assert (f"{path} has {kept - 2} rows, which are not measured again" in printed) == (kept > 2)
+        assert (f"{path} has {kept - 3} rows, which are not measured again" in printed) == (kept > 3)
+        assert "not timed: FlashAttention-4, flash-attn-4 needs a CUDA device" in printed
     commits = [commit.removesuffix("-dirty") for commit in record.provenance["commit"]]
-    assert commits == ["commit2", "commit4", "commit6"]
+    assert commits == ["commit3", "commit6"]
     assert record.provenance["plan"] == json.loads(json.dumps(asdict(SpeedPlan((16, 32), 1, 32, 1, 64))))
     for line, row in zip(speed_table(record.rows)[1], record.rows, strict=True):
         assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]

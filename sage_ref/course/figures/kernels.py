@@ -30,7 +30,7 @@ def overview_figure(table2: Record, bench: Record) -> Figure:
         tops = bench.select(provider=provider, **size)[0]["tops"]
         right.axhline(tops, color=color, linestyle="--", linewidth=1.2)
         right.text(len(levels) - 0.6, tops + 8, name, color=color, fontsize=9)
-    title = f"One idea per kernel level\n(forward, D=128, N=8192, {bench.provenance['gpu']})"
+    title = f"One idea per kernel level\n(forward, D=128, N=8192, {bench.provenance['gpu']}, {bench.timed})"
     right.set_title(title, fontsize=10)
     right.set(ylabel="TOPS", ylim=(0, 1.1 * max(row["tops"] for row in levels)), xlim=(-0.5, len(levels) + 1.3))
     right.tick_params(axis="x", labelsize=9)
@@ -73,7 +73,7 @@ def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | N
         ax.set_xticks(levels, LEVEL_NAMES[direction][: len(levels)], fontsize=8)
     axes[0].set(ylabel="TOPS", ylim=(0, 1.35 * axes[0].dataLim.ymax))
     axes[0].legend(fontsize=8, ncols=2, loc="upper left")
-    figure.supxlabel(bench.caption, fontsize=8)
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
     return figure
 
 
@@ -123,5 +123,5 @@ def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figur
     ax.minorticks_off()
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="upper left")
-    figure.supxlabel(bench.caption, fontsize=8)
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
     return figure

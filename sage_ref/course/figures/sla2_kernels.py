@@ -67,7 +67,7 @@ def sla2_ladder_figure(
         ax.set_xticks(levels, SLA2_LEVEL_NAMES, fontsize=8)
     axes[0].set_ylabel("milliseconds, forward")
     axes[-1].legend(fontsize=8)
-    figure.supxlabel(bench.caption, fontsize=8)
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
     return figure
 
 
@@ -86,7 +86,7 @@ def sla2_parts_figure(bench: Record, lengths: Sequence[int], sparsity: float, *,
     ax.set(ylabel="% of the op's time")
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], fontsize=8, loc="outside right center")
-    figure.supxlabel(bench.caption, fontsize=8)
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
     return figure
 
 
@@ -125,5 +125,5 @@ def sla2_sparsity_figure(
     axes[0].set_ylabel("times as fast as FlashAttention-2")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside right center")
-    figure.supxlabel(bench.caption, fontsize=8)
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
     return figure

@@ -1,0 +1,125 @@
+"""The tables of RESULTS.md about times that were taken in turn, from records of `python -m sage_kernels bench`.
+
+While a record does not exist yet, its tables are one sentence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from sage_ref.records import Record, Row, markdown_table, read_record, recorded_file
+
+PAIRED, PAIRED_SPARSE = "paired_h200", "paired_sla2_h200"
+OURS = "sage_kernels"
+PEER_NAMES = {
+    "sdpa_flash": "FlashAttention-2",
+    "sdpa_cudnn": "cuDNN",
+    "fa4": "FlashAttention-4",
+    "cudnn_fp8": "cuDNN, FP8",
+    "flex": "FlexAttention",
+}
+COMMANDS = {PAIRED: "python -m sage_kernels bench", PAIRED_SPARSE: "python -m sage_kernels bench --op sla2"}
+COMPARED = "A peer's time over ours, all timed in turn: above 1 where ours is faster"
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+# What rows that were timed in one turn have in common.
+TURN = ("n_q", "heads", "kv_heads", "head_dim", "causal", "layout", "mask", "scope", "direction", "cuda_graph")
+
+
+def turns(rows: Sequence[Row]) -> Iterator[tuple[dict, list[Row]]]:
+    """(what its rows have in common, its rows) of every turn, in the order of the record."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row["protocol"] == "paired":
+            found.setdefault(tuple(row.get(name) for name in TURN), []).append(row)
+    for values, of in found.items():
+        yield dict(zip(TURN, values, strict=True)), of
+
+
+def peer_ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Each peer's time over ours, by provider, of the rows of one turn; nothing if we are not in it.
+
+    Of several of ours (levels; a branch in INT8 and in 16 bit) the fastest counts.
+    """
+    ours = [row["ms_median"] for row in rows if row["provider"] == OURS]
+    return {row["provider"]: row["ms_median"] / min(ours) for row in rows if ours and row["provider"] in PEER_NAMES}
+
+
+def ratio_lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
+    """Header and lines: every turn, and each peer's time over ours."""
+    columns = [name for name in TURN if any(row.get(name) is not None for row in rows)]
+    lines = []
+    for where, of in turns(rows):
+        ratios = peer_ratios(of)
+        cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES)
+        lines.append((*(where[name] for name in columns), *cells))
+    return (*columns, *PEER_NAMES.values()), lines
+
+
+def recorded_table(name: str, write: Callable[[Record], str]) -> str:
+    """write(the record of that name), or a sentence while there is none."""
+    if not recorded_file(f"{name}.json").exists():
+        return f"Not recorded yet: `{COMMANDS[name]}` measures it on a GPU."
+    return write(read_record(name))
+
+
+def paired_speed(direction: str) -> str:
+    """Peers' times over ours by shape, and what one call costs the host."""
+    return recorded_table(PAIRED, lambda record: _speed(record, direction))
+
+
+def _speed(record: Record, direction: str) -> str:
+    rows = record.select(scope="autograd", direction=direction, layout="bhnd", cuda_graph=False)
+    lines = []
+    for where, of in turns(rows):
+        ratios, host = peer_ratios(of), {row["provider"]: row["host_us"] for row in of}
+        cells = [f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES]
+        cells += [f"{host[provider]:.0f}" if provider in host else "" for provider in (OURS, "sdpa_cudnn")]
+        lines.append((_shape(where), *cells))
+    table = markdown_table(("", *PEER_NAMES.values(), "our host time, us", "cuDNN's"), lines)
+    return f"{table}\n\n{COMPARED}, {DIRECTIONS[direction]}; bfloat16; {record.caption}.{_absent(record)}"
+
+
+def paired_ways() -> str:
+    """What layout and a CUDA graph change: cuDNN's time over ours, forward and backward."""
+    return recorded_table(PAIRED, _ways)
+
+
+def _ways(record: Record) -> str:
+    ways = {(layout, graph): {} for layout, graph in (("bhnd", False), ("bnhd", False), ("bhnd", True))}
+    for where, of in turns(record.select(scope="autograd", direction="fwd+bwd")):
+        ways[where["layout"], where["cuda_graph"]][_shape(where)] = peer_ratios(of).get("sdpa_cudnn")
+    lines = []
+    for shape in ways["bhnd", False]:
+        ratios = (found.get(shape) for found in ways.values())
+        lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
+    table = markdown_table(("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph"), lines)
+    return f"{table}\n\nForward and backward; bfloat16; {record.caption}."
+
+
+def paired_sparse() -> str:
+    """Peers' times over those of `sparse_linear_attention`, by length, mask and direction."""
+    return recorded_table(PAIRED_SPARSE, _sparse)
+
+
+def _sparse(record: Record) -> str:
+    peers = [name for name in PEER_NAMES if record.select(provider=name)]
+    lines = []
+    for where, of in turns(record.rows):
+        ratios = peer_ratios(of)
+        if ratios:
+            ours = min(row["ms_median"] for row in of if row["provider"] == OURS)
+            cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)
+            lines.append((f"{where['n_q']:,}", where["mask"], DIRECTIONS[where["direction"]], f"{ours:.2f}", *cells))
+    table = markdown_table(("N", "mask", "", "ours, ms", *(PEER_NAMES[peer] for peer in peers)), lines)
+    row = record.rows[0]
+    size = f"{row['heads']} heads, D={row['head_dim']}"
+    return f"{table}\n\n{COMPARED}; {size}, bfloat16; {record.caption}.{_absent(record)}"
+
+
+def _shape(where: dict) -> str:
+    grouped = f", {where['heads']} / {where['kv_heads']} heads" if where["heads"] != where["kv_heads"] else ""
+    return f"N={where['n_q']:,}, D={where['head_dim']}{', causal' if where['causal'] else ''}{grouped}"
+
+
+def _absent(record: Record) -> str:
+    """A sentence on the peers that were missing in some turn; nothing if none was."""
+    names = dict.fromkeys(PEER_NAMES[row["provider"]] for row in record.provenance.get("missing", ()))
+    return f" Not in every turn, for reasons that the record gives: {', '.join(names)}." if names else ""
