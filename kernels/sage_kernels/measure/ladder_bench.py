@@ -76,7 +76,8 @@ def backward_entries(case: Case, scope: str) -> dict[str, Entry]:
         for level in (0, best)
     }
     saved = {level: run_forward(inputs, level, **case.options) for level, inputs in forward.items()}
-    hats = {"q_hat": forward[best].q_hat, "k_hat": forward[best].k_hat}
+    options = {name: getattr(forward[best], name) for name in ("q_hat", "k_hat", "v_hat")}
+    options |= {"is_causal": case.shape.causal}
     entries = {}
     for level, chosen in enumerate(BACKWARD_LEVELS):
         if obstacle(chosen, query.device, case.shape.head_dim) is not None:
@@ -84,7 +85,7 @@ def backward_entries(case: Case, scope: str) -> dict[str, Entry]:
         results = saved[best if chosen.int8 else 0]
 
         def prepare(level, results=results):
-            return prepare_backward(grad_output, query, key, value, *results, level, **hats)
+            return prepare_backward(grad_output, query, key, value, *results, level, **options)
 
         run = partial(run_backward, prepare(level), level, **case.options)
         error = max(require_close(found, exact) for found, exact in zip(run(), case.exact[1:], strict=True))
