@@ -547,6 +547,40 @@ def test_cuda_graph(operation):
     assert all_equal(results, with_gradients(operation, others, call=call))
 
 
+class Layer(torch.nn.Module):
+    """Projections around an attention, heads side by side in memory: what `make_graphed_callables` is given."""
+
+    def __init__(self, operation, case):
+        super().__init__()
+        self.attention, self.shape = operation.on(case), (case.heads, case.head_dim)
+        width = case.heads * case.head_dim
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, self.shape).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.gpu
+def test_make_graphed_callables():
+    """As kernels/README.md says: a module's forward and backward in graphs give what they give without."""
+    case = SageBwd.Case(300, 300, 64, 4, 4, is_causal=True, dtype=torch.bfloat16, batch=2)
+    torch.manual_seed(0)
+    layer = Layer(SAGEBWD[0], case).to(DEVICE, case.dtype)
+    first, second, grad = (torch.randn(2, 300, 256, device=DEVICE, dtype=case.dtype) for _ in range(3))
+
+    def results(layer, x):
+        x = x.clone().requires_grad_()
+        output = layer(x)
+        return output.detach().clone(), *(
+            g.clone() for g in torch.autograd.grad(output, [x, *layer.parameters()], grad)
+        )
+
+    expected = results(layer, second)
+    graphed = torch.cuda.make_graphed_callables(layer, (first.clone().requires_grad_(),))
+    assert all_equal(results(graphed, second), expected)
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("operation", [SAGEBWD[0], *MASKED, *ROUTED], ids=repr)
 def test_autocast(operation, dtype):
