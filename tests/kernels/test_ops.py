@@ -572,9 +572,8 @@ def test_make_graphed_callables():
     def results(layer, x):
         x = x.clone().requires_grad_()
         output = layer(x)
-        return output.detach().clone(), *(
-            g.clone() for g in torch.autograd.grad(output, [x, *layer.parameters()], grad)
-        )
+        gradients = torch.autograd.grad(output, [x, *layer.parameters()], grad)
+        return [y.detach().clone() for y in (output, *gradients)]
 
     expected = results(layer, second)
     graphed = torch.cuda.make_graphed_callables(layer, (first.clone().requires_grad_(),))
