@@ -1,4 +1,6 @@
-"""What the records say in README.md and RESULTS.md, and the README's figure: `python -m sage_ref readme` writes them.
+"""What the records say in README.md, RESULTS.md and the kernels' pages, and the README's figure.
+
+`python -m sage_ref readme` writes them.
 
 It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; all else there is written by hand.
 """
@@ -24,6 +26,7 @@ from sage_ref.course.kernel_results import (
     speed,
 )
 from sage_ref.course.paired_results import paired_sparse, paired_speed, paired_ways
+from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
 from sage_ref.course.results import TABLE2, pretraining, pretraining_speed, table1, table2
 from sage_ref.records import markdown_table, read_record, replaced, repository
 
@@ -59,6 +62,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "backward": lambda: ladder("bwd"),
         "instructions": instructions,
         "limits": limits,
+        "predicted": predicted,
+        "predicted_check": predicted_check,
         "accuracy": accuracy,
         "paired_sparse": paired_sparse,
         "sla2": sla2,
@@ -66,6 +71,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "sla2_parts": sla2_parts,
         "sla2_accuracy": sla2_accuracy,
     },
+    "kernels/README.md": {"gains": gains},
+    "kernels/NOTES.md": {"spills": spills},
 }
 
 

@@ -3,12 +3,14 @@
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 
 import torch
+import triton
 
+from sage_kernels.common.candidates import CANDIDATES
+from sage_kernels.common.launch_tables import users_table
 from sage_kernels.measure import bench, ladder_bench, sla2_bench, sla2_tuning, sparse_bench, tuning
 from sage_kernels.measure.contenders import OURS, Absent
 from sage_kernels.measure.options import add_record, require_gpu
@@ -31,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_record(parser)
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
     parser.add_argument("--levels", action="store_true", help="every level of the ladder and its parts")
-    parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
+    parser.add_argument("--tune", action="store_true", help="time launch settings instead, for this GPU")
     parser.add_argument("--workers", type=positive, default=8, help="processes that compile for --tune")
     parser.add_argument("--n", type=positive, nargs="+", help="only these sequence lengths")
     parser.add_argument("--head-dim", type=positive, nargs="+", help="only these head sizes")
@@ -44,11 +46,7 @@ def run(options: argparse.Namespace) -> None:
     shapes = chosen(measurement.SHAPES, n=options.n, head_dim=options.head_dim)
     require_gpu()
     if options.tune:
-        sla2 = options.op == "sla2"
-        rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
-        print(markdown_table(rows[0], [row.values() for row in rows]))
-        table = "launch_hopper_sla2.json" if sla2 else "launch_hopper.json"
-        write_record(options.record or resources.files("sage_kernels.common") / table, rows, command=options.command)
+        tune(options)
         return
     with only_writer(options.record) if options.record else nullcontext():
         rows = timed(measurement, shapes, options.record, options.command, options.without)
@@ -114,3 +112,19 @@ def write_finished(measurement: ModuleType, finished: FinishedParts, record: Pat
     rows = [row for name in names for row in finished.parts.get(name, ())]
     missing = [row for row in rows if "missing" in row]
     write_record(record, [row for row in rows if "missing" not in row], command=command, seeds=[0], missing=missing)
+
+
+def tune(options: argparse.Namespace) -> None:
+    """Time every candidate and write the table of this GPU, which `choose_launch` reads from then on.
+
+    Triton's version decides what a table is worth, and the candidates what was tried: a run that was interrupted goes
+    on only with the same ones.
+    """
+    path = options.record or users_table(torch.cuda.get_device_name(), options.op)
+    with only_writer(path):
+        parts = FinishedParts(path, (torch.cuda.get_device_name(), triton.__version__, CANDIDATES))
+        rows = list((sla2_tuning if options.op == "sla2" else tuning).rows(options.workers, parts))
+        write_record(path, rows, command=options.command)
+        parts.remove()
+    print(markdown_table(rows[0], [row.values() for row in rows]))
+    print(f"launch table: {path}")

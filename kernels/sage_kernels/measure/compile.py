@@ -4,6 +4,9 @@ For each: registers, spills, shared memory and the INT8 and 16-bit tensor-core i
 A kernel fails whose tensor-core instructions aren't those that its level promises, which takes more registers than its
 launch allows, spills more than its record allows or wants more shared memory than the GPU has, and so does a program
 for Hopper in which the assembler made matmuls wait for one another.
+
+Left out for 8.9 is all but what `sagebwd_attention` and SLA2 run by themselves: 8.9 takes the launches of 8.6, and the
+machine code for both has the same instructions in the same order, with another spelling of one conversion.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -26,7 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sage_kernels.common.launch import DEFAULTS, Launch, measured_launches
+from sage_kernels.common.candidates import DEFAULTS, Launch
+from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
+from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.signature import Signature, compiler_arguments
 from sage_kernels.sagebwd.backward import program as backward
 from sage_kernels.sagebwd.forward import program as forward
@@ -41,7 +46,7 @@ from sage_ref.records import markdown_table, replaced, write_record
 
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
 # Compute capability -> shared memory that one program may use, in bytes.
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # SLA2's programs that run around its ladder, with the warps they are launched with.
 SLA2_AROUND = {"sla2_key_blocks": sums.WARPS, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -52,11 +57,12 @@ LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bit
 class Case(NamedTuple):
     """One kernel to compile."""
 
-    kernel: str  # a key of launch.DEFAULTS, of a Hopper level's LAUNCHES or of SLA2_AROUND
+    kernel: str  # a key of DEFAULTS, of a Hopper level's LAUNCHES or of SLA2_AROUND
     level: int
     capability: int
     head_dim: int
     is_causal: bool
+    launch: Launch | None = None  # instead of what `ladder` launches
 
     @property
     def name(self) -> str:
@@ -82,26 +88,34 @@ class Compiled(NamedTuple):
 
 
 def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Every kernel of every SageBwd level, causal (the longer code: it holds the loop without a mask as well)."""
+    """Every kernel of the SageBwd levels, causal (the longer code: it holds the loop without a mask as well)."""
     for capability in capabilities:
         for head_dim in head_dims:
             for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
-                for level, chosen in enumerate(levels):
-                    for kernel in chosen.kernels(head_dim) if capability == 90 or chosen.hopper is None else ():
+                for level in compiled_levels(levels, capability):
+                    for kernel in levels[level].kernels(head_dim):
                         yield Case(kernel, level, capability, head_dim, True)
 
 
+def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: int) -> list[int]:
+    """The levels of a ladder that can run there; of one of SAME_CODE the one that is taken there."""
+    found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
+    return found[-1:] if capability in SAME_CODE else found
+
+
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Every program of every SLA2 level. The level of one that several run is the first; the backward's is 0."""
+    """Every program of the SLA2 levels. The level of one that several run is the first; the backward's is 0."""
     kernels = [(chosen.kernel, level) for level, chosen in enumerate(LEVELS)]
     kernels += [("sla2_mix", 1), ("sla2_key_blocks", 3)]  # which makes V^ as well
     kernels += [(kernel, 0) for kernel in BACKWARD_KERNELS]
     for capability in capabilities:
         for head_dim in head_dims:
             for kernel, level in kernels:
-                yield Case(kernel, level, capability, head_dim, False)
+                if capability not in SAME_CODE or kernel in (LEVELS[-1].kernel, *BACKWARD_KERNELS):
+                    yield Case(kernel, level, capability, head_dim, False)
         for kernel in ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean"):  # they hardly depend on the head size
-            yield Case(kernel, 0, capability, head_dims[0], False)
+            if capability not in SAME_CODE:
+                yield Case(kernel, 0, capability, head_dims[0], False)
 
 
 def named(case: Case) -> str:
@@ -131,14 +145,14 @@ def is_int8(case: Case) -> bool:
 
 def launch_of(case: Case) -> Launch:
     """What `ladder` launches; of a level of Hopper's, the warps and registers that compute."""
+    if case.launch is not None:
+        return case.launch
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
         return level_of(case).hopper.LAUNCHES[case.kernel]
-    launch = DEFAULTS[case.kernel]
-    if case.capability == 90:
-        launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
-    return launch
+    known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
+    return known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal), DEFAULTS[case.kernel])
 
 
 def source_of(case: Case) -> Source:
@@ -214,12 +228,17 @@ def compiled_kernel(case: Case):
 
 
 def compile_case(case: Case) -> Compiled:
-    """Compile one kernel as `ladder` would launch it on that GPU, without Triton's cache: ptxas must say its word."""
+    """What the compiler made of one kernel, launched as `ladder` would launch it on that GPU."""
+    return compile_kernel(case)[1]
+
+
+def compile_kernel(case: Case) -> tuple[Any, Compiled]:
+    """Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         kernel = compiled_kernel(case)
     said, ptx = log.getvalue(), kernel.asm["ptx"]
-    return Compiled(
+    return kernel, Compiled(
         registers=int(re.search(r"Used (\d+) registers", said)[1]),
         spills=local_memory_instructions(kernel.asm["cubin"]),
         shared=kernel.metadata.shared,
