@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sage_kernels.common.candidates import CANDIDATES, Launch
+from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, Launch
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
 from sage_kernels.measure import compile as compiling
@@ -31,8 +31,9 @@ from triton.runtime.jit import KernelInterface
 from sage_ref.records import REPOSITORY
 from sage_ref.sla2.router import Routing
 
-EVERY = [*compiling.cases(), *compiling.sla2_cases()]
+EVERY = [*compiling.cases(), *compiling.around_cases(), *compiling.sla2_cases()]
 LAUNCHED = [case for case in EVERY if case.capability == (90 if compiling.is_hopper(case) else 80)]
+LAUNCHED += [case for case in compiling.around_cases((90,)) if case.kernel != "prepare_forward"]
 FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
 HOPPER = [level for level in FORWARD if FORWARD_LEVELS[level].hopper]
 HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper]
@@ -99,9 +100,9 @@ def launch_level(case):
     options = {"is_causal": case.is_causal, "scale": 0.1}
     level = compiling.level_of(case)
     prepared = ladder.prepare_forward(
-        query, key, value, case.level if case.kernel == "forward" else 4, scale=0.1, smooth_k=True
+        query, key, value, case.level if case.kernel.endswith("forward") else 4, scale=0.1, smooth_k=True
     )
-    if case.kernel == "forward":
+    if case.kernel.endswith("forward"):
         run = level.hopper.run if level.hopper else partial(ladder.run_forward, level=case.level)
         return run(prepared, **options)
     log_sum_exp = torch.zeros(*size[:2], padded_length(size[2]))
@@ -131,6 +132,8 @@ def launch_sla2(case):
 @pytest.mark.parametrize("case", LAUNCHED, ids=named)
 def test_what_is_launched_is_what_is_declared_and_compiled(launches, monkeypatch, case):
     case_level = 3 if case.kernel in ("sla2_top_blocks", "sla2_list", "sla2_sequence_mean") else case.level
+    if case.kernel in DEFAULTS and not compiling.is_hopper(case):  # which this machine, without a GPU, launches
+        case = case._replace(launch=DEFAULTS[case.kernel])
     (launch_sla2 if compiling.is_sla2(case) else launch_level)(case._replace(level=case_level))
     program, signature, constants, options = source_of(case)
     found = [arguments for launched, arguments in launches if launched is program]
@@ -223,6 +226,11 @@ def test_matmuls_that_wait_for_one_another_are_seen(compiled):
 
 def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
     cases = set(compiling.cases())
+    around = [case[:3] for case in compiling.around_cases()]
+    assert {case[2] for case in around} == {80, 86, 90, 100, 120}
+    assert [case for case in around if case[2] == 80] == [("prepare_forward", 4, 80), ("prepare_backward", 3, 80)]
+    of_hopper = [("prepare_forward", 5, 90), ("prepare_backward", 5, 90), ("finish", 5, 90)]
+    assert [case for case in around if case[2] == 90] == of_hopper
     for capability in (80, 86, 90, 100, 120):
         for head_dim in (64, 128):
             expected = {("forward", level) for level in FORWARD if capability == 90 or level not in HOPPER}

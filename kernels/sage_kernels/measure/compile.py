@@ -33,7 +33,10 @@ from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.signature import Signature, compiler_arguments
+from sage_kernels.sagebwd.backward import prepare as before_backward
 from sage_kernels.sagebwd.backward import program as backward
+from sage_kernels.sagebwd.backward.level5 import units
+from sage_kernels.sagebwd.forward import prepare as before_forward
 from sage_kernels.sagebwd.forward import program as forward
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, BackwardLevel, ForwardLevel
 from sage_kernels.sla2 import lists, routing, sums
@@ -49,6 +52,8 @@ RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spil
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # SLA2's programs that run around its ladder, with the warps they are launched with.
 SLA2_AROUND = {"sla2_key_blocks": sums.WARPS, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
+# Likewise of SageBwd's: what runs before both passes, and after the last level of the backward one.
+SAGEBWD_AROUND = {"prepare_forward": before_forward.WARPS, "prepare_backward": before_backward.WARPS, "finish": 4}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATMUL = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*"
 LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bits of an instruction
@@ -97,6 +102,17 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
                         yield Case(kernel, level, capability, head_dim, True)
 
 
+def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
+    """The programs that run before and after SageBwd's best levels, for the head size that takes more registers."""
+    for capability in capabilities:
+        if capability not in SAME_CODE:
+            last = {levels: compiled_levels(levels, capability)[-1] for levels in (FORWARD_LEVELS, BACKWARD_LEVELS)}
+            yield Case("prepare_forward", last[FORWARD_LEVELS], capability, 128, True)
+            yield Case("prepare_backward", last[BACKWARD_LEVELS], capability, 128, True)
+            if BACKWARD_LEVELS[last[BACKWARD_LEVELS]].integer_sums:
+                yield Case("finish", last[BACKWARD_LEVELS], capability, 128, True)
+
+
 def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: int) -> list[int]:
     """The levels of a ladder that can run there; of one of SAME_CODE the one that is taken there."""
     found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
@@ -125,7 +141,7 @@ def named(case: Case) -> str:
 
 def level_of(case: Case) -> ForwardLevel | BackwardLevel:
     """A SageBwd case's level."""
-    return (FORWARD_LEVELS if case.kernel == "forward" else BACKWARD_LEVELS)[case.level]
+    return (FORWARD_LEVELS if case.kernel.endswith("forward") else BACKWARD_LEVELS)[case.level]
 
 
 def is_sla2(case: Case) -> bool:
@@ -134,21 +150,21 @@ def is_sla2(case: Case) -> bool:
 
 def is_hopper(case: Case) -> bool:
     """Whether it is a level of Hopper's, in Gluon."""
-    return not is_sla2(case) and level_of(case).hopper is not None
+    return not is_sla2(case) and case.kernel not in SAGEBWD_AROUND and level_of(case).hopper is not None
 
 
 def is_int8(case: Case) -> bool:
     if is_sla2(case):
         return case.kernel == LEVELS[case.level].kernel and bool(LEVELS[case.level].int8)
-    return bool(level_of(case).int8)
+    return case.kernel not in SAGEBWD_AROUND and bool(level_of(case).int8)
 
 
 def launch_of(case: Case) -> Launch:
     """What `ladder` launches; of a level of Hopper's, the warps and registers that compute."""
     if case.launch is not None:
         return case.launch
-    if case.kernel in SLA2_AROUND:
-        return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
+    if warps := (SLA2_AROUND | SAGEBWD_AROUND).get(case.kernel):
+        return Launch(0, 0, warps, 1)
     if is_hopper(case):
         return level_of(case).hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
@@ -157,7 +173,21 @@ def launch_of(case: Case) -> Launch:
 
 def source_of(case: Case) -> Source:
     """The program of a case as it is launched with bfloat16 tensors."""
+    if case.kernel in SAGEBWD_AROUND:
+        return _around_source(case)
     return _sla2_source(case) if is_sla2(case) else _sagebwd_source(case)
+
+
+def _around_source(case: Case) -> Source:
+    level, options, head_dim = level_of(case), launch_of(case).options, case.head_dim
+    if case.kernel == "prepare_forward":
+        constants = before_forward.constants(head_dim, level.grouped)
+        return Source(before_forward.prepare_program, before_forward.signature(), constants, options)
+    if case.kernel == "prepare_backward":
+        signature = before_backward.signature(with_units=level.integer_sums)
+        constants = before_backward.constants(head_dim, level.grouped, case.is_causal)
+        return Source(before_backward.prepare_program, signature, constants, options)
+    return Source(units.finish_program, units.finish_signature(), units.finish_constants(head_dim), options)
 
 
 def _sagebwd_source(case: Case) -> Source:
@@ -216,7 +246,7 @@ def has_16_bit_matmul(case: Case) -> bool:
     """dP is one everywhere; in SLA2 so is phi(Q) H."""
     if case.kernel == "forward":
         return level_of(case).int8 != "QKV"
-    return case.kernel not in ("dv", "sla2_list", "sla2_top_blocks", "sla2_sequence_mean")
+    return case.kernel not in ("dv", "sla2_list", "sla2_top_blocks", "sla2_sequence_mean", *SAGEBWD_AROUND)
 
 
 def compiled_kernel(case: Case):
@@ -318,7 +348,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compile every level for sm_80 to sm_120 and check the result."""
-    every = [*cases(), *sla2_cases()]
+    every = [*cases(), *around_cases(), *sla2_cases()]
     wanted = [
         case for case in every
         if (not options.capability or case.capability in options.capability) and (options.only or "") in named(case)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, ROWS, SCALE_KV, SCALE_Q, TILE, Tiles, accumulator, copy_own, descriptors, fast_exp2, fast_reciprocal,
@@ -211,6 +212,17 @@ def finish_program(
     tl.store(dq_ptrs, dq, mask=(query < n_q)[:, None] & (d < D)[None, :])
 
 
+def finish_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `finish_program`."""
+    tensors = {"sums_ptr": POINTERS[torch.int32], "unit_ptr": FLOATS, "q_scale_ptr": FLOATS}
+    return tensors | strided("dq", POINTERS[dtype]) | {"heads": SIZE, "n_q": SIZE, "scale": NUMBER}
+
+
+def finish_constants(head_dim: int) -> dict:
+    """The constants of `finish_program`."""
+    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_Q.value}
+
+
 def tile_shapes(padded_head_dim: int, queries_added: int, dtype: torch.dtype) -> Tiles:
     """queries_added: of how many queries a program adds parts of dQ at once."""
     rows, tile, line = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim), (torch.float32, (TILE.value,))
@@ -262,6 +274,5 @@ def run(
     constants = constants | {"D": head_dim, "DP": dp, "RAGGED": n_k % TILE.value != 0, "IS_CAUSAL": is_causal}
     start("dqdkdv", program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     arguments = sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale
-    constants = {"D": head_dim, "DP": dp, "BLOCK": SCALE_Q.value}
-    start("finish", finish_program, (sizes.q_blocks, batch * heads), arguments, constants, {})
+    start("finish", finish_program, (sizes.q_blocks, batch * heads), arguments, finish_constants(head_dim), {})
     return dq, dk, dv
