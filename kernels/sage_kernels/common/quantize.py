@@ -65,15 +65,6 @@ class Copies(NamedTuple):
 
 
 @triton.jit
-def copies_of_head(values_ptr, transposed_ptr, scale_ptr, head, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """The `Copies` of one head of [B, H, Np, Dp], [B, H, Dp, Np] and [B, H, Np / block]."""
-    numbers = head * n_padded * DP
-    hat = None if values_ptr is None else values_ptr + numbers
-    transposed = None if transposed_ptr is None else transposed_ptr + numbers
-    return Copies(hat, transposed, scale_ptr + head * (n_padded // BLOCK))
-
-
-@triton.jit
 def store_transposed(x_hat, pointer, block, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
     """Write the transpose of an int8 tile [BLOCK, DP] into [DP, Np]; GROUPED: in the order of `group_columns`."""
     token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
@@ -125,7 +116,10 @@ def quantize_program(
         tl.store(block_mean_ptr + (head * tl.cdiv(n, BLOCK) + block) * D + d, mean, mask=d < D)
     if mean_ptr is not None:
         x = smoothed(x, mean_ptr, head, block, n, D, DP, BLOCK)
-    out = copies_of_head(values_ptr, transposed_ptr, scale_ptr, head, n_padded, DP, BLOCK)
+    numbers = head * n_padded * DP
+    hat = None if values_ptr is None else values_ptr + numbers
+    transposed = None if transposed_ptr is None else transposed_ptr + numbers
+    out = Copies(hat, transposed, scale_ptr + head * (n_padded // BLOCK))
     quantize_tile(x, out, block, n_padded, factor, DP, BLOCK, GROUPED)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
+    Copies,
     Quantized,
-    copies_of_head,
     empty_copies,
     load_block,
     padded_head_dim,
@@ -44,7 +44,7 @@ def prepare_program(
         q_i = load_block(q_ptr, q_stride_b, q_stride_h, q_stride_n, batch, h, block, n_q, D, DP, BLOCK)
         # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
         q_i = tl.where(factor < 0, -q_i, q_i)
-        q_out = copies_of_head(q_hat_ptr, None, q_scale_ptr, head, n_q_padded, DP, BLOCK)
+        q_out = Copies(q_hat_ptr + head * n_q_padded * DP, None, q_scale_ptr + head * (n_q_padded // BLOCK))
         quantize_tile(q_i, q_out, block, n_q_padded, tl.abs(factor), DP, BLOCK, GROUPED)
     else:
         t = (t - query_programs) % key_programs
@@ -54,12 +54,12 @@ def prepare_program(
             k_j = load_block(k_ptr, k_stride_b, k_stride_h, k_stride_n, batch, h, block, n_k, D, DP, BLOCK)
             if k_mean_ptr is not None:
                 k_j = smoothed(k_j, k_mean_ptr, head, block, n_k, D, DP, BLOCK)
-            k_out = copies_of_head(k_hat_ptr, None, k_scale_ptr, head, n_k_padded, DP, BLOCK)
+            k_out = Copies(k_hat_ptr + head * n_k_padded * DP, None, k_scale_ptr + head * (n_k_padded // BLOCK))
             quantize_tile(k_j, k_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
         else:
             if v_scale_ptr is not None:
                 v_j = load_block(v_ptr, v_stride_b, v_stride_h, v_stride_n, batch, h, block, n_k, D, DP, BLOCK)
-                v_out = copies_of_head(None, vt_hat_ptr, v_scale_ptr, head, n_k_padded, DP, BLOCK)
+                v_out = Copies(None, vt_hat_ptr + head * n_k_padded * DP, v_scale_ptr + head * (n_k_padded // BLOCK))
                 quantize_tile(v_j, v_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
 
 
