@@ -45,7 +45,7 @@ class ForwardLevel(NamedTuple):
     hopper: ModuleType | None = None
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
-        """The programs it takes, by their names in `launch.CANDIDATES` or the module's LAUNCHES."""
+        """The programs it takes, by their names in `candidates.CANDIDATES` or the module's LAUNCHES."""
         return ("forward",) if self.hopper is None else self.hopper.kernels(padded_head_dim)
 
 
