@@ -2,8 +2,8 @@
 
 Level 4 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV as
 there, and hand dS^T over through shared memory to whoever makes dQ. At a head size of 64 that is a third warpgroup
-(`narrow.py`). At 128 two gradients leave no registers for it, and the two make dQ, too (`wide.py`). What comes before
-and after, and how numbers are kept, is the same for both (`units.py`).
+(`narrow.py`). At 128 two gradients leave no registers for it, and the two make dQ, too (`wide.py`). How numbers are
+kept, and what comes after, is the same for both (`units.py`); `backward/prepare.py` is what comes before.
 
 Expect: five matmuls a tile instead of seven (at 128, instead of eight), fewer exponentials, and fewer instructions for
 what is left.
