@@ -329,7 +329,7 @@ WORK = {  # command: a line that works, and what then begins
     "readme": ([], (readme, "run")),
     "pretrain": (TRAIN[1:], (pretrain, "pretrain")),
     "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
-    "pretrain-speed": ([], (pretrain_speed, "_row")),
+    "pretrain-speed": ([], (pretrain_speed, "_rows")),
     "noise": (NOISE[1:], (gradient_noise, "gradient_noise")),
     "capture": (["run.pt", "--corpus", "text.txt", "--layers", "1"], (capture, "attention_tensors")),
     "capture-video": ([], (capture_video, "train")),
