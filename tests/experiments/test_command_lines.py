@@ -213,13 +213,18 @@ def test_how_a_command_ends(capsys):
 
 
 def start(arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "sage_ref", *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    """A command that Ctrl-C reaches, also where these tests run in the background of a shell, which shuts it out."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "sage_ref", *arguments],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def wait_for(path, seconds=60):
