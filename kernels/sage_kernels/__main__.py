@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 
-from sage_kernels.measure import accuracy_command, bench_command, compile, instructions, profile
+from sage_kernels.measure import accuracy_command, bench_command, choose, compile, instructions, profile
 from sage_ref.command_line import Parser, finish
 
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "profile": profile,
     "compile": compile,
     "instructions": instructions,
+    "choose": choose,
 }
 
 

@@ -41,7 +41,7 @@ from sage_ref.records import markdown_table, replaced, write_record
 
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
 # Compute capability -> shared memory that one program may use, in bytes.
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # SLA2's programs that run around its ladder, with the warps they are launched with.
 SLA2_AROUND = {"sla2_key_blocks": sums.WARPS, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -57,6 +57,7 @@ class Case(NamedTuple):
     capability: int
     head_dim: int
     is_causal: bool
+    launch: Launch | None = None  # instead of what `ladder` launches
 
     @property
     def name(self) -> str:
@@ -131,6 +132,8 @@ def is_int8(case: Case) -> bool:
 
 def launch_of(case: Case) -> Launch:
     """What `ladder` launches; of a level of Hopper's, the warps and registers that compute."""
+    if case.launch is not None:
+        return case.launch
     if case.kernel in SLA2_AROUND:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
@@ -214,12 +217,17 @@ def compiled_kernel(case: Case):
 
 
 def compile_case(case: Case) -> Compiled:
-    """Compile one kernel as `ladder` would launch it on that GPU, without Triton's cache: ptxas must say its word."""
+    """What the compiler made of one kernel, launched as `ladder` would launch it on that GPU."""
+    return compile_kernel(case)[1]
+
+
+def compile_kernel(case: Case) -> tuple[Any, Compiled]:
+    """Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         kernel = compiled_kernel(case)
     said, ptx = log.getvalue(), kernel.asm["ptx"]
-    return Compiled(
+    return kernel, Compiled(
         registers=int(re.search(r"Used (\d+) registers", said)[1]),
         spills=local_memory_instructions(kernel.asm["cubin"]),
         shared=kernel.metadata.shared,

@@ -18,7 +18,7 @@ from sage_ref.records import markdown_table, write_record
 
 # The first kind whose pattern matches the start of an instruction's name is its kind.
 KINDS = {
-    "matmul": "HGMMA|IGMMA",
+    "matmul": "HGMMA|IGMMA|HMMA|IMMA|UTC.MMA",
     "exp2": "MUFU.EX2",
     "conversion": "F2I|I2F|F2F|FRND|HADD2.F32",
     "maximum": "FMNMX|VIMNMX|HMNMX2",
@@ -73,7 +73,24 @@ def adding_loop(code: str) -> list[str]:
 
 def loops(code: str) -> list[list[str]]:
     """The instructions from every label to every branch back to it."""
-    instructions, labels, found = [], {}, []
+    instructions, spans = spans_of_loops(code)
+    return [instructions[first:end] for first, end in spans]
+
+
+def tile_loops(code: str) -> list[list[str]]:
+    """The loops over tiles: those with matmuls that hold no other loop with matmuls, such as one over heads would."""
+    instructions, spans = spans_of_loops(code)
+    whole = {first: max(end for start, end in spans if start == first) for first, _ in spans}
+    found = [
+        x for x in whole.items() if any(kind_of(instruction) == "matmul" for instruction in instructions[slice(*x)])
+    ]
+    inner = [x for x in found if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in found)]
+    return [instructions[first:end] for first, end in inner]
+
+
+def spans_of_loops(code: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """All instructions, and where loops lie among them: (first, end), from a label to a branch back to it."""
+    instructions, labels, spans = [], {}, []
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
@@ -81,8 +98,8 @@ def loops(code: str) -> list[list[str]]:
             instructions.append(instruction[1])
             target = re.match(r"BRA.*?(\.L_x_\d+)", instruction[1])
             if target and target[1] in labels:
-                found.append(instructions[labels[target[1]] :])
-    return found
+                spans.append((labels[target[1]], len(instructions)))
+    return instructions, spans
 
 
 def kind_of(instruction: str) -> str:

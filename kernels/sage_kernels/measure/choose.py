@@ -1,0 +1,169 @@
+"""Choose launch settings by compiling: for every kernel and GPU, what doesn't spill and should be the fastest.
+
+Every candidate of every portable kernel is compiled for a GPU that needn't be there. A candidate that wants more shared
+memory than the GPU has is out. Of the others, the one with the fewest spills in its loops over tiles is kept (none, if
+any has none), and of several the one that `timing_model` expects to be the fastest. A spill outside these loops runs
+once per program and is recorded only.
+
+Pipeline stages are not ranked so: what they hide, latency, the model can't see. Tiles are compared with two stages, with
+one only if all of them spill; the best tile is then compiled with three as well, which have to be predicted faster.
+Kernels without such a loop (SLA2's mix and linear branch) take the fewest spills, then the first candidate. Compute
+capability 9.0 has measured launches: they are compiled and recorded, not chosen. 8.9 takes the launches of 8.6: our
+kernels' instructions are the same there, and so are all limits.
+
+A killed run goes on where it was. The table, common/launch_compiled.json, is read where nothing was measured; what the
+kernels that it names ask of a multiprocessor is in it too, for `predict`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import resources
+from pathlib import Path
+
+import triton
+
+from sage_kernels.common.launch import DEFAULTS, Launch, candidates
+from sage_kernels.measure import instructions
+from sage_kernels.measure.compile import SHARED_MEMORY, Case, cases, compile_kernel, is_hopper, launch_of, sla2_cases
+from sage_kernels.measure.machine_loop import Demand, demand
+from sage_kernels.measure.timing_model import Kernel, gpus, milliseconds
+from sage_ref.command_line import output_file, positive
+from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, read_record, write_record
+
+# The GPU whose rates rank the candidates of a compute capability; of 100 none is listed: fewest spills decide.
+RANKED_FOR = {80: "A100-SXM-80GB", 86: "RTX 3090", 90: "H200", 120: "RTX 5090"}
+CAPABILITIES = tuple(capability for capability in SHARED_MEMORY if capability != 89)
+TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
+STAGES = (2, 1, 3)  # in the order in which they are tried
+
+
+def kernels(capability: int) -> Iterator[Case]:
+    """Every portable kernel that has candidates, causal: the longer code, it holds the loop without a mask as well."""
+    for case in (*cases((capability,)), *sla2_cases((capability,))):
+        if case.kernel in DEFAULTS and not is_hopper(case):
+            yield case
+
+
+def counted(case: Case) -> Row:
+    """What the compiler made of a candidate, or why it made nothing."""
+    launch = launch_of(case)
+    row = {name: getattr(case, name) for name in ("capability", "kernel", "level", "head_dim")} | launch._asdict()
+    try:
+        kernel, found = compile_kernel(case)
+    except Exception as error:  # the compiler's own, of many kinds; the candidate is out
+        return row | {"problem": f"{type(error).__name__}: {error}"[:200]}
+    code, scores = instructions.machine_code(kernel), launch.block_q * launch.block_kv // (32 * launch.num_warps)
+    in_loops = sum(instructions.kind_of(x) == "spill" for loop in instructions.tile_loops(code) for x in loop)
+    row |= {"registers": found.registers, "shared": found.shared}
+    row |= {"spills": found.spills, "spills_in_loops": in_loops}
+    asked = demand(code, scores)
+    if asked is not None:
+        row |= {"instructions_per_score": round(asked.instructions / scores, 3)} | asked._asdict()
+    return row
+
+
+def kernel_of(row: Row) -> Kernel | None:
+    """A row's kernel for `timing_model`; None of one without a loop with exponentials."""
+    if row.get("instructions") is None:
+        return None
+    sizes = (row[name] for name in ("block_q", "block_kv", "num_warps", "registers", "shared"))
+    return Kernel(*sizes, Demand(*map(row.get, Demand._fields)))
+
+
+def predicted(row: Row) -> float:
+    """Milliseconds for one head of 8,192 tokens on the GPU that ranks; 0 if nothing can be said."""
+    kernel, gpu = kernel_of(row), RANKED_FOR.get(row["capability"])
+    return milliseconds(kernel, gpus()[gpu], 1, 8192, False) if kernel and gpu else 0.0
+
+
+def fits(row: Row) -> bool:
+    return "problem" not in row and row["shared"] <= SHARED_MEMORY[row["capability"]]
+
+
+def rank(row: Row) -> tuple[int, float, int]:
+    """The smallest is the best."""
+    return row["spills_in_loops"], predicted(row), row["spills"]
+
+
+def chosen(capability: int, parts: FinishedParts, workers: int) -> Iterator[Row]:
+    """The best candidate's row of every kernel for this compute capability."""
+    tried: dict[Case, list[Row]] = {case: [] for case in kernels(capability)}
+
+    def compile_stages(wanted: Iterable[tuple[Case, list[Launch]]]) -> None:
+        jobs = [case._replace(launch=launch) for case, launches in wanted for launch in launches]
+        for job, row in zip(jobs, compiled(jobs, parts, workers), strict=True):
+            tried[job._replace(launch=None)].append(row)
+
+    def with_stages(case: Case, stages: int) -> list[Launch]:
+        return [launch for launch in candidates(case.kernel, case.level) if launch.num_stages == stages]
+
+    if capability == 90:
+        compile_stages((case, [launch_of(case)]) for case in tried)
+    else:
+        usual, fewer, more = STAGES
+        compile_stages((case, with_stages(case, usual)) for case in tried)
+        spilling = [case for case, rows in tried.items() if not any(fits(x) and not x["spills_in_loops"] for x in rows)]
+        compile_stages((case, with_stages(case, fewer)) for case in spilling)
+        best = {case: launch_of_row(best_of(rows)) for case, rows in tried.items() if any(map(fits, rows))}
+        compile_stages(
+            (case, [x for x in with_stages(case, more) if x._replace(num_stages=launch.num_stages) == launch])
+            for case, launch in best.items() if launch.num_stages == usual
+        )  # fmt: skip
+    for case, rows in tried.items():
+        if not any(map(fits, rows)):
+            raise ValueError(f"candidates: expected one that fits sm_{capability} for {case.name}, found none")
+        yield best_of(rows)
+
+
+def best_of(rows: list[Row]) -> Row:
+    return min(filter(fits, rows), key=rank)
+
+
+def launch_of_row(row: Row) -> Launch:
+    return Launch(*(row[name] for name in Launch._fields))
+
+
+def compiled(jobs: list[Case], parts: FinishedParts, workers: int) -> list[Row]:
+    """`counted` of every job, each kept as soon as it is there."""
+    missing = [job for job in jobs if str(tuple(job)) not in parts.parts]
+    with ProcessPoolExecutor(workers) as pool:
+        for i, (job, row) in enumerate(zip(missing, pool.map(counted, missing), strict=True), 1):
+            parts.rows(str(tuple(job)), lambda row=row: [row])
+            print(f"{i} of {len(missing)}: sm_{job.capability} {job.name} {job.launch}", file=sys.stderr, flush=True)
+    return [parts.parts[str(tuple(job))][0] for job in jobs]
+
+
+def table(options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
+    """The rows that were asked for, after those of other capabilities that the table had."""
+    if options.defaults:
+        jobs = [case._replace(launch=DEFAULTS[case.kernel]) for x in options.capability for case in kernels(x)]
+        return compiled(jobs, parts, options.workers)
+    kept = read_record(options.record).rows if options.record.exists() else []
+    rows = [row for row in kept if row["capability"] not in options.capability]
+    for capability in options.capability:
+        rows += chosen(capability, parts, options.workers)
+    return sorted(rows, key=lambda row: row["capability"])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
+    parser.add_argument("--record", "--json", type=output_file, default=TABLE, metavar="FILE", help="the table")
+    parser.add_argument("--defaults", action="store_true", help="compile DEFAULTS alone: what was before choosing")
+    parser.add_argument("--workers", type=positive, default=2, help="processes")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
+    if options.defaults and options.record == TABLE:
+        raise ValueError("record: expected another file than the table for --defaults, got none")
+    with only_writer(options.record):
+        parts = FinishedParts(options.record, (triton.__version__, options.defaults))
+        rows = table(options, parts)
+        write_record(options.record, rows, command=options.command)
+        parts.remove()
+    header = ("capability", "kernel", "level", "head_dim", *Launch._fields, "registers", "spills", "spills_in_loops")
+    print(markdown_table(header, [[row[name] for name in header] for row in rows]))
+    spilling = [row for row in rows if row["spills_in_loops"]]
+    print(f"{len(rows)} kernels; {len(spilling)} spill in a loop.")
