@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sage_kernels.common.launch import CANDIDATES, Launch
+from sage_kernels.common.candidates import CANDIDATES, Launch
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
 from sage_kernels.measure import compile as compiling
@@ -242,6 +242,7 @@ def test_a_limit_of_registers_is_the_compilers_too(monkeypatch):
     monkeypatch.setattr(compiling.triton, "compile", lambda *_, **kw: options.append(kw["options"]))
     measured = {("sla2_forward", 3, 64, False): Launch(64, 64, 4, 3, 168)}
     monkeypatch.setattr(compiling, "measured_launches", lambda: measured)
+    monkeypatch.setattr(compiling, "compiled_launches", lambda capability: {})
     for capability in (90, 80):
         compiling.compiled_kernel(Case("sla2_forward", 3, capability, 64, False))
     assert [x["maxnreg"] for x in options] == [168, None]

@@ -1,6 +1,5 @@
 """SLA2's kernels by level against the oracles; routing, lists and sums; which memory is read and written; launches."""
 
-import json
 import math
 import runpy
 from itertools import product
@@ -9,8 +8,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE, MARKS, ON_GPU, all_equal, distance, fill_cache, guarded, guarded_allocations
 from layouts import LAYOUTS, launch_name
-from sage_kernels.common import launch as launch_tables
-from sage_kernels.common.launch import CANDIDATES, DEFAULTS, Launch, choose_launch, measured_launches
+from sage_kernels.common.candidates import CANDIDATES, DEFAULTS
+from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.quantize import padded_head_dim, padded_length, quantize
 from sage_kernels.sla2 import ladder, routing
 from sage_kernels.sla2.backward import program as backward
@@ -288,25 +287,6 @@ def test_every_kernel_has_launches_whose_tiles_fit_its_blocks():
         for launch in (*CANDIDATES[kernel], DEFAULTS[kernel]):
             assert MASK_BLOCK_Q % launch.block_q == 0
             assert launch.block_kv == MASK_BLOCK_KV or kernel == "sla2_linear_query"
-
-
-def test_a_measured_launch_may_limit_registers(tmp_path, monkeypatch):
-    """Rows of both tables are read; those of before max_registers have no limit."""
-    old = {
-        "kernel": "dq", "level": 3, "head_dim": 64, "causal": True,
-        "block_q": 64, "block_kv": 128, "num_warps": 4, "num_stages": 2,
-    }  # fmt: skip
-    new = old | {"kernel": "sla2_forward", "causal": False, "max_registers": 168}
-    for name, row in (("launch_hopper.json", old), ("launch_hopper_sla2.json", new)):
-        (tmp_path / name).write_text(json.dumps({"rows": [row]}))
-    monkeypatch.setattr(launch_tables.resources, "files", lambda _: tmp_path)
-    read = measured_launches.__wrapped__
-    assert read() == {
-        ("dq", 3, 64, True): Launch(64, 128, 4, 2, None),
-        ("sla2_forward", 3, 64, False): Launch(64, 128, 4, 2, 168),
-    }
-    (tmp_path / "launch_hopper.json").unlink()
-    assert list(read()) == [("sla2_forward", 3, 64, False)]
 
 
 @pytest.mark.parametrize("kernel", ["sla2_forward", "sla2_query", "sla2_key"])

@@ -1,144 +1,28 @@
-"""Launch settings: tile sizes, warps and pipeline stages of every kernel.
+"""Which launch settings a kernel gets: tile sizes, warps and pipeline stages.
 
-Hopper's are measured: `python -m sage_kernels bench --tune` times CANDIDATES and writes launch_hopper.json, which is
-read here; nothing is tuned at import or at the first call. Other GPUs get DEFAULTS, which fit the shared memory of
-every GPU from sm_80 on.
-
-A candidate must keep the quantiser's promise that a scale is constant along a contraction: tiles of at most SCALE_BLOCK
-keys where keys are contracted (forward, dq), of at most as many queries where queries are (dk, dv). Since P and dS get
-a scale per row of one tile, these two numbers also decide the results; so they are SCALE_BLOCK, 128, in every launch of
-an INT8 level.
+They come from tables (`launch_tables`): what the user measured with `python -m sage_kernels bench --tune`, what we
+measured on Hopper, what `python -m sage_kernels choose` compiled for the GPU's compute capability. DEFAULTS are for the
+rest. Nothing is tuned at import or at the first call.
 """
-
-import json
-from functools import cache
-from importlib import resources
-from typing import NamedTuple
 
 import torch
 
+from sage_kernels.common.candidates import DEFAULTS, Launch
+from sage_kernels.common.launch_tables import Case, table_for
 from sage_kernels.common.quantize import SCALE_BLOCK
 
 
-class Launch(NamedTuple):
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
-
-    @property
-    def options(self) -> dict[str, int | None]:
-        """What Triton's compiler is told besides the tile's size."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
-
-
-def with_stages(*tiles: Launch, stages: tuple[int, ...] = (2, 3, 1)) -> tuple[Launch, ...]:
-    """Every tile with every number of stages. The most promising number comes first."""
-    return tuple(tile._replace(num_stages=count) for count in stages for tile in tiles)
-
-
-# What is tried, by `bench --tune` and by `choose`. Small tiles are for GPUs on which a thread adds up in registers
-# (mma.sync), where large ones spill.
-CANDIDATES = {
-    "forward": with_stages(Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 2, 2)),
-    "forward_16bit": with_stages(  # of level 0
-        Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(64, 64, 4, 2), Launch(128, 64, 8, 2),
-        Launch(64, 32, 4, 2),
-    ),
-    "dq_16bit": with_stages(
-        Launch(64, 128, 4, 2), Launch(128, 64, 8, 2), Launch(128, 128, 8, 2), Launch(64, 64, 4, 2),
-        Launch(64, 32, 4, 2),
-    ),
-    "dkdv_16bit": with_stages(
-        Launch(64, 64, 4, 2), Launch(64, 128, 8, 2), Launch(32, 64, 4, 2), Launch(32, 128, 8, 2),
-    ),
-    "dq": with_stages(
-        Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 4, 2), Launch(64, 128, 8, 2),
-        Launch(32, 128, 2, 2),
-    ),
-    "dkdv": with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    ),
-    "dk": with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    ),
-    "dv": with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    ),
-    # One scale per tile of P and dS: the tile is the block.
-    "dq_per_block": with_stages(Launch(128, 128, 8, 2), Launch(128, 128, 16, 2)),
-    "dkdv_per_block": with_stages(Launch(128, 128, 8, 2), Launch(128, 128, 16, 2)),
-    # SLA2: block_q is the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number
-    # of columns.
-    "sla2_as_printed": with_stages(
-        Launch(64, 64, 4, 1), Launch(128, 64, 8, 1), Launch(32, 64, 4, 1), Launch(64, 64, 8, 1), stages=(1,)
-    ),
-    "sla2_forward_16bit": with_stages(Launch(64, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)),
-    "sla2_forward": with_stages(
-        Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, 168), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)
-    ),
-    "sla2_mix": (Launch(64, 64, 4, 1), Launch(64, 64, 8, 1)),
-    "sla2_linear_query": (
-        Launch(128, 64, 8, 1), Launch(128, 64, 16, 1), Launch(128, 32, 8, 1), Launch(128, 32, 16, 1),
-    ),
-    "sla2_query": with_stages(Launch(64, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)),
-    "sla2_key": with_stages(
-        Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(32, 64, 8, 2), Launch(64, 64, 8, 2)
-    ),
-}  # fmt: skip
-DEFAULTS = {
-    "forward": Launch(64, 128, 4, 1),
-    "dq_16bit": Launch(64, 64, 4, 1),
-    "dkdv_16bit": Launch(64, 64, 4, 1),
-    "dq": Launch(64, 128, 8, 1),
-    "dkdv": Launch(128, 64, 8, 1),
-    "dk": Launch(128, 64, 8, 1),
-    "dv": Launch(128, 64, 4, 1),
-    "dq_per_block": Launch(128, 128, 8, 1),
-    "dkdv_per_block": Launch(128, 128, 8, 1),
-    "sla2_as_printed": Launch(64, 64, 4, 1),
-    "sla2_forward_16bit": Launch(64, 64, 4, 1),
-    "sla2_forward": Launch(64, 64, 4, 1),
-    "sla2_mix": Launch(64, 64, 8, 1),
-    "sla2_linear_query": Launch(128, 32, 8, 1),
-    "sla2_query": Launch(64, 64, 4, 1),
-    "sla2_key": Launch(32, 64, 4, 1),
-}
-
-
-def candidates(kernel: str, level: int) -> tuple[Launch, ...]:
-    """The launches worth trying of a kernel of a level. Level 0 quantises nothing, so its tiles are free."""
-    return CANDIDATES["forward_16bit" if (kernel, level) == ("forward", 0) else kernel]
-
-
 def choose_launch(kernel: str, level: int, padded_head_dim: int, is_causal: bool, device: torch.device) -> Launch:
-    """The launch of a kernel of `CANDIDATES`: measured if this GPU's family and this case were, else the default.
+    """The launch of a kernel of `DEFAULTS`: of the tables that `launch_tables` has for this GPU, else the default.
 
     ValueError if its tile doesn't fit into the blocks that share a scale; the kernel would compute something else.
     """
     launch = DEFAULTS[kernel]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        launch = measured_launches().get((kernel, level, max(padded_head_dim, 64), is_causal), launch)
+    if device.type == "cuda":
+        launch = table_for(device).get(Case(kernel, level, max(padded_head_dim, 64), is_causal), launch)
     if not kernel.startswith("sla2_") and (SCALE_BLOCK % launch.block_q or SCALE_BLOCK % launch.block_kv):
         raise ValueError(
             f"{kernel}: expected a tile whose sides divide SCALE_BLOCK = {SCALE_BLOCK}, "
             f'got {launch.block_q} x {launch.block_kv}: see "Change the block size" in CONTRIBUTING.md'
         )
     return launch
-
-
-@cache
-def measured_launches() -> dict[tuple, Launch]:
-    """The rows of the launch tables: (kernel, level, padded head size, is_causal) -> Launch."""
-    records = [
-        resources.files("sage_kernels.common") / name for name in ("launch_hopper.json", "launch_hopper_sla2.json")
-    ]
-    rows = [row for record in records if record.is_file() for row in json.loads(record.read_text())["rows"]]
-    return {
-        (row["kernel"], row["level"], row["head_dim"], row["causal"]): Launch(*map(row.get, Launch._fields))
-        for row in rows
-    }

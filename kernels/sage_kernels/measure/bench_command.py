@@ -1,18 +1,22 @@
 """The command `bench`: times of every level and the peers, or, with --tune, the launch tables."""
 
 import argparse
-from importlib import resources
 
+import torch
+import triton
+
+from sage_kernels.common.candidates import CANDIDATES
+from sage_kernels.common.launch_tables import users_table
 from sage_kernels.measure import bench, sla2_bench, sla2_tuning, tuning
 from sage_kernels.measure.options import add_record, require_gpu
 from sage_ref.command_line import positive
-from sage_ref.records import markdown_table, write_record
+from sage_ref.records import FinishedParts, markdown_table, only_writer, write_record
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_record(parser)
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which ladder")
-    parser.add_argument("--tune", action="store_true", help="time launch settings instead; rewrites the table")
+    parser.add_argument("--tune", action="store_true", help="time launch settings instead, for this GPU")
     parser.add_argument("--workers", type=positive, default=8, help="processes that compile for --tune")
     parser.add_argument("--n", type=positive, nargs="+", help="only these sequence lengths")
 
@@ -26,10 +30,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"n: expected some of {lengths}, got {unknown}")
     require_gpu()
     if options.tune:
-        rows = list((sla2_tuning if sla2 else tuning).rows(options.workers))
-        print(markdown_table(rows[0], [row.values() for row in rows]))
-        table = "launch_hopper_sla2.json" if sla2 else "launch_hopper.json"
-        write_record(options.record or resources.files("sage_kernels.common") / table, rows, command=options.command)
+        tune(options)
         return
     columns = ("provider", "level", "scope", *(("part", "sparsity") if sla2 else ()))
     columns += ("direction", "ms_median", "tops", "rel_l2")
@@ -43,3 +44,19 @@ def run(options: argparse.Namespace) -> None:
             print("|", " | ".join(str(row[column]) for column in columns), "|", flush=True)
         if options.record:
             write_record(options.record, rows, command=options.command, seeds=[0])
+
+
+def tune(options: argparse.Namespace) -> None:
+    """Time every candidate and write the table of this GPU, which `choose_launch` reads from then on.
+
+    Triton's version decides what a table is worth, and the candidates what was tried: a run that was interrupted goes
+    on only with the same ones.
+    """
+    path = options.record or users_table(torch.cuda.get_device_name(), options.op)
+    with only_writer(path):
+        parts = FinishedParts(path, (torch.cuda.get_device_name(), triton.__version__, CANDIDATES))
+        rows = list((sla2_tuning if options.op == "sla2" else tuning).rows(options.workers, parts))
+        write_record(path, rows, command=options.command)
+        parts.remove()
+    print(markdown_table(rows[0], [row.values() for row in rows]))
+    print(f"launch table: {path}")

@@ -5,8 +5,8 @@ memory than the GPU has is out. Of the others, the one with the fewest spills in
 any has none), and of several the one that `timing_model` expects to be the fastest. A spill outside these loops runs
 once per program and is recorded only.
 
-Pipeline stages are not ranked so: what they hide, latency, the model can't see. Tiles are compared with two stages, with
-one only if all of them spill; the best tile is then compiled with three as well, which have to be predicted faster.
+Pipeline stages are not ranked so: what they hide, latency, the model can't see. Tiles are compared with two stages, and
+with one only if all of them spill; the best tile is then compiled with three as well, which must be predicted faster.
 Kernels without such a loop (SLA2's mix and linear branch) take the fewest spills, then the first candidate. Compute
 capability 9.0 has measured launches: they are compiled and recorded, not chosen. 8.9 takes the launches of 8.6: our
 kernels' instructions are the same there, and so are all limits.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import triton
 
-from sage_kernels.common.launch import DEFAULTS, Launch, candidates
+from sage_kernels.common.candidates import DEFAULTS, Launch, candidates
 from sage_kernels.measure import instructions
 from sage_kernels.measure.compile import SHARED_MEMORY, Case, cases, compile_kernel, is_hopper, launch_of, sla2_cases
 from sage_kernels.measure.machine_loop import Demand, demand

@@ -26,7 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sage_kernels.common.launch import DEFAULTS, Launch, measured_launches
+from sage_kernels.common.candidates import DEFAULTS, Launch
+from sage_kernels.common.launch_tables import Case as LaunchCase
+from sage_kernels.common.launch_tables import compiled_launches, measured_launches
 from sage_kernels.common.signature import Signature, compiler_arguments
 from sage_kernels.sagebwd.backward import program as backward
 from sage_kernels.sagebwd.forward import program as forward
@@ -138,10 +140,8 @@ def launch_of(case: Case) -> Launch:
         return Launch(0, 0, SLA2_AROUND[case.kernel], 1)
     if is_hopper(case):
         return level_of(case).hopper.LAUNCHES[case.kernel]
-    launch = DEFAULTS[case.kernel]
-    if case.capability == 90:
-        launch = measured_launches().get((case.kernel, case.level, case.head_dim, case.is_causal), launch)
-    return launch
+    known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
+    return known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal), DEFAULTS[case.kernel])
 
 
 def source_of(case: Case) -> Source:

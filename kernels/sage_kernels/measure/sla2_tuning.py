@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from sage_kernels.common.launch import Launch
+from sage_kernels.common.candidates import Launch
 from sage_kernels.measure.sla2_bench import Case, Shape, judged
 from sage_kernels.measure.tuning import Kernel, compile_candidates, fastest
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
@@ -10,6 +10,7 @@ from sage_kernels.sla2.forward import level1_lists
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS, run, sla2_launch
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.sums import unselected_sums_by_key
+from sage_ref.records import FinishedParts
 
 SPARSITY = 0.97
 
@@ -61,8 +62,12 @@ def compile_one(job: tuple[Kernel, Launch]) -> None:
         print(f"{kernel} {launch}: {error}"[:200])
 
 
-def rows(workers: int) -> Iterator[dict]:
-    """The fastest launch of every kernel, after compiling all candidates in parallel processes."""
-    compile_candidates(compile_one, kernels(), workers)
+def rows(workers: int, parts: FinishedParts) -> Iterator[dict]:
+    """The fastest launch of every kernel; see `tuning.rows`."""
+    wanted = [kernel for kernel in kernels() if str(kernel) not in parts.parts]
+    compile_candidates(compile_one, wanted, workers)
+    for kernel in wanted:
+        case = Case(Shape(1, 12, 32760, kernel.head_dim), SPARSITY)
+        parts.rows(str(kernel), lambda kernel=kernel, case=case: [fastest(kernel, runner(kernel, case))])
     for kernel in kernels():
-        yield fastest(kernel, runner(kernel, Case(Shape(1, 12, 32760, kernel.head_dim), SPARSITY)))
+        yield from parts.parts[str(kernel)]

@@ -10,15 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_kernels.common.launch import CANDIDATES, Launch
+from sage_kernels.common.candidates import Launch, candidates
 from sage_kernels.measure.bench import exact_head, measure, require_close
 from sage_kernels.sagebwd.backward.program import run_dkdv, run_dq
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
 from sage_kernels.sagebwd.ops import forward_level
+from sage_ref.records import FinishedParts
 
 
 class Kernel(NamedTuple):
-    kernel: str  # a key of CANDIDATES
+    kernel: str  # a key of DEFAULTS
     level: int
     head_dim: int
     causal: bool
@@ -83,18 +84,25 @@ def compile_one(job: tuple[Kernel, Launch]) -> None:
         print(f"{kernel} {launch}: {error}"[:200])
 
 
-def rows(workers: int) -> Iterator[dict]:
-    """The fastest launch of every kernel, after compiling all candidates in parallel processes."""
-    compile_candidates(compile_one, kernels(), workers)
-    for (head_dim, causal), group in itertools.groupby(kernels(), key=lambda kernel: (kernel.head_dim, kernel.causal)):
+def rows(workers: int, parts: FinishedParts) -> Iterator[dict]:
+    """The fastest launch of every kernel, after compiling all candidates in parallel processes.
+
+    parts: what an interrupted run timed; the rest is timed now and kept there.
+    """
+    wanted = [kernel for kernel in kernels() if str(kernel) not in parts.parts]
+    compile_candidates(compile_one, wanted, workers)
+    for (head_dim, causal), group in itertools.groupby(wanted, key=lambda kernel: (kernel.head_dim, kernel.causal)):
         prepared = prepare(head_dim, causal, 4, 8192)
         for kernel in group:
-            yield fastest(kernel, runner(kernel, prepared))
+            run = runner(kernel, prepared)
+            parts.rows(str(kernel), lambda kernel=kernel, run=run: [fastest(kernel, run)])
+    for kernel in kernels():
+        yield from parts.parts[str(kernel)]
 
 
 def compile_candidates(compile_one: Callable, kernels: Iterable[Kernel], workers: int) -> None:
     """compile_one((kernel, launch)) for every candidate of every kernel, in parallel processes."""
-    jobs = [(kernel, launch) for kernel in kernels for launch in CANDIDATES[kernel.kernel]]
+    jobs = [(kernel, launch) for kernel in kernels for launch in candidates(kernel.kernel, kernel.level)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
@@ -105,7 +113,7 @@ def fastest(kernel: Kernel, run: Callable[[Launch], list[tuple[Tensor, Tensor]]]
     run: of a launch, the outputs with what they should be.
     """
     timings = {}
-    for launch in CANDIDATES[kernel.kernel]:
+    for launch in candidates(kernel.kernel, kernel.level):
         try:
             for found, expected in run(launch):
                 require_close(found, expected)

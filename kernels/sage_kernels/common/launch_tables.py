@@ -1,0 +1,119 @@
+"""Launch tables: which settings a GPU's kernels get, from the table that knows the GPU best.
+
+In this order: the user's own, measured by `bench --tune` on a GPU of this very name; the packaged ones, measured on
+Hopper; the packaged one that `choose` compiled for the GPU's compute capability. What no table has gets DEFAULTS.
+
+A table is a record (`sage_ref.records.write_record`). A user's table may be damaged or old: then a warning says so
+once, and the next table is taken. One of another Triton version is old: the compiler decides what is fast and right.
+"""
+
+import os
+import re
+import warnings
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+from sage_kernels.common.candidates import Launch, candidates
+from sage_ref.records import Row, read_record
+
+PACKAGED = ("launch_hopper.json", "launch_hopper_sla2.json")
+COMPILED = "launch_compiled.json"
+SAME_CODE = {89: 86}  # compute capability -> the one whose compiled table it takes: same instructions, same limits
+OPERATIONS = ("sagebwd", "sla2")
+
+
+class Case(NamedTuple):
+    """What a launch is chosen for."""
+
+    kernel: str  # a key of DEFAULTS
+    level: int
+    head_dim: int  # padded: 64, for all up to it, or 128
+    causal: bool
+
+
+Table = dict[Case, Launch]
+
+
+@cache
+def table_for(device: torch.device) -> Table:
+    """All launches known for a CUDA device, the best known of each case."""
+    major, minor = torch.cuda.get_device_capability(device)
+    measured = measured_launches() if (major, minor) == (9, 0) else {}
+    users = [users_launches(torch.cuda.get_device_name(device), operation) for operation in OPERATIONS]
+    return compiled_launches(10 * major + minor) | measured | users[0] | users[1]
+
+
+@cache
+def measured_launches() -> Table:
+    """The packaged tables that were measured on Hopper."""
+    rows = [row for name in PACKAGED for row in _packaged_rows(name)]
+    return {Case(*map(row.get, Case._fields)): launch_of(row) for row in rows}
+
+
+@cache
+def compiled_launches(capability: int) -> Table:
+    """The packaged table that was compiled for this compute capability, such as 86; one launch for both masks."""
+    wanted = SAME_CODE.get(capability, capability)
+    rows = [row for row in _packaged_rows(COMPILED) if row["capability"] == wanted]
+    return {
+        Case(row["kernel"], row["level"], row["head_dim"], causal): launch_of(row)
+        for row in rows for causal in (False, True)
+    }  # fmt: skip
+
+
+def _packaged_rows(name: str) -> list[Row]:
+    path = Path(str(resources.files("sage_kernels.common") / name))
+    return read_record(path).rows if path.is_file() else []
+
+
+def launch_of(row: Row) -> Launch:
+    """A row's launch; rows of before max_registers have no limit."""
+    return Launch(*map(row.get, Launch._fields))
+
+
+def users_table(gpu: str, operation: str) -> Path:
+    """Where `bench --tune` keeps what it measured on a GPU of that name. operation: "sagebwd" or "sla2"."""
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache")).expanduser()
+    return cache_folder / "sage_kernels" / f"launch_{re.sub('[^A-Za-z0-9]+', '_', gpu)}_{operation}.json"
+
+
+def users_launches(gpu: str, operation: str) -> Table:
+    """The user's table for this GPU; an empty one, after a warning, if it can't be used."""
+    again = f"python -m sage_kernels bench --tune{' --op sla2' if operation == 'sla2' else ''}"
+    path = None
+    try:
+        path = users_table(gpu, operation)
+        return read_users_table(path, gpu) if path.exists() else {}
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        warnings.warn(
+            f"launch table {path} is not used, other launch settings are: {error}. Make it anew: {again}", stacklevel=2
+        )
+        return {}
+
+
+def read_users_table(path: Path, gpu: str) -> Table:
+    """ValueError says what is wrong with it: every launch must be one that the tests know to be right."""
+    record = read_record(path)
+    for name, expected in (("gpu", gpu), ("triton", triton.__version__)):
+        if record.provenance.get(name) != expected:
+            raise ValueError(f"{name}: expected {expected}, got {record.provenance.get(name)}")
+    table = {}
+    for row in record.rows:
+        missing = [name for name in (*Case._fields, *Launch._fields) if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise ValueError(f"rows: expected the columns {', '.join(missing)}, got {row}")
+        case, launch = Case(*map(row.get, Case._fields)), launch_of(row)
+        try:
+            allowed = candidates(case.kernel, case.level)
+            hash(case)
+        except (KeyError, TypeError):
+            raise ValueError(f"rows: expected a kernel of this version, got {tuple(case)}") from None
+        if launch not in allowed:
+            raise ValueError(f"launch: expected one of this version's candidates of {case.kernel}, got {tuple(launch)}")
+        table[case] = launch
+    return table
