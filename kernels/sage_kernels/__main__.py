@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 
-from sage_kernels.measure import accuracy_command, bench_command, choose, compile, instructions, profile
+from sage_kernels.measure import accuracy_command, bench_command, choose, compile, instructions, predict, profile
 from sage_ref.command_line import Parser, finish
 
 COMMANDS = {
@@ -14,6 +14,7 @@ COMMANDS = {
     "compile": compile,
     "instructions": instructions,
     "choose": choose,
+    "predict": predict,
 }
 
 

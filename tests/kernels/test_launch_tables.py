@@ -1,0 +1,193 @@
+"""Which launch a kernel gets on which GPU, and what a user's own table may look like. The GPUs here are made up."""
+
+import argparse
+import json
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+from sage_kernels.common import launch_tables
+from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, Launch
+from sage_kernels.common.launch import choose_launch
+from sage_kernels.common.launch_tables import Case, measured_launches, table_for, users_table
+from sage_kernels.measure import bench_command, sla2_tuning, tuning
+
+CUDA = torch.device("cuda", 0)
+RTX = "NVIDIA GeForce RTX 4090"
+DQ = Case("dq", 3, 64, True)
+SLOW, FAST = Launch(64, 128, 8, 1), Launch(32, 128, 4, 3)  # both candidates of dq
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A function that says which GPU this machine has; the user's cache folder and the packaged tables are empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "packaged").mkdir()
+    monkeypatch.setattr(launch_tables.resources, "files", lambda _: tmp_path / "packaged")
+    caches = (table_for, measured_launches, launch_tables.compiled_launches)
+
+    def name(name, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        for cached in caches:
+            cached.cache_clear()
+
+    yield name
+    for cached in caches:
+        cached.cache_clear()
+
+
+def row(case=DQ, launch=SLOW, **more):
+    return case._asdict() | launch._asdict() | more
+
+
+def write(path, *rows, gpu=RTX, version=triton.__version__):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": {"gpu": gpu, "triton": version}, "rows": rows}))
+
+
+def chosen(case=DQ):
+    return choose_launch(*case, CUDA)
+
+
+def test_the_table_that_knows_the_gpu_best_is_taken(gpu, tmp_path):
+    packaged, users = tmp_path / "packaged", Launch(128, 128, 8, 2)
+    gpu("NVIDIA H100", (9, 0))
+    assert chosen() == DEFAULTS["dq"]
+    write(packaged / "launch_compiled.json", row(launch=SLOW, capability=90), row(launch=SLOW, capability=86))
+    gpu("NVIDIA H100", (9, 0))
+    assert chosen() == SLOW
+    write(packaged / "launch_hopper.json", row(launch=FAST))
+    gpu("NVIDIA H100", (9, 0))
+    assert chosen() == FAST
+    write(users_table("NVIDIA H100", "sagebwd"), row(launch=users), gpu="NVIDIA H100")
+    gpu("NVIDIA H100", (9, 0))
+    assert (chosen(), chosen(Case("dq", 3, 64, False))) == (users, SLOW)
+    gpu("NVIDIA H200", (9, 0))
+    assert chosen() == FAST
+    for capability in ((8, 6), (8, 9)):  # the same code
+        gpu("another", capability)
+        assert chosen() == SLOW
+    gpu("another", (8, 0))
+    assert chosen() == DEFAULTS["dq"]
+
+
+def test_small_heads_take_the_launch_of_64_and_other_devices_the_default(gpu, tmp_path):
+    write(tmp_path / "packaged" / "launch_compiled.json", row(launch=FAST, capability=86))
+    gpu(RTX, (8, 6))
+    assert choose_launch("dq", 3, 32, True, CUDA) == FAST
+    assert choose_launch("dq", 3, 128, True, CUDA) == DEFAULTS["dq"]
+    assert choose_launch("dq", 3, 64, True, torch.device("cpu")) == DEFAULTS["dq"]
+
+
+def test_a_measured_launch_may_limit_registers(gpu, tmp_path):
+    """Rows of both tables are read; those of before max_registers have no limit."""
+    sla2, old = Case("sla2_forward", 3, 64, False), row()
+    del old["max_registers"]
+    write(tmp_path / "packaged" / "launch_hopper.json", old)
+    write(tmp_path / "packaged" / "launch_hopper_sla2.json", row(sla2, Launch(64, 64, 4, 2, 168)))
+    gpu("NVIDIA H200", (9, 0))
+    assert measured_launches() == {DQ: SLOW, sla2: Launch(64, 64, 4, 2, 168)}
+
+
+UNREADABLE = {
+    "not JSON": '{"provenance": {',
+    "no record": "[]",
+    "another GPU's": {"gpu": "NVIDIA L4"},
+    "another Triton's": {"version": "2.0"},
+    "a column missing": {"rows": [{"kernel": "dq"}]},
+    "no row": {"rows": [3]},
+    "a kernel that is gone": {"rows": [row(Case("gone", 3, 64, True))]},
+    "a list for a level": {"rows": [row(Case("dq", [3], 64, True))]},
+    "a tile that scales do not cover": {"rows": [row(launch=Launch(64, 64, 4, 2))]},
+    "warps that no GPU has": {"rows": [row(launch=Launch(64, 128, 3, 2))]},
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_a_table_that_cannot_be_used_is_named_once_and_left(gpu, content):
+    path = users_table(RTX, "sagebwd")
+    if isinstance(content, str):
+        write(path)
+        path.write_text(content)
+    else:
+        write(path, *content.pop("rows", [row()]), **content)
+    gpu(RTX, (8, 9))
+    with pytest.warns(UserWarning, match=r"_4090_sagebwd\.json is not used.*: expected .*bench --tune") as said:
+        launches = [chosen(), chosen()]
+    assert launches == [DEFAULTS["dq"]] * 2
+    assert len(said) == 1
+
+
+def test_a_table_that_cannot_be_opened_is_left_too(gpu):
+    users_table(RTX, "sla2").mkdir(parents=True)
+    gpu(RTX, (8, 9))
+    with pytest.warns(UserWarning, match=r"_4090_sla2\.json is not used.*bench --tune --op sla2"):
+        assert chosen() == DEFAULTS["dq"]
+
+
+def tune(path=None, op="sagebwd"):
+    bench_command.tune(argparse.Namespace(record=path, op=op, workers=1, command="bench --tune"))
+
+
+@pytest.fixture
+def timed(gpu, monkeypatch):
+    """The kernels that were timed; any but the slowest candidate of each is out of order."""
+    seen = []
+
+    def fastest(kernel, run):
+        if len(seen) == seen_before_interrupt[0]:
+            raise KeyboardInterrupt
+        seen.append(kernel)
+        return kernel._asdict() | launch_tables.candidates(kernel.kernel, kernel.level)[-1]._asdict()
+
+    seen_before_interrupt = [None]
+    for module in (tuning, sla2_tuning):
+        monkeypatch.setattr(module, "fastest", fastest)
+        monkeypatch.setattr(module, "runner", lambda *_: None)
+        monkeypatch.setattr(module, "compile_candidates", lambda *_: None)
+    monkeypatch.setattr(tuning, "prepare", lambda *_: None)
+    monkeypatch.setattr(sla2_tuning, "Case", lambda *_: None)
+    monkeypatch.setattr("sage_ref.records.provenance", lambda command: {"gpu": RTX, "triton": triton.__version__})
+    gpu(RTX, (8, 9))
+    return seen, seen_before_interrupt
+
+
+@pytest.mark.parametrize(("op", "module"), [("sagebwd", tuning), ("sla2", sla2_tuning)])
+def test_what_bench_tunes_is_used_and_an_interrupted_run_goes_on(timed, gpu, op, module):
+    seen, interrupt_after = timed
+    every = list(module.kernels())
+    interrupt_after[0] = 3
+    with pytest.raises(KeyboardInterrupt):
+        tune(op=op)
+    assert not users_table(RTX, op).exists()
+    interrupt_after[0] = None
+    tune(op=op)
+    assert seen == every  # none twice
+    assert list(users_table(RTX, op).parent.iterdir()) == [users_table(RTX, op)]
+    gpu(RTX, (8, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kernel in every:
+            expected = launch_tables.candidates(kernel.kernel, kernel.level)[-1]
+            assert choose_launch(*kernel, CUDA) == expected
+
+
+def test_a_tuned_table_goes_where_it_is_told_to(timed, tmp_path):
+    tune(tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").exists()
+    assert not users_table(RTX, "sagebwd").exists()
+
+
+def test_what_was_timed_for_other_candidates_is_not_taken(timed, monkeypatch):
+    seen, interrupt_after = timed
+    interrupt_after[0] = 3
+    with pytest.raises(KeyboardInterrupt):
+        tune()
+    interrupt_after[0] = None
+    monkeypatch.setattr(bench_command, "CANDIDATES", CANDIDATES | {"dq": CANDIDATES["dq"][1:]})
+    tune()
+    assert len(seen) == 3 + len(list(tuning.kernels()))
