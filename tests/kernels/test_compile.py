@@ -166,6 +166,9 @@ for capability in (80, 120):
     kernel = compiled_kernel(Case("dkdv_16bit", 0, capability, 128, True))
     counted = local_memory_instructions(kernel.asm["cubin"])
     found["local memory"].append([counted, len(re.findall(r"\\b(?:LDL|STL)\\b", machine_code(kernel)))])
+# For 8.9 the assembler says what it says for 8.6, but for the name of a conversion and the header.
+code = [machine_code(compiled_kernel(Case("dq", 3, capability, 64, True))) for capability in (86, 89)]
+found["8.6 and 8.9"] = [re.findall(r"/\*[0-9a-f]{4,}\*/ .*", x.replace("F2FP.BF16.F32", "F2FP.BF16")) for x in code]
 # What the loops of the programs of one pass that are counted spill, per score.
 found["one pass"] = [
     [row["per_score"] for row in case_rows(Case(kernel, 5, 90, head_dim, True)) if row["kind"] == "spill"]
@@ -200,6 +203,12 @@ def test_spills_are_counted_as_the_disassembler_names_them(compiled):
     assert all(counted == named > 0 for counted, named in compiled["local memory"])
 
 
+def test_for_8_9_there_is_no_other_machine_code_than_for_8_6(compiled):
+    ampere, ada = compiled["8.6 and 8.9"]
+    assert len(ampere) > 500
+    assert ampere == ada
+
+
 def test_one_pass_spills_nothing_in_the_loop_that_is_counted(compiled):
     assert compiled["one pass"] == [[0], [0]]
 
@@ -212,7 +221,7 @@ def test_matmuls_that_wait_for_one_another_are_seen(compiled):
 
 def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
     cases = set(compiling.cases())
-    for capability in (80, 89, 90, 100, 120):
+    for capability in (80, 86, 90, 100, 120):
         for head_dim in (64, 128):
             expected = {("forward", level) for level in FORWARD if capability == 90 or level not in HOPPER}
             expected |= {
@@ -230,10 +239,20 @@ def test_the_command_compiles_every_program_of_every_sla2_level_for_every_gpu():
     kernels |= {(kernel, 0) for kernel in ("sla2_linear_query", "sla2_query", "sla2_key")}
     assert {kernel for kernel in CANDIDATES if kernel.startswith("sla2_")} < {kernel for kernel, _ in kernels}
     once = {(f"sla2_{program}", 0) for program in ("list", "top_blocks", "sequence_mean")}
-    for capability in (80, 89, 90, 100, 120):
+    for capability in (80, 86, 90, 100, 120):
         for head_dim, expected in ((64, kernels | once), (128, kernels)):
             assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
     assert len(set(cases)) == len(cases)
+
+
+def test_for_8_9_the_command_compiles_what_users_run():
+    """The rest has the machine code and the launches of 8.6."""
+    cases = [case for case in EVERY if case.capability == 89]
+    launches = [compiling.launch_of(case) for case in cases]
+    assert launches == [compiling.launch_of(case._replace(capability=86)) for case in cases]
+    sagebwd = {("forward", 4), ("dq", 3), ("dkdv", 3), ("dk", 3), ("dv", 3)}
+    sla2 = {("sla2_forward", 3), ("sla2_linear_query", 0), ("sla2_query", 0), ("sla2_key", 0)}
+    assert {case[:2] for case in cases} == sagebwd | sla2
 
 
 def test_a_limit_of_registers_is_the_compilers_too(monkeypatch):
@@ -336,7 +355,7 @@ def compiled_by_the_command(monkeypatch, capsys, tmp_path, *arguments):
 
 
 def test_one_kernel_can_be_recorded_alone_and_those_that_are_gone_leave_the_record(monkeypatch, capsys, tmp_path):
-    chosen = ["--capability", "89", "--only", "forward level 1 D128"]
+    chosen = ["--capability", "86", "--only", "forward level 1 D128"]
     record, said = compiled_by_the_command(monkeypatch, capsys, tmp_path, *chosen)
-    assert record == {"sm_80 forward level 0 D64 causal": 2, "sm_89 forward level 1 D128 causal": FINE.spills}
-    assert said == "1 of 1: sm_89 forward level 1 D128 causal\n"
+    assert record == {"sm_80 forward level 0 D64 causal": 2, "sm_86 forward level 1 D128 causal": FINE.spills}
+    assert said == "1 of 1: sm_86 forward level 1 D128 causal\n"

@@ -44,7 +44,6 @@ CANDIDATES = {
     ),
     "dq": with_stages(
         Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 4, 2), Launch(64, 128, 8, 2),
-        Launch(32, 128, 2, 2),
     ),
     "dkdv": with_stages(
         Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
@@ -59,8 +58,8 @@ CANDIDATES = {
         Launch(128, 64, 8, 2),
     ),
     # One scale per tile of P and dS: the tile is the block.
-    "dq_per_block": with_stages(Launch(128, 128, 8, 2), Launch(128, 128, 16, 2)),
-    "dkdv_per_block": with_stages(Launch(128, 128, 8, 2), Launch(128, 128, 16, 2)),
+    "dq_per_block": with_stages(Launch(128, 128, 8, 2)),
+    "dkdv_per_block": with_stages(Launch(128, 128, 8, 2)),
     # SLA2: block_q is the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number
     # of columns.
     "sla2_as_printed": with_stages(
