@@ -168,7 +168,7 @@ for capability in (80, 120):
     found["local memory"].append([counted, len(re.findall(r"\\b(?:LDL|STL)\\b", machine_code(kernel)))])
 # For 8.9 the assembler says what it says for 8.6, but for the name of a conversion and the header.
 code = [machine_code(compiled_kernel(Case("dq", 3, capability, 64, True))) for capability in (86, 89)]
-found["8.6 and 8.9"] = [re.findall(r"/\*[0-9a-f]{4,}\*/ .*", x.replace("F2FP.BF16.F32", "F2FP.BF16")) for x in code]
+found["8.6 and 8.9"] = [re.findall(r"/\\*[0-9a-f]{4,}\\*/ .*", x.replace("F2FP.BF16.F32", "F2FP.BF16")) for x in code]
 # What the loops of the programs of one pass that are counted spill, per score.
 found["one pass"] = [
     [row["per_score"] for row in case_rows(Case(kernel, 5, 90, head_dim, True)) if row["kind"] == "spill"]

@@ -93,6 +93,13 @@ def test_a_measured_launch_may_limit_registers(gpu, tmp_path):
     assert measured_launches() == {DQ: SLOW, sla2: Launch(64, 64, 4, 2, 168)}
 
 
+def test_the_packaged_tables_hold_what_the_tests_run():
+    tables = [measured_launches(), *map(launch_tables.compiled_launches, (80, 86, 89, 120))]
+    assert all(tables)
+    for case, launch in [x for table in tables for x in table.items()]:
+        assert launch in launch_tables.candidates(case.kernel, case.level), case
+
+
 UNREADABLE = {
     "not JSON": '{"provenance": {',
     "no record": "[]",

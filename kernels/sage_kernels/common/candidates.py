@@ -27,6 +27,9 @@ def with_stages(*tiles: Launch, stages: tuple[int, ...] = (2, 3, 1)) -> tuple[La
     return tuple(tile._replace(num_stages=count) for count in stages for tile in tiles)
 
 
+KEY_TILES = with_stages(
+    Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2), Launch(128, 64, 8, 2),
+)  # fmt: skip
 # What is tried, by `bench --tune` and by `choose`. Small tiles are for GPUs on which a thread adds up in registers
 # (mma.sync), where large ones spill.
 CANDIDATES = {
@@ -45,18 +48,7 @@ CANDIDATES = {
     "dq": with_stages(
         Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 4, 2), Launch(64, 128, 8, 2),
     ),
-    "dkdv": with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    ),
-    "dk": with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    ),
-    "dv": with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    ),
+    **dict.fromkeys(("dkdv", "dk", "dv"), KEY_TILES),
     # One scale per tile of P and dS: the tile is the block.
     "dq_per_block": with_stages(Launch(128, 128, 8, 2)),
     "dkdv_per_block": with_stages(Launch(128, 128, 8, 2)),
