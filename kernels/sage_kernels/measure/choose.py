@@ -1,12 +1,13 @@
 """Choose launch settings by compiling: for every kernel and GPU, what doesn't spill and should be the fastest.
 
 Every candidate of every portable kernel is compiled for a GPU that needn't be there. A candidate that wants more shared
-memory than the GPU has is out. Of the others, the one with the fewest spills in its loops over tiles is kept (none, if
-any has none), and of several the one that `timing_model` expects to be the fastest. A spill outside these loops runs
-once per program and is recorded only.
+memory than the GPU has is out. Of the others, those with the fewest spills in their loops over tiles stay (none, if any
+has none). A spill outside these loops runs once per program and is recorded only. Then the one is kept that
+`timing_model` expects to be the fastest. Where it sees hardly a difference (TIE), the fewest instructions per score
+decide: what the model leaves out grows with them.
 
 Pipeline stages are not ranked so: what they hide, latency, the model can't see. Tiles are compared with two stages, and
-with one only if all of them spill; the best tile is then compiled with three as well, which must be predicted faster.
+with one only if all of them spill; the best tile is then compiled with three as well, which must be faster by TIE.
 Kernels without such a loop (SLA2's mix and linear branch) take the fewest spills, then the first candidate. Compute
 capability 9.0 has measured launches: they are compiled and recorded, not chosen. 8.9 takes the launches of 8.6: our
 kernels' instructions are the same there, and so are all limits.
@@ -25,8 +26,18 @@ from pathlib import Path
 import triton
 
 from sage_kernels.common.candidates import DEFAULTS, Launch, candidates
+from sage_kernels.common.launch_tables import launch_of as table_launch
 from sage_kernels.measure import instructions
-from sage_kernels.measure.compile import SHARED_MEMORY, Case, cases, compile_kernel, is_hopper, launch_of, sla2_cases
+from sage_kernels.measure.compile import (
+    SHARED_MEMORY,
+    Case,
+    cases,
+    compile_kernel,
+    is_hopper,
+    launch_of,
+    named,
+    sla2_cases,
+)
 from sage_kernels.measure.machine_loop import Demand, demand
 from sage_kernels.measure.timing_model import Kernel, gpus, milliseconds
 from sage_ref.command_line import output_file, positive
@@ -37,6 +48,7 @@ RANKED_FOR = {80: "A100-SXM-80GB", 86: "RTX 3090", 90: "H200", 120: "RTX 5090"}
 CAPABILITIES = tuple(capability for capability in SHARED_MEMORY if capability != 89)
 TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
 STAGES = (2, 1, 3)  # in the order in which they are tried
+TIE = 0.03  # predicted times that differ by less are equal
 
 
 def kernels(capability: int) -> Iterator[Case]:
@@ -85,14 +97,21 @@ def fits(row: Row) -> bool:
     return "problem" not in row and row["shared"] <= SHARED_MEMORY[row["capability"]]
 
 
-def rank(row: Row) -> tuple[int, float, int]:
-    """The smallest is the best."""
-    return row["spills_in_loops"], predicted(row), row["spills"]
+def best_of(rows: list[Row]) -> Row:
+    """The row to keep, of one kernel's."""
+    fitting = [row for row in rows if fits(row)]
+    fewest = min(row["spills_in_loops"] for row in fitting)
+    rest = [row for row in fitting if row["spills_in_loops"] == fewest]
+    fastest = min(map(predicted, rest))
+    equal = [row for row in rest if predicted(row) <= (1 + TIE) * fastest]
+    return min(
+        equal, key=lambda row: (row["num_stages"] == STAGES[-1], row.get("instructions_per_score", row["spills"]))
+    )
 
 
-def chosen(capability: int, parts: FinishedParts, workers: int) -> Iterator[Row]:
-    """The best candidate's row of every kernel for this compute capability."""
-    tried: dict[Case, list[Row]] = {case: [] for case in kernels(capability)}
+def chosen(asked: list[Case], parts: FinishedParts, workers: int) -> Iterator[Row]:
+    """The best candidate's row of every one of these kernels, all for one compute capability."""
+    tried: dict[Case, list[Row]] = {case: [] for case in asked}
 
     def compile_stages(wanted: Iterable[tuple[Case, list[Launch]]]) -> None:
         jobs = [case._replace(launch=launch) for case, launches in wanted for launch in launches]
@@ -102,30 +121,22 @@ def chosen(capability: int, parts: FinishedParts, workers: int) -> Iterator[Row]
     def with_stages(case: Case, stages: int) -> list[Launch]:
         return [launch for launch in candidates(case.kernel, case.level) if launch.num_stages == stages]
 
-    if capability == 90:
+    if asked[0].capability == 90:
         compile_stages((case, [launch_of(case)]) for case in tried)
     else:
         usual, fewer, more = STAGES
         compile_stages((case, with_stages(case, usual)) for case in tried)
         spilling = [case for case, rows in tried.items() if not any(fits(x) and not x["spills_in_loops"] for x in rows)]
         compile_stages((case, with_stages(case, fewer)) for case in spilling)
-        best = {case: launch_of_row(best_of(rows)) for case, rows in tried.items() if any(map(fits, rows))}
+        best = {case: table_launch(best_of(rows)) for case, rows in tried.items() if any(map(fits, rows))}
         compile_stages(
             (case, [x for x in with_stages(case, more) if x._replace(num_stages=launch.num_stages) == launch])
             for case, launch in best.items() if launch.num_stages == usual
         )  # fmt: skip
     for case, rows in tried.items():
         if not any(map(fits, rows)):
-            raise ValueError(f"candidates: expected one that fits sm_{capability} for {case.name}, found none")
+            raise ValueError(f"candidates: expected one that fits {named(case)}, found none")
         yield best_of(rows)
-
-
-def best_of(rows: list[Row]) -> Row:
-    return min(filter(fits, rows), key=rank)
-
-
-def launch_of_row(row: Row) -> Launch:
-    return Launch(*(row[name] for name in Launch._fields))
 
 
 def compiled(jobs: list[Case], parts: FinishedParts, workers: int) -> list[Row]:
@@ -138,21 +149,35 @@ def compiled(jobs: list[Case], parts: FinishedParts, workers: int) -> list[Row]:
     return [parts.parts[str(tuple(job))][0] for job in jobs]
 
 
+def wanted(options: argparse.Namespace) -> list[Case]:
+    """The kernels that were asked for."""
+    every = [case for capability in options.capability for case in kernels(capability)]
+    found = [case for case in every if (options.only or "") in named(case)]
+    if not found:
+        raise ValueError(f"only: expected a part of a name such as {named(every[0])!r}, got {options.only!r}")
+    return found
+
+
 def table(options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
-    """The rows that were asked for, after those of other capabilities that the table had."""
+    """The rows of the kernels that were asked for, and those of others that the table had."""
+    asked = wanted(options)
     if options.defaults:
-        jobs = [case._replace(launch=DEFAULTS[case.kernel]) for x in options.capability for case in kernels(x)]
-        return compiled(jobs, parts, options.workers)
-    kept = read_record(options.record).rows if options.record.exists() else []
-    rows = [row for row in kept if row["capability"] not in options.capability]
+        return compiled([x._replace(launch=DEFAULTS[x.kernel]) for x in asked], parts, options.workers)
+    rows = {key_of(row): row for row in (read_record(options.record).rows if options.record.exists() else [])}
     for capability in options.capability:
-        rows += chosen(capability, parts, options.workers)
-    return sorted(rows, key=lambda row: row["capability"])
+        if mine := [case for case in asked if case.capability == capability]:
+            rows |= {key_of(row): row for row in chosen(mine, parts, options.workers)}
+    return sorted(rows.values(), key=lambda row: row["capability"])
+
+
+def key_of(row: Row) -> tuple:
+    return tuple(row[name] for name in ("capability", "kernel", "level", "head_dim"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
     parser.add_argument("--record", "--json", type=output_file, default=TABLE, metavar="FILE", help="the table")
+    parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
     parser.add_argument("--defaults", action="store_true", help="compile DEFAULTS alone: what was before choosing")
     parser.add_argument("--workers", type=positive, default=2, help="processes")
 
