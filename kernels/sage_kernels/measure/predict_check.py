@@ -1,8 +1,7 @@
 """Predictions against what was measured: by us on the H200, level by level, and by others on GPUs that we don't have.
 
 Our own record timed each kernel alone, so that each picked its clock. Others timed programs of their own: SageBwd's
-kernels and FlashAttention-2's backward (one pass, 5 matmuls instead of our 7) are not ours, so a difference there
-needn't be the model's.
+kernels are not ours, which take two passes backward, so a difference there needn't be the model's.
 """
 
 import json
@@ -10,7 +9,18 @@ from collections.abc import Iterator
 from importlib import resources
 
 from sage_kernels.measure.choose import kernel_of
-from sage_kernels.measure.predict import PORTABLE, TOKENS, around_ms, compiled_rows, gain, kernel_ms, op_ms, tops
+from sage_kernels.measure.predict import (
+    INT8,
+    PEER,
+    PORTABLE,
+    TOKENS,
+    around_ms,
+    compiled_rows,
+    gain,
+    kernel_ms,
+    op_ms,
+    tops,
+)
 from sage_kernels.measure.timing_model import Gpu, gpus, milliseconds
 from sage_ref.records import Row, read_record
 
@@ -48,7 +58,7 @@ def against_others() -> Iterator[Row]:
 
 
 def predicted_tops(gpu: Gpu, row: Row) -> float:
-    ms = op_ms(gpu, row["level"], row["direction"], row["head_dim"], row["n"], row["causal"])
+    ms = op_ms(gpu, PEER, row["direction"], row["head_dim"], row["n"], row["causal"])
     return tops(ms, row["direction"], row["n"], row["causal"])
 
 
@@ -58,7 +68,7 @@ def predicted_share(gpu: Gpu, row: Row) -> float:
 
 
 def predicted_ratio(gpu: Gpu, row: Row) -> float:
-    """The speed of INT8 over that of 16 bit."""
+    """The speed of INT8 over that of FlashAttention-2."""
     return gain(gpu, row["direction"], row["head_dim"], row["n"], row["causal"])
 
 
@@ -71,7 +81,7 @@ def predicted_sparse(gpu: Gpu, row: Row) -> float:
     (sparse,) = [x for x in compiled_rows(gpu) if x["kernel"] == "sla2_forward" and x["head_dim"] == row["head_dim"]]
     ms = (1 - SPARSITY) * milliseconds(kernel_of(sparse), gpu, heads, row["n"], False)
     dense = kernel_ms(gpu, "fwd", 0, row["head_dim"], row["n"], False)
-    return dense / (ms + around_ms(gpu, "INT8", "fwd", row["n"]))
+    return dense / (ms + around_ms(gpu, INT8, "fwd", row["n"]))
 
 
 QUANTITIES = {
