@@ -1,4 +1,6 @@
-"""What the records say in README.md and RESULTS.md, and the README's figure: `python -m sage_ref readme` writes them.
+"""What the records say in README.md, RESULTS.md and the kernels' pages, and the README's figure.
+
+`python -m sage_ref readme` writes them.
 
 It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; all else there is written by hand.
 """
@@ -23,6 +25,7 @@ from sage_ref.course.kernel_results import (
     sla2_parts,
     speed,
 )
+from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
 from sage_ref.course.results import TABLE2, pretraining, pretraining_speed, table1, table2
 from sage_ref.records import markdown_table, read_record, replaced, repository
 
@@ -55,12 +58,16 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "backward": lambda: ladder("bwd"),
         "instructions": instructions,
         "limits": limits,
+        "predicted": predicted,
+        "predicted_check": predicted_check,
         "accuracy": accuracy,
         "sla2": sla2,
         "sla2_ladder": sla2_ladder,
         "sla2_parts": sla2_parts,
         "sla2_accuracy": sla2_accuracy,
     },
+    "kernels/README.md": {"gains": gains},
+    "kernels/NOTES.md": {"spills": spills},
 }
 
 
