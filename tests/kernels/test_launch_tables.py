@@ -142,8 +142,8 @@ def tune(path=None, op="sagebwd"):
 
 @pytest.fixture
 def timed(gpu, monkeypatch):
-    """The kernels that were timed; any but the slowest candidate of each is out of order."""
-    seen = []
+    """What was compiled, what was timed, and after how many the next run is interrupted. The last candidate wins."""
+    compiled, seen = [], []
 
     def fastest(kernel, run):
         if len(seen) == seen_before_interrupt[0]:
@@ -155,17 +155,17 @@ def timed(gpu, monkeypatch):
     for module in (tuning, sla2_tuning):
         monkeypatch.setattr(module, "fastest", fastest)
         monkeypatch.setattr(module, "runner", lambda *_: None)
-        monkeypatch.setattr(module, "compile_candidates", lambda *_: None)
+        monkeypatch.setattr(module, "compile_candidates", lambda _, kernels, workers: compiled.extend(kernels))
     monkeypatch.setattr(tuning, "prepare", lambda *_: None)
     monkeypatch.setattr(sla2_tuning, "Case", lambda *_: None)
     monkeypatch.setattr("sage_ref.records.provenance", lambda command: {"gpu": RTX, "triton": triton.__version__})
     gpu(RTX, (8, 9))
-    return seen, seen_before_interrupt
+    return compiled, seen, seen_before_interrupt
 
 
 @pytest.mark.parametrize(("op", "module"), [("sagebwd", tuning), ("sla2", sla2_tuning)])
 def test_what_bench_tunes_is_used_and_an_interrupted_run_goes_on(timed, gpu, op, module):
-    seen, interrupt_after = timed
+    compiled, seen, interrupt_after = timed
     every = list(module.kernels())
     interrupt_after[0] = 3
     with pytest.raises(KeyboardInterrupt):
@@ -174,6 +174,7 @@ def test_what_bench_tunes_is_used_and_an_interrupted_run_goes_on(timed, gpu, op,
     interrupt_after[0] = None
     tune(op=op)
     assert seen == every  # none twice
+    assert compiled == every + every[3:]
     assert list(users_table(RTX, op).parent.iterdir()) == [users_table(RTX, op)]
     gpu(RTX, (8, 9))
     with warnings.catch_warnings():
@@ -190,7 +191,7 @@ def test_a_tuned_table_goes_where_it_is_told_to(timed, tmp_path):
 
 
 def test_what_was_timed_for_other_candidates_is_not_taken(timed, monkeypatch):
-    seen, interrupt_after = timed
+    _, seen, interrupt_after = timed
     interrupt_after[0] = 3
     with pytest.raises(KeyboardInterrupt):
         tune()

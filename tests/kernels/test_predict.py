@@ -117,7 +117,7 @@ def test_a_warp_alone_takes_the_sum_and_many_those_of_the_busiest_unit():
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [({}, 4), ({"registers": 121}, 4), ({"registers": 129}, 3), ({"shared": 33 << 10}, 2), ({"shared": 100 << 10}, 0)],
+    [({}, 4), ({"registers": 85}, 5), ({"registers": 129}, 3), ({"shared": 33 << 10}, 2), ({"shared": 100 << 10}, 0)],
 )
 def test_how_many_warps_share_a_scheduler(change, expected):
     kernel = Kernel(64, 64, num_warps=4, registers=128, shared=10 << 10, demand=NOTHING)
@@ -189,7 +189,8 @@ def test_one_stage_is_tried_only_where_two_spill_and_three_must_be_faster(monkey
     one, three = staged(SMALL, 1), staged(SMALL, 3)
     rows = [row(SMALL, in_loops=3), row(one, in_loops=1), row(three)]
     assert pick(monkeypatch, tmp_path, rows) == (one, [SMALL, one])
-    assert pick(monkeypatch, tmp_path, [row(SMALL), row(one, clocks=1), row(three, clocks=980)])[0] == SMALL
+    hardly = row(three, clocks=980, instructions=90)
+    assert pick(monkeypatch, tmp_path, [row(SMALL), row(one, clocks=1), hardly])[0] == SMALL
     assert pick(monkeypatch, tmp_path, [row(SMALL), row(one, clocks=1), row(three, clocks=900)])[0] == three
 
 
