@@ -33,7 +33,9 @@ KEY_TILES = with_stages(
 # What is tried, by `bench --tune` and by `choose`. Small tiles are for GPUs on which a thread adds up in registers
 # (mma.sync), where large ones spill.
 CANDIDATES = {
-    "forward": with_stages(Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 2, 2)),
+    "forward": with_stages(
+        Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 2, 2), Launch(32, 128, 4, 2)
+    ),
     "forward_16bit": with_stages(  # of level 0
         Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(64, 64, 4, 2), Launch(128, 64, 8, 2),
         Launch(64, 32, 4, 2),
