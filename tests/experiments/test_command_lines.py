@@ -140,6 +140,11 @@ BAD = {  # the command line: what its one line says
     "sage_kernels compile --capability 12": "argument --capability: invalid choice: 12",
     "sage_kernels compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
     "sage_kernels compile --workers 0": "argument --workers: expected at least 1",
+    "sage_kernels choose --capability 89": "argument --capability: invalid choice: 89",
+    "sage_kernels choose --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
+    "sage_kernels choose --defaults": "record: expected another file than the table for --defaults",
+    "sage_kernels predict --gpu nope": "gpu: expected some of A100-SXM-80GB",
+    "sage_kernels predict --n 0": "argument --n: expected at least 1, got 0",
     "sage_kernels bench --n 7": "n: expected some of [1024",
     "sage_kernels bench --op sla3": "argument --op: invalid choice: 'sla3'",
 }

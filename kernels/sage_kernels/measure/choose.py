@@ -26,6 +26,7 @@ from pathlib import Path
 import triton
 
 from sage_kernels.common.candidates import DEFAULTS, Launch, candidates
+from sage_kernels.common.launch_tables import SAME_CODE
 from sage_kernels.common.launch_tables import launch_of as table_launch
 from sage_kernels.measure import instructions
 from sage_kernels.measure.compile import (
@@ -45,7 +46,7 @@ from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, re
 
 # The GPU whose rates rank the candidates of a compute capability; of 100 none is listed: fewest spills decide.
 RANKED_FOR = {80: "A100-SXM-80GB", 86: "RTX 3090", 90: "H200", 120: "RTX 5090"}
-CAPABILITIES = tuple(capability for capability in SHARED_MEMORY if capability != 89)
+CAPABILITIES = tuple(capability for capability in SHARED_MEMORY if capability not in SAME_CODE)
 TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
 STAGES = (2, 1, 3)  # in the order in which they are tried
 TIE = 0.03  # predicted times that differ by less are equal
@@ -158,9 +159,8 @@ def wanted(options: argparse.Namespace) -> list[Case]:
     return found
 
 
-def table(options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
+def table(asked: list[Case], options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
     """The rows of the kernels that were asked for, and those of others that the table had."""
-    asked = wanted(options)
     if options.defaults:
         return compiled([x._replace(launch=DEFAULTS[x.kernel]) for x in asked], parts, options.workers)
     rows = {key_of(row): row for row in (read_record(options.record).rows if options.record.exists() else [])}
@@ -186,9 +186,10 @@ def run(options: argparse.Namespace) -> None:
     """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
     if options.defaults and options.record == TABLE:
         raise ValueError("record: expected another file than the table for --defaults, got none")
+    asked = wanted(options)
     with only_writer(options.record):
         parts = FinishedParts(options.record, (triton.__version__, options.defaults))
-        rows = table(options, parts)
+        rows = table(asked, options, parts)
         write_record(options.record, rows, command=options.command)
         parts.remove()
     header = ("capability", "kernel", "level", "head_dim", *Launch._fields, "registers", "spills", "spills_in_loops")

@@ -30,8 +30,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_kernels.common.candidates import DEFAULTS, Launch
+from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
-from sage_kernels.common.launch_tables import compiled_launches, measured_launches
 from sage_kernels.common.signature import Signature, compiler_arguments
 from sage_kernels.sagebwd.backward import program as backward
 from sage_kernels.sagebwd.forward import program as forward
@@ -98,9 +98,9 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
 
 
 def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: int) -> list[int]:
-    """The levels of a ladder that can run there; for 8.9 the one that is taken there."""
+    """The levels of a ladder that can run there; of one of SAME_CODE the one that is taken there."""
     found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
-    return found[-1:] if capability == 89 else found
+    return found[-1:] if capability in SAME_CODE else found
 
 
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
@@ -111,10 +111,10 @@ def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterat
     for capability in capabilities:
         for head_dim in head_dims:
             for kernel, level in kernels:
-                if capability != 89 or kernel in (LEVELS[-1].kernel, *BACKWARD_KERNELS):
+                if capability not in SAME_CODE or kernel in (LEVELS[-1].kernel, *BACKWARD_KERNELS):
                     yield Case(kernel, level, capability, head_dim, False)
         for kernel in ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean"):  # they hardly depend on the head size
-            if capability != 89:
+            if capability not in SAME_CODE:
                 yield Case(kernel, 0, capability, head_dims[0], False)
 
 

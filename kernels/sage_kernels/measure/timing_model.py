@@ -109,10 +109,7 @@ def tiles_per_clock(demand: Demand, gpu: Gpu, warps: float) -> float:
 def milliseconds(kernel: Kernel, gpu: Gpu, heads: int, n: int, causal: bool) -> float:
     """Of all tiles of `heads` heads (of all samples) of n queries and n keys. inf if no program fits."""
     rows, columns = math.ceil(n / kernel.block_q), math.ceil(n / kernel.block_kv)
-    if causal:
-        tiles = sum(min(columns, math.ceil((i + 1) * kernel.block_q / kernel.block_kv)) for i in range(rows))
-    else:
-        tiles = rows * columns
+    tiles = (rows * columns + max(rows, columns)) / 2 if causal else rows * columns  # with those on the diagonal
     warps = warps_per_scheduler(kernel, gpu)
     if not warps:
         return math.inf
