@@ -238,6 +238,34 @@ def test_what_a_killed_run_compiled_is_not_compiled_again(monkeypatch, tmp_path)
     assert rows == [row(job.launch) for job in jobs]
 
 
+@pytest.mark.parametrize(("digest", "again"), [("as it was", []), ("changed", [64])])
+def test_a_killed_run_goes_on_unless_the_programs_have_changed(monkeypatch, tmp_path, digest, again):
+    seen, kills = [], [True, False]
+
+    def chosen(asked, parts, workers):
+        for case in asked:
+            yield from parts.rows(case.name, lambda case=case: seen.append(case.head_dim) or [row(SMALL)])
+            if kills.pop(0):
+                raise KeyboardInterrupt
+            kills.append(False)
+
+    def choose_all():
+        parser = argparse.ArgumentParser()
+        choose.add_options(parser)
+        options = parser.parse_args(["--capability", "86", "--record", str(tmp_path / "table.json")])
+        options.command = "choose"
+        choose.run(options)
+
+    monkeypatch.setattr(choose, "chosen", chosen)
+    monkeypatch.setattr(choose, "kernels", lambda capability: [FORWARD, FORWARD._replace(head_dim=128)])
+    monkeypatch.setattr(choose, "sources", lambda: "as it was")
+    with pytest.raises(KeyboardInterrupt):
+        choose_all()
+    monkeypatch.setattr(choose, "sources", lambda: digest)
+    choose_all()
+    assert seen == [64, *again, 128]
+
+
 # What the command says
 
 

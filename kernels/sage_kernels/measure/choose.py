@@ -17,6 +17,7 @@ kernels that it names ask of a multiprocessor is in it too, for `predict`.
 """
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -150,6 +151,12 @@ def compiled(jobs: list[Case], parts: FinishedParts, workers: int) -> list[Row]:
     return [parts.parts[str(tuple(job))][0] for job in jobs]
 
 
+def sources() -> str:
+    """A digest of this package's programs: with others, what an earlier run compiled is worth nothing."""
+    files = sorted(Path(str(resources.files("sage_kernels"))).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def wanted(options: argparse.Namespace) -> list[Case]:
     """The kernels that were asked for."""
     every = [case for capability in options.capability for case in kernels(capability)]
@@ -188,7 +195,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("record: expected another file than the table for --defaults, got none")
     asked = wanted(options)
     with only_writer(options.record):
-        parts = FinishedParts(options.record, (triton.__version__, options.defaults))
+        parts = FinishedParts(options.record, (triton.__version__, sources()))
         rows = table(asked, options, parts)
         write_record(options.record, rows, command=options.command)
         parts.remove()
