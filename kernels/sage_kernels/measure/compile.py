@@ -57,7 +57,7 @@ LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bit
 class Case(NamedTuple):
     """One kernel to compile."""
 
-    kernel: str  # a key of launch.DEFAULTS, of a Hopper level's LAUNCHES or of SLA2_AROUND
+    kernel: str  # a key of DEFAULTS, of a Hopper level's LAUNCHES or of SLA2_AROUND
     level: int
     capability: int
     head_dim: int

@@ -26,12 +26,12 @@ class Level(NamedTuple):
     name: str
     key_tile: object  # as in the SageBwd ladder
     int8: str = ""  # which tensors are read in INT8
-    kernel: str = "sla2_forward_16bit"  # its sparse program in launch.CANDIDATES
+    kernel: str = "sla2_forward_16bit"  # its sparse program in DEFAULTS of common/candidates.py
     fused: bool = True  # the linear branch and the mix in the sparse program
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Its programs after the preparation, by their names in `launch.CANDIDATES`."""
+        """Its programs after the preparation, by their names in `DEFAULTS`."""
         return (self.kernel,) if self.fused else (self.kernel, "sla2_mix")
 
 
