@@ -5,7 +5,7 @@ Nothing here was timed, so every table says that it is a prediction, or what a c
 
 from pathlib import Path
 
-from sage_ref.records import Record, markdown_table, read_record, repository
+from sage_ref.records import Record, Row, markdown_table, read_record, repository
 
 PREDICTED, BEFORE = "predicted", "launch_defaults"
 TABLE = Path("kernels", "sage_kernels", "common", "launch_compiled.json")
@@ -20,23 +20,28 @@ def origin(record: Record) -> str:
     return f"compiled by Triton {facts['triton']}, {facts['date'][:10]}, commit {facts['commit'][:7]}"
 
 
-def _ms(record: Record, gpu: str, level: str, direction: str, head_dim: int) -> dict:
-    shape = {"part": "prediction", "scope": "op", "causal": False, "head_dim": head_dim}
+def part_of(record: Record, name: str) -> Record:
+    """The rows of one part, "prediction", "H200" or "published": each part has columns of its own."""
+    return record._replace(rows=record.select(part=name))
+
+
+def _row(record: Record, gpu: str, level: str, direction: str, head_dim: int) -> Row:
+    shape = {"scope": "op", "causal": False, "head_dim": head_dim}
     (row,) = record.select(gpu=gpu, level=level, direction=direction, **shape)
     return row
 
 
 def _gpus(record: Record) -> list[str]:
-    return list(dict.fromkeys(row["gpu"] for row in record.select(part="prediction")))
+    return list(dict.fromkeys(row["gpu"] for row in record.rows))
 
 
 def gains() -> str:
     """How many times faster INT8 should be than FlashAttention-2, by GPU."""
-    record = read_record(PREDICTED)
+    record = part_of(read_record(PREDICTED), "prediction")
     columns = [(direction, head_dim) for direction in DIRECTIONS for head_dim in HEAD_DIMS]
     lines = []
     for gpu in _gpus(record):
-        times = [[_ms(record, gpu, who, *column)["ms_predicted"] for who in (PEER, INT8)] for column in columns]
+        times = [[_row(record, gpu, who, *column)["ms_predicted"] for who in (PEER, INT8)] for column in columns]
         lines.append((gpu, *(f"{peer / int8:.2f}" for peer, int8 in times)))
     header = ("predicted, not measured", *(f"{DIRECTIONS[direction]}, D={d}" for direction, d in columns))
     described = "Times as fast as FlashAttention-2, 8,192 tokens, no mask, quantisation included"
@@ -45,11 +50,11 @@ def gains() -> str:
 
 def predicted() -> str:
     """TOPS of FlashAttention-2 and of INT8, by GPU and head size."""
-    record = read_record(PREDICTED)
+    record = part_of(read_record(PREDICTED), "prediction")
     lines = []
     for gpu in _gpus(record):
         for head_dim in HEAD_DIMS:
-            rows = [_ms(record, gpu, who, x, head_dim) for x in DIRECTIONS for who in (PEER, INT8)]
+            rows = [_row(record, gpu, who, x, head_dim) for x in DIRECTIONS for who in (PEER, INT8)]
             cells = [f"{row['tops_predicted']:.0f} ({row['ms_predicted']:.2f} ms)" for row in rows]
             lines.append((gpu, head_dim, *cells))
     header = ("predicted, not measured", "D", *(f"{who}, {x}" for x in DIRECTIONS.values() for who in (PEER, INT8)))
