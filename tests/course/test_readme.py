@@ -6,7 +6,7 @@ import re
 import matplotlib.pyplot as plt
 import pytest
 
-from sage_ref.course import kernel_results, readme, results
+from sage_ref.course import kernel_results, prediction_results, readme, results
 from sage_ref.course.claims import claims, hypothesis
 from sage_ref.course.figures import overview_figure
 from sage_ref.course.kernel_results import BENCH
@@ -148,3 +148,33 @@ def test_limits_has_every_profiled_kernel():
         profiled = "" if row["tensor"] is None else f"{row['tensor']:.0f}%"  # cuDNN's kernels aren't looked into
         assert cells(line)[1] == profiled
         assert cells(line)[-1].endswith("capped") == row["power_capped"]
+
+
+def made_record(tmp_path, name, rows):
+    facts = {"triton": "3", "date": "2026-01-02T03:04", "commit": "0123456789"}
+    (tmp_path / name).write_text(json.dumps({"provenance": facts, "rows": rows}))
+    return read_record(tmp_path / name)
+
+
+def test_gains_are_times_of_flash_attention_over_those_of_int8(tmp_path, monkeypatch):
+    def row(level, direction, head_dim, ms, **more):
+        shape = {"part": "prediction", "gpu": "A", "scope": "op", "causal": False, "head_dim": head_dim}
+        return shape | {"level": level, "direction": direction, "ms_predicted": ms} | more
+
+    rows = [row("FlashAttention-2", x, d, 6.0 * d) for x in ("fwd", "fwd+bwd") for d in (64, 128)]
+    rows += [row("INT8", x, d, (3.0 if x == "fwd" else 12.0) * d) for x in ("fwd", "fwd+bwd") for d in (64, 128)]
+    rows += [row("INT8", "fwd", 64, 99.0, causal=True), {"part": "H200", "level": 3}]
+    record = made_record(tmp_path, "predicted.json", rows)
+    monkeypatch.setattr(prediction_results, "read_record", lambda name: record)
+    assert cells(prediction_results.gains().splitlines()[2]) == ["A", "2.00", "2.00", "0.50", "0.50"]
+
+
+def test_spills_are_before_and_after(tmp_path, monkeypatch):
+    def rows(first, second):
+        case = {"capability": 86, "head_dim": 64, "level": 3}
+        return [case | {"kernel": "dq", "spills_in_loops": first}, case | {"kernel": "dv", "spills_in_loops": second}]
+
+    before, after = made_record(tmp_path, "a.json", rows(7, 0)), made_record(tmp_path, "b.json", rows(1, 0))
+    monkeypatch.setattr(prediction_results, "read_record", lambda name: after if "compiled" in str(name) else before)
+    _, _, *lines, _, _ = prediction_results.spills().splitlines()
+    assert [cells(line) for line in lines] == [["dq, level 3", "", "", "7 → 1", "", "", ""]]
