@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 from sage_kernels.common.candidates import CANDIDATES, Launch
+from sage_kernels.common.launch_tables import Case as LaunchCase
+from sage_kernels.common.launch_tables import compiled_launches
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
 from sage_kernels.measure import compile as compiling
@@ -87,7 +89,9 @@ def launches(monkeypatch):
 
     for kind in (KernelInterface, InterpretedFunction):
         monkeypatch.setattr(kind, "__getitem__", launcher)
-    # On a GPU, and what is compiled for it, the sums are in 16 bit.
+    # What an sm_80 GPU launches. There, and in what is compiled for it, the sums are in 16 bit.
+    for levels in (ladder, sla2_ladder):
+        monkeypatch.setattr(levels, "choose_launch", lambda *case: compiled_launches(80)[LaunchCase(*case[:4])])
     monkeypatch.setattr(sums, "sums_dtype", lambda x: sums.SUMS_DTYPE)
     return seen
 
