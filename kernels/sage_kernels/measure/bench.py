@@ -20,7 +20,6 @@ import sage_ref
 from sage_kernels.measure.contenders import OPERATIONS, OURS, Absent, Contender, Entry, measured_columns, turn
 from sage_kernels.measure.judge import LARGEST_ERROR, exact_head, peer_head, require_close
 from sage_kernels.measure.paired import Timing
-from sage_kernels.measure.paired import measure as measure  # `tuning` takes it from here
 from sage_kernels.measure.peers import PEERS
 from sage_kernels.sagebwd.ops import backward_level, forward_level
 

@@ -12,10 +12,11 @@ import os
 import torch
 from torch import Tensor
 
-from sage_kernels.common.launcher import kind_of, launcher_of
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
+from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
@@ -74,13 +75,16 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, that of V^."""
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        level = forward_level(query.device, query.shape[3])
-        start = launcher_of(("forward", kind_of(query, key, value), is_causal, smooth_k))
+    level = forward_level(query.device, query.shape[3])
+
+    def compute(start: Start) -> tuple[Tensor, ...]:
         inputs = prepare_forward(query, key, value, level, start, scale=scale, smooth_k=smooth_k)
         output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
-    q_hat, k_hat = inputs.q_hat, inputs.k_hat
-    return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_hat.scale
+        q_hat, k_hat = inputs.q_hat, inputs.k_hat
+        return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_hat.scale
+
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        return recorded(("forward", level, is_causal, scale, smooth_k), (query, key, value), compute)
 
 
 def fake_forward(query, key, value, is_causal, scale, smooth_k):
@@ -112,17 +116,21 @@ def backward(
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ in O's layout, dK and dV in V's."""
-    hats = {
-        "q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale),
-        "v_hat": Quantized(None, None, v_scale),
-    }  # fmt: skip
-    with torch.cuda.device_of(value):
-        level = backward_level(value.device, value.shape[3], granularity)
+    level = backward_level(value.device, value.shape[3], granularity)
+
+    def compute(start: Start) -> tuple[Tensor, ...]:
+        hats = {
+            "q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale),
+            "v_hat": Quantized(None, None, v_scale),
+        }  # fmt: skip
         # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
         tensors = grad_output, output, value, value, output, log_sum_exp
-        start = launcher_of(("backward", kind_of(grad_output, value, output), is_causal, granularity))
         inputs = prepare_backward(*tensors, level, start, is_causal=is_causal, **hats)
         return run_backward(inputs, level, start, is_causal=is_causal, scale=scale)
+
+    inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_scale
+    with torch.cuda.device_of(value):
+        return recorded(("backward", level, is_causal, scale), inputs, compute)
 
 
 def fake_backward(

@@ -1,0 +1,262 @@
+"""A call like an earlier one costs the CPU less: what it does is recorded once, then repeated at other addresses.
+
+A function that allocates memory and starts programs does the same for all tensors of the same shapes; only addresses
+differ. So its first call is watched: each launch with its arguments, each PyTorch operation, each allocation. Later
+calls repeat the list. Memory that never leaves the call is one allocation then, and programs are started without
+Triton's bookkeeping.
+
+    outputs = recorded(("forward", is_causal), (query, key, value), lambda start: ...)
+
+The function may look at nothing but its inputs and what is in the key: shapes yes, values no. A recording that would
+not be the same again (a tensor from elsewhere, a value read back) is not kept, and such calls run as they are written.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sage_kernels.common.launcher import start_with_triton
+
+ALIGNMENT = 512  # bytes: what PyTorch's own allocations begin at
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
+}  # fmt: skip
+UNFORESEEN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # they read values
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class Place(NamedTuple):
+    """Where a tensor of the recorded call begins."""
+
+    memory: int  # which input, allocation or result, in the order in which they came
+    offset: int  # in bytes, from where that begins
+
+
+class View(NamedTuple):
+    """A tensor of the recorded call. It begins `offset` numbers after its memory does."""
+
+    memory: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensors: list[Tensor | None]) -> Tensor:
+        x = tensors[self.memory]
+        if x.shape == self.shape and x.stride() == self.strides and self.offset == 0:
+            return x
+        return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset)
+
+
+class Allocation(NamedTuple):
+    """Memory that the function asked for."""
+
+    memory: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """From its first number to its last."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return 0 if 0 in self.shape else (1 + last) * self.dtype.itemsize
+
+
+class Launch(NamedTuple):
+    """A program's start. Where an argument is a tensor or a descriptor, `arguments` has a gap."""
+
+    run: Callable[..., None]  # Triton's compiled program with its grid
+    arguments: list
+    pointers: list[tuple[int, Place]]  # (position, where it points)
+    descriptors: list[tuple[int, type, dict, Place]]  # (position, its type, its fields but for the tensor, that one)
+
+    def repeat(self, tensors: list[Tensor | None], addresses: list[int]) -> None:
+        arguments = self.arguments.copy()
+        for position, place in self.pointers:
+            arguments[position] = addresses[place.memory] + place.offset
+        for position, kind, fields, place in self.descriptors:
+            arguments[position] = made = object.__new__(kind)  # without its checks, which the first has passed
+            made.__dict__.update(fields, base=Address(addresses[place.memory] + place.offset))
+        self.run(*arguments)
+
+
+class Operation(NamedTuple):
+    """A PyTorch operation that computes a new tensor. Where an argument is a tensor, `arguments` has a `View`."""
+
+    function: Callable
+    arguments: list
+    keywords: dict
+    memory: int  # of its result
+
+    def repeat(self, tensors: list[Tensor | None], addresses: list[int]) -> None:
+        arguments = [x.of(tensors) if isinstance(x, View) else x for x in self.arguments]
+        result = self.function(*arguments, **self.keywords)
+        tensors[self.memory], addresses[self.memory] = result, result.data_ptr()
+
+
+class Address:
+    """What a descriptor needs of a tensor."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a call. `obstacle` says why it can't be repeated, if it can't."""
+
+    def __init__(self, inputs: tuple[Tensor | None, ...]):
+        super().__init__()
+        self.obstacle = None
+        self.steps, self.allocations = [], []
+        self.inputs = {x.data_ptr(): number for number, x in reversed(list(enumerate(inputs))) if x is not None}
+        self.made = {}  # by address: (number of the memory, its tensor, which is kept for the address to be its own)
+        self.memories = len(inputs)
+
+    def start(self, name: str, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict):
+        """A `Start`."""
+        compiled = start_with_triton(name, program, grid, arguments, constants, options)
+        if compiled is None:
+            self.obstacle = "Triton's interpreter leaves no compiled program"
+            return
+        fixed, pointers, descriptors = list(arguments), [], []
+        for position, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                fixed[position] = None
+                pointers.append((position, self.place(argument)))
+            elif isinstance(getattr(argument, "base", None), Tensor):
+                fixed[position] = None
+                fields = {field: value for field, value in vars(argument).items() if field != "base"}
+                descriptors.append((position, type(argument), fields, self.place(argument.base)))
+        fixed += (constants[x] for x in program.arg_names[len(arguments) :])
+        self.steps.append(Launch(compiled[(*grid, 1, 1)[:3]], fixed, pointers, descriptors))
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        result = function(*arguments, **keywords)
+        if function in ALLOCATIONS:
+            self.allocations.append(
+                Allocation(self.memory_of(result), tuple(result.shape), result.stride(), result.dtype, result.device)
+            )
+        elif not function.is_view:
+            self.note(function, arguments, keywords, result)
+        return result
+
+    def note(self, function, arguments: tuple, keywords: dict, result) -> None:
+        nested = [x for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)]
+        views = [self.view(x) if isinstance(x, Tensor) else x for x in arguments]
+        if function._schema.is_mutable or set(function.tags) & UNFORESEEN or not isinstance(result, Tensor):
+            self.obstacle = f"{function} changes its arguments, reads their values or returns no tensor"
+        elif len(nested) > sum(isinstance(x, View) for x in views):
+            self.obstacle = f"{function} takes a list of tensors, or one by its name"
+        else:
+            self.steps.append(Operation(function, views, keywords, self.memory_of(result)))
+
+    def memory_of(self, new: Tensor) -> int:
+        """The number of new memory."""
+        number, self.memories = self.memories, self.memories + 1
+        if new.device.type != "meta":
+            self.made[new.untyped_storage().data_ptr()] = number, new
+        return number
+
+    def place(self, x: Tensor) -> Place:
+        if x.data_ptr() in self.inputs:
+            return Place(self.inputs[x.data_ptr()], 0)
+        storage = x.untyped_storage().data_ptr()
+        if storage in self.made:
+            return Place(self.made[storage][0], x.data_ptr() - storage)
+        self.obstacle = f"a tensor of shape {tuple(x.shape)} is no input and was not made by the call"
+        return Place(0, 0)
+
+    def view(self, x: Tensor) -> View:
+        memory, offset = self.place(x)
+        made = next((new for number, new in self.made.values() if number == memory), None)
+        if made is not None and made.dtype != x.dtype:
+            self.obstacle = f"memory of {made.dtype} is read as {x.dtype}"
+        return View(memory, tuple(x.shape), x.stride(), offset // x.element_size())
+
+
+class Recording:
+    """What a call did, for other inputs."""
+
+    def __init__(self, recorder: Recorder, outputs: tuple[Tensor, ...]):
+        self.steps, self.outputs = recorder.steps, [recorder.view(x) for x in outputs]
+        self.memories = recorder.memories
+        operands = [x for step in self.steps if isinstance(step, Operation) for x in step.arguments]
+        tensors = {x.memory for x in (*operands, *self.outputs) if isinstance(x, View)}
+        launches = [step for step in self.steps if isinstance(step, Launch)]
+        pointed = {place.memory for x in launches for *_, place in (*x.pointers, *x.descriptors)}
+        self.allocations = [x for x in recorder.allocations if x.memory in tensors]
+        # Memory that only programs see is part of one allocation: (number of the memory, where in it).
+        self.scratch, self.scratch_bytes, self.device = [], 0, None
+        for allocation in recorder.allocations:
+            if allocation.memory in pointed - tensors:
+                self.scratch.append((allocation.memory, self.scratch_bytes))
+                self.scratch_bytes += -(-allocation.bytes // ALIGNMENT) * ALIGNMENT
+                self.device = allocation.device
+
+    def repeat(self, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        tensors = [*inputs, *[None] * (self.memories - len(inputs))]
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        for memory, shape, strides, dtype, device in self.allocations:
+            tensors[memory] = made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            addresses[memory] = made.data_ptr()
+        if self.scratch:
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+            begin = scratch.data_ptr()
+            for memory, offset in self.scratch:
+                addresses[memory] = begin + offset
+        for step in self.steps:
+            step.repeat(tensors, addresses)
+        return tuple(view.of(tensors) for view in self.outputs)
+
+
+class Kept:
+    """What is known of one kind of call."""
+
+    recording: Recording | None = None
+    is_repeatable = True  # as far as we know
+
+
+@lru_cache(maxsize=1024)
+def kept(key: Hashable) -> Kept:
+    return Kept()
+
+
+def recorded(key: Hashable, inputs: tuple[Tensor | None, ...], function: Function) -> tuple[Tensor, ...]:
+    """function(start), which makes new tensors of `inputs` by programs that `start` starts and by PyTorch operations.
+
+    key: all else that decides what it does.
+    """
+    earlier = kept((key, kind_of(inputs)))
+    if earlier.recording is not None:
+        return earlier.recording.repeat(inputs)
+    if earlier.is_repeatable:
+        with Recorder(inputs) as recorder:
+            outputs = function(recorder.start)
+            recording = Recording(recorder, outputs)
+        earlier.is_repeatable = recorder.obstacle is None
+        earlier.recording = recording if earlier.is_repeatable else None
+        return outputs
+    return function(start_with_triton)
+
+
+def kind_of(inputs: tuple[Tensor | None, ...]) -> tuple:
+    """What of tensors decides what a function of their shapes does with them, and how its programs are compiled.
+
+    Tensors that begin at the same address are one to a recording, so which of them do belongs to it.
+    """
+    addresses = [None if x is None else x.data_ptr() for x in inputs]
+    kinds = [x if x is None else (x.shape, x.stride(), x.dtype, at % 16) for x, at in zip(inputs, addresses, strict=True)]
+    same = () if len(set(addresses)) == len(addresses) else tuple(addresses.index(x) for x in addresses)
+    return inputs[0].device, same, *kinds

@@ -1,0 +1,213 @@
+"""A recorded call does for other tensors what the function would do. The GPU here is Python, on the CPU's memory."""
+
+import ctypes
+import weakref
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from sage_kernels.common.launcher import start_with_triton
+from sage_kernels.common.memory import empty_in_layout_of
+from sage_kernels.common.recording import kept, kind_of, recorded
+
+
+def numbers(pointer) -> numpy.ndarray:
+    """64 float32 at a tensor, a descriptor or an address; not by PyTorch, whose operations are recorded."""
+    pointer = getattr(pointer, "base", pointer)
+    address = pointer if isinstance(pointer, int) else pointer.data_ptr()
+    return numpy.frombuffer((ctypes.c_float * 64).from_address(address), numpy.float32)
+
+
+class Program:
+    """z = x y + constant, 64 numbers each; x may be missing. Compiled, it takes addresses, as Triton's programs do."""
+
+    arg_names = ("x_ptr", "y_ptr", "z_ptr", "factor", "ADDED")
+
+    def __init__(self):
+        self.compilations, self.grids = 0, []
+
+    def __getitem__(self, grid):
+        def compile_and_start(x, y, z, factor, ADDED, num_warps):
+            self.compilations += 1
+            self.compute(x, y, z, factor, ADDED)
+            return self.compiled
+
+        return compile_and_start
+
+    @property
+    def compiled(self):
+        program = self
+
+        class Compiled:
+            def __getitem__(self, grid):
+                program.grids.append(grid)
+                return program.compute
+
+        return Compiled()
+
+    @staticmethod
+    def compute(x, y, z, factor, added):
+        numbers(z)[:] = (1 if x is None else numbers(x)) * numbers(y) * factor + added
+
+
+class Descriptor:
+    def __init__(self, base):
+        self.base, self.shape = base, [64]
+
+
+@pytest.fixture
+def program():
+    kept.cache_clear()
+    return Program()
+
+
+def start_program(start, program, x, y, z, factor=1.0):
+    start("name", program, (2,), (x, y, z, factor), {"ADDED": 1.0}, {"num_warps": 4})
+
+
+def draw(count: int) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 8, 4) for _ in range(count)]
+
+
+def product(program, inputs, *, key="product"):
+    """(x y + 1) y + 1, and the part in brackets, by two programs and memory of their own."""
+
+    def compute(start):
+        x, y = inputs
+        between, result = x.new_empty(x.shape), torch.empty_like(x)
+        start_program(start, program, Descriptor(x), y, between)
+        start_program(start, program, between, y, result)
+        return (result,)
+
+    return recorded(key, inputs, compute)[0]
+
+
+def expected(x, y):
+    return (x * y + 1) * y + 1
+
+
+def test_other_tensors_without_triton(program):
+    for _ in range(4):
+        x, y = draw(2)
+        torch.testing.assert_close(product(program, (x, y)), expected(x, y))
+    assert program.compilations == 2
+    assert program.grids == [(2, 1, 1)] * 2  # the compiled program's own way of being started
+
+
+def test_results_are_new_memory_each_time(program):
+    x, y = draw(2)
+    results = [product(program, (x, y)) for _ in range(3)]
+    assert len({result.data_ptr() for result in results}) == 3
+
+
+def test_what_was_one_tensor_may_be_two_later(program):
+    x, y = draw(2)
+    torch.testing.assert_close(product(program, (x, x)), expected(x, x))
+    torch.testing.assert_close(product(program, (x, y)), expected(x, y))
+    torch.testing.assert_close(product(program, (y, y)), expected(y, y))
+
+
+def test_neighbours_in_one_memory_are_told_apart(program):
+    for _ in range(2):
+        packed = torch.randn(2, 1, 2, 8, 4)
+        torch.testing.assert_close(product(program, tuple(packed)), expected(*packed))
+    x, y = draw(2)
+    torch.testing.assert_close(product(program, (x, y)), expected(x, y))
+    assert program.compilations == 2  # all three are of one kind
+
+
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "alignment", "key"])
+def test_another_kind_is_another_recording(program, change):
+    x = torch.zeros(2, 4, 6, 8)
+    other = {
+        "shape": x[:, :, :5].contiguous(), "strides": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "dtype": x.half(), "alignment": torch.zeros(400)[1:385].view(2, 4, 6, 8), "key": x,
+    }[change]  # fmt: skip
+    assert kept(("a key", kind_of((x, None)))) is kept(("a key", kind_of((x.clone(), None))))
+    key = "another key" if change == "key" else "a key"
+    assert kept(("a key", kind_of((x, None)))) is not kept((key, kind_of((other, None))))
+    assert kept(("a key", kind_of((x, None)))) is not kept(("a key", kind_of((x, x))))
+
+
+def with_torch(program, inputs):
+    """PyTorch computes what a program reads, and what comes out is a view; memory that is not filled is filled later."""
+
+    def compute(start):
+        x, y = inputs
+        total = (x + 0.5).transpose(1, 2).contiguous()
+        zeros = torch.zeros(64)
+        result = empty_in_layout_of(y.transpose(1, 2).contiguous().transpose(1, 2))
+        start_program(start, program, None, total, result, factor=2.0)
+        start_program(start, program, None, zeros, zeros)
+        return result, zeros.view(8, 8)[2:], total.mT
+
+    return recorded("torch", inputs, compute)
+
+
+def test_operations_and_views_are_repeated(program):
+    for _ in range(3):
+        x, y = draw(2)
+        result, ones, total = with_torch(program, (x, y))
+        torch.testing.assert_close(result, 2 * (x + 0.5) + 1)
+        assert result.stride() == (64, 4, 8, 1)
+        torch.testing.assert_close(ones, torch.ones(6, 8))
+        torch.testing.assert_close(total, (x + 0.5).transpose(1, 2).mT)
+    assert program.compilations == 2
+
+
+FOREIGN = torch.ones(64)
+
+
+def in_place(x, start, program):
+    y = torch.empty_like(x)
+    y.copy_(x)
+    return y
+
+
+def value_read(x, start, program):
+    return x + x.sum().item()
+
+
+def tensor_from_elsewhere(x, start, program):
+    y = torch.empty_like(x)
+    start_program(start, program, x, FOREIGN, y)
+    return y
+
+
+def list_of_tensors(x, start, program):
+    return torch.cat([x, x])
+
+
+def other_type(x, start, program):
+    return torch.empty_like(x).view(torch.int32) * 0
+
+
+@pytest.mark.parametrize(
+    "function", [in_place, value_read, tensor_from_elsewhere, list_of_tensors, other_type], ids=lambda x: x.__name__
+)
+def test_what_can_not_be_repeated_runs_as_it_is_written(program, function):
+    for _ in range(3):
+        (x,) = draw(1)
+        (found,) = recorded(function, (x,), lambda start: (function(x, start, program),))  # noqa: B023 (called at once)
+        torch.testing.assert_close(found, function(x, start_with_triton, program))
+    assert kept((function, kind_of((x,)))).recording is None
+
+
+def test_the_interpreter_leaves_nothing_to_repeat(program):
+    class Interpreted(Program):
+        compiled = None
+
+    interpreted = Interpreted()
+    for _ in range(2):
+        x, y = draw(2)
+        torch.testing.assert_close(product(interpreted, (x, y)), expected(x, y))
+    assert interpreted.compilations == 4
+
+
+def test_a_recording_holds_no_memory(program):
+    x, y = draw(2)
+    alive = [weakref.ref(tensor) for tensor in (x, y, product(program, (x, y)))]
+    del x, y
+    assert [tensor() for tensor in alive] == [None] * 3
