@@ -115,14 +115,20 @@ def check_temperature(temperature: float) -> None:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast casts them for SDPA. Of a tensor made in inference mode, which autograd can't keep, a copy."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        tensors = tuple(x.clone() if x.is_inference() else x for x in tensors)
+    """As autocast casts them for SDPA, and `savable`."""
+    tensors = savable(*tensors)
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def savable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors; of one made in inference mode, which autograd can't keep, a copy."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tensors
+    return tuple(x.clone() if x is not None and x.is_inference() else x for x in tensors)
 
 
 def check_count(name: str, value: int) -> None:

@@ -49,7 +49,8 @@ KERNELS = {
     "ScaledDotProductFlashAttentionBackward0": "FlashAttention-2",
     "FlashAttnFuncBackward": "FlashAttention-4",
     "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's CPU kernel",
-    "GeneratedBackwardFor_sage_kernels_forward_defaultBackward": "sage_kernels",
+    "GeneratedBackwardFor_sage_kernels_forward_defaultBackward": "sage_kernels",  # of earlier records
+    "SageBwdOperationBackward": "sage_kernels",
     "SageBwdFunctionBackward": "reference",
 }
 WAY = ("context", "devices", "parallel")

@@ -3,7 +3,8 @@
 x <- x + Attention(RMSNorm(x));  x <- x + W_down(silu(W_gate h) * W_up h) with h = RMSNorm(x).
 
 Queries and keys are normalised (optional QK-norm), then rotated, then meet in `AttentionCore`. What enters and leaves
-that one module is what the papers measure: its inputs are Q, K, V and the gradient of its output is dO.
+that one module is what the papers measure: its inputs are Q, K, V and the gradient of its output is dO. With SageBwd
+norm and rotation are a `Prologue`, which the core applies itself: then its inputs are raw Q and K, V and that prologue.
 Input embedding and output projection share one matrix.
 """
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.models.rotary import Rotation
+from sage_ref.prologue import Prologue
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
@@ -27,7 +29,8 @@ class LlamaConfig:
     """Shape of the model. kv_heads < heads is grouped-query attention.
 
     smooth_k, smooth_q, granularity and backend are those of `sagebwd_attention`. Only the reference leaves ds_rounding,
-    block_q and block_kv open (see `SageBwdSettings`).
+    block_q and block_kv open (see `SageBwdSettings`). fused_prologue: SageBwd normalises and rotates Q and K itself, as
+    it reads them to quantise them; else that happens before, rounded to the dtype of V. Exact attention never does it.
     """
 
     vocab_size: int
@@ -40,6 +43,7 @@ class LlamaConfig:
     attention: str = "exact"
     smooth_k: bool = True
     smooth_q: bool = False
+    fused_prologue: bool = True
     backend: str = "auto"
     granularity: str = SageBwdSettings.granularity
     ds_rounding: str = SageBwdSettings.ds_rounding
@@ -101,21 +105,28 @@ class RotaryEmbedding(Rotation):
 
 
 class AttentionCore(nn.Module):
-    """forward(query [B, H, N, D], key, value [B, Hkv, N, D]) -> O [B, H, N, D]: causal attention and nothing else."""
+    """Causal attention: forward(query [B, H, N, D], key, value [B, Hkv, N, D], prologue) -> O [B, H, N, D].
+
+    prologue: what happens to query and key first; None: nothing. Only where `takes_prologue`.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    @property
+    def takes_prologue(self) -> bool:
+        return self.config.attention == "sagebwd" and self.config.fused_prologue
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, prologue: Prologue | None = None) -> Tensor:
         options = {"is_causal": True, "enable_gqa": self.config.kv_heads < self.config.heads}
         if self.config.attention == "exact":
             return F.scaled_dot_product_attention(query, key, value, **options)
         if self.config.backend == "reference":
-            return reference_attention(query, key, value, self.config.reference_settings)
+            return reference_attention(query, key, value, self.config.reference_settings, prologue)
         for name in ("smooth_k", "smooth_q", "granularity", "backend"):
             options[name] = getattr(self.config, name)
-        return sagebwd_attention(query, key, value, **options)
+        return sagebwd_attention(query, key, value, prologue=prologue, **options)
 
 
 class Attention(nn.Module):
@@ -135,12 +146,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # [B, H, N, D], [B, Hkv, N, D], [B, Hkv, N, D]
         q, k, v = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
-        # Under autocast q and k come in 16 bit; gains and angles are float32, and rounding once is enough.
-        q, k = q.to(self.rotary.cos.dtype), k.to(self.rotary.cos.dtype)
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q, k)
-        q, k = self.rotary(q).to(v.dtype), self.rotary(k).to(v.dtype)
-        return self.output(self.core(q, k, v).transpose(1, 2).flatten(-2))
+        if self.core.takes_prologue:
+            o = self.core(q, k, v, self.prologue)
+        else:
+            # Under autocast q and k come in 16 bit; gains and angles are float32, and rounding once is enough.
+            q, k = (x.to(v.dtype) for x in self.prologue.applied(q, k))
+            o = self.core(q, k, v)
+        return self.output(o.transpose(1, 2).flatten(-2))
+
+    @property
+    def prologue(self) -> Prologue:
+        """QK-norm, if the model has it, and the rotation."""
+        angles = self.rotary.cos, self.rotary.sin
+        if self.qk_norm is None:
+            return Prologue(*angles)
+        of_query, of_key = self.qk_norm.query_norm, self.qk_norm.key_norm
+        return Prologue(*angles, of_query.weight, of_key.weight, of_query.eps)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, N, H * D] -> [B, H, N, D]."""

@@ -1,7 +1,8 @@
 """Rotary positions: a token's place turns its queries and keys, so that they meet at an angle of their distance."""
 
-import torch
 from torch import Tensor, nn
+
+from sage_ref.prologue import rotate
 
 
 class Rotation(nn.Module):
@@ -16,6 +17,4 @@ class Rotation(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+        return rotate(x, self.cos[: x.shape[-2]], self.sin[: x.shape[-2]])

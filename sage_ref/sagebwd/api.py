@@ -1,10 +1,20 @@
 """`sagebwd_attention`: check the arguments, choose a backend, call it."""
 
+import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
 from sage_ref.backend import chosen_backend
-from sage_ref.checks import autocast, check_choice, check_each, check_options, check_reverse_mode, check_together
+from sage_ref.checks import (
+    autocast,
+    check_choice,
+    check_each,
+    check_options,
+    check_reverse_mode,
+    check_together,
+    savable,
+)
+from sage_ref.prologue import Prologue, check_prologue
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
@@ -21,6 +31,7 @@ def sagebwd_attention(
     smooth_k: bool = True,
     smooth_q: bool = False,
     granularity: str = "row",
+    prologue: Prologue | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention for training with six of its seven matmuls in INT8 (SageBwd, Algorithms 1 and 2).
@@ -35,14 +46,17 @@ def sagebwd_attention(
     smooth_k, smooth_q: subtract the mean key of the sequence, the mean query of each block, before quantising.
     granularity: which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
         matmul's result, a query for dQ and a key for dK and dV. "block": the whole tile, as the paper prints it.
+    prologue: QK-norm and rotary positions, applied to query and key first (see `Prologue`; D is even then). The kernels
+        do it in float32 while they read query and key to quantise them, so z, what is quantised, is never rounded to
+        the dtype of query; its gradient is, before it goes back through rotation and norm.
     backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else reference,
         with one warning that says why.
 
     Both backends quantise alike: in blocks of 128 tokens, and P and dS in tiles of 128 x 128. The paper gives no tile
     sizes; `sage_ref.sagebwd` has its algorithms as printed, and every other choice in `SageBwdSettings`.
 
-    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key and value. Under autocast,
-    inputs are cast as SDPA's are: all but float64, to the autocast dtype.
+    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key, value and a prologue's gains.
+    Under autocast, query, key and value are cast as SDPA's are: all but float64, to the autocast dtype.
 
     NaN and infinity: a scale is shared by a block, so a NaN in a query gives NaN in that query's block, and a NaN in
     a value NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
@@ -67,19 +81,33 @@ def sagebwd_attention(
     check_together(query, key, value, enable_gqa)
     check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
     check_choice("granularity", granularity, GRANULARITIES)
+    if prologue is not None:
+        check_prologue(prologue, query, key)
+        prologue = Prologue(*savable(*prologue[:4]), prologue.eps)
     options = {"is_causal": is_causal, "smooth_k": smooth_k, "granularity": granularity}
     if chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
         from sage_kernels.sagebwd.ops import sagebwd_attention as triton_attention
 
-        return triton_attention(query, key, value, scale=softmax_scale(scale, query.shape[3]), **options)
-    return reference_attention(query, key, value, SageBwdSettings(scale=scale, smooth_q=smooth_q, **options))
+        scale = softmax_scale(scale, query.shape[3])
+        return triton_attention(query, key, value, scale=scale, prologue=prologue, **options)
+    return reference_attention(query, key, value, SageBwdSettings(scale=scale, smooth_q=smooth_q, **options), prologue)
 
 
-def reference_attention(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> Tensor:
-    """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked."""
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings, prologue: Prologue | None = None
+) -> Tensor:
+    """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked.
+
+    A prologue's Q and K stay in the working dtype, as in the kernels. What the kernels round besides, to the dtype of
+    query, is rounded here at the end alone: O before the backward pass reads it, the gradients of z.
+    """
+    dtype = query.dtype
+    if prologue is not None:
+        with torch.autocast(query.device.type, enabled=False):
+            query, key = prologue.applied(query, key)
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     output, _ = SageBwdFunction.apply(query, key, value, settings)
-    return output
+    return output.to(dtype)
 
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:

@@ -40,12 +40,18 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 def watched_attention(
     model: nn.Module, layers: Sequence[int]
 ) -> Iterator[tuple[dict[int, tuple[Tensor, ...]], dict[int, Tensor]]]:
-    """({layer: (Q, K, V)}, {layer: O}) of the attention cores of model.blocks, filled by each pass of the model."""
+    """({layer: (Q, K, V)}, {layer: O}) of the attention cores of model.blocks, filled by each pass of the model.
+
+    Of a core that is given a prologue, which it applies itself, Q and K are those after it, in the dtype of V.
+    """
     inputs, outputs = {}, {}
 
     def keep(layer):
-        def hook(core, qkv, output):
-            inputs[layer], outputs[layer] = qkv, output
+        def hook(core, arguments, output):
+            q, k, v, *prologue = arguments
+            for given in prologue:
+                q, k = (x.to(v.dtype) for x in given.applied(q, k))
+            inputs[layer], outputs[layer] = (q, k, v), output
 
         return hook
 

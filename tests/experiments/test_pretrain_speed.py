@@ -232,6 +232,7 @@ def test_the_table_names_the_kernel():
         ("flash_attention_2", "ScaledDotProductFlashAttentionBackward0", "FlashAttention-2"),
         ("flash_attention_2", ON_CPU["flash_attention_2"], "FlashAttention-2 (PyTorch's CPU kernel)"),
         ("sagebwd", "GeneratedBackwardFor_sage_kernels_forward_defaultBackward", "SageBwd (sage_kernels)"),
+        ("sagebwd", "SageBwdOperationBackward", "SageBwd (sage_kernels)"),
     ):
         assert speed_table([row(16, attention, 1000, autograd_node=node)])[1][0][3] == name
 

@@ -16,12 +16,14 @@ pytest.importorskip("triton")
 from sage_kernels.common.candidates import CANDIDATES, Launch
 from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.launch_tables import compiled_launches
+from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
 from sage_kernels.measure import compile as compiling
 from sage_kernels.measure.compile import Case, Compiled, complaint, count_float16, count_int8, named, source_of
 from sage_kernels.sagebwd import ladder
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 from sage_kernels.sla2 import ladder as sla2_ladder
 from sage_kernels.sla2 import sums
 from sage_kernels.sla2.backward.program import BackwardInputs
@@ -30,12 +32,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
+from sage_ref import Prologue
 from sage_ref.records import REPOSITORY
 from sage_ref.sla2.router import Routing
 
 EVERY = [*compiling.cases(), *compiling.around_cases(), *compiling.sla2_cases()]
 LAUNCHED = [case for case in EVERY if case.capability == (90 if compiling.is_hopper(case) else 80)]
-LAUNCHED += [case for case in compiling.around_cases((90,)) if case.kernel != "prepare_forward"]
+AFTER_FORWARD = ("prepare_backward", "finish", "rotate_back")
+LAUNCHED += [case for case in compiling.around_cases((90,)) if case.kernel in AFTER_FORWARD]
 FORWARD, BACKWARD = range(len(FORWARD_LEVELS)), range(len(BACKWARD_LEVELS))
 HOPPER = [level for level in FORWARD if FORWARD_LEVELS[level].hopper]
 HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper]
@@ -103,9 +107,16 @@ def launch_level(case):
     query, key, value, grad_output = (torch.zeros(size, dtype=torch.bfloat16) for _ in range(4))
     options = {"is_causal": case.is_causal, "scale": 0.1}
     level = compiling.level_of(case)
+    angles, gain = torch.zeros(203, case.head_dim // 2), torch.zeros(case.head_dim)
+    prologue = Prologue(angles, angles, gain, gain)
     prepared = ladder.prepare_forward(
-        query, key, value, case.level if case.kernel.endswith("forward") else 4, scale=0.1, smooth_k=True
-    )
+        query, key, value, case.level if case.kernel.endswith("forward") else 4, scale=0.1, smooth_k=True,
+        prologue=prologue if case.kernel.startswith("rotary_") else NO_PROLOGUE,
+    )  # fmt: skip
+    if case.kernel.endswith("key_sums"):
+        return None
+    if case.kernel == "rotate_back":
+        return run_rotate_back(query, key, query, key, prologue, start_with_triton)
     if case.kernel.endswith("forward"):
         run = level.hopper.run if level.hopper else partial(ladder.run_forward, level=case.level)
         return run(prepared, **options)
@@ -230,9 +241,11 @@ def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
     cases = set(compiling.cases())
     around = [case[:3] for case in compiling.around_cases()]
     assert {case[2] for case in around} == {80, 86, 90, 100, 120}
-    assert [case for case in around if case[2] == 80] == [("prepare_forward", 4, 80), ("prepare_backward", 3, 80)]
-    of_hopper = [("prepare_forward", 5, 90), ("prepare_backward", 5, 90), ("finish", 5, 90)]
-    assert [case for case in around if case[2] == 90] == of_hopper
+    before_forward = ("key_sums", "rotary_key_sums", "prepare_forward", "rotary_prepare_forward")
+    for capability, forward_level, backward in ((80, 4, ("prepare_backward", "rotate_back")), (90, 5, AFTER_FORWARD)):
+        expected = [(kernel, forward_level, capability) for kernel in before_forward]
+        expected += [(kernel, 3 if capability == 80 else 5, capability) for kernel in backward]
+        assert [case for case in around if case[2] == capability] == expected
     for capability in (80, 86, 90, 100, 120):
         for head_dim in (64, 128):
             expected = {("forward", level) for level in FORWARD if capability == 90 or level not in HOPPER}

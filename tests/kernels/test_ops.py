@@ -23,6 +23,7 @@ from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
 from sage_kernels.sagebwd.backward.level5.units import finish_program
 from sage_kernels.sagebwd.backward.level5.wide import wide_program
 from sage_kernels.sagebwd.forward import prepare as forward_prepare
+from sage_kernels.sagebwd.forward.key_sums import key_sums_program
 from sage_kernels.sagebwd.forward.level5_hopper import hopper_program
 from sage_kernels.sagebwd.forward.program import forward_program
 from sage_kernels.sla2 import ops as sla2_ops
@@ -606,7 +607,7 @@ def kernels_compiled(operation) -> int:
     else:
         programs = (forward_program, hopper_program, backward_programs.dq_program, backward_programs.dkdv_program)
         programs += (query_program, key_program, narrow_program, wide_program, finish_program)
-        programs += (forward_prepare.prepare_program, backward_prepare.prepare_program)
+        programs += (key_sums_program, forward_prepare.prepare_program, backward_prepare.prepare_program)
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 
 
@@ -680,7 +681,8 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
             auto = operation.on(operation.tiny, backend="auto")(*inputs)
             assert torch.equal(auto, operation.on(operation.tiny)(*inputs))
     (_, options), _, (masked, _), _, (routed, _), _ = calls
-    assert options == {"is_causal": True, "scale": SageBwd.tiny.c, "smooth_k": True, "granularity": "row"}
+    expected = {"is_causal": True, "scale": SageBwd.tiny.c, "smooth_k": True, "granularity": "row", "prologue": None}
+    assert options == expected
     assert (type(masked[3]), type(routed[3])) == (torch.Tensor, Routing)
 
 

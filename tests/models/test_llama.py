@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from sage_ref import Prologue
 from sage_ref.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
 from sage_ref.sagebwd.settings import SageBwdSettings
 
@@ -148,7 +149,31 @@ def test_the_kernels_get_what_the_configuration_says(monkeypatch):
     monkeypatch.setattr("sage_ref.models.llama.sagebwd_attention", kernels)
     llama(attention="sagebwd", backend="triton", smooth_k=False, granularity="block")(tokens())
     expected = {"is_causal": True, "enable_gqa": True, "smooth_k": False, "smooth_q": False}
+    assert isinstance(calls[0].pop("prologue"), Prologue)
     assert calls[0] == expected | {"granularity": "block", "backend": "triton"}
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.filterwarnings("ignore:sage_ref. backend='auto' uses the reference:UserWarning")
+def test_a_fused_prologue_is_the_norm_and_the_rotation_before_the_attention(qk_norm, backend):
+    """Loss and the gradient of every weight, gains included, and what the core is given; in float32."""
+    results, given = [], []
+    for fused in (False, True):
+        model = llama(dtype=torch.float32, attention="sagebwd", qk_norm=qk_norm, backend=backend, fused_prologue=fused)
+        attention = model.blocks[0].attention
+        for norm in [attention.qk_norm.query_norm, attention.qk_norm.key_norm] if qk_norm else []:
+            torch.nn.init.uniform_(norm.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(3))
+        attention.core.register_forward_hook(lambda core, arguments, o: given.append(arguments))
+        loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten())
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other)
+    (q, k, v), (raw_q, raw_k, same_v, prologue) = given
+    assert (prologue.query_gain is None) == (not qk_norm)
+    assert not torch.equal(raw_q, q)
+    for found, expected in zip((*prologue.applied(raw_q, raw_k), same_v), (q, k, v), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

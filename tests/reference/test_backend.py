@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
+from sage_ref import SLA2, Prologue, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
 from sage_ref.attention import attention_forward
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
@@ -52,7 +52,8 @@ def mask_and_alpha(query, key, block_q=16, block_kv=8):
 
 SIGNATURES = {
     sagebwd_attention: "*, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, "
-    "smooth_k: bool = True, smooth_q: bool = False, granularity: str = 'row', ",
+    "smooth_k: bool = True, smooth_q: bool = False, granularity: str = 'row', "
+    "prologue: sage_ref.prologue.Prologue | None = None, ",
     sparse_linear_attention: "block_mask: Tensor, alpha: Tensor | float, *, quantize: bool = False, "
     "scale: float | None = None, block_q: int = 128, block_kv: int = 64, ",
 }
@@ -287,11 +288,12 @@ def test_triton_runs_where_it_can_with_every_option_and_never_for_the_reference(
     qkv, kernels = inputs(4, 4, 16)[:3], stand_in("sagebwd")
     assert sagebwd_attention(*qkv, backend=backend) is qkv[0]
     options = {"is_causal": True, "scale": 0.3, "smooth_k": False, "granularity": "block"}
+    options["prologue"] = Prologue(torch.ones(4, 8), torch.zeros(4, 8))
     sagebwd_attention(*qkv, backend=backend, **options)
     reference(*qkv)
     (*tensors, defaults), (*_, passed_on) = kernels.calls
     assert all(x is y for x, y in zip(tensors, qkv, strict=True))
-    assert defaults == {"is_causal": False, "scale": 1 / 4, "smooth_k": True, "granularity": "row"}
+    assert defaults == {"is_causal": False, "scale": 1 / 4, "smooth_k": True, "granularity": "row", "prologue": None}
     assert passed_on == options
 
 

@@ -8,7 +8,10 @@ from sage_ref.records import REPOSITORY
 
 FLOORS = {
     "sage_ref": (
-        {"attention", "quantization", "shapes", "smoothing", "checks", "derivatives", "backend", "records", "moved"},
+        {
+            "attention", "quantization", "shapes", "smoothing", "prologue", "checks", "derivatives", "backend",
+            "records", "moved",
+        },
         {"sagebwd", "sla2"},
         {"tracing", "models"},
         {"training"},
@@ -17,7 +20,7 @@ FLOORS = {
         {"course"},
     ),
     "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}, {"measure"}),
-}
+}  # fmt: skip
 # The public functions call the kernels, which need the reference's settings: both ways, but only within a call.
 BACKENDS = {"sage_ref/sagebwd/api.py", "sage_ref/sla2/api.py", "sage_ref/course/teaching.py"}
 

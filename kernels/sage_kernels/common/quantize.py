@@ -96,10 +96,9 @@ def load_block(
 
 
 @triton.jit
-def smoothed(x, mean_ptr, head, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """X minus its head's mean, [BLOCK, DP]; what lies past the last token or feature stays zero."""
+def smoothed(x, mean, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """X minus its head's mean [DP]: [BLOCK, DP]; what lies past the last token or feature stays zero."""
     token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
-    mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
     return tl.where((token[:, None] < n) & (d[None, :] < D), x - mean[None, :], 0.0)
 
 
@@ -115,7 +114,9 @@ def quantize_program(
         d, mean = tl.arange(0, DP), tl.sum(x, 0) / tl.minimum(n - block * BLOCK, BLOCK)
         tl.store(block_mean_ptr + (head * tl.cdiv(n, BLOCK) + block) * D + d, mean, mask=d < D)
     if mean_ptr is not None:
-        x = smoothed(x, mean_ptr, head, block, n, D, DP, BLOCK)
+        d = tl.arange(0, DP)
+        mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
+        x = smoothed(x, mean, block, n, D, DP, BLOCK)
     numbers = head * n_padded * DP
     hat = None if values_ptr is None else values_ptr + numbers
     transposed = None if transposed_ptr is None else transposed_ptr + numbers

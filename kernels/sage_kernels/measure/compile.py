@@ -33,9 +33,11 @@ from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.signature import Signature, compiler_arguments
+from sage_kernels.sagebwd import prologue
 from sage_kernels.sagebwd.backward import prepare as before_backward
 from sage_kernels.sagebwd.backward import program as backward
 from sage_kernels.sagebwd.backward.level5 import units
+from sage_kernels.sagebwd.forward import key_sums
 from sage_kernels.sagebwd.forward import prepare as before_forward
 from sage_kernels.sagebwd.forward import program as forward
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, BackwardLevel, ForwardLevel
@@ -52,8 +54,13 @@ RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spil
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # SLA2's programs that run around its ladder, with the warps they are launched with.
 SLA2_AROUND = {"sla2_key_blocks": sums.WARPS, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
-# Likewise of SageBwd's: what runs before both passes, and after the last level of the backward one.
-SAGEBWD_AROUND = {"prepare_forward": before_forward.WARPS, "prepare_backward": before_backward.WARPS, "finish": 4}
+# Likewise of SageBwd's: what runs before both passes, and after the last level of the backward one. With "rotary" in
+# front: as a prologue with QK-norm has it.
+SAGEBWD_AROUND = {
+    "key_sums": key_sums.WARPS, "rotary_key_sums": key_sums.WARPS,
+    "prepare_forward": before_forward.WARPS, "rotary_prepare_forward": before_forward.WARPS,
+    "prepare_backward": before_backward.WARPS, "finish": 4, "rotate_back": prologue.WARPS,
+}  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATMUL = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*"
 LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bits of an instruction
@@ -107,10 +114,12 @@ def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
     for capability in capabilities:
         if capability not in SAME_CODE:
             last = {levels: compiled_levels(levels, capability)[-1] for levels in (FORWARD_LEVELS, BACKWARD_LEVELS)}
-            yield Case("prepare_forward", last[FORWARD_LEVELS], capability, 128, True)
+            for kernel in ("key_sums", "rotary_key_sums", "prepare_forward", "rotary_prepare_forward"):
+                yield Case(kernel, last[FORWARD_LEVELS], capability, 128, True)
             yield Case("prepare_backward", last[BACKWARD_LEVELS], capability, 128, True)
             if BACKWARD_LEVELS[last[BACKWARD_LEVELS]].integer_sums:
                 yield Case("finish", last[BACKWARD_LEVELS], capability, 128, True)
+            yield Case("rotate_back", last[BACKWARD_LEVELS], capability, 128, True)
 
 
 def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: int) -> list[int]:
@@ -141,7 +150,7 @@ def named(case: Case) -> str:
 
 def level_of(case: Case) -> ForwardLevel | BackwardLevel:
     """A SageBwd case's level."""
-    return (FORWARD_LEVELS if case.kernel.endswith("forward") else BACKWARD_LEVELS)[case.level]
+    return (FORWARD_LEVELS if case.kernel.endswith(("forward", "key_sums")) else BACKWARD_LEVELS)[case.level]
 
 
 def is_sla2(case: Case) -> bool:
@@ -180,9 +189,16 @@ def source_of(case: Case) -> Source:
 
 def _around_source(case: Case) -> Source:
     level, options, head_dim = level_of(case), launch_of(case).options, case.head_dim
-    if case.kernel == "prepare_forward":
-        constants = before_forward.constants(head_dim, level.grouped)
-        return Source(before_forward.prepare_program, before_forward.signature(), constants, options)
+    with_prologue = case.kernel.startswith("rotary_")
+    if case.kernel.endswith("key_sums"):
+        signature = key_sums.signature(with_prologue=with_prologue)
+        return Source(key_sums.key_sums_program, signature, key_sums.constants(head_dim), options)
+    if case.kernel.endswith("prepare_forward"):
+        signature, constants = before_forward.signature(with_prologue=with_prologue), before_forward.constants
+        return Source(before_forward.prepare_program, signature, constants(head_dim, level.grouped), options)
+    if case.kernel == "rotate_back":
+        signature = prologue.signature()
+        return Source(prologue.rotate_back_program, signature, prologue.constants(head_dim), options)
     if case.kernel == "prepare_backward":
         signature = before_backward.signature(with_units=level.integer_sums)
         constants = before_backward.constants(head_dim, level.grouped, case.is_causal)

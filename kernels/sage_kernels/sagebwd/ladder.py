@@ -31,6 +31,8 @@ from sage_kernels.sagebwd.forward import (
 )
 from sage_kernels.sagebwd.forward.prepare import quantize_inputs
 from sage_kernels.sagebwd.forward.program import ForwardInputs, run
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE
+from sage_ref.prologue import Prologue
 
 LOG2_E = math.log2(math.e)
 
@@ -111,15 +113,22 @@ def prepare_forward(
     *,
     scale: float,
     smooth_k: bool,
+    prologue: Prologue = NO_PROLOGUE,
 ) -> ForwardInputs:
-    """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D]."""
+    """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
+
+    prologue: QK-norm and rotation of query and key, its tensors contiguous and in float32. Only for INT8 levels, which
+    then use nothing but the shapes of the 16-bit query and key.
+    """
     chosen = FORWARD_LEVELS[level]
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     if not chosen.int8:
+        if prologue.cos is not None:
+            raise ValueError(f"prologue: expected none for forward level {level}, which reads 16-bit queries, got one")
         return ForwardInputs(query, key, value, None, None, None)
-    k_mean = key.mean(-2, dtype=torch.float32) if smooth_k else None
     options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
-    return ForwardInputs(query, key, value, *quantize_inputs(query, key, value, k_mean, start, **options))
+    hats = quantize_inputs(query, key, value, prologue, start, smooth_k=smooth_k, **options)
+    return ForwardInputs(query, key, value, *hats)
 
 
 def run_forward(

@@ -3,7 +3,8 @@
 Level 5 of both ladders on Hopper if the head size allows it, else forward level 4 and backward level 3. With
 granularity "block" the backward level is 2, everywhere.
 All are deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one
-float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4.
+float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4. A prologue with QK-norm
+saves Q and K in 16 bit as well: 4 D more.
 While it runs, backward level 5 takes 4 D bytes per query token and head for its sums.
 """
 
@@ -27,7 +28,9 @@ from sage_kernels.sagebwd.ladder import (
     run_forward,
 )
 from sage_kernels.sagebwd.ladder import obstacle as level_obstacle
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 from sage_ref.derivatives import gradients_once
+from sage_ref.prologue import Prologue
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 128
 MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
@@ -72,22 +75,39 @@ def backward_level(device: torch.device, head_dim: int, granularity: str = "row"
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, smooth_k: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float,
+    smooth_k: bool,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    query_gain: Tensor | None = None,
+    key_gain: Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, that of V^."""
+    """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, that of V^.
+
+    cos ... eps: those of a `Prologue`, contiguous and in float32; None: there is none, or one without a norm.
+    """
+    prologue = Prologue(cos, sin, query_gain, key_gain, eps)
     level = forward_level(query.device, query.shape[3])
 
     def compute(start: Start) -> tuple[Tensor, ...]:
-        inputs = prepare_forward(query, key, value, level, start, scale=scale, smooth_k=smooth_k)
+        inputs = prepare_forward(query, key, value, level, start, scale=scale, smooth_k=smooth_k, prologue=prologue)
         output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
         q_hat, k_hat = inputs.q_hat, inputs.k_hat
         return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_hat.scale
 
+    inputs = query, key, value, cos, sin, query_gain, key_gain
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        return recorded(("forward", level, is_causal, scale, smooth_k), (query, key, value), compute)
+        return recorded(("forward", level, is_causal, scale, smooth_k, eps), inputs, compute)
 
 
-def fake_forward(query, key, value, is_causal, scale, smooth_k):
+def fake_forward(
+    query, key, value, is_causal, scale, smooth_k, cos=None, sin=None, query_gain=None, key_gain=None, eps=0.0
+):
     """Tensors like those of `forward`, without their values: for torch.compile."""
 
     def scales(x):
@@ -141,17 +161,52 @@ def fake_backward(
     return tuple(empty_in_layout_of(x) for x in (output, value, value))
 
 
+def prologue_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor | None,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    query_gain: Tensor | None,
+    key_gain: Tensor | None,
+    eps: float,
+) -> list[Tensor]:
+    """dQ and dK of the raw tensors from `backward`'s, in their layouts; with gains theirs too, in float32.
+
+    query and key, the raw ones, are needed with gains alone. cos ... eps: as in `forward`.
+    """
+    prologue = Prologue(cos, sin, query_gain, key_gain, eps)
+
+    def compute(start: Start) -> tuple[Tensor, ...]:
+        return run_rotate_back(grad_query, grad_key, query, key, prologue, start)
+
+    inputs = grad_query, grad_key, query, key, *prologue[:4]
+    with torch.cuda.device_of(grad_query):
+        return list(recorded(("prologue_backward", eps), inputs, compute))
+
+
+def fake_prologue_backward(grad_query, grad_key, query, key, cos, sin, query_gain, key_gain, eps):
+    """Tensors like those of `prologue_backward`, without their values."""
+    gains = [] if query_gain is None else [torch.empty_like(x) for x in (query_gain, key_gain)]
+    return [empty_in_layout_of(grad_query), empty_in_layout_of(grad_key), *gains]
+
+
 register("forward", forward, fake_forward)
 register("backward", backward, fake_backward)
+register("prologue_backward", prologue_backward, fake_prologue_backward)
 
 
 class SageBwdOperation(torch.autograd.Function):
-    """O, whose gradients are `backward`'s."""
+    """O, whose gradients are `backward`'s, and with a prologue `prologue_backward`'s after them."""
 
     @staticmethod
-    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity):
-        output, *rest = torch.ops.sage_kernels.forward.default(query, key, value, is_causal, scale, smooth_k)
-        ctx.save_for_backward(value, output, *rest)
+    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity, *prologue):
+        arguments = query, key, value, is_causal, scale, smooth_k, *prologue
+        output, *rest = torch.ops.sage_kernels.forward.default(*arguments)
+        *prologue, ctx.eps = prologue
+        raw = (None, None) if prologue[-1] is None else (query, key)  # only the norm's gradient needs them
+        ctx.save_for_backward(value, output, *rest, *raw, *prologue)
         ctx.options = is_causal, scale, granularity
         ctx.set_materialize_grads(False)
         return output
@@ -159,16 +214,33 @@ class SageBwdOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 7
-        tensors = grad_output, *ctx.saved_tensors
-        gradients = gradients_once(
-            "sagebwd_attention", lambda *x: torch.ops.sage_kernels.backward.default(*x, *ctx.options), *tensors
-        )
-        return *gradients, None, None, None, None
+            return (None,) * 12
+        *saved, query, key, cos, sin, query_gain, key_gain = ctx.saved_tensors
+
+        def compute(grad_output, *saved):
+            dq, dk, dv = torch.ops.sage_kernels.backward.default(grad_output, *saved, *ctx.options)
+            if cos is None:
+                return dq, dk, dv
+            prologue = cos, sin, query_gain, key_gain, ctx.eps
+            dq, dk, *gains = torch.ops.sage_kernels.prologue_backward.default(dq, dk, query, key, *prologue)
+            return dq, dk, dv, *gains
+
+        dq, dk, dv, *gains = gradients_once("sagebwd_attention", compute, grad_output, *saved)
+        return dq, dk, dv, *[None] * 6, *(gains or [None] * 2), None
 
 
 def sagebwd_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, smooth_k: bool, granularity: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    smooth_k: bool,
+    granularity: str,
+    prologue: Prologue | None,
 ) -> Tensor:
     """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
-    return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity)
+    *tensors, eps = prologue or NO_PROLOGUE
+    tensors = (x if x is None else x.float().contiguous() for x in tensors)
+    return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity, *tensors, eps)

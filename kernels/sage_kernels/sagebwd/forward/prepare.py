@@ -1,6 +1,7 @@
 """What runs before an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
 
-The mean key, which smoothing needs, takes a pass over K of its own: no scale is known before it.
+Q and K are normalised and rotated on the way if there is a prologue. The mean key, which smoothing needs, takes a pass
+over K of its own (`key_sums`).
 """
 
 import torch
@@ -21,27 +22,34 @@ from sage_kernels.common.quantize import (
     smoothed,
 )
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
+from sage_kernels.common.tiles import Operand
+from sage_kernels.sagebwd.forward.key_sums import PARTS, key_sums, load_mean
+from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
+from sage_ref.prologue import Prologue
 
 WARPS = 8
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs", "parts"])
 def prepare_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr,
+    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_sums_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
     q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr,
-    heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+    heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, parts, factor,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, of keys or of values, in this order.
 
-    k_mean_ptr None: K isn't smoothed. v_scale_ptr None: there are no programs for values.
+    k_sums_ptr None: K isn't smoothed. cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
+    v_scale_ptr None: there are no programs for values.
     """
     t = tl.program_id(0)
     if t < query_programs:
         block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
         batch, h = head // heads, head % heads
-        q_i = load_block(q_ptr, q_stride_b, q_stride_h, q_stride_n, batch, h, block, n_q, D, DP, BLOCK)
+        q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
+        query = block * BLOCK + tl.arange(0, BLOCK)
+        q_i = load_rotated(q, query, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, DP)
         # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
         q_i = tl.where(factor < 0, -q_i, q_i)
         q_out = Copies(q_hat_ptr + head * n_q_padded * DP, None, q_scale_ptr + head * (n_q_padded // BLOCK))
@@ -51,9 +59,12 @@ def prepare_program(
         block, head = t % (n_k_padded // BLOCK), (t // (n_k_padded // BLOCK)).to(tl.int64)
         batch, h = head // kv_heads, head % kv_heads
         if tl.program_id(0) < query_programs + key_programs:
-            k_j = load_block(k_ptr, k_stride_b, k_stride_h, k_stride_n, batch, h, block, n_k, D, DP, BLOCK)
-            if k_mean_ptr is not None:
-                k_j = smoothed(k_j, k_mean_ptr, head, block, n_k, D, DP, BLOCK)
+            k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
+            key = block * BLOCK + tl.arange(0, BLOCK)
+            k_j = load_rotated(k, key, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, DP)
+            if k_sums_ptr is not None:
+                k_mean = load_mean(k_sums_ptr, head, parts, n_k, D, DP, PARTS)
+                k_j = smoothed(k_j, k_mean, block, n_k, D, DP, BLOCK)
             k_out = Copies(k_hat_ptr + head * n_k_padded * DP, None, k_scale_ptr + head * (n_k_padded // BLOCK))
             quantize_tile(k_j, k_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
         else:
@@ -63,17 +74,18 @@ def prepare_program(
                 quantize_tile(v_j, v_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
 
 
-def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `prepare_program`, with a K that is smoothed."""
+def signature(*, with_prologue: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `prepare_program`, with a K that is smoothed; a prologue has gains."""
     pointer = POINTERS[dtype]
     tensors = strided("q", pointer) | strided("k", pointer) | strided("v", pointer)
-    scales = dict.fromkeys(("k_mean_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
-    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs"), SIZE)
+    scales = dict.fromkeys(("k_sums_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
+    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs", "parts"), SIZE)
     padded = {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
     return (
         tensors
         | dict.fromkeys(("q_hat_ptr", "k_hat_ptr", "vt_hat_ptr"), HAT)
         | scales
+        | prologue_signature(with_prologue)
         | sizes
         | padded
         | {"factor": NUMBER}
@@ -82,34 +94,39 @@ def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
 
 def constants(head_dim: int, grouped: bool) -> dict:
     """The constants of `prepare_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}
+    sizes = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK}
+    return sizes | {"GROUPED": grouped, "PARTS": PARTS}
 
 
 def quantize_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    k_mean: Tensor | None,
+    prologue: Prologue,
     start: Start,
     *,
+    smooth_k: bool,
     factor: float,
     with_values: bool,
     grouped: bool,
 ) -> tuple[Quantized, Quantized, Quantized | None]:
     """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
 
-    k_mean: the mean key, float32 [B, Hkv, D], or None. factor: c log2(e), which goes into the scales of Q, its sign
-    into Q^. grouped: V^T in the order of `tiles.group_columns`.
+    prologue: what happens to query and key first, its tensors contiguous and in float32; `NO_PROLOGUE`: nothing.
+    factor: c log2(e), which goes into the scales of Q, its sign into Q^. grouped: V^T in the order of
+    `tiles.group_columns`.
     """
     (heads, n_q, head_dim), (kv_heads, n_k) = query.shape[1:], key.shape[1:3]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
+    k_sums = key_sums(key, prologue, start) if smooth_k else None
+    parts = k_sums.shape[2] if smooth_k else 0
     q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
     v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean,
+        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_sums, *prologue,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)),
-        heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
+        heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, parts, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
     start("prepare_forward", prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": WARPS})

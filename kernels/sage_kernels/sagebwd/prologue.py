@@ -1,0 +1,174 @@
+"""QK-norm and rotary positions, within the reads of Q and K (`sage_ref.prologue` has the equations).
+
+Before the forward pass: `load_rotated` stands where a program would load a block. A feature's partner, D/2 columns
+away, is loaded too: it lies in the row that the first load has just brought.
+After the backward pass: `rotate_back` makes of dZ, the gradient of the rotated tensor, that of the raw one, in one
+launch for queries and keys. The rotation is undone by the opposite angles. Then, with x^ = x r and r the inverse RMS,
+  dgamma = sum over tokens of dY x^,   dX = r (dY gamma - x^ mean(dY gamma x^)).
+Each program leaves its part of dgamma, and the parts are added up in a fixed order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_kernels.common.launcher import Start
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
+from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
+from sage_kernels.common.tiles import Operand, load_tokens
+from sage_ref.prologue import Prologue
+
+NO_PROLOGUE = Prologue(None, None, None, None, 0.0)  # Q and K as they are
+ROWS, WARPS = 64, 8  # of `rotate_back_program`: tokens of a program
+
+
+class Rotary(NamedTuple):
+    """In a kernel: `Prologue` for one tensor. cos None: no prologue; gain None: no norm."""
+
+    cos: tl.tensor | None  # [tokens, D/2]
+    sin: tl.tensor | None
+    gain: tl.tensor | None  # [D]
+    eps: tl.tensor
+
+
+@triton.jit
+def load_rotated(x, token, n, rotary, D: tl.constexpr, DP: tl.constexpr):
+    """Tokens of an operand [N, D], normalised and rotated: float32 [tokens, DP], zeros past the ends of both axes."""
+    loaded = load_tokens(x, token, n, D, DP, True).to(tl.float32)
+    if rotary.cos is not None:
+        partner = load_partners(x, token, n, D, DP)
+        if rotary.gain is not None:
+            inverse = inverse_rms(loaded, rotary.eps, D)[:, None]
+            d = tl.arange(0, DP)
+            loaded = loaded * inverse * load_gain(rotary, d, D)
+            partner = partner * inverse * load_gain(rotary, (d + D // 2) % D, D)
+        cos, sin = load_angles(rotary, token, n, D, DP)
+        loaded = loaded * cos + partner * sin
+    return loaded
+
+
+@triton.jit
+def load_partners(x, token, n, D: tl.constexpr, DP: tl.constexpr):
+    """As `load_tokens`, in float32, but in the place of feature d the one that rotates with it."""
+    d = tl.arange(0, DP)
+    pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + ((d + D // 2) % D)[None, :]
+    return tl.load(pointers, mask=(token < n)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_angles(rotary, token, n, D: tl.constexpr, DP: tl.constexpr):
+    """(cos, sin) [tokens, DP] of z = y cos + partner sin: in the first half of the features the sine is negated."""
+    d = tl.arange(0, DP)
+    at = token[:, None].to(tl.int64) * (D // 2) + (d % (D // 2))[None, :]
+    inside = (token < n)[:, None] & (d < D)[None, :]
+    cos, sin = tl.load(rotary.cos + at, mask=inside, other=0.0), tl.load(rotary.sin + at, mask=inside, other=0.0)
+    return cos, tl.where((d < D // 2)[None, :], -sin, sin)
+
+
+@triton.jit
+def load_gain(rotary, d, D: tl.constexpr):
+    """gamma [1, DP] of the features d; zeros past D."""
+    return tl.load(rotary.gain + d, mask=d < D, other=0.0)[None, :]
+
+
+@triton.jit
+def inverse_rms(x, eps, D: tl.constexpr):
+    """r [tokens] of QK-norm."""
+    return tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)
+
+
+@triton.jit
+def rotate_back(dz, x, out, gain_sums_ptr, token, n, rotary, D: tl.constexpr, DP: tl.constexpr):
+    """Write dX of some tokens, and their part of dgamma. dz, x, out: operands [N, D] of one head."""
+    d = tl.arange(0, DP)
+    cos, sin = load_angles(rotary, token, n, D, DP)
+    # dY, then dX
+    gradient = load_tokens(dz, token, n, D, DP, True).to(tl.float32) * cos - load_partners(dz, token, n, D, DP) * sin
+    if rotary.gain is not None:
+        x_hat = load_tokens(x, token, n, D, DP, True).to(tl.float32)
+        inverse = inverse_rms(x_hat, rotary.eps, D)[:, None]
+        x_hat *= inverse
+        tl.store(gain_sums_ptr + d, tl.sum(gradient * x_hat, 0), mask=d < D)
+        gradient *= load_gain(rotary, d, D)
+        gradient = inverse * (gradient - x_hat * (tl.sum(gradient * x_hat, 1) / D)[:, None])
+    pointers = out.pointer + token[:, None].to(tl.int64) * out.stride + d[None, :]
+    tl.store(pointers, gradient.to(out.pointer.dtype.element_ty), mask=(token < n)[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "query_blocks", "key_blocks", "query_programs"])
+def rotate_back_program(
+    dzq_ptr, dzq_stride_b, dzq_stride_h, dzq_stride_n, dzk_ptr, dzk_stride_b, dzk_stride_h, dzk_stride_n,
+    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
+    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, gain_sums_ptr,
+    cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
+    heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries, or after those of keys. q_gain_ptr None: no norm, and Q and K aren't needed."""
+    t = tl.program_id(0)
+    sums_ptr = None if gain_sums_ptr is None else gain_sums_ptr + t.to(tl.int64) * D
+    if t < query_programs:
+        token, head = t % query_blocks * BLOCK + tl.arange(0, BLOCK), (t // query_blocks).to(tl.int64)
+        batch, h = head // heads, head % heads
+        dz = Operand(dzq_ptr + batch * dzq_stride_b + h * dzq_stride_h, dzq_stride_n)
+        out = Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n)
+        x = dz if q_gain_ptr is None else Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
+        rotate_back(dz, x, out, sums_ptr, token, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, DP)
+    else:
+        t -= query_programs
+        token, head = t % key_blocks * BLOCK + tl.arange(0, BLOCK), (t // key_blocks).to(tl.int64)
+        batch, h = head // kv_heads, head % kv_heads
+        dz = Operand(dzk_ptr + batch * dzk_stride_b + h * dzk_stride_h, dzk_stride_n)
+        out = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
+        x = dz if k_gain_ptr is None else Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
+        rotate_back(dz, x, out, sums_ptr, token, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, DP)
+
+
+def prologue_signature(with_prologue: bool) -> Signature:
+    """Triton's types of the parameters that `Prologue` becomes, in its order; with gains, if there is one."""
+    tensors = ("cos_ptr", "sin_ptr", "q_gain_ptr", "k_gain_ptr")
+    return dict.fromkeys(tensors, FLOATS if with_prologue else None) | {"eps": NUMBER}
+
+
+def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `rotate_back_program`, with a norm."""
+    types = {}
+    for name in ("dzq", "dzk", "q", "k", "dq", "dk"):
+        types |= strided(name, POINTERS[dtype])
+    sizes = ("heads", "kv_heads", "n_q", "n_k", "query_blocks", "key_blocks", "query_programs")
+    return types | {"gain_sums_ptr": FLOATS} | dict.fromkeys(sizes, SIZE) | prologue_signature(True)
+
+
+def constants(head_dim: int) -> dict:
+    """The constants of `rotate_back_program`."""
+    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": ROWS}
+
+
+def run_rotate_back(
+    grad_query: Tensor, grad_key: Tensor, query: Tensor | None, key: Tensor | None, prologue: Prologue, start: Start
+) -> tuple[Tensor, ...]:
+    """(dQ, dK), and if the prologue has gains theirs in float32 [D], of the gradients of the rotated tensors.
+
+    grad_query, query: [B, H, Nq, D]; grad_key, key: [B, Hkv, Nk, D]; query and key, the raw ones, only with gains.
+    """
+    with_norm = prologue.query_gain is not None
+    (batch, heads, n_q, head_dim), (kv_heads, n_k) = grad_query.shape, grad_key.shape[1:3]
+    query_blocks, key_blocks = triton.cdiv(n_q, ROWS), triton.cdiv(n_k, ROWS)
+    query_programs = batch * heads * query_blocks
+    programs = query_programs + batch * kv_heads * key_blocks
+    dz = tuple(last_axis_contiguous(x) for x in (grad_query, grad_key))
+    raw = tuple(last_axis_contiguous(x) for x in (query, key)) if with_norm else (None, None)
+    out = tuple(empty_in_layout_of(x) for x in dz)
+    gain_sums = grad_query.new_empty(programs, head_dim, dtype=torch.float32) if with_norm else None
+    tensors = [y for x in (*dz, *raw, *out) for y in ((None,) * 4 if x is None else (x, *x.stride()[:3]))]
+    arguments = (
+        *tensors, gain_sums, *prologue, heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
+    )  # fmt: skip
+    start("rotate_back", rotate_back_program, (programs,), arguments, constants(head_dim), {"num_warps": WARPS})
+    if not with_norm:
+        return out
+    return *out, gain_sums[:query_programs].sum(0), gain_sums[query_programs:].sum(0)

@@ -1,0 +1,85 @@
+"""What a model does to queries and keys before they meet: QK-norm, then rotary positions, in one step.
+
+QK-norm:  y = x gamma / sqrt(mean(x^2) + eps)
+rotation: z_i = y_i cos - y_(i + D/2) sin,  z_(i + D/2) = y_i sin + y_(i + D/2) cos   (angles of the token, i < D/2)
+
+`sagebwd_attention(..., prologue=...)` takes both into its first step: the kernels normalise and rotate as they read Q
+and K to quantise them. z is never rounded to 16 bit and never written to memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_ref.checks import check_device, check_floating, is_number, shown
+from sage_ref.shapes import working_dtype
+
+LEAST_EPS = 1e-30  # far above the least number that float32 holds
+
+
+class Prologue(NamedTuple):
+    """QK-norm, if there are gains, and the rotation. Token n of queries and of keys takes row n of the angles' tables.
+
+    cos, sin: [tokens, D/2], at least as many tokens as Q and K have. They get no gradient.
+    query_gain, key_gain: gamma [D] of QK-norm, which get gradients; None: no norm.
+    eps: of QK-norm, a positive number.
+    All of a floating dtype; the sums are in float32, in float64 for float64.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_gain: Tensor | None = None
+    key_gain: Tensor | None = None
+    eps: float = 1e-6
+
+    def applied(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """query [..., Nq, D] and key [..., Nk, D], normalised and rotated, in the working dtype: not rounded back."""
+        return self._one(query, self.query_gain), self._one(key, self.key_gain)
+
+    def _one(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        wide, tokens = working_dtype(x), x.shape[-2]
+        x = x.to(wide)
+        if gain is not None:
+            x = F.rms_norm(x, x.shape[-1:], gain.to(wide), self.eps)
+        return rotate(x, self.cos[:tokens].to(wide), self.sin[:tokens].to(wide))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of features (x_i, x_(i + D/2)) of x [..., N, D] by its angle; cos, sin [N, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def check_prologue(prologue: Prologue, query: Tensor, key: Tensor) -> None:
+    """TypeError or ValueError that names what doesn't fit query [B, H, Nq, D] and key [B, Hkv, Nk, D]."""
+    if not isinstance(prologue, Prologue):
+        raise TypeError(f"prologue: expected a sage_ref.Prologue or None, got {type(prologue).__name__}")
+    tokens, head_dim = max(query.shape[2], key.shape[2]), query.shape[3]
+    if head_dim % 2:
+        raise ValueError(f"query: expected an even head size, whose halves a prologue rotates, got {head_dim}")
+    for name, x in (("prologue.cos", prologue.cos), ("prologue.sin", prologue.sin)):
+        check_floating(name, x)
+        check_device(name, x, query)
+        if x.dim() != 2 or x.shape[1] != head_dim // 2 or x.shape[0] < tokens:
+            raise ValueError(
+                f"{name}: expected shape (at least {tokens}, {head_dim // 2}), one angle per token and pair of "
+                f"features, got {tuple(x.shape)}"
+            )
+        if x.requires_grad:
+            raise ValueError(f"{name}: expected a tensor without a gradient, got one with requires_grad=True")
+    gains = {"prologue.query_gain": prologue.query_gain, "prologue.key_gain": prologue.key_gain}
+    if sum(x is None for x in gains.values()) == 1:
+        missing = next(name for name, x in gains.items() if x is None)
+        raise ValueError(f"{missing}: expected a gain, as the other of query and key has one, got None")
+    for name, x in gains.items():
+        if x is not None:
+            check_floating(name, x)
+            check_device(name, x, query)
+            if x.shape != (head_dim,):
+                raise ValueError(f"{name}: expected shape {(head_dim,)}, one gain per feature, got {tuple(x.shape)}")
+    if not is_number(prologue.eps):
+        raise TypeError(f"prologue.eps: expected a float, got {type(prologue.eps).__name__}")
+    if not LEAST_EPS <= prologue.eps <= 1:
+        raise ValueError(f"prologue.eps: expected a number from {LEAST_EPS:g} to 1, got {shown(prologue.eps)}")
