@@ -52,6 +52,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+class RoundedGradient(torch.autograd.Function):
+    """apply(z, dtype) is z; its gradient is rounded to dtype on the way, as one that lay in memory in dtype would be."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z, dtype):
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.dtype = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad_z):
+        return grad_z.to(ctx.dtype).to(grad_z.dtype), None
+
+
 def check_prologue(prologue: Prologue, query: Tensor, key: Tensor) -> None:
     """TypeError or ValueError that names what doesn't fit query [B, H, Nq, D] and key [B, Hkv, Nk, D]."""
     if not isinstance(prologue, Prologue):

@@ -14,7 +14,7 @@ from sage_ref.checks import (
     check_together,
     savable,
 )
-from sage_ref.prologue import Prologue, check_prologue
+from sage_ref.prologue import Prologue, RoundedGradient, check_prologue
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
@@ -98,16 +98,15 @@ def reference_attention(
 ) -> Tensor:
     """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked.
 
-    A prologue's Q and K stay in the working dtype, as in the kernels. What the kernels round besides, to the dtype of
-    query, is rounded here at the end alone: O before the backward pass reads it, the gradients of z.
+    A prologue's Q and K stay in the working dtype, as in the kernels. O and dZ, their gradients, don't.
     """
     dtype = query.dtype
     if prologue is not None:
         with torch.autocast(query.device.type, enabled=False):
-            query, key = prologue.applied(query, key)
+            query, key = (RoundedGradient.apply(z, dtype) for z in prologue.applied(query, key))
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
-    output, _ = SageBwdFunction.apply(query, key, value, settings)
-    return output.to(dtype)
+    output, _ = SageBwdFunction.apply(query, key, value, settings, dtype)
+    return output
 
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:

@@ -41,8 +41,13 @@ def smooth(query: Tensor, key: Tensor, settings: SageBwdSettings) -> SmoothedInp
     return SmoothedInputs(q, k, q_mean, offset)
 
 
-def sagebwd_forward(query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings) -> AttentionForward:
-    """Algorithm 1 on whole matrices: the numbers of `tiled_forward`, and the smoothed scores S as well."""
+def sagebwd_forward(
+    query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings, dtype: torch.dtype | None = None
+) -> AttentionForward:
+    """Algorithm 1 on whole matrices: the numbers of `tiled_forward`, and the smoothed scores S as well.
+
+    dtype: of O; None: query's.
+    """
     q, k, q_mean, offset = smooth(query, key, settings)
     v = value.to(q.dtype)
     s = whole_scores("S", q, k, q_mean, settings)
@@ -51,7 +56,7 @@ def sagebwd_forward(query: Tensor, key: Tensor, value: Tensor, settings: SageBwd
     l = p.sum(-1, keepdim=True)
     p = on_grid("O", p, (1, settings.block_kv), settings)
     o = visited_matmul(p, on_grid("O", v, (settings.block_kv, None), settings), visited(p, settings)) / l
-    return AttentionForward(o.to(query.dtype), (m + torch.log(l) + offset).squeeze(-1), s)
+    return AttentionForward(o.to(dtype or query.dtype), (m + torch.log(l) + offset).squeeze(-1), s)
 
 
 def sagebwd_backward(
@@ -94,21 +99,21 @@ class SageBwdFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query, key, value, settings):
+    def forward(query, key, value, settings, dtype=None):
         with torch.autocast(query.device.type, enabled=False):
-            output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings)
+            output, log_sum_exp, _ = sagebwd_forward(query, key, value, settings, dtype)
         return output, log_sum_exp
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, ctx.settings = inputs
+        query, key, value, ctx.settings, *_ = inputs
         ctx.save_for_backward(query, key, value, *output)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx, grad_output, _):
         compute = partial(_three_gradients, ctx.settings)
-        return *gradients_once("sagebwd_attention", compute, grad_output, *ctx.saved_tensors), None
+        return *gradients_once("sagebwd_attention", compute, grad_output, *ctx.saved_tensors), None, None
 
 
 def _three_gradients(settings, grad_output, *saved):

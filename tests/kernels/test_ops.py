@@ -1,5 +1,6 @@
 """The registered operations: autograd, torch.compile, CUDA graphs, autocast; what they save, refuse, make of NaN."""
 
+import copy
 import functools
 import math
 import re
@@ -576,7 +577,7 @@ def test_make_graphed_callables():
         gradients = torch.autograd.grad(output, [x, *layer.parameters()], grad)
         return [y.detach().clone() for y in (output, *gradients)]
 
-    expected = results(layer, second)
+    expected = results(copy.deepcopy(layer), second)  # a module to be captured must not have run before
     graphed = torch.cuda.make_graphed_callables(layer, (first.clone().requires_grad_(),))
     assert all_equal(results(graphed, second), expected)
 

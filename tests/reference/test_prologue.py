@@ -80,7 +80,10 @@ def test_it_is_its_equations(inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_in_16_bit_nothing_is_rounded_between_the_norm_and_the_scales(inputs, dtype):
-    """It is the composition in float32, rounded at the end. A composition in 16 bit rounds before it quantises too."""
+    """O is that of the composition in float32, rounded once. In 16 bit the composition rounds z, too, and is further off.
+
+    Both round O and dZ to 16 bit before the gradients go on.
+    """
     *tensors, grad_output = inputs(30, TOKENS, 16, heads=4, kv_heads=2, dtype=dtype)
     rotation, norm = modules(dtype=torch.float32)
     gains = list(norm.parameters())
@@ -90,9 +93,9 @@ def test_in_16_bit_nothing_is_rounded_between_the_norm_and_the_scales(inputs, dt
     unrounded = with_gradients(composed(rotation, norm), wide[:3], wide[3], gains)
     rounded = with_gradients(composed(rotation, norm), tensors, grad_output, gains)
     step = torch.finfo(dtype).eps
+    assert relative_l2(found[0], unrounded[0]) < step / 2
     for x, of_wide, of_16_bit in zip(found, unrounded, rounded, strict=True):
-        assert relative_l2(x, of_wide) < step / 2
-        assert relative_l2(of_16_bit, of_wide) > step / 2
+        assert relative_l2(of_16_bit, of_wide) > 4 * relative_l2(x, of_wide)
 
 
 def test_autocast_casts_q_k_and_v_but_neither_angles_nor_gains(inputs):

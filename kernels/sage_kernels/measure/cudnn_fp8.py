@@ -1,9 +1,11 @@
 """NVIDIA's own 8-bit attention for training: cuDNN's, forward and backward in E4M3, through nvidia-cudnn-frontend.
 
 E4M3 is a float with 3 bits after the point, up to 448. Every tensor has one scale.
-- Q, K, V, dO come in 16 bit: `quantise` takes the scale from the largest entry. Its time counts.
+- Q, K, V, dO come in 16 bit: `quantise` takes the scale from the largest entry. Its time counts. All keep the layout of Q.
 - S, O, dP, dQ, dK and dV are rounded by cuDNN, which must know their scales before: they come from the largest entries
   of the call before ("delayed scaling"), with HEADROOM. The first call of a shape is repeated until they are right.
+P is the exception: in the forward pass 1 is its largest entry, in the backward pass, where rows add up to one, it is
+smaller, and nobody says how small. We look at one head, once.
 On Hopper: head size 128 only, and O and the gradients leave in E4M3, so they are converted to 16 bit, which counts too.
 
 Source: the operations sdpa_fp8 and sdpa_fp8_backward of https://github.com/NVIDIA/cudnn-frontend
@@ -14,6 +16,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from sage_kernels.common.memory import is_heads_last
 
 PACKAGE, MODULE = "nvidia-cudnn-frontend", "cudnn"
 HEAD_DIM = 128
@@ -36,10 +40,10 @@ def cudnn_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Ten
 class Fp8Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-        ctx.passes = passes = passes_of(tuple(query.shape), key.shape[1], is_causal)
+        ctx.passes = passes = passes_of(tuple(query.shape), key.shape[1], is_causal, is_heads_last(query))
         inputs = {}
         for name, x in (("q", query), ("k", key), ("v", value)):
-            inputs[name], inputs[f"descale_{name}"] = compiled(quantise)(x)
+            inputs[name], inputs[f"descale_{name}"] = passes.quantised(x)
         outputs = passes.forward(inputs)
         ctx.save_for_backward(*inputs.values(), *outputs.values())
         ctx.names = (*inputs, *outputs)
@@ -48,7 +52,7 @@ class Fp8Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         inputs = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        inputs["dO"], inputs["descale_dO"] = compiled(quantise)(grad_output)
+        inputs["dO"], inputs["descale_dO"] = ctx.passes.quantised(grad_output)
         outputs = ctx.passes.backward(inputs)
         gradients = (
             compiled(dequantise)(outputs[name], outputs[f"descale_{name}"], grad_output.dtype)
@@ -58,11 +62,9 @@ class Fp8Attention(torch.autograd.Function):
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, H, N, D] in E4M3, [B, N, H, D] in memory as cuDNN has it, and what to multiply it with, [1, 1, 1, 1]."""
-    x = x.transpose(1, 2)
+    """[B, H, N, D] in E4M3, and what to multiply it with, [1, 1, 1, 1]."""
     largest = x.abs().amax().float().clamp(min=SMALLEST)
-    rounded = (x.float() * (LARGEST / largest)).to(E4M3).contiguous()
-    return rounded.transpose(1, 2), (largest / LARGEST).reshape(1, 1, 1, 1)
+    return (x.float() * (LARGEST / largest)).to(E4M3), (largest / LARGEST).reshape(1, 1, 1, 1)
 
 
 def dequantise(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,28 +78,37 @@ def compiled(function):
 
 
 @functools.lru_cache(maxsize=4)
-def passes_of(shape: tuple[int, ...], kv_heads: int, is_causal: bool) -> "Passes":
-    return Passes(shape, kv_heads, is_causal)
+def passes_of(shape: tuple[int, ...], kv_heads: int, is_causal: bool, heads_last: bool) -> "Passes":
+    return Passes(shape, kv_heads, is_causal, heads_last)
 
 
 class Passes:
     """cuDNN's two graphs for one shape, and the largest entries that their last calls wrote.
 
-    shape: [B, H, N, D] of the query.
+    shape: [B, H, N, D] of the query. heads_last: [B, N, H, D] in memory.
     """
 
-    def __init__(self, shape: tuple[int, ...], kv_heads: int, is_causal: bool, device: str = "cuda"):
+    def __init__(
+        self, shape: tuple[int, ...], kv_heads: int, is_causal: bool, heads_last: bool = False, device: str = "cuda"
+    ):
         self.shape, self.kv_shape = shape, (shape[0], kv_heads, *shape[2:])
-        options = {"attn_scale": 1 / math.sqrt(shape[3]), "use_causal_mask": is_causal}
-        self.forward_graph = Graph("sdpa_fp8", self._forward_inputs(), ("o", "stats", "amax_s", "amax_o"), device)
+        self.is_causal, self.heads_last, self.scale = is_causal, heads_last, 1 / math.sqrt(shape[3])
+        options = {"attn_scale": self.scale, "use_causal_mask": is_causal}
+        where = heads_last, device
+        self.forward_graph = Graph("sdpa_fp8", self._forward_inputs(), ("o", "stats", "amax_s", "amax_o"), *where)
         self.forward_graph.build(self._outputs(("o", "stats"), FORWARD_SCALED), generate_stats=True, **options)
         gradients = ("dQ", "dK", "dV", "amax_dQ", "amax_dK", "amax_dV", "amax_dP")
-        self.backward_graph = Graph("sdpa_fp8_backward", self._backward_inputs(), gradients, device)
+        self.backward_graph = Graph("sdpa_fp8_backward", self._backward_inputs(), gradients, *where)
         self.backward_graph.build(self._outputs(gradients[:3], BACKWARD_SCALED), **options)
         # A row of 16 bytes each: cuDNN takes every tensor to begin at a multiple of 16.
         self.forward_largest = torch.ones(len(FORWARD_SCALED), 4, device=device)
         self.backward_largest = torch.ones(len(BACKWARD_SCALED), 4, device=device)
         self.is_forward_calibrated = self.is_backward_calibrated = False
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`quantise`, in the graphs' layout."""
+        x = x.transpose(1, 2).contiguous().transpose(1, 2) if self.heads_last else x.contiguous()
+        return compiled(quantise)(x)
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """O, stats (log-sum-exp) and the scales that the backward pass needs. inputs: q, k, v and their descales."""
@@ -109,11 +120,22 @@ class Passes:
 
     def backward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """dQ, dK, dV and their descales. inputs: all of the forward pass, what it returned, dO and its descale."""
+        if not self.is_backward_calibrated:
+            self.p_scales = _scales(self._largest_p(inputs).expand(1, 4), ("s",))
         for _ in range(1 if self.is_backward_calibrated else CALIBRATING_CALLS):
             scales = _scales(self.backward_largest, BACKWARD_SCALED)
-            outputs = self.backward_graph.run(inputs | scales, self.backward_largest, BACKWARD_SCALED)
+            buffers = inputs | scales | self.p_scales
+            outputs = self.backward_graph.run(buffers, self.backward_largest, BACKWARD_SCALED)
         self.is_backward_calibrated = True
         return outputs | scales
+
+    def _largest_p(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The largest entry of P of the first head."""
+        q, k = (inputs[name][0, 0].float() * inputs[f"descale_{name}"][0, 0] for name in ("q", "k"))
+        scores = q @ k.mT * self.scale
+        if self.is_causal:
+            scores = scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -math.inf)
+        return (scores.amax(-1) - inputs["stats"][0, 0, :, 0]).exp().amax()
 
     def _forward_inputs(self) -> dict[str, tuple[int, ...] | None]:
         """Shapes by name; None is a scale."""
@@ -148,10 +170,18 @@ class Graph:
     operation: a method of cudnn.pygraph; inputs: shapes by the names of its arguments; returned: what it returns.
     """
 
-    def __init__(self, operation: str, inputs: dict[str, tuple[int, ...] | None], returned: tuple[str, ...], device):
+    def __init__(
+        self,
+        operation: str,
+        inputs: dict[str, tuple[int, ...] | None],
+        returned: tuple[str, ...],
+        heads_last: bool,
+        device,
+    ):
         import cudnn
 
-        self.cudnn, self.operation, self.returned, self.device = cudnn, operation, returned, device
+        self.cudnn, self.operation, self.returned = cudnn, operation, returned
+        self.heads_last, self.device = heads_last, device
         self.handle = _handle()
         types = dict.fromkeys(("intermediate_data_type", "compute_data_type"), cudnn.data_type.FLOAT)
         self.graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, handle=self.handle, **types)
@@ -189,20 +219,23 @@ class Graph:
         return found
 
     def _layout(self, name: str, shape: tuple[int, ...] | None):
-        """Sizes, strides and type: [B, N, H, D] in memory, statistics [B, H, N, 1], a scale is one number."""
+        """Sizes, strides and type; statistics are [B, H, N, 1] in memory, a scale is one number."""
         types = self.cudnn.data_type
         if shape is None:
             return [1, 1, 1, 1], [1, 1, 1, 1], types.FLOAT
         _, heads, n, head_dim = shape
         if name == "stats":
             return list(shape), [heads * n, n, 1, 1], types.FLOAT
-        return list(shape), [n * heads * head_dim, head_dim, heads * head_dim, 1], types.FP8_E4M3
+        strides = (head_dim, heads * head_dim) if self.heads_last else (n * head_dim, head_dim)  # of heads, of tokens
+        return list(shape), [heads * n * head_dim, *strides, 1], types.FP8_E4M3
 
     def _empty(self, name: str) -> Tensor:
         batch, heads, n, head_dim = self.shapes[name]
         if name == "stats":
             return torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
-        return torch.empty(batch, n, heads, head_dim, dtype=E4M3, device=self.device).transpose(1, 2)
+        if self.heads_last:
+            return torch.empty(batch, n, heads, head_dim, dtype=E4M3, device=self.device).transpose(1, 2)
+        return torch.empty(batch, heads, n, head_dim, dtype=E4M3, device=self.device)
 
 
 @functools.cache

@@ -52,6 +52,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
 
 @functools.cache
 def compiled_flex() -> Callable:
+    torch._functorch.config.donated_buffer = False  # else its backward pass runs once, and we time it many times
     return torch.compile(flex_attention, dynamic=False)
 
 

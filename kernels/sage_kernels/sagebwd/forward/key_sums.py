@@ -1,7 +1,7 @@
 """The sums of keys that smoothing needs, in one pass over K: no scale is known before the mean key is.
 
-Each program adds up a stretch of tokens. There are at most `PARTS` stretches, so that every program that quantises keys
-can add up their sums itself, in the same order each time.
+Each program adds up a stretch of tokens, long enough to be worth a program. There are at most `PARTS` stretches, so that
+every program that quantises keys can add up their sums itself, in the same order each time.
 """
 
 import torch
@@ -16,8 +16,9 @@ from sage_kernels.common.tiles import Operand
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
-PARTS = 32  # of a sequence, at most
+PARTS = 16  # of a sequence, at most
 STEP = 32  # tokens that a program loads at once
+LEAST_STEPS = 8  # of a program
 WARPS = 8
 
 
@@ -62,7 +63,7 @@ def constants(head_dim: int) -> dict:
 def key_sums(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
     """float32 [B, Hkv, parts, D], whose sum over parts is that of all keys of key [B, Hkv, Nk, D]."""
     batch, kv_heads, n_k, head_dim = key.shape
-    steps = triton.cdiv(n_k, PARTS * STEP)
+    steps = max(LEAST_STEPS, triton.cdiv(n_k, PARTS * STEP))
     sums = key.new_empty(batch, kv_heads, triton.cdiv(n_k, steps * STEP), head_dim, dtype=torch.float32)
     arguments = key, *key.stride()[:3], sums, *prologue, kv_heads, n_k, sums.shape[2], steps
     grid = (batch * kv_heads * sums.shape[2],)
