@@ -53,7 +53,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RoundedGradient(torch.autograd.Function):
-    """apply(z, dtype) is z; its gradient is rounded to dtype on the way, as one that lay in memory in dtype would be."""
+    """apply(z, dtype) is z; its gradient is rounded to dtype on the way, as if it had lain in memory in dtype."""
 
     generate_vmap_rule = True
 

@@ -132,7 +132,7 @@ def test_another_kind_is_another_recording(program, change):
 
 
 def with_torch(program, inputs):
-    """PyTorch computes what a program reads, and what comes out is a view; memory that is not filled is filled later."""
+    """PyTorch computes what a program reads, and some of what comes out is a view."""
 
     def compute(start):
         x, y = inputs

@@ -80,7 +80,7 @@ def test_it_is_its_equations(inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_in_16_bit_nothing_is_rounded_between_the_norm_and_the_scales(inputs, dtype):
-    """O is that of the composition in float32, rounded once. In 16 bit the composition rounds z, too, and is further off.
+    """O is that of the composition in float32, rounded once. In 16 bit the composition rounds z too, and is far off.
 
     Both round O and dZ to 16 bit before the gradients go on.
     """

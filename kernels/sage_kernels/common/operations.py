@@ -1,7 +1,7 @@
 """How a function that launches kernels becomes a PyTorch operation: torch.ops.sage_kernels.NAME.
 
 The dispatcher calls it on every device. torch.compile sees one node and asks `fake` for shapes. Autograd is not the
-operation's affair but that of a torch.autograd.Function around it, which costs a call less than `torch.library.custom_op`.
+operation's affair: a torch.autograd.Function around it costs a call less than `torch.library.custom_op`.
 """
 
 from collections.abc import Callable

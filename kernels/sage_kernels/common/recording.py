@@ -257,6 +257,8 @@ def kind_of(inputs: tuple[Tensor | None, ...]) -> tuple:
     Tensors that begin at the same address are one to a recording, so which of them do belongs to it.
     """
     addresses = [None if x is None else x.data_ptr() for x in inputs]
-    kinds = [x if x is None else (x.shape, x.stride(), x.dtype, at % 16) for x, at in zip(inputs, addresses, strict=True)]
+    kinds = [
+        x if x is None else (x.shape, x.stride(), x.dtype, at % 16) for x, at in zip(inputs, addresses, strict=True)
+    ]
     same = () if len(set(addresses)) == len(addresses) else tuple(addresses.index(x) for x in addresses)
     return inputs[0].device, same, *kinds

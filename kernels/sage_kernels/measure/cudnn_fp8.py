@@ -1,7 +1,8 @@
 """NVIDIA's own 8-bit attention for training: cuDNN's, forward and backward in E4M3, through nvidia-cudnn-frontend.
 
 E4M3 is a float with 3 bits after the point, up to 448. Every tensor has one scale.
-- Q, K, V, dO come in 16 bit: `quantise` takes the scale from the largest entry. Its time counts. All keep the layout of Q.
+- Q, K, V, dO come in 16 bit: `quantise` takes the scale from the largest entry, which counts as time. All have the
+  layout of Q.
 - S, O, dP, dQ, dK and dV are rounded by cuDNN, which must know their scales before: they come from the largest entries
   of the call before ("delayed scaling"), with HEADROOM. The first call of a shape is repeated until they are right.
 P is the exception: in the forward pass 1 is its largest entry, in the backward pass, where rows add up to one, it is

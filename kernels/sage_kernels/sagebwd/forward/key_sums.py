@@ -1,7 +1,7 @@
 """The sums of keys that smoothing needs, in one pass over K: no scale is known before the mean key is.
 
-Each program adds up a stretch of tokens, long enough to be worth a program. There are at most `PARTS` stretches, so that
-every program that quantises keys can add up their sums itself, in the same order each time.
+Each program adds up a stretch of tokens, long enough to be worth a program. There are at most `PARTS` stretches: every
+program that quantises keys can add up their sums itself, in the same order each time.
 """
 
 import torch
