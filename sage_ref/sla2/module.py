@@ -124,12 +124,12 @@ class SLA2(nn.Module):
         weights, _ = self.relaxation.block_weights(scores[..., ~protected], remaining)
         return torch.ones_like(scores).masked_scatter(~protected, weights)
 
-    def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor, int]:
-        """bool [Tn], blocks with a protected key, and how many blocks each query block selects."""
+    def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor | None, int]:
+        """bool [Tn], blocks with a protected key, if there may be any; and how many each query block selects."""
         n_k, block_kv = key.shape[-2], self.settings.block_kv
         count = selected_count(self.sparsity, block_count(n_k, block_kv))
         if protect is None:
-            return torch.zeros(block_count(n_k, block_kv), dtype=torch.bool, device=key.device), count
+            return None, count
         check_protect(protect, n_k)
         protected = into_blocks(protect.to(key.device)[:, None], block_kv).any(-2).squeeze(-1)
         return protected, max(count, int(protected.sum()))

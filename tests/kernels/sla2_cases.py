@@ -143,8 +143,15 @@ def draw(case: Case) -> Tensors:
 
 
 def drawn_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Every row selects as many blocks as `case.selected` says; mixed: any number, none and all among them."""
+    """Every row selects as many blocks as `case.selected` says; mixed: any number, none and all among them.
+
+    popular: one of its own, and the middle block, which all rows select.
+    """
     columns = case.blocks[3]
+    if case.selected == "popular":
+        mask = drawn_mask(case._replace(selected="one"), generator)
+        mask[..., columns // 2] = True
+        return mask
     count = {
         "none": 0,
         "one": 1,
@@ -176,7 +183,7 @@ def run_gradients(
         grad_output, query, key, value, alpha, prepared.inputs.sums, forward.sparse_output, forward.log_sum_exp,
         prepared.k_mean,
     )  # fmt: skip
-    return run_backward(inputs, prepared.block_mask, prepared.inputs.lists, scale=case.c)
+    return run_backward(inputs, prepared.choice, scale=case.c)
 
 
 forward_level = lru_cache(maxsize=12)(run_level)

@@ -31,8 +31,9 @@ from sage_kernels.sla2 import ops as sla2_ops
 from sage_kernels.sla2.backward import program as sla2_backward
 from sage_kernels.sla2.forward.program import sparse_forward_program
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.prepare import prepare_program
 from sage_kernels.sla2.routing import MASK_BLOCK_Q, sequence_mean_program
-from sage_kernels.sla2.sums import key_block_program, sums_dtype
+from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
@@ -161,7 +162,8 @@ class Sla2:
     def backward_arguments(self, case):
         query, key, value, grad_output, block_mask, alpha = sla2_cases.draw(case)
         prepared, forward = sla2_cases.run_level(case, LEVEL_INT8 if self.quantize else LEVEL_16BIT)
-        saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *prepared.inputs.lists
+        lists, complement = prepared.choice.lists, prepared.choice.complement
+        saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *lists, complement
         return grad_output, query, key, value, alpha, block_mask, *saved, prepared.k_mean, 0.125
 
     def forward_arguments(self, case, save, count=1, protected=None):
@@ -245,12 +247,24 @@ def test_fake_results_lie_in_memory_as_the_real_ones_do():
 def test_fake_results_are_shaped_like_the_real_ones(operation, head_dim, n_q, n_k):
     arguments = operation.forward_arguments(Sla2.Case(n_q, n_k, "half", head_dim, 2, 1), save=True)
 
+    qkv = *(heads_last(x) for x in arguments[:2]), arguments[2]
+    arguments = *qkv, *arguments[3:]
     with torch._subclasses.FakeTensorMode() as mode:
         given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         fake = described(operation.kernel(*given))
     real = described(operation.kernel(*arguments))
     assert fake == real
-    assert len(real) == 6 + operation.routed + operation.quantize
+    assert len(real) == 7 + operation.routed + operation.quantize
+
+
+def test_fake_gradients_of_sla2_lie_in_memory_as_the_real_ones_do():
+    operation = MASKED[0]
+    grad_output, query, key, *rest = operation.backward_arguments(Sla2.Case(130, 200, "half", 48, 2, 2))
+    arguments = grad_output, heads_last(query), heads_last(key), *rest
+    with torch._subclasses.FakeTensorMode() as mode:
+        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        fake = described(operation.backward_kernel(*given))
+    assert fake == described(operation.backward_kernel(*arguments))
 
 
 # Autograd
@@ -376,12 +390,13 @@ def test_bytes_sagebwd_keeps_for_the_backward_pass(head_dim):
 
 @pytest.mark.parametrize("operation", MASKED, ids=repr)
 def test_bytes_sla2_keeps_for_the_backward_pass(operation):
-    """Q, K, V, O_s in 16 bit, L, alpha, H and Z of every query block, mask and lists; the mean key."""
+    """Q, K, V, O_s in 16 bit, L, alpha, H and Z of every query block, mask, lists and complement; the mean key."""
     case = Sla2.Case(200, 300, "half", 64)
     *inputs, alpha = operation.inputs(case)
     (_, _, rows, columns), head_dim, dp = case.blocks, case.head_dim, padded_head_dim(case.head_dim)
     per_head = 2 * head_dim * (2 * case.n_q + 2 * case.n_k) + 4 * padded_length(case.n_q)
-    per_head += rows * (4 + sums_dtype(inputs[0]).itemsize * dp * (dp + 1) + columns + 4 * columns + 4)
+    in_sums_dtype = dp * (dp + 1) + padded_columns(columns)
+    per_head += rows * (4 + sums_dtype(inputs[0]).itemsize * in_sums_dtype + columns + 4 * columns + 4)
     per_head += 4 * head_dim * operation.quantize
     attention = operation.on(case)
     assert bytes_kept_for_backward(lambda *qkv: attention(*qkv, alpha), *inputs) == case.heads * per_head
@@ -603,8 +618,9 @@ def test_autocast(operation, dtype):
 
 def kernels_compiled(operation) -> int:
     if operation in MASKED:
-        programs = (sparse_forward_program, key_block_program, sequence_mean_program, quantize_program)
+        programs = (sparse_forward_program, prepare_program, sequence_mean_program, quantize_program)
         programs += (sla2_backward.linear_query_program, sla2_backward.query_program, sla2_backward.key_program)
+        programs += (sla2_backward.join_program,)
     else:
         programs = (forward_program, hopper_program, backward_programs.dq_program, backward_programs.dkdv_program)
         programs += (query_program, key_program, narrow_program, wide_program, finish_program)

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton.language as tl
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.recording import kept, kind_of, recorded
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 
 def numbers(pointer) -> numpy.ndarray:
@@ -64,7 +68,7 @@ def program():
 
 
 def start_program(start, program, x, y, z, factor=1.0):
-    start("name", program, (2,), (x, y, z, factor), {"ADDED": 1.0}, {"num_warps": 4})
+    start(program, (2,), (x, y, z, factor), {"ADDED": 1.0}, {"num_warps": 4})
 
 
 def draw(count: int) -> list[torch.Tensor]:
@@ -211,3 +215,59 @@ def test_a_recording_holds_no_memory(program):
     alive = [weakref.ref(tensor) for tensor in (x, y, product(program, (x, y)))]
     del x, y
     assert [tensor() for tensor in alive] == [None] * 3
+
+
+class Driver:
+    """Triton compiles for a Hopper GPU; a launch is noted and not made."""
+
+    def __init__(self):
+        self.launches, self.utils = [], self
+
+    def launcher_cls(self, source, metadata):
+        return lambda *launch: self.launches.append(launch)
+
+    def load_binary(self, *_):
+        return "module", "function", 32, 0, 1024  # registers, spills, most threads
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 77
+
+
+def scaled_program(x_ptr, missing_ptr, y_ptr, n, factor, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + i, mask=i < n) * factor
+    if TWICE:
+        y += y
+    tl.store(y_ptr + i, y, mask=i < n)
+
+
+def test_triton_s_programs_get_what_triton_gave_them(monkeypatch):
+    noting, program = Driver(), JITFunction(scaled_program)
+    monkeypatch.setattr(type(driver), "active", property(lambda self: noting))
+
+    def scaled(x):
+        def compute(start):
+            y = torch.empty_like(x)
+            # In any order: constants are told by their names.
+            start(program, (2,), (x, None, y, 64, 3.0), {"TWICE": True, "BLOCK": 32}, {"num_warps": 1})
+            return (y,)
+
+        return recorded(program, (x,), compute)[0]
+
+    x, other = torch.zeros(64), torch.zeros(64)
+    y = scaled(x)
+    monkeypatch.setattr(JITFunction, "run", None)  # Triton's own way is shut
+    other_y = scaled(other)
+    first, second = noting.launches
+    assert first[:6] == second[:6] == (2, 1, 1, 77, "function", first[5])
+    assert [first[-7] is x, first[-5] is y, *first[-4:]] == [True, True, 64, 3.0, 32, True]
+    assert second[-7:] == (other.data_ptr(), None, other_y.data_ptr(), 64, 3.0, 32, True)

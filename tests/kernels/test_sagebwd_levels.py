@@ -387,8 +387,7 @@ def test_quantised_values_and_scales_are_the_references(n, head_dim, with_mean, 
     x = torch.randn(2, 3, n, head_dim, generator=torch.Generator().manual_seed(n)).to(DEVICE, dtype)
     mean = x.mean(-2, dtype=torch.float32) if with_mean else None
     expected = reference_psi(x, SCALE_BLOCK, mean)
-    (values, transposed, scale), means = quantize(x, SCALE_BLOCK, mean=mean, transposed=True)
-    assert means is None
+    values, transposed, scale = quantize(x, SCALE_BLOCK, mean=mean, transposed=True)
     blocks = expected.scale.shape[-2]
     assert values.shape == (2, 3, padded_length(n), padded_head_dim(head_dim))
     assert scale.shape == (2, 3, padded_length(n) // SCALE_BLOCK)
@@ -408,23 +407,23 @@ def in_groups(x):
 def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side():
     """Of 16 columns, thread t holds 2t, 2t+1, 2t+8, 2t+9 of a matmul's result."""
     x = torch.randn(1, 2, 203, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
-    (values, grouped, _), _ = quantize(x, SCALE_BLOCK, transposed=True, grouped=True)
+    values, grouped, _ = quantize(x, SCALE_BLOCK, transposed=True, grouped=True)
     assert torch.equal(grouped, in_groups(values.mT))
 
 
 def test_only_the_copies_asked_for_are_made():
     x = draw(SMALL)[0]
-    (values, transposed, _), _ = quantize(x, SCALE_BLOCK, values=False, transposed=True)
+    values, transposed, _ = quantize(x, SCALE_BLOCK, values=False, transposed=True)
     assert values is None
-    (all_values, none, _), _ = quantize(x, SCALE_BLOCK)
+    all_values, none, _ = quantize(x, SCALE_BLOCK)
     assert none is None
     assert torch.equal(transposed, all_values.mT)
 
 
 def test_a_factor_multiplies_the_scales_alone():
     x = draw(SMALL)[0]
-    (values, _, scale), _ = quantize(x, SCALE_BLOCK)
-    (same_values, _, scaled), _ = quantize(x, SCALE_BLOCK, factor=0.25)
+    values, _, scale = quantize(x, SCALE_BLOCK)
+    same_values, _, scaled = quantize(x, SCALE_BLOCK, factor=0.25)
     assert torch.equal(values, same_values)
     assert torch.equal(scaled, scale * 0.25)
 
@@ -441,7 +440,7 @@ def test_before_the_backward_pass(head_dim):
     torch.testing.assert_close(inputs.delta[..., : case.n_q].double(), expected, rtol=1e-5, atol=1e-4)
     assert inputs.delta.shape[-1] == padded_length(case.n_q)
     assert not inputs.delta[..., case.n_q :].any()
-    alone, _ = quantize(grad_output, SCALE_BLOCK, values=False, transposed=True, grouped=True)
+    alone = quantize(grad_output, SCALE_BLOCK, values=False, transposed=True, grouped=True)
     assert all_equal(inputs.do_hat[1:], alone[1:])
     for found, hat in ((inputs.q_hat, forward.inputs.q_hat), (inputs.k_hat, forward.inputs.k_hat)):
         assert torch.equal(found.transposed, in_groups(hat.values.mT))
@@ -474,9 +473,9 @@ def test_before_the_forward_pass(scale, smooth_k):
     key = (8 * key).round() / 8  # whose sums are exact, in any order
     inputs = prepare_forward(query, key, value, 4, scale=scale, smooth_k=smooth_k)
     mean = key.sum(-2, dtype=torch.float32) / case.n_k if smooth_k else None
-    q_hat, _ = quantize(-query if scale < 0 else query, SCALE_BLOCK, factor=abs(scale) * math.log2(math.e))
-    k_hat, _ = quantize(key, SCALE_BLOCK, mean=mean)
-    v_hat, _ = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=True)
+    q_hat = quantize(-query if scale < 0 else query, SCALE_BLOCK, factor=abs(scale) * math.log2(math.e))
+    k_hat = quantize(key, SCALE_BLOCK, mean=mean)
+    v_hat = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=True)
     for found, expected in ((inputs.q_hat, q_hat), (inputs.k_hat, k_hat), (inputs.v_hat, v_hat)):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert prepare_forward(query, key, value, 1, scale=scale, smooth_k=smooth_k).v_hat is None
@@ -485,9 +484,9 @@ def test_before_the_forward_pass(scale, smooth_k):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_spoils_the_scale_of_its_block_alone(bad):
     x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
-    (values, _, scale), _ = quantize(x, SCALE_BLOCK)
+    values, _, scale = quantize(x, SCALE_BLOCK)
     x[0, 1, SCALE_BLOCK + 2, 7] = bad
-    (found_values, _, found), _ = quantize(x, SCALE_BLOCK)
+    found_values, _, found = quantize(x, SCALE_BLOCK)
     assert found[0, 1, 1].isnan()
     scale[0, 1, 1] = found[0, 1, 1] = 0
     assert torch.equal(found, scale)
@@ -499,7 +498,7 @@ def test_a_number_that_is_none_spoils_the_scale_of_its_block_alone(bad):
 @pytest.mark.parametrize("size", [0.0, 1e-40, 1e-44])
 def test_blocks_too_small_for_a_scale_become_zeros(size):
     x = torch.full((1, 1, 64, 32), size, device=DEVICE)
-    (values, _, scale), _ = quantize(x, SCALE_BLOCK)
+    values, _, scale = quantize(x, SCALE_BLOCK)
     assert not values.any()
     assert scale[0, 0, 0].item() == pytest.approx(size / 127, abs=1e-44)
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_cases import DEVICE, MARKS, ON_GPU, all_equal, distance, fill_cache, guarded, guarded_allocations
-from layouts import LAYOUTS, launch_name
+from layouts import LAYOUTS, heads_last, launch_name
 from sage_kernels.common.candidates import CANDIDATES, DEFAULTS
 from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.quantize import padded_head_dim, padded_length, quantize
@@ -15,10 +15,12 @@ from sage_kernels.sla2 import ladder, routing
 from sage_kernels.sla2.backward import program as backward
 from sage_kernels.sla2.forward import program as forward
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
-from sage_kernels.sla2.lists import block_lists
+from sage_kernels.sla2.lists import block_lists, given
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.pieces import KEY_BLOCKS_PER_PLACE, LEAST_ENTRIES, pieces_of
+from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean, top_blocks
-from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
+from sage_kernels.sla2.sums import COLUMNS, padded_columns, sums_dtype, unselected_sums, unselected_sums_by_key
 from sla2_cases import (
     CASES,
     FORWARD,
@@ -40,6 +42,7 @@ from sla2_cases import (
     shared,
     simulated,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import OutOfResources
 
 import sage_ref.sla2
@@ -106,8 +109,8 @@ def test_routing_reads_and_writes_nothing_but_its_tensors(quantized):
     query, key, value = (guarded(x, math.nan)[0] for x in (query, key, value))
     with guarded_allocations():
         found = ladder.prepare(query, key, value, router, alpha, level, scale=case.c)
-    assert torch.equal(found.block_mask, expected.block_mask)
-    assert all_equal(found.inputs.lists, expected.inputs.lists)
+    assert all_equal(found.choice[:2], expected.choice[:2])
+    assert all_equal(found.choice.lists, expected.choice.lists)
     assert torch.equal(found.inputs.sums, expected.inputs.sums)
 
 
@@ -309,9 +312,10 @@ def test_the_limit_of_registers_reaches_the_compiler(kernel, monkeypatch):
     assert 168 in limits
 
 
+@pytest.mark.parametrize("selected", ["half", "popular"])
 @pytest.mark.parametrize("level", TRAINED)
-def test_repeats_are_equal_bit_for_bit(level):
-    case = Case(1000, 1000, "half", 64, 4, 2) if ON_GPU else SMALL
+def test_repeats_are_equal_bit_for_bit(level, selected):
+    case = Case(2000, 2000, selected, 64, 4, 2) if ON_GPU else SMALL._replace(selected=selected)
     first, gradients = forward_level(case, level).forward, gradients_after(case, level)
     for _ in range(100 if ON_GPU else 1):
         result = run_level(case, level)
@@ -340,6 +344,24 @@ def test_any_strides(level):
     assert torch.equal(result.forward.output, forward_level(case, level).forward.output)
     if level in TRAINED:
         assert all_equal(run_gradients(case, level, tensors, result), gradients_after(case, level))
+
+
+@pytest.mark.parametrize("last", [("query",), ("key",), ("value",), ("query", "key", "value")])
+@pytest.mark.parametrize("level", FORWARD)
+def test_results_lie_in_memory_as_their_inputs_do(level, last):
+    """O and dQ as Q, dK as K, dV as V: contiguous, or heads last for those in `last`. Nothing past them is written."""
+    case = Case(150, 150, "popular", 48, 4, 2, batch=2)
+    tensors = draw(case)._replace(**{name: heads_last(getattr(draw(case), name)) for name in last})
+    with guarded_allocations():
+        result = run_level(case, level, tensors)
+    output, expected = result.forward.output, forward_level(case, level).forward.output
+    assert torch.equal(output, expected)
+    assert output.stride() == tensors.query.stride()
+    if level in TRAINED:
+        with guarded_allocations():
+            gradients = run_gradients(case, level, tensors, result)
+        assert all_equal(gradients, gradients_after(case, level))
+        assert [x.stride() for x in gradients[:3]] == [x.stride() for x in tensors[:3]]
 
 
 def test_a_gradient_that_is_one_number_seen_everywhere():
@@ -378,12 +400,65 @@ def test_more_elements_than_32_bits_count(lengths):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("selected", ["97%", "popular"])
 @pytest.mark.parametrize("level", FORWARD)
-def test_a_long_sequence_at_97_percent(level, dtype):
-    case = Case(4096, 4096, "97%", 128, 4, 4, dtype)
+def test_a_long_sequence_at_97_percent(level, selected, dtype):
+    case = Case(4096, 4096, selected, 128, 4, 4, dtype)
     assert_forward(case, level, forward_level(case, level).forward.output)
     if level in TRAINED:
         assert_gradients(case, level, gradients_after(case, level))
+
+
+# What a call starts: each start costs the CPU more than a short sequence takes the GPU
+
+FORWARD_STARTS = {
+    (LEVEL_16BIT, False): ["prepare", "list", "sparse_forward"],
+    (LEVEL_16BIT, True): ["prepare", "top_blocks", "sparse_forward"],
+    (LEVEL_INT8, False): ["prepare", "list", "sequence_mean", "quantize", "sparse_forward"],
+    (LEVEL_INT8, True): ["prepare", "top_blocks", "sequence_mean", "quantize", "sparse_forward"],
+}
+
+
+class Operations(TorchDispatchMode):
+    """PyTorch's operations that start a kernel of their own on a GPU."""
+
+    FREE = ("empty", "view", "transpose", "detach", "expand", "slice", "as_strided", "_unsafe_view", "t.default")
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        name = str(operation).removeprefix("aten.")
+        if not name.startswith(self.FREE) and not name.startswith("new_empty"):
+            self.names.append(name)
+        return operation(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(("level", "routed"), FORWARD_STARTS, ids=str)
+def test_no_call_starts_more_than_it_needs(level, routed):
+    """A negative c, grouped heads and protected blocks cost nothing more."""
+    case = SMALL._replace(scale=-0.2)
+    query, key, value, grad_output, block_mask, alpha = draw(case)
+    protected = torch.arange(case.blocks[3], device=DEVICE) == 1
+    chooser = drawn_router(case, 2, protected) if routed else block_mask
+    started = []
+
+    def start(program, *rest):  # nothing runs: what the interpreter does with tensors is not the call's
+        started.append(program.__name__.removesuffix("_program"))
+
+    with Operations() as operations:
+        prepared = ladder.prepare(query, key, value, chooser, alpha, level, start, scale=case.c)
+        result = ladder.run(prepared, level, start, scale=case.c, save=True)
+    assert started == FORWARD_STARTS[level, routed]
+    assert operations.names == (["mm.default"] * 2 + ["bmm.default"]) * routed + ["bmm.default"]  # router; H
+    started.clear()
+    saved = prepared.inputs.sums, result.sparse_output, result.log_sum_exp, prepared.k_mean
+    inputs = backward.BackwardInputs(grad_output, query, key, value, alpha, *saved)
+    with Operations() as operations:
+        ladder.run_backward(inputs, prepared.choice, start, scale=case.c)
+    assert started == ["linear_query", "query", "list", "pieces", "key", "join"]
+    assert operations.names == ["bmm.default"]
 
 
 # Routing: block means, the largest scores of a row, lists
@@ -393,12 +468,13 @@ def test_a_long_sequence_at_97_percent(level, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_block_means(n, head_dim, dtype):
     x = (drawn(2, 3, n, head_dim, seed=n) + 5).to(dtype)
-    for values in (False, True):
-        hat, q_bar = quantize(x, MASK_BLOCK_Q, values=values, block_mean=True, factor=0.3)
+    for int8 in (False, True):
+        with guarded_allocations():
+            _, k_bar, q_bar, q_hat, _ = read_blocks(x, x, x, int8=int8, means=True, factor=0.3)
         torch.testing.assert_close(q_bar, block_mean(x.float(), MASK_BLOCK_Q), rtol=1e-5, atol=1e-5)
-        assert (hat.values is not None) == values
-    k_bar = key_blocks(x, x, int8=False).k_bar
-    torch.testing.assert_close(k_bar, block_mean(x.float(), MASK_BLOCK_KV), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(k_bar, block_mean(x.float(), MASK_BLOCK_KV), rtol=1e-5, atol=1e-5)
+        assert (q_hat is not None) == int8
+    assert read_blocks(x, x, x, int8=True, means=False).q_bar is None
     mean = sequence_mean(k_bar, n, MASK_BLOCK_KV)
     torch.testing.assert_close(mean, x.float().mean(-2), rtol=1e-5, atol=1e-5)
 
@@ -437,7 +513,8 @@ def test_top_blocks_are_the_references(columns, scores):
     scores = scores(columns)
     for count in sorted({1, max(1, columns // 3), columns}):
         with guarded_allocations():
-            mask, lists = top_blocks(scores, count)
+            mask, complement, lists = top_blocks(scores, count)
+        assert_complement(complement, mask)
         assert torch.equal(mask.cpu(), sage_ref.sla2.top_blocks(scores.cpu(), count))
         assert (lists.counts == count).all()
         assert torch.equal(lists.entries, mask.nonzero()[:, -1].view(lists.entries.shape).int())
@@ -482,7 +559,7 @@ def test_routed_blocks_are_the_references(shape, scale, level):
     steps = scores.sort(-1).values.diff(dim=-1)
     assert (steps > 1e-4 * scores.abs().amax()).all()  # no near ties, which rounding may decide
     expected = sage_ref.sla2.top_blocks(scores, router.count)
-    assert torch.equal(prepared.block_mask, expected)
+    assert torch.equal(prepared.choice.block_mask, expected)
     given = ladder.prepare(query, key, value, expected, alpha, level, scale=case.c)
     assert torch.equal(prepared.inputs.lists.counts, given.inputs.lists.counts)
     assert torch.equal(prepared.inputs.lists.entries, given.inputs.lists.entries[..., : router.count])
@@ -496,11 +573,31 @@ def test_protected_blocks_come_first():
     projections = torch.eye(32, device=DEVICE), torch.eye(32, device=DEVICE)
     protected = torch.zeros(10, dtype=torch.bool, device=DEVICE)
     protected[[2, 9]] = True
-    mask, lists = route(q_bar, k_bar, *projections, 4, protected)
+    mask, complement, lists = route(q_bar, k_bar, *projections, 4, protected)
+    assert_complement(complement, mask)
     scores = (q_bar @ k_bar.mT).masked_fill(protected, math.inf)
     assert torch.equal(mask, sage_ref.sla2.top_blocks(scores, 4))
     assert mask[..., protected].all()
     assert torch.equal(lists.counts, mask.sum(-1).int())
+
+
+def assert_complement(complement, mask):
+    """1 where the mask is False; then zeros up to rows of 16 bytes on a GPU."""
+    columns = mask.shape[-1]
+    assert complement.shape == (*mask.shape[:3], math.ceil(columns / COLUMNS) * COLUMNS)
+    assert complement.dtype == sums_dtype(mask)
+    assert torch.equal(complement[..., :columns], (~mask).to(complement.dtype))
+    assert not complement[..., columns:].any()
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 64, 70])
+def test_a_given_masks_complement_and_lists(columns):
+    mask = torch.rand(2, 3, 4, columns, generator=torch.Generator().manual_seed(columns)).to(DEVICE) < 0.4
+    with guarded_allocations():
+        choice = given(mask)
+    assert choice.block_mask is mask
+    assert_complement(choice.complement, mask)
+    assert torch.equal(choice.lists.counts, mask.sum(-1, dtype=torch.int32))
 
 
 # The linear branch's sums
@@ -511,8 +608,11 @@ def test_protected_blocks_come_first():
 def test_key_block_sums_are_the_references(n, head_dim, dtype):
     key, value = (drawn(2, 3, n, head_dim, seed=seed).to(dtype) for seed in (n, n + 1))
     with guarded_allocations():
-        sums = key_blocks(key, value, int8=False).sums.float()
-    dp = padded_head_dim(head_dim)
+        padded = read_blocks(key, key, value, int8=False, means=False).sums.float()
+    blocks, dp = block_count(n, MASK_BLOCK_KV), padded_head_dim(head_dim)
+    assert padded.shape[2] == padded_columns(blocks) >= blocks
+    assert not padded[:, :, blocks:].any()
+    sums = padded[:, :, :blocks]
     settings = BlockSettings(MASK_BLOCK_Q, MASK_BLOCK_KV)
     h, z = sage_ref.sla2.key_block_sums(key.float().softmax(-1), value.float(), settings)
     found_h, found_z = sums[..., : dp * dp].unflatten(-1, (dp, dp)), sums[..., dp * dp :]
@@ -527,27 +627,28 @@ def test_key_block_sums_are_the_references(n, head_dim, dtype):
 @pytest.mark.parametrize("n", [1, 70, 200])
 def test_values_are_quantised_as_the_quantiser_does(n):
     value = drawn(2, 3, n, 48).to(DTYPES[-1])
-    expected, _ = quantize(value, MASK_BLOCK_KV, values=False, transposed=True, grouped=True)
+    expected = quantize(value, MASK_BLOCK_KV, values=False, transposed=True, grouped=True)
     with guarded_allocations():
-        found = key_blocks(value + 1, value, int8=True).v_hat
+        found = read_blocks(value, value + 1, value, int8=True, means=False).v_hat
     blocks = block_count(n, MASK_BLOCK_KV)  # what comes after them is in no list
     assert torch.equal(
         found.transposed[..., : blocks * MASK_BLOCK_KV], expected.transposed[..., : blocks * MASK_BLOCK_KV]
     )
     assert torch.equal(found.scale[..., :blocks], expected.scale[..., :blocks])
     assert found.values is None
-    assert key_blocks(value, value, int8=False).v_hat is None
+    assert read_blocks(value, value, value, int8=False, means=False).v_hat is None
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_sums_over_unselected_blocks(kv_heads):
     mask = torch.rand(2, 4, 3, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.5
-    complement = (~mask).float().unflatten(1, (kv_heads, -1))
+    complement = (~mask).float()
+    grouped = complement.unflatten(1, (kv_heads, -1))
     by_key_block, by_query_block = drawn(2, kv_heads, 5, 33), drawn(2, 4, 3, 33, seed=1)
-    expected = torch.einsum("bgrij,bgjw->bgriw", complement, by_key_block).flatten(1, 2)
-    torch.testing.assert_close(unselected_sums(mask, by_key_block), expected)
-    expected = torch.einsum("bgrij,bgriw->bgjw", complement, by_query_block.unflatten(1, (kv_heads, -1)))
-    torch.testing.assert_close(unselected_sums_by_key(mask, by_query_block, kv_heads), expected)
+    expected = torch.einsum("bgrij,bgjw->bgriw", grouped, by_key_block).flatten(1, 2)
+    torch.testing.assert_close(unselected_sums(complement, by_key_block), expected)
+    expected = torch.einsum("bgrij,bgriw->bgjw", grouped, by_query_block.unflatten(1, (kv_heads, -1)))
+    torch.testing.assert_close(unselected_sums_by_key(complement, by_query_block, kv_heads), expected)
 
 
 @pytest.mark.parametrize("level", SAVING)
@@ -559,3 +660,62 @@ def test_log_sum_exp_past_the_end_makes_probabilities_vanish(level):
             padding = run_level(case, level).forward.log_sum_exp[..., n_q:]
         assert padding.shape[-1] == padded_length(n_q) - n_q
         assert (padding > 1e9).all()
+
+
+# Long lists in pieces
+
+
+def lengths_in_pieces(pieces):
+    """Per key head, the number of pieces of every key block; each has its places side by side."""
+    for first, blocks in zip(pieces.first.flatten(0, 1), pieces.blocks.flatten(0, 1), strict=True):
+        used = [block for block in blocks.tolist() if block != -1]
+        assert used == blocks[: len(used)].tolist() == sorted(used)
+        assert first.tolist() == [sum(block < j for block in used) for j in range(len(first))]
+    return pieces.first.diff(dim=-1)
+
+
+@pytest.mark.parametrize("lengths", [[8] * 6, [9, 0, 1], [0] * 5, [64, *[2] * 127], [64] * 128, [300, 40] * 20, [600]])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_pieces_are_short_and_there_are_places_for_all(lengths, groups):
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE).expand(2, 2 * groups, -1).contiguous()
+    with guarded_allocations():
+        pieces = pieces_of(counts, 2)
+    total, places = groups * sum(lengths), math.ceil(len(lengths) / KEY_BLOCKS_PER_PLACE)
+    longest = max(LEAST_ENTRIES, math.ceil(2 * total / places))
+    expected = [math.ceil(groups * n / longest) if groups * n > longest else 0 for n in lengths]
+    assert sum(expected) <= places == pieces.blocks.shape[-1]
+    assert lengths_in_pieces(pieces).tolist() == [[expected] * 2] * 2
+
+
+def test_every_list_of_a_balanced_mask_is_whole():
+    counts = torch.full((1, 1, 128), 37, dtype=torch.int32, device=DEVICE)
+    assert not lengths_in_pieces(pieces_of(counts, 1)).any()
+    counts[..., 100] = 1000
+    assert lengths_in_pieces(pieces_of(counts, 1)).nonzero()[:, -1].tolist() == [100]
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Lists that are short, but longer than others, are split: small cases have pieces."""
+    monkeypatch.setattr("sage_kernels.sla2.pieces.LEAST_ENTRIES", 1)
+    monkeypatch.setattr("sage_kernels.sla2.pieces.KEY_BLOCKS_PER_PLACE", 1)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("case", [Case(520, 700, "popular", 32), Case(260, 700, "popular", 48, 2, 1)], ids=str)
+@pytest.mark.parametrize("level", TRAINED)
+def test_gradients_of_lists_in_pieces(case, level, monkeypatch):
+    """They are the reference's and repeat bit for bit; those of whole lists are as if no list were split."""
+    by_key = block_lists(draw(case).block_mask, by_key=True)
+    split = lengths_in_pieces(pieces_of(by_key.counts, case.kv_heads)) > 0  # [B, Hkv, Tn]
+    assert split[..., case.blocks[3] // 2].all()
+    assert not split.all(-1).any()
+    with guarded_allocations():
+        found = run_gradients(case, level)
+    assert_gradients(case, level, found)
+    assert all_equal(run_gradients(case, level), found)
+    monkeypatch.setattr("sage_kernels.sla2.pieces.LEAST_ENTRIES", 1000)
+    whole = run_gradients(case, level)
+    assert all_equal(found[::3], whole[::3])
+    by_token = split.repeat_interleave(MASK_BLOCK_KV, -1)[..., : case.n_k]
+    assert all(torch.equal(x[~by_token], y[~by_token]) for x, y in zip(found[1:3], whole[1:3], strict=True))

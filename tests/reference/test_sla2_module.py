@@ -461,14 +461,17 @@ def test_stage_2_hands_the_kernels_what_they_need(stand_in, backend):
     model = module(backend=backend)
     assert model(q, k, v, torch.arange(50) == 20) is q
     assert model(q, k, v) is q
-    for (*qkv, chooser, alpha, settings, _), blocks in zip(kernels.calls, ([2], []), strict=True):
+    for (*qkv, chooser, alpha, settings, _), blocks in zip(kernels.calls, ([2], None), strict=True):
         assert all(a is b for a, b in zip(qkv, (q, k, v), strict=True))
         for ours, projection in zip(chooser[:2], (model.router.proj_q, model.router.proj_k), strict=True):
             assert torch.equal(ours, projection.weight)
             assert not ours.requires_grad
         assert chooser.count == 3
-        assert chooser.protected.nonzero().flatten().tolist() == blocks
-        assert chooser.protected.shape == (7,)
+        if blocks is None:
+            assert chooser.protected is None
+        else:
+            assert chooser.protected.nonzero().flatten().tolist() == blocks
+            assert chooser.protected.shape == (7,)
         assert torch.equal(alpha, model.alpha(1, 3))
         assert settings == BlockSettings(16, 8, quantize=True)
     model.stage(1)(q, k, v)

@@ -104,15 +104,12 @@ def smoothed(x, mean, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["n"])
 def quantize_program(
-    x_ptr, x_stride_b, x_stride_h, x_stride_n, mean_ptr, values_ptr, transposed_ptr, scale_ptr, block_mean_ptr,
+    x_ptr, x_stride_b, x_stride_h, x_stride_n, mean_ptr, values_ptr, transposed_ptr, scale_ptr,
     heads, n, n_padded, factor, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of BLOCK tokens of one head. A pointer that is None: nothing to subtract, or to write."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x = load_block(x_ptr, x_stride_b, x_stride_h, x_stride_n, head // heads, head % heads, block, n, D, DP, BLOCK)
-    if block_mean_ptr is not None:
-        d, mean = tl.arange(0, DP), tl.sum(x, 0) / tl.minimum(n - block * BLOCK, BLOCK)
-        tl.store(block_mean_ptr + (head * tl.cdiv(n, BLOCK) + block) * D + d, mean, mask=d < D)
     if mean_ptr is not None:
         d = tl.arange(0, DP)
         mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
@@ -128,19 +125,15 @@ def quantize(
     x: Tensor,
     block: int,
     start: Start = start_with_triton,
-    name: str = "quantize",
     *,
     mean: Tensor | None = None,
-    block_mean: bool = False,
     factor: float = 1.0,
     values: bool = True,
     transposed: bool = False,
     grouped: bool = False,
-) -> tuple[Quantized, Tensor | None]:
+) -> Quantized:
     """psi per block of `block` tokens of x [B, H, N, D], after subtracting mean [B, H, D] if given.
 
-    start, name: how the program is started, and its name there.
-    block_mean: then the second result is the mean of each block of x, float32 [B, H, ceil(N / block), D].
     factor: multiplied into the stored scales (c log2(e) for Q), not into the values.
     grouped: the transpose in the order of `tiles.group_columns`.
     """
@@ -148,12 +141,11 @@ def quantize(
     n_padded, dp = padded_length(n), padded_head_dim(head_dim)
     x = last_axis_contiguous(x)
     out = empty_copies(x, block, values=values, transposed=transposed)
-    means = x.new_empty(batch, heads, triton.cdiv(n, block), head_dim, dtype=torch.float32) if block_mean else None
-    arguments = x, *x.stride()[:3], mean, *out, means, heads, n, n_padded, factor
+    arguments = x, *x.stride()[:3], mean, *out, heads, n, n_padded, factor
     constants = {"D": head_dim, "DP": dp, "BLOCK": block, "GROUPED": grouped}
     options = {"num_warps": 4 if block * dp <= 8192 or not transposed else 8}
-    start(name, quantize_program, (n_padded // block, batch * heads), arguments, constants, options)
-    return out, means
+    start(quantize_program, (n_padded // block, batch * heads), arguments, constants, options)
+    return out
 
 
 def empty_copies(x: Tensor, block: int, *, values: bool, transposed: bool) -> Quantized:

@@ -123,9 +123,9 @@ class Recorder(TorchDispatchMode):
         self.made = {}  # by address: (number of the memory, its tensor, which is kept for the address to be its own)
         self.memories = len(inputs)
 
-    def start(self, name: str, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict):
+    def start(self, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
         """A `Start`."""
-        compiled = start_with_triton(name, program, grid, arguments, constants, options)
+        compiled = start_with_triton(program, grid, arguments, constants, options)
         if compiled is None:
             self.obstacle = "Triton's interpreter leaves no compiled program"
             return

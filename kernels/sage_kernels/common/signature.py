@@ -24,7 +24,7 @@ SIZE = "i32"
 PADDED_SIZE = "i32:16"  # whole blocks of tokens
 
 
-def strided(name: str, pointer: str) -> Signature:
+def strided(name: str, pointer: str | None) -> Signature:
     """A tensor of four dimensions: `name`_ptr, and how far apart its samples, heads and tokens are."""
     return {f"{name}_ptr": pointer} | {f"{name}_stride_{axis}": PADDED_SIZE for axis in "bhn"}
 

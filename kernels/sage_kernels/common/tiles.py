@@ -71,6 +71,14 @@ def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.co
 
 
 @triton.jit
+def store_tokens(tile, x, token, n, D: tl.constexpr, DP: tl.constexpr):
+    """A tile [tokens, DP] into an operand [N, D], in its type; nothing past N or D."""
+    d = tl.arange(0, DP)
+    pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
+    tl.store(pointers, tile.to(x.pointer.dtype.element_ty), mask=(token[:, None] < n) & (d[None, :] < D))
+
+
+@triton.jit
 def load_padded(x, token, DP: tl.constexpr):
     """[tokens, DP] of an INT8 operand [Np, Dp]: padded, so that no mask is needed."""
     return tl.load(x.pointer + token[:, None] * x.stride + tl.arange(0, DP)[None, :])

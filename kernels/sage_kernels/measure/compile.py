@@ -41,7 +41,8 @@ from sage_kernels.sagebwd.forward import key_sums
 from sage_kernels.sagebwd.forward import prepare as before_forward
 from sage_kernels.sagebwd.forward import program as forward
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, BackwardLevel, ForwardLevel
-from sage_kernels.sla2 import lists, routing, sums
+from sage_kernels.sla2 import lists, pieces, routing
+from sage_kernels.sla2 import prepare as before_sla2
 from sage_kernels.sla2.backward import program as sla2_backward
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward import program as sla2_forward
@@ -52,8 +53,12 @@ from sage_ref.records import markdown_table, replaced, write_record
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-# SLA2's programs that run around its ladder, with the warps they are launched with.
-SLA2_AROUND = {"sla2_key_blocks": sums.WARPS, "sla2_list": 1, "sla2_top_blocks": 1, "sla2_sequence_mean": 4}
+# SLA2's programs that run around its ladder, with the warps they are launched with, or all of the launch.
+SLA2_AROUND = {
+    "sla2_prepare": before_sla2.LAUNCH, "sla2_join": sla2_backward.JOIN_WARPS, "sla2_list": 1, "sla2_top_blocks": 1,
+    "sla2_sequence_mean": 4, "sla2_pieces": pieces.WARPS,
+}  # fmt: skip
+SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")  # they hardly depend on the head size
 # Likewise of SageBwd's: what runs before both passes, and after the last level of the backward one. With "rotary" in
 # front: as a prologue with QK-norm has it.
 SAGEBWD_AROUND = {
@@ -131,14 +136,14 @@ def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: 
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
     """Every program of the SLA2 levels. The level of one that several run is the first; the backward's is 0."""
     kernels = [(chosen.kernel, level) for level, chosen in enumerate(LEVELS)]
-    kernels += [("sla2_mix", 1), ("sla2_key_blocks", 3)]  # which makes V^ as well
-    kernels += [(kernel, 0) for kernel in BACKWARD_KERNELS]
+    kernels += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
+    kernels += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
     for capability in capabilities:
         for head_dim in head_dims:
             for kernel, level in kernels:
                 if capability not in SAME_CODE or kernel in (LEVELS[-1].kernel, *BACKWARD_KERNELS):
                     yield Case(kernel, level, capability, head_dim, False)
-        for kernel in ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean"):  # they hardly depend on the head size
+        for kernel in SLA2_ONCE:
             if capability not in SAME_CODE:
                 yield Case(kernel, 0, capability, head_dims[0], False)
 
@@ -173,7 +178,7 @@ def launch_of(case: Case) -> Launch:
     if case.launch is not None:
         return case.launch
     if warps := (SLA2_AROUND | SAGEBWD_AROUND).get(case.kernel):
-        return Launch(0, 0, warps, 1)
+        return warps if isinstance(warps, Launch) else Launch(0, 0, warps, 1)
     if is_hopper(case):
         return level_of(case).hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
@@ -246,7 +251,11 @@ def _sla2_source(case: Case) -> Source:
         "sla2_key": (
             sla2_backward.key_program, sla2_backward.key_signature(), sla2_backward.key_constants(head_dim, launch),
         ),
-        "sla2_key_blocks": (sums.key_block_program, sums.signature(int8=True), sums.constants(head_dim)),
+        "sla2_join": (
+            sla2_backward.join_program, sla2_backward.join_signature(), sla2_backward.join_constants(head_dim),
+        ),
+        "sla2_prepare": (before_sla2.prepare_program, before_sla2.signature(), before_sla2.constants(head_dim)),
+        "sla2_pieces": (pieces.pieces_program, pieces.signature(), {"WIDTH": 512}),
         "sla2_list": (lists.list_program, lists.signature(), {"WIDTH": 512}),
         "sla2_top_blocks": (routing.top_blocks_program, routing.top_blocks_signature(), {"WIDTH": 512}),
         "sla2_sequence_mean": (
@@ -262,7 +271,7 @@ def has_16_bit_matmul(case: Case) -> bool:
     """dP is one everywhere; in SLA2 so is phi(Q) H."""
     if case.kernel == "forward":
         return level_of(case).int8 != "QKV"
-    return case.kernel not in ("dv", "sla2_list", "sla2_top_blocks", "sla2_sequence_mean", *SAGEBWD_AROUND)
+    return case.kernel not in ("dv", *SLA2_ONCE, *SAGEBWD_AROUND)
 
 
 def compiled_kernel(case: Case):

@@ -26,8 +26,9 @@ from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
 from sage_kernels.sla2.ladder import LEVELS, run, run_backward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
-from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean, top_blocks
-from sage_kernels.sla2.sums import key_blocks, unselected_sums
+from sage_kernels.sla2.prepare import read_blocks
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean, top_blocks
+from sage_kernels.sla2.sums import unselected_sums
 from sage_ref import SLA2
 
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)
@@ -43,7 +44,7 @@ def bench_shape(shape: Shape, absent: Absent | None = None) -> Iterator[dict]:
     for sparsity in SPARSITIES:
         torch.compiler.reset()  # it gives up after eight shapes
         case = Case(shape, sparsity)
-        block_mask = case.prepare(LEVEL_INT8).block_mask
+        block_mask = case.prepare(LEVEL_INT8).choice.block_mask
         exact = case.judge(block_mask)
         yield from level_rows(case, block_mask, exact[0], absent)
         yield from part_rows(case)
@@ -82,17 +83,15 @@ def part_rows(case: Case) -> Iterator[dict]:
     query, key, value, _ = case.tensors
     prepared = case.prepare(LEVEL_INT8)
     inputs, scale = prepared.inputs, case.scale
-    q_bar = quantize(query, MASK_BLOCK_Q, values=False, block_mean=True)[1]
-    k_bar = key_blocks(key, value, int8=True).k_bar
+    _, k_bar, q_bar, *_ = read_blocks(query, key, value, int8=True, means=True)
     level = LEVELS[LEVEL_INT8]
     launch = sla2_launch(level.kernel, LEVEL_INT8, query)
     steps = {
-        "quantise Q, block means": lambda: quantize(query, MASK_BLOCK_Q, block_mean=True),
-        "h_j, z_j, block means of K, quantise V": lambda: key_blocks(key, value, int8=True),
+        "h_j, z_j, block means, quantise Q and V": lambda: read_blocks(query, key, value, int8=True, means=True),
         "router, Top-k, lists": lambda: route(q_bar, k_bar, *case.router),
         "mean key": lambda: sequence_mean(k_bar, case.shape.n, MASK_BLOCK_KV),
         "smooth and quantise K": lambda: quantize(key, MASK_BLOCK_KV, mean=prepared.k_mean),
-        "H = complement x h": lambda: unselected_sums(prepared.block_mask, prepared.key_sums),
+        "H = complement x h": lambda: unselected_sums(prepared.choice.complement, prepared.key_sums),
         "sparse branch alone": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, fused=False),
         "sparse, linear branch and mix": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, save=False),
     }
@@ -108,7 +107,7 @@ def module_rows(case: Case, exact: tuple[Tensor, ...], absent: Absent) -> Iterat
     """
     count = round(case.count / 2)
     scores = torch.rand(*case.shape[:2], case.rows, triton.cdiv(case.shape.n, PEER_BLOCK_KV), device=case.alpha.device)
-    wide_mask, _ = top_blocks(scores, count)
+    wide_mask = top_blocks(scores, count).block_mask
     dense = DENSE_PEERS if case.sparsity == SPARSITIES[-1] else ()
     make = {f"{OURS}, level {level}": partial(sla2_module, case, level, exact) for level in (LEVEL_16BIT, LEVEL_INT8)}
     for provider in absent.present((*dense, *SPARSE_PEERS), case.where):
@@ -149,7 +148,7 @@ def backward_entry(case: Case, error: float) -> Entry:
     inputs = BackwardInputs(
         grad_output, *operands, case.alpha, prepared.inputs.sums, *result[1:], prepared.k_mean
     )  # fmt: skip
-    kernels = partial(run_backward, inputs, prepared.block_mask, prepared.inputs.lists, scale=case.scale)
+    kernels = partial(run_backward, inputs, prepared.choice, scale=case.scale)
     return Entry("sla2", OURS, BACKWARD_LEVEL, kernels, error)
 
 

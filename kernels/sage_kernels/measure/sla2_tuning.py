@@ -28,7 +28,7 @@ def runner(kernel: Kernel, case: Case):
     """A function of a launch that runs the kernel and returns its output with what it should be."""
     query, key, _, _ = case.tensors
     prepared = case.prepare(kernel.level)
-    exact = case.judge(prepared.block_mask)
+    exact = case.judge(prepared.choice.block_mask)
     if kernel.kernel == LEVELS[kernel.level].kernel:
         return lambda launch: [(judged(run(prepared, kernel.level, scale=case.scale, launch=launch).output), exact[0])]
     saved = run(prepared, 1, scale=case.scale)
@@ -36,11 +36,11 @@ def runner(kernel: Kernel, case: Case):
         return lambda launch: [(judged(level1_lists.run_mix(prepared.inputs, saved.sparse_output, launch)), exact[0])]
     tensors = case.judged_grad_output(), *case.tensors[:3], case.alpha
     inputs = BackwardInputs(*tensors, prepared.inputs.sums, saved.sparse_output, saved.log_sum_exp, None)
-    lists, by_key = prepared.inputs.lists, block_lists(prepared.block_mask, by_key=True)
+    choice, by_key = prepared.choice, block_lists(prepared.choice.block_mask, by_key=True)
 
     def query_gradients(linear: Launch, sparse: Launch):  # timed together: the second adds to the first's dQ
         gradients = run_linear_query(inputs, linear, scale=case.scale)
-        run_query(inputs, gradients, lists, sparse, scale=case.scale)
+        run_query(inputs, gradients, choice.lists, sparse, scale=case.scale)
         return gradients
 
     linear, sparse = (sla2_launch(name, 0, query) for name in ("sla2_linear_query", "sla2_query"))
@@ -49,7 +49,7 @@ def runner(kernel: Kernel, case: Case):
     if kernel.kernel == "sla2_query":
         return lambda launch: [(judged(query_gradients(linear, launch).grad_query), exact[1])]
     gradients = query_gradients(linear, sparse)
-    grad_sums = unselected_sums_by_key(prepared.block_mask, gradients.grad_sums, key.shape[1])
+    grad_sums = unselected_sums_by_key(choice.complement, gradients.grad_sums, key.shape[1])
     return lambda launch: [(run_key(inputs, gradients, grad_sums, by_key, launch, scale=case.scale)[0], exact[2])]
 
 

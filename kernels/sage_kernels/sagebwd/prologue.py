@@ -168,7 +168,7 @@ def run_rotate_back(
     arguments = (
         *tensors, gain_sums, *prologue, heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
     )  # fmt: skip
-    start("rotate_back", rotate_back_program, (programs,), arguments, constants(head_dim), {"num_warps": WARPS})
+    start(rotate_back_program, (programs,), arguments, constants(head_dim), {"num_warps": WARPS})
     if not with_norm:
         return out
     return *out, gain_sums[:query_programs].sum(0), gain_sums[query_programs:].sum(0)

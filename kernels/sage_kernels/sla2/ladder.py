@@ -15,9 +15,10 @@ from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
-from sage_kernels.sla2.lists import BlockLists, block_lists
-from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
-from sage_kernels.sla2.sums import key_blocks, unselected_sums, unselected_sums_by_key
+from sage_kernels.sla2.lists import Choice, block_lists, given
+from sage_kernels.sla2.prepare import read_blocks
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean
+from sage_kernels.sla2.sums import unselected_sums, unselected_sums_by_key
 from sage_ref.sla2.router import Routing
 
 LOG2_E = math.log2(math.e)
@@ -47,8 +48,8 @@ BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of all lev
 
 class Prepared(NamedTuple):
     inputs: ForwardInputs
-    block_mask: Tensor  # bool [B, H, Tm, Tn]
-    key_sums: Tensor  # [B, Hkv, Tn, Dp (Dp + 1)]: h_j, then z_j
+    choice: Choice
+    key_sums: Tensor  # [B, Hkv, Tn padded, Dp (Dp + 1)]: h_j, then z_j
     k_mean: Tensor | None  # float32 [B, Hkv, D], where K was smoothed
 
 
@@ -68,24 +69,15 @@ def prepare(
     chooser: a block mask, bool [B, H, Tm, Tn], or the router's choice. alpha: float32 [B, H, Tm]. Both contiguous.
     """
     int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Routing)
-    blocks = key_blocks(key, value, start, int8=int8)
-    q_hat = k_hat = k_mean = None
-    if int8 or routed:
-        # The running maximum of the INT8 tiles wants s_Q >= 0, so Q takes the sign of c.
-        q_hat, q_bar = quantize(
-            query if scale >= 0 else -query, MASK_BLOCK_Q, start, "quantize Q", factor=abs(scale) * LOG2_E, values=int8,
-            block_mean=routed,
-        )  # fmt: skip
-    if routed:
-        block_mask, lists = route(q_bar, blocks.k_bar, *chooser, start)
-    else:
-        block_mask, lists = chooser, block_lists(chooser, start)
+    blocks = read_blocks(query, key, value, start, int8=int8, means=routed, factor=scale * LOG2_E)
+    choice = route(blocks.q_bar, blocks.k_bar, *chooser, start) if routed else given(chooser, start)
+    k_hat = k_mean = None
     if int8:
         k_mean = sequence_mean(blocks.k_bar, key.shape[2], MASK_BLOCK_KV, start)
-        k_hat, _ = quantize(key, MASK_BLOCK_KV, start, "quantize K", mean=k_mean)
-    sums = unselected_sums(block_mask, blocks.sums)
-    hats = (q_hat, k_hat, blocks.v_hat) if int8 else (None, None, None)
-    return Prepared(ForwardInputs(query, key, value, alpha, lists, sums, *hats), block_mask, blocks.sums, k_mean)
+        k_hat = quantize(key, MASK_BLOCK_KV, start, mean=k_mean)
+    sums = unselected_sums(choice.complement, blocks.sums)
+    inputs = ForwardInputs(query, key, value, alpha, choice.lists, sums, blocks.q_hat, k_hat, blocks.v_hat)
+    return Prepared(inputs, choice, blocks.sums, k_mean)
 
 
 def run(
@@ -101,7 +93,7 @@ def run(
     chosen, inputs = LEVELS[level], prepared.inputs
     launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:
-        tensors = inputs.query, inputs.key, inputs.value, prepared.block_mask, inputs.alpha, prepared.key_sums
+        tensors = inputs.query, inputs.key, inputs.value, prepared.choice.block_mask, inputs.alpha, prepared.key_sums
         return Forward(level0_as_printed.run(*tensors, launch, scale=scale), None, None)
     save = save or not chosen.fused
     forward = run_forward(inputs, chosen.key_tile, launch, start, scale=scale, fused=chosen.fused, save=save)
@@ -112,14 +104,14 @@ def run(
 
 
 def run_backward(
-    inputs: BackwardInputs, block_mask: Tensor, lists: BlockLists, start: Start = start_with_triton, *, scale: float
+    inputs: BackwardInputs, choice: Choice, start: Start = start_with_triton, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and dalpha, in 16 bit. lists: by query block. Deterministic: no atomic operations."""
+    """dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations."""
     query = inputs.query
     gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
-    run_query(inputs, gradients, lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
-    grad_sums = unselected_sums_by_key(block_mask, gradients.grad_sums, inputs.key.shape[1])
-    by_key = block_lists(block_mask, start, by_key=True)
+    run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
+    grad_sums = unselected_sums_by_key(choice.complement, gradients.grad_sums, inputs.key.shape[1])
+    by_key = block_lists(choice.block_mask, start, by_key=True)
     dk, dv = run_key(inputs, gradients, grad_sums, by_key, sla2_launch("sla2_key", 0, query), start, scale=scale)
     return gradients.grad_query, dk, dv, gradients.grad_alpha
 

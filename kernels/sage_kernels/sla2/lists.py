@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.signature import POINTERS, SIZE, Signature
+from sage_kernels.sla2.sums import SUMS_DTYPE, padded_columns, sums_dtype
 
 
 class BlockLists(NamedTuple):
@@ -16,6 +17,14 @@ class BlockLists(NamedTuple):
 
     entries: Tensor  # int32 [B, H, rows, width], undefined after the row's count
     counts: Tensor  # int32 [B, H, rows]
+
+
+class Choice(NamedTuple):
+    """Which key blocks each query block selects, in the forms that programs and matrix products read."""
+
+    block_mask: Tensor  # bool [B, H, Tm, Tn]
+    complement: Tensor  # [B, H, Tm, Tn padded], 1 where the mask is False, 0 elsewhere; in the type of the sums
+    lists: BlockLists  # by query block
 
 
 @triton.jit
@@ -27,6 +36,14 @@ def store_list(selected, column, list_number, width, entries_ptr, counts_ptr):
 
 
 @triton.jit
+def store_complement(selected, column, row, columns, padded, complement_ptr):
+    """Row `row` of the complement: 1 where `selected` is 0, and 0 from `columns` on."""
+    unselected = ((selected == 0) & (column < columns)).to(tl.float32)
+    pointers = complement_ptr + row * padded + column
+    tl.store(pointers, unselected.to(complement_ptr.dtype.element_ty), mask=column < padded)
+
+
+@triton.jit
 def list_range(entries_ptr, count_ptr, n_k, MASK_BLOCK_KV: tl.constexpr):
     """(full, count): entries [0, full) need no mask; [full, count) is the sequence's partial last block, if listed."""
     count = tl.load(count_ptr)
@@ -35,27 +52,34 @@ def list_range(entries_ptr, count_ptr, n_k, MASK_BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def list_program(mask_ptr, stride_row, stride_column, columns, entries_ptr, counts_ptr, WIDTH: tl.constexpr):
+def list_program(
+    mask_ptr, stride_row, stride_column, columns, entries_ptr, counts_ptr, complement_ptr, padded, WIDTH: tl.constexpr
+):
+    """One program: one row of a mask, or one column as if it were a row. complement_ptr None: the list alone."""
     row, head, column = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     rows = tl.num_programs(0)
     pointers = mask_ptr + head * rows * columns + row * stride_row + column * stride_column
     selected = tl.load(pointers, mask=column < columns, other=0).to(tl.int32)
     store_list(selected, column, head * rows + row, columns, entries_ptr, counts_ptr)
+    if complement_ptr is not None:
+        store_complement(selected, column, head * rows + row, columns, padded, complement_ptr)
 
 
 def signature() -> Signature:
-    """Triton's types of the parameters of `list_program`."""
+    """Triton's types of the parameters of `list_program`, with a complement."""
     lists = POINTERS[torch.int32]
     return {
         "mask_ptr": POINTERS[torch.bool], "stride_row": SIZE, "stride_column": SIZE, "columns": SIZE,
-        "entries_ptr": lists, "counts_ptr": lists,
+        "entries_ptr": lists, "counts_ptr": lists, "complement_ptr": POINTERS[SUMS_DTYPE], "padded": SIZE,
     }  # fmt: skip
 
 
-def block_lists(block_mask: Tensor, start: Start = start_with_triton, *, by_key: bool = False) -> BlockLists:
+def block_lists(
+    block_mask: Tensor, start: Start = start_with_triton, *, by_key: bool = False, complement: Tensor | None = None
+) -> BlockLists:
     """Selected key blocks of every query block; by_key: the query blocks that selected each key block.
 
-    block_mask: bool [B, H, Tm, Tn], contiguous.
+    block_mask: bool [B, H, Tm, Tn], contiguous. complement: where `Choice.complement` goes, not with by_key.
     """
     batch, heads, rows, columns = block_mask.shape
     strides = columns, 1
@@ -63,8 +87,28 @@ def block_lists(block_mask: Tensor, start: Start = start_with_triton, *, by_key:
         rows, columns, strides = columns, rows, strides[::-1]
     entries = block_mask.new_empty(batch, heads, rows, columns, dtype=torch.int32)
     counts = block_mask.new_empty(batch, heads, rows, dtype=torch.int32)
-    padded = triton.next_power_of_2(columns)
-    arguments = block_mask, *strides, columns, entries, counts
-    options = {"num_warps": max(1, min(16, padded // 512))}
-    start("lists", list_program, (rows, batch * heads), arguments, {"WIDTH": padded}, options)
+    padded = padded_columns(columns)
+    arguments = block_mask, *strides, columns, entries, counts, complement, padded
+    start(list_program, (rows, batch * heads), arguments, {"WIDTH": row_width(columns)}, options(columns))
     return BlockLists(entries, counts)
+
+
+def given(block_mask: Tensor, start: Start = start_with_triton) -> Choice:
+    """The choice that a block mask, bool [B, H, Tm, Tn] and contiguous, stands for."""
+    complement = empty_complement(block_mask)
+    return Choice(block_mask, complement, block_lists(block_mask, start, complement=complement))
+
+
+def empty_complement(x: Tensor) -> Tensor:
+    """Room for the complement of a mask or scores x [B, H, Tm, Tn]."""
+    return x.new_empty(*x.shape[:3], padded_columns(x.shape[3]), dtype=sums_dtype(x))
+
+
+def row_width(columns: int) -> int:
+    """The power of two that holds a row of a mask, and of its complement."""
+    return 1 << (padded_columns(columns) - 1).bit_length()
+
+
+def options(columns: int) -> dict:
+    """What Triton's compiler is told of a program that holds one row of a mask."""
+    return {"num_warps": max(1, min(16, row_width(columns) // 512))}

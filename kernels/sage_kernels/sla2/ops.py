@@ -1,25 +1,29 @@
 """SLA2 as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
 
-Deterministic. The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask and its lists,
-and H_i and Z_i of every query block, which are as large as O_s.
+Deterministic. The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its
+complement and its lists, and H_i and Z_i of every query block, which are as large as O_s. O and dQ lie in memory as Q
+does, dK as K, dV as V.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
-import triton
 from torch import Tensor
 
-from sage_kernels.common.launcher import kind_of, launcher_of
+from sage_kernels.common.launcher import Start
+from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import padded_head_dim, padded_length
+from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd import ops
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.ladder import prepare, run, run_backward
-from sage_kernels.sla2.lists import BlockLists
+from sage_kernels.sla2.lists import BlockLists, Choice, empty_complement
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from sage_ref.attention import softmax_scale
 from sage_ref.derivatives import gradients_once
-from sage_ref.sla2.blocks import BlockSettings
+from sage_ref.sla2.blocks import BlockSettings, block_count
 from sage_ref.sla2.router import Routing
 
 LEVEL_16BIT, LEVEL_INT8 = 2, 3
@@ -32,6 +36,12 @@ def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
         needed, got = f"{MASK_BLOCK_Q} x {MASK_BLOCK_KV}", f"{settings.block_q} x {settings.block_kv}"
         return f"the kernels need blocks of {needed}, and got {got}"
     return found
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Inside, the sums and the router's scores keep their type. To leave autocast takes longer than to ask for it."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def forward(
@@ -48,38 +58,44 @@ def forward(
     scale: float,
     save: bool,
 ) -> list[Tensor]:
-    """O, and with save what the backward pass needs: O_s, L, H and Z, the lists, the chosen mask, the mean key.
+    """O, and with save what the backward pass needs: O_s, L, H and Z, lists, complement, chosen mask, mean key.
 
     Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
     """
     level = LEVEL_INT8 if quantize else LEVEL_16BIT
     chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
-    # Triton launches on the current device; autocast would turn the sums and the router's scores into 16 bit.
-    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
-        start = launcher_of(("sla2_forward", kind_of(query, key, value, alpha), level, block_mask is None, count, save))
+
+    def compute(start: Start) -> list[Tensor]:
         prepared = prepare(query, key, value, chooser, alpha, level, start, scale=scale)
         result = run(prepared, level, start, scale=scale, save=save)
-    if not save:
-        return [result.output]
-    chosen = [prepared.block_mask] if block_mask is None else []
-    smoothed = [prepared.k_mean] if quantize else []
-    return [*result, prepared.inputs.sums, *prepared.inputs.lists, *chosen, *smoothed]
+        if not save:
+            return [result.output]
+        choice = prepared.choice
+        chosen = [choice.block_mask] if block_mask is None else []
+        smoothed = [prepared.k_mean] if quantize else []
+        return [*result, prepared.inputs.sums, *choice.lists, choice.complement, *chosen, *smoothed]
+
+    inputs = query, key, value, alpha, block_mask, proj_q, proj_k, protected
+    with torch.cuda.device_of(query), without_autocast(query):  # Triton launches on the current device
+        return list(recorded(("sla2_forward", level, count, scale, save), inputs, compute))
 
 
 def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
     """Tensors like those of `forward`, without their values: for torch.compile."""
-    output = query.new_empty(query.shape)
+    output = empty_in_layout_of(query)
     if not save:
         return [output]
     (batch, heads, n_q, head_dim), n_k = query.shape, key.shape[2]
-    rows, columns, dp = triton.cdiv(n_q, MASK_BLOCK_Q), triton.cdiv(n_k, MASK_BLOCK_KV), padded_head_dim(head_dim)
+    rows, columns, dp = block_count(n_q, MASK_BLOCK_Q), block_count(n_k, MASK_BLOCK_KV), padded_head_dim(head_dim)
     log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32)
     sums = query.new_empty(batch, heads, rows, dp * (dp + 1), dtype=sums_dtype(query))
     entries = query.new_empty(batch, heads, rows, count if block_mask is None else columns, dtype=torch.int32)
     counts = query.new_empty(batch, heads, rows, dtype=torch.int32)
-    chosen = [query.new_empty(batch, heads, rows, columns, dtype=torch.bool)] if block_mask is None else []
+    mask = query.new_empty(batch, heads, rows, columns, dtype=torch.bool) if block_mask is None else block_mask
+    chosen = [mask] if block_mask is None else []
     smoothed = [query.new_empty(batch, key.shape[1], head_dim, dtype=torch.float32)] if quantize else []
-    return [output, query.new_empty(query.shape), log_sum_exp, sums, entries, counts, *chosen, *smoothed]
+    lists = entries, counts, empty_complement(mask)
+    return [output, query.new_empty(query.shape), log_sum_exp, sums, *lists, *chosen, *smoothed]
 
 
 def backward(
@@ -94,20 +110,28 @@ def backward(
     sums: Tensor,
     entries: Tensor,
     counts: Tensor,
+    complement: Tensor,
     k_mean: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV, dalpha."""
-    inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
-    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
-        tensors = grad_output, query, key, value, alpha, block_mask, entries
-        start = launcher_of(("sla2_backward", kind_of(*tensors), k_mean is None))
-        return run_backward(inputs, block_mask, BlockLists(entries, counts), start, scale=scale)
+
+    def compute(start: Start) -> tuple[Tensor, ...]:
+        inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
+        choice = Choice(block_mask, complement, BlockLists(entries, counts))
+        return run_backward(inputs, choice, start, scale=scale)
+
+    inputs = (
+        grad_output, query, key, value, alpha, block_mask, sparse_output, log_sum_exp, sums, entries, counts,
+        complement, k_mean,
+    )  # fmt: skip
+    with torch.cuda.device_of(query), without_autocast(query):
+        return recorded(("sla2_backward", scale), inputs, compute)
 
 
 def fake_backward(grad_output, query, key, value, alpha, *_):
     """Tensors like those of `backward`, without their values."""
-    return tuple(x.new_empty(x.shape) for x in (query, key, value, alpha))
+    return *(empty_in_layout_of(x) for x in (query, key, value)), alpha.new_empty(alpha.shape)
 
 
 register("sla2_forward", forward, fake_forward)
@@ -122,8 +146,8 @@ class Sla2Operation(torch.autograd.Function):
         *_, quantize, scale, save = options
         output, *rest = torch.ops.sage_kernels.sla2_forward.default(query, key, value, alpha, block_mask, *options)
         if save:
-            k_mean = rest.pop() if quantize else None
-            block_mask = rest.pop() if block_mask is None else block_mask
+            rest, k_mean = (rest[:-1], rest[-1]) if quantize else (rest, None)
+            rest, block_mask = (rest[:-1], rest[-1]) if block_mask is None else (rest, block_mask)
             ctx.save_for_backward(query, key, value, alpha, block_mask, *rest, k_mean)
         ctx.scale = scale
         ctx.set_materialize_grads(False)

@@ -1,10 +1,11 @@
 """Which key blocks each query block attends to: router scores from block means, hard Top-k, and its lists.
 
-Nothing here touches tokens: the block means come from kernels that read Q, K and V anyway (`quantize.py`, `sums.py`).
+Nothing here touches tokens: the block means come from the program that reads Q, K and V anyway (`prepare.py`).
 The mean key of the sequence, which smoothing needs, is a mean of block means.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +13,17 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
-from sage_kernels.sla2.lists import BlockLists, store_list
+from sage_kernels.sla2.lists import (
+    BlockLists,
+    Choice,
+    empty_complement,
+    options,
+    row_width,
+    store_complement,
+    store_list,
+)
+from sage_kernels.sla2.sums import SUMS_DTYPE, padded_columns
+from sage_ref.sla2.blocks import block_count
 
 MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
 if SCALE_BLOCK % MASK_BLOCK_Q or SCALE_BLOCK % MASK_BLOCK_KV:  # kernels would read past the copies that `quantize` pads
@@ -48,16 +59,21 @@ def sequence_mean(means: Tensor, n: int, block: int, start: Start = start_with_t
     """Mean over all n tokens, [B, H, D], from the means of its blocks [B, H, blocks, D]; the last may be partial."""
     batch, heads, blocks, head_dim = means.shape
     mean = means.new_empty(batch, heads, head_dim)
-    grid, arguments = (triton.cdiv(head_dim, 32), batch * heads), (means, mean, n, blocks)
-    start("sequence_mean", sequence_mean_program, grid, arguments, sequence_mean_constants(head_dim, block), {})
+    grid, arguments = (block_count(head_dim, 32), batch * heads), (means, mean, n, blocks)
+    start(sequence_mean_program, grid, arguments, sequence_mean_constants(head_dim, block), {})
     return mean
 
 
 @triton.jit
-def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, count, WIDTH: tl.constexpr):
+def top_blocks_program(
+    scores_ptr, protected_ptr, mask_ptr, complement_ptr, entries_ptr, counts_ptr, columns, padded, count,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """One program: one row of [Tm, Tn] scores. The `count` largest; among equal ones those that come first."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     score = tl.load(scores_ptr + row * columns + column, mask=column < columns, other=0.0)
+    if protected_ptr is not None:
+        score = tl.where(tl.load(protected_ptr + column, mask=column < columns, other=0) != 0, float("inf"), score)
     # Unsigned integers in the order of the scores: NaN above infinity, -0 equal to 0.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
@@ -73,33 +89,37 @@ def top_blocks_program(scores_ptr, mask_ptr, entries_ptr, counts_ptr, columns, c
     still_wanted = count - tl.sum(above.to(tl.int32), 0)
     selected = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= still_wanted))
     tl.store(mask_ptr + row * columns + column, selected, mask=column < columns)
+    store_complement(selected.to(tl.int32), column, row, columns, padded, complement_ptr)
     store_list(selected.to(tl.int32), column, row, count, entries_ptr, counts_ptr)
 
 
 def top_blocks_signature() -> Signature:
-    """Triton's types of the parameters of `top_blocks_program`."""
+    """Triton's types of the parameters of `top_blocks_program`, with protected blocks."""
     lists = POINTERS[torch.int32]
     return {
-        "scores_ptr": FLOATS, "mask_ptr": POINTERS[torch.bool], "entries_ptr": lists, "counts_ptr": lists,
-        "columns": SIZE, "count": SIZE,
+        "scores_ptr": FLOATS, "protected_ptr": POINTERS[torch.bool], "mask_ptr": POINTERS[torch.bool],
+        "complement_ptr": POINTERS[SUMS_DTYPE], "entries_ptr": lists, "counts_ptr": lists,
+        "columns": SIZE, "padded": SIZE, "count": SIZE,
     }  # fmt: skip
 
 
-def top_blocks(scores: Tensor, count: int, start: Start = start_with_triton) -> tuple[Tensor, BlockLists]:
-    """(mask bool [B, H, Tm, Tn], its lists): the `count` largest of each row, ties as `sage_ref.sla2` breaks them.
+def top_blocks(
+    scores: Tensor, count: int, start: Start = start_with_triton, *, protected: Tensor | None = None
+) -> Choice:
+    """The `count` largest of each row of scores, ties as `sage_ref.sla2` breaks them.
 
-    scores: float32 [B, H, Tm, Tn]; count <= Tn.
+    scores: float32 [B, H, Tm, Tn]; count <= Tn. protected: bool [Tn], blocks whose scores count as infinite.
     """
-    mask = torch.empty_like(scores, dtype=torch.bool)
+    columns = scores.shape[-1]
+    mask, complement = torch.empty_like(scores, dtype=torch.bool), empty_complement(scores)
     lists = BlockLists(
         scores.new_empty(*scores.shape[:3], count, dtype=torch.int32),
         scores.new_empty(scores.shape[:3], dtype=torch.int32),
     )
-    width = triton.next_power_of_2(scores.shape[-1])
-    arguments = scores, mask, *lists, scores.shape[-1], count
-    options = {"num_warps": max(1, min(16, width // 512))}
-    start("top_blocks", top_blocks_program, (lists.counts.numel(),), arguments, {"WIDTH": width}, options)
-    return mask, lists
+    arguments = scores, protected, mask, complement, *lists, columns, padded_columns(columns), count
+    grid, constants = (lists.counts.numel(),), {"WIDTH": row_width(columns)}
+    start(top_blocks_program, grid, arguments, constants, options(columns))
+    return Choice(mask, complement, lists)
 
 
 def route(
@@ -110,14 +130,13 @@ def route(
     count: int,
     protected: Tensor | None,
     start: Start = start_with_triton,
-) -> tuple[Tensor, BlockLists]:
-    """(block mask, lists) of SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
+) -> Choice:
+    """SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
 
     protected: bool [Tn], blocks chosen first. Smoothing K would change every score of a row alike, as would c.
     """
-    groups = q_bar.shape[1] // k_bar.shape[1]
-    q_bar, k_bar = q_bar @ proj_q.float().mT, k_bar @ proj_k.float().mT
-    scores = q_bar @ (k_bar.repeat_interleave(groups, 1) if groups > 1 else k_bar).mT
-    if protected is not None:
-        scores = scores.masked_fill(protected, torch.inf)
-    return top_blocks(scores, count, start)
+    (batch, heads, rows, head_dim), columns = q_bar.shape, k_bar.shape[2]
+    q_bar, k_bar = F.linear(q_bar, proj_q.float()), F.linear(k_bar, proj_k.float())
+    # The heads that share a key head are one matrix: [B Hkv, H / Hkv Tm, D] x [B Hkv, D, Tn].
+    scores = torch.bmm(q_bar.view(batch * k_bar.shape[1], -1, head_dim), k_bar.flatten(0, 1).mT)
+    return top_blocks(scores.view(batch, heads, rows, columns), count, start, protected=protected)

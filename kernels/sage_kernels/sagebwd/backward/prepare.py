@@ -215,6 +215,6 @@ def prepare(
         heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
     )  # fmt: skip
     grid, known = (query_programs + k_hat.scale.numel(),), constants(head_dim, grouped, is_causal)
-    start("prepare_backward", prepare_program, grid, arguments, known, {"num_warps": WARPS})
+    start(prepare_program, grid, arguments, known, {"num_warps": WARPS})
     q_hat, k_hat = q_hat._replace(transposed=q_hat_t, scale=marked), k_hat._replace(transposed=k_hat_t)
     return Prepared(q_hat, k_hat, do_hat, delta, units)

@@ -251,7 +251,7 @@ def run_dq(
         n_q_padded, n_k_padded, scale * LOG2_E, scale,
     )  # fmt: skip
     constants = dq_constants(key_tile, head_dim, launch, is_causal, per_block)
-    start("dq", dq_program, (n_q_padded // launch.block_q, batch * heads), arguments, constants, launch.options)
+    start(dq_program, (n_q_padded // launch.block_q, batch * heads), arguments, constants, launch.options)
     return dq
 
 
@@ -285,7 +285,7 @@ def run_dkdv(
     )  # fmt: skip
     constants = dkdv_constants(query_tile, head_dim, launch, is_causal, per_block, outputs)
     grid = (n_k_padded // launch.block_kv, batch * kv_heads)
-    start(outputs, dkdv_program, grid, arguments, constants, launch.options)
+    start(dkdv_program, grid, arguments, constants, launch.options)
     return dk, dv
 
 

@@ -67,5 +67,5 @@ def key_sums(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
     sums = key.new_empty(batch, kv_heads, triton.cdiv(n_k, steps * STEP), head_dim, dtype=torch.float32)
     arguments = key, *key.stride()[:3], sums, *prologue, kv_heads, n_k, sums.shape[2], steps
     grid = (batch * kv_heads * sums.shape[2],)
-    start("key_sums", key_sums_program, grid, arguments, constants(head_dim), {"num_warps": WARPS})
+    start(key_sums_program, grid, arguments, constants(head_dim), {"num_warps": WARPS})
     return sums

@@ -268,5 +268,5 @@ def run(
         q_hat.scale, k_hat.scale, v_hat.scale, output, log_sum_exp, *sizes,
     )  # fmt: skip
     constants = {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
-    start("forward", hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
+    start(hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
     return output, log_sum_exp

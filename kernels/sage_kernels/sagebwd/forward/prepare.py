@@ -129,5 +129,5 @@ def quantize_inputs(
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, parts, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
-    start("prepare_forward", prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": WARPS})
+    start(prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": WARPS})
     return q_hat, k_hat, v_hat

@@ -113,5 +113,5 @@ def run(
         log_sum_exp, heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
     )  # fmt: skip
     grid, known = (n_q_padded // launch.block_q, batch * heads), constants(key_tile, head_dim, launch, is_causal)
-    start("forward", forward_program, grid, arguments, known, launch.options)
+    start(forward_program, grid, arguments, known, launch.options)
     return output, log_sum_exp

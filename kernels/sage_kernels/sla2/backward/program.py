@@ -2,7 +2,8 @@
 
 The linear branch comes first for queries: its program leaves dH_i and dZ_i, of which one matrix product makes what the
 keys need, dh_j = sum_i (1 - M_ij) dH_i. The sparse programs then add their share; their loop bodies KEY_TILE and
-QUERY_TILE are the SageBwd ladder's in 16 bit.
+QUERY_TILE are the SageBwd ladder's in 16 bit. A key block with a long list gets several programs (`pieces.py`), and one
+more that adds up what they leave.
 """
 
 import math
@@ -15,16 +16,20 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import TINY, Operand, Tile, load_tokens, softmax_features
+from sage_kernels.common.tiles import TINY, Operand, Tile, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.backward import level0_16bit
 from sage_kernels.sagebwd.backward.program import KeyHead, KeyTile, QueryHead, QueryTile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_kernels.sla2.lists import BlockLists, list_range
+from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import SUMS_DTYPE
+from sage_ref.sla2.blocks import block_count
+
+JOIN_WARPS = 8
 
 
 class BackwardInputs(NamedTuple):
@@ -53,8 +58,8 @@ class QueryGradients(NamedTuple):
 @triton.jit(do_not_specialize=["n_q"])
 def linear_query_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    k_mean_ptr, alpha_ptr, sums_ptr, o_s_ptr, log_sum_exp_ptr, dq_ptr, dalpha_ptr, dsums_ptr, delta_ptr,
-    unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, groups, n_q, log2_scale,
+    k_mean_ptr, alpha_ptr, sums_ptr, o_s_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
+    dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, groups, n_q, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of queries of one head. Alg. 3, lines 4 to 8, and dalpha. COLUMNS: at a time."""
@@ -111,15 +116,14 @@ def linear_query_program(
     dq_phi = (dq_phi - d_l[:, None] * z_i[None, :]) * inverse[:, None]
     q_phi = q_phi_i.to(tl.float32)
     dq_i = q_phi * (dq_phi - tl.sum(q_phi * dq_phi, 1)[:, None])
-    inside = (query[:, None] < n_q) & (d[None, :] < D)
-    tl.store(dq_ptr + rows + d[None, :], dq_i.to(dq_ptr.dtype.element_ty), mask=inside)
+    store_tokens(dq_i, Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n), query, n_q, D, DP)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
 def query_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr,
+    entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
     heads, groups, n_q, n_k, n_q_padded, width, log2_scale, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
@@ -128,9 +132,7 @@ def query_program(
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
-    query, d = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
-    inside = (query[:, None] < n_q) & (d[None, :] < D)
-    offsets = head * n_q * D + query[:, None] * D + d[None, :]
+    query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     list_number = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     alpha_i = tl.load(alpha_ptr + list_number)
     # [Bq, D]
@@ -149,65 +151,159 @@ def query_program(
         dq_i = KEY_TILE(dq_i, queries, tl.load(entries_ptr + entry), keys, n_k, TILE, False, False)
     for entry in range(full, count):
         dq_i = KEY_TILE(dq_i, queries, tl.load(entries_ptr + entry), keys, n_k, TILE, True, False)
-    dq_i = dq_i * scale * alpha_i + tl.load(dq_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dq_ptr + offsets, dq_i.to(dq_ptr.dtype.element_ty), mask=inside)
+    dq = Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n)
+    dq_i = dq_i * scale * alpha_i + load_tokens(dq, query, n_q, D, DP, True).to(tl.float32)
+    store_tokens(dq_i, dq, query, n_q, D, DP)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "width"])
+class KeyGradients(NamedTuple):
+    """In a kernel: what the linear branch of one block of keys needs, and where the block's gradients go."""
+
+    k: Operand
+    v: Operand
+    dsums: tl.tensor  # pointer to dh_j, then dz_j
+    dk: Operand
+    dv: Operand
+
+
+@triton.jit
+def store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D: tl.constexpr, DP: tl.constexpr):
+    """Add the linear branch's share (Alg. 3, lines 16 to 18) to the sparse one's sums, and write dK_j and dV_j.
+
+    out: KeyGradients. K_j and V_j are loaded here, since it takes registers to keep them through a loop.
+    """
+    dtype = out.dsums.dtype.element_ty
+    d = tl.arange(0, DP)
+    dh_j = tl.load(out.dsums + d[:, None] * DP + d[None, :])
+    dz_j = tl.load(out.dsums + DP * DP + d).to(tl.float32)
+    k_phi = softmax_features(load_tokens(out.k, key, n_k, D, DP, True).to(tl.float32), D, DP)
+    dv_j += tl.dot(k_phi.to(dtype), dh_j)
+    store_tokens(dv_j, out.dv, key, n_k, D, DP)
+    dk_phi = tl.dot(load_tokens(out.v, key, n_k, D, DP, True).to(dtype), tl.trans(dh_j)) + dz_j[None, :]
+    k_phi = softmax_features(load_tokens(out.k, key, n_k, D, DP, True).to(tl.float32), D, DP)
+    dk_j = dk_j * scale + k_phi * (dk_phi - tl.sum(k_phi * dk_phi, 1)[:, None])
+    store_tokens(dk_j, out.dk, key, n_k, D, DP)
+
+
+@triton.jit
+def partial_pointers(partial_ptr, number, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr):
+    """Where the float32 tile [Bkv, DP] of this number lies: dK of the piece at place p has number 2 p, dV 2 p + 1."""
+    row, d = tl.arange(0, MASK_BLOCK_KV), tl.arange(0, DP)
+    return partial_ptr + number.to(tl.int64) * MASK_BLOCK_KV * DP + row[:, None] * DP + d[None, :]
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "width", "sums_rows", "places"])
 def key_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    entries_ptr, counts_ptr, dsums_ptr, delta_ptr, alpha_log_sum_exp_ptr, dk_ptr, dv_ptr,
-    heads, groups, n_q, n_k, n_q_padded, width, log2_scale, scale,
+    entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr, delta_ptr, alpha_log_sum_exp_ptr,
+    dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n, partial_ptr,
+    heads, groups, n_q, n_k, n_q_padded, width, sums_rows, places, log2_scale, scale,
     QUERY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of keys of one head. BLOCK_Q: queries of a block that are worked on at a time."""
+    """One program: a piece of the list of one block of keys, or the whole list of one block, in this order.
+
+    BLOCK_Q: queries of a block that are worked on at a time. A piece leaves its sums at partial_ptr.
+    """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_Q, False)
-    j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    key_blocks, kv_heads = tl.num_programs(0), heads // groups
+    STEPS: tl.constexpr = MASK_BLOCK_Q // BLOCK_Q  # per entry
+    t, key_blocks, kv_heads = tl.program_id(0), tl.cdiv(n_k, MASK_BLOCK_KV), heads // groups
+    all_places = tl.num_programs(0) // (key_blocks + places) * places
+    is_piece = t < all_places
+    if is_piece:
+        kv_head, block = (t // places).to(tl.int64), tl.load(piece_blocks_ptr + t)
+    else:
+        kv_head, block = ((t - all_places) // key_blocks).to(tl.int64), (t - all_places) % key_blocks
+    j = tl.maximum(block, 0)
+    first_pieces_ptr += kv_head * (key_blocks + 1) + j
+    first_piece = tl.load(first_pieces_ptr)
+    pieces = tl.load(first_pieces_ptr + 1) - first_piece
+    # A place without a piece; a block whose pieces do the work.
+    if (block < 0) | ((t >= all_places) & (pieces > 0)):
+        return
     batch, h_kv = kv_head // kv_heads, kv_head % kv_heads
-    key, d = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV), tl.arange(0, DP)
-    inside = (key[:, None] < n_k) & (d[None, :] < D)
+    first_list = (batch * heads + h_kv * groups) * key_blocks + j
+    length = 0
+    for g in range(groups):  # the query heads that share this key head: their lists, one after another
+        length += tl.load(counts_ptr + first_list + g * key_blocks)
+    share = tl.cdiv(length, tl.maximum(pieces, 1))
+    begin = tl.where(is_piece, t % places - first_piece, 0) * share
+    end = tl.minimum(begin + share, length)
+    key = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV)
     # [Bkv, D]
-    k_j = load_tokens(Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n), key, n_k, D, DP, True)
-    v_j = load_tokens(Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n), key, n_k, D, DP, True)
-    keys = KeyTile(key, k_j, tl.zeros([MASK_BLOCK_KV], tl.float32) + log2_scale, v_j)
+    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n)
+    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n)
+    s_k = tl.zeros([MASK_BLOCK_KV], tl.float32) + log2_scale
+    keys = KeyTile(key, load_tokens(k, key, n_k, D, DP, True), s_k, load_tokens(v, key, n_k, D, DP, True))
     dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     dv_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
-    for g in range(groups):  # the query heads that share this key head
+    for g in range(groups):
         h = h_kv * groups + g
         head = batch * heads + h
-        list_number = head * key_blocks + j
+        list_number = first_list + g * key_blocks
         count = tl.load(counts_ptr + list_number)
         q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
         do = Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n)
         rows = head * n_q_padded
         queries = QueryHead(q, None, do, None, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
-        for step in range(count * (MASK_BLOCK_Q // BLOCK_Q)):
-            block = tl.load(entries_ptr + list_number * width + step // (MASK_BLOCK_Q // BLOCK_Q))
-            i = block * (MASK_BLOCK_Q // BLOCK_Q) + step % (MASK_BLOCK_Q // BLOCK_Q)
+        for step in range(tl.maximum(begin, 0) * STEPS, tl.minimum(end, count) * STEPS):
+            block = tl.load(entries_ptr + list_number * width + step // STEPS)
+            i = block * STEPS + step % STEPS
             dk_j, dv_j = QUERY_TILE(dk_j, dv_j, keys, i, queries, n_q, n_k, TILE, False, False, True, True)
-    # The linear branch (Alg. 3, lines 16 to 18).
-    dtype = dsums_ptr.dtype.element_ty
-    dsums_ptr += (kv_head * key_blocks + j) * DP * (DP + 1)
-    dh_j = tl.load(dsums_ptr + d[:, None] * DP + d[None, :])
-    dz_j = tl.load(dsums_ptr + DP * DP + d).to(tl.float32)
-    k_phi = softmax_features(k_j.to(tl.float32), D, DP)
-    dv_j += tl.dot(k_phi.to(dtype), dh_j)
-    offsets = kv_head * n_k * D + key[:, None] * D + d[None, :]
-    tl.store(dv_ptr + offsets, dv_j.to(dv_ptr.dtype.element_ty), mask=inside)
-    dk_phi = tl.dot(v_j.to(dtype), tl.trans(dh_j)) + dz_j[None, :]
-    dk_j = dk_j * scale + k_phi * (dk_phi - tl.sum(k_phi * dk_phi, 1)[:, None])
-    tl.store(dk_ptr + offsets, dk_j.to(dk_ptr.dtype.element_ty), mask=inside)
+        begin -= count
+        end -= count
+    if is_piece:
+        tl.store(partial_pointers(partial_ptr, 2 * t, DP, MASK_BLOCK_KV), dk_j)
+        tl.store(partial_pointers(partial_ptr, 2 * t + 1, DP, MASK_BLOCK_KV), dv_j)
+    else:
+        dk = Operand(dk_ptr + batch * dk_stride_b + h_kv * dk_stride_h, dk_stride_n)
+        dv = Operand(dv_ptr + batch * dv_stride_b + h_kv * dv_stride_h, dv_stride_n)
+        out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
+        store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
+
+
+@triton.jit(do_not_specialize=["n_k", "sums_rows", "places"])
+def join_program(
+    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n,
+    first_pieces_ptr, piece_blocks_ptr, dsums_ptr, partial_ptr,
+    dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
+    kv_heads, n_k, sums_rows, places, scale, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """One program: one place of a piece. That of a block's first piece adds up all of them, in their order."""
+    t, key_blocks = tl.program_id(0), tl.cdiv(n_k, MASK_BLOCK_KV)
+    kv_head, block = (t // places).to(tl.int64), tl.load(piece_blocks_ptr + t)
+    j = tl.maximum(block, 0)
+    first_pieces_ptr += kv_head * (key_blocks + 1) + j
+    first_piece = tl.load(first_pieces_ptr)
+    if (block < 0) | (t % places != first_piece):
+        return
+    pieces = tl.load(first_pieces_ptr + 1) - first_piece
+    key = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV)
+    dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
+    dv_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
+    for piece in range(pieces):
+        place = t + piece
+        dk_j += tl.load(partial_pointers(partial_ptr, 2 * place, DP, MASK_BLOCK_KV))
+        dv_j += tl.load(partial_pointers(partial_ptr, 2 * place + 1, DP, MASK_BLOCK_KV))
+    batch, h = kv_head // kv_heads, kv_head % kv_heads
+    k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
+    v = Operand(v_ptr + batch * v_stride_b + h * v_stride_h, v_stride_n)
+    dk = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
+    dv = Operand(dv_ptr + batch * dv_stride_b + h * dv_stride_h, dv_stride_n)
+    out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
+    store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
+
+
+PIECES = dict.fromkeys(("first_pieces_ptr", "piece_blocks_ptr"), POINTERS[torch.int32]) | {"places": SIZE}
 
 
 def linear_query_signature(*, smoothed: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `linear_query_program`. smoothed: whether there is a k_mean."""
     x, sums = POINTERS[dtype], POINTERS[SUMS_DTYPE]
-    return strided("q", x) | strided("do", x) | {
+    return strided("q", x) | strided("do", x) | strided("dq", x) | {
         "k_mean_ptr": FLOATS if smoothed else None, "alpha_ptr": FLOATS, "sums_ptr": sums, "o_s_ptr": x,
-        "log_sum_exp_ptr": FLOATS, "dq_ptr": x, "dalpha_ptr": FLOATS, "dsums_ptr": sums, "delta_ptr": FLOATS,
+        "log_sum_exp_ptr": FLOATS, "dalpha_ptr": FLOATS, "dsums_ptr": sums, "delta_ptr": FLOATS,
         "unsmoothed_ptr": FLOATS, "alpha_log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE,
         "log2_scale": NUMBER,
     }  # fmt: skip
@@ -224,13 +320,23 @@ def sparse_signature(dtype: torch.dtype) -> Signature:
 
 def query_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `query_program`."""
-    return sparse_signature(dtype) | {"alpha_ptr": FLOATS, "log_sum_exp_ptr": FLOATS, "dq_ptr": POINTERS[dtype]}
+    return sparse_signature(dtype) | strided("dq", POINTERS[dtype]) | {"alpha_ptr": FLOATS, "log_sum_exp_ptr": FLOATS}
 
 
 def key_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `key_program`."""
-    outputs = {"dk_ptr": POINTERS[dtype], "dv_ptr": POINTERS[dtype]}
-    return sparse_signature(dtype) | {"dsums_ptr": POINTERS[SUMS_DTYPE], "alpha_log_sum_exp_ptr": FLOATS} | outputs
+    tensors = {"alpha_log_sum_exp_ptr": FLOATS, "partial_ptr": FLOATS, "dsums_ptr": POINTERS[SUMS_DTYPE]}
+    outputs = strided("dk", POINTERS[dtype]) | strided("dv", POINTERS[dtype])
+    return sparse_signature(dtype) | outputs | tensors | PIECES | {"sums_rows": SIZE}
+
+
+def join_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `join_program`."""
+    x = POINTERS[dtype]
+    return strided("k", x) | strided("v", x) | strided("dk", x) | strided("dv", x) | PIECES | {
+        "dsums_ptr": POINTERS[SUMS_DTYPE], "partial_ptr": FLOATS, "kv_heads": SIZE, "n_k": SIZE, "sums_rows": SIZE,
+        "scale": NUMBER,
+    }  # fmt: skip
 
 
 def linear_query_constants(head_dim: int, launch: Launch) -> dict:
@@ -249,6 +355,11 @@ def key_constants(head_dim: int, launch: Launch) -> dict:
     return {"QUERY_TILE": level0_16bit.query_tile} | tile_constants(head_dim, launch)
 
 
+def join_constants(head_dim: int) -> dict:
+    """The constants of `join_program`."""
+    return {"D": head_dim, "DP": padded_head_dim(head_dim), "MASK_BLOCK_KV": MASK_BLOCK_KV}
+
+
 def run_linear_query(
     inputs: BackwardInputs, launch: Launch, start: Start = start_with_triton, *, scale: float
 ) -> QueryGradients:
@@ -256,18 +367,18 @@ def run_linear_query(
     do, query = (last_axis_contiguous(x) for x in inputs[:2])
     batch, heads, n_q, head_dim = query.shape
     gradients = QueryGradients(
-        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        empty_in_layout_of(inputs.query),
         torch.empty_like(inputs.alpha),
         torch.empty_like(inputs.sums),
         *(torch.empty_like(inputs.log_sum_exp) for _ in range(3)),
     )
     arguments = (
         query, *query.stride()[:3], do, *do.stride()[:3], inputs.k_mean, inputs.alpha, inputs.sums,
-        inputs.sparse_output, inputs.log_sum_exp, *gradients, heads, heads // inputs.key.shape[1], n_q,
-        scale * math.log2(math.e),
+        inputs.sparse_output, inputs.log_sum_exp, gradients.grad_query, *gradients.grad_query.stride()[:3],
+        *gradients[1:], heads, heads // inputs.key.shape[1], n_q, scale * math.log2(math.e),
     )  # fmt: skip
-    grid, constants = (triton.cdiv(n_q, MASK_BLOCK_Q), batch * heads), linear_query_constants(head_dim, launch)
-    start("linear_query", linear_query_program, grid, arguments, constants, launch.options)
+    grid, constants = (block_count(n_q, MASK_BLOCK_Q), batch * heads), linear_query_constants(head_dim, launch)
+    start(linear_query_program, grid, arguments, constants, launch.options)
     return gradients
 
 
@@ -286,11 +397,11 @@ def run_query(
     arguments = (
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], do, *do.stride()[:3],
         *lists, inputs.alpha, gradients.delta, gradients.log_sum_exp, gradients.grad_query,
-        heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1], lists.entries.shape[-1],
-        scale * math.log2(math.e), scale,
+        *gradients.grad_query.stride()[:3], heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1],
+        lists.entries.shape[-1], scale * math.log2(math.e), scale,
     )  # fmt: skip
-    grid, constants = (triton.cdiv(n_q, launch.block_q), batch * heads), query_constants(head_dim, launch)
-    start("query", query_program, grid, arguments, constants, launch.options)
+    grid, constants = (block_count(n_q, launch.block_q), batch * heads), query_constants(head_dim, launch)
+    start(query_program, grid, arguments, constants, launch.options)
 
 
 def run_key(
@@ -303,16 +414,22 @@ def run_key(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn, Dp (Dp + 1)]. lists: by key block."""
+    """dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]. lists: by key block."""
     do, query, key, value = (last_axis_contiguous(x) for x in inputs[:4])
     heads, n_q, head_dim = query.shape[1:]
-    dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+    (batch, kv_heads, n_k), dp = key.shape[:3], padded_head_dim(head_dim)
+    first, blocks = pieces = pieces_of(lists.counts, kv_heads, start)
+    dk, dv = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)
+    partial = query.new_empty(*blocks.shape, 2, MASK_BLOCK_KV, dp, dtype=torch.float32)
+    rows, places, outputs = grad_sums.shape[2], blocks.shape[2], (dk, *dk.stride()[:3], dv, *dv.stride()[:3])
+    tensors = key, *key.stride()[:3], value, *value.stride()[:3]
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], do, *do.stride()[:3],
-        *lists, grad_sums, gradients.delta, gradients.alpha_log_sum_exp, dk, dv,
-        heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1], lists.entries.shape[-1],
-        scale * math.log2(math.e), scale,
+        query, *query.stride()[:3], *tensors, do, *do.stride()[:3], *lists, *pieces, grad_sums, gradients.delta,
+        gradients.alpha_log_sum_exp, *outputs, partial, heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1],
+        lists.entries.shape[-1], rows, places, scale * math.log2(math.e), scale,
     )  # fmt: skip
-    grid = (triton.cdiv(key.shape[2], MASK_BLOCK_KV), key.shape[0] * key.shape[1])
-    start("key", key_program, grid, arguments, key_constants(head_dim, launch), launch.options)
+    grid = (batch * kv_heads * (places + first.shape[2] - 1),)
+    start(key_program, grid, arguments, key_constants(head_dim, launch), launch.options)
+    arguments = (*tensors, *pieces, grad_sums, partial, *outputs, kv_heads, n_k, rows, places, scale)
+    start(join_program, (blocks.numel(),), arguments, join_constants(head_dim), {"num_warps": JOIN_WARPS})
     return dk, dv

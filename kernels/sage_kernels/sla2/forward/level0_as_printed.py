@@ -13,18 +13,20 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_kernels.sla2.sums import SUMS_DTYPE
+from sage_ref.sla2.blocks import block_count
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "sums_rows"])
 def as_printed_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr, o_ptr, heads, groups, n_q, n_k, scale,
+    v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr,
+    o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, groups, n_q, n_k, sums_rows, scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one block of one head."""
@@ -39,7 +41,7 @@ def as_printed_program(
     s_q = tl.zeros([BLOCK_Q], tl.float32) + scale
     k = Operand(k_ptr + batch * k_stride_b + (h // groups) * k_stride_h, k_stride_n)
     v = Operand(v_ptr + batch * v_stride_b + (h // groups) * v_stride_h, v_stride_n)
-    key_sums_ptr += (head // groups) * key_blocks * DP * (DP + 1)
+    key_sums_ptr += (head // groups) * sums_rows * DP * (DP + 1)
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
@@ -58,16 +60,15 @@ def as_printed_program(
     o_l = tl.dot(q_phi_i, h_i.to(dtype)) * inverse[:, None]
     alpha_i = tl.load(alpha_ptr + block)
     o_i = alpha_i * o_i * inverse_or_zero(l)[:, None] + (1.0 - alpha_i) * o_l
-    inside = (query[:, None] < n_q) & (d[None, :] < D)
-    tl.store(o_ptr + head * n_q * D + query[:, None] * D + d[None, :], o_i.to(o_ptr.dtype.element_ty), mask=inside)
+    store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
 
 
 def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `as_printed_program`."""
     x = POINTERS[dtype]
-    return strided("q", x) | strided("k", x) | strided("v", x) | {
-        "mask_ptr": POINTERS[torch.bool], "alpha_ptr": FLOATS, "key_sums_ptr": POINTERS[SUMS_DTYPE], "o_ptr": x,
-        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "scale": NUMBER,
+    return strided("q", x) | strided("k", x) | strided("v", x) | strided("o", x) | {
+        "mask_ptr": POINTERS[torch.bool], "alpha_ptr": FLOATS, "key_sums_ptr": POINTERS[SUMS_DTYPE],
+        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "sums_rows": SIZE, "scale": NUMBER,
     }  # fmt: skip
 
 
@@ -82,13 +83,14 @@ def run(
     *,
     scale: float,
 ) -> Tensor:
-    """O [B, H, Nq, D]. key_sums: h_j and z_j, [B, Hkv, Tn, Dp (Dp + 1)]."""
+    """O [B, H, Nq, D]. key_sums: h_j and z_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
+    output = empty_in_layout_of(query)
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     batch, heads, n_q, head_dim = query.shape
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    as_printed_program[(triton.cdiv(n_q, launch.block_q), batch * heads)](
+    as_printed_program[(block_count(n_q, launch.block_q), batch * heads)](
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], block_mask, alpha, key_sums,
-        output, heads, heads // key.shape[1], n_q, key.shape[2], scale * math.log2(math.e),
+        output, *output.stride()[:3], heads, heads // key.shape[1], n_q, key.shape[2], key_sums.shape[2],
+        scale * math.log2(math.e),
         **tile_constants(head_dim, launch), **launch.options,
     )  # fmt: skip
     return output

@@ -10,38 +10,38 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import Operand, load_tokens
+from sage_kernels.common.tiles import Operand, load_tokens, store_tokens
 from sage_kernels.sla2.forward.program import ForwardInputs, mixed_output
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from sage_kernels.sla2.sums import SUMS_DTYPE
+from sage_ref.sla2.blocks import block_count
 
 
 @triton.jit(do_not_specialize=["n_q"])
 def mix_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, alpha_ptr, sums_ptr, o_s_ptr, o_ptr, heads, n_q,
+    q_ptr, q_stride_b, q_stride_h, q_stride_n, alpha_ptr, sums_ptr, o_s_ptr,
+    o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, n_q,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one head."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    query, d = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
+    batch, h = head // heads, head % heads
+    query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
-    q = Operand(q_ptr + (head // heads) * q_stride_b + (head % heads) * q_stride_h, q_stride_n)
-    q_i = load_tokens(q, query, n_q, D, DP, True)
-    offsets = head * n_q * D + query[:, None] * D + d[None, :]
-    inside = (query[:, None] < n_q) & (d[None, :] < D)
-    o_s = tl.load(o_s_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
+    o_s = load_tokens(Operand(o_s_ptr + head * n_q * D, D), query, n_q, D, DP, True).to(tl.float32)
     o_i = mixed_output(o_s, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
-    tl.store(o_ptr + offsets, o_i.to(o_ptr.dtype.element_ty), mask=inside)
+    store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
 
 
 def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `mix_program`."""
     x = POINTERS[dtype]
-    tensors = {"alpha_ptr": FLOATS, "sums_ptr": POINTERS[SUMS_DTYPE], "o_s_ptr": x, "o_ptr": x}
-    return strided("q", x) | tensors | {"heads": SIZE, "n_q": SIZE}
+    tensors = {"alpha_ptr": FLOATS, "sums_ptr": POINTERS[SUMS_DTYPE], "o_s_ptr": x}
+    return strided("q", x) | strided("o", x) | tensors | {"heads": SIZE, "n_q": SIZE}
 
 
 def constants(head_dim: int, launch: Launch) -> dict:
@@ -54,9 +54,10 @@ def run_mix(inputs: ForwardInputs, sparse_output: Tensor, launch: Launch) -> Ten
     """O [B, H, Nq, D] from O_s."""
     query = last_axis_contiguous(inputs.query)
     batch, heads, n_q, head_dim = query.shape
-    output = torch.empty_like(sparse_output)
-    mix_program[(triton.cdiv(n_q, launch.block_q), batch * heads)](
-        query, *query.stride()[:3], inputs.alpha, inputs.sums, sparse_output, output, heads, n_q,
+    output = empty_in_layout_of(inputs.query)
+    mix_program[(block_count(n_q, launch.block_q), batch * heads)](
+        query, *query.stride()[:3], inputs.alpha, inputs.sums, sparse_output, output,
+        *output.stride()[:3], heads, n_q,
         **constants(head_dim, launch), num_warps=launch.num_warps,
     )  # fmt: skip
     return output

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features, store_tokens
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import SUMS_DTYPE
@@ -46,28 +46,21 @@ def inverse_or_zero(x):
 
 
 @triton.jit
-def linear_output(q_phi_i, sums_ptr, DP: tl.constexpr):
-    """(O_l, 1 / (phi(Q_i) Z_i), H_i, Z_i) of one query block whose H_i is at sums_ptr. q_phi_i: rounded as H_i is."""
-    d = tl.arange(0, DP)
-    h_i = tl.load(sums_ptr + d[:, None] * DP + d[None, :])
-    z_i = tl.load(sums_ptr + DP * DP + d).to(tl.float32)
-    inverse = inverse_or_zero(tl.sum(q_phi_i.to(tl.float32) * z_i[None, :], 1))
-    return tl.dot(q_phi_i, h_i) * inverse[:, None], inverse, h_i, z_i
-
-
-@triton.jit
 def mixed_output(o_s, alpha_i, q_i, sums_ptr, D: tl.constexpr, DP: tl.constexpr):
-    """alpha O_s + (1 - alpha) O_l of one query block."""
+    """alpha O_s + (1 - alpha) O_l of one query block whose H_i and Z_i are at sums_ptr."""
+    d = tl.arange(0, DP)
     q_phi_i = softmax_features(q_i.to(tl.float32), D, DP).to(sums_ptr.dtype.element_ty)
-    o_l, _, _, _ = linear_output(q_phi_i, sums_ptr, DP)
-    return alpha_i * o_s + (1.0 - alpha_i) * o_l
+    z_i = tl.load(sums_ptr + DP * DP + d).to(tl.float32)
+    share = (1.0 - alpha_i) * inverse_or_zero(tl.sum(q_phi_i.to(tl.float32) * z_i[None, :], 1))
+    h_i = tl.load(sums_ptr + d[:, None] * DP + d[None, :])
+    return alpha_i * o_s + tl.dot(q_phi_i, h_i) * share[:, None]
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
 def sparse_forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_hat_ptr, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
-    alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_s_ptr, log_sum_exp_ptr,
+    alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, o_s_ptr, log_sum_exp_ptr,
     heads, groups, n_q, n_k, n_q_padded, n_k_padded, width, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
@@ -79,7 +72,7 @@ def sparse_forward_program(
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     kv_head, h_kv = head // groups, h // groups
-    query, d = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
+    query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     entries_ptr += block * width
     full, count = list_range(entries_ptr, counts_ptr + block, n_k, MASK_BLOCK_KV)
@@ -106,17 +99,15 @@ def sparse_forward_program(
         j = tl.load(entries_ptr + entry)
         m, l, o_i = KEY_TILE(m, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, True)
     o_i = o_i * inverse_or_zero(l)[:, None]
-    offsets = head * n_q * D + query[:, None] * D + d[None, :]
-    inside = (query[:, None] < n_q) & (d[None, :] < D)
     if o_s_ptr is not None:
-        tl.store(o_s_ptr + offsets, o_i.to(o_s_ptr.dtype.element_ty), mask=inside)
+        store_tokens(o_i, Operand(o_s_ptr + head * n_q * D, D), query, n_q, D, DP)
         # A huge L where there is no key or no query: P is then 0 in the backward pass.
         log_sum_exp = tl.where((count > 0) & (query < n_q), m + tl.math.log2(tl.where(l == 0.0, 1.0, l)), 0.0 - NO_KEY)
         tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
     if o_ptr is not None:
         q_i = load_tokens(q, query, n_q, D, DP, True)
         o_i = mixed_output(o_i, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
-        tl.store(o_ptr + offsets, o_i.to(o_ptr.dtype.element_ty), mask=inside)
+        store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
 
 
 def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
@@ -124,9 +115,9 @@ def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch
     x, hat, lists = POINTERS[dtype], HAT if int8 else POINTERS[dtype], POINTERS[torch.int32]
     scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS if int8 else None)
     tensors = strided("q", x) | strided("k", hat) | strided("v", hat) | scales | {"q_hat_ptr": HAT if int8 else None}
-    return tensors | {
+    return tensors | strided("o", x if fused else None) | {
         "alpha_ptr": FLOATS, "entries_ptr": lists, "counts_ptr": lists, "sums_ptr": POINTERS[SUMS_DTYPE],
-        "o_ptr": x if fused else None, "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
+        "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
         "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
         "width": SIZE, "scale": NUMBER,
     }  # fmt: skip
@@ -175,15 +166,16 @@ def run_forward(
     if inputs.q_hat is not None:
         q_hat, k, v = inputs.q_hat.values, inputs.k_hat.values, inputs.v_hat.transposed
         q_scale, k_scale, v_scale = inputs.q_hat.scale, inputs.k_hat.scale, inputs.v_hat.scale
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device) if fused else None
-    o_s = torch.empty(query.shape, dtype=query.dtype, device=query.device) if save else None
+    output = empty_in_layout_of(inputs.query) if fused else None
+    o_s = query.new_empty(query.shape) if save else None
     log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32) if save else None
     # Whole blocks of queries, for L to be there wherever the backward pass reads it.
     arguments = (
         query, *query.stride()[:3], q_hat, q_scale, k, *k.stride()[:3], k_scale, v, *v.stride()[:3], v_scale,
-        inputs.alpha, *inputs.lists, inputs.sums, output, o_s, log_sum_exp, heads, heads // inputs.key.shape[1],
+        inputs.alpha, *inputs.lists, inputs.sums, output, *(output.stride()[:3] if fused else (0, 0, 0)), o_s,
+        log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
     )  # fmt: skip
     grid, known = (padded_length(n_q) // launch.block_q, batch * heads), constants(key_tile, head_dim, launch)
-    start("sparse", sparse_forward_program, grid, arguments, known, launch.options)
+    start(sparse_forward_program, grid, arguments, known, launch.options)
     return Forward(output, o_s, log_sum_exp)

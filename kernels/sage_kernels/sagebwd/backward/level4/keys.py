@@ -337,5 +337,5 @@ def run(kernel: str, inputs: BackwardInputs, start: Start, *, is_causal: bool) -
         1 / LOG2_E,  # of dK alone: the scale of Q^ carries c log2(e)
     )  # fmt: skip
     constants = constants | {"D": head_dim, "DP": padded_head_dim(head_dim), "IS_CAUSAL": is_causal}
-    start(kernel, program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
+    start(program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     return gradients

@@ -233,5 +233,5 @@ def run(inputs: BackwardInputs, start: Start, *, is_causal: bool, scale: float) 
         q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, dq, *sizes, scale,
     )  # fmt: skip
     constants = constants | {"D": head_dim, "DP": padded_head_dim(head_dim), "IS_CAUSAL": is_causal}
-    start("dq", query_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
+    start(query_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     return (dq,)

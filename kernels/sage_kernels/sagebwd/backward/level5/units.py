@@ -272,7 +272,7 @@ def run(
         1 / LOG2_E,  # of dK: the scale of Q^ carries c log2(e)
     )  # fmt: skip
     constants = constants | {"D": head_dim, "DP": dp, "RAGGED": n_k % TILE.value != 0, "IS_CAUSAL": is_causal}
-    start("dqdkdv", program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
+    start(program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     arguments = sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale
-    start("finish", finish_program, (sizes.q_blocks, batch * heads), arguments, finish_constants(head_dim), {})
+    start(finish_program, (sizes.q_blocks, batch * heads), arguments, finish_constants(head_dim), {})
     return dq, dk, dv
