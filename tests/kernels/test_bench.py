@@ -88,7 +88,7 @@ def test_rows_are_complete_and_only_who_is_right_is_timed(clock, capsys):
     assert errors["right"] < 0.002 < errors["sage_kernels"] < 0.1
     reasons = {row["provider"]: row["missing"] for row in absent.rows}
     assert reasons["absent"].startswith("its-package: ModuleNotFoundError: No module named 'no_module_of_this_name'")
-    assert reasons["wrong"].startswith("RuntimeError: bench: expected a relative L2 error below 0.1, got ")
+    assert reasons["wrong"].startswith("RuntimeError: O: expected a relative L2 error below 0.1, got ")
     assert reasons["fails"] == "NotImplementedError: no backward pass here"
     printed = capsys.readouterr().out
     assert all(f"not timed: {provider}, {reason}" in printed for provider, reason in reasons.items())

@@ -42,10 +42,25 @@ def padded_head_dim(head_dim: int) -> int:
 @triton.jit
 def psi(x):
     """(X^, s) of a float32 tile with one scale: int8, in [-127, 127], and float32."""
-    # s = max|X| / 127, correctly rounded as in the reference; NaN if the block holds a NaN (which tl.max passes over)
-    # or an infinity.
-    largest = tl.max(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 0)
-    scale = tl.where(largest < float("inf"), tl.math.div_rn(largest, largest * 0 + 127.0), float("nan"))
+    scale = scale_of(largest_of(x))
+    return rounded(x, scale), scale
+
+
+@triton.jit
+def largest_of(x):
+    """max|X| of a float32 tile; infinity if it holds a NaN, which tl.max passes over."""
+    return tl.max(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 0)
+
+
+@triton.jit
+def scale_of(largest):
+    """s = max|X| / 127, correctly rounded as in the reference; NaN if it is infinite."""
+    return tl.where(largest < float("inf"), tl.math.div_rn(largest, largest * 0 + 127.0), float("nan"))
+
+
+@triton.jit
+def rounded(x, scale):
+    """X^ = round(X / s)."""
     # A subnormal s has too few digits; such a block becomes zeros, as in the reference.
     divisor = tl.where(scale < 1.1754944e-38, 1.0, scale)
     inverse = tl.math.div_rn(1.0 + divisor * 0, divisor)
@@ -53,7 +68,7 @@ def psi(x):
     # a tie that either of two neighbouring quotients would round its own way.
     ratio = x * inverse
     ratio = tl.fma(tl.fma(-ratio, divisor, x), inverse, ratio)
-    return low_byte(ratio), scale
+    return low_byte(ratio)
 
 
 class Copies(NamedTuple):
@@ -96,10 +111,10 @@ def load_block(
 
 
 @triton.jit
-def smoothed(x, mean, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """X minus its head's mean [DP]: [BLOCK, DP]; what lies past the last token or feature stays zero."""
-    token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
-    return tl.where((token[:, None] < n) & (d[None, :] < D), x - mean[None, :], 0.0)
+def without_mean(x, mean_ptr, is_token, feature, is_feature):
+    """X - mu_K, [tokens, features]; what lies past the last token or feature stays zero."""
+    mean = tl.load(mean_ptr + feature, mask=is_feature, other=0.0)
+    return tl.where(is_token[:, None] & is_feature[None, :], x - mean[None, :], 0.0)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -111,9 +126,8 @@ def quantize_program(
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x = load_block(x_ptr, x_stride_b, x_stride_h, x_stride_n, head // heads, head % heads, block, n, D, DP, BLOCK)
     if mean_ptr is not None:
-        d = tl.arange(0, DP)
-        mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
-        x = smoothed(x, mean, block, n, D, DP, BLOCK)
+        token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+        x = without_mean(x, mean_ptr + head * D, token < n, d, d < D)
     numbers = head * n_padded * DP
     hat = None if values_ptr is None else values_ptr + numbers
     transposed = None if transposed_ptr is None else transposed_ptr + numbers

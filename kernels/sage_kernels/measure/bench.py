@@ -18,7 +18,7 @@ from torch import Tensor
 
 import sage_ref
 from sage_kernels.measure.contenders import OPERATIONS, OURS, Absent, Contender, Entry, measured_columns, turn
-from sage_kernels.measure.judge import LARGEST_ERROR, exact_head, peer_head, require_close
+from sage_kernels.measure.judge import LARGEST_ERROR, RESULTS, exact_head, peer_head, require_close
 from sage_kernels.measure.paired import Timing
 from sage_kernels.measure.peers import PEERS
 from sage_kernels.sagebwd.ops import backward_level, forward_level
@@ -95,7 +95,8 @@ class Case:
 
     def _contender(self, provider: str, attention, largest_error: float = LARGEST_ERROR, **names) -> Contender:
         def judge(found):
-            return max(require_close(x, exact, largest_error) for x, exact in zip(found, self.exact, strict=True))
+            results = zip(RESULTS, found, self.exact, strict=True)
+            return max(require_close(x, exact, largest_error, name) for name, x, exact in results)
 
         *operands, grad_output = self.tensors
         causal = self.shape.causal

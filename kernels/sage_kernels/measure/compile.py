@@ -37,7 +37,7 @@ from sage_kernels.sagebwd import prologue
 from sage_kernels.sagebwd.backward import prepare as before_backward
 from sage_kernels.sagebwd.backward import program as backward
 from sage_kernels.sagebwd.backward.level5 import units
-from sage_kernels.sagebwd.forward import key_sums
+from sage_kernels.sagebwd.forward import key_mean
 from sage_kernels.sagebwd.forward import prepare as before_forward
 from sage_kernels.sagebwd.forward import program as forward
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, BackwardLevel, ForwardLevel
@@ -62,10 +62,11 @@ SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces"
 # Likewise of SageBwd's: what runs before both passes, and after the last level of the backward one. With "rotary" in
 # front: as a prologue with QK-norm has it.
 SAGEBWD_AROUND = {
-    "key_sums": key_sums.WARPS, "rotary_key_sums": key_sums.WARPS,
-    "prepare_forward": before_forward.WARPS, "rotary_prepare_forward": before_forward.WARPS,
+    "key_sums": key_mean.WARPS, "rotary_key_sums": key_mean.WARPS, "key_mean": 4,
+    "prepare_forward": before_forward.warps(128), "rotary_prepare_forward": before_forward.warps(128),
     "prepare_backward": before_backward.WARPS, "finish": 4, "rotate_back": prologue.WARPS,
 }  # fmt: skip
+BEFORE_FORWARD = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATMUL = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*"
 LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bits of an instruction
@@ -119,7 +120,7 @@ def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
     for capability in capabilities:
         if capability not in SAME_CODE:
             last = {levels: compiled_levels(levels, capability)[-1] for levels in (FORWARD_LEVELS, BACKWARD_LEVELS)}
-            for kernel in ("key_sums", "rotary_key_sums", "prepare_forward", "rotary_prepare_forward"):
+            for kernel in BEFORE_FORWARD:
                 yield Case(kernel, last[FORWARD_LEVELS], capability, 128, True)
             yield Case("prepare_backward", last[BACKWARD_LEVELS], capability, 128, True)
             if BACKWARD_LEVELS[last[BACKWARD_LEVELS]].integer_sums:
@@ -155,7 +156,7 @@ def named(case: Case) -> str:
 
 def level_of(case: Case) -> ForwardLevel | BackwardLevel:
     """A SageBwd case's level."""
-    return (FORWARD_LEVELS if case.kernel.endswith(("forward", "key_sums")) else BACKWARD_LEVELS)[case.level]
+    return (FORWARD_LEVELS if case.kernel in ("forward", *BEFORE_FORWARD) else BACKWARD_LEVELS)[case.level]
 
 
 def is_sla2(case: Case) -> bool:
@@ -196,8 +197,10 @@ def _around_source(case: Case) -> Source:
     level, options, head_dim = level_of(case), launch_of(case).options, case.head_dim
     with_prologue = case.kernel.startswith("rotary_")
     if case.kernel.endswith("key_sums"):
-        signature = key_sums.signature(with_prologue=with_prologue)
-        return Source(key_sums.key_sums_program, signature, key_sums.constants(head_dim), options)
+        signature = key_mean.sums_signature(with_prologue=with_prologue)
+        return Source(key_mean.key_sums_program, signature, key_mean.sums_constants(head_dim), options)
+    if case.kernel == "key_mean":
+        return Source(key_mean.key_mean_program, key_mean.mean_signature(), key_mean.mean_constants(head_dim), options)
     if case.kernel.endswith("prepare_forward"):
         signature, constants = before_forward.signature(with_prologue=with_prologue), before_forward.constants
         return Source(before_forward.prepare_program, signature, constants(head_dim, level.grouped), options)

@@ -5,8 +5,8 @@ E4M3 is a float with 3 bits after the point, up to 448. Every tensor has one sca
   layout of Q.
 - S, O, dP, dQ, dK and dV are rounded by cuDNN, which must know their scales before: they come from the largest entries
   of the call before ("delayed scaling"), with HEADROOM. The first call of a shape is repeated until they are right.
-P is the exception: in the forward pass 1 is its largest entry, in the backward pass, where rows add up to one, it is
-smaller, and nobody says how small. We look at one head, once.
+P and dS are the exception in the backward pass: rows of P add up to one there, so its entries are smaller than in the
+forward pass, and nobody says how small. We compute both for one head, once.
 On Hopper: head size 128 only, and O and the gradients leave in E4M3, so they are converted to 16 bit, which counts too.
 
 Source: the operations sdpa_fp8 and sdpa_fp8_backward of https://github.com/NVIDIA/cudnn-frontend
@@ -29,6 +29,7 @@ SMALLEST = 1e-12  # of a largest entry: no division by 0
 CALIBRATING_CALLS = 3  # dP's scale is right after one, so that of dQ and dK after two
 # What cuDNN writes in E4M3, in the order of the rows of the buffers of largest entries.
 FORWARD_SCALED, BACKWARD_SCALED = ("s", "o"), ("dP", "dQ", "dK", "dV")
+FROM_FIRST_HEAD = ("s", "dP")  # cuDNN's names of the scales of P and dS in the backward pass
 
 
 def cudnn_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
@@ -122,21 +123,24 @@ class Passes:
     def backward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """dQ, dK, dV and their descales. inputs: all of the forward pass, what it returned, dO and its descale."""
         if not self.is_backward_calibrated:
-            self.p_scales = _scales(self._largest_p(inputs).expand(1, 4), ("s",))
+            self.first_head_scales = _scales(self._largest_of_first_head(inputs), FROM_FIRST_HEAD)
         for _ in range(1 if self.is_backward_calibrated else CALIBRATING_CALLS):
             scales = _scales(self.backward_largest, BACKWARD_SCALED)
-            buffers = inputs | scales | self.p_scales
+            buffers = inputs | scales | self.first_head_scales
             outputs = self.backward_graph.run(buffers, self.backward_largest, BACKWARD_SCALED)
         self.is_backward_calibrated = True
         return outputs | scales
 
-    def _largest_p(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The largest entry of P of the first head."""
-        q, k = (inputs[name][0, 0].float() * inputs[f"descale_{name}"][0, 0] for name in ("q", "k"))
-        scores = q @ k.mT * self.scale
+    def _largest_of_first_head(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The largest entries of P and of dS of the first head, a row each."""
+        q, k, v, o, do = (
+            inputs[name][0, 0].float() * inputs[f"descale_{name}"][0, 0] for name in ("q", "k", "v", "o", "dO")
+        )
+        p = (q @ k.mT * self.scale - inputs["stats"][0, 0]).exp_()
         if self.is_causal:
-            scores = scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -math.inf)
-        return (scores.amax(-1) - inputs["stats"][0, 0, :, 0]).exp().amax()
+            p = p.tril_()
+        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+        return torch.stack((p.amax(), ds.abs().amax()))[:, None].repeat(1, 4)  # rows of 16 bytes
 
     def _forward_inputs(self) -> dict[str, tuple[int, ...] | None]:
         """Shapes by name; None is a scale."""

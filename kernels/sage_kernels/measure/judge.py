@@ -12,6 +12,7 @@ from sage_ref.attention import attention_backward, attention_forward
 
 # Errors of INT8 attention on standard normal inputs are 2 to 4 per cent; ten is a broken kernel.
 LARGEST_ERROR = 0.1
+RESULTS = ("O", "dQ", "dK", "dV")
 FLOAT64_TOKENS = 8192  # above, matrices of scores in float64 would not fit
 
 
@@ -47,10 +48,10 @@ def peer_head(query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *,
     return tuple(x.float() for x in (output.detach(), *torch.autograd.grad(output, leaves, grad_output[:1, :1])))
 
 
-def require_close(found: Tensor, exact: Tensor, largest_error: float = LARGEST_ERROR) -> float:
+def require_close(found: Tensor, exact: Tensor, largest_error: float = LARGEST_ERROR, name: str = "result") -> float:
     """Relative L2 error of the first head; RuntimeError if it is too large or not finite: that must not be timed."""
     found = found[:1, :1].to(exact.dtype)
     error = ((found - exact).norm() / exact.norm()).item()
     if not error < largest_error:
-        raise RuntimeError(f"bench: expected a relative L2 error below {largest_error}, got {error}")
+        raise RuntimeError(f"{name}: expected a relative L2 error below {largest_error}, got {error}")
     return error

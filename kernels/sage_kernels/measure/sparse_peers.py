@@ -30,7 +30,8 @@ class Lists(NamedTuple):
 
 def lists_of(block_mask: Tensor) -> Lists:
     counts = block_mask.sum(-1, dtype=torch.int32)
-    return Lists(counts, block_mask.int().argsort(dim=-1, descending=True, stable=True).int())
+    order = block_mask.int().argsort(dim=-1, descending=True, stable=True).int()
+    return Lists(counts.contiguous(), order.contiguous())  # of a transposed mask, too
 
 
 def flex_sparse(block_mask: Tensor, block_kv: int, n: int) -> SparseAttention:

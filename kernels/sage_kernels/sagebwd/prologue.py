@@ -1,7 +1,8 @@
 """QK-norm and rotary positions, within the reads of Q and K (`sage_ref.prologue` has the equations).
 
-Before the forward pass: `load_rotated` stands where a program would load a block. A feature's partner, D/2 columns
-away, is loaded too: it lies in the row that the first load has just brought.
+A token's features come in pairs (x_i, x_(i + D/2)) that share an angle. So a block is read as two halves of its
+columns, and every cosine and sine is read once.
+Before the forward pass: `load_rotated` stands where a program would load a block.
 After the backward pass: `rotate_back` makes of dZ, the gradient of the rotated tensor, that of the raw one, in one
 launch for queries and keys. The rotation is undone by the opposite angles. Then, with x^ = x r and r the inverse RMS,
   dgamma = sum over tokens of dY x^,   dX = r (dY gamma - x^ mean(dY gamma x^)).
@@ -19,7 +20,7 @@ from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import Operand, load_tokens
+from sage_kernels.common.tiles import Operand
 from sage_ref.prologue import Prologue
 
 NO_PROLOGUE = Prologue(None, None, None, None, 0.0)  # Q and K as they are
@@ -27,76 +28,93 @@ ROWS, WARPS = 64, 8  # of `rotate_back_program`: tokens of a program
 
 
 class Rotary(NamedTuple):
-    """In a kernel: `Prologue` for one tensor. cos None: no prologue; gain None: no norm."""
+    """In a kernel: `Prologue` for one tensor. gain None: no norm."""
 
-    cos: tl.tensor | None  # [tokens, D/2]
-    sin: tl.tensor | None
+    cos: tl.tensor  # [tokens, D/2]
+    sin: tl.tensor
     gain: tl.tensor | None  # [D]
     eps: tl.tensor
 
 
 @triton.jit
-def load_rotated(x, token, n, rotary, D: tl.constexpr, DP: tl.constexpr):
-    """Tokens of an operand [N, D], normalised and rotated: float32 [tokens, DP], zeros past the ends of both axes."""
-    loaded = load_tokens(x, token, n, D, DP, True).to(tl.float32)
-    if rotary.cos is not None:
-        partner = load_partners(x, token, n, D, DP)
-        if rotary.gain is not None:
-            inverse = inverse_rms(loaded, rotary.eps, D)[:, None]
-            d = tl.arange(0, DP)
-            loaded = loaded * inverse * load_gain(rotary, d, D)
-            partner = partner * inverse * load_gain(rotary, (d + D // 2) % D, D)
-        cos, sin = load_angles(rotary, token, n, D, DP)
-        loaded = loaded * cos + partner * sin
-    return loaded
+def load_halves(x, token, n, D: tl.constexpr, HALF: tl.constexpr):
+    """Features 0 to D/2 and D/2 to D of some tokens of an operand [N, D]: two of float32 [tokens, HALF].
+
+    Zeros past the last token and past D/2 columns; HALF is a power of two.
+    """
+    d = tl.arange(0, HALF)
+    pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
+    inside = (token < n)[:, None] & (d < D // 2)[None, :]
+    first = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(pointers + D // 2, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_partners(x, token, n, D: tl.constexpr, DP: tl.constexpr):
-    """As `load_tokens`, in float32, but in the place of feature d the one that rotates with it."""
-    d = tl.arange(0, DP)
-    pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + ((d + D // 2) % D)[None, :]
-    return tl.load(pointers, mask=(token < n)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_angles(rotary, token, n, D: tl.constexpr, DP: tl.constexpr):
-    """(cos, sin) [tokens, DP] of z = y cos + partner sin: in the first half of the features the sine is negated."""
-    d = tl.arange(0, DP)
-    at = token[:, None].to(tl.int64) * (D // 2) + (d % (D // 2))[None, :]
-    inside = (token < n)[:, None] & (d < D)[None, :]
-    cos, sin = tl.load(rotary.cos + at, mask=inside, other=0.0), tl.load(rotary.sin + at, mask=inside, other=0.0)
-    return cos, tl.where((d < D // 2)[None, :], -sin, sin)
-
-
-@triton.jit
-def load_gain(rotary, d, D: tl.constexpr):
-    """gamma [1, DP] of the features d; zeros past D."""
-    return tl.load(rotary.gain + d, mask=d < D, other=0.0)[None, :]
-
-
-@triton.jit
-def inverse_rms(x, eps, D: tl.constexpr):
-    """r [tokens] of QK-norm."""
-    return tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)
-
-
-@triton.jit
-def rotate_back(dz, x, out, gain_sums_ptr, token, n, rotary, D: tl.constexpr, DP: tl.constexpr):
-    """Write dX of some tokens, and their part of dgamma. dz, x, out: operands [N, D] of one head."""
-    d = tl.arange(0, DP)
-    cos, sin = load_angles(rotary, token, n, D, DP)
-    # dY, then dX
-    gradient = load_tokens(dz, token, n, D, DP, True).to(tl.float32) * cos - load_partners(dz, token, n, D, DP) * sin
-    if rotary.gain is not None:
-        x_hat = load_tokens(x, token, n, D, DP, True).to(tl.float32)
-        inverse = inverse_rms(x_hat, rotary.eps, D)[:, None]
-        x_hat *= inverse
-        tl.store(gain_sums_ptr + d, tl.sum(gradient * x_hat, 0), mask=d < D)
-        gradient *= load_gain(rotary, d, D)
-        gradient = inverse * (gradient - x_hat * (tl.sum(gradient * x_hat, 1) / D)[:, None])
+def store_halves(out, first, second, token, n, D: tl.constexpr, HALF: tl.constexpr):
+    """The opposite of `load_halves`, into an operand of any type."""
+    d = tl.arange(0, HALF)
+    dtype = out.pointer.dtype.element_ty
     pointers = out.pointer + token[:, None].to(tl.int64) * out.stride + d[None, :]
-    tl.store(pointers, gradient.to(out.pointer.dtype.element_ty), mask=(token < n)[:, None] & (d < D)[None, :])
+    inside = (token < n)[:, None] & (d < D // 2)[None, :]
+    tl.store(pointers, first.to(dtype), mask=inside)
+    tl.store(pointers + D // 2, second.to(dtype), mask=inside)
+
+
+@triton.jit
+def load_rotated(x, token, n, rotary, D: tl.constexpr, HALF: tl.constexpr):
+    """`load_halves`, normalised if there is a gain, and rotated."""
+    first, second = load_halves(x, token, n, D, HALF)
+    if rotary.gain is not None:
+        inverse = inverse_rms(first, second, rotary.eps, D)
+        gain_first, gain_second = load_gain(rotary, D, HALF)
+        first, second = first * inverse * gain_first, second * inverse * gain_second
+    cos, sin = load_angles(rotary, token, n, D, HALF)
+    return first * cos - second * sin, first * sin + second * cos
+
+
+@triton.jit
+def load_angles(rotary, token, n, D: tl.constexpr, HALF: tl.constexpr):
+    """(cos, sin), [tokens, HALF]."""
+    d = tl.arange(0, HALF)
+    at = token[:, None].to(tl.int64) * (D // 2) + d[None, :]
+    inside = (token < n)[:, None] & (d < D // 2)[None, :]
+    return tl.load(rotary.cos + at, mask=inside, other=0.0), tl.load(rotary.sin + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_gain(rotary, D: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of gamma, [1, HALF]."""
+    d = tl.arange(0, HALF)
+    inside = d < D // 2
+    first = tl.load(rotary.gain + d, mask=inside, other=0.0)[None, :]
+    return first, tl.load(rotary.gain + D // 2 + d, mask=inside, other=0.0)[None, :]
+
+
+@triton.jit
+def inverse_rms(first, second, eps, D: tl.constexpr):
+    """r [tokens, 1] of QK-norm."""
+    return tl.math.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None]
+
+
+@triton.jit
+def rotate_back(dz, x, out, gain_sums_ptr, token, n, rotary, D: tl.constexpr, HALF: tl.constexpr):
+    """Write dX of some tokens, and their part of dgamma. dz, x, out: operands [N, D] of one head."""
+    cos, sin = load_angles(rotary, token, n, D, HALF)
+    dz_first, dz_second = load_halves(dz, token, n, D, HALF)
+    # dY, then dX
+    first, second = dz_first * cos + dz_second * sin, dz_second * cos - dz_first * sin
+    if rotary.gain is not None:
+        d = tl.arange(0, HALF)
+        x_first, x_second = load_halves(x, token, n, D, HALF)
+        inverse = inverse_rms(x_first, x_second, rotary.eps, D)
+        x_first, x_second = x_first * inverse, x_second * inverse
+        tl.store(gain_sums_ptr + d, tl.sum(first * x_first, 0), mask=d < D // 2)
+        tl.store(gain_sums_ptr + D // 2 + d, tl.sum(second * x_second, 0), mask=d < D // 2)
+        gain_first, gain_second = load_gain(rotary, D, HALF)
+        first, second = first * gain_first, second * gain_second
+        along = (tl.sum(first * x_first + second * x_second, 1) / D)[:, None]
+        first, second = inverse * (first - x_first * along), inverse * (second - x_second * along)
+    store_halves(out, first, second, token, n, D, HALF)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_blocks", "key_blocks", "query_programs"])
@@ -106,7 +124,7 @@ def rotate_back_program(
     dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, gain_sums_ptr,
     cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
     heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, or after those of keys. q_gain_ptr None: no norm, and Q and K aren't needed."""
     t = tl.program_id(0)
@@ -117,7 +135,7 @@ def rotate_back_program(
         dz = Operand(dzq_ptr + batch * dzq_stride_b + h * dzq_stride_h, dzq_stride_n)
         out = Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n)
         x = dz if q_gain_ptr is None else Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
-        rotate_back(dz, x, out, sums_ptr, token, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, DP)
+        rotate_back(dz, x, out, sums_ptr, token, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, HALF)
     else:
         t -= query_programs
         token, head = t % key_blocks * BLOCK + tl.arange(0, BLOCK), (t // key_blocks).to(tl.int64)
@@ -125,7 +143,7 @@ def rotate_back_program(
         dz = Operand(dzk_ptr + batch * dzk_stride_b + h * dzk_stride_h, dzk_stride_n)
         out = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
         x = dz if k_gain_ptr is None else Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
-        rotate_back(dz, x, out, sums_ptr, token, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, DP)
+        rotate_back(dz, x, out, sums_ptr, token, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, HALF)
 
 
 def prologue_signature(with_prologue: bool) -> Signature:
@@ -145,7 +163,7 @@ def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
 
 def constants(head_dim: int) -> dict:
     """The constants of `rotate_back_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": ROWS}
+    return {"D": head_dim, "HALF": padded_head_dim(head_dim) // 2, "BLOCK": ROWS}
 
 
 def run_rotate_back(

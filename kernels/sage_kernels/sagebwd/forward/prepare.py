@@ -1,7 +1,7 @@
 """What runs before an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
 
 Q and K are normalised and rotated on the way if there is a prologue. The mean key, which smoothing needs, takes a pass
-over K of its own (`key_sums`).
+over K of its own (`key_mean`).
 """
 
 import torch
@@ -15,58 +15,58 @@ from sage_kernels.common.quantize import (
     Copies,
     Quantized,
     empty_copies,
+    largest_of,
     load_block,
     padded_head_dim,
     padded_length,
+    psi,
     quantize_tile,
-    smoothed,
+    rounded,
+    scale_of,
+    without_mean,
 )
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
-from sage_kernels.common.tiles import Operand
-from sage_kernels.sagebwd.forward.key_sums import PARTS, key_sums, load_mean
+from sage_kernels.common.tiles import Operand, load_tokens
+from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
-WARPS = 8
+
+def warps(head_dim: int) -> int:
+    """Of a program: each thread holds 64 numbers of its block."""
+    return 8 if padded_head_dim(head_dim) > 64 else 4
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs", "parts"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
 def prepare_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_sums_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
+    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
     q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr,
-    heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, parts, factor,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, PARTS: tl.constexpr,
+    heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, of keys or of values, in this order.
 
-    k_sums_ptr None: K isn't smoothed. cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
+    k_mean_ptr None: K isn't smoothed. cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
     v_scale_ptr None: there are no programs for values.
     """
     t = tl.program_id(0)
     if t < query_programs:
         block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
-        batch, h = head // heads, head % heads
-        q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
-        query = block * BLOCK + tl.arange(0, BLOCK)
-        q_i = load_rotated(q, query, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, DP)
-        # The running maximum from level 3 on wants s_Q >= 0, so Q takes the sign of c.
-        q_i = tl.where(factor < 0, -q_i, q_i)
+        q = Operand(q_ptr + head // heads * q_stride_b + head % heads * q_stride_h, q_stride_n)
         q_out = Copies(q_hat_ptr + head * n_q_padded * DP, None, q_scale_ptr + head * (n_q_padded // BLOCK))
-        quantize_tile(q_i, q_out, block, n_q_padded, tl.abs(factor), DP, BLOCK, GROUPED)
+        rotary = Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps)
+        quantize_block(q, None, q_out, block, n_q, factor, rotary, D, DP, BLOCK)
     else:
         t = (t - query_programs) % key_programs
         block, head = t % (n_k_padded // BLOCK), (t // (n_k_padded // BLOCK)).to(tl.int64)
         batch, h = head // kv_heads, head % kv_heads
         if tl.program_id(0) < query_programs + key_programs:
             k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
-            key = block * BLOCK + tl.arange(0, BLOCK)
-            k_j = load_rotated(k, key, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, DP)
-            if k_sums_ptr is not None:
-                k_mean = load_mean(k_sums_ptr, head, parts, n_k, D, DP, PARTS)
-                k_j = smoothed(k_j, k_mean, block, n_k, D, DP, BLOCK)
+            mean_ptr = None if k_mean_ptr is None else k_mean_ptr + head * D
             k_out = Copies(k_hat_ptr + head * n_k_padded * DP, None, k_scale_ptr + head * (n_k_padded // BLOCK))
-            quantize_tile(k_j, k_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
+            rotary = Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps)
+            quantize_block(k, mean_ptr, k_out, block, n_k, 1.0, rotary, D, DP, BLOCK)
         else:
             if v_scale_ptr is not None:
                 v_j = load_block(v_ptr, v_stride_b, v_stride_h, v_stride_n, batch, h, block, n_k, D, DP, BLOCK)
@@ -74,12 +74,46 @@ def prepare_program(
                 quantize_tile(v_j, v_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
 
 
+@triton.jit
+def quantize_block(
+    x, mean_ptr, out, block, n, factor, rotary, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """psi of one block of queries or keys, without their mean if there is one.
+
+    factor: |factor| goes into the stored scale, its sign into X^: the running maximum from level 3 on wants s_Q >= 0.
+    """
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    if rotary.cos is None:
+        d = tl.arange(0, DP)
+        x_i = load_tokens(x, token, n, D, DP, True).to(tl.float32)
+        if mean_ptr is not None:
+            x_i = without_mean(x_i, mean_ptr, token < n, d, d < D)
+        x_hat, scale = psi(tl.where(factor < 0, -x_i, x_i))
+        tl.store(out.hat + token[:, None] * DP + d[None, :], x_hat)
+    else:
+        d = tl.arange(0, DP // 2)
+        first, second = load_rotated(x, token, n, rotary, D, DP // 2)
+        if mean_ptr is not None:
+            first = without_mean(first, mean_ptr, token < n, d, d < D // 2)
+            second = without_mean(second, mean_ptr + D // 2, token < n, d, d < D // 2)
+        first, second = tl.where(factor < 0, -first, first), tl.where(factor < 0, -second, second)
+        scale = scale_of(tl.maximum(largest_of(first), largest_of(second)))
+        hats = out.hat + token[:, None] * DP + d[None, :]
+        tl.store(hats, rounded(first, scale), mask=(d < D // 2)[None, :])
+        tl.store(hats + D // 2, rounded(second, scale), mask=(d < D // 2)[None, :])
+        if D < DP:
+            beyond = D + tl.arange(0, DP // 2)
+            zeros = tl.zeros([BLOCK, DP // 2], tl.int8)
+            tl.store(out.hat + token[:, None] * DP + beyond[None, :], zeros, mask=(beyond < DP)[None, :])
+    tl.store(out.scale + block, scale * tl.abs(factor))
+
+
 def signature(*, with_prologue: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
     """Triton's types of the parameters of `prepare_program`, with a K that is smoothed; a prologue has gains."""
     pointer = POINTERS[dtype]
     tensors = strided("q", pointer) | strided("k", pointer) | strided("v", pointer)
-    scales = dict.fromkeys(("k_sums_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
-    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs", "parts"), SIZE)
+    scales = dict.fromkeys(("k_mean_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
+    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs"), SIZE)
     padded = {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
     return (
         tensors
@@ -94,8 +128,7 @@ def signature(*, with_prologue: bool, dtype: torch.dtype = torch.bfloat16) -> Si
 
 def constants(head_dim: int, grouped: bool) -> dict:
     """The constants of `prepare_program`."""
-    sizes = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK}
-    return sizes | {"GROUPED": grouped, "PARTS": PARTS}
+    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}
 
 
 def quantize_inputs(
@@ -118,16 +151,15 @@ def quantize_inputs(
     """
     (heads, n_q, head_dim), (kv_heads, n_k) = query.shape[1:], key.shape[1:3]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
-    k_sums = key_sums(key, prologue, start) if smooth_k else None
-    parts = k_sums.shape[2] if smooth_k else 0
+    k_mean = key_mean(key, prologue, start) if smooth_k else None
     q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
     v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_sums, *prologue,
+        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean, *prologue,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)),
-        heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, parts, factor,
+        heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
-    start(prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": WARPS})
+    start(prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": warps(head_dim)})
     return q_hat, k_hat, v_hat
