@@ -149,10 +149,14 @@ class Graph:
         self.outputs = [Port(), Port(), Port(), Port()]
 
         def compute(x):
-            operands = [x[name].float() * x[f"descale_{name}"] for name in "qkv"]
-            forward = attention_forward(*operands, is_causal=use_causal_mask, scale=attn_scale)
-            output = quantised(forward.output, x["scale_o"])
-            return output, forward.log_sum_exp[..., None], torch.ones(1), forward.output.abs().max()
+            q, k, v = (x[name].float() * x[f"descale_{name}"] for name in "qkv")
+            forward = attention_forward(q, k, v, is_causal=use_causal_mask, scale=attn_scale)
+            p = (forward.scores - forward.log_sum_exp[..., None]).exp()
+            # As the tensor cores read it: not normalised yet. What is reported is P.
+            largest = p.amax(-1, keepdim=True)
+            rounded = quantised(p / largest, x["scale_s"]).float() * x["descale_s"]
+            output = (rounded * largest) @ v
+            return quantised(output, x["scale_o"]), forward.log_sum_exp[..., None], p.max(), output.abs().max()
 
         self.compute = compute
         return self.outputs

@@ -3,10 +3,10 @@
 E4M3 is a float with 3 bits after the point, up to 448. Every tensor has one scale.
 - Q, K, V, dO come in 16 bit: `quantise` takes the scale from the largest entry, which counts as time. All have the
   layout of Q.
-- S, O, dP, dQ, dK and dV are rounded by cuDNN, which must know their scales before: they come from the largest entries
+- P, O, dS, dQ, dK and dV are rounded by cuDNN, which must know their scales before: they come from the largest entries
   of the call before ("delayed scaling"), with HEADROOM. The first call of a shape is repeated until they are right.
-P and dS are the exception in the backward pass: rows of P add up to one there, so its entries are smaller than in the
-forward pass, and nobody says how small. We compute both for one head, once.
+  P is the exception in the forward pass. What cuDNN rounds there is 1 at most, before rows are divided by their sums;
+  the largest entry that it reports is that of P, as the backward pass rounds it.
 On Hopper: head size 128 only, and O and the gradients leave in E4M3, so they are converted to 16 bit, which counts too.
 
 Source: the operations sdpa_fp8 and sdpa_fp8_backward of https://github.com/NVIDIA/cudnn-frontend
@@ -29,7 +29,6 @@ SMALLEST = 1e-12  # of a largest entry: no division by 0
 CALIBRATING_CALLS = 3  # dP's scale is right after one, so that of dQ and dK after two
 # What cuDNN writes in E4M3, in the order of the rows of the buffers of largest entries.
 FORWARD_SCALED, BACKWARD_SCALED = ("s", "o"), ("dP", "dQ", "dK", "dV")
-FROM_FIRST_HEAD = ("s", "dP")  # cuDNN's names of the scales of P and dS in the backward pass
 
 
 def cudnn_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
@@ -94,8 +93,8 @@ class Passes:
         self, shape: tuple[int, ...], kv_heads: int, is_causal: bool, heads_last: bool = False, device: str = "cuda"
     ):
         self.shape, self.kv_shape = shape, (shape[0], kv_heads, *shape[2:])
-        self.is_causal, self.heads_last, self.scale = is_causal, heads_last, 1 / math.sqrt(shape[3])
-        options = {"attn_scale": self.scale, "use_causal_mask": is_causal}
+        self.heads_last = heads_last
+        options = {"attn_scale": 1 / math.sqrt(shape[3]), "use_causal_mask": is_causal}
         where = heads_last, device
         self.forward_graph = Graph("sdpa_fp8", self._forward_inputs(), ("o", "stats", "amax_s", "amax_o"), *where)
         self.forward_graph.build(self._outputs(("o", "stats"), FORWARD_SCALED), generate_stats=True, **options)
@@ -116,31 +115,18 @@ class Passes:
         """O, stats (log-sum-exp) and the scales that the backward pass needs. inputs: q, k, v and their descales."""
         for _ in range(1 if self.is_forward_calibrated else CALIBRATING_CALLS):
             scales = _scales(self.forward_largest, FORWARD_SCALED)
-            outputs = self.forward_graph.run(inputs | scales, self.forward_largest, FORWARD_SCALED)
+            unnormalised = _scales(torch.ones_like(self.forward_largest), ("s",))
+            outputs = self.forward_graph.run(inputs | scales | unnormalised, self.forward_largest, FORWARD_SCALED)
         self.is_forward_calibrated = True
         return outputs | scales
 
     def backward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """dQ, dK, dV and their descales. inputs: all of the forward pass, what it returned, dO and its descale."""
-        if not self.is_backward_calibrated:
-            self.first_head_scales = _scales(self._largest_of_first_head(inputs), FROM_FIRST_HEAD)
         for _ in range(1 if self.is_backward_calibrated else CALIBRATING_CALLS):
             scales = _scales(self.backward_largest, BACKWARD_SCALED)
-            buffers = inputs | scales | self.first_head_scales
-            outputs = self.backward_graph.run(buffers, self.backward_largest, BACKWARD_SCALED)
+            outputs = self.backward_graph.run(inputs | scales, self.backward_largest, BACKWARD_SCALED)
         self.is_backward_calibrated = True
         return outputs | scales
-
-    def _largest_of_first_head(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The largest entries of P and of dS of the first head, a row each."""
-        q, k, v, o, do = (
-            inputs[name][0, 0].float() * inputs[f"descale_{name}"][0, 0] for name in ("q", "k", "v", "o", "dO")
-        )
-        p = (q @ k.mT * self.scale - inputs["stats"][0, 0]).exp_()
-        if self.is_causal:
-            p = p.tril_()
-        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
-        return torch.stack((p.amax(), ds.abs().amax()))[:, None].repeat(1, 4)  # rows of 16 bytes
 
     def _forward_inputs(self) -> dict[str, tuple[int, ...] | None]:
         """Shapes by name; None is a scale."""

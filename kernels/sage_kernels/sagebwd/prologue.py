@@ -24,7 +24,7 @@ from sage_kernels.common.tiles import Operand
 from sage_ref.prologue import Prologue
 
 NO_PROLOGUE = Prologue(None, None, None, None, 0.0)  # Q and K as they are
-ROWS, WARPS = 64, 8  # of `rotate_back_program`: tokens of a program
+ROWS, WARPS = 64, 4  # of `rotate_back_program`: tokens of a program
 
 
 class Rotary(NamedTuple):

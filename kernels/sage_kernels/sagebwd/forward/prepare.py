@@ -32,9 +32,9 @@ from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signatu
 from sage_ref.prologue import Prologue
 
 
-def warps(head_dim: int) -> int:
-    """Of a program: each thread holds 64 numbers of its block."""
-    return 8 if padded_head_dim(head_dim) > 64 else 4
+def warps(head_dim: int, *, with_prologue: bool) -> int:
+    """Of a program, as they were fastest on an H200."""
+    return 8 if padded_head_dim(head_dim) > 64 and not with_prologue else 4
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
@@ -161,5 +161,6 @@ def quantize_inputs(
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
-    start(prepare_program, grid, arguments, constants(head_dim, grouped), {"num_warps": warps(head_dim)})
+    options = {"num_warps": warps(head_dim, with_prologue=prologue.cos is not None)}
+    start(prepare_program, grid, arguments, constants(head_dim, grouped), options)
     return q_hat, k_hat, v_hat
