@@ -2,6 +2,9 @@
 
 Exact attention is timed with the kernel that PyTorch picks for the device, with FlashAttention-2, which the paper
 compares with, and with FlashAttention-4 where it is installed. All take their steps in turn.
+
+SageBwd's kernels apply QK-norm and rotary positions themselves. So that attentions are compared, and not one pass with
+PyTorch's many, torch.compile fuses that work for the others on a GPU; and SageBwd is timed so as well, as "apart".
 """
 
 import argparse
@@ -9,9 +12,10 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,25 +28,35 @@ from sage_ref.backend import why_not_importable
 from sage_ref.command_line import add_device_option, positive
 from sage_ref.experiments.turns import orders
 from sage_ref.models import flash_attention_4 as fa4
-from sage_ref.models.llama import LlamaConfig
+from sage_ref.models.llama import LlamaConfig, before_attention
 from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.pretrain import Pretraining, PretrainSettings, Processes, processes
 
 VOCABULARY = 32768
-# The model's attention, and the backend that PyTorch must take for it.
+
+
+class Attention(NamedTuple):
+    """What a name stands for in the model."""
+
+    attention: str  # of LlamaConfig
+    backend: SDPBackend | None = None  # that PyTorch must take
+    fused_prologue: bool = False
+
+
 ATTENTIONS = {
-    "exact": ("exact", None),
-    "flash_attention_2": ("exact", SDPBackend.FLASH_ATTENTION),
-    "flash_attention_4": ("exact", None),  # put into the model's place for attention
-    "sagebwd": ("sagebwd", None),
+    "exact": Attention("exact"),
+    "flash_attention_2": Attention("exact", SDPBackend.FLASH_ATTENTION),
+    "flash_attention_4": Attention("exact"),  # put into the model's place for attention
+    "sagebwd_apart": Attention("sagebwd"),
+    "sagebwd": Attention("sagebwd", fused_prologue=True),
 }
 EXACT = {
     "exact": "PyTorch's pick",
     "flash_attention_2": "FlashAttention-2",
     "flash_attention_4": "FlashAttention-4",
 }
-NAMES = EXACT | {"sagebwd": "SageBwd"}
+NAMES = EXACT | {"sagebwd_apart": "SageBwd, QK-norm and rotation apart", "sagebwd": "SageBwd"}
 # By the node of the backward pass, which autograd makes for the kernel of the forward pass.
 KERNELS = {
     "ScaledDotProductCudnnAttentionBackward0": "cuDNN",
@@ -109,6 +123,8 @@ def step_times(plan: SpeedPlan, group: Processes, done: Collection[Row] = ()) ->
 
 def why_missing(attention: str, device: torch.device) -> str | None:
     """Why an attention can't be timed here, None if it can."""
+    if attention == "sagebwd_apart" and device.type != "cuda":
+        return "it needs a CUDA device, for which its work apart is compiled"
     if attention != "flash_attention_4":
         return None
     if device.type != "cuda":
@@ -141,8 +157,9 @@ class Model:
     def __init__(self, cell: Cell, attention: str):
         plan, group = cell.plan, cell.group
         shape = {"layers": plan.layers, "width": plan.width, "heads": plan.heads, "kv_heads": plan.heads}
-        of_model, self.backend = ATTENTIONS[attention]
-        config = LlamaConfig(VOCABULARY, context=cell.context, **shape, qk_norm=True, attention=of_model)
+        of_model, self.backend, fused = ATTENTIONS[attention]
+        options = {"qk_norm": True, "attention": of_model, "fused_prologue": fused}
+        config = LlamaConfig(VOCABULARY, context=cell.context, **shape, **options)
         settings = PretrainSettings(
             steps=plan.warmup + plan.steps,
             batch_size=plan.tokens_per_device * group.count // cell.context,
@@ -152,11 +169,12 @@ class Model:
         self.training = Pretraining(cell.corpus, config, settings, group, fsdp=cell.parallel == "fsdp")
         nodes: set[str] = set()
         self.nodes, self.times = nodes, []  # the hook must not hold the model that holds it
-        cores = [block.attention.core for block in self.training.model.blocks]
-        if attention == "flash_attention_4":
-            for core in cores:
-                core.forward = _flash_attention_4
-        cores[0].register_forward_hook(lambda module, inputs, output: nodes.add(_node(output)))
+        attentions = [block.attention for block in self.training.model.blocks]
+        for module in attentions:
+            module.before = before_attention_on(group.device)
+            if attention == "flash_attention_4":
+                module.core.forward = _flash_attention_4
+        attentions[0].core.register_forward_hook(lambda module, inputs, output: nodes.add(_node(output)))
         for _ in range(plan.warmup):
             self.step()
         self.times.clear()
@@ -173,6 +191,12 @@ class Model:
             started = time.perf_counter()
             self.training.advance()
             self.times.append(1e3 * (time.perf_counter() - started))
+
+
+@cache
+def before_attention_on(device: torch.device) -> Callable:
+    """QK-norm and rotation apart from the attention: as one compiled pass on a GPU."""
+    return torch.compile(before_attention, dynamic=False) if device.type == "cuda" else before_attention
 
 
 def _flash_attention_4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -129,6 +129,12 @@ class AttentionCore(nn.Module):
         return sagebwd_attention(query, key, value, prologue=prologue, **options)
 
 
+def before_attention(query: Tensor, key: Tensor, prologue: Prologue, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """query and key, normalised and rotated, in dtype: what attention without a prologue is given."""
+    # Under autocast they come in 16 bit; gains and angles are float32, and rounding once is enough.
+    return tuple(x.to(dtype) for x in prologue.applied(query, key))
+
+
 class Attention(nn.Module):
     """Project, normalise, rotate, attend, project back. forward(x [B, N, width]) -> [B, N, width]."""
 
@@ -140,7 +146,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
         self.qk_norm = QKNorm(config.head_dim) if config.qk_norm else None
         self.rotary = RotaryEmbedding(config.head_dim, config.context)
-        self.core = AttentionCore(config)
+        self.before, self.core = before_attention, AttentionCore(config)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,8 +155,7 @@ class Attention(nn.Module):
         if self.core.takes_prologue:
             o = self.core(q, k, v, self.prologue)
         else:
-            # Under autocast q and k come in 16 bit; gains and angles are float32, and rounding once is enough.
-            q, k = (x.to(v.dtype) for x in self.prologue.applied(q, k))
+            q, k = self.before(q, k, self.prologue, v.dtype)
             o = self.core(q, k, v)
         return self.output(o.transpose(1, 2).flatten(-2))
 

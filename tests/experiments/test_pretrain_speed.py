@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_ref.__main__ import main
 from sage_ref.experiments import pretrain_speed as speed
 from sage_ref.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
-from sage_ref.models.llama import Llama, LlamaConfig
+from sage_ref.models.llama import Llama, LlamaConfig, before_attention
 from sage_ref.records import provenance, read_record, write_record
 from sage_ref.training.pretrain import Pretraining, Processes
 
@@ -120,16 +120,40 @@ def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch
     monkeypatch.setattr(speed.fa4, "flash_attention_4", flash_attention_4)
     monkeypatch.setattr(speed, "why_missing", lambda name, device: None)
     rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
-    assert [row["attention"] for row in rows] == ["exact", "flash_attention_2", "flash_attention_4", "sagebwd"]
+    assert [row["attention"] for row in rows] == list(speed.ATTENTIONS)
     assert set(seen) == {(torch.float32, (2, 2, 16, 8))}
     assert len(seen) == 6 * 2  # steps of two passes
     query, key = torch.randn(2, 1, 1, 4, 8)
     assert speed._flash_attention_4(query, key, key.bfloat16()).dtype == torch.bfloat16
 
 
-def test_why_flash_attention_4_is_missing():
+def test_why_attentions_are_missing():
     assert speed.why_missing("exact", torch.device("cpu")) is None
+    assert speed.why_missing("sagebwd_apart", torch.device("cuda")) is None
+    assert speed.why_missing("sagebwd_apart", torch.device("cpu")).startswith("it needs a CUDA device")
     assert speed.why_missing("flash_attention_4", torch.device("cpu")) == "flash-attn-4 needs a CUDA device"
+
+
+def test_work_apart_is_compiled_for_a_gpu_and_only_sagebwd_has_a_prologue(clock, monkeypatch):
+    """The compiled function is called once per pass and layer by every model that doesn't fuse it."""
+    called = []
+
+    def before(*tensors):
+        called.append(len(models))
+        return before_attention(*tensors)
+
+    models = []
+    monkeypatch.setattr(speed, "before_attention_on", lambda device: models.append(device) or before)
+    for name in ("exact", "sagebwd_apart", "sagebwd"):
+        called.clear()
+        cell = speed.Cell(
+            PLAN, speed.Corpus("some", torch.randint(64, (999,)).to(torch.uint16), 64), 16, Processes(), "none"
+        )
+        speed.Model(cell, name)
+        assert len(called) == (0 if name == "sagebwd" else 2)  # a step of two passes
+    monkeypatch.undo()
+    assert speed.before_attention_on(torch.device("cpu")) is before_attention
+    assert speed.before_attention_on(torch.device("cuda")) is not before_attention
 
 
 def test_a_node_is_the_attentions_whatever_its_layout():
