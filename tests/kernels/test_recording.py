@@ -47,7 +47,7 @@ class Program:
         class Compiled:
             def __getitem__(self, grid):
                 program.grids.append(grid)
-                return program.compute
+                return lambda *arguments, stream: program.compute(*arguments)
 
         return Compiled()
 
@@ -61,8 +61,40 @@ class Descriptor:
         self.base, self.shape = base, [64]
 
 
+class Driver:
+    """Triton compiles for a Hopper GPU; a launch is noted and not made."""
+
+    def __init__(self):
+        self.launches, self.utils = [], self
+
+    def launcher_cls(self, source, metadata):
+        return lambda *launch: self.launches.append(launch)
+
+    def load_binary(self, *_):
+        return "module", "function", 32, 0, 1024  # registers, spills, most threads
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 77
+
+
 @pytest.fixture
-def program():
+def noting(monkeypatch):
+    noting = Driver()
+    monkeypatch.setattr(type(driver), "active", property(lambda self: noting))
+    return noting
+
+
+@pytest.fixture
+def program(noting):
     kept.cache_clear()
     return Program()
 
@@ -217,31 +249,6 @@ def test_a_recording_holds_no_memory(program):
     assert [tensor() for tensor in alive] == [None] * 3
 
 
-class Driver:
-    """Triton compiles for a Hopper GPU; a launch is noted and not made."""
-
-    def __init__(self):
-        self.launches, self.utils = [], self
-
-    def launcher_cls(self, source, metadata):
-        return lambda *launch: self.launches.append(launch)
-
-    def load_binary(self, *_):
-        return "module", "function", 32, 0, 1024  # registers, spills, most threads
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 232448}
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 77
-
-
 def scaled_program(x_ptr, missing_ptr, y_ptr, n, factor, BLOCK: tl.constexpr, TWICE: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(x_ptr + i, mask=i < n) * factor
@@ -250,9 +257,8 @@ def scaled_program(x_ptr, missing_ptr, y_ptr, n, factor, BLOCK: tl.constexpr, TW
     tl.store(y_ptr + i, y, mask=i < n)
 
 
-def test_triton_s_programs_get_what_triton_gave_them(monkeypatch):
-    noting, program = Driver(), JITFunction(scaled_program)
-    monkeypatch.setattr(type(driver), "active", property(lambda self: noting))
+def test_triton_s_programs_get_what_triton_gave_them(noting, monkeypatch):
+    program = JITFunction(scaled_program)
 
     def scaled(x):
         def compute(start):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime import driver
 
 from sage_kernels.common.launcher import start_with_triton
 
@@ -78,14 +79,14 @@ class Launch(NamedTuple):
     pointers: list[tuple[int, Place]]  # (position, where it points)
     descriptors: list[tuple[int, type, dict, Place]]  # (position, its type, its fields but for the tensor, that one)
 
-    def repeat(self, tensors: list[Tensor | None], addresses: list[int]) -> None:
+    def repeat(self, tensors: list[Tensor | None], addresses: list[int], stream: int) -> None:
         arguments = self.arguments.copy()
         for position, place in self.pointers:
             arguments[position] = addresses[place.memory] + place.offset
         for position, kind, fields, place in self.descriptors:
             arguments[position] = made = object.__new__(kind)  # without its checks, which the first has passed
             made.__dict__.update(fields, base=Address(addresses[place.memory] + place.offset))
-        self.run(*arguments)
+        self.run(*arguments, stream=stream)
 
 
 class Operation(NamedTuple):
@@ -96,7 +97,7 @@ class Operation(NamedTuple):
     keywords: dict
     memory: int  # of its result
 
-    def repeat(self, tensors: list[Tensor | None], addresses: list[int]) -> None:
+    def repeat(self, tensors: list[Tensor | None], addresses: list[int], stream: int) -> None:
         arguments = [x.of(tensors) if isinstance(x, View) else x for x in self.arguments]
         result = self.function(*arguments, **self.keywords)
         tensors[self.memory], addresses[self.memory] = result, result.data_ptr()
@@ -190,10 +191,13 @@ class Recording:
     """What a call did, for other inputs."""
 
     def __init__(self, recorder: Recorder, outputs: tuple[Tensor, ...]):
-        self.steps, self.outputs = recorder.steps, [recorder.view(x) for x in outputs]
-        self.memories = recorder.memories
+        self.steps, self.memories = recorder.steps, recorder.memories
+        views = [recorder.view(x) for x in outputs]
+        whole = {x.memory: (x.shape, x.strides, 0) for x in recorder.allocations}
+        # Most outputs are allocations: then the number of the memory says all.
+        self.outputs = [x.memory if x[1:] == whole.get(x.memory) else x for x in views]
         operands = [x for step in self.steps if isinstance(step, Operation) for x in step.arguments]
-        tensors = {x.memory for x in (*operands, *self.outputs) if isinstance(x, View)}
+        tensors = {x.memory for x in (*operands, *views) if isinstance(x, View)}
         launches = [step for step in self.steps if isinstance(step, Launch)]
         pointed = {place.memory for x in launches for *_, place in (*x.pointers, *x.descriptors)}
         self.allocations = [x for x in recorder.allocations if x.memory in tensors]
@@ -216,9 +220,10 @@ class Recording:
             begin = scratch.data_ptr()
             for memory, offset in self.scratch:
                 addresses[memory] = begin + offset
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
         for step in self.steps:
-            step.repeat(tensors, addresses)
-        return tuple(view.of(tensors) for view in self.outputs)
+            step.repeat(tensors, addresses, stream)
+        return tuple(tensors[x] if isinstance(x, int) else x.of(tensors) for x in self.outputs)
 
 
 class Kept:
