@@ -220,8 +220,14 @@ def other_type(x, start, program):
     return torch.empty_like(x).view(torch.int32) * 0
 
 
+def other_type_of_an_input(x, start, program):
+    return x.view(torch.int32) * 2
+
+
 @pytest.mark.parametrize(
-    "function", [in_place, value_read, tensor_from_elsewhere, list_of_tensors, other_type], ids=lambda x: x.__name__
+    "function",
+    [in_place, value_read, tensor_from_elsewhere, list_of_tensors, other_type, other_type_of_an_input],
+    ids=lambda x: x.__name__,
 )
 def test_what_can_not_be_repeated_runs_as_it_is_written(program, function):
     for _ in range(3):

@@ -121,8 +121,8 @@ class Recorder(TorchDispatchMode):
         self.obstacle = None
         self.steps, self.allocations = [], []
         self.inputs = {x.data_ptr(): number for number, x in reversed(list(enumerate(inputs))) if x is not None}
+        self.dtypes = [None if x is None else x.dtype for x in inputs]  # of every memory
         self.made = {}  # by address: (number of the memory, its tensor, which is kept for the address to be its own)
-        self.memories = len(inputs)
 
     def start(self, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
         """A `Start`."""
@@ -165,7 +165,8 @@ class Recorder(TorchDispatchMode):
 
     def memory_of(self, new: Tensor) -> int:
         """The number of new memory."""
-        number, self.memories = self.memories, self.memories + 1
+        number = len(self.dtypes)
+        self.dtypes.append(new.dtype)
         if new.device.type != "meta":
             self.made[new.untyped_storage().data_ptr()] = number, new
         return number
@@ -181,9 +182,8 @@ class Recorder(TorchDispatchMode):
 
     def view(self, x: Tensor) -> View:
         memory, offset = self.place(x)
-        made = next((new for number, new in self.made.values() if number == memory), None)
-        if made is not None and made.dtype != x.dtype:
-            self.obstacle = f"memory of {made.dtype} is read as {x.dtype}"
+        if self.dtypes[memory] != x.dtype:
+            self.obstacle = f"memory of {self.dtypes[memory]} is read as {x.dtype}"
         return View(memory, tuple(x.shape), x.stride(), offset // x.element_size())
 
 
@@ -191,7 +191,7 @@ class Recording:
     """What a call did, for other inputs."""
 
     def __init__(self, recorder: Recorder, outputs: tuple[Tensor, ...]):
-        self.steps, self.memories = recorder.steps, recorder.memories
+        self.steps, self.memories = recorder.steps, len(recorder.dtypes)
         views = [recorder.view(x) for x in outputs]
         whole = {x.memory: (x.shape, x.strides, 0) for x in recorder.allocations}
         # Most outputs are allocations: then the number of the memory says all.
