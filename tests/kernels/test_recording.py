@@ -167,6 +167,37 @@ def test_another_kind_is_another_recording(program, change):
     assert kept(("a key", kind_of((x, None)))) is not kept(("a key", kind_of((x, x))))
 
 
+def in_parts(program, inputs):
+    """Programs write and read parts of two scratch tensors, one of them through descriptors."""
+
+    def compute(start):
+        (x,) = inputs
+        first, second, result = x.new_empty(2, 64), x.new_empty(200), torch.empty_like(x)
+        start_program(start, program, None, x, first[1])
+        start_program(start, program, None, x, second[100:], factor=2.0)
+        start_program(start, program, None, x, first[0], factor=3.0)
+        start_program(start, program, None, x, second, factor=4.0)
+        start_program(start, program, Descriptor(first[1]), second[100:], result)
+        return (result,)
+
+    return recorded("parts", inputs, compute)[0]
+
+
+def test_parts_of_scratch_memory_are_told_apart(program):
+    for _ in range(3):
+        (x,) = draw(1)
+        torch.testing.assert_close(in_parts(program, (x,)), (x + 1) * (2 * x + 1) + 1)
+    assert program.compilations == 5
+
+
+def test_views_of_an_input_begin_where_it_does(program):
+    for _ in range(3):
+        _, x = torch.randn(2, 1, 2, 8, 4)
+        (found,) = recorded("views", (x,), lambda start: (x.mT + 1,))  # noqa: B023 (called at once)
+        torch.testing.assert_close(found, x.mT + 1)
+    assert kept(("views", kind_of((x,)))).recording is not None
+
+
 def with_torch(program, inputs):
     """PyTorch computes what a program reads, and some of what comes out is a view."""
 
@@ -206,6 +237,10 @@ def value_read(x, start, program):
     return x + x.sum().item()
 
 
+def shape_of_values(x, start, program):
+    return x.nonzero()
+
+
 def tensor_from_elsewhere(x, start, program):
     y = torch.empty_like(x)
     start_program(start, program, x, FOREIGN, y)
@@ -226,7 +261,7 @@ def other_type_of_an_input(x, start, program):
 
 @pytest.mark.parametrize(
     "function",
-    [in_place, value_read, tensor_from_elsewhere, list_of_tensors, other_type, other_type_of_an_input],
+    [in_place, value_read, shape_of_values, tensor_from_elsewhere, list_of_tensors, other_type, other_type_of_an_input],
     ids=lambda x: x.__name__,
 )
 def test_what_can_not_be_repeated_runs_as_it_is_written(program, function):

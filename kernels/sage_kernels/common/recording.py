@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.obstacle = None
         self.steps, self.allocations = [], []
-        self.inputs = {x.data_ptr(): number for number, x in reversed(list(enumerate(inputs))) if x is not None}
+        self.inputs = {x.data_ptr(): number for number, x in enumerate(inputs) if x is not None}
         self.dtypes = [None if x is None else x.dtype for x in inputs]  # of every memory
         self.made = {}  # by address: (number of the memory, its tensor, which is kept for the address to be its own)
 
