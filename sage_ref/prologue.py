@@ -46,6 +46,11 @@ class Prologue(NamedTuple):
         return rotate(x, self.cos[:tokens].to(wide), self.sin[:tokens].to(wide))
 
 
+def before_attention(query: Tensor, key: Tensor, prologue: Prologue, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """query and key, normalised and rotated, in dtype: what attention without a prologue is given. Rounded once."""
+    return tuple(x.to(dtype) for x in prologue.applied(query, key))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of features (x_i, x_(i + D/2)) of x [..., N, D] by its angle; cos, sin [N, D/2]."""
     first, second = x.chunk(2, dim=-1)

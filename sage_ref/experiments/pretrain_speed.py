@@ -28,7 +28,8 @@ from sage_ref.backend import why_not_importable
 from sage_ref.command_line import add_device_option, positive
 from sage_ref.experiments.turns import orders
 from sage_ref.models import flash_attention_4 as fa4
-from sage_ref.models.llama import LlamaConfig, before_attention
+from sage_ref.models.llama import LlamaConfig
+from sage_ref.prologue import before_attention
 from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.pretrain import Pretraining, PretrainSettings, Processes, processes

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.models.rotary import Rotation
-from sage_ref.prologue import Prologue
+from sage_ref.prologue import Prologue, before_attention
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
@@ -127,12 +127,6 @@ class AttentionCore(nn.Module):
         for name in ("smooth_k", "smooth_q", "granularity", "backend"):
             options[name] = getattr(self.config, name)
         return sagebwd_attention(query, key, value, prologue=prologue, **options)
-
-
-def before_attention(query: Tensor, key: Tensor, prologue: Prologue, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """query and key, normalised and rotated, in dtype: what attention without a prologue is given."""
-    # Under autocast they come in 16 bit; gains and angles are float32, and rounding once is enough.
-    return tuple(x.to(dtype) for x in prologue.applied(query, key))
 
 
 class Attention(nn.Module):

@@ -98,7 +98,8 @@ def reference_attention(
 ) -> Tensor:
     """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked.
 
-    A prologue's Q and K stay in the working dtype, as in the kernels. O and dZ, their gradients, don't.
+    As in the kernels, what a prologue makes of Q and K stays in the working dtype. Its gradient and O are rounded to
+    the dtype of query.
     """
     dtype = query.dtype
     if prologue is not None:

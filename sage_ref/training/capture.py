@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from sage_ref.models.llama import Llama
+from sage_ref.prologue import before_attention
 from sage_ref.records import Row, replaced
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
@@ -49,8 +50,8 @@ def watched_attention(
     def keep(layer):
         def hook(core, arguments, output):
             q, k, v, *prologue = arguments
-            for given in prologue:
-                q, k = (x.to(v.dtype) for x in given.applied(q, k))
+            if prologue:
+                q, k = before_attention(q, k, *prologue, v.dtype)
             inputs[layer], outputs[layer] = (q, k, v), output
 
         return hook

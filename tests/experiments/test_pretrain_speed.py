@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_ref.__main__ import main
 from sage_ref.experiments import pretrain_speed as speed
 from sage_ref.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
-from sage_ref.models.llama import Llama, LlamaConfig, before_attention
+from sage_ref.models.llama import Llama, LlamaConfig
+from sage_ref.prologue import before_attention
 from sage_ref.records import provenance, read_record, write_record
 from sage_ref.training.pretrain import Pretraining, Processes
 

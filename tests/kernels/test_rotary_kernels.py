@@ -82,10 +82,11 @@ def test_the_reference_simulates_the_kernels(case, with_norm, dtype):
     case = case._replace(dtype=dtype)
     prologue = prologue_for(case, with_norm)
     results = [with_gradients(case, prologue, backend) for backend in ("triton", "reference")]
-    for found, expected in zip(*results, strict=True):
+    for number, (found, expected) in enumerate(zip(*results, strict=True)):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        error = (found.double() - expected.double()).norm()
-        assert error <= 5e-3 * expected.double().norm() + 1e-5
+        error, is_gain = (found.double() - expected.double()).norm(), number >= 4
+        allowed = 5e-3 if dtype == torch.bfloat16 or is_gain else 4e-3
+        assert error <= allowed * expected.double().norm() + 1e-5
 
 
 @EVERY_DTYPE

@@ -28,10 +28,10 @@ ROWS, WARPS = 64, 4  # of `rotate_back_program`: tokens of a program
 
 
 class Rotary(NamedTuple):
-    """In a kernel: `Prologue` for one tensor. gain None: no norm."""
+    """In a kernel: `Prologue` for one tensor. cos and sin None: no prologue; gain None: no norm."""
 
-    cos: tl.tensor  # [tokens, D/2]
-    sin: tl.tensor
+    cos: tl.tensor | None  # [tokens, D/2]
+    sin: tl.tensor | None
     gain: tl.tensor | None  # [D]
     eps: tl.tensor
 

@@ -3,15 +3,12 @@
 A list of more than L query blocks is split into equal pieces of at most L, each with a program of its own; what these
 leave of dK and dV, in float32, is added up in the order of the pieces. So results don't depend on who is done first.
 
-The host doesn't know how long the lists are, but must make room. So there is a place for a piece per
-KEY_BLOCKS_PER_PLACE key blocks of a head, and a program chooses L on the device so that the places suffice: lists that
-are split are longer than L, so their pieces are fewer than 2 sum(lengths) / L, and L = 2 sum(lengths) / places is
-enough. That is 2 KEY_BLOCKS_PER_PLACE, eight, times the mean length.
+The host doesn't know how long the lists are, but must make room for the pieces: one place per KEY_BLOCKS_PER_PLACE key
+blocks of a head. A program chooses L on the device so that the places suffice. A list that is split is longer than L,
+so it has fewer than 2 length / L pieces, and all lists have fewer than 2 sum(lengths) / L. So L = 2 sum(lengths) /
+places is enough: 2 KEY_BLOCKS_PER_PLACE, eight, times the mean length.
 
-Why eight (a model, not a measurement): pieces are begun first, so none is late if all lists together keep the GPU busy
-for as long as eight mean lengths take. With 132 multiprocessors of two programs each that needs 8 x 264 key blocks of
-all heads; fewer where lists are short, since the linear branch of a block takes as long as an entry or two: 1,200 at a
-mean length of 2. Fewer key blocks per place would need more memory, 64 x 2 x Dp numbers a place: with four, a quarter
+Shorter pieces would need more places, of 64 x 2 x Dp numbers each: with four key blocks per place they take a quarter
 of dK and dV in float32.
 """
 
