@@ -63,8 +63,8 @@ SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces"
 # front: as a prologue with QK-norm has it.
 SAGEBWD_AROUND = {
     "key_sums": key_mean.WARPS, "rotary_key_sums": key_mean.WARPS, "key_mean": 4,
-    "prepare_forward": before_forward.warps(128, with_prologue=False),
-    "rotary_prepare_forward": before_forward.warps(128, with_prologue=True),
+    "prepare_forward": before_forward.launch(128, with_prologue=False),
+    "rotary_prepare_forward": before_forward.launch(128, with_prologue=True),
     "prepare_backward": before_backward.WARPS, "finish": 4, "rotate_back": prologue.WARPS,
 }  # fmt: skip
 BEFORE_FORWARD = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")
@@ -179,8 +179,8 @@ def launch_of(case: Case) -> Launch:
     """What `ladder` launches; of a level of Hopper's, the warps and registers that compute."""
     if case.launch is not None:
         return case.launch
-    if warps := (SLA2_AROUND | SAGEBWD_AROUND).get(case.kernel):
-        return warps if isinstance(warps, Launch) else Launch(0, 0, warps, 1)
+    if known := (SLA2_AROUND | SAGEBWD_AROUND).get(case.kernel):
+        return known if isinstance(known, Launch) else Launch(0, 0, known, 1)
     if is_hopper(case):
         return level_of(case).hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)

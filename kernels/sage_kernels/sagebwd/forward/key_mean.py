@@ -19,7 +19,7 @@ from sage_ref.prologue import Prologue
 PARTS = 16  # of a sequence, at most
 STEP = 32  # tokens that a program loads at once
 LEAST_STEPS = 8  # of a program
-WARPS = 8
+WARPS = 4
 
 
 @triton.jit(do_not_specialize=["n_k", "parts", "steps"])

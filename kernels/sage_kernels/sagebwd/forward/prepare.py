@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_kernels.common.candidates import Launch
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
@@ -30,10 +31,16 @@ from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
+NARROW = Launch(0, 0, 4, 1)
+WIDE = Launch(0, 0, 8, 1, 128)
+WIDE_WITH_PROLOGUE = Launch(0, 0, 8, 1, 128)
 
-def warps(head_dim: int, *, with_prologue: bool) -> int:
-    """Of a program, as they were fastest on an H200 with Triton 3.6.0."""
-    return 8 if padded_head_dim(head_dim) > 64 and not with_prologue else 4
+
+def launch(head_dim: int, *, with_prologue: bool) -> Launch:
+    """How a program is launched: as it was fastest on an H200. 128 registers let two programs share a multiprocessor."""
+    if padded_head_dim(head_dim) <= 64:
+        return NARROW
+    return WIDE_WITH_PROLOGUE if with_prologue else WIDE
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
@@ -159,6 +166,6 @@ def quantize_inputs(
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
-    options = {"num_warps": warps(head_dim, with_prologue=prologue.cos is not None)}
+    options = launch(head_dim, with_prologue=prologue.cos is not None).options
     start(prepare_program, grid, arguments, constants(head_dim, grouped), options)
     return q_hat, k_hat, v_hat
