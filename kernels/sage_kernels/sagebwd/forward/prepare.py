@@ -31,7 +31,7 @@ from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
-NARROW = Launch(0, 0, 4, 1)
+NARROW = Launch(0, 0, 4, 1, 128)
 WIDE = Launch(0, 0, 8, 1, 128)
 WIDE_WITH_PROLOGUE = Launch(0, 0, 8, 1, 128)
 
