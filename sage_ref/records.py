@@ -248,13 +248,15 @@ def _driver() -> str | None:
 
 
 def _commit() -> str:
-    """The commit that measured, marked -dirty if sources differ from it; SAGE_REF_COMMIT where there is no git.
+    """The commit that measured: SAGE_REF_COMMIT, for copies of a commit; else git's, marked -dirty if sources differ.
 
     Only of the package's own checkout: the folder it was installed into may belong to some other repository.
     """
+    if named := os.environ.get("SAGE_REF_COMMIT"):
+        return named
     if not _is_checkout(_package_parent()):
-        return os.environ.get("SAGE_REF_COMMIT") or "unknown"
-    commit = os.environ.get("SAGE_REF_COMMIT") or _output("git", "rev-parse", "HEAD")
+        return "unknown"
+    commit = _output("git", "rev-parse", "HEAD")
     changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "sage_ref", "kernels")
     return (commit or "unknown") + ("-dirty" if changed else "")
 

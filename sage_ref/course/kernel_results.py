@@ -1,7 +1,5 @@
 """The tables of RESULTS.md about the kernels, from the records."""
 
-import itertools
-
 from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS
 from sage_ref.records import Record, Row, markdown_table, read_record
 
@@ -10,26 +8,6 @@ SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"
 SLA2_SHAPE, SLA2_SPARSITY, SLA2_INT8_LEVEL = {"n_q": 32760}, 0.97, 3  # the paper's 1.3B video model at 480p
 HEAD_DIMS, CAUSAL = (128, 64), (False, True)
 MAIN_N = 8192
-
-
-def speed() -> str:
-    """The registered operation and its peers on the H200, in milliseconds and as a ratio to FlashAttention-2."""
-    record = read_record(BENCH)
-    lines = []
-    for head_dim in HEAD_DIMS:
-        for causal in CAUSAL:
-            shape = {"n_q": MAIN_N, "head_dim": head_dim, "causal": causal, "scope": "autograd"}
-            for direction in ("fwd", "fwd+bwd"):
-                flash, cudnn, sage = (
-                    record.select(provider=provider, direction=direction, **shape)[0]["ms_median"]
-                    for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
-                )
-                name = f"D={head_dim}{', causal' if causal else ''}, {direction}"
-                ratios = (f"{peer / sage:.2f}x" for peer in (flash, cudnn))
-                lines.append((name, f"{flash:.2f}", f"{cudnn:.2f}", f"{sage:.2f}", *ratios))
-    header = ("FlashAttention-2", "cuDNN", "sage_kernels, quantisation included", "against FA-2", "against cuDNN")
-    header = (f"N={MAIN_N}, ms, {record.timed}", *header)
-    return f"{markdown_table(header, lines)}\n\nbfloat16, batch 4, 2048 / D heads; {record.caption}."
 
 
 def ladder(direction: str) -> str:
@@ -68,26 +46,6 @@ def _timed(row: Row) -> str:
 
 def _row(record: Record, direction: str, head_dim: int, causal: bool, **values) -> Row:
     return record.select(n_q=MAIN_N, direction=direction, head_dim=head_dim, causal=causal, **values)[0]
-
-
-def lengths() -> str:
-    """Forward and backward with quantisation at every length, as ratios to the peers."""
-    record = read_record(BENCH)
-    kinds = list(itertools.product(HEAD_DIMS, CAUSAL))
-    lines = []
-    for n in sorted({row["n_q"] for row in record.rows}):
-        cells = []
-        for head_dim, causal in kinds:
-            rows = record.select(n_q=n, head_dim=head_dim, causal=causal, scope="autograd", direction="fwd+bwd")
-            ms = {row["provider"]: row["ms_median"] for row in rows}
-            ratios = (ms[peer] / ms["sage_kernels"] for peer in ("sdpa_flash", "sdpa_cudnn"))
-            cells.append(" / ".join(f"{ratio:.2f}x" for ratio in ratios))
-        lines.append((f"{n:,}", *cells))
-    header = (f"N, {record.timed}", *(f"D={head_dim}{', causal' if causal else ''}" for head_dim, causal in kinds))
-    described = (
-        "Forward and backward, against FlashAttention-2 / cuDNN; bfloat16, batch 4 (1 from N=32,768), 2048 / D heads"
-    )
-    return f"{markdown_table(header, lines)}\n\n{described}; {record.caption}."
 
 
 def limits() -> str:

@@ -17,15 +17,13 @@ from sage_ref.course.kernel_results import (
     accuracy,
     instructions,
     ladder,
-    lengths,
     limits,
     sla2,
     sla2_accuracy,
     sla2_ladder,
     sla2_parts,
-    speed,
 )
-from sage_ref.course.paired_results import paired_sparse, paired_speed, paired_ways
+from sage_ref.course.paired_results import headline, paired_sparse, paired_speed, paired_ways
 from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
 from sage_ref.course.results import TABLE2, pretraining, pretraining_speed, table1, table2
 from sage_ref.records import markdown_table, read_record, replaced, repository
@@ -47,7 +45,7 @@ def courses() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"course": courses},
+    "README.md": {"course": courses, "speed": headline},
     "RESULTS.md": {
         "table1": table1,
         "table2": table2,
@@ -56,8 +54,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "paired": lambda: paired_speed("fwd+bwd"),
         "paired_forward": lambda: paired_speed("fwd"),
         "paired_ways": paired_ways,
-        "speed": speed,
-        "lengths": lengths,
         "forward": lambda: ladder("fwd"),
         "backward": lambda: ladder("bwd"),
         "instructions": instructions,

@@ -71,8 +71,8 @@ def pretraining_speed() -> str:
     exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
     if record.select(attention="flash_attention_4"):
         exact["flash_attention_4"] = "FlashAttention-4"
-    peers = " and with ".join(exact.values())
-    title = f"A training step of a larger model with SageBwd's kernels, with {peers}, {record.timed}:"
+    peers = ", ".join(exact.values())
+    title = f"A training step of a larger model with SageBwd's kernels and with {peers}, {record.timed}:"
     sentences = []
     for name, words in exact.items():
         rows = record.select(attention="sagebwd", devices=1)

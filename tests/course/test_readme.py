@@ -127,19 +127,6 @@ def test_step_times_compare_sagebwd_with_both_exact_attentions(step_times):
     assert pick.endswith("the exact attention that PyTorch picks: 0.90 (N=4096).")
 
 
-def test_lengths_are_ratios_of_measured_times():
-    record = read_record("bench_h200")
-    header, _, *lines = kernel_results.lengths().split("\n\n")[0].splitlines()
-    assert cells(header) == ["N, timed alone", "D=128", "D=128, causal", "D=64", "D=64, causal"]
-    assert [cells(line)[0] for line in lines] == [f"{n:,}" for n in sorted({row["n_q"] for row in record.rows})]
-    shape = {"n_q": 65536, "head_dim": 64, "causal": True, "direction": "fwd+bwd", "scope": "autograd"}
-    flash, cudnn, sage = (
-        record.select(provider=provider, **shape)[0]["ms_median"]
-        for provider in ("sdpa_flash", "sdpa_cudnn", "sage_kernels")
-    )
-    assert cells(lines[-1])[-1] == f"{flash / sage:.2f}x / {cudnn / sage:.2f}x"
-
-
 def test_limits_has_every_profiled_kernel():
     record = read_record("profile_h200")
     _, _, *lines = kernel_results.limits().split("\n\n")[0].splitlines()

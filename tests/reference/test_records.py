@@ -113,7 +113,7 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     assert (facts["gpu"] is None) == (not torch.cuda.is_available())
     assert re.fullmatch(r".+, \d+ cores", facts["cpu"])
     assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
-    assert facts["commit"].removesuffix("-dirty") == "0123456789abcdef"
+    assert facts["commit"] == "0123456789abcdef"
     assert json.loads(json.dumps(facts)) == facts
 
 
@@ -127,6 +127,9 @@ def test_the_commit_is_marked_when_sources_differ_from_it(monkeypatch):
         answers = {"rev-parse": commit, "status": status}
         monkeypatch.setattr(records, "_output", lambda git, subcommand, *rest, found=answers: found[subcommand])
         assert records._commit() == expected
+    monkeypatch.setenv("SAGE_REF_COMMIT", "abcdef0")  # a copy's own history says nothing about it
+    monkeypatch.setattr(records, "_output", lambda git, subcommand, *rest: " M sage_ref/backend.py")
+    assert records._commit() == "abcdef0"
 
 
 @pytest.mark.parametrize(
