@@ -4,14 +4,14 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata, util
 
 import torch
 
 from sage_ref.records import Record, provenance, repository
 
-_guesses: dict[str, object] = {}
+_guesses: dict[str, tuple[object, dict[str, str]]] = {}
 
 
 def versions() -> str:
@@ -21,18 +21,28 @@ def versions() -> str:
     return f"Python {platform.python_version()}, " + ", ".join(installed)
 
 
-def predict(question: str, guess: object) -> None:
-    """Store the reader's guess before the answer is computed."""
-    _guesses[question] = guess
-    print(f"{question}: your prediction is {guess}")
+def predict(question: str, guess: object = ..., choices: Sequence[str] = ()) -> None:
+    """Keep the reader's guess until the answer is computed: a number, or the letter of one of `choices`."""
+    lettered = dict(zip("abcdefgh", choices, strict=False))
+    if lettered and guess is not ... and guess not in lettered:
+        raise ValueError(f"guess: expected one of {list(lettered)}, got {guess!r}")
+    for letter, choice in lettered.items():
+        print(f"  ({letter}) {choice}")
+    print(f"{question}: " + ("put your guess in the place of ..." if guess is ... else f"your prediction is {guess}"))
+    _guesses[question] = guess, lettered
 
 
-def compare(question: str, measured: float, digits: int = 3) -> None:
-    """Put the stored guess beside the measured value."""
+def compare(question: str, measured: float | str, digits: int = 3) -> None:
+    """Put the answer beside the reader's guess: a measured number, or the letter of the right choice."""
     if question not in _guesses:
         raise ValueError(f"question: expected one of {sorted(_guesses)}, got {question!r}")
-    guess, shown = _guesses[question], round(measured, digits)
-    line = f"{question}: predicted {guess}, measured {measured:.{digits}f}"
+    guess, lettered = _guesses[question]
+    line = f"{question}: " if guess is ... else f"{question}: predicted {guess}, "
+    if lettered:
+        print(f"{line}it is ({measured}) {lettered[measured]}")
+        return
+    line += f"measured {measured:.{digits}f}"
+    shown = round(measured, digits)
     if isinstance(guess, int | float) and guess * shown > 0:
         ratio = max(guess / shown, shown / guess)
         line += f" (a factor of {ratio:.1f} apart)" if ratio >= 1.05 else " (spot on)"

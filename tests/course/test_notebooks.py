@@ -20,7 +20,7 @@ METADATA = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
 KNOWN_TAGS = {"nbval-ignore-output"}
 LAST_SECTIONS = ["What to remember", "Exercises", "Where the papers say more"]
 LARGEST = 1_500_000  # bytes
-PRINTS = {"print", "predict", "compare"}
+PRINTS = {"print", "predict", "compare", "fill_in"}
 FIGURE_MAKERS = {"subplots", "panels"} | {
     name
     for name, function in inspect.getmembers(plotting, inspect.isfunction)
@@ -100,6 +100,8 @@ def code_problems(cell: dict) -> list[str]:
         found.append("output: expected text, since the cell prints")
     if calls & FIGURE_MAKERS and not any("image/png" in output.get("data", {}) for output in outputs):
         found.append("output: expected a PNG, since the cell draws a figure")
+    if "fill_in" in calls and "nbval-ignore-output" not in tags:
+        found.append("tags: expected nbval-ignore-output, since a reader fills the cell in")
     if calls & SLIDERS and not outputs:
         found.append("output: expected some, since the cell has a slider")
     if calls & SLIDERS and "nbval-ignore-output" not in tags:
@@ -154,6 +156,7 @@ def notebook_without_problems() -> dict:
         code("_ = panels(1)", 3, [image]),
         code("_ = interact(draw, x=(1, 2))", 4, [image], "nbval-ignore-output"),
         code("if device is None:\n    print('none')", 5, []),
+        code("psi = fill_in('psi', psi)", 6, [stdout("psi: right.")], "nbval-ignore-output"),
     ]
     return {"cells": [markdown[0], *cells, markdown[1]], "metadata": copy.deepcopy(METADATA)}
 
@@ -163,9 +166,10 @@ BREAKS = {  # what is done to it, and what the lint then reports
     "cells[1]['outputs'] = []": "cell 1: output: expected text",
     "cells[3]['outputs'] = []": "cell 3: output: expected a PNG",
     "cells[4]['outputs'] = []": "cell 4: output: expected some",
-    "for cell in code_cells: cell['execution_count'] += 5": "execution counts: expected 1 to 5 in order",
+    "for cell in code_cells: cell['execution_count'] += 5": "execution counts: expected 1 to 6 in order",
     "cells[1]['metadata'] = {'tags': ['nbval-ignore-outputs']}": "cell 1: tags: expected ['nbval-ignore-output'], got",
     "cells[4]['metadata'] = {}": "cell 4: tags: expected nbval-ignore-output",
+    "cells[6]['metadata'] = {}": "cell 6: tags: expected nbval-ignore-output",
     "notebook['metadata']['widgets'] = {}": "metadata: expected",
     "notebook['metadata']['kernelspec']['name'] = 'venv'": "metadata: expected",
     "cells[1]['outputs'][0]['text'] = 'saved /home/me/x\\n'": "cell 1: of this machine: /home",

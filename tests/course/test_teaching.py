@@ -44,6 +44,24 @@ def test_the_last_prediction_counts_and_one_that_was_not_made_is_named(capsys, m
         compare("q2", 1.0)
 
 
+def test_without_a_guess_there_is_only_the_answer(capsys, monkeypatch):
+    monkeypatch.setattr(teaching, "_guesses", {})
+    predict("error")
+    compare("error", 0.5)
+    assert capsys.readouterr().out == "error: put your guess in the place of ...\nerror: measured 0.500\n"
+
+
+def test_a_choice_is_a_letter(capsys, monkeypatch):
+    monkeypatch.setattr(teaching, "_guesses", {})
+    choices = ("it is kept", "it shrinks")
+    with pytest.raises(ValueError, match=r"guess: expected one of \['a', 'b'\], got 'c'"):
+        predict("old sum", "c", choices)
+    for guess, said in ((..., "old sum: it is (b) it shrinks"), ("a", "old sum: predicted a, it is (b) it shrinks")):
+        predict("old sum", guess, choices)
+        compare("old sum", "b")
+        assert capsys.readouterr().out.splitlines()[-1] == said
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """machine(triton=..., cuda=..., imported=...) makes this one look like another."""

@@ -1,0 +1,161 @@
+"""Cells to fill in: the reader's function is tried at once, on visible inputs, against the course's own.
+
+A notebook begins with `fill_in = lesson("sagebwd_forward")`. Its cells to fill in end with
+`psi = fill_in("psi", psi)`. While `...` stands in the function, the course's solution is used, so that a notebook runs
+from top to bottom. `sage_ref/course/solutions` has the solutions, with what readers get wrong and a hint for each.
+"""
+
+import ast
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mistake(NamedTuple):
+    """A likely one: the solution's source with `old`, which stands in it once, replaced by `new`."""
+
+    old: str
+    new: str
+    hint: str
+
+
+def call(function: Callable, *inputs: Any) -> Any:
+    return function(*inputs)
+
+
+class Gap(NamedTuple):
+    solution: Callable
+    inputs: Callable[[], Sequence[tuple]]  # makes the arguments of each trial
+    mistakes: tuple[Mistake, ...]
+    run: Callable = call  # run(function, *arguments of a trial) -> what is compared; a Triton program must be launched
+
+
+class NotYetError(AssertionError):
+    """A function that isn't right yet. A notebook shows its text alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def lesson(name: str) -> Callable[[str, Callable], Callable]:
+    """The notebook's `fill_in`. name: a module of `sage_ref.course.solutions`."""
+    return partial(fill_in, gaps=import_module(f"sage_ref.course.solutions.{name}").GAPS)
+
+
+def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap]) -> Callable:
+    """The reader's function if it is right; the solution while `...` stands in it.
+
+    Raises NotYetError with what was expected, what was found and a hint, if the function is not right.
+    """
+    if name not in gaps:
+        raise ValueError(f"name: expected one of {sorted(gaps)}, got {name!r}")
+    gap = gaps[name]
+    if function is gap.solution or is_gap(function):
+        print(f"{name}: nothing filled in yet. From here on the course's solution is used.")
+        return gap.solution
+    trials = gap.inputs()
+    for trial in trials:
+        expected, found = (_tried(gap, tried, trial) for tried in (gap.solution, function))
+        if (difference := first_difference(found, expected)) is not None:
+            raise NotYetError(f"{name}: not yet.\n{difference}\n{_hint(gap, function, trials)}".rstrip())
+    print(f"{name}: right.")
+    return function
+
+
+def is_gap(function: Callable) -> bool:
+    """Whether `...` stands where a value belongs. In `x[..., 0]` it is no gap."""
+    tree = ast.parse(source(function))
+    indices = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.Subscript) for inner in ast.walk(node.slice)
+    }
+    return any(
+        isinstance(node, ast.Constant) and node.value is Ellipsis and id(node) not in indices for node in ast.walk(tree)
+    )
+
+
+def source(function: Callable) -> str:
+    """The text of a function or of a Triton program."""
+    return textwrap.dedent(inspect.getsource(getattr(function, "fn", function)))
+
+
+def mistaken(gap: Gap, mistake: Mistake) -> Callable:
+    """The solution with this mistake made."""
+    text = source(gap.solution)
+    if text.count(mistake.old) != 1:
+        raise ValueError(
+            f"mistake: expected {mistake.old!r} once in the solution, found it {text.count(mistake.old)} times"
+        )
+    text = text.replace(mistake.old, mistake.new)
+    original = getattr(gap.solution, "fn", gap.solution)
+    file = f"<{original.__name__} with {mistake.new!r}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads a program's text
+    names = dict(original.__globals__)
+    exec(compile(text, file, "exec"), names)
+    return names[original.__name__]
+
+
+def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
+    """Two lines, what was expected and what was found; None if they agree."""
+    if isinstance(expected, tuple | list):
+        if not isinstance(found, tuple | list) or len(found) != len(expected):
+            return _lines(where, f"{len(expected)} results", _shown(found))
+        parts = enumerate(zip(found, expected, strict=True))
+        differences = (first_difference(x, y, f"{where}result {number}, ") for number, (x, y) in parts)
+        return next((text for text in differences if text is not None), None)
+    if not isinstance(expected, Tensor):
+        same = type(found) is type(expected) and found == expected
+        if isinstance(expected, float) and isinstance(found, int | float):
+            same = abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
+        return None if same else _lines(where, _shown(expected), _shown(found))
+    if (
+        not isinstance(found, Tensor)
+        or found.shape != expected.shape
+        or found.dtype.is_floating_point != (expected.dtype.is_floating_point)
+    ):
+        return _lines(where, _shown(expected), _shown(found))
+    x, y = found.double(), expected.double()
+    tolerance = 1e-5 * y.abs().nan_to_num(0, 0, 0).amax() if y.numel() and expected.is_floating_point() else 0.0
+    wrong = ~torch.isclose(
+        x, y, rtol=1e-4 if expected.is_floating_point() else 0.0, atol=float(tolerance), equal_nan=True
+    )
+    if not wrong.any():
+        return None
+    place = tuple(wrong.nonzero()[0].tolist())
+    where = f"{where}{wrong.sum()} of {wrong.numel()} entries differ, the first at {list(place)}: "
+    return _lines(where, f"{y[place]:.6g}", f"{x[place]:.6g}")
+
+
+def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
+    return gap.run(function, *deepcopy(trial))  # a function may overwrite what it gets
+
+
+def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
+    """Of the mistake that gives what the function gives, in every trial."""
+    found = [_tried(gap, function, trial) for trial in trials]
+    if any(x is None for x in found):
+        return "It returns None: is there a `return`?"
+    for mistake in gap.mistakes:
+        wrong = mistaken(gap, mistake)
+        if all(first_difference(x, _tried(gap, wrong, trial)) is None for x, trial in zip(found, trials, strict=True)):
+            return f"Hint: {mistake.hint}"
+    return ""
+
+
+def _lines(where: str, expected: str, found: str) -> str:
+    return f"{where}expected {expected}\n{' ' * len(where)}found    {found}"
+
+
+def _shown(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    kind = str(x.dtype).removeprefix("torch.")
+    numbers = ", ".join(f"{number:.4g}" for number in x.flatten()[:4].tolist())
+    return f"{kind} {list(x.shape)}: {numbers}{', ...' if x.numel() > 4 else ''}"

@@ -1,0 +1,142 @@
+"""Notebook 04: one tile of the INT8 forward pass, and the loop over tiles. Steps are those of Algorithm 1."""
+
+import math
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.quantization import integer_matmul
+from sage_ref.sagebwd.algorithm import psi
+
+TILE, HEAD_DIM = 64, 64
+C = 1 / math.sqrt(HEAD_DIM)
+
+
+def score_tile(s_q, q_hat, s_k, k_hat, c):
+    return integer_matmul(q_hat, k_hat.mT) * s_q * s_k * c
+
+
+def update_sum(l, m, m_new, p):
+    return torch.exp(m - m_new) * l + p.sum(-1, keepdim=True)
+
+
+def scale_of_p(s_ij, m_new):
+    return torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127
+
+
+def forward_tile(s_ij, s_v, v_hat, m, l, o):
+    m_new = torch.maximum(m, s_ij.amax(-1, keepdim=True))
+    p = torch.exp(s_ij - m_new)
+    s_p = scale_of_p(s_ij, m_new)
+    p_hat = torch.round(p / s_p).to(torch.int8)
+    o = torch.exp(m - m_new) * o + integer_matmul(p_hat, v_hat) * s_p * s_v
+    return m_new, update_sum(l, m, m_new, p), o
+
+
+def query_tile(q_i, keys, values, c):
+    s_q, q_hat = psi(q_i)
+    m, l, o = torch.full_like(q_i[:, :1], -math.inf), torch.zeros_like(q_i[:, :1]), torch.zeros_like(q_i)
+    for (s_k, k_hat), (s_v, v_hat) in zip(keys, values, strict=True):
+        s_ij = score_tile(s_q, q_hat, s_k, k_hat, c)
+        m, l, o = forward_tile(s_ij, s_v, v_hat, m, l, o)
+    return o / l, m + torch.log(l)
+
+
+def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _scores_to_multiply() -> list[tuple]:
+    q, k = _draw(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
+    return [(*psi(q), *psi(k), C), (*psi(3 * q[:, :32]), *psi(k[:48, :32]), 1 / math.sqrt(32))]
+
+
+def _sums_to_update() -> list[tuple]:
+    l, m = torch.tensor([[2.0], [3.0]]), torch.tensor([[1.0], [0.0]])
+    p = torch.tensor([[1.0, 0.5], [0.25, 0.125]])
+    return [(l, m, m + torch.tensor([[2.0], [0.0]]), p), (torch.zeros(2, 1), torch.full((2, 1), -math.inf), m, p)]
+
+
+def _scores_and_maxima() -> list[tuple]:
+    (s_ij,) = _draw(1, (TILE, TILE))
+    return [(s_ij, s_ij.amax(-1, keepdim=True) + torch.arange(TILE)[:, None] / 16)]
+
+
+def _states() -> list[tuple]:
+    s_ij, v, o = _draw(2, (TILE, TILE), (TILE, HEAD_DIM), (TILE, HEAD_DIM))
+    s_v, v_hat = psi(v)
+    m, l = torch.linspace(-1, 5, TILE)[:, None], torch.linspace(1, 9, TILE)[:, None]
+    start = (torch.full_like(m, -math.inf), torch.zeros_like(l), torch.zeros_like(o))
+    return [(s_ij, s_v, v_hat, m, l, o), (s_ij, s_v, v_hat, *start)]
+
+
+def _whole_rows() -> list[tuple]:
+    q, k, v = _draw(3, (TILE, HEAD_DIM), (3 * TILE, HEAD_DIM), (3 * TILE, HEAD_DIM))
+    k[TILE:] *= 3  # so that later tiles hold the largest scores
+    trials = [(q, k), (q + 5, k - 5)]  # the second one: every score is far below zero
+    return [(x, *([psi(tile) for tile in y.split(TILE)] for y in (z, v)), C) for x, z in trials]
+
+
+GAPS = {
+    "score_tile": Gap(
+        score_tile,
+        _scores_to_multiply,
+        (
+            Mistake(" * c", "", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
+            Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales are missing."),
+            Mistake(" * s_q", "", "s_Q is missing."),
+            Mistake(" * s_k", "", "s_K is missing."),
+            Mistake("k_hat.mT) * s_q", "k_hat.mT) / s_q", "Q = s_Q Q^: multiply by the scale."),
+        ),
+    ),
+    "update_sum": Gap(
+        update_sum,
+        _sums_to_update,
+        (
+            Mistake("m - m_new", "m_new - m", "That factor grows. What was summed before must shrink."),
+            Mistake(" * l", "", "The old sum is forgotten. The paper prints it like this; it can't be meant."),
+            Mistake("torch.exp(m - m_new) * ", "", "The old sum belongs to the old maximum: it must shrink."),
+            Mistake("p.sum(-1, keepdim=True)", "p.amax(-1, keepdim=True)", "l is a sum, not a maximum."),
+        ),
+    ),
+    "scale_of_p": Gap(
+        scale_of_p,
+        _scores_and_maxima,
+        (
+            Mistake(
+                "s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."
+            ),
+            Mistake(" - m_new", "", "P~ is relative to m_new."),
+            Mistake(" / 127", "", "The largest entry must become 127."),
+            Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),
+        ),
+    ),
+    "forward_tile": Gap(
+        forward_tile,
+        _states,
+        (
+            Mistake("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "s_ij.amax(-1, keepdim=True)", "m never falls."),
+            Mistake("torch.exp(m - m_new) * o", "torch.exp(m_new - m) * o", "O must shrink, not grow: as l does."),
+            Mistake("torch.exp(m - m_new) * o", "o", "O belongs to the old maximum: it shrinks as l does."),
+            Mistake(" * s_p * s_v", " * s_v", "P^ stands for s_P P^."),
+            Mistake(" * s_p * s_v", " * s_p", "V^ stands for s_V V^."),
+            Mistake("p = torch.exp(s_ij - m_new)", "p = torch.exp(s_ij - m)", "P~ is relative to the new maximum."),
+            Mistake(
+                "update_sum(l, m, m_new, p)",
+                "update_sum(l, m, m_new, p_hat * s_p)",
+                "l is the sum of P~ before rounding.",
+            ),
+        ),
+    ),
+    "query_tile": Gap(
+        query_tile,
+        _whole_rows,
+        (
+            Mistake("-math.inf", "0.0", "m starts below every score: at minus infinity, not at 0."),
+            Mistake("return o / l", "return o", "The rows of P~ don't add up to one yet: divide by l."),
+            Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to all of S: m is missing."),
+            Mistake("m + torch.log(l)", "m + l", "L = m + log l."),
+        ),
+    ),
+}

@@ -1,0 +1,157 @@
+"""Cells to fill in: what is right passes, what is wrong meets the hint that was written for it."""
+
+import importlib
+import json
+import pkgutil
+import re
+
+import pytest
+import torch
+
+from sage_ref.course import solutions
+from sage_ref.course.difference import Difference
+from sage_ref.course.fill_in import Gap, Mistake, NotYetError, fill_in, first_difference, is_gap, mistaken, source
+from sage_ref.records import REPOSITORY
+
+LESSONS = {
+    module.name: importlib.import_module(f"{solutions.__name__}.{module.name}").GAPS
+    for module in pkgutil.iter_modules(solutions.__path__)
+}
+MISTAKES = [
+    pytest.param(gaps, name, mistake, id=f"{lesson} {name} {number}")
+    for lesson, gaps in LESSONS.items()
+    for name, gap in gaps.items()
+    for number, mistake in enumerate(gap.mistakes)
+]
+
+
+def notebooks():
+    """The cells' texts of every notebook."""
+    for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
+        yield ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+
+
+@pytest.mark.parametrize(("gaps", "name", "mistake"), MISTAKES)
+def test_every_mistake_meets_its_own_hint(gaps, name, mistake):
+    with pytest.raises(NotYetError) as caught:
+        fill_in(name, mistaken(gaps[name], mistake), gaps=gaps)
+    assert caught.value.args[0].endswith(f"Hint: {mistake.hint}")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_reader_who_writes_the_solution_is_right(lesson, capsys):
+    for name, gap in LESSONS[lesson].items():
+        assert len(gap.mistakes) >= 3, name
+        again = mistaken(gap, Mistake(source(gap.solution), source(gap.solution), ""))
+        assert fill_in(name, again, gaps=LESSONS[lesson]) is again
+        assert capsys.readouterr().out == f"{name}: right.\n"
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_notebook_has_every_gap_and_folds_its_solution(lesson):
+    """A cell with the function, `...` in it; after it the solution's text, folded."""
+    (cells,) = (cells for cells in notebooks() if any(f'lesson("{lesson}")' in text for text in cells))
+    for name, gap in LESSONS[lesson].items():
+        (place,) = (number for number, text in enumerate(cells) if f'fill_in("{name}", ' in text)
+        head = source(gap.solution).splitlines()[0]
+        assert head in cells[place], f"{name} begins with {head}"
+        assert "..." in cells[place]
+        folded = re.search(r"<details>.*?```python\n(.*?)```", cells[place + 1], re.DOTALL)
+        assert folded, f"the solution of {name} is folded into the cell after it"
+        assert folded[1] == source(gap.solution), name
+
+
+def doubled(x):
+    return 2 * x
+
+
+def added(x):
+    return x + x
+
+
+def tripled(x):
+    return 3 * x
+
+
+def unfinished(x):
+    return ... * x
+
+
+def last(x):
+    return x[..., -1]
+
+
+GAPS = {"doubled": Gap(doubled, lambda: [(torch.ones(2),), (torch.arange(3.0),)], (Mistake("2 * x", "x", "Twice."),))}
+
+
+def test_a_right_function_is_given_back_and_a_gap_replaced(capsys):
+    assert fill_in("doubled", added, gaps=GAPS) is added
+    assert fill_in("doubled", unfinished, gaps=GAPS) is doubled
+    assert capsys.readouterr().out.splitlines() == [
+        "doubled: right.",
+        "doubled: nothing filled in yet. From here on the course's solution is used.",
+    ]
+    with pytest.raises(ValueError, match=r"name: expected one of \['doubled'\], got 'tripled'"):
+        fill_in("tripled", tripled, gaps=GAPS)
+
+
+def test_an_ellipsis_that_is_an_index_is_no_gap():
+    assert is_gap(unfinished)
+    assert not is_gap(last)
+
+
+def test_what_was_expected_and_found_is_shown_without_a_hint_if_none_fits():
+    with pytest.raises(NotYetError) as caught:
+        fill_in("doubled", tripled, gaps=GAPS)
+    said = caught.value._render_traceback_()
+    assert said[0] == "doubled: not yet."
+    assert said[1:] == ["2 of 2 entries differ, the first at [0]: expected 2", f"{' ' * 41}found    3"]
+    with pytest.raises(NotYetError, match="It returns None: is there a `return`"):
+        fill_in("doubled", lambda x: None, gaps=GAPS)
+
+
+def test_a_function_that_overwrites_what_it_gets_spoils_no_trial():
+    def in_place(x):
+        return x.mul_(2)
+
+    assert fill_in("doubled", in_place, gaps=GAPS) is in_place
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2), torch.ones(2, dtype=torch.int8)),
+        (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8)),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])),
+        ((torch.ones(2),), (torch.ones(2), torch.ones(2))),
+        ((torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(2))),
+        (1.001, 1.0),
+        (1, True),
+        (None, torch.ones(1)),
+    ],
+)
+def test_these_differ(found, expected):
+    assert first_difference(found, expected) is not None
+    assert first_difference(expected, expected) is None
+
+
+def test_rounding_is_no_difference():
+    x = torch.linspace(-3, 3, 50)
+    assert first_difference(x * (1 + 1e-6), x) is None
+    assert first_difference(x * (1 + 1e-3), x) is not None
+
+
+def test_a_mistake_that_does_not_fit_the_solution_is_an_error():
+    with pytest.raises(ValueError, match="expected '5' once in the solution, found it 0 times"):
+        mistaken(GAPS["doubled"], Mistake("5", "6", ""))
+
+
+def test_a_difference_has_both_texts_and_marks_what_changed():
+    shown = Difference(doubled, tripled)
+    assert repr(shown).splitlines() == [
+        "-def doubled(x):", "-    return 2 * x", "+def tripled(x):", "+    return 3 * x",
+    ]  # fmt: skip
+    assert list(shown.pairs())[1] == (("-", "    return 2 * x"), ("+", "    return 3 * x"))
+    assert list(Difference(doubled, doubled).pairs())[0] == ((" ", "def doubled(x):"),) * 2
+    assert shown._repr_html_().count("<tr>") == 2
