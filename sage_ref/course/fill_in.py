@@ -9,6 +9,7 @@ import ast
 import inspect
 import linecache
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -134,7 +135,9 @@ def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
 
 
 def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
-    return gap.run(function, *deepcopy(trial))  # a function may overwrite what it gets
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of Triton's interpreter: what overflows is wrong anyway
+        return gap.run(function, *deepcopy(trial))  # a function may overwrite what it gets
 
 
 def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:

@@ -32,16 +32,22 @@ OVERVIEW = Path("notebooks", "figures", "overview.png")
 
 
 def courses() -> str:
-    """The course map: title and minutes of every notebook, from the notebook's own first cell."""
-    lines = []
-    for path in sorted((repository() / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+    """The course map: title and minutes of every notebook, from the notebook's own first cell.
+
+    Parts of one number ("08", "08b") share a line.
+    """
+    lines: dict[str, tuple[list[str], list[str]]] = {}
+    for path in sorted((repository() / "notebooks").glob("[0-9][0-9]*_*.ipynb")):
         first_cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
-        title = re.search(r"# \d+ · (.+)", first_cell)
+        title = re.search(r"# \w+ · (.+)", first_cell)
         minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)
         if not (title and minutes):
             raise ValueError(f"{path.name}: expected '# NN · Title' and '**Time** about N minutes' in the first cell")
-        lines.append((path.name[:2], f"[{title[1]}](notebooks/{path.name})", minutes[1]))
-    return markdown_table(("", "notebook", "minutes"), lines)
+        titles, times = lines.setdefault(path.name[:2], ([], []))
+        titles.append(f"[{title[1]}](notebooks/{path.name})")
+        times.append(minutes[1])
+    rows = [(number, ", ".join(titles), " + ".join(times)) for number, (titles, times) in lines.items()]
+    return markdown_table(("", "notebook", "minutes"), rows)
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {

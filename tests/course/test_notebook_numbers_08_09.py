@@ -536,9 +536,9 @@ class TestHopper:
         [
             ("08_int8_forward", "sagebwd/forward/level5_hopper.py", ["key_tile"]),
             ("08_int8_forward", "hopper/toolbox.py", ["fetch", "acquire", "release"]),
-            ("09_int8_backward", "sagebwd/backward/level4/queries.py", ["key_tile", "add_product"]),
-            ("09_int8_backward", "sagebwd/backward/level5/narrow.py", ["query_tile", "add_part"]),
-            ("09_int8_backward", "sagebwd/backward/level5/wide.py", ["add_part"]),
+            ("09b_hopper_backward", "sagebwd/backward/level4/queries.py", ["key_tile", "add_product"]),
+            ("09b_hopper_backward", "sagebwd/backward/level5/narrow.py", ["query_tile"]),
+            ("09b_hopper_backward", "sagebwd/backward/level5/wide.py", ["add_part"]),
         ],
     )
     def test_code_shown_is_the_code_there_is(self, name, file, functions):

@@ -104,9 +104,7 @@ GAPS = {
         scale_of_p,
         _scores_and_maxima,
         (
-            Mistake(
-                "s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."
-            ),
+            Mistake("s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."),
             Mistake(" - m_new", "", "P~ is relative to m_new."),
             Mistake(" / 127", "", "The largest entry must become 127."),
             Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),

@@ -1,0 +1,54 @@
+"""Notebook 09b: registers, a row's maximum without shared memory, and sums of integers."""
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+
+
+def held(gradients, scores, d):
+    return 64 * (gradients * d + scores * 128) // 128
+
+
+def row_maximum(largest):
+    for away in (1, 2):
+        largest = torch.maximum(largest, largest[torch.arange(32) ^ away])
+    return largest
+
+
+def units_per_one(largest_do, largest_v, largest_k, d):
+    bound = 2 * d * largest_do * largest_v * largest_k
+    return 2 ** torch.floor(30 - torch.log2(bound))
+
+
+GAPS = {
+    "held": Gap(
+        held,
+        lambda: [(1, 2, 128), (2, 2, 64), (1, 0, 128)],
+        (
+            Mistake("gradients * d", "d", "Each gradient is a sum of its own."),
+            Mistake("scores * 128", "scores * d", "A tile of scores is [64, 128], whatever D is."),
+            Mistake(" // 128", "", "The numbers are spread over the 128 threads of a warpgroup."),
+        ),
+    ),
+    "row_maximum": Gap(
+        row_maximum,
+        lambda: [(torch.randn(32, generator=torch.Generator().manual_seed(seed)),) for seed in range(2)],
+        (
+            Mistake("(1, 2)", "(1,)", "Four threads share a row: one exchange reaches only two of them."),
+            Mistake("(1, 2)", "(1, 2, 4)", "Only four neighbours share a row; this mixes two rows."),
+            Mistake(" ^ away", " - away", "The partner of thread t is t XOR away: both exchange."),
+        ),
+    ),
+    "units_per_one": Gap(
+        units_per_one,
+        lambda: [(torch.tensor([3.0, 4.5]), torch.tensor(4.0), torch.tensor(3.9), 64)],
+        (
+            Mistake("2 * d * ", "d * ", "dP and delta can each be D max|dO| max|V|, with opposite signs."),
+            Mistake(" * largest_k", "", "A part of dQ is dS times K."),
+            Mistake(
+                "torch.floor(30 - torch.log2(bound))", "(30 - torch.log2(bound))", "A power of two: round it down."
+            ),
+            Mistake("30 - torch.log2(bound)", "torch.log2(bound) - 30", "A large bound leaves few integers for one."),
+        ),
+    ),
+}
