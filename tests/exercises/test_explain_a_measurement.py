@@ -1,0 +1,110 @@
+"""Exercise 19 quotes measurements and what its models make of them: both are those of the record."""
+
+import re
+
+import pytest
+
+from exercises import ROOT
+from exercises.worker import load
+from sage_ref.records import read_record
+
+NAME = "19_explain_a_measurement"
+PROGRAMS = {"ours": "sage_kernels", "cudnn": "sdpa_cudnn", "fa4": "fa4"}
+SELECTED = {
+    "forward": {"direction": "fwd"},
+    "forward, causal": {"direction": "fwd", "causal": True},
+    "forward, D = 64": {"direction": "fwd", "head_dim": 64},
+    "both passes": {"direction": "fwd+bwd"},
+    "both passes, CUDA graph": {"direction": "fwd+bwd", "cuda_graph": True},
+}
+USUAL = {"scope": "autograd", "layout": "bhnd", "cuda_graph": False, "causal": False, "head_dim": 128}
+
+
+@pytest.fixture(scope="module")
+def master():
+    return load("explain_a_measurement", ROOT / NAME / "master.py")
+
+
+def recorded(label, program, n):
+    rows = read_record("paired_h200").select(**USUAL | SELECTED[label], provider=PROGRAMS[program], n_q=n)
+    (row,) = (row for row in rows if row["heads"] == row["kv_heads"])
+    assert row["batch"] * n == 32768
+    assert row["heads"] * row["head_dim"] == 2048
+    return row["ms_median"]
+
+
+def test_measured_times_are_the_records(master):
+    assert master.MEASURED_MS.keys() == SELECTED.keys()
+    for label, programs in master.MEASURED_MS.items():
+        for program, times in programs.items():
+            assert times == tuple(recorded(label, program, n) for n in master.LENGTHS), (label, program)
+
+
+def test_the_pages_table_is_the_masters(master):
+    page = (ROOT / NAME / "README.md").read_text()
+    table = re.search(r"<!-- measured -->\n(.*?)<!-- /measured -->", page, re.DOTALL)[1]
+    found, label = {}, None
+    for line in table.splitlines()[2:]:
+        first, program, *times = (cell.strip() for cell in line.strip("|").split("|"))
+        label = first or label
+        found.setdefault(label, {})[program] = tuple(times)
+    expected = {
+        label: {program: tuple(f"{ms:.3f}" for ms in times) for program, times in programs.items()}
+        for label, programs in master.MEASURED_MS.items()
+    }
+    assert found == expected
+
+
+def test_numbers_in_the_text_follow_from_the_table(master):
+    page = " ".join((ROOT / NAME / "README.md").read_text().split())
+    forward, d64 = master.MEASURED_MS["forward"], master.MEASURED_MS["forward, D = 64"]["ours"]
+    causal, both = master.MEASURED_MS["forward, causal"]["ours"], master.MEASURED_MS["both passes"]
+    lines = {name: master.line(2048, times[1], 8192, times[3]) for name, times in forward.items()}
+    fixed, per_key = lines["ours"]
+    moved = master.quantization_bytes(32, 16, 16, 1024, 1024, 128, 128)
+    assert f"{fixed:.3f} ms + {per_key:.6f} ms · N. At 16,384 that predicts {fixed + per_key * 16384:.2f} ms" in page
+    assert f"measured: {forward['ours'][4]:.2f}." in page
+    assert "{:.3f} ms + {:.6f} ms · N, the forward passes".format(*lines["cudnn"]) in page
+    assert f"break even at {master.break_even(lines['ours'], lines['cudnn']):,.0f} tokens" in page
+    in_ms = master.share_of_time(moved, 4.8, 1.0)
+    shares = in_ms / forward["ours"][0], in_ms / fixed
+    assert "take {:.3f} ms at 4.8 TB/s: {:.0%} of the time at 1024, and {:.0%} of".format(in_ms, *shares) in page
+
+    text = " ".join((master.__doc__ + master.answers.__doc__).split())
+    for number in (
+        f"takes us {forward['ours'][0] / forward['cudnn'][0]:.2f} times",
+        f"is {forward['cudnn'][0] / forward['ours'][0]:.2f} at one end of the row",
+        f"and {forward['cudnn'][4] / forward['ours'][4]:.2f} at the other",
+        f"costs cuDNN {lines['cudnn'][1] / per_key:.2f} times as much as us",
+        f"takes {1 - causal[4] / forward['ours'][4]:.0%} less time",
+        f"only {1 - causal[0] / forward['ours'][0]:.0%} less",
+        f"takes us {d64[4] / forward['ours'][4]:.2f} times as long",
+        f"cuDNN takes {forward['cudnn'][4] / forward['ours'][4]:.2f} times as long as we do in the forward pass",
+        f"and {both['cudnn'][4] / both['ours'][4]:.2f} times in both passes",
+        f"From {master.break_even(lines['ours'], lines['cudnn']):,.0f} tokens on",
+    ):
+        assert number in text, number
+
+
+def test_the_right_answers_are_what_the_models_say(master):
+    """Each model comes closer to the measured time than the explanation that it speaks against."""
+    forward, causal = master.MEASURED_MS["forward"]["ours"], master.MEASURED_MS["forward, causal"]["ours"]
+    ours = master.line(2048, forward[1], 8192, forward[3])
+    for n, measured, unmasked in zip(master.LENGTHS, causal, forward, strict=True):
+        predicted = master.causal_ms(ours, n, 128, 128)
+        assert predicted == pytest.approx(measured, rel=0.08)
+        diagonal_alone = unmasked * (predicted - ours[0]) / (ours[1] * n)
+        assert n > 2048 or abs(predicted - measured) < abs(diagonal_alone - measured)
+    # why_short: the CUDA graph leaves the ratio as it was. why_d64: cuDNN is slower with D = 64, too.
+    with_host, graph = (master.MEASURED_MS[label] for label in ("both passes", "both passes, CUDA graph"))
+    assert graph["ours"][0] / graph["cudnn"][0] == pytest.approx(with_host["ours"][0] / with_host["cudnn"][0], rel=0.01)
+    cudnn = master.MEASURED_MS["forward"]["cudnn"][4], master.MEASURED_MS["forward, D = 64"]["cudnn"][4]
+    assert cudnn[1] > 1.3 * cudnn[0]
+    # which_claim: in both passes we are behind where the forward lines cross, and FlashAttention-4 is ahead everywhere.
+    both = master.MEASURED_MS["both passes"]
+    assert both["ours"][2] > both["cudnn"][2]
+    assert all(fa4 < min(times) for fa4, *times in zip(both["fa4"], both["ours"], both["cudnn"], strict=True))
+    # The profiler's share of busy time goes as clocks_per_score says: with D = 64 exp2 takes twice the tensor cores'.
+    for row in read_record("profile_h200").select(kernel="forward", n=8192):
+        clocks = master.clocks_per_score(row["head_dim"], 2, 0, {"exp2": 1, "alu": 1, "issue": 1}, master.RATES)
+        assert row["exp2"] / row["tensor"] == pytest.approx(clocks["exp2"] / clocks["tensor"], rel=0.1)
