@@ -108,7 +108,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     overview = repository() / OVERVIEW
     overview.parent.mkdir(exist_ok=True)
-    overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(overview, dpi=130)
+    overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(overview)
     changed = [str(path) for path in rewrite()]
     print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
     if options.json:

@@ -90,12 +90,68 @@ def test_sparsity():
             assert shown in ax.get_title()
         (image,) = ax.images
         assert_close(torch.tensor(image.get_array().data), mass[0, 0])
-        assert torch.equal(torch.tensor(image.get_alpha()) == 1, mask[0, 0])
+        assert torch.equal(outlined(ax, 8, 16), mask[0, 0])
 
 
-def test_block_mass_without_a_mask_is_opaque(ax):
+def outlined(ax, rows, columns):
+    """bool [rows, columns]: the blocks inside the outlines, found by crossing vertical edges from left to right."""
+    (lines,) = ax.collections
+    edges = torch.zeros(rows, columns + 1, dtype=torch.int64)
+    for (x, y), (x_end, y_end) in (sorted(map(tuple, segment)) for segment in lines.get_segments()):
+        assert abs(x_end - x) + abs(y_end - y) == 1
+        if x == x_end:
+            edges[round(y + 0.5), round(x + 0.5)] += 1
+    return edges.cumsum(1)[:, :-1] % 2 == 1
+
+
+def test_outlines_enclose_the_selected_blocks_and_no_edge_lies_between_neighbours(ax):
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]]).bool()
+    figures.draw_block_mass(ax, torch.rand(4, 3), block_mask=mask, title="Title")
+    assert torch.equal(outlined(ax, 4, 3), mask)
+    assert len(ax.collections[0].get_segments()) == 8 + 4
+
+
+def test_block_mass_without_a_mask_has_no_outlines(ax):
     figures.draw_block_mass(ax, torch.rand(4, 8), title="Title")
-    assert ax.images[0].get_alpha() is None
+    assert not ax.collections
+
+
+def test_block_choices_show_the_mass_first_and_then_every_choice_with_what_it_holds():
+    mass = torch.rand(4, 8).softmax(-1)
+    choices = {"first": torch.arange(8).expand(4, 8) < 2, "oracle": sla2.top_blocks(mass, 3)}
+    figure = figures.block_choices_figure(mass, choices, title="Title")
+    first, *others = (ax for ax in figure.axes if ax.images)
+    assert not first.collections
+    for ax, (name, mask) in zip(others, choices.items(), strict=True):
+        assert ax.get_title() == f"{name}: {mass[mask].sum() / 4:.2f} of the mass"
+        assert torch.equal(outlined(ax, 4, 8), mask)
+
+
+def test_a_hidden_entry_has_no_colour_and_does_not_count(ax):
+    matrix, hidden = torch.tensor([[1.0, -50.0], [0.0, 2.0]]), torch.tensor([[False, True], [False, False]])
+    figures.show_matrix(ax, matrix, title="", x="", y="", hidden=hidden)
+    (image,) = ax.images
+    assert torch.equal(torch.tensor(image.get_array().mask), hidden)
+    assert image.get_clim() == (0, 2)
+    assert ax.patch.get_hatch()
+
+
+def test_cumulative_shares_are_those_of_the_entries_and_their_weights(ax):
+    x = gaussian(40, 50)
+    figures.draw_cumulative(ax, {"alike": x}, title="")
+    figures.draw_cumulative(ax, {"weighted": x}, weights=x.square(), title="")
+    assert ax.get_ylabel() == "weighted share at most that large"
+    for line, weights in zip(ax.lines, (torch.ones_like(x), x.square()), strict=True):
+        for size, share in list(zip(*line.get_data(), strict=True))[::25]:
+            assert weights[x.abs() <= size + 1e-9].sum() / weights.sum() == pytest.approx(share, abs=0.01)
+    assert ax.get_xscale() == "log"
+
+
+def test_cumulative_shows_zeros_as_the_share_that_a_line_starts_above(ax):
+    figures.draw_cumulative(ax, {"half": torch.tensor([0.0, 0.0, 1.0, 2.0])}, title="")
+    assert min(share for size, share in zip(*ax.lines[0].get_data(), strict=True) if size) == pytest.approx(
+        0.5, abs=5e-3
+    )
 
 
 def test_singular_values(ax):

@@ -1,7 +1,14 @@
 """Figures the notebooks and the README share. A function that makes a Figure returns it; others draw on given axes."""
 
 # ruff: noqa: F401 (what notebooks import from here)
-from sage_ref.course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
+from sage_ref.course.figures.errors import (
+    draw_block_sizes,
+    draw_cumulative,
+    draw_probabilities,
+    error_heatmap,
+    error_map,
+    sigma_figure,
+)
 from sage_ref.course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, draw_units, power_figure
 from sage_ref.course.figures.kernels import (
     KIND_COLORS,
@@ -12,6 +19,7 @@ from sage_ref.course.figures.kernels import (
     roofline_figure,
 )
 from sage_ref.course.figures.layers import layer_errors_figure, layer_training_figure
+from sage_ref.course.figures.memory import memory_hierarchy
 from sage_ref.course.figures.noise import (
     PAPER_SIZES,
     VARIANT_STYLES,
@@ -20,7 +28,9 @@ from sage_ref.course.figures.noise import (
     noise_figure,
     tokens_at_bias_figure,
 )
+from sage_ref.course.figures.precision import precision_map
 from sage_ref.course.figures.pretraining import MAIN_KINDS, final_losses_figure, gap_figure, pretrain_curves_figure
+from sage_ref.course.figures.sla2_flow import sla2_flow
 from sage_ref.course.figures.sla2_kernels import (
     DENSE_PEERS,
     SLA2_LEVEL_NAMES,
@@ -33,9 +43,11 @@ from sage_ref.course.figures.sla2_kernels import (
     sla2_time,
 )
 from sage_ref.course.figures.sparse import (
+    block_choices_figure,
     draw_block_mass,
     draw_singular_values,
     list_lengths_figure,
+    outline_blocks,
     quantization_aware_figure,
     router_figure,
     soft_mask_figure,
@@ -57,4 +69,14 @@ from sage_ref.course.figures.style import (
     show_matrix,
 )
 from sage_ref.course.figures.table1 import table1_choices_figure, table1_figure
+from sage_ref.course.figures.tile_loop import (
+    backward_film,
+    backward_order,
+    backward_step_figure,
+    forward_film,
+    forward_step_figure,
+    forward_steps,
+    owners,
+)
+from sage_ref.course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
 from sage_ref.course.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks

@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from torch import Tensor
 
-from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, SKY, panels
+from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
 from sage_ref.experiments.table1 import table1_inputs
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -108,3 +109,22 @@ def draw_probabilities(axes: Axes, p: Tensor, *, title: str) -> None:
     axes.axvline(0.5 / INT8_MAX, color=BLACK, linewidth=1)
     axes.set(xscale="log", xlabel=r"entry of $\tilde{P}$ (largest of its row: 1)", ylabel="share per bin")
     axes.set_title(title, fontsize=10)
+
+
+def draw_cumulative(axes: Axes, sizes: Mapping[str, Tensor], *, weights: Tensor | None = None, title: str) -> None:
+    """For each tensor, which share of its entries is at most so large: |x| logarithmically, a line per name.
+
+    weights: shaped like each tensor; how much an entry counts, None: all alike. A line that starts above 0 has zeros.
+    """
+    shares = torch.linspace(0, 1, 501, dtype=torch.float64)[1:]
+    for (name, x), color, style in zip(sizes.items(), (BLACK, BLUE, RED, GREEN), ("-", "--", "-.", ":"), strict=False):
+        counts = torch.ones_like(x, dtype=torch.float64) if weights is None else weights.double()
+        ordered, order = x.double().abs().flatten().sort()
+        below = counts.flatten()[order].cumsum(0)
+        found = torch.searchsorted(below / below[-1], shares - 1e-9).clamp(max=len(ordered) - 1)
+        axes.plot(ordered[found], shares, style, color=color, label=name)
+    share = "share" if weights is None else "weighted share"
+    axes.set(xscale="log", ylim=(0, 1), xlabel="size", ylabel=f"{share} at most that large")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)

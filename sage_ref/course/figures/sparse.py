@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -27,15 +29,53 @@ from sage_ref.sla2 import (
 from sage_ref.tracing import relative_l2
 
 
+def outline_blocks(axes: Axes, block_mask: Tensor, *, color: str = RED) -> None:
+    """A line around the selected blocks of an image of [Tm, Tn] blocks: neighbours share one outline."""
+    rows, columns = block_mask.shape
+    width = 0.8 if max(rows, columns) > 64 else 1.5  # points; small blocks would vanish under a thick line
+    padded = torch.zeros(rows + 2, columns + 2, dtype=torch.bool)
+    padded[1:-1, 1:-1] = block_mask
+    above = (padded[1:] != padded[:-1])[:, 1:-1].nonzero().tolist()  # an edge above block (i, j), i up to Tm
+    beside = (padded[:, 1:] != padded[:, :-1])[1:-1].nonzero().tolist()  # left of block (i, j), j up to Tn
+    edges = [((j - 0.5, i - 0.5), (j + 0.5, i - 0.5)) for i, j in above]
+    edges += [((j - 0.5, i - 0.5), (j - 0.5, i + 0.5)) for i, j in beside]
+    lines = LineCollection(edges, colors=color, linewidths=width, capstyle="projecting", clip_on=False)
+    axes.add_collection(lines, autolim=False)
+
+
 def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = None, title: str) -> None:
-    """What each block of keys holds of its row's probability, [Tm, Tn], logarithmically; unselected blocks are pale."""
-    opacity = None if block_mask is None else 0.2 + 0.8 * block_mask.double().numpy()
+    """What each block of keys holds of its row's probability, [Tm, Tn], logarithmically; outlined: selected blocks."""
     norm = LogNorm(0.05 / mass.shape[-1], 20 / mass.shape[-1], clip=True)
-    axes.imshow(mass.numpy(), cmap="viridis", norm=norm, alpha=opacity, aspect="auto", interpolation="nearest")
+    axes.imshow(mass.numpy(), cmap="Greys", norm=norm, aspect="auto", interpolation="nearest")
+    if block_mask is not None:
+        outline_blocks(axes, block_mask)
     axes.set(xlabel="block of keys", ylabel="block of queries")
-    axes.set_title(title, fontsize=9)
-    colors = plt.cm.ScalarMappable(norm, "viridis")
+    axes.set_title(title, fontsize=10)
+    colors = plt.cm.ScalarMappable(norm, "Greys")
     axes.figure.colorbar(colors, ax=axes, fraction=0.046, extend="both", label="share of the row's mass")
+
+
+def block_choices_figure(mass: Tensor, choices: Mapping[str, Tensor], *, title: str) -> Figure:
+    """The true mass of one head's blocks [Tm, Tn], and beside it each choice of blocks, outlined.
+
+    choices: bool [Tm, Tn] by name; the share of the mass that each holds stands above it, mean over rows.
+    """
+    figure, axes = pairs(1 + len(choices), title=title)
+    draw_block_mass(axes[0], mass, title="true mass")
+    for ax, (name, mask) in zip(axes[1:], choices.items(), strict=True):
+        held = (mass * mask).sum(-1).mean()
+        draw_block_mass(ax, mass, block_mask=mask, title=f"{name}: {held:.2f} of the mass")
+    return figure
+
+
+def pairs(count: int, *, title: str) -> tuple[Figure, Sequence[Axes]]:
+    """Axes two by two: wide enough for single blocks to be seen."""
+    rows = (count + 1) // 2
+    figure, grid = plt.subplots(rows, 2, figsize=(9.4, 2.9 * rows + 0.3), layout="constrained", squeeze=False)
+    figure.suptitle(title, fontsize=11)
+    for ax in grid.flatten()[count:]:
+        ax.set_axis_off()
+    return figure, grid.flatten()[:count]
 
 
 def sparsity_figure(
@@ -45,8 +85,9 @@ def sparsity_figure(
 
     query, key, value [B, H, N, D]. Errors are those of O_s alone and of the mix with the true mass as alpha.
     """
-    title = "The fewer blocks the softmax keeps, the more the linear branch has to say"
-    figure, axes = panels(len(sparsities), width=3.5, height=3.2, title=title)
+    figure, axes = pairs(
+        len(sparsities), title="The fewer blocks the softmax keeps, the more the linear branch has to say"
+    )
     exact = attention_forward(query, key, value, scale=settings.scale).output
     mass, scores = block_mass(query, key, settings), heuristic_scores(query, key, settings)
     for ax, sparsity in zip(axes, sparsities, strict=True):

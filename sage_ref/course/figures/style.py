@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+
+# Every PNG of the course, in a notebook or saved: sharp on the screens of today.
+plt.rcParams["figure.dpi"] = 150
 
 # Okabe and Ito's palette: told apart by colour-blind readers, also in print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, BLACK = (
@@ -26,15 +30,32 @@ def panels(
     return figure, axes[0]
 
 
-def show_matrix(axes: Axes, matrix: Tensor, *, title: str, x: str, y: str, limit: float | None = None) -> None:
-    """A matrix as an image with its own colour bar; signed values get a diverging map centred on zero."""
-    matrix = matrix.detach().float().cpu().numpy()
-    limit = limit or abs(matrix).max()
-    signed = bool((matrix < 0).any())
+def show_matrix(
+    axes: Axes,
+    matrix: Tensor,
+    *,
+    title: str,
+    x: str,
+    y: str,
+    limit: float | None = None,
+    hidden: Tensor | None = None,
+) -> None:
+    """A matrix as an image with its own colour bar; signed values get a diverging map centred on zero.
+
+    hidden: bool, shaped like matrix: entries that are not there, such as masked scores. They are hatched, so that none
+    looks like a zero, and whatever value they have does not count.
+    """
+    matrix = matrix.detach().float().cpu()
+    hidden = torch.zeros_like(matrix, dtype=torch.bool) if hidden is None else hidden.cpu()
+    shown = matrix[~hidden]
+    limit = limit or shown.abs().max().item()
+    signed = bool((shown < 0).any())
     image = axes.imshow(
-        matrix, cmap="RdBu_r" if signed else "viridis", vmin=-limit if signed else 0, vmax=limit, aspect="auto",
-        interpolation="nearest",
+        matrix.masked_fill(hidden, torch.nan).numpy(), cmap="RdBu_r" if signed else "viridis",
+        vmin=-limit if signed else 0, vmax=limit, aspect="auto", interpolation="nearest",
     )  # fmt: skip
+    if hidden.any():
+        axes.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.figure.colorbar(image, ax=axes, fraction=0.046)
 

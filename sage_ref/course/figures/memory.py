@@ -1,0 +1,69 @@
+"""The memories of a GPU, and what a fused attention kernel keeps in which."""
+
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from sage_ref.course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
+from sage_ref.course.figures.style import BLUE, GREEN, ORANGE, SKY
+from sage_ref.course.hopper_model import INT8_RATE, L2_RATE, MULTIPROCESSORS, PEAK
+
+CLOCK = PEAK["INT8"] * 1e12 / (2 * INT8_RATE * MULTIPROCESSORS)  # Hz at which the data sheet's peak is reached
+SHARED_RATE = 128  # bytes per clock of one multiprocessor: 32 banks of 4 bytes
+HBM_RATE = 4.8  # TB/s
+
+
+class Memory(NamedTuple):
+    """One level: what it is called, how much it holds, and what a fused forward kernel keeps there."""
+
+    name: str
+    size: str
+    tensors: tuple[str, ...]
+    color: str
+
+
+MEMORIES = (
+    Memory("registers", "132 x 256 KB = 33 MB", ("one tile of $S$ and $P$", "$O_i$, $m$, $l$"), ORANGE),
+    Memory("shared memory", "132 x 228 KB = 29 MB", ("$Q_i$", "a few tiles $K_j$, $V_j$"), GREEN),
+    Memory("L2 cache", "50 MB", ("$K$, $V$: many programs read them",), SKY),
+    Memory("HBM", "141 GB", ("$Q$, $K$, $V$", "$O$, $L$", "never $S$ or $P$"), BLUE),
+)
+
+
+def memory_rates() -> tuple[float, float, float]:
+    """TB/s of the whole GPU: registers from shared memory, shared memory from L2, L2 from HBM."""
+    per_clock = SHARED_RATE * MULTIPROCESSORS, L2_RATE * MULTIPROCESSORS
+    return *(rate * CLOCK / 1e12 for rate in per_clock), HBM_RATE
+
+
+def memory_hierarchy() -> Figure:
+    """Registers, shared memory, L2 cache and HBM of an H200: sizes, rates, and the tensors of a fused forward kernel.
+
+    Sources: NVIDIA's data sheet of the H200 (141 GB, 4.8 TB/s; the clock from its 1979 TOPS); Hopper Tuning Guide and
+    CUDA C++ Programming Guide, compute capability 9.0 (per multiprocessor, of which there are 132: 64K registers of 4
+    bytes, 228 KB of shared memory, 32 banks of 4 bytes a clock; 50 MB of L2 on the H100). The L2 cache's rate is an
+    estimate, see `hopper_model`. No rate of the registers is published.
+    """
+    figure, axes = diagram(8.6, 4.5, "Large memories are slow: a fused kernel keeps S and P where memory is fastest")
+    gap, middle = 1.15, 4.3
+    for row, memory in enumerate(MEMORIES):
+        y, width = 4.0 - gap * row, 5.2 + 1.0 * row
+        draw_box(axes, Box(middle, y, width, 0.78), "", fill=memory.color, alpha=0.25)
+        draw_note(axes, (middle - 1.55, y + 0.14), memory.name, fontweight="bold")
+        draw_note(axes, (middle - 1.55, y - 0.15), memory.size)
+        draw_chips(axes, middle - 0.45, y, memory)
+    for row, rate in enumerate(memory_rates()):
+        y, estimated = 4.0 - gap * (row + 0.5), " (estimate)" if row == 1 else ""
+        draw_arrow(axes, (middle - 1.55, y - 0.19), (middle - 1.55, y + 0.19), arrowstyle="<|-|>")
+        draw_note(axes, (middle - 1.4, y), f"{rate:.2g} TB/s{estimated}", ha="left")
+    return figure
+
+
+def draw_chips(axes, left: float, y: float, memory: Memory) -> None:
+    """The tensors that a memory holds, one box each, from `left` to the right."""
+    for tensor in memory.tensors:
+        width = 0.25 + 0.075 * len(tensor.replace("$", "").replace("_", ""))
+        never = tensor.startswith("never")
+        style = {"linestyle": "--", "ec": "0.3"} if never else {}
+        draw_box(axes, Box(left + width / 2, y, width, 0.42), tensor, fill="white", **style)
+        left += width + 0.1

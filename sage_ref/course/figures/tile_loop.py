@@ -1,0 +1,282 @@
+"""The loop over tiles as a film: what each step computes, and what has been added up so far."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from sage_ref.course.figures.diagrams import LETTERS
+from sage_ref.course.figures.style import BLUE, GREEN, ORANGE, YELLOW, panels
+from sage_ref.shapes import tiles
+
+FORGOTTEN, TO_COME = "0.8", "white"
+
+
+class ForwardStep(NamedTuple):
+    """After one tile of S: which it was, and m, l, O of its queries."""
+
+    i: int
+    j: int
+    rescale: Tensor  # [Bq]: e^(m_old - m_new), by which the old l and O are multiplied
+    m: Tensor  # [Bq]
+    l: Tensor  # [Bq]
+    o: Tensor  # [Bq, D]; divided by l after the row's last tile
+    is_last: bool
+
+
+def forward_steps(scores: Tensor, values: Tensor, block: int) -> list[ForwardStep]:
+    """The online softmax in tiles of block x block: scores [Nq, Nk], values [Nk, D]. -inf is a masked score.
+
+    As in Algorithm 1, a tile without any score is left out.
+    """
+    steps = []
+    for i, queries in enumerate(tiles(len(scores), block)):
+        rows = scores[queries]
+        seen = [(j, keys) for j, keys in enumerate(tiles(len(values), block)) if (rows[:, keys] > -math.inf).any()]
+        m = torch.full_like(rows[:, 0], -math.inf)
+        l, o = torch.zeros_like(m), values.new_zeros(len(rows), values.shape[-1])
+        for j, keys in seen:
+            m_new = torch.maximum(m, rows[:, keys].amax(-1))
+            started = m_new > -math.inf
+            rescale = torch.where(started, torch.exp(m - m_new), 1.0)
+            p = torch.where(started[:, None], torch.exp(rows[:, keys] - m_new[:, None]), 0.0)
+            m, l, o = m_new, rescale * l + p.sum(-1), rescale[:, None] * o + p @ values[keys]
+            is_last = j == seen[-1][0]
+            steps.append(ForwardStep(i, j, rescale, m, l, o / l[:, None] if is_last else o, is_last))
+    return steps
+
+
+def forward_film(scores: Tensor, values: Tensor, block: int, shown: Sequence[int] | None = None) -> Figure:
+    """The forward pass as small pictures: the tile of S of each step, and m, l, O so far.
+
+    scores [Nq, Nk] of at most 16 queries (-inf: masked), values [Nk, D]. shown: numbers of the steps, from 0; None:
+    all of them.
+    """
+    steps = forward_steps(scores, values, block)
+    shown = range(len(steps)) if shown is None else shown
+    title = "The forward pass keeps m, l and O of one block of queries, and forgets each tile of S"
+    columns = 3 if scores.shape[1] + values.shape[1] <= 16 else 2
+    figure, axes = film_strip(len(shown), columns, 0.2 * len(scores) + 0.62, title)
+    for ax, number in zip(axes, shown, strict=True):
+        draw_forward(ax, scores, values, block, steps[: number + 1], len(steps))
+    figure.supxlabel(FORWARD_KEY, fontsize=LETTERS)
+    return figure
+
+
+def forward_step_figure(scores: Tensor, values: Tensor, block: int, step: int) -> Figure:
+    """One picture of `forward_film`, larger: for a slider over the steps, from 0."""
+    steps = forward_steps(scores, values, block)
+    figure, (ax,) = panels(1, width=6.0, height=0.32 * len(scores) + 1.1)
+    draw_forward(ax, scores, values, block, steps[: step + 1], len(steps))
+    figure.supxlabel(FORWARD_KEY, fontsize=LETTERS)
+    return figure
+
+
+FORWARD_KEY = "red: above 0, blue: below; grey: computed and forgotten; x old: factor $e^{m_{old} - m_{new}}$"
+
+
+def draw_forward(
+    axes: Axes, scores: Tensor, values: Tensor, block: int, steps: Sequence[ForwardStep], count: int
+) -> None:
+    """The last of `steps`, of `count` in all: S, then a column each for the factor, m and l, then O."""
+    (n_q, n_k), width, now = scores.shape, values.shape[-1], steps[-1]
+    query_blocks, key_blocks = tiles(n_q, block), tiles(n_k, block)
+    number_width = 0.16 * n_k + 1.3
+    starts = [n_k + 0.6 + number_width * column for column in range(3)]
+    o_start = starts[-1] + number_width + 0.2
+    past = {(step.i, step.j) for step in steps[:-1]}
+    for i, queries in enumerate(query_blocks):
+        for j, keys in enumerate(key_blocks):
+            place = (keys.start, queries.start), keys.stop - keys.start, queries.stop - queries.start
+            hatch = "////" if not (scores[queries, keys] > -math.inf).any() else None
+            color = FORGOTTEN if (i, j) in past else TO_COME
+            axes.add_patch(Rectangle(*place, fc=color, ec="0.6", linewidth=0.6, hatch=hatch))
+    queries, keys = query_blocks[now.i], key_blocks[now.j]
+    limit = scores[scores > -math.inf].abs().max()
+    draw_cells(axes, scores[queries, keys], (keys.start, queries.start), limit)
+    outline = {"fill": False, "ec": ORANGE, "linewidth": 2.5, "zorder": 4}
+    axes.add_patch(
+        Rectangle((keys.start, queries.start), keys.stop - keys.start, queries.stop - queries.start, **outline)
+    )
+    for row in range(queries.stop - queries.start):
+        numbers = now.rescale[row], now.m[row], now.l[row]
+        for start, number in zip(starts, numbers, strict=True):
+            place = start + number_width / 2, queries.start + row + 0.5
+            axes.text(*place, f"{number:.1f}", ha="center", va="center", fontsize=9)
+    axes.add_patch(Rectangle((o_start, 0), width, n_q, fill=False, ec="0.6", linewidth=0.6))
+    for step in {step.i: step for step in steps}.values():
+        draw_cells(axes, step.o, (o_start, query_blocks[step.i].start), values.abs().max())
+    axes.add_patch(Rectangle((o_start, queries.start), width, queries.stop - queries.start, **outline))
+    headings = ("S", n_k / 2), *zip(("x old", "m", "l"), (start + number_width / 2 for start in starts), strict=True)
+    for name, x in (*headings, ("O / l" if now.is_last else "O", o_start + width / 2)):
+        axes.text(x, -0.15, name, ha="center", va="bottom", fontsize=LETTERS)
+    axes.set(xlim=(-0.6, o_start + width + 0.6), ylim=(n_q + 0.2, -1.2))
+    axes.set_title(f"step {len(steps)} of {count}: i = {now.i}, j = {now.j}", fontsize=10)
+    axes.set_axis_off()
+
+
+def draw_cells(axes: Axes, matrix: Tensor, corner: tuple[float, float], limit: float) -> None:
+    """A matrix as coloured cells of size 1 from `corner` on; what is -inf is hatched."""
+    (x, y), (rows, columns) = corner, matrix.shape
+    axes.add_patch(Rectangle(corner, columns, rows, fc="white", ec="0.6", linewidth=0, hatch="////"))
+    shown = matrix.masked_fill(matrix == -math.inf, math.nan).numpy()
+    axes.imshow(
+        shown, cmap="RdBu_r", vmin=-limit, vmax=limit, extent=(x, x + columns, y + rows, y), aspect="auto", zorder=2,
+        interpolation="nearest",
+    )  # fmt: skip
+
+
+def film_strip(count: int, columns: int, height: float, title: str) -> tuple[Figure, Sequence[Axes]]:
+    """Axes for `count` pictures of so many inches' height, `columns` in a row."""
+    rows = math.ceil(count / columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(9.0, rows * height + 0.75), layout="constrained", squeeze=False
+    )  # fmt: skip
+    figure.suptitle(title, fontsize=11)
+    for ax in grid.flatten()[count:]:
+        ax.set_axis_off()
+    return figure, grid.flatten()[:count]
+
+
+def backward_order(visible: Tensor) -> list[tuple[int, int]]:
+    """The tiles (i, j) in Algorithm 2's order, keys outside, queries inside. visible: bool [Tm, Tn]."""
+    return [(i, j) for j in range(visible.shape[1]) for i in range(visible.shape[0]) if visible[i, j]]
+
+
+def backward_film(visible: Tensor, shown: Sequence[int] | None = None) -> Figure:
+    """The backward pass as small pictures: the tile of each step, and how much of dQ_i, dK_j, dV_j has been added up.
+
+    visible: bool [Tm, Tn], the tiles that are not masked, at most 5 along keys. shown: numbers of the steps, from 0;
+    None: all of them.
+    """
+    order = backward_order(visible)
+    shown = range(len(order)) if shown is None else shown
+    title = "Each tile adds to one dQ, one dK and one dV; here a block of keys stays until it is done"
+    columns = 3 if visible.shape[1] <= 3 else 2
+    figure, axes = film_strip(len(shown), columns, 0.36 * (visible.shape[0] + 3) + 0.3, title)
+    for ax, number in zip(axes, shown, strict=True):
+        draw_backward(ax, visible, order[: number + 1], len(order))
+    figure.supxlabel(BACKWARD_KEY, fontsize=LETTERS)
+    return figure
+
+
+def backward_step_figure(visible: Tensor, step: int) -> Figure:
+    """One picture of `backward_film`, larger: for a slider over the steps, from 0."""
+    order = backward_order(visible)
+    figure, (ax,) = panels(1, width=6.0, height=0.45 * (visible.shape[0] + 3) + 0.8)
+    draw_backward(ax, visible, order[: step + 1], len(order))
+    figure.supxlabel(BACKWARD_KEY, fontsize=LETTERS)
+    return figure
+
+
+BACKWARD_KEY = "orange: this step; 1/3: one of three parts is in the sum; green: the sum is complete"
+
+
+def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]], count: int) -> None:
+    """The last tile of `order`, of `count` in all, and the parts that each sum has received."""
+    now_i, now_j = order[-1]
+    colors = dict.fromkeys(order[:-1], FORGOTTEN) | {order[-1]: ORANGE}
+    draw_tiles(axes, visible, colors)
+    rows, columns = visible.shape
+    for i in range(rows):
+        parts = sum(tile[0] == i for tile in order)
+        draw_sum(axes, (columns + 0.5, i), f"$dQ_{i}$", parts, int(visible[i].sum()), is_now=i == now_i)
+    for j in range(columns):
+        parts, total = sum(tile[1] == j for tile in order), int(visible[:, j].sum())
+        for name, y in (("dK", rows + 0.4), ("dV", rows + 1.4)):
+            draw_sum(axes, (j, y), f"${name}_{j}$", parts, total, is_now=j == now_j)
+    axes.set(xlim=(-0.1, columns + 1.6), ylim=(rows + 2.5, -0.1))
+    axes.set_title(f"step {len(order)} of {count}: j = {now_j}, i = {now_i}", fontsize=10)
+    axes.set_axis_off()
+
+
+def draw_sum(axes: Axes, corner: tuple[float, float], name: str, parts: int, total: int, *, is_now: bool) -> None:
+    """A gradient of one block: how many of its parts are in the sum."""
+    color = GREEN if parts == total else YELLOW if parts else TO_COME
+    edge = {"ec": ORANGE, "linewidth": 2.5, "zorder": 3} if is_now else {"ec": "0.6", "linewidth": 0.6}
+    axes.add_patch(Rectangle(corner, 1, 0.92, fc=color, **edge))
+    ink = "white" if color == GREEN else "black"
+    place = corner[0] + 0.5, corner[1] + 0.46
+    axes.text(*place, f"{name} {parts}/{total}", ha="center", va="center", fontsize=9, color=ink, zorder=5)
+
+
+def draw_tiles(axes: Axes, visible: Tensor, colors: dict[tuple[int, int], str]) -> None:
+    """A grid of tiles (i, j), white but for `colors`; masked ones are hatched."""
+    rows, columns = visible.shape
+    for i in range(rows):
+        for j in range(columns):
+            hatch = None if visible[i, j] else "////"
+            color = colors.get((i, j), TO_COME)
+            axes.add_patch(Rectangle((j, i), 1, 1, fc=color, ec="0.6", linewidth=0.6, hatch=hatch))
+
+
+class Owner(NamedTuple):
+    """A program of the backward pass: the tiles it goes through, what it keeps and what it adds to in memory."""
+
+    title: str
+    matmuls: tuple[str, ...]
+    row: int | None = None
+    column: int | None = None
+    adds_dq: bool = False
+
+
+OWNERS = (
+    Owner("split: dQ's program owns a row", ("S", "dP", "dQ"), row=1),
+    Owner("split: dK, dV's owns a column", ("S", "dP", "dV", "dK"), column=2),
+    Owner("one pass: a column, dQ shared", ("S", "dP", "dV", "dK", "dQ"), column=2, adds_dq=True),
+)
+
+
+def owners(count: int = 4) -> Figure:
+    """Who adds up dQ_i, and who dK_j and dV_j: the two programs of the split backward pass, and the one-pass program.
+
+    count: tiles along queries and along keys, at least 3.
+    """
+    title = (
+        "A row of tiles makes one dQ, a column one dK and dV: whoever owns it adds up in registers, in a fixed order"
+    )
+    figure, axes = panels(len(OWNERS), width=3.05, height=3.8, title=title)
+    for ax, owner in zip(axes, OWNERS, strict=True):
+        draw_owner(ax, owner, count)
+    return figure
+
+
+def draw_owner(axes: Axes, owner: Owner, count: int) -> None:
+    """One program: its tiles and sums in blue (row) or green (column); integers added in memory in orange."""
+    color = BLUE if owner.column is None else GREEN
+    own = {(i, j): color for i in range(count) for j in range(count) if owner.row == i or owner.column == j}
+    draw_tiles(axes, torch.ones(count, count, dtype=torch.bool), own)
+    right, below = count + 0.7, count + 0.7
+    for k in range(count):
+        fill = BLUE if owner.row == k else ORANGE if owner.adds_dq else TO_COME
+        label_box(axes, (right, k), f"$dQ_{k}$", fill)
+        for name, y in (("dK", below), ("dV", below + 1)):
+            label_box(axes, (k, y), f"${name}_{k}$", GREEN if owner.column == k else TO_COME)
+    style = {"arrowprops": {"arrowstyle": "-|>", "linewidth": 1.8, "color": "0.15"}}
+    if owner.row is not None:
+        axes.annotate("", (right, owner.row + 0.5), (0.2, owner.row + 0.5), **style)
+    if owner.column is not None:
+        axes.annotate("", (owner.column + 0.5, below), (owner.column + 0.5, 0.2), **style)
+    if owner.adds_dq:
+        for i in range(count):
+            arrow = {"arrowstyle": "-|>", "linewidth": 1.5, "color": ORANGE}
+            axes.annotate("", (right, i + 0.5), (owner.column + 0.8, i + 0.5), arrowprops=arrow)
+    where = "dQ: integers, added in memory" if owner.adds_dq else "all sums in registers"
+    lines = f"{len(owner.matmuls)} matmuls per tile:\n{', '.join(owner.matmuls)}\n{where}"
+    axes.text(count / 2 + 0.5, below + 2.2, lines, ha="center", va="top", fontsize=LETTERS)
+    axes.set(xlim=(-0.1, count + 1.8), ylim=(below + 4.0, -0.1))
+    axes.set_title(owner.title, fontsize=10)
+    axes.set_axis_off()
+
+
+def label_box(axes: Axes, corner: tuple[float, float], name: str, fill: str) -> None:
+    """A block of a gradient."""
+    axes.add_patch(Rectangle(corner, 0.95, 0.92, fc=fill, ec="0.6", linewidth=0.6))
+    ink = "white" if fill in (BLUE, GREEN) else "black"
+    axes.text(corner[0] + 0.475, corner[1] + 0.46, name, ha="center", va="center", fontsize=9, color=ink)

@@ -1,0 +1,150 @@
+"""Warps with different jobs on a time line: one loads, others compute, barriers hand the tiles over."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
+
+
+class Step(NamedTuple):
+    """What a warpgroup does with a tile; of the steps on tensor cores only one runs at a time."""
+
+    name: str
+    ticks: int
+    on_tensor_cores: bool = False
+
+
+class Job(NamedTuple):
+    """A step of one worker, from the tick `start` to before the tick `end`. Worker 0 loads, the others compute."""
+
+    worker: int
+    name: str
+    tile: int
+    start: int
+    end: int
+
+
+FORWARD_STEPS = (Step("S", 1, True), Step("softmax", 4), Step("O", 1, True))
+LOAD = Step("load", 2)
+
+
+def schedule(tiles: int, warpgroups: int, places: int, steps: Sequence[Step]) -> list[Job]:
+    """Who does what when, if everyone starts as soon as barriers and tensor cores let it.
+
+    A tile can be read when it is loaded, and its place be loaded anew when all warpgroups have done their last step
+    with it. Ticks have no length: this shows an order, no speed.
+    """
+    jobs: list[Job] = []
+    work = [[(step, tile) for tile in range(tiles) for step in steps] for _ in range(warpgroups)]
+    queues = [[(LOAD, tile) for tile in range(tiles)], *work]
+
+    def ended(name: str, tile: int, tick: int) -> int:
+        return sum(job.name == name and job.tile == tile and job.end <= tick for job in jobs)
+
+    def may_start(step: Step, tile: int, tick: int) -> bool:
+        if step is LOAD:
+            return tile < places or ended(steps[-1].name, tile - places, tick) == warpgroups
+        taken = step.on_tensor_cores and any(job.end > tick for job in jobs if is_on_tensor_cores(job, steps))
+        return ended(LOAD.name, tile, tick) == 1 and not taken
+
+    tick, free = 0, [0] * len(queues)
+    while any(queues):
+        for worker, queue in enumerate(queues):
+            if queue and free[worker] <= tick and may_start(*queue[0], tick):
+                step, tile = queue.pop(0)
+                free[worker] = tick + step.ticks
+                jobs.append(Job(worker, step.name, tile, tick, free[worker]))
+        tick += 1
+    return jobs
+
+
+def is_on_tensor_cores(job: Job, steps: Sequence[Step]) -> bool:
+    return any(step.on_tensor_cores and step.name == job.name for step in steps)
+
+
+class Moment(NamedTuple):
+    """A barrier completes: a tile is "ready" to be read, or its place is "empty" again."""
+
+    kind: str
+    tile: int
+    tick: int
+
+
+def moments(jobs: Sequence[Job], places: int, steps: Sequence[Step]) -> list[Moment]:
+    """When tiles become ready, and when places become empty that are loaded once more."""
+    loads = [job for job in jobs if job.name == LOAD.name]
+    found = [Moment("ready", load.tile, load.end) for load in loads]
+    for load in loads[places:]:
+        tile = load.tile - places
+        released = max(job.end for job in jobs if job.name == steps[-1].name and job.tile == tile)
+        found.append(Moment("empty", tile, released))
+    return found
+
+
+def hopper_time_line(tiles: int = 3, warpgroups: int = 3, places: int = 2) -> Figure:
+    """A forward kernel for Hopper: one warp loads K and V with TMA, warpgroups compute, all share the tensor cores.
+
+    Schematic: the lengths of the steps are chosen to be seen, not measured. places: of a tile of K and V in shared
+    memory. The bars are those of `schedule`.
+    """
+    jobs = schedule(tiles, warpgroups, places, FORWARD_STEPS)
+    names = ["loading warp\n(TMA)", *(f"warpgroup {number}" for number in range(warpgroups)), "tensor cores"]
+    title = "Schematic, not to scale: while one warpgroup is at its softmax, another has the tensor cores"
+    figure, (ax,) = panels(1, width=9.0, height=0.66 * len(names) + 1.2, title=title)
+    colors = {"load": SKY, "S": BLACK, "softmax": ORANGE, "O": GREEN}
+    matmuls = [job for job in jobs if is_on_tensor_cores(job, FORWARD_STEPS)]
+    draw_jobs(ax, [*jobs, *(job._replace(worker=len(names) - 1) for job in matmuls)], names, colors)
+    for kind, tile, tick in moments(jobs, places, FORWARD_STEPS):
+        line, y = ("-", -0.62) if kind == "ready" else (":", len(names) - 0.5)
+        ax.axvline(tick, color=RED, linestyle=line, linewidth=1.5, zorder=0)
+        ax.text(tick, y, f"{kind} {tile}", ha="center", va="center", fontsize=9, color=RED, backgroundcolor="white")
+    acquired = [(job.start + 0.2, job.worker - 0.38) for job in jobs if job.name == "S"]
+    released = [(job.end - 0.2, job.worker - 0.38) for job in jobs if job.name == "O"]
+    ax.plot(*zip(*acquired, strict=True), "v", color=RED, markersize=6, label="acquires the tile (waits for ready)")
+    ax.plot(
+        *zip(*released, strict=True), "^", color=RED, mfc="white", markersize=6, label="releases it (towards empty)"
+    )
+    ax.set_ylim(len(names) - 0.2, -0.85)
+    ax.legend(fontsize=9.5, ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.03), frameon=False)
+    figure.supxlabel(f"numbers: tiles of keys; {places} places for them in shared memory; hatched: waits", fontsize=9.5)
+    return figure
+
+
+def two_warps_and_a_barrier(tiles: int = 3) -> Figure:
+    """One warp loads a tile, another computes with it, and there is one place for it: who waits for whom, and when.
+
+    Schematic, as `hopper_time_line`.
+    """
+    steps = (Step("compute", 3),)
+    jobs = schedule(tiles, 1, 1, steps)
+    figure, (ax,) = panels(1, width=8.0, height=2.5, title="Schematic: two warps, one place for a tile, two barriers")
+    draw_jobs(ax, jobs, ["loading warp", "computing warp"], {"load": SKY, "compute": BLUE})
+    for kind, tile, tick in moments(jobs, 1, steps):
+        ends = ((tick, 0.3), (tick, 0.7)) if kind == "ready" else ((tick, 0.7), (tick, 0.3))
+        ax.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": RED, "shrinkA": 0, "shrinkB": 0})
+        ax.text(tick + 0.1, 0.5, f"{kind} {tile}", va="center", fontsize=9, color=RED)
+    figure.supxlabel("numbers: tiles; hatched: waits until the barrier completes", fontsize=9.5)
+    return figure
+
+
+def draw_jobs(axes: Axes, jobs: Sequence[Job], names: Sequence[str], colors: dict[str, str]) -> None:
+    """A line per worker, the first at the top: its jobs with their tile's number, hatched where it waits."""
+    for worker, name in enumerate(names):
+        time = 0
+        for job in sorted((job for job in jobs if job.worker == worker), key=lambda job: job.start):
+            if job.start > time and name != "tensor cores":
+                axes.barh(worker, job.start - time, left=time, height=0.6, fc="white", ec="0.75", hatch="////")
+            bar = {"height": 0.6, "color": colors[job.name], "ec": "white"}
+            axes.barh(worker, job.end - job.start, left=job.start, **bar)
+            ink = "black" if colors[job.name] in (SKY, ORANGE) else "white"
+            label = f"${job.name}_{job.tile}$" if len(job.name) == 1 else f"{job.name} {job.tile}"
+            axes.text((job.start + job.end) / 2, worker, label, ha="center", va="center", fontsize=9, color=ink)
+            time = job.end
+    axes.set_yticks(range(len(names)), names, fontsize=9.5)
+    axes.set(xlim=(0, max(job.end for job in jobs)), ylim=(len(names) - 0.5, -0.6), xticks=[])
+    axes.set_xlabel("time", loc="right")
+    axes.tick_params(length=0)
+    axes.spines[["left", "right", "top"]].set_visible(False)
