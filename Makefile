@@ -11,10 +11,16 @@ BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test test-gpu bench grade notebooks clean
+.PHONY: lab book test test-gpu bench grade notebooks clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+
+# HTML in build/book, from the notebooks as committed: nothing is executed. Stops at any warning.
+book: .venv/book
+	rm -rf build/book
+	$(BIN)/python -m sphinx -b html -c book -d build/book-doctrees -E -W --keep-going --quiet . build/book
+	@echo "Open build/book/index.html"
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -43,6 +49,10 @@ notebooks: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[course]
+	touch $@
+
+.venv/book: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[book,browser]
 	touch $@
 
 clean:

@@ -7,7 +7,6 @@ It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from sage_ref.course.kernel_results import (
     sla2_ladder,
     sla2_parts,
 )
+from sage_ref.course.outline import notebooks
 from sage_ref.course.paired_results import headline, paired_sparse, paired_speed, paired_ways
 from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
 from sage_ref.course.results import TABLE2, pretraining, pretraining_speed, table1, table2
@@ -32,20 +32,12 @@ OVERVIEW = Path("notebooks", "figures", "overview.png")
 
 
 def courses() -> str:
-    """The course map: title and minutes of every notebook, from the notebook's own first cell.
-
-    Parts of one number ("08", "08b") share a line.
-    """
+    """The course map: title and minutes of every notebook. Parts of one number ("08", "08b") share a line."""
     lines: dict[str, tuple[list[str], list[str]]] = {}
-    for path in sorted((repository() / "notebooks").glob("[0-9][0-9]*_*.ipynb")):
-        first_cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
-        title = re.search(r"# \w+ · (.+)", first_cell)
-        minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)
-        if not (title and minutes):
-            raise ValueError(f"{path.name}: expected '# NN · Title' and '**Time** about N minutes' in the first cell")
-        titles, times = lines.setdefault(path.name[:2], ([], []))
-        titles.append(f"[{title[1]}](notebooks/{path.name})")
-        times.append(minutes[1])
+    for path, number, title, minutes in notebooks():
+        titles, times = lines.setdefault(number[:2], ([], []))
+        titles.append(f"[{title}]({path.as_posix()})")
+        times.append(str(minutes))
     rows = [(number, ", ".join(titles), " + ".join(times)) for number, (titles, times) in lines.items()]
     return markdown_table(("", "notebook", "minutes"), rows)
 

@@ -6,7 +6,7 @@ import re
 import matplotlib.pyplot as plt
 import pytest
 
-from sage_ref.course import kernel_results, prediction_results, readme, results
+from sage_ref.course import kernel_results, outline, prediction_results, readme, results
 from sage_ref.course.claims import claims, hypothesis
 from sage_ref.course.figures import overview_figure
 from sage_ref.course.kernel_results import BENCH
@@ -33,7 +33,7 @@ def test_a_notebook_without_its_minutes_is_named(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     first_cell = {"cells": [{"source": "# 13 · Title\n\n**Time** 5 minutes"}]}
     (tmp_path / "notebooks" / "13_title.ipynb").write_text(json.dumps(first_cell))
-    monkeypatch.setattr(readme, "repository", lambda: tmp_path)
+    monkeypatch.setattr(outline, "repository", lambda: tmp_path)
     with pytest.raises(ValueError, match=r"13_title\.ipynb: expected .* about N minutes"):
         readme.courses()
 

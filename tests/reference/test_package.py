@@ -110,12 +110,12 @@ def pins():
     return pinned
 
 
-def test_every_requirement_is_pinned_within_its_range_and_the_course_extra_is_all_but_the_peers(pins):
+def test_every_requirement_is_pinned_within_its_range_and_the_course_extra_is_all_that_learners_need(pins):
     extras = dict(PROJECT["optional-dependencies"])
     (course,) = map(Requirement, extras["course"])
     peers = [Requirement(text) for text in extras.pop("peers")]
     assert all(str(peer.marker) == 'platform_system == "Linux"' for peer in peers)
-    assert course.extras == set(extras) - {"course"}
+    assert course.extras == set(extras) - {"course", "book", "browser"}
     others = [text for name, texts in extras.items() if name != "course" for text in texts]
     for requirement in map(Requirement, [*PROJECT["dependencies"], *others]):
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement

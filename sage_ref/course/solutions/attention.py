@@ -64,7 +64,11 @@ GAPS = {
         lambda: [(_probabilities(2), *_draw(3, (3, 5)))],
         (
             Mistake("(p * dp).sum(-1, keepdim=True)", "dp.sum(-1, keepdim=True)", "Each dP counts with its P."),
-            Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-2, keepdim=True)", "One number per row, not per column."),
+            Mistake(
+                "(p * dp).sum(-1, keepdim=True)",
+                "(p * dp).sum(-2, keepdim=True)",
+                "One number per row, not per column.",
+            ),
             Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
             Mistake("(dp - delta)", "(delta - dp)", "The sign is the other way round."),
             Mistake("p * (dp - delta)", "p * dp", "delta is missing: rows would not sum to zero."),

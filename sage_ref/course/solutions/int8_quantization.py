@@ -49,7 +49,9 @@ GAPS = {
         lambda: [(_draw(0, 4, 6),), (-_draw(1, 8, 8).abs(),), (torch.zeros(2, 3),)],
         (
             Mistake("x.abs().max()", "x.max()", "The largest number may be negative."),
-            Mistake("torch.round(x / torch.where(s > 0, s, 1.0))", "(x / torch.where(s > 0, s, 1.0))", "A cast cuts off."),
+            Mistake(
+                "torch.round(x / torch.where(s > 0, s, 1.0))", "(x / torch.where(s > 0, s, 1.0))", "A cast cuts off."
+            ),
             Mistake(" / 127", " / 128", "The integers are -127 to 127."),
             Mistake("x / torch.where", "x * torch.where", "X^ = X / s, rounded."),
             Mistake("s = x.abs().max() / 127", "s = 127 / x.abs().max()", "s is the size of one step: max|X| / 127."),
@@ -59,8 +61,14 @@ GAPS = {
         psi_of_blocks,
         lambda: [(_draw(2, 8, 6) * torch.arange(1.0, 9.0)[:, None], 4), (_draw(3, 12, 4).exp(), 2)],
         (
-            Mistake("tiles.abs().amax((1, 2))", "tiles.abs().amax((1, 2)) * 0 + x.abs().max()", "That is one scale in all."),
-            Mistake("tiles.abs().amax((1, 2))", "tiles.abs().amax((0, 1))[:1].expand(len(tiles))", "One per block of tokens."),
+            Mistake(
+                "tiles.abs().amax((1, 2))", "tiles.abs().amax((1, 2)) * 0 + x.abs().max()", "That is one scale in all."
+            ),
+            Mistake(
+                "tiles.abs().amax((1, 2))",
+                "tiles.abs().amax((0, 1))[:1].expand(len(tiles))",
+                "One per block of tokens.",
+            ),
             Mistake("x_hat.flatten(0, 1)", "x_hat", "X^ has the shape of X: [tokens, channels]."),
         ),
     ),

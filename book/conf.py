@@ -1,0 +1,57 @@
+"""How Sphinx makes the book: pages from the notebooks as committed, never executed. `make book` calls it.
+
+Sources are the repository's own files, so the source folder is the repository's root; only home page, glossary and the
+pages about ways through the course lie in book/. Nothing comes from the network when a page is read: mathematics is set
+by the MathJax of the package sphinx-mathjax-offline, and search runs in the reader's browser.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from sage_ref.course.outline import BRANCH, public_address  # noqa: E402 (after the path)
+
+project = "sage_ref"
+author = "the sage_ref authors"
+copyright = "the sage_ref authors, Apache-2.0"
+language = "en"
+
+extensions = ["myst_nb", "sphinx_copybutton", "course_pages"]
+root_doc = "book/index"
+include_patterns = [
+    "book/*.md",
+    "notebooks/*.ipynb",
+    "exercises/README.md",
+    "exercises/*/README.md",
+    "kernels/*.md",
+    "RESULTS.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
+exclude_patterns = [".*", "**/.*", "build", "dist", "runs", "tests", "sage_ref", "kernels/sage_kernels", "*.egg-info"]
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_ipywidgets_js = {}  # sliders need a running kernel; course_pages says so where one stands
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
+myst_heading_anchors = 3
+# The list of warnings that may pass, each with its reason. It is empty: `make book` stops at any warning.
+suppress_warnings = []
+
+html_theme = "furo"
+html_title = "Trainable low-bit attention"
+html_static_path = ["static"]
+html_css_files = ["book.css"]
+html_favicon = "static/icon.svg"
+html_copy_source = False
+html_last_updated_fmt = None
+html_theme_options = {
+    "source_repository": public_address(),
+    "source_branch": BRANCH,
+    "source_directory": "",
+    "top_of_page_buttons": ["view"],
+}
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+mathjax_path = "mathjax/tex-chtml.js"  # course_pages puts it there

@@ -1,0 +1,199 @@
+"""A Sphinx extension: what turns the repository's notebooks and pages into a book.
+
+- Each notebook gets a head with a badge for Colab, and a note where a slider needs a running kernel.
+- A link to, or the name of, a file of the repository that is no page leads to its public address.
+- Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
+- MathJax is copied from its package, and the folder's index.html leads to the home page.
+"""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.util.docutils import SphinxDirective
+
+from exercises import exercise_names
+from exercises.stubs import header_of, read_master
+from sage_ref.course.colab import install_cell
+from sage_ref.course.outline import colab_address, file_address, notebooks, public_address
+from sage_ref.records import markdown_table, repository
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+SLIDER_NOTE = '<p class="slider-note">Here the notebook has a slider. Run the notebook to move it.</p>'
+MATHJAX_PARTS = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
+HOME = """<!doctype html>
+<meta charset="utf-8"><meta http-equiv="refresh" content="0; url=book/index.html">
+<title>sage_ref</title>
+"""
+
+
+# Notebooks
+
+
+def notebook_head(path: Path) -> str:
+    """Markdown that follows the first cell: where to run the notebook."""
+    return f"""[![Open in Colab](/book/static/colab.svg)]({colab_address(path)}) \
+[![The notebook's file](/book/static/file.svg)]({file_address(path)})
+
+:::{{dropdown-cell}} On Colab, run this cell first
+{install_cell(public_address())}
+:::
+"""
+
+
+def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Event source-read: the notebook's JSON with its head, and with notes in place of sliders."""
+    path = Path(f"{docname}.ipynb")
+    if not (repository() / path).exists():
+        return
+    notebook = json.loads(content[0])
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if WIDGET in output.get("data", {}):
+                output["data"] = {"text/html": SLIDER_NOTE}
+    head = {"cell_type": "markdown", "id": "head", "metadata": {}, "source": notebook_head(path)}
+    notebook["cells"].insert(1, head)
+    content[0] = json.dumps(notebook)
+
+
+class DropdownCell(SphinxDirective):
+    """A cell of code, folded under its title."""
+
+    has_content = True
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        code = "\n".join(self.content)
+        begin = nodes.raw("", f"<details><summary>{self.arguments[0]}</summary>", format="html")
+        end = nodes.raw("", "</details>", format="html")
+        return [begin, nodes.literal_block(code, code, language="ipython3"), end]
+
+
+# Links to files of the repository
+
+
+class LinksToTheRepository(SphinxTransform):
+    """Files that are no page of the book are linked at the repository's public address."""
+
+    default_priority = 400
+
+    def apply(self) -> None:
+        here = Path(self.env.doc2path(self.env.docname)).parent
+        for node in list(self.document.findall(addnodes.download_reference)):
+            _into_link(node, here / node["reftarget"])
+        for node in list(self.document.findall(addnodes.pending_xref)):
+            if file := self._no_page(node, here):
+                _into_link(node, file)
+        for node in list(self.document.findall(nodes.literal)):
+            if not isinstance(node.parent, nodes.reference | addnodes.pending_xref) and (file := _named(node.astext())):
+                _into_link(node, file, keep=True)
+
+    def _no_page(self, node: addnodes.pending_xref, here: Path) -> Path | None:
+        """The file or folder that MyST took for a page, or a folder that it took for a label."""
+        target = node["reftarget"]
+        if node.get("refdomain") == "doc" and target not in self.env.found_docs:
+            return Path(self.env.doc2path(target))
+        return here / target if node.get("reftype") == "myst" and (here / target).is_dir() else None
+
+
+def _named(text: str) -> Path | None:
+    """The file or folder that `text` names: from the root, or from the kernels' folder, as their pages do."""
+    folders = [repository(), repository() / "kernels" / "sage_kernels"] if "/" in text else []
+    return next((folder / text for folder in folders if (folder / text).exists()), None)
+
+
+def _into_link(node: nodes.Element, path: Path, keep: bool = False) -> None:
+    """Replace `node` by a link to the repository's file `path`, around `node` itself or its children."""
+    address = file_address(path.resolve().relative_to(repository()))
+    link = nodes.reference("", "", refuri=address, internal=False)
+    node.replace_self(link)
+    link += node if keep else node.children
+
+
+# Tables of the course
+
+
+class CourseMap(SphinxDirective):
+    """All notebooks with their minutes."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [
+            (number, f"[{title}](/{path.as_posix()})", minutes, f"[Colab]({colab_address(path)})")
+            for path, number, title, minutes in notebooks()
+        ]
+        return self.parse_text_to_nodes(markdown_table(("", "notebook", "minutes", ""), rows))
+
+
+class ExerciseMap(SphinxDirective):
+    """All exercises with difficulty and minutes."""
+
+    def run(self) -> list[nodes.Node]:
+        headers = [(name, header_of(read_master(name), name)) for name in exercise_names()]
+        rows = [
+            (name[:2], f"[{header.title}](/exercises/{name}/README.md)", header.difficulty, header.minutes)
+            for name, header in headers
+        ]
+        return self.parse_text_to_nodes(markdown_table(("", "exercise", "difficulty", "minutes"), rows))
+
+
+def steps(lines: list[str]) -> list[tuple[str, int]]:
+    """(link, minutes) for each line, such as "notebook 02" or "exercise 05". ValueError names a line that fits none."""
+    known = {
+        f"notebook {number}": (f"[{title}](/{path.as_posix()})", minutes)
+        for path, number, title, minutes in notebooks()
+    }
+    for name in exercise_names():
+        header = header_of(read_master(name), name)
+        known[f"exercise {name[:2]}"] = (f"[{header.title}](/exercises/{name}/README.md)", header.minutes)
+    for line in lines:
+        if line not in known:
+            raise ValueError(f"way: expected lines among {sorted(known)}, got {line!r}")
+    return [known[line] for line in lines]
+
+
+class Way(SphinxDirective):
+    """One way through the course: a line per step, and a table with minutes and their sum as the result."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        lines = [line for line in self.content if line.strip()]
+        try:
+            found = steps(lines)
+        except ValueError as error:
+            raise self.error(str(error)) from None
+        rows = [(line, link, minutes) for line, (link, minutes) in zip(lines, found, strict=True)]
+        total = sum(minutes for _, minutes in found)
+        rows.append(("**together**", f"**{total // 60} hours {total % 60} minutes**", f"**{total}**"))
+        return self.parse_text_to_nodes(markdown_table(("", "title", "minutes"), rows))
+
+
+# Files beside the pages
+
+
+def add_files(app: Sphinx, error: Exception | None) -> None:
+    """Event build-finished: MathJax and the folder's index.html."""
+    if error is None and app.builder.format == "html":
+        package = Path(find_spec("sphinx-mathjax-offline").origin).parent / "static" / "mathjax"
+        for part in MATHJAX_PARTS:
+            source, target = package / part, Path(app.outdir, "_static", "mathjax", part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, target, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, target)
+        Path(app.outdir, "index.html").write_text(HOME)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", with_head_and_notes)
+    app.connect("build-finished", add_files)
+    app.add_transform(LinksToTheRepository)
+    app.add_directive("dropdown-cell", DropdownCell)
+    app.add_directive("course-map", CourseMap)
+    app.add_directive("exercise-map", ExerciseMap)
+    app.add_directive("way", Way)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

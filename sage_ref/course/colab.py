@@ -1,0 +1,56 @@
+"""The course on Colab: one cell to put first, and the program that the cell starts.
+
+Colab brings its own PyTorch, of a version that changes; the course is made with the versions of constraints.txt. So the
+cell fetches the repository and runs this file, which installs the pinned versions of what notebooks import. No version
+stands in the cell, so it need not change with them. Jupyter and ipywidgets stay Colab's own: its pages expect those.
+
+This file needs nothing but Python, since it runs before anything is installed.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FROM_COLAB = {"ipywidgets", "jupyterlab"}
+
+
+def install_cell(address: str) -> str:
+    """The text of the cell that makes a notebook run on Colab. `address`: that of the public repository."""
+    folder = address.rpartition("/")[2]
+    return f"""# On Colab this fetches the course and installs the versions it was made with. Elsewhere it does nothing.
+import sys
+
+if "google.colab" in sys.modules:
+    %cd -q /content
+    !git clone --quiet --depth 1 {address}
+    !{{sys.executable}} {folder}/sage_ref/course/colab.py
+    sys.path[:0] = ["/content/{folder}", "/content/{folder}/kernels"]
+    %cd -q {folder}/notebooks
+"""
+
+
+def pinned() -> list[str]:
+    """What notebooks import, as in "torch==2.13.0": names from pyproject.toml, versions from constraints.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["kernels"], *extras["training"], *extras["notebooks"]]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in wanted} - FROM_COLAB
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.partition("==")[0] in names]
+    if missing := names - {pin.partition("==")[0] for pin in pins}:
+        raise ValueError(f"constraints.txt: expected a version of each of {sorted(missing)}, got none")
+    return pins
+
+
+def main() -> None:
+    """Install the pinned versions, then the course from its folder, without more."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, *pinned()], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
+    print("Installed. If Colab asks to restart the session, do so, and run this cell again.")
+
+
+if __name__ == "__main__":
+    main()
