@@ -19,7 +19,7 @@ from torch import Tensor
 from sage_ref.experiments.turns import orders
 
 WARM_UPS = 3
-FLUSHED_BYTES = 256 << 20  # more than the L2 cache of any GPU: 50 MB on Hopper, 126 MB on Blackwell
+FLUSHED_BYTES = 256 << 20  # more than the L2 cache of any GPU: 60 MB on an H200, 126 MB on Blackwell
 REPETITIONS = 5  # of what is timed alone, at least
 
 

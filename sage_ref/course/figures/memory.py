@@ -25,7 +25,7 @@ class Memory(NamedTuple):
 MEMORIES = (
     Memory("registers", "132 x 256 KB = 33 MB", ("one tile of $S$ and $P$", "$O_i$, $m$, $l$"), ORANGE),
     Memory("shared memory", "132 x 228 KB = 29 MB", ("$Q_i$", "a few tiles $K_j$, $V_j$"), GREEN),
-    Memory("L2 cache", "50 MB", ("$K$, $V$: many programs read them",), SKY),
+    Memory("L2 cache", "60 MB", ("$K$, $V$: many programs read them",), SKY),
     Memory("HBM", "141 GB", ("$Q$, $K$, $V$", "$O$, $L$", "never $S$ or $P$"), BLUE),
 )
 
@@ -41,8 +41,8 @@ def memory_hierarchy() -> Figure:
 
     Sources: NVIDIA's data sheet of the H200 (141 GB, 4.8 TB/s; the clock from its 1979 TOPS); Hopper Tuning Guide and
     CUDA C++ Programming Guide, compute capability 9.0 (per multiprocessor, of which there are 132: 64K registers of 4
-    bytes, 228 KB of shared memory, 32 banks of 4 bytes a clock; 50 MB of L2 on the H100). The L2 cache's rate is an
-    estimate, see `hopper_model`. No rate of the registers is published.
+    bytes, 228 KB of shared memory, 32 banks of 4 bytes a clock); the L2 cache's size as PyTorch reports it. The L2
+    cache's rate is an estimate, see `hopper_model`. No rate of the registers is published.
     """
     figure, axes = diagram(8.6, 4.5, "Large memories are slow: a fused kernel keeps S and P where memory is fastest")
     gap, middle = 1.15, 4.3
