@@ -5,6 +5,7 @@ minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 
 The printed stand-in, SoftTop-k of P_c with tau = 0.1, has a way out: a flat M cancels in the softmax of the sparse
 branch, O_s is full attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask would choose.
 `Relaxation` says which stand-in is used; every error here is that of the hard mask, which stage 2 and inference run.
+That way out exists where a soft M weighs e^S, as we read it. `READINGS` has softmax(S * M) as well, as it is printed.
 
 Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 """
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.attention import attention_forward
+from sage_ref.attention import attention_forward, softmax_scale
+from sage_ref.checks import check_choice
 from sage_ref.command_line import add_device_option, input_path, number_from_zero, percentage, positive
 from sage_ref.records import (
     FinishedParts,
@@ -51,6 +53,7 @@ from sage_ref.sla2 import (
     selected_count,
     soft_sparse_linear_attention,
     sparse_branch,
+    spread_blocks,
     top_blocks,
 )
 from sage_ref.training.capture import read_capture
@@ -70,17 +73,36 @@ STUDY = (
 )
 
 
+def printed_soft_attention(
+    query: Tensor, key: Tensor, value: Tensor, block_weights: Tensor, alpha: Tensor, settings: BlockSettings
+) -> Tensor:
+    """`soft_sparse_linear_attention` with O_s = softmax(S * M) V, as SLA2 prints it: a score times its weight.
+
+    At M = 0 a score becomes 0 and keeps the weight e^0, so this is not the sparse branch of a hard mask (erratum).
+    """
+    s = query @ key.mT * softmax_scale(settings.scale, query.shape[-1])
+    o_s = (s * spread_blocks(block_weights, *s.shape[-2:], settings)).softmax(-1) @ value
+    o_l = linear_branch(query, key, value, 1 - block_weights, settings)
+    return mix(o_s, o_l, per_query(alpha, query.shape[-2], settings))
+
+
+# What a soft M does in the softmax: it weighs e^S, as the library has it, or it multiplies S.
+WEIGHTED, MULTIPLIED = "M e^S", "softmax(S * M)"
+READINGS = {WEIGHTED: soft_sparse_linear_attention, MULTIPLIED: printed_soft_attention}
+
+
 @dataclass(frozen=True)
 class FitSettings:
     """One fit with Adam, learning rates following a cosine to zero.
 
     The projections start at the identity and alpha at the mass that the heuristic mask holds, so `seed` decides one
     thing: which sample and which blocks of queries each step reads. alpha_per_block: one alpha per head and block of
-    queries instead of one per head.
+    queries instead of one per head. reading: of a soft M, one of READINGS.
     """
 
     sparsity: float = 0.97
     relaxation: Relaxation = Relaxation()
+    reading: str = WEIGHTED
     block_q: int = 16
     block_kv: int = 8
     steps: int = 200
@@ -91,6 +113,7 @@ class FitSettings:
     seed: int = 0
 
     def __post_init__(self):
+        check_choice("reading", self.reading, tuple(READINGS))
         for name, least in (("steps", 2), ("query_blocks", 1)):  # the first step and the last are reported
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
@@ -153,7 +176,8 @@ def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
     for step in range(settings.steps):
         sample = int(torch.randint(count, (), generator=generator))
         rows = torch.randperm(n // settings.block_q, generator=generator)[: settings.query_blocks]
-        loss, soft = stage1_loss(model, fitted, settings.relaxation, [sample], rows.to(fitted.query.device))
+        rows = rows.to(fitted.query.device)
+        loss, soft = stage1_loss(model, fitted, settings.relaxation, [sample], rows, settings.reading)
         optimizer.zero_grad()
         loss.backward()
         if step in (0, settings.steps - 1):
@@ -167,7 +191,12 @@ def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
 
 
 def stage1_loss(
-    model: SLA2, fitted: Samples, relaxation: Relaxation, sample: Sequence[int], rows: Tensor
+    model: SLA2,
+    fitted: Samples,
+    relaxation: Relaxation,
+    sample: Sequence[int],
+    rows: Tensor,
+    reading: str = WEIGHTED,
 ) -> tuple[Tensor, Tensor]:
     """|O_M - O|^2 / |O|^2 over blocks `rows` of the queries of the samples `sample`, and SoftTop-k of those rows."""
     blocks = model.settings
@@ -177,7 +206,7 @@ def stage1_loss(
     scores = relaxation.scores_of(model.router(q, k))
     weights, soft = relaxation.block_weights(scores, selected_count(model.sparsity, fitted.mass.shape[-1]))
     alpha = model.alpha(len(sample), fitted.mass.shape[-2])[:, :, rows]
-    output = soft_sparse_linear_attention(q, k, v, weights, alpha, blocks)
+    output = READINGS[reading](q, k, v, weights, alpha, blocks)
     return (output - o).square().sum() / o.square().sum(), soft
 
 
@@ -300,7 +329,9 @@ def mask_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list
 
 
 @torch.no_grad()
-def trained_rows(fitted: Samples, held_out: Samples, found: FittedRouter, relaxation: Relaxation) -> list[Row]:
+def trained_rows(
+    fitted: Samples, held_out: Samples, found: FittedRouter, relaxation: Relaxation, reading: str = WEIGHTED
+) -> list[Row]:
     """The trained layer with its hard mask, on both sample sets.
 
     error_fitted_alpha: with the alphas that suit the hard mask best on the fitted samples (stage 2 trains them too).
@@ -315,7 +346,7 @@ def trained_rows(fitted: Samples, held_out: Samples, found: FittedRouter, relaxa
         alpha = model.alpha(mask.shape[0], mask.shape[2])
         row = mixed_row(data, mask, alpha, model.settings)
         refitted = fitted_row(fitted, data, fitted_mask, mask, model.settings, "fit")
-        loss, soft = stage1_loss(model, data, relaxation, list(range(len(data.query))), all_rows)
+        loss, soft = stage1_loss(model, data, relaxation, list(range(len(data.query))), all_rows, reading)
         mass = (data.mass * mask).sum(-1)
         row |= {
             "error_fitted_alpha": refitted["error"],
@@ -351,6 +382,7 @@ class RouterSweep(NamedTuple):
     settings: FitSettings = FitSettings()
     sparsities: Sequence[float] = (0.95, 0.96, 0.97)
     relaxations: Sequence[Relaxation] = (PRINTED, Relaxation())
+    readings: Sequence[str] = (WEIGHTED,)
     seeds: Sequence[int] = (0, 1, 2)
 
 
@@ -377,9 +409,10 @@ def router_sweep(
             place = {"layer": layer, "sparsity": sparsity, "blocks": count_of(fitted, at_sparsity)}
             baselines = partial(baseline_rows, fitted, held_out, at_sparsity)
             yield parts.rows(f"{layer} {sparsity} baselines", partial(_placed, place, baselines))
-            for relaxation, seed in itertools.product(sweep.relaxations, sweep.seeds):
-                fit = partial(fit_rows, fitted, held_out, replace(at_sparsity, relaxation=relaxation, seed=seed))
-                yield parts.rows(f"{layer} {sparsity} {relaxation.name} {seed}", partial(_placed, place, fit))
+            for relaxation, reading, seed in itertools.product(sweep.relaxations, sweep.readings, sweep.seeds):
+                settings = replace(at_sparsity, relaxation=relaxation, reading=reading, seed=seed)
+                fit = partial(fit_rows, fitted, held_out, settings)
+                yield parts.rows(f"{layer} {sparsity} {relaxation.name} {reading} {seed}", partial(_placed, place, fit))
 
 
 def _placed(place: Row, measure: Callable[[], list[Row]]) -> list[Row]:
@@ -391,8 +424,9 @@ def baseline_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> 
 
 
 def fit_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list[Row]:
-    rows = trained_rows(fitted, held_out, fit_router(fitted, settings), settings.relaxation)
-    return [{"relaxation": settings.relaxation.name, "seed": settings.seed} | row for row in rows]
+    rows = trained_rows(fitted, held_out, fit_router(fitted, settings), settings.relaxation, settings.reading)
+    fit = {"relaxation": settings.relaxation.name, "reading": settings.reading, "seed": settings.seed}
+    return [fit | row for row in rows]
 
 
 def rounded(row: Row) -> Row:
@@ -401,7 +435,7 @@ def rounded(row: Row) -> Row:
 
 def sweep_length(sweep: RouterSweep, layers: dict) -> int:
     """How many lists `router_sweep` yields."""
-    return len(layers) * len(sweep.sparsities) * (1 + len(sweep.relaxations) * len(sweep.seeds))
+    return len(layers) * len(sweep.sparsities) * (1 + len(sweep.relaxations) * len(sweep.readings) * len(sweep.seeds))
 
 
 def result_table(record: Record) -> str:
@@ -411,9 +445,9 @@ def result_table(record: Record) -> str:
     """
     header = ("sparsity", "method", "fitted", "held out", "over seeds", "alpha fitted", "share of best mass")
     lines = []
-    methods = dict.fromkeys((row["sparsity"], row["method"], row.get("relaxation")) for row in record.rows)
-    for sparsity, method, relaxation in methods:
-        found = [row for row in record.select(sparsity=sparsity, method=method) if row.get("relaxation") == relaxation]
+    methods = dict.fromkeys((row["sparsity"], row["method"], *_stand_in(row)) for row in record.rows)
+    for sparsity, method, *stand_in in methods:
+        found = [row for row in record.select(sparsity=sparsity, method=method) if _stand_in(row) == tuple(stand_in)]
         fitted, held_out = ([row for row in found if row["samples"] == name] for name in (FITTED, HELD_OUT))
         by_seed: dict[int | None, list[float]] = {}
         for row in held_out:
@@ -423,7 +457,7 @@ def result_table(record: Record) -> str:
         lines.append(
             (
                 f"{sparsity:.0%}",
-                f"{method} ({relaxation})" if relaxation else method,
+                f"{method} ({'; '.join(filter(None, stand_in))})" if any(stand_in) else method,
                 f"{mean(row['error'] for row in fitted):.4f}",
                 f"{mean(errors):.4f}",
                 f"{min(errors):.4f} to {max(errors):.4f}" if len(errors) > 1 else "",
@@ -434,6 +468,11 @@ def result_table(record: Record) -> str:
     return markdown_table(header, lines)
 
 
+def _stand_in(row: Row) -> tuple[str | None, str | None]:
+    """What trained the router, None for a router that wasn't; records from before the readings don't name theirs."""
+    return row.get("relaxation"), row.get("reading")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = FitSettings()
     parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
@@ -442,6 +481,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-q", type=positive, default=default.block_q, help="queries in a block")
     parser.add_argument("--block-kv", type=positive, default=default.block_kv, help="keys in a block")
     parser.add_argument("--study", action="store_true", help="try every stand-in for the hard mask, not just two")
+    parser.add_argument("--readings", action="store_true", help="read a soft mask M as softmax(S * M), too")
     parser.add_argument("--capture", type=input_path, metavar="FILE", help="default: the recorded one")
     parser.add_argument(
         "--outlier",
@@ -466,6 +506,7 @@ def run(options: argparse.Namespace) -> None:
         settings,
         sparsities=[round(1 - percent / 100, 6) for percent in options.k],
         relaxations=STUDY if options.study else RouterSweep().relaxations,
+        readings=tuple(READINGS) if options.readings else RouterSweep().readings,
         seeds=range(options.seeds),
     )
     for layer, tensors in layers.items():

@@ -7,8 +7,10 @@ SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums
 
 Printed is SoftTop-k of P_c with tau = 0.1 in the place of Top-k. Here the default differs in two ways (`Relaxation`):
 the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c with tau = 1.
-Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat; a flat mask cancels in the softmax,
-so the loss is near 0 whatever the hard mask would choose, and alpha ends far too large for it.
+Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat. Where a soft M weighs e^S, as
+`branches` reads softmax(S * M), a flat one cancels: the loss is near 0 whatever the hard mask would choose, and alpha
+ends far too large for it. Where M multiplies S it does not cancel, and stage 1 does not get anywhere either
+(`sage_ref/experiments/router_fit.py`, READINGS).
 
 With the identity for both projections this is SLA's heuristic router.
 """

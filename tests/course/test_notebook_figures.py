@@ -154,17 +154,6 @@ def test_cumulative_shows_zeros_as_the_share_that_a_line_starts_above(ax):
     )
 
 
-def test_singular_values(ax):
-    values = {"a": torch.tensor([3.0, 2.0, 1.0]), "b": torch.tensor([1.0, 0.5])}
-    figures.draw_singular_values(ax, values, rank=2, title="Title")
-    for line, (name, expected) in zip(ax.lines, values.items(), strict=False):
-        assert line.get_label() == name
-        assert_close(torch.tensor(line.get_ydata()), expected)
-        assert list(line.get_xdata()) == list(range(1, len(expected) + 1))
-    assert ax.lines[-1].get_label() == "rank 2"
-    assert set(ax.lines[-1].get_xdata()) == {2}
-
-
 def test_soft_masks_are_drawn_by_rank_beside_the_hard_one():
     row, count = gaussian(128).double(), 4
     figure = figures.soft_mask_figure(row, count, (1.0, 0.01))
@@ -183,7 +172,7 @@ def test_router_figure_draws_every_seed_and_the_mean_over_layers():
     expected = {
         "heuristic router, sparse only": ("heuristic, sparse only", None),
         "SLA (best step)": ("SLA, best step", None),
-        "SLA2, stage 1 as printed": ("SLA2", PRINTED.name),
+        "SLA2, soft mask (M e^S)": ("SLA2", PRINTED.name),
         "heuristic router, fitted alpha": ("heuristic, alpha fitted", None),
         "SLA2, straight-through": ("SLA2", Relaxation().name),
         "best mask, fitted alpha": ("best mask, alpha fitted", None),

@@ -166,6 +166,34 @@ def test_the_printed_loss_is_that_of_the_module_in_stage_1(fitted):
         assert_close(loss, error.square().sum() / wanted.square().sum())
 
 
+def test_a_flat_mask_cancels_in_the_softmax_only_where_it_weighs_e_to_the_s(fitted):
+    flat, alpha = torch.full(fitted.mass.shape, 3 / 32), torch.ones(fitted.mass.shape[:-1])
+    errors = {
+        reading: router_fit.squared_error(attention(*fitted[:3], flat, alpha, SETTINGS.blocks), fitted).item()
+        for reading, attention in router_fit.READINGS.items()
+    }
+    assert errors[router_fit.WEIGHTED] < 1e-10
+    assert errors[router_fit.MULTIPLIED] > 0.1
+    s = fitted.query @ fitted.key.mT / 4
+    expected = (s * 3 / 32).softmax(-1) @ fitted.value
+    found = router_fit.printed_soft_attention(*fitted[:3], flat, alpha, SETTINGS.blocks)
+    assert_close(found, expected)
+    linear = router_fit.linear_branch(*fitted[:3], 1 - flat, SETTINGS.blocks)
+    assert_close(router_fit.printed_soft_attention(*fitted[:3], flat, 0 * alpha, SETTINGS.blocks), linear)
+
+
+def test_the_fit_and_its_row_follow_the_reading(fitted):
+    settings = replace(FAST, relaxation=PRINTED, reading=router_fit.MULTIPLIED)
+    found, weighted = (fit_router(fitted, x) for x in (settings, replace(settings, reading=router_fit.WEIGHTED)))
+    assert found.trace[0]["loss"] > 2 * weighted.trace[0]["loss"]
+    (row, _) = router_fit.fit_rows(fitted, fitted, settings)
+    assert (row["relaxation"], row["reading"]) == (PRINTED.name, "softmax(S * M)")
+    everything = [0, 1, 2], torch.arange(16)
+    with torch.no_grad():
+        loss, _ = router_fit.stage1_loss(found.model, fitted, PRINTED, *everything, router_fit.MULTIPLIED)
+    assert row["error_stage1"] == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_straight_through_takes_values_from_top_k_and_gradients_from_soft_top_k():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 12, generator=generator, requires_grad=True)
@@ -251,6 +279,7 @@ def test_impossible_settings_are_refused(fitted):
         (ValueError, r"scores: expected one of \('P_c', 'log P_c'\), got 'logits'", lambda: Relaxation("logits")),
         (ValueError, "temperature: expected a positive number, got 0", lambda: Relaxation(temperature=0)),
         (ValueError, "^steps: expected at least 2, got 1", lambda: replace(SETTINGS, steps=1)),
+        (ValueError, r"reading: expected one of \('M e\^S', .*, got 'S M'", lambda: replace(SETTINGS, reading="S M")),
         (ValueError, "query: expected at least block_q=512 tokens, got 256", lambda: fit_router(fitted, larger)),
         (ValueError, "capture: expected 2 samples or more, .*, got 1", lambda: router_fit.split_samples(one)),
         (RuntimeError, "left weights that are not finite", lambda: fit_router(broken, FAST)),
@@ -302,6 +331,12 @@ def test_the_table_shows_means_over_layers_and_seeds():
     lines = router_fit.result_table(Record({}, rows)).splitlines()
     assert lines[2] == "| 97% | SLA | 0.1500 | 0.3500 |  |  | 0.500 |"
     assert lines[3] == "| 97% | SLA2 (soft) | 0.1000 | 0.4000 | 0.2000 to 0.6000 | 0.2000 | 0.500 |"
+    rows += both("SLA2", 0.1, 0.7, relaxation="soft", reading="S M", seed=0, error_fitted_alpha=0.3)
+    lines = router_fit.result_table(Record({}, rows)).splitlines()
+    assert lines[3:] == [
+        "| 97% | SLA2 (soft) | 0.1000 | 0.4000 | 0.2000 to 0.6000 | 0.2000 | 0.500 |",
+        "| 97% | SLA2 (soft; S M) | 0.1000 | 0.7000 |  | 0.3000 | 0.500 |",
+    ]
 
 
 def test_the_command_fits_prints_and_records(tmp_path, monkeypatch, capsys):
@@ -324,16 +359,17 @@ def test_the_command_fits_prints_and_records(tmp_path, monkeypatch, capsys):
     assert {row["layer"] for row in record.rows} == {2, 7}
 
 
-def test_the_command_takes_made_up_data_and_studies_every_stand_in(tmp_path, monkeypatch, capsys):
+def test_the_command_takes_made_up_data_and_tries_every_stand_in_and_reading(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(router_fit, "STUDY", (PRINTED,))
     monkeypatch.setattr(router_fit, "VideoLike", partial(VideoLike, grid=DATA.grid, cube=DATA.cube))
-    options = "--outlier 120 --k 3 --seeds 2 --steps 2 --study --device cpu --json"
+    options = "--outlier 120 --k 3 --seeds 2 --steps 2 --study --readings --device cpu --json"
     main(["train-router", *options.split(), "out.json"])
     record = read_record(tmp_path / "out.json")
     assert record.provenance["data"]["structured"]["outlier"] == 120
     assert record.provenance["seeds"] == [0, 1]
     assert {row.get("relaxation") for row in record.rows} == {None, PRINTED.name}
+    assert {row.get("reading") for row in record.rows} == {None, *router_fit.READINGS}
     assert "soft, P_c / 0.1" in capsys.readouterr().out
     main(["train-router", *options.split(), "again.json"])
     assert read_record(tmp_path / "again.json").rows == record.rows

@@ -45,7 +45,6 @@ from sage_ref.course.figures.sla2_kernels import (
 from sage_ref.course.figures.sparse import (
     block_choices_figure,
     draw_block_mass,
-    draw_singular_values,
     list_lengths_figure,
     outline_blocks,
     quantization_aware_figure,

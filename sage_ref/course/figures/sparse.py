@@ -1,6 +1,6 @@
 """Sparse-linear attention: block masks, the linear branch, routers, training for INT8."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_ref.attention import attention_forward
-from sage_ref.course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, PURPLE, RED, SKY, panels
+from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
 from sage_ref.records import Record
 from sage_ref.sla2 import (
     BlockSettings,
@@ -102,16 +102,6 @@ def sparsity_figure(
     return figure
 
 
-def draw_singular_values(axes: Axes, singular_values: Mapping[str, Tensor], *, rank: int, title: str) -> None:
-    """Singular values of named matrices, largest first; right of the line a matrix of rank `rank` has none."""
-    for (name, values), color in zip(singular_values.items(), COLORS, strict=False):
-        axes.plot(range(1, len(values) + 1), values, color=color, label=name)
-    axes.axvline(rank, color=BLACK, linewidth=1, linestyle=":", label=f"rank {rank}")
-    axes.set(yscale="log", xscale="log", ylim=(1e-4, None), xlabel="number of the singular value")
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-
-
 def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) -> Figure:
     """SoftTop-k of one row of P_c and of log P_c at each temperature, blocks by rank; dotted: hard Top-k.
 
@@ -142,7 +132,7 @@ def router_figure(record: Record, *, title: str) -> Figure:
     styles = {
         ("heuristic, sparse only", None): ("s", BLACK, "heuristic router, sparse only"),
         ("SLA, best step", None): ("D", RED, "SLA (best step)"),
-        ("SLA2", "soft, P_c / 0.1"): ("v", PURPLE, "SLA2, stage 1 as printed"),
+        ("SLA2", "soft, P_c / 0.1"): ("v", PURPLE, "SLA2, soft mask (M e^S)"),
         ("heuristic, alpha fitted", None): ("^", SKY, "heuristic router, fitted alpha"),
         ("SLA2", "straight-through, log P_c / 1"): ("o", BLUE, "SLA2, straight-through"),
         ("best mask, alpha fitted", None): ("*", GREEN, "best mask, fitted alpha"),

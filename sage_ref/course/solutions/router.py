@@ -1,0 +1,179 @@
+"""Notebook 11: SLA2's router, SoftTop-k and its gradient, a soft mask in the softmax, stage 1's loss."""
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+
+
+def router_logits(q_bar, k_bar, w_q, w_k, c):
+    return c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT
+
+
+def find_shift(x, count):
+    low, high = -20 - x.amax(-1, keepdim=True), 20 - x.amin(-1, keepdim=True)
+    for _ in range(60):
+        middle = (low + high) / 2
+        too_much = torch.sigmoid(x + middle).sum(-1, keepdim=True) > count
+        low = torch.where(too_much, low, middle)
+        high = torch.where(too_much, middle, high)
+    return middle
+
+
+def soft_top_k_backward(soft, grad_soft, tau):
+    w = soft * (1 - soft)
+    shared = (w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
+    return w * (grad_soft - shared) / tau
+
+
+def weighted_attention(s, m, v):
+    p = m * torch.exp(s - s.amax(-1, keepdim=True))
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+def stage_1_loss(o_s, o_l, alpha, o):
+    mixed = alpha * o_s + (1 - alpha) * o_l
+    return (mixed - o).square().sum() / o.square().sum()
+
+
+def straight_through(hard, soft):
+    return hard + (soft - soft.detach())
+
+
+def value_and_gradient(function, hard, x):
+    """Of a stand-in for the hard mask: what it is, and what x, the soft mask, gets back."""
+    x = x.requires_grad_()
+    found = function(hard, 1 * x)
+    direction = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
+    if not isinstance(found, torch.Tensor) or not found.requires_grad:
+        return found, torch.zeros_like(x)
+    return found.detach(), torch.autograd.grad((found * direction).sum(), x)[0]
+
+
+def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def _means_and_projections() -> list[tuple]:
+    return [(*_draw(0, (2, 3, 4), (2, 6, 4), (4, 4), (4, 4)), 0.5)]
+
+
+def _rows() -> list[tuple]:
+    (x,) = _draw(1, (3, 8))
+    return [(x, 2), (30 * x, 3), (x + 50, 1)]
+
+
+def _soft_masks() -> list[tuple]:
+    x, grad_soft = _draw(2, (3, 8), (3, 8))
+    return [(torch.sigmoid(2 * x), grad_soft, 0.1), (torch.sigmoid(x), grad_soft, 1.0)]
+
+
+def _weighted_scores() -> list[tuple]:
+    s, m, v = _draw(3, (3, 8), (3, 8), (8, 4))
+    hard = (m > 0).double()
+    hard[:, 0] = 1
+    return [(2 * s, torch.sigmoid(m), v), (2 * s + 5, hard, v)]
+
+
+def _branches() -> list[tuple]:
+    o_s, o_l, alpha, o = _draw(4, (2, 8, 4), (2, 8, 4), (2, 1, 1), (2, 8, 4))
+    return [(o_s, o_l, torch.sigmoid(alpha), o)]
+
+
+def _hard_and_soft() -> list[tuple]:
+    hard, x = _draw(5, (3, 8), (3, 8))
+    return [((hard > 0).double(), torch.sigmoid(x))]
+
+
+GAPS = {
+    "router_logits": Gap(
+        router_logits,
+        _means_and_projections,
+        (
+            Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
+            Mistake("q_bar @ w_q.mT", "q_bar @ w_q", "proj(x) = W x of a column; for rows that is x W^T."),
+            Mistake("k_bar @ w_k.mT", "k_bar @ w_q.mT", "The keys have a matrix of their own."),
+            Mistake("(q_bar @ w_q.mT)", "q_bar", "The queries are projected, too."),
+            Mistake("(k_bar @ w_k.mT).mT", "k_bar.mT", "The keys are projected, too."),
+        ),
+    ),
+    "find_shift": Gap(
+        find_shift,
+        _rows,
+        (
+            Mistake(
+                "low = torch.where(too_much, low, middle)\n        high = torch.where(too_much, middle, high)",
+                "low = torch.where(too_much, middle, low)\n        high = torch.where(too_much, high, middle)",
+                "If the row sums to too much, lambda must fall: the middle becomes the new upper end.",
+            ),
+            Mistake("sum(-1, keepdim=True)", "sum()", "Every row has its own sum, and its own lambda."),
+            Mistake(
+                "sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "The row must sum to `count`; you took its mean."
+            ),
+            Mistake("torch.sigmoid(x + middle)", "torch.sigmoid(x * middle)", "lambda is added."),
+        ),
+    ),
+    "soft_top_k_backward": Gap(
+        soft_top_k_backward,
+        _soft_masks,
+        (
+            Mistake("(grad_soft - shared)", "grad_soft", "That holds lambda fixed, but lambda moves with every score."),
+            Mistake(" / tau", "", "The scores are divided by tau: so is the gradient."),
+            Mistake("soft * (1 - soft)", "soft", "The derivative of a sigmoid s is s (1 - s)."),
+            Mistake("/ w.sum(-1, keepdim=True)", "/ w.shape[-1]", "The mean is weighted: divide by the sum of w."),
+            Mistake("(w * grad_soft).sum(-1, keepdim=True)", "(w * grad_soft).sum()", "Every row has its own lambda."),
+        ),
+    ),
+    "weighted_attention": Gap(
+        weighted_attention,
+        _weighted_scores,
+        (
+            Mistake(
+                "m * torch.exp(s - s.amax(-1, keepdim=True))",
+                "torch.exp(s * m)",
+                "That is softmax(S * M), the other reading: at M = 0 it leaves a key the weight e^0.",
+            ),
+            Mistake("p / p.sum(-1, keepdim=True) @ v", "p @ v", "The weights of a row must sum to one."),
+            Mistake(
+                "m * torch.exp(s - s.amax(-1, keepdim=True))\n    return p / p.sum(-1, keepdim=True) @ v",
+                "m * torch.softmax(s, -1)\n    return p @ v",
+                "Normalise after weighing, not before.",
+            ),
+            Mistake("p = m * ", "p = (m > 0.5) * ", "The mask is soft: its values are the weights."),
+        ),
+    ),
+    "stage_1_loss": Gap(
+        stage_1_loss,
+        _branches,
+        (
+            Mistake("alpha * o_s + (1 - alpha) * o_l", "o_s + o_l", "The branches are mixed by alpha."),
+            Mistake(
+                "alpha * o_s + (1 - alpha) * o_l", "(1 - alpha) * o_s + alpha * o_l", "alpha is the weight of O_s."
+            ),
+            Mistake(" / o.square().sum()", "", "Relative to the squared length of O."),
+            Mistake(
+                "(mixed - o).square().sum()", "(mixed - o).square().mean()", "Sums above and below, not a mean above."
+            ),
+        ),
+    ),
+    "straight_through": Gap(
+        straight_through,
+        _hard_and_soft,
+        (
+            Mistake("hard + (soft - soft.detach())", "soft", "The value must be the hard mask's."),
+            Mistake("hard + (soft - soft.detach())", "hard", "The value is right, but no gradient arrives."),
+            Mistake(
+                "(soft - soft.detach())",
+                "(soft.detach() - soft)",
+                "The value is right; the gradient has the wrong sign.",
+            ),
+            Mistake("hard + (soft - soft.detach())", "hard * soft", "The value must be the hard mask's, 0 or 1."),
+            Mistake(
+                " - soft.detach()",
+                "",
+                "The value is hard + soft: take the soft value away again, without its gradient.",
+            ),
+        ),
+        value_and_gradient,
+    ),
+}

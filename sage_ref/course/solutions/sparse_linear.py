@@ -1,0 +1,220 @@
+"""Notebook 10: block scores, Top-k, the two branches and their mix, for one head (SLA2, Algorithm 2)."""
+
+import math
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+
+BLOCK_Q, BLOCK_KV = 16, 8
+
+
+def block_scores(q, k, c):
+    q_bar = q.unflatten(-2, (-1, BLOCK_Q)).mean(-2)
+    k_bar = k.unflatten(-2, (-1, BLOCK_KV)).mean(-2)
+    return torch.softmax(c * q_bar @ k_bar.mT, -1)
+
+
+def top_k_mask(scores, count):
+    order = scores.argsort(-1, descending=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
+
+
+def sparse_tile(q_i, k_tiles, v_tiles, selected, c):
+    m, l, o = torch.full_like(q_i[:, :1], -math.inf), torch.zeros_like(q_i[:, :1]), torch.zeros_like(q_i)
+    for j in selected:
+        s_ij = q_i @ k_tiles[j].mT * c
+        m_new = torch.maximum(m, s_ij.amax(-1, keepdim=True))
+        p, shrink = torch.exp(s_ij - m_new), torch.exp(m - m_new)
+        l = shrink * l + p.sum(-1, keepdim=True)
+        o = shrink * o + p @ v_tiles[j]
+        m = m_new
+    return o / l, m + torch.log(l)
+
+
+def mass_held(l_selected, l_all):
+    return torch.exp(l_selected - l_all)
+
+
+def key_tile_sums(k_j, v_j):
+    phi_k = torch.softmax(k_j, -1)
+    return phi_k.mT @ v_j, phi_k.sum(0)
+
+
+def complement_sums(mask, h, z):
+    complement = (~mask).to(h.dtype)
+    h_i = complement @ h.flatten(1)
+    return h_i.unflatten(1, h.shape[1:]), complement @ z
+
+
+def linear_tile(q_i, h_i, z_i):
+    phi_q = torch.softmax(q_i, -1)
+    return phi_q @ h_i / (phi_q @ z_i)[:, None]
+
+
+def sparse_linear_head(q, k, v, mask, alpha, c):
+    k_tiles, v_tiles = k.split(BLOCK_KV), v.split(BLOCK_KV)
+    h, z = (torch.stack(x) for x in zip(*map(key_tile_sums, k_tiles, v_tiles), strict=True))
+    h_i, z_i = complement_sums(mask, h, z)
+    tiles = []
+    for i, q_i in enumerate(q.split(BLOCK_Q)):
+        selected = mask[i].nonzero().flatten()
+        o_s, _ = sparse_tile(q_i, k_tiles, v_tiles, selected, c)
+        o_l = linear_tile(q_i, h_i[i], z_i[i])
+        tiles.append(alpha[i] * o_s + (1 - alpha[i]) * o_l)
+    return torch.cat(tiles)
+
+
+def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def _queries_and_keys() -> list[tuple]:
+    q, k = _draw(0, (2 * BLOCK_Q, 16), (6 * BLOCK_KV, 16))
+    return [(3 * q, 3 * k, 0.25), (3 * q[:BLOCK_Q, :4], 3 * k[:, :4], 0.5)]
+
+
+def _scores() -> list[tuple]:
+    (scores,) = _draw(1, (3, 6))
+    return [(scores, 2), (scores - 5, 3), (scores.softmax(-1)[None], 1)]
+
+
+def _tiles() -> list[tuple]:
+    q_i, k, v = _draw(2, (BLOCK_Q, 16), (6 * BLOCK_KV, 16), (6 * BLOCK_KV, 16))
+    k[3 * BLOCK_KV :] *= 3  # so that later tiles hold the largest scores
+    tiles = k.split(BLOCK_KV), v.split(BLOCK_KV)
+    return [(q_i, *tiles, torch.tensor([1, 3, 5]), 0.25), (q_i, *tiles, torch.tensor([4]), 0.25)]
+
+
+def _log_sums() -> list[tuple]:
+    l_all, share = torch.tensor([[2.0], [-1.0], [120.0]]), torch.tensor([[0.5], [0.25], [0.9]])
+    return [(l_all + share.log(), l_all)]
+
+
+def _key_tile() -> list[tuple]:
+    return [tuple(_draw(3, (BLOCK_KV, 4), (BLOCK_KV, 4)))]
+
+
+def _masks_and_sums() -> list[tuple]:
+    scores, h, z = _draw(4, (3, 6), (6, 4, 4), (6, 4))
+    return [(top_k_mask(scores, 2), h, z.exp())]
+
+
+def _query_tile() -> list[tuple]:
+    q_i, k, v = _draw(5, (BLOCK_Q, 4), (BLOCK_KV, 4), (BLOCK_KV, 4))
+    return [(q_i, *key_tile_sums(k, v))]
+
+
+def _one_head() -> list[tuple]:
+    q, k, v = _draw(6, (2 * BLOCK_Q, 16), (6 * BLOCK_KV, 16), (6 * BLOCK_KV, 16))
+    mask = top_k_mask(block_scores(q, k, 0.25), 2)
+    return [(q, k, v, mask, torch.tensor([0.3, 0.6], dtype=torch.float64), 0.25)]
+
+
+GAPS = {
+    "block_scores": Gap(
+        block_scores,
+        _queries_and_keys,
+        (
+            Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
+            Mistake("(-1, BLOCK_Q)).mean(-2)", "(-1, BLOCK_Q)).sum(-2)", "The mean of the queries, not their sum."),
+            Mistake("(-1, BLOCK_KV)).mean(-2)", "(-1, BLOCK_KV)).sum(-2)", "The mean of the keys, not their sum."),
+            Mistake(
+                "q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block is neighbouring tokens."
+            ),
+            Mistake("k_bar.mT, -1)", "k_bar.mT, -2)", "A row, one block of queries, must sum to one."),
+            Mistake("torch.softmax(c * q_bar @ k_bar.mT, -1)", "c * q_bar @ k_bar.mT", "The softmax is missing."),
+        ),
+    ),
+    "top_k_mask": Gap(
+        top_k_mask,
+        _scores,
+        (
+            Mistake(", descending=True", "", "These are the smallest ones: argsort counts upwards."),
+            Mistake("argsort(-1", "argsort(-2", "Every row, one block of queries, chooses for itself."),
+            Mistake(":count]", ": count + 1]", "One block too many."),
+            Mistake(
+                "torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)",
+                "scores > scores.mean(-1, keepdim=True)",
+                "Each row must select exactly `count` blocks.",
+            ),
+        ),
+    ),
+    "sparse_tile": Gap(
+        sparse_tile,
+        _tiles,
+        (
+            Mistake("in selected", "in range(len(k_tiles))", "That is every tile: full attention."),
+            Mistake("in selected", "in range(len(selected))", "The table says which tiles; you took the first ones."),
+            Mistake(".mT * c", ".mT", "c = 1 / sqrt(D) is missing."),
+            Mistake("l = shrink * l", "l = l", "The old sum belongs to the old maximum: it must shrink."),
+            Mistake("o = shrink * o", "o = o", "O belongs to the old maximum: it shrinks as l does."),
+            Mistake("return o / l", "return o", "The weights don't add up to one yet: divide by l."),
+            Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to S itself, not to S - m: m is missing."),
+        ),
+    ),
+    "mass_held": Gap(
+        mass_held,
+        _log_sums,
+        (
+            Mistake(
+                "l_selected - l_all", "l_all - l_selected", "That is above one. Which sum is the part, which the whole?"
+            ),
+            Mistake("torch.exp(l_selected - l_all)", "l_selected - l_all", "That is still a logarithm."),
+            Mistake("torch.exp(l_selected - l_all)", "l_selected / l_all", "L is the logarithm of a sum."),
+            Mistake(
+                "torch.exp(l_selected - l_all)",
+                "torch.exp(l_selected) / torch.exp(l_all)",
+                "Right on paper, but e^120 is infinite in float32: subtract first.",
+            ),
+        ),
+    ),
+    "key_tile_sums": Gap(
+        key_tile_sums,
+        _key_tile,
+        (
+            Mistake("torch.softmax(k_j, -1)", "k_j", "phi is missing."),
+            Mistake("k_j, -1)", "k_j, 0)", "phi works on the features of one token; your softmax runs over tokens."),
+            Mistake("phi_k.mT @ v_j", "v_j.mT @ phi_k", "That is h_j transposed."),
+            Mistake("phi_k.sum(0)", "phi_k.sum(-1)", "z_j sums over the keys: one number per feature."),
+        ),
+    ),
+    "complement_sums": Gap(
+        complement_sums,
+        _masks_and_sums,
+        (
+            Mistake("(~mask)", "mask", "These are the selected blocks. The linear branch takes the others."),
+            Mistake("(~mask)", "torch.ones_like(mask)", "That is every block. The selected ones would count twice."),
+            Mistake("complement @ z", "z.sum(0).expand(len(mask), -1)", "Z_i, too, leaves out the selected blocks."),
+            Mistake(
+                "(~mask).to(h.dtype)",
+                "(~mask) / (~mask).sum(-1, keepdim=True).to(h.dtype)",
+                "That is a mean. It would cancel in O_l, but H_i and Z_i are sums.",
+            ),
+        ),
+    ),
+    "linear_tile": Gap(
+        linear_tile,
+        _query_tile,
+        (
+            Mistake("torch.softmax(q_i, -1)", "q_i", "phi is missing."),
+            Mistake("q_i, -1)", "q_i, 0)", "phi works on the features of one token; your softmax runs over tokens."),
+            Mistake(" / (phi_q @ z_i)[:, None]", "", "The weights don't add up to one yet: divide by phi(Q_i) Z_i."),
+            Mistake("(phi_q @ z_i)[:, None]", "z_i.sum()", "Each query has its own sum of weights: phi(Q_i) Z_i."),
+        ),
+    ),
+    "sparse_linear_head": Gap(
+        sparse_linear_head,
+        _one_head,
+        (
+            Mistake("mask[i].nonzero()", "(~mask[i]).nonzero()", "The softmax gets the selected tiles."),
+            Mistake("(1 - alpha[i]) * o_l", "o_l", "O_l has the weight 1 - alpha."),
+            Mistake(
+                "alpha[i] * o_s + (1 - alpha[i])", "(1 - alpha[i]) * o_s + alpha[i]", "alpha is the weight of O_s."
+            ),
+            Mistake("alpha[i] * o_s", "o_s", "That is nearer to SLA. Here O_s has the weight alpha."),
+            Mistake("h_i[i], z_i[i]", "h.sum(0), z.sum(0)", "Each block of queries has its own H_i and Z_i."),
+        ),
+    ),
+}
