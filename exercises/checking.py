@@ -81,6 +81,12 @@ def check_exercise(name: str, sandbox: Sandbox) -> dict[str, Any]:
     seconds = time.monotonic() - start
     if result.score != result.max_score:
         problems.append(f"the master doesn't pass:\n{grading.table(result)}\n{result.error or ''}")
+    for function, correct in (grading.correct_functions(grader) or {}).items():
+        for test in result.tests:
+            if function in test.called and (both := sorted({*test.called} & {*correct.names})):
+                problems.append(
+                    f"test {test.name!r} calls {function} and {both[0]}, which that uses: make it two tests"
+                )
 
     result = grading.grade(grader, stub.encode(), SEEDS, sandbox)
     unwritten = [test for test in result.tests if test.status == "failed" and "not written yet" in test.feedback]

@@ -6,8 +6,11 @@ without a score, and the instructor finds the reason in the log, which students 
 """
 
 import json
+import posixpath
+import re
 import sys
 import zipfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,18 @@ def grade_submission(submission: Path, destination: Path) -> int:
     return 0
 
 
+def without_dead_links(path: str, text: str, files: Container[str]) -> str:
+    """A Markdown page with the words alone of each link to a file that isn't among `files`."""
+    if not path.endswith(".md"):
+        return text
+
+    def kept(link):
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[2].partition("#")[0]))
+        return link[0] if "://" in link[2] or link[2].startswith("#") or target in files else link[1]
+
+    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", kept, text)
+
+
 def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,6 +150,7 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     for name in names:
         student[f"exercises/{name}/exercise.py"] = (ROOT / name / "exercise.py").read_text()
     student["README.md"] = STUDENT_README
+    student = {path: without_dead_links(path, text, student) for path, text in student.items()}
     for file in sorted([*repository.glob("sage_ref/**/*.py"), *repository.glob("kernels/sage_kernels/**/*")]):
         if file.suffix in (".py", ".json"):
             autograder[str(file.relative_to(repository))] = file.read_text()
@@ -143,6 +159,7 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
         "run_autograder": RUN,
         "constraints.txt": (repository / "constraints.txt").read_text(),
         "exercises/gradescope.py": (ROOT / "gradescope.py").read_text(),
+        **{f"exercises/{name}/master.py": (ROOT / name / "master.py").read_text() for name in names},
         "exercises/weights.json": json.dumps(weights, indent=1) + "\n",
         "exercises/hidden_seeds.json": json.dumps(seeds) + "\n",
     }

@@ -1,20 +1,23 @@
 """What a grader.py is written with: a Grader and its tests, expect and close, and the submission as `student`.
 
 Each test runs on the visible seed and on hidden ones, and earns its points if it holds on all. A test that doesn't
-hold shows one static hint, so that feedback can't contain inputs or answers. An error in the grader's own code is
-not the student's: the test is "broken" and the exercise has no score.
+hold shows one static hint, and on the visible inputs what was expected and found: feedback can't contain hidden
+inputs or answers. An error in the grader's own code is not the student's: the test is "broken" and the exercise has
+no score.
 """
 
+import ast
 import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import secrets
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +43,38 @@ MALFORMED = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attribut
 
 
 class Failed(Exception):
-    """An expectation doesn't hold; str() is its hint's key."""
+    """An expectation doesn't hold; str() is its hint's key. data: what was found and expected, for visible inputs."""
+
+    def __init__(self, hint: str, data: str = ""):
+        super().__init__(hint)
+        self.data = data
 
 
-def expect(holds: bool | Tensor, hint: str) -> None:
-    """Fail the test with this hint unless `holds`."""
+def expect(holds: bool | Tensor, hint: str, *, found: Any = None, expected: Tensor | None = None) -> None:
+    """Fail the test with this hint unless `holds`; on visible inputs with what was found and expected, if given.
+
+    expected may be a tensor on the device "meta", which has a shape and a dtype and no numbers.
+    """
     if not bool(holds):
-        raise Failed(hint)
+        raise Failed(hint, "" if expected is None else difference(found, expected))
+
+
+def difference(found: Any, expected: Tensor) -> str:
+    """What a student reads of a wrong tensor: its form if that is wrong, else one entry and the error of the whole."""
+    if not isinstance(found, Tensor):
+        return f"Expected a tensor, found {_words_of(found)}."
+    found = found.as_subclass(Tensor).detach()
+    if expected.is_meta or found.shape != expected.shape:
+        words = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (expected, found)]
+        return f"Expected {words[0]}, found {words[1]}." if words[0] != words[1] else "Found NaN or infinity."
+    wanted, got = expected.as_subclass(Tensor).detach().double().flatten(), found.double().flatten()
+    if not len(got):
+        return "Found an empty tensor."
+    error = (got - wanted).abs().nan_to_num(math.inf, math.inf)
+    place = int((error >= error.max() / 100).nonzero()[0])  # the first entry that is no mere rounding
+    index = [int(i) for i in (error == error).view(found.shape).nonzero()[place]]
+    whole = (got - wanted).norm() / wanted.norm()
+    return f"At {index}: expected {wanted[place]:.6g}, found {got[place]:.6g}; relative error of the whole {whole:.2g}."
 
 
 def close(actual: Any, expected: Tensor, hint: str, *, relative_l2: float) -> None:
@@ -54,12 +82,14 @@ def close(actual: Any, expected: Tensor, hint: str, *, relative_l2: float) -> No
 
     Another shape, NaN and infinity fail too; dtypes may differ, as float64 holds both.
     """
-    expect(isinstance(actual, Tensor) and actual.shape == expected.shape, hint)
+    shown = {"found": actual, "expected": expected}
+    expect(isinstance(actual, Tensor) and actual.shape == expected.shape, hint, **shown)
     actual, expected = actual.double(), expected.double()
     if not expected.isfinite().all():
         raise ArithmeticError("expected: a finite tensor, got NaN or infinity")
     # False for NaN and infinity too.
-    expect(torch.linalg.vector_norm(actual - expected) <= relative_l2 * torch.linalg.vector_norm(expected), hint)
+    error = torch.linalg.vector_norm(actual - expected)
+    expect(error <= relative_l2 * torch.linalg.vector_norm(expected), hint, **shown)
 
 
 class Draw:
@@ -124,7 +154,8 @@ def unlike(
     Some draws bring a wrong answer so close to the right one that the right one is within that distance, too.
     """
     from_wrong = distance(actual, wrong)
-    expect(from_wrong > within or from_wrong >= distance(actual, expected), hint)
+    right = from_wrong > within or from_wrong >= distance(actual, expected)
+    expect(right, hint, found=actual, expected=expected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +251,7 @@ class Student:
     student.f(*arguments, **keywords)                      the result
     student.f.gradients(*arguments, upstream=dO)           (result, gradient or None of each tensor argument)
     student.f.in_place(*arguments)                         (result, the arguments as the call left them)
-    student.f.casts(*arguments)                            (result, whether NaN or infinity became an integer)
+    student.f.casts(*arguments)                            (result, whether NaN or too large a number became an integer)
     student.launches                                       how many Triton kernels the last call launched
     Arguments may be Guarded(tensor) with in_place: they come back as Buffer(tensor, intact).
     What the submission's process says of casts, launches and margins helps an honest mistake; a forger can change it.
@@ -229,6 +260,8 @@ class Student:
     def __init__(self, grader: Grader, source: bytes, sandbox: Sandbox):
         self._grader, self._source, self._sandbox = grader, source, sandbox
         self._child = None
+        self.correct = {}  # of functions: what takes the place of those that they use
+        self.called = []  # the names of what a test has called
         self._deadline = time.monotonic() + sandbox.limits.exercise_seconds
         self._device = "cuda" if grader.triton and torch.cuda.is_available() else "cpu"
         self.printed, self.launches = "", 0
@@ -244,10 +277,14 @@ class Student:
     def _call(self, name, arguments, keywords, **how):
         if time.monotonic() >= self._deadline:
             raise StudentError("used up the time of the exercise")
+        if any(name in self.correct[other].names for other in self.called if other in self.correct):
+            raise AssertionError(f"{name}: expected a test of its own, got one that calls what uses it, too")
+        self.called.append(name)
         if self._child is None:
             self._child = self._sandbox.start(self._source)
+        where = {"device": self._device, "deadline": self._deadline, "correct": self.correct.get(name)}
         try:
-            answer = self._child.call(name, arguments, keywords, device=self._device, deadline=self._deadline, **how)
+            answer = self._child.call(name, arguments, keywords, **how, **where)
         except ChildError as error:
             message = f"{name} {error.shown}", f"{name} {error}"
             if error.fatal:
@@ -267,7 +304,7 @@ class Student:
 
     def close(self) -> None:
         if self._child is not None:
-            self.printed = self._child.printed()
+            self.printed += self._child.printed()
             self._child.close()
             self._child = None
 
@@ -361,6 +398,7 @@ class TestResult:
     status: str
     hint: str | None = None  # the key of the hint that was shown
     feedback: str = ""
+    called: tuple[str, ...] = ()  # the functions that it called
 
     @property
     def score(self) -> float:
@@ -408,7 +446,10 @@ def grade(
     student = Student(grader, source, sandbox)
     try:
         for test in grader.tests:
-            result = _run(grader, test, student, seeds, any(x.status == "failed" for x in results), errors)
+            failed = [x for x in results if x.status == "failed"]
+            result = _run(grader, test, student, seeds, failed, errors)
+            if result.status == "failed" and failed:
+                result = _explained(grader, test, student, seeds, failed, errors, result)
             results.append(result)
             if first_failure_only and result.status in ("failed", "broken"):
                 break
@@ -434,8 +475,73 @@ def grade_folder(folder: Path, name: str, seeds: Sequence[Any], sandbox: Sandbox
     return ExerciseResult(name, results, 0.0, error=crash)
 
 
-def _run(grader, test, student, seeds, failed_before, errors):
+class Correct(NamedTuple):
+    """Functions of the master that take the place of a submission's, and the code that defines them."""
+
+    names: tuple[str, ...]
+    source: str
+
+
+def correct_functions(grader: Grader) -> dict[str, Correct] | None:
+    """For each function of an exercise what it uses of the others, as the master has it; None where no master is."""
+    path = ROOT / grader.name / "master.py"
+    if not path.exists():  # in the student's zip
+        return None
+    module = ast.parse(path.read_text())
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    found = {}
+    for name in grader.returns:
+        used, front = set(), {name} & functions.keys()
+        while front:
+            words = {x.id for other in front for x in ast.walk(functions[other]) if isinstance(x, ast.Name)}
+            front = words & functions.keys() - used
+            used |= front
+        names = tuple(other for other in grader.returns if other in used - {name})
+        solution = grader.returns.keys() - set(names)  # the submission must not meet the rest of it
+        kept = [node for node in module.body if getattr(node, "name", None) not in solution]
+        if names:
+            found[name] = Correct(names, ast.unparse(ast.Module(kept, [])))
+    return found
+
+
+def _explained(grader, test, student, seeds, failed, errors, result):
+    """What becomes of a test that fails after others.
+
+    Functions that it uses and that failed before are replaced by correct ones, and it runs again: in a process of its
+    own, so that no other test meets their code, and with fixed hints alone, since a submission could show that code.
+    If its own function has failed before, or there is no master, its hint may miss the point and says so.
+    """
+    broken, correct = {name for earlier in failed for name in earlier.called}, correct_functions(grader)
+    suspects = set(result.called)
+    if correct is None:
+        names = list(grader.returns)
+        suspects = set(names[: 1 + max(map(names.index, result.called), default=-1)])
+    used = {name: correct[name] for name in result.called if name in correct} if correct else {}
+    if replaced := sorted({name for x in used.values() for name in x.names} & broken):
+        student.close()
+        student.correct = correct
+        try:
+            result = _run(grader, test, student, seeds, failed, errors)
+        finally:
+            student.close()
+            student.correct = {}
+        note = f"(with a correct {' and '.join(replaced)} in the place of yours)"
+        result = dataclasses.replace(result, feedback=f"{result.feedback} {note}".strip())
+    causes = [earlier.name for earlier in failed if suspects & set(earlier.called)]
+    if result.status == "failed" and result.hint and causes:
+        feedback = f"Perhaps for the same reason as '{causes[0]}'. If not: {result.feedback}"
+        result = dataclasses.replace(result, feedback=feedback[:FEEDBACK_LIMIT])
+    return result
+
+
+def _run(grader, test, student, seeds, failed, errors):
     """One test on all seeds, up to the first that fails."""
+    student.called = []
+    result = _judge(grader, test, student, seeds, bool(failed), errors)
+    return dataclasses.replace(result, called=tuple(dict.fromkeys(student.called)))
+
+
+def _judge(grader, test, student, seeds, failed_before, errors):
     if test.needs_gpu and not torch.cuda.is_available():
         return TestResult(test.name, test.points, "skipped", None, "needs a GPU")
     if grader.triton and importlib.util.find_spec("triton") is None:
@@ -444,16 +550,18 @@ def _run(grader, test, student, seeds, failed_before, errors):
         return TestResult(test.name, test.points, "failed", None, NOT_JUDGED)
     for seed in seeds:
         visible = seed == VISIBLE_SEED
+        shows = visible and not student.correct
         where = "" if visible else " (on hidden inputs)"
         try:
             test.function(student, Draw(seed, grader.name, test.name))
         except StudentError as error:
-            feedback = " ".join((str(error) if visible else error.shown).split())[:FEEDBACK_LIMIT] + where
+            feedback = " ".join((str(error) if shows else error.shown).split())[:FEEDBACK_LIMIT] + where
             return TestResult(test.name, test.points, "failed", None, feedback)
         except Failed as failure:
             key = str(failure)
             if key in grader.hints:
-                return TestResult(test.name, test.points, "failed", key, grader.hints[key] + where)
+                feedback = grader.hints[key] + (f" {failure.data}" if shows and failure.data else where)
+                return TestResult(test.name, test.points, "failed", key, feedback[:FEEDBACK_LIMIT])
             errors.append(f"{test.name}: no hint has the key {key!r}")
             return TestResult(test.name, test.points, "broken", None, "the grader broke")
         except Exception as error:

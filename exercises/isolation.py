@@ -296,12 +296,13 @@ class Child:
         repeat: int = 1,
         device: str = "cpu",
         deadline: float = float("inf"),
+        correct: Any = None,
     ) -> Any:
         """What the submission's function claims; ChildError if nothing usable comes.
 
         mode "call": the result. "gradients": (result, gradient of each tensor argument, None where there is none).
-        "in_place": (result, the arguments as the call left them). "casts": (result, whether NaN or infinity was
-        converted to integers, which has no defined result). WireError: the arguments can't be sent.
+        "in_place": (result, the arguments as the call left them). "casts": (result, whether NaN or too large
+        a number was converted to integers, which has no defined result). WireError: the arguments can't be sent.
         """
         self.calls += 1
         self.launches = 0
@@ -317,6 +318,7 @@ class Child:
             "repeat": repeat,
             "margins": {i: x.margin for i, x in enumerate(arguments) if isinstance(x, Guarded)},
             "device": device,
+            "correct": correct and correct._asdict(),
         }
         margins = sum(2 * x.margin * x.tensor.element_size() for x in arguments if isinstance(x, Guarded))
         size = margins + sum(x.numel() * x.element_size() for x in tensors.values())

@@ -13,6 +13,7 @@ grader.hint(
     "range", "The largest number of a block should become 127 or -127: is the scale max|X| / 127, of this block alone?"
 )
 grader.hint("rounding", "Values are off by one here and there: nearest integer, ties to even, not truncated.")
+grader.hint("divided", "Values are off by more than one. Is every number divided by the scale of its own block?")
 grader.hint("zeros", "A block of zeros should come out as zeros with a finite scale. What is 0 / 0?")
 grader.hint("last block", "The last block may be smaller than block_size.")
 grader.hint("scale", "s * X^ should be X up to rounding: has every row the scale of its own block?")
@@ -29,8 +30,10 @@ def shapes(student, draw):
     block_size, blocks = draw.choice((16, 32)), draw.integers(2, 5)
     x = draw_rows(draw, block_size, blocks)
     values, scale = student.quantize_block(x, block_size)
-    expect(values.dtype == torch.int8 and scale.dtype == torch.float32, "dtype")
-    expect(values.shape == x.shape and scale.shape == (blocks, 1), "axis")
+    for found, shape, dtype in ((values, x.shape, torch.int8), (scale, (blocks, 1), torch.float32)):
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        expect(found.dtype == dtype, "dtype", found=found, expected=like)
+        expect(found.shape == shape, "axis", found=found, expected=like)
 
 
 @grader.test("values and scales", points=3)
@@ -45,7 +48,9 @@ def quantized(student, draw):
     values, scale = student.quantize_block(x, block_size)
     expect(len(scale.unique()) == blocks, "axis")
     close(scale, oracle.scale, "range", relative_l2=1e-6)
-    expect(torch.equal(values, oracle.values), "rounding")
+    off = (values.int() - oracle.values).abs().max()
+    expect(off <= 1, "divided", found=values, expected=oracle.values)
+    expect(off == 0, "rounding", found=values, expected=oracle.values)
 
 
 @grader.test("a smaller last block, and zeros", points=2)
@@ -60,7 +65,8 @@ def edges(student, draw):
     expect(values.shape == x.shape and scale.shape == (blocks, 1), "last block")
     expect(scale.isfinite().all() and (values[:block_size] == 0).all(), "zeros")
     expect(not undefined, "zeros")  # 0 / 0 as an integer is 0 on some machines, by luck
-    expect(torch.equal(values, quantize(x, (block_size, None)).values), "last block")
+    expected = quantize(x, (block_size, None)).values
+    expect(torch.equal(values, expected), "last block", found=values, expected=expected)
 
 
 @grader.test("back to float32", points=2)

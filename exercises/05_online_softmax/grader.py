@@ -16,7 +16,9 @@ grader = Grader(
         "online_softmax": (Tensor, Tensor),
     },
 )
-grader.hint("form", "A result has the wrong shape or dtype. The docstring says what is expected.")
+grader.hint(
+    "form", "A result has the wrong shape or dtype, or ordinary scores give NaN. The docstring says what is expected."
+)
 grader.hint("constant_scale", "A constant scale 1/127 sends small rows to 0. What is the largest entry of each row?")
 grader.hint("one_scale", "Is the scale one per row, or one for the whole tile?")
 grader.hint("scale", "The scale of a row is its largest entry of P~, divided by 127.")
@@ -24,17 +26,35 @@ grader.hint("round", "The integers are off by a step here and there. A cast cuts
 grader.hint("values", "The integers of P are off. They are P~ / scale, rounded.")
 grader.hint("row_sum", "The row sums are those of P~ before rounding.")
 grader.hint("masked", "A row that is masked or tiny throughout gives NaN or infinity. What is 0 / 0 here?")
+grader.hint(
+    "masked_row", "A row without a visible key, or far below m_new, has values 0; scale and row sum are 0, too."
+)
 grader.hint("maximum", "The new maximum is the larger of the old one and the row's maximum in this tile.")
 grader.hint("forgets", "l forgets the tiles before. (Algorithm 1 as printed does so, too.)")
-grader.hint("rescale", "l and O must be brought from the old maximum to the new one. Which factor is at most 1?")
+grader.hint(
+    "rescale", "l and O are sums of exp(s - m) with the old m and must become sums with the new one: by which factor?"
+)
 grader.hint("v_scale", "The integer product of P and V needs both scales.")
 grader.hint("not_rounded", "This is the product of P before rounding. The INT8 values of P belong in it.")
 grader.hint("step", "O after a step is off: rescaled O, plus the integer product of P and V times both scales.")
-grader.hint("start", "Scores far below zero give NaN. From which value must the running maximum start?")
+grader.hint(
+    "first_tile",
+    "NaN or infinity for ordinary scores. m starts at -inf: what is your rescaling factor in the first tile?",
+)
+grader.hint(
+    "start", "Scores far below zero give NaN or a wrong output. From which value must the running maximum start?"
+)
+grader.hint(
+    "masked_tile",
+    "NaN or infinity where whole tiles are masked or far below the others. Is there a 0 / 0 or an inf - inf?",
+)
 grader.hint("v_blocks", "V has one scale per block of keys.")
 grader.hint("bypass", "This is exact attention. Are P and V multiplied as INT8?")
 grader.hint("divide", "The output isn't normalised. What is O divided by, and when?")
-grader.hint("output", "The output is off. Are P and V both rounded, and is every block visited once, the last one too?")
+grader.hint(
+    "output",
+    "The output is off. Is every block visited once, the last too, and rounded by itself, and is O divided by l?",
+)
 grader.hint("log_sum_exp", "L = m + log(l), with both after the last tile.")
 TOLERANCE = 2e-3  # within this of a known wrong output: leaving out a rounding changes it by 5e-3
 
@@ -53,7 +73,9 @@ def state(draw, rows, head_dim):
 
 
 def check_form(x, shape, dtype=torch.float32):
-    expect(x.shape == shape and x.dtype == dtype, "form")
+    expect(
+        x.shape == shape and x.dtype == dtype, "form", found=x, expected=torch.empty(shape, dtype=dtype, device="meta")
+    )
 
 
 @grader.test("probabilities: shapes and dtypes")
@@ -101,9 +123,9 @@ def masked_rows(student, draw):
         check_form(x, (len(s), 1))
         expect(x.isfinite().all(), "masked")
     expect(not undefined, "masked")  # 0 / 0 as an integer is 0 on some machines, by luck
-    expect((values[::3] == 0).all() and (values[1::3] == 0).all(), "masked")
-    expect((scale[::3] == 0).all() and (row_sum[::3] == 0).all(), "masked")
-    expect((values >= 0).all(), "masked")
+    expect((values[::3] == 0).all() and (values[1::3] == 0).all(), "masked_row")
+    expect((scale[::3] == 0).all() and (row_sum[::3] == 0).all(), "masked_row")
+    expect((values >= 0).all(), "values")
 
 
 @grader.test("online_step: maximum and sum", points=2)
@@ -115,8 +137,8 @@ def maximum_and_sum(student, draw):
     check_form(m_found, (rows, 1))
     check_form(l_found, (rows, 1))
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-    expect(torch.equal(m_found, m_new), "maximum")
-    expect(l_found.isfinite().all(), "rescale")
+    expect(torch.equal(m_found, m_new), "maximum", found=m_found, expected=m_new)
+    expect(l_found.isfinite().all(), "form")
     row_sum, old = torch.exp(s - m_new).double().sum(-1, keepdim=True), torch.exp(m - m_new)
     expected = old * l + row_sum
     for wrong in (row_sum, row_sum + old):
@@ -133,7 +155,7 @@ def step(student, draw):
     s, v = draw.normal(rows, columns), quantize(3 * draw.normal(columns, head_dim))
     _, _, found = student.online_step(m, l, o, s, v.values, v.scale.squeeze())
     check_form(found, (rows, head_dim))
-    expect(found.isfinite().all(), "rescale")
+    expect(found.isfinite().all(), "form")
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
     p, old = torch.exp(s - m_new), torch.exp(m - m_new)
     p_hat, values = fake_quantize(p, (1, None)), v.dequantize()
@@ -143,7 +165,7 @@ def step(student, draw):
     for wrong in (p_hat @ (values / v.scale), p_hat @ values / quantize(p, (1, None)).scale):
         unlike(found, old * o + wrong, expected, "v_scale", within=TOLERANCE)
     unlike(found, old * o + p @ values, expected, "not_rounded", within=TOLERANCE)
-    expect(rounding_distance(found, expected) <= 1, "step")
+    expect(rounding_distance(found, expected) <= 1, "step", found=found, expected=expected)
 
 
 def check_attention(student, s, v, block):
@@ -170,7 +192,7 @@ def attention(student, draw):
         s, v = scores(draw, draw.integers(30, 60), columns, 1.0), draw.normal(columns, draw.choice((16, 32)))
         v = off_ties(v * draw.uniform(columns, 1, low=0.2, high=2), block)
         output, log_sum_exp, expected, _ = check_attention(student, s, v, block)
-        expect(output.isfinite().all(), "start")
+        expect(output.isfinite().all(), "first_tile")
         p = torch.softmax(s.double(), -1)
         p_hat, v_hat = fake_quantize(p, (1, block)), fake_quantize(v.double(), (block, None))
         l = torch.exp(s - s.amax(-1, keepdim=True)).sum(-1, keepdim=True)
@@ -179,7 +201,7 @@ def attention(student, draw):
             unlike(output, wrong, expected, "bypass", within=TOLERANCE)
         if columns > block:
             unlike(output, p_hat @ fake_quantize(v.double()), expected, "v_blocks", within=TOLERANCE)
-        expect(rounding_distance(output, expected) <= 1, "output")
+        expect(rounding_distance(output, expected) <= 1, "output", found=output, expected=expected)
 
 
 @grader.test("online_softmax: L, and scores far below zero")
@@ -189,9 +211,11 @@ def far_below(student, draw):
         s = scores(draw, draw.integers(20, 40), 3 * block + 3) + shift
         v = off_ties(draw.normal(3 * block + 3, 16), block)
         output, log_sum_exp, expected, exact = check_attention(student, s, v, block)
-        expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "start")
+        expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "start" if shift else "first_tile")
         expect((log_sum_exp - exact).abs().max() < 5e-4, "log_sum_exp")
-        expect(rounding_distance(output, expected) <= 1, "start" if shift else "output")
+        expect(
+            rounding_distance(output, expected) <= 1, "start" if shift else "output", found=output, expected=expected
+        )
 
 
 @grader.test("online_softmax: causal masks and tiles that don't matter", points=2)
@@ -202,6 +226,6 @@ def masked(student, draw):
     s[:, block : 2 * block] -= 300
     s = s.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf)
     output, log_sum_exp, expected, exact = check_attention(student, s, v, block)
-    expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "masked")
-    expect(rounding_distance(output, expected) <= 1, "output")
+    expect(output.isfinite().all() and log_sum_exp.isfinite().all(), "masked_tile")
+    expect(rounding_distance(output, expected) <= 1, "output", found=output, expected=expected)
     close(log_sum_exp, exact, "log_sum_exp", relative_l2=1e-5)

@@ -20,6 +20,7 @@ grader = Grader(
 )
 grader.hint("form", "A result has the wrong shape or dtype, or holds NaN. The docstring says what is expected.")
 grader.hint("softmax", "Rows of a tile don't sum to 1: the other keys are elsewhere. L knows the whole row.")
+grader.hint("c_scores", "S contains the factor c = 1/sqrt(D). Is it there, and only once?")
 grader.hint("exact_scores", "P must belong to the L that is given, and the forward computed that from rounded Q and K.")
 grader.hint("p", "P is off. S is c times the scaled INT8 product, P = exp(S - L).")
 grader.hint("bypass", "These are the exact gradients. Which matmuls have INT8 operands?")
@@ -32,14 +33,17 @@ grader.hint("no_delta", "dS = P * (dP - delta): where is delta, and which sign h
 grader.hint("given_delta", "delta belongs to the whole row, of which a tile holds a part. It is given: delta_i.")
 grader.hint("ds_rounding", "Are both operands rounded, dS and K for dQ, dS and Q for dK?")
 grader.hint("c", "S contains c = 1/sqrt(D). By the chain rule, which gradients do?")
-grader.hint("dq", "dQ is off, though dV is right. It is c dS^ K^ with both scales.")
-grader.hint("dk", "dK is off, though dQ is right. It is c dS^^T Q^ with both scales.")
+grader.hint("dq", "dQ is off. It is c dS^ K^ with both scales.")
+grader.hint("dk", "dK is off. It is c dS^^T Q^ with both scales.")
 grader.hint("one_tile", "With a single tile, backward returns what backward_tile does, in the order dQ, dK, dV.")
 grader.hint("accumulate", "A gradient holds the share of one tile only. Are the shares of all tiles added?")
 grader.hint(
     "tile_size", "Are blocks of queries cut with block_q and blocks of keys with block_kv, and scales taken per block?"
 )
-grader.hint("partial", "Full tiles are right. What about a last tile that is shorter?")
+grader.hint(
+    "partial",
+    "Is a last tile that is shorter left out, filled up, or cut elsewhere? (If full tiles fail, too, begin with them.)",
+)
 NAMES = ("dQ", "dK", "dV")
 not_as = functools.partial(unlike, within=1, distance=rounding_distance)
 
@@ -82,7 +86,8 @@ def rounded_p(q, k, l):
 
 
 def check_form(x, like):
-    expect(x.shape == like.shape and x.dtype == torch.float32 and x.isfinite().all(), "form")
+    right = x.shape == like.shape and x.dtype == torch.float32 and x.isfinite().all()
+    expect(right, "form", found=x, expected=torch.empty(like.shape, device="meta"))
 
 
 @grader.test("recompute_probabilities: exp(S - L) of rounded scores", points=2)
@@ -94,8 +99,8 @@ def probabilities(student, draw):
     exact = exact_p(q, k, l)
     for wrong in (exact, exact / exact.sum(-1, keepdim=True)):
         unlike(found, wrong, expected, "exact_scores", within=1e-3)
-    unlike(found, torch.exp((expected.log() + l) * math.sqrt(q.shape[1]) - l), expected, "c", within=1e-3)
-    expect(rounding_distance(found, expected) < 1, "p")
+    unlike(found, torch.exp((expected.log() + l) * math.sqrt(q.shape[1]) - l), expected, "c_scores", within=1e-3)
+    expect(rounding_distance(found, expected) < 1, "p", found=found, expected=expected)
 
 
 @grader.test("backward_tile: dV", points=2)
@@ -108,7 +113,7 @@ def grad_value(student, draw):
     not_as(dv, exact_p(q, k, l).mT @ do.float(), expected, "bypass")
     for wrong in (p.mT @ do.float(), rounded(p).mT @ do.float(), p.mT @ rounded(do)):
         not_as(dv, wrong, expected, "dv_rounding")
-    expect(rounding_distance(dv, expected) < 1, "dv")
+    expect(rounding_distance(dv, expected) < 1, "dv", found=dv, expected=expected)
 
 
 @grader.test("backward_tile: dQ and dK from dP in 16 bit", points=4)
@@ -137,8 +142,8 @@ def grad_query_and_key(student, draw):
         not_as(found, c * (exact_ds if x is ds else exact_ds.mT) @ other.float(), right, "bypass")
         for left, right_factor in ((x, other.float()), (rounded(x), other.float()), (x, rounded(other))):
             not_as(found, c * left @ right_factor, right, "ds_rounding")
-    expect(rounding_distance(dq, expected[0]) < 1, "dq")
-    expect(rounding_distance(dk, expected[1]) < 1, "dk")
+    expect(rounding_distance(dq, expected[0]) < 1, "dq", found=dq, expected=expected[0])
+    expect(rounding_distance(dk, expected[1]) < 1, "dk", found=dk, expected=expected[1])
 
 
 def gradients(ds, q, k):
@@ -168,7 +173,7 @@ def check_backward(student, draw, n_q, n_k, block_q, block_kv, hint):
         if last.shape == found[name].shape and (n_k > block_kv if name == "dQ" else n_q > block_q):
             not_as(found[name], last, expected[name], "accumulate")
     for name in NAMES:
-        expect(rounding_distance(found[name], expected[name]) < 1, hint)
+        expect(rounding_distance(found[name], expected[name]) < 1, hint, found=found[name], expected=expected[name])
 
 
 @grader.test("backward: one tile")

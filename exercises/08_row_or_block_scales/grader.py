@@ -77,7 +77,8 @@ def factors(p, ds, do, q, k):
 
 
 def check_form(x, *shape):
-    expect(isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == shape and x.isfinite().all(), "form")
+    right = isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == shape and x.isfinite().all()
+    expect(right, "form", found=x, expected=torch.empty(shape, device="meta"))
 
 
 def check_errors(found):
@@ -142,7 +143,7 @@ def products(student, draw):
             for shape in (whole_rows, (None, None)):
                 not_as(found, fake_quantize(left, shape) @ right_hat, expected, "whole")
             not_as(found, left_hat @ fake_quantize(right), expected, "whole")
-            expect(rounding_distance(found, expected) <= 1, "product")
+            expect(rounding_distance(found, expected) <= 1, "product", found=found, expected=expected)
 
 
 @grader.test("gradients: scales that may leave the sum", points=3)
@@ -162,7 +163,7 @@ def all_gradients(student, draw):
                 along_the_sum = fake_quantize(left, (block, 1)) @ fake_quantize(right, (block, None))
                 not_as(x, along_the_sum, expected, "contraction")
             not_as(x, product(left, right, other, block), expected, "granularity")
-            expect(rounding_distance(x, expected) <= 1, "gradients")
+            expect(rounding_distance(x, expected) <= 1, "gradients", found=x, expected=expected)
 
 
 @grader.test("gradients: causal dS")
@@ -180,7 +181,7 @@ def causal(student, draw):
             expected = product(left, right, granularity, block)
             expect(found[name].shape == expected.shape, "form")
             not_as(found[name], left @ right, expected, "bypass")
-            expect(rounding_distance(found[name], expected) <= 1, "gradients")
+            expect(rounding_distance(found[name], expected) <= 1, "gradients", found=found[name], expected=expected)
 
 
 @grader.test("relative_errors: row scales against block scales", points=3)

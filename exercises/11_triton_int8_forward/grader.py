@@ -96,7 +96,12 @@ class Case:
 
 def agree(output: Tensor, expected: Tensor, hint: str) -> None:
     """P~ near a tie may round the other way in another order of operations, in a few rows."""
-    expect(rounding_distance(output, expected) <= 1, "p_scale" if is_near(output, expected, NEARLY) else hint)
+    expect(
+        rounding_distance(output, expected) <= 1,
+        "p_scale" if is_near(output, expected, NEARLY) else hint,
+        found=output,
+        expected=expected,
+    )
 
 
 def is_near(actual: Tensor, expected: Tensor, relative_l2: float) -> bool:

@@ -22,7 +22,8 @@ grader.hint(
 )
 grader.hint("nothing_left", "A query block that has selected every key block has Z_i = 0, and its O_l is 0.")
 grader.hint(
-    "cancellation", "A block with huge values that is selected must not show in O_l. What is 1e8 + 1 - 1e8 in float32?"
+    "cancellation",
+    "A block with huge values that is selected must not show in H_i or O_l. What is 1e8 + 1 - 1e8 in float32?",
 )
 
 TOLERANCE = 1e-5
@@ -62,6 +63,16 @@ class Case:
         return o_l.flatten(1, 2)[:, : self.q.shape[1]]
 
 
+def case_with_a_huge_block(draw: Draw) -> Case:
+    """Every query block has selected a block whose values are a million times as large."""
+    case = Case(draw, 16 * draw.integers(3, 6), 16, 8)
+    huge = draw.integers(0, case.selected.shape[2])
+    case.v[:, 8 * huge : 8 * (huge + 1)] *= 1e6
+    case.selected[..., huge] = True
+    case.selected[..., huge - 1] = False
+    return case
+
+
 def is_near(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and bool((actual.double() - expected).norm() <= 1e-3 * expected.norm())
 
@@ -91,6 +102,15 @@ def complement(student, draw):
         close(found, right, "complement", relative_l2=TOLERANCE)
 
 
+@grader.test("sums beside a selected block with huge values")
+def cancellation_of_sums(student, draw):
+    case = case_with_a_huge_block(draw)
+    h, z = (x.float() for x in case.sums())
+    expected = sla2.weighted_sums((~case.selected).double(), h.double(), z.double())
+    for found, right in zip(student.complement_sums(case.selected, h, z), expected, strict=True):
+        close(found, right, "cancellation", relative_l2=TOLERANCE)
+
+
 @grader.test("O_l of every query", points=2)
 def branch(student, draw):
     case = Case(draw, 16 * draw.integers(3, 6), draw.choice((8, 16)), draw.choice((4, 8)))
@@ -115,15 +135,7 @@ def nothing_left(student, draw):
     close(found, case.expected(), "nothing_left", relative_l2=TOLERANCE)
 
 
-@grader.test("a selected block with huge values", points=2)
+@grader.test("O_l beside a selected block with huge values")
 def cancellation(student, draw):
-    case = Case(draw, 16 * draw.integers(3, 6), 16, 8)
-    huge = draw.integers(0, case.selected.shape[2])
-    case.v[:, 8 * huge : 8 * (huge + 1)] *= 1e6
-    case.selected[..., huge] = True
-    case.selected[..., huge - 1] = False
+    case = case_with_a_huge_block(draw)
     close(student.linear_branch(*case.arguments), case.expected(), "cancellation", relative_l2=TOLERANCE)
-    h, z = (x.float() for x in case.sums())
-    expected = sla2.weighted_sums((~case.selected).double(), h.double(), z.double())
-    for found, right in zip(student.complement_sums(case.selected, h, z), expected, strict=True):
-        close(found, right, "cancellation", relative_l2=TOLERANCE)

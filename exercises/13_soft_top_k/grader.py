@@ -12,7 +12,7 @@ grader.hint(
 )
 grader.hint("per_row", "All rows together sum to the right number, but not each of them: lambda is one number per row.")
 grader.hint("range", "s is a sigmoid: between 0 and 1, so no block is chosen more than once.")
-grader.hint("values", "The rows sum to count, but s is not sigmoid(x / tau + lambda).")
+grader.hint("values", "s is off. It is sigmoid(x / tau + lambda), with the lambda at which its row sums to count.")
 grader.hint("bracket", "Scores can be far from 0, and tau small. Does lambda's first interval depend on the scores?")
 grader.hint("dtype", "s and its gradient have the dtype of x.")
 grader.hint("detached", "No gradient reaches x. Is x detached somewhere, or SoftTopK not applied?")
@@ -21,8 +21,13 @@ grader.hint(
     "This is the gradient at constant lambda. When one score rises, lambda falls, and the row keeps its sum.",
 )
 grader.hint("temperature", "The gradient is off by a factor: x enters as x / tau.")
-grader.hint("gradient", "Compare with finite differences: ds = (w dx - w (w . dx) / sum(w)) / tau, w = s (1 - s).")
-grader.hint("saturated", "Where every s of a row is 0 or 1, w is 0 and so is the gradient. What is 0 / 0?")
+grader.hint(
+    "gradient",
+    "The gradient is off. Compare with finite differences, score by score: does your change of s keep the row's sum?",
+)
+grader.hint(
+    "saturated", "Where every s of a row is 0 or 1, no small change of x moves it: the gradient is 0. What is 0 / 0?"
+)
 
 
 def draw_scores(draw: Draw, spread: float = 1.0) -> tuple[Tensor, int, float]:

@@ -8,11 +8,8 @@ Hard Top-k has no gradient, so SLA2's router trains with a mask that bends: s_j 
 lambda per row, such that the row sums to k. No formula gives lambda, but the sum grows with it: bisection finds it.
 
 Autograd can't go through a bisection. The gradient comes from the constraint: when one score rises, lambda falls, so
-that the row keeps its sum. With w = s (1 - s), a change dx of the scores changes s by
-
-    ds = (w dx - w (w . dx) / sum(w)) / tau.
-
-The matrix is symmetric, so the gradient of x is the same formula with the gradient of s in the place of dx.
+that the row keeps its sum. Derive it on paper: what does a small change of the scores, and the change of lambda that
+it brings, do to s? The page has hints, step by step.
 
 Afterwards you know how to differentiate through a solver without going through its steps.
 """
@@ -46,9 +43,9 @@ class SoftTopK(torch.autograd.Function):
     def backward(ctx, grad_soft: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of x, [..., n], from that of s; None for count and temperature.
 
-        A row whose s are all exactly 0 or 1 has w = 0 and gradient 0.
+        A row whose s are all exactly 0 or 1 has gradient 0.
         """
-        ### BEGIN SOLUTION: (w ds - w (w . ds) / sum(w)) / tau with w = s (1 - s)
+        ### BEGIN SOLUTION: derive the gradient from the constraint, sum(s) = count, and compute it
         (soft,) = ctx.saved_tensors
         w = soft * (1 - soft)
         total = w.sum(-1, keepdim=True)
@@ -63,5 +60,8 @@ def soft_top_k(x: Tensor, count: int, temperature: float) -> Tensor:
     >>> soft_top_k(torch.tensor([[0.1, -0.1], [5.0, 5.0]]), 1, 0.1)  # sigmoid(1), sigmoid(-1)
     tensor([[0.7311, 0.2689],
             [0.5000, 0.5000]])
+    >>> x = torch.zeros(1, 2, requires_grad=True)
+    >>> torch.autograd.grad(soft_top_k(x, 1, 0.5), x, torch.tensor([[1.0, 0.0]]))[0]  # of s_0 alone
+    tensor([[ 0.2500, -0.2500]])
     """
     return SoftTopK.apply(x, count, temperature)

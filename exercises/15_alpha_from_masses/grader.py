@@ -11,7 +11,7 @@ grader = Grader(
 )
 grader.hint(
     "mass",
-    "alpha is a share of the softmax over all keys, row by row: not of the number of keys, and not renormalised.",
+    "alpha is a share of softmax(c Q K^T) over all keys, c = 1/sqrt(D), row by row: not of their number.",
 )
 grader.hint("renormalise", "The weights of O_s sum to 1 over the selected keys: P1 V has to be divided by alpha.")
 grader.hint("minus_infinity", "A score that is masked out is -inf, not 0: e^0 is a weight like any other.")
@@ -93,10 +93,11 @@ def sparse(student, draw):
 @grader.test("both branches together are full attention", points=2)
 def mix(student, draw):
     case = Case(draw)
-    rest = student.sparse_attention(case.q, case.k, case.v, ~case.selected, case.block_q, case.block_kv)
-    o_s = student.sparse_attention(case.q, case.k, case.v, *case.mask)
+    o_s, alpha = case.sparse(), case.mass()
+    case.selected = ~case.selected
+    rest = case.sparse()
     full = attention_forward(case.q.double(), case.k.double(), case.v.double()).output
-    close(student.mix(o_s, rest, student.selected_mass(case.q, case.k, *case.mask)), full, "mix", relative_l2=TOLERANCE)
+    close(student.mix(o_s.float(), rest.float(), alpha.float()), full, "mix", relative_l2=TOLERANCE)
 
 
 @grader.test("blocks that select nothing, or everything")

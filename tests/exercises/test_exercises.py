@@ -6,6 +6,7 @@ import doctest
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +118,7 @@ SPOILED = [  # what is spoiled at once: file, old text, new text, and what is fo
     [
         ("grader.py", "def dequantized(student, draw):\n", "def dequantized(student, draw):\n    return\n",
          "the stub should earn 0", "a submission that returns None should earn 0"),
-        ("grader.py", 'oracle.values), "rounding"', 'oracle.values), "zeros"', "no_rounding should be rejected by"),
+        ("grader.py", 'off == 0, "rounding"', 'off == 0, "zeros"', "no_rounding should be rejected by"),
         ("grader.py", 'Grader("01_block_quantizer"', 'Grader("02"', "Grader('01_block_quantizer', ...), got '02'"),
         ("mutants.toml", '"range"', '"axis"', "scale_128 should be rejected by 'axis'"),
         ("mutants.toml", "block.abs().amax()", "max(block)", "scale_per_tensor is out of date: expected"),
@@ -175,8 +176,8 @@ def test_mutants_have_a_hint_and_edits(exercise, old, new, message):
 
 def test_check_command(exercise, commands_use_it, tmp_path, capsys):
     assert command_line.main(["check", "01", "--json", str(tmp_path / "report.json")]) == 0
-    assert "1 exercises, 4 tests, 7 mutants (7 rejected by their own hint)" in capsys.readouterr().out
-    assert json.loads((tmp_path / "report.json").read_text())["counts"]["mutants"] == 7
+    assert "1 exercises, 4 tests, 8 mutants (8 rejected by their own hint)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["counts"]["mutants"] == 8
     mutants = exercise / "mutants.toml"
     mutants.write_text(mutants.read_text().partition("[no_rounding]")[0].replace('"scale"', '"axis"'))
     assert command_line.main(["check", "01"]) == 1
@@ -467,6 +468,134 @@ def test_unlucky_draws(sandbox, name, test, seeds, change):
         result = graded_on(name, source, test, [seed], sandbox)
         assert result.status in fine, result
         assert result.hint == hint
+
+
+SPOILS_THE_FIRST = """
+
+own_function = {first}
+
+
+def {first}(*arguments):
+    def spoiled(x):
+        if isinstance(x, tuple):
+            return tuple(map(spoiled, x))
+        return ~x if x.dtype == torch.bool else 1.5 * x if x.is_floating_point() else x + 1
+
+    return spoiled(own_function(*arguments))
+"""
+SEVERAL = [name for name in exercise_names() if len(grading.load_grader(name).returns) > 1]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_wrong_function_costs_its_own_points_only(sandbox, name):
+    """What uses it is graded with a correct one in its place."""
+    grader, master = grading.load_grader(name), stubs.read_master(name)
+    first = next(iter(grader.returns))
+    result = grade(grader, master + SPOILS_THE_FIRST.format(first=first), sandbox)
+    assert not result.broken, result.error
+    failed = [test for test in result.tests if test.status == "failed"]
+    assert failed
+    assert all(first in test.called for test in failed), grading.table(result)
+
+
+CHAIN = """
+import torch
+def first(x): return x + 1
+def second(x): return first(x) * 2
+def third(x): return second(x) - 3
+"""
+
+
+@pytest.fixture
+def chain(tmp_path, monkeypatch):
+    """A grader of three functions, each of which uses the one before, and its master."""
+    (tmp_path / "00_small").mkdir()
+    (tmp_path / "00_small" / "master.py").write_text(CHAIN)
+    monkeypatch.setattr(grading, "ROOT", tmp_path)
+    grader = Grader("00_small", ("first", "second", "third"))
+    grader.hint("hint", "THE HINT")
+    for function, result in (("first", 2), ("second", 4), ("third", 1)):
+        right = torch.full((1,), result)
+        grader.test(function)(
+            lambda student, draw, function=function, right=right: close(
+                getattr(student, function)(torch.ones(1)), right, "hint", relative_l2=0
+            )
+        )
+    return grader
+
+
+def test_correct_functions_are_those_that_one_uses(chain):
+    correct = grading.correct_functions(chain)
+    assert {name: x.names for name, x in correct.items()} == {"second": ("first",), "third": ("first", "second")}
+    assert "def second" not in correct["second"].source
+    assert "def third" not in correct["third"].source
+    assert grading.correct_functions(Grader("01_elsewhere", ("f",))) is None
+
+
+def test_a_submission_meets_no_solution_of_what_is_graded(sandbox, chain):
+    """Only what failed is replaced, only while what uses it runs; and its code shows nowhere."""
+    source = CHAIN.replace("x + 1", "x + 7").replace("* 2", "* globals().get('factor', 9)")
+    result = grade(chain, source, sandbox)
+    assert [test.status for test in result.tests] == ["failed", "failed", "passed"]
+    assert result.tests[0].feedback == "THE HINT At [0]: expected 2, found 8; relative error of the whole 3."
+    assert result.tests[1].feedback == "THE HINT (with a correct first in the place of yours)"
+    assert result.tests[2].feedback == "(with a correct first and second in the place of yours)"
+    thief = """
+import inspect
+def first(x): return x
+def second(x): raise ValueError(first.__code__.co_consts, inspect.getsource(first))
+def third(x): return x
+"""
+    shown = grade(chain, thief, sandbox).tests[1].feedback
+    assert shown == "second raised an error (with a correct first in the place of yours)"
+    chain.test("both")(
+        lambda student, draw: expect(student.third(torch.ones(1)) * student.first(torch.ones(1)) == 2, "hint")
+    )
+    assert "first: expected a test of its own" in grade(chain, source, sandbox).error
+
+
+def test_hints_after_a_failure_are_put_in_doubt(sandbox, chain, monkeypatch):
+    """Where no master is at hand, of whatever stands before; else of tests of the same function."""
+    chain.test("third again")(lambda student, draw: expect(student.third(torch.ones(1)) == 1, "hint"))
+    own = grade(chain, CHAIN.replace("- 3", "- 4"), sandbox).tests
+    assert own[3].feedback == "Perhaps for the same reason as 'third'. If not: THE HINT"
+    monkeypatch.setattr(grading, "ROOT", grading.ROOT / "no_masters")
+    feedback = [test.feedback for test in grade(chain, CHAIN.replace("+ 1", "+ 7"), sandbox).tests]
+    assert feedback[0].startswith("THE HINT At [0]")
+    assert all(text.startswith("Perhaps for the same reason as 'first'. If not: THE HINT") for text in feedback[1:])
+
+
+FORMS = [  # found, expected, and what is shown
+    (torch.ones(2, 3), torch.zeros(3), "Expected float32 [3], found float32 [2, 3]."),
+    (torch.ones(3).double(), torch.empty(3, device="meta"), "Expected float32 [3], found float64 [3]."),
+    (torch.full((3,), math.nan), torch.empty(3, device="meta"), "Found NaN or infinity."),
+    (None, torch.ones(3), "Expected a tensor, found None."),
+    (torch.tensor([[1.0, 2.0], [math.nan, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+     "At [1, 0]: expected 3, found nan; relative error of the whole nan."),
+    (torch.tensor(2), torch.tensor(1), "At []: expected 1, found 2; relative error of the whole 1."),
+    (torch.tensor([1 + 1e-6, 3.0]), torch.ones(2), "At [1]: expected 1, found 3; relative error of the whole 1.4."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "expected", "shown"), FORMS)
+def test_what_is_shown_of_a_wrong_tensor(found, expected, shown):
+    assert grading.difference(found, expected) == shown
+
+
+def test_numbers_are_shown_of_visible_inputs_only(sandbox):
+    grader = small_grader(lambda student, draw: close(student.f(x := draw.normal(3)), x, "hint", relative_l2=0))
+    shown = grade(grader, "def f(x): return 2 * x", sandbox).tests[0].feedback
+    assert shown.startswith("THE HINT At [0]: expected ")
+    assert (
+        grade(grader, "def f(x): return 2 * x", sandbox, seeds=["a"]).tests[0].feedback == "THE HINT (on hidden inputs)"
+    )
+
+
+def test_exercise_13_leaves_the_gradient_to_the_student():
+    folder = ROOT / "13_soft_top_k"
+    for file in ("exercise.py", "README.md", "grader.py"):
+        text = (folder / file).read_text()
+        assert not any(word in text for word in ("sum(w)", "(w ds", "w_j", "s (1 - s)", "s(1-s)"))
 
 
 def test_draw_is_seeded_and_stays_in_range():
@@ -775,8 +904,8 @@ def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_pat
         assert f"exercises/{name}/grader.py" in autograder
         assert f"exercises/{name}/exercise.py" not in autograder
     assert {"constraints.txt", "exercises/hidden_seeds.json"} <= set(autograder)
-    secret = ("hidden", "stubs", "checking", "gradescope", "sage_ref")
-    assert not any(word in entry for entry in (*student, *autograder) for word in ("master", "mutants", "test_exercis"))
+    secret = ("hidden", "stubs", "checking", "gradescope", "sage_ref", "master")
+    assert not any(word in entry for entry in (*student, *autograder) for word in ("mutants", "test_exercis"))
     assert not any(word in entry for entry in student for word in secret)
     assert not any("SOLUTION" in (tmp_path / "student" / entry).read_text() for entry in student)
     for script in ("setup.sh", "run_autograder"):
@@ -787,6 +916,20 @@ def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_pat
     gradescope.package(tmp_path, exercise_names(), ["seed a", "seed b"])
     for name in ("student.zip", "autograder.zip"):
         assert (tmp_path / name).read_bytes() == (packages / name).read_bytes()
+
+
+def test_no_link_of_the_student_zip_is_dead(packages, tmp_path):
+    """And only dead ones are gone: `files` may hold what a page links to."""
+    student = unpacked(packages / "student.zip", tmp_path)
+    pages = [entry for entry in student if entry.endswith(".md")]
+    assert len(pages) == len(exercise_names()) + 1
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)", (tmp_path / page).read_text()):
+            assert "://" in target or (tmp_path / page).parent.joinpath(target).exists(), (page, target)
+    text = "[a](../b/c.md), [d](e.md), [`f`](https://example.org), [g](#h)"
+    kept = "[a](../b/c.md), d, [`f`](https://example.org), [g](#h)"
+    assert gradescope.without_dead_links("exercises/a.md", text, {"b/c.md"}) == kept
+    assert gradescope.without_dead_links("exercises/a.py", text, set()) == text
 
 
 def run_module(folder, *arguments, path):

@@ -1,6 +1,6 @@
 """Sparse-linear attention: block masks, the linear branch, routers, training for INT8."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
