@@ -56,7 +56,10 @@ print(time.process_time() - start, *{name.partition(".")[0] for name in set(sys.
 import importlib, pkgutil, sage_ref.records
 sage_ref.records._is_checkout = lambda folder: False
 for module in pkgutil.walk_packages(sage_ref.__path__, "sage_ref."):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # of the course's solutions some are programs in Triton
+        assert "'triton'" in str(error) and module.name.startswith("sage_ref.course.solutions."), module.name
     print(module.name)
 """
     for _ in range(3):  # processor time, and the least of three: something else may run on the machine

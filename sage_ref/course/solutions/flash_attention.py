@@ -1,0 +1,176 @@
+"""Notebook 07: masks, the tile loop of FlashAttention, and which tiles causal attention visits, in Triton.
+
+Needs Triton, and `teaching.triton_device()` before it is imported.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.course.teaching import triton_device
+
+GUARD = 777.0  # a number that no computation here produces
+ROOM = 64 * 64  # of guards behind a tensor
+
+
+@triton.jit
+def scores(q_ptr, k_ptr, s_ptr, n, c, D: tl.constexpr, BLOCK: tl.constexpr):
+    i, j = tl.program_id(0), tl.program_id(1)
+    query, key, d = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    q_i = tl.load(q_ptr + query[:, None] * D + d[None, :], mask=query[:, None] < n, other=0.0)
+    k_j = tl.load(k_ptr + key[:, None] * D + d[None, :], mask=key[:, None] < n, other=0.0)
+    s_ij = tl.dot(q_i, tl.trans(k_j)) * c
+    tl.store(s_ptr + query[:, None] * n + key[None, :], s_ij, mask=(query[:, None] < n) & (key[None, :] < n))
+
+
+@triton.jit
+def flash(q_ptr, k_ptr, v_ptr, o_ptr, n, scale, D: tl.constexpr, BLOCK: tl.constexpr, HIDE: tl.constexpr):
+    i = tl.program_id(0)
+    query, d = i * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    q_i = tl.load(q_ptr + query[:, None] * D + d[None, :], mask=query[:, None] < n, other=0.0)
+    m = tl.full([BLOCK], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK], tl.float32)
+    o_i = tl.zeros([BLOCK, D], tl.float32)
+    for j in range(0, tl.cdiv(n, BLOCK)):
+        key = j * BLOCK + tl.arange(0, BLOCK)
+        rows = key[:, None] * D + d[None, :]
+        k_j = tl.load(k_ptr + rows, mask=key[:, None] < n, other=0.0)
+        v_j = tl.load(v_ptr + rows, mask=key[:, None] < n, other=0.0)
+        s_ij = tl.dot(q_i, tl.trans(k_j)) * scale
+        if HIDE:
+            s_ij = tl.where(key[None, :] < n, s_ij, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s_ij, 1))
+        p_ij = tl.math.exp2(s_ij - m_new[:, None])
+        rescale = tl.math.exp2(m - m_new)
+        l = l * rescale + tl.sum(p_ij, 1)
+        o_i = tl.dot(p_ij.to(v_j.dtype), v_j, o_i * rescale[:, None])
+        m = m_new
+    o_i = o_i / l[:, None]
+    tl.store(o_ptr + query[:, None] * D + d[None, :], o_i.to(q_i.dtype), mask=query[:, None] < n)
+
+
+@triton.jit
+def key_tile_range(first_query, n, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    full = tl.minimum(n // BLOCK_KV, (first_query + 1) // BLOCK_KV)
+    end = tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))
+    return full, end
+
+
+# Programs that try them
+
+
+@triton.jit
+def range_program(out_ptr, n, RANGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    i = tl.program_id(0)
+    full, end = RANGE(i * BLOCK_Q, n, BLOCK_Q, BLOCK_KV)
+    tl.store(out_ptr + 2 * i, full)
+    tl.store(out_ptr + 2 * i + 1, end)
+
+
+def guarded(x):
+    """(a copy of x, the memory that it lies in: behind it there is room, filled with GUARD)."""
+    memory = torch.full((x.numel() + ROOM,), GUARD, dtype=x.dtype, device=triton_device())
+    memory[: x.numel()] = x.flatten()
+    return memory[: x.numel()].view(x.shape), memory
+
+
+def run_scores(program, q, k, block):
+    """S [n, n], and how many numbers behind it were overwritten."""
+    n, head_dim = q.shape
+    s, memory = guarded(torch.zeros(n, n))
+    grid = (math.ceil(n / block), math.ceil(n / block))
+    program[grid](guarded(q)[0], guarded(k)[0], s, n, 1 / math.sqrt(head_dim), D=head_dim, BLOCK=block)
+    return s.cpu(), int((memory[n * n :] != GUARD).sum())
+
+
+def run_flash(program, q, k, v, block):
+    n, head_dim = q.shape
+    q, k, v = (x.to(triton_device()) for x in (q, k, v))
+    o = torch.empty_like(q)
+    scale = math.log2(math.e) / math.sqrt(head_dim)
+    program[(math.ceil(n / block),)](q, k, v, o, n, scale, D=head_dim, BLOCK=block, HIDE=True)
+    return o.cpu()
+
+
+def run_range(function, n, block_q, block_kv):
+    """int32 [tiles of queries, 2]: full and end of each."""
+    tiles = math.ceil(n / block_q)
+    out = torch.zeros(tiles, 2, dtype=torch.int32, device=triton_device())
+    range_program[(tiles,)](out, n, RANGE=function, BLOCK_Q=block_q, BLOCK_KV=block_kv)
+    return out.cpu()
+
+
+def _draw(n: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 16, generator=generator) for _ in range(count)]
+
+
+def _scores() -> list[tuple]:
+    return [(*_draw(20, 2), 16)]
+
+
+def _attention() -> list[tuple]:
+    q, k, v = _draw(40, 3)
+    k[16:] *= 2  # so that later tiles hold larger scores
+    return [(q, k, v, 16)]
+
+
+STORE = "mask=(query[:, None] < n) & (key[None, :] < n)"
+
+GAPS = {
+    "scores": Gap(
+        scores,
+        _scores,
+        (
+            Mistake(STORE, "mask=query[:, None] < n", "A key that doesn't exist is stored into the row below."),
+            Mistake(STORE, "mask=key[None, :] < n", "Queries that don't exist are stored behind the matrix."),
+            Mistake(
+                STORE, "mask=(query[:, None] <= n) & (key[None, :] < n)", "Query n doesn't exist: they count from 0."
+            ),
+            Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
+        ),
+        run_scores,
+    ),
+    "flash": Gap(
+        flash,
+        _attention,
+        (
+            Mistake(
+                'tl.where(key[None, :] < n, s_ij, -float("inf"))',
+                "s_ij",
+                "Keys that don't exist are zeros and have score 0: hide them with -inf.",
+            ),
+            Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale holds log2(e) already: exp2."),
+            Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "l belongs to the old maximum."),
+            Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
+            Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum."),
+        ),
+        run_flash,
+    ),
+    "key_tile_range": Gap(
+        key_tile_range,
+        lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)],
+        (
+            Mistake(
+                "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)",
+                "tl.cdiv(first_query, BLOCK_KV)",
+                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself.",
+            ),
+            Mistake(
+                "tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))",
+                "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)",
+                "There are only cdiv(n, BLOCK_KV) tiles of keys.",
+            ),
+            Mistake(
+                "tl.minimum(n // BLOCK_KV, (first_query + 1) // BLOCK_KV)",
+                "n // BLOCK_KV",
+                "A tile needs no mask if even the first query sees all of its keys.",
+            ),
+            Mistake("tl.cdiv(n, BLOCK_KV)", "n // BLOCK_KV", "The last tile of keys may be a part of one: round up."),
+        ),
+        run_range,
+    ),
+}

@@ -1,0 +1,186 @@
+"""Notebook 08b: a ring of tiles between a loading warp and warpgroups, in Gluon; run on the CPU by the emulator.
+
+Needs Triton. The program finds the largest integer score of every query: level 5's loop without softmax and P V.
+"""
+
+import torch
+from sage_kernels.hopper.emulator import OnCPU
+from sage_kernels.hopper.toolbox import (
+    ROWS,
+    TILE,
+    accumulator,
+    allocate,
+    barrier,
+    descriptor,
+    release,
+    ring,
+    start_int8,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from sage_ref.course.fill_in import Gap, Mistake
+
+HEAD_DIM, TILES = 64, 7
+PLACES = gl.constexpr(3)
+WARPGROUPS = gl.constexpr(3)
+
+
+@gluon.jit
+def acquire(ring, n):
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)
+    return ring.tiles.index(n % places)
+
+
+@gluon.jit
+def fetch(ring, n, descriptor, row, column):
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
+    ready = ring.ready.index(n % places)
+    mbarrier.expect(ready, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(n % places))
+
+
+@gluon.jit
+def score_maxima(q_hat_i, ring, tiles):
+    m = gl.full([ROWS], -(2**31), gl.int32, gl.SliceLayout(1, accumulator(TILE)))
+    for n in range(0, tiles):
+        product = start_int8(q_hat_i, acquire(ring, n), TILE)
+        s_ij = warpgroup_mma_wait(0, deps=(product,))
+        release(ring, n)
+        m = gl.maximum(m, gl.max(s_ij, 1))
+    return m
+
+
+# The program that tries them
+
+
+@gluon.jit
+def warpgroup(queries, q_ready, k_ring, out_ptr, n_q, tiles, W: gl.constexpr):
+    """A warpgroup: 64 queries against every tile of keys."""
+    mbarrier.wait(q_ready, 0)
+    m = score_maxima(queries.index(W), k_ring, tiles)
+    row = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
+    gl.store(out_ptr + row, m, mask=row < n_q)
+
+
+@gluon.jit
+def loading_warp(q_descriptor, k_descriptor, queries, q_ready, k_ring, tiles):
+    """The loading warp: three tiles of queries, then the keys, tile by tile."""
+    mbarrier.expect(q_ready, WARPGROUPS * q_descriptor.block_type.nbytes)
+    for w in gl.static_range(WARPGROUPS):
+        tma.async_copy_global_to_shared(q_descriptor, [w * ROWS, 0], q_ready, queries.index(w))
+    for n in range(0, tiles):
+        fetch(k_ring, n, k_descriptor, n * TILE, 0)
+
+
+@gluon.jit
+def ring_program(q_descriptor, k_descriptor, out_ptr, n_q, tiles):
+    """One program: the largest integer score of 192 queries."""
+    queries, q_ready = allocate(q_descriptor, WARPGROUPS), barrier(1)
+    k_ring = ring(k_descriptor, PLACES, WARPGROUPS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (warpgroup, (queries, q_ready, k_ring, out_ptr, n_q, tiles, 0)),
+            (warpgroup, (queries, q_ready, k_ring, out_ptr, n_q, tiles, 1)),
+            (warpgroup, (queries, q_ready, k_ring, out_ptr, n_q, tiles, 2)),
+            (loading_warp, (q_descriptor, k_descriptor, queries, q_ready, k_ring, tiles)),
+        ],
+        [4, 4, 1], [160, 160, 24],
+    )  # fmt: skip
+
+
+def run_ring(q_hat, k_hat, seed=0, **functions):
+    """int32 [192], the largest score of every query, or what went wrong. functions: by name, instead of those above."""
+    out = torch.zeros(len(q_hat), dtype=torch.int32)
+    tiles = len(k_hat) // TILE.value
+    arguments = (
+        descriptor(q_hat, ROWS.value, HEAD_DIM),
+        descriptor(k_hat, TILE.value, HEAD_DIM),
+        out,
+        len(q_hat),
+        tiles,
+    )
+    try:
+        OnCPU(ring_program, seed, **functions)[(1,)](*arguments, num_warps=4, maxnreg=128)
+    except (AssertionError, IndexError, RuntimeError) as error:
+        return str(error)
+    return out
+
+
+def run_as(name):
+    """run(function, q_hat, k_hat, seed), with that one for the function of this name."""
+    return lambda function, *arguments: run_ring(*arguments, **{name: function})
+
+
+def integers(seed=0):
+    """Q^ [192, 64] and K^ [7 * 128, 64], int8."""
+    generator = torch.Generator().manual_seed(seed)
+    count = WARPGROUPS.value * ROWS.value, TILES * TILE.value
+    return [torch.randint(-127, 128, (n, HEAD_DIM), generator=generator, dtype=torch.int8) for n in count]
+
+
+def _trials():
+    return [(*integers(), seed) for seed in (0, 1)]
+
+
+READY = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
+EMPTY = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
+
+GAPS = {
+    "acquire": Gap(
+        acquire,
+        _trials,
+        (
+            Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
+            Mistake(
+                "(n // places) & 1",
+                "0",
+                "In the second round of the ring that phase is over long ago: you read the tile before.",
+            ),
+            Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
+            Mistake(
+                "return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are `places` places only."
+            ),
+        ),
+        run_as("acquire"),
+    ),
+    "fetch": Gap(
+        fetch,
+        _trials,
+        (
+            Mistake(
+                " ^ 1", "", "In the first round every place is empty, and no one says so: wait for the phase before."
+            ),
+            Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
+            Mistake(
+                "ready, ring.tiles.index(n % places)",
+                "ready, ring.tiles.index(0)",
+                "The n-th tile belongs in place n % places.",
+            ),
+        ),
+        run_as("fetch"),
+    ),
+    "score_maxima": Gap(
+        score_maxima,
+        _trials,
+        (
+            Mistake("        release(ring, n)\n", "", "No place is ever given back: when the ring is full, all wait."),
+            Mistake(
+                """        s_ij = warpgroup_mma_wait(0, deps=(product,))
+        release(ring, n)
+""",
+                """        release(ring, n)
+        s_ij = warpgroup_mma_wait(0, deps=(product,))
+""",
+                "The place is released before the matmul has read it: wait for the matmul first.",
+            ),
+            Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the largest of the last tile."),
+            Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)[:64]", "The largest of every query: over keys, axis 1."),
+        ),
+        run_as("score_maxima"),
+    ),
+}
