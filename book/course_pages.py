@@ -104,8 +104,8 @@ class LinksToTheRepository(SphinxTransform):
 
 def _named(text: str) -> Path | None:
     """The file or folder that `text` names: from the root, or from the kernels' folder, as their pages do."""
-    folders = [repository(), repository() / "kernels" / "sage_kernels"] if "/" in text else []
-    return next((folder / text for folder in folders if (folder / text).exists()), None)
+    folders = [repository(), repository() / "kernels" / "sage_kernels"] if "/" in text.lstrip("/.") else []
+    return next((folder / text for folder in folders if (folder / text).exists() and not text.startswith("/")), None)
 
 
 def _into_link(node: nodes.Element, path: Path, keep: bool = False) -> None:

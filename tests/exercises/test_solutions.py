@@ -8,7 +8,7 @@ import torch
 
 from sage_ref.records import REPOSITORY
 
-PAGES = sorted((REPOSITORY / "exercises" / "solutions").glob("[0-9][0-9].md"))
+PAGES = sorted((REPOSITORY / "exercises" / "solutions").glob("[0-9][0-9]*.md"))
 
 
 def questions(number):
@@ -24,7 +24,8 @@ def questions(number):
 def test_solutions_hold(page):
     text = page.read_text()
     titles = [title.rstrip("?.") for title in re.findall(r"^## (.+)$", text, re.MULTILINE)]
-    assert titles == questions(page.stem)
+    assert titles
+    assert set(titles) <= set(questions(page.stem))
     assert len(text.splitlines()) <= 140
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(blocks) > len(titles), "expected code before the first question and for each"
