@@ -441,18 +441,8 @@ def fill_cache(jobs: list[tuple]) -> None:
 
 
 if not ON_GPU:
-    import numpy as np
+    import sage_kernels.common.interpreter  # noqa: F401
     from triton.runtime import interpreter
-
-    def fused_multiply_add(_, x, y, z):
-        """The interpreter rounds x * y + z twice; a GPU rounds once, and forward level 3 counts on it."""
-        with np.errstate(all="ignore"):
-            fused = x.data.astype(np.float64) * y.data + z.data
-            return interpreter.TensorHandle(fused.astype(z.data.dtype), z.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_fma = fused_multiply_add
-    # The interpreter's maximum hands NaN on; a GPU's gives the other number.
-    interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
 
     patch_builtins, names_of = interpreter._patch_builtin, {}
 
