@@ -28,6 +28,7 @@ ALL_TILES = torch.ones(3, 3, dtype=torch.bool)
 MASK = torch.tensor(
     [[1, 1, 0, 0, 0, 0, 1, 0], [0, 1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1, 1, 0]]
 )
+SIX_BY_TEN = torch.ones(6, 10, dtype=torch.bool)
 PICTURES = {
     "memory": figures.memory_hierarchy,
     "precision": lambda: figures.precision_map(SageBwdSettings()),
@@ -40,6 +41,9 @@ PICTURES = {
     "backward film, large": lambda: figures.backward_film(torch.ones(5, 5).bool().tril(), shown=(0, 9, 14)),
     "backward step": lambda: figures.backward_step_figure(ALL_TILES.tril(), 3),
     "owners": figures.owners,
+    "sparse owners": lambda: figures.sparse_owners(MASK.bool(), rows=(0, 2), columns=(1, 6)),
+    "sparse owners, large": lambda: figures.sparse_owners(SIX_BY_TEN, rows=(5,), columns=(9,)),
+    "sparse owner": lambda: figures.sparse_owner_figure(MASK.bool(), column=3),
     "SLA2": lambda: figures.sla2_flow(MASK.bool()),
     "Hopper": figures.hopper_time_line,
     "Hopper, long": lambda: figures.hopper_time_line(tiles=4, warpgroups=2, places=3),
@@ -319,6 +323,22 @@ class TestOwners:
         assert first & second == {"S", "dP"}  # what is computed twice
         for ax, owner in zip(figures.owners().axes, tile_loop.OWNERS, strict=True):
             assert any(text.get_text().startswith(f"{len(owner.matmuls)} matmuls") for text in ax.texts)
+
+
+class TestSparseOwners:
+    def test_a_program_owns_the_selected_tiles_of_its_row_or_column(self):
+        row, column = figures.sparse_owners(MASK.bool(), rows=(2,), columns=(6,)).axes
+        assert rectangles(row, figures.BLUE) == {(3, 2), (4, 2), (6, 2), (8.5, 2)}
+        assert rectangles(column, figures.GREEN) == {(6, 0), (6, 2), (6, 3), (6, 4.4), (6, 5.4)}
+        assert not rectangles(row, figures.GREEN) | rectangles(column, figures.BLUE)
+        assert [ax.get_title() for ax in (row, column)] == [
+            "$dQ_2$: key blocks 3, 4, 6", "$dK_6$ and $dV_6$: query blocks 0, 2, 3",
+        ]  # fmt: skip
+
+    def test_a_column_that_nobody_selected_owns_nothing(self):
+        (ax,) = figures.sparse_owner_figure(torch.tensor([[True, False], [True, False]]), column=1).axes
+        assert rectangles(ax, figures.GREEN) == {(1, 2.4), (1, 3.4)}
+        assert ax.get_title().endswith("query blocks nothing")
 
 
 class TestSla2Flow:

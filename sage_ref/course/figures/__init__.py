@@ -35,11 +35,10 @@ from sage_ref.course.figures.sla2_kernels import (
     DENSE_PEERS,
     SLA2_LEVEL_NAMES,
     dense_time,
-    flex_time,
     sla2_ladder_figure,
+    sla2_paired_figure,
     sla2_parts,
     sla2_parts_figure,
-    sla2_sparsity_figure,
     sla2_time,
 )
 from sage_ref.course.figures.sparse import (
@@ -76,6 +75,8 @@ from sage_ref.course.figures.tile_loop import (
     forward_step_figure,
     forward_steps,
     owners,
+    sparse_owner_figure,
+    sparse_owners,
 )
 from sage_ref.course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
 from sage_ref.course.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks

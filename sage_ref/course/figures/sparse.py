@@ -159,21 +159,21 @@ def router_figure(record: Record, *, title: str) -> Figure:
 
 
 def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
-    """A block mask [Tm, Tn] and how long its lists are: by query block (right) and by key block (below)."""
-    mask = block_mask.numpy()
-    rows, columns = mask.shape
-    figure, ((ax, right), (below, empty)) = plt.subplots(
-        2, 2, figsize=(8, 4.6), layout="constrained", width_ratios=(4, 1), height_ratios=(3, 1), sharex="col"
-    )
+    """A block mask [Tm, Tn], and how long its lists are, longest first: by query block and by key block."""
+    rows, columns = block_mask.shape
+    figure, (ax, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", width_ratios=(2, 1))
     figure.suptitle(title, fontsize=11)
-    ax.imshow(mask, cmap="Blues", aspect="auto", interpolation="nearest")
-    ax.set(ylabel="block of queries")
-    right.barh(range(rows), mask.sum(1), color=BLUE, height=1.0)
-    right.set(xlabel="blocks of keys\nin its list", ylim=(rows - 0.5, -0.5), xlim=(0, None))
-    right.tick_params(labelbottom=True)
-    below.bar(range(columns), mask.sum(0), color=ORANGE, width=1.0)
-    below.set(xlabel="block of keys", ylabel="blocks of queries\nin its list")
-    empty.set_axis_off()
+    ax.imshow(block_mask.numpy(), cmap="Greys", aspect="auto", interpolation="nearest")
+    ax.set_title(f"selected blocks, {rows} x {columns}", fontsize=10)
+    ax.set(xlabel="block of keys", ylabel="block of queries")
+    for name, color, lengths in (
+        ("lists of query blocks", BLUE, block_mask.sum(1)),
+        ("lists of key blocks", ORANGE, block_mask.sum(0)),
+    ):
+        ordered = lengths.sort(descending=True).values
+        right.plot([100 * place / len(ordered) for place in range(len(ordered))], ordered, color=color, label=name)
+    right.set(xlabel="% of the lists, longest first", ylabel="length of the list", ylim=(0, None))
+    right.legend(fontsize=9)
     return figure
 
 
@@ -200,6 +200,6 @@ def quantization_aware_figure(record: Record, *, title: str) -> Figure:
         ax.set_xlabel("outlier in V, times")
         ax.set_xticks(range(len(outliers)), [f"{x:g}" for x in outliers])
     axes[0].set_ylabel("relative L2 error of the INT8 layer")
-    axes[0].legend(fontsize=7)
-    figure.supxlabel(record.caption, fontsize=8)
+    axes[0].legend(fontsize=9)
+    figure.supxlabel(record.caption, fontsize=9)
     return figure

@@ -275,6 +275,47 @@ def draw_owner(axes: Axes, owner: Owner, count: int) -> None:
     axes.set_axis_off()
 
 
+def sparse_owners(block_mask: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Figure:
+    """What programs of sparse attention read: along a row of a block mask for dQ_i, down a column for dK_j and dV_j.
+
+    block_mask: bool [Tm, Tn], at most 6 x 10. rows, columns: the programs that are shown.
+    """
+    title = "A row's list says which keys dQ's program reads; a column's, which queries the one of dK and dV reads"
+    height = 0.36 * (block_mask.shape[0] + 3) + 0.3
+    figure, axes = film_strip(len(rows) + len(columns), 2, height, title)
+    owned = [(row, None) for row in rows] + [(None, column) for column in columns]
+    for ax, (row, column) in zip(axes, owned, strict=True):
+        draw_sparse_owner(ax, block_mask, row, column)
+    return figure
+
+
+def sparse_owner_figure(block_mask: Tensor, row: int | None = None, column: int | None = None) -> Figure:
+    """One picture of `sparse_owners`, larger: for a slider. Either row or column is given."""
+    figure, (ax,) = panels(1, width=6.0, height=0.45 * (block_mask.shape[0] + 3) + 0.8)
+    draw_sparse_owner(ax, block_mask, row, column)
+    return figure
+
+
+def draw_sparse_owner(axes: Axes, block_mask: Tensor, row: int | None, column: int | None) -> None:
+    """Selected tiles in grey; those of one program in blue (row) or green (column), and the sums it owns."""
+    tile_rows, tile_columns = block_mask.shape
+    selected = [tuple(tile) for tile in block_mask.nonzero().tolist()]
+    color = BLUE if column is None else GREEN
+    own = [(i, j) for i, j in selected if row == i or column == j]
+    colors = dict.fromkeys(selected, FORGOTTEN) | dict.fromkeys(own, color)
+    draw_tiles(axes, torch.ones_like(block_mask), colors)
+    for i in range(tile_rows):
+        label_box(axes, (tile_columns + 0.5, i), f"$dQ_{i}$", BLUE if row == i else TO_COME)
+    for j in range(tile_columns):
+        for name, y in (("dK", tile_rows + 0.4), ("dV", tile_rows + 1.4)):
+            label_box(axes, (j, y), f"${name}_{j}$", GREEN if column == j else TO_COME)
+    listed = ", ".join(str(j if column is None else i) for i, j in own) or "nothing"
+    name, kind = (f"$dQ_{row}$", "key") if column is None else (f"$dK_{column}$ and $dV_{column}$", "query")
+    axes.set_title(f"{name}: {kind} blocks {listed}", fontsize=10)
+    axes.set(xlim=(-0.1, tile_columns + 1.6), ylim=(tile_rows + 2.5, -0.1))
+    axes.set_axis_off()
+
+
 def label_box(axes: Axes, corner: tuple[float, float], name: str, fill: str) -> None:
     """A block of a gradient."""
     axes.add_patch(Rectangle(corner, 0.95, 0.92, fc=fill, ec="0.6", linewidth=0.6))

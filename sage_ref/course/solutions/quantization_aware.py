@@ -1,0 +1,161 @@
+"""Notebook 12b: training with an INT8 forward pass: the pass itself, its stand-in gradient, Algorithm 3's backward."""
+
+import math
+from statistics import mean, stdev
+
+import torch
+from torch import Tensor
+
+from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.quantization import fake_quantize
+
+BLOCK_Q, BLOCK_KV = 128, 64
+
+
+def int8_attention(q, k, v, hidden, c):
+    k_mean = k.mean(-2, keepdim=True)
+    q_hat = fake_quantize(q, (BLOCK_Q, None))
+    k_hat, v_hat = fake_quantize(k - k_mean, (BLOCK_KV, None)), fake_quantize(v, (BLOCK_KV, None))
+    s = (c * q_hat @ k_hat.mT).masked_fill(hidden, -math.inf)
+    m = s.amax(-1, keepdim=True)
+    p = torch.exp(s - m)
+    l = p.sum(-1, keepdim=True)
+    o = fake_quantize(p, (1, BLOCK_KV)) @ v_hat / l
+    return o, m + torch.log(l) + c * q @ k_mean.mT
+
+
+def straight_through(exact, quantized):
+    return exact + (quantized - exact).detach()
+
+
+def attention_backward(do, q, k, v, o, log_sum_exp, hidden, c):
+    p = torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)
+    delta = (do * o).sum(-1, keepdim=True)
+    dp = do @ v.mT
+    ds = p * (dp - delta)
+    return c * ds @ k, c * ds.mT @ q, p.mT @ do
+
+
+def paired_effect(trained, baseline):
+    differences = [x - y for x, y in zip(trained, baseline, strict=True)]
+    return mean(differences), stdev(differences)
+
+
+def value_and_gradients(function, exact: Tensor, quantized: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What it gives, and what the exact and the quantised function get back."""
+    leaves = [x.requires_grad_() for x in (exact, quantized)]
+    found = function(*(1 * x for x in leaves))
+    direction = torch.linspace(-1, 1, exact.numel(), dtype=exact.dtype).view(exact.shape)
+    gradients = torch.autograd.grad((found * direction).sum(), leaves, allow_unused=True, materialize_grads=True)
+    return found.detach(), *gradients
+
+
+def _draw(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(192, 8, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def _half_hidden() -> Tensor:
+    return torch.arange(192)[None, :].expand(192, -1) // BLOCK_KV == 1
+
+
+def _inputs() -> list[tuple]:
+    q, k, v = _draw(3)
+    sizes = torch.linspace(0.2, 3, 192, dtype=torch.float64)[:, None]  # so that blocks differ
+    return [(sizes * q, sizes * k + 2, sizes.flip(0) * v, _half_hidden(), 0.35)]
+
+
+def _outputs() -> list[tuple]:
+    exact = _draw(1)[0][:4]
+    return [(exact, torch.round(4 * exact) / 4)]
+
+
+def _handed_in() -> list[tuple]:
+    q, k, v, do, o = _draw(5)
+    return [(do, q, k, v, o, torch.logsumexp(0.35 * q @ k.mT, -1, keepdim=True) + 0.1, _half_hidden(), 0.35)]
+
+
+GAPS = {
+    "int8_attention": Gap(
+        int8_attention,
+        _inputs,
+        (
+            Mistake(
+                "fake_quantize(k - k_mean, (BLOCK_KV, None))",
+                "fake_quantize(k, (BLOCK_KV, None))",
+                "K is smoothed before it is rounded: subtract the mean key.",
+            ),
+            Mistake("fake_quantize(q, (BLOCK_Q, None))", "q", "Q is rounded, too."),
+            Mistake(
+                "fake_quantize(q, (BLOCK_Q, None))",
+                "fake_quantize(q, (None, None))",
+                "One scale for each block of queries, not one for all.",
+            ),
+            Mistake(
+                "fake_quantize(p, (1, BLOCK_KV))",
+                "fake_quantize(p, (1, None))",
+                "A kernel sees one tile at a time: P has a scale per query and block of keys.",
+            ),
+            Mistake("fake_quantize(p, (1, BLOCK_KV))", "p", "P is rounded, too."),
+            Mistake(
+                " + c * q @ k_mean.mT", "", "The backward pass wants L of c Q K^T; smoothing took c Q mean(K) from it."
+            ),
+            Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to S itself, not to S - m: m is missing."),
+        ),
+    ),
+    "straight_through": Gap(
+        straight_through,
+        _outputs,
+        (
+            Mistake("exact + (quantized - exact).detach()", "quantized", "Right value, but the gradient of rounding."),
+            Mistake("exact + (quantized - exact).detach()", "exact", "Right gradient, but training sees no rounding."),
+            Mistake(
+                "exact + (quantized - exact).detach()",
+                "quantized.detach() + exact",
+                "The gradient is right, the value is a sum of both: take the exact one out again, detached.",
+            ),
+            Mistake(
+                "exact + (quantized - exact).detach()",
+                "quantized + (exact - quantized).detach()",
+                "The other way round: this has the value of the exact function and the gradient of rounding.",
+            ),
+        ),
+        value_and_gradients,
+    ),
+    "attention_backward": Gap(
+        attention_backward,
+        _handed_in,
+        (
+            Mistake(
+                "torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)",
+                "torch.softmax((c * q @ k.mT).masked_fill(hidden, -math.inf), -1)",
+                "A kernel has no second look at the whole row: P = exp(S - L), with the L that is handed in.",
+            ),
+            Mistake(".masked_fill(hidden, 0)", "", "Keys that are not selected have P = 0."),
+            Mistake(
+                "delta = (do * o).sum(-1, keepdim=True)",
+                "delta = (p * (do @ v.mT)).sum(-1, keepdim=True)",
+                "delta = rowsum(dO * O), with the O that is handed in.",
+            ),
+            Mistake("(dp - delta)", "dp", "dS = P (dP - delta)."),
+            Mistake("return c * ds @ k", "return ds @ k", "c is missing in dQ."),
+            Mistake("c * ds.mT @ q", "ds.mT @ q", "c is missing in dK."),
+        ),
+    ),
+    "paired_effect": Gap(
+        paired_effect,
+        lambda: [([0.31, 0.35, 0.42], [0.3, 0.36, 0.4])],
+        (
+            Mistake("x - y for", "y - x for", "Below zero should mean that training helped: trained minus baseline."),
+            Mistake("stdev(differences)", "stdev(trained)", "The spread of the differences, not of the errors."),
+            Mistake(
+                "stdev(differences)",
+                "stdev(trained) - stdev(baseline)",
+                "The spread of the differences: seed by seed, what both have in common cancels.",
+            ),
+            Mistake(
+                "mean(differences), stdev(differences)", "mean(differences)", "The mean, and the standard deviation."
+            ),
+        ),
+    ),
+}

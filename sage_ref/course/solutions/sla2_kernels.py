@@ -1,0 +1,364 @@
+"""Notebook 12: SLA2 in Triton: lists of blocks, the loop over a list, the linear branch, the mix, dK and dV.
+
+One head, [N, D] in memory. The last block of queries and of keys may be partial. L = m + log2(l).
+Needs Triton, and `teaching.triton_device()` before it is imported.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from sage_kernels.common.tiles import LOG2_E, softmax_features
+from torch import Tensor
+
+from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.course.teaching import triton_device
+
+
+class Blocks(NamedTuple):
+    """Tokens of a block of queries, and of one of keys."""
+
+    q: int = 32
+    kv: int = 16
+
+
+SMALL = Blocks()
+ROOM = 64  # numbers before and behind a table
+
+
+@triton.jit
+def load_rows(x_ptr, row, n, D: tl.constexpr):
+    """[rows, D] of a tensor [n, D]; zeros where a row doesn't exist."""
+    return tl.load(x_ptr + row[:, None] * D + tl.arange(0, D)[None, :], mask=row[:, None] < n, other=0.0)
+
+
+@triton.jit
+def store_rows(x_ptr, x, row, n, D: tl.constexpr):
+    """The rows that exist."""
+    places = x_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(places, x.to(x_ptr.dtype.element_ty), mask=row[:, None] < n)
+
+
+@triton.jit
+def key_tile(m, l, o_i, q_i, j, k_ptr, v_ptr, n, c, D: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """(m, l, O_i) after block j of the keys: the body of notebook 07's loop."""
+    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    k_j, v_j = load_rows(k_ptr, key, n, D), load_rows(v_ptr, key, n, D)
+    s_ij = tl.where(key[None, :] < n, tl.dot(q_i, tl.trans(k_j)) * (c * LOG2_E), -float("inf"))
+    m_new = tl.maximum(m, tl.max(s_ij, 1))
+    p_ij = tl.math.exp2(s_ij - m_new[:, None])
+    rescale = tl.math.exp2(m - m_new)
+    return m_new, l * rescale + tl.sum(p_ij, 1), tl.dot(p_ij.to(v_j.dtype), v_j, o_i * rescale[:, None])
+
+
+@triton.jit
+def list_row(mask_ptr, stride_row, stride_column, columns, table_ptr, count_ptr, WIDTH: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, WIDTH)
+    pointers = mask_ptr + row * stride_row + column * stride_column
+    selected = tl.load(pointers, mask=column < columns, other=0).to(tl.int32)  # [WIDTH], 0 or 1
+    place = tl.cumsum(selected, 0) - 1
+    tl.store(table_ptr + row * columns + place, column, mask=selected != 0)
+    tl.store(count_ptr + row, tl.sum(selected, 0))
+
+
+@triton.jit
+def sparse(
+    q_ptr, k_ptr, v_ptr, table_ptr, count_ptr, o_ptr, l_ptr, n, width, c,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    query = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    q_i = load_rows(q_ptr, query, n, D)
+    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    o_i = tl.zeros([BLOCK_Q, D], tl.float32)
+    for step in range(0, tl.load(count_ptr + i)):
+        j = tl.load(table_ptr + i * width + step)
+        m, l, o_i = key_tile(m, l, o_i, q_i, j, k_ptr, v_ptr, n, c, D, BLOCK_KV)
+    store_rows(o_ptr, o_i / l[:, None], query, n, D)
+    tl.store(l_ptr + query, m + tl.math.log2(l), mask=query < n)
+
+
+@triton.jit
+def key_sums(k_ptr, v_ptr, sums_ptr, n, D: tl.constexpr, BLOCK_KV: tl.constexpr):
+    j, d = tl.program_id(0), tl.arange(0, D)
+    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    k_j, v_j = load_rows(k_ptr, key, n, D).to(tl.float32), load_rows(v_ptr, key, n, D).to(tl.float32)
+    phi_k = tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)
+    row_ptr = sums_ptr + j * D * (D + 1)
+    tl.store(row_ptr + d[:, None] * D + d[None, :], tl.dot(tl.trans(phi_k), v_j))
+    tl.store(row_ptr + D * D + d, tl.sum(phi_k, 0))
+
+
+@triton.jit
+def mixed_output(o_s, q_i, h_i, z_i, alpha_i, D: tl.constexpr):
+    phi_q = softmax_features(q_i.to(tl.float32), D, D)
+    o_l = tl.dot(phi_q, h_i) / tl.sum(phi_q * z_i[None, :], 1)[:, None]
+    return alpha_i * o_s + (1 - alpha_i) * o_l
+
+
+def bytes_read(selected, unselected, block_q, block_kv, d):
+    q_i, k_j_and_v_j, h_and_z = 2 * block_q * d, 2 * 2 * block_kv * d, 2 * d * (d + 1)
+    dense = q_i + (selected + unselected) * k_j_and_v_j
+    as_printed = q_i + selected * k_j_and_v_j + unselected * h_and_z
+    by_list = q_i + selected * k_j_and_v_j + h_and_z
+    return dense, as_printed, by_list
+
+
+@triton.jit
+def sparse_dk_dv(
+    q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, table_ptr, count_ptr, dk_ptr, dv_ptr, n, width, c,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    j = tl.program_id(0)
+    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    k_j, v_j = load_rows(k_ptr, key, n, D), load_rows(v_ptr, key, n, D)
+    dk_j, dv_j = tl.zeros([BLOCK_KV, D], tl.float32), tl.zeros([BLOCK_KV, D], tl.float32)
+    for step in range(0, tl.load(count_ptr + j)):
+        i = tl.load(table_ptr + j * width + step)
+        query = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        q_i, do_i = load_rows(q_ptr, query, n, D), load_rows(do_ptr, query, n, D)
+        l_i = tl.load(l_ptr + query, mask=query < n, other=0.0)
+        delta_i = tl.load(delta_ptr + query, mask=query < n, other=0.0)
+        # [keys, queries]: everything is transposed
+        pt_ij = tl.math.exp2(tl.dot(k_j, tl.trans(q_i)) * (c * LOG2_E) - l_i[None, :])
+        dv_j = tl.dot(pt_ij.to(do_i.dtype), do_i, dv_j)
+        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])
+        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)
+    store_rows(dk_ptr, dk_j * c, key, n, D)
+    store_rows(dv_ptr, dv_j, key, n, D)
+
+
+# Programs that try them
+
+
+@triton.jit
+def mix_program(
+    q_ptr, o_s_ptr, alpha_ptr, sums_ptr, o_ptr, n, MIXED: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    """A pass over Q and O_s: MIXED for every block of queries. sums: H_i, then Z_i, a row for each block."""
+    i, d = tl.program_id(0), tl.arange(0, D)
+    query, row_ptr = i * BLOCK_Q + tl.arange(0, BLOCK_Q), sums_ptr + i * D * (D + 1)
+    h_i, z_i = tl.load(row_ptr + d[:, None] * D + d[None, :]), tl.load(row_ptr + D * D + d)
+    o_s, q_i = load_rows(o_s_ptr, query, n, D).to(tl.float32), load_rows(q_ptr, query, n, D)
+    store_rows(o_ptr, MIXED(o_s, q_i, h_i, z_i, tl.load(alpha_ptr + i), D), query, n, D)
+
+
+def sizes(blocks: Blocks, head_dim: int) -> dict:
+    """The constants of a program."""
+    return {"D": head_dim, "BLOCK_Q": blocks.q, "BLOCK_KV": blocks.kv}
+
+
+def block_counts(n: int, blocks: Blocks) -> tuple[int, int]:
+    """Tm and Tn."""
+    return math.ceil(n / blocks.q), math.ceil(n / blocks.kv)
+
+
+def run_list_row(program, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(table int32 [rows, columns], 0 where nothing was stored; count int32 [rows]) of a bool mask [rows, columns]."""
+    rows, columns = mask.shape
+    mask = mask.to(triton_device())
+    memory = torch.zeros(rows * columns + 2 * ROOM, dtype=torch.int32, device=mask.device)
+    table, count = memory[ROOM:-ROOM].view(rows, columns), torch.zeros(rows, dtype=torch.int32, device=mask.device)
+    program[(rows,)](mask, *mask.stride(), columns, table, count, WIDTH=triton.next_power_of_2(columns))
+    return table, count
+
+
+def run_sparse(
+    program, q: Tensor, k: Tensor, v: Tensor, table: Tensor, count: Tensor, blocks: Blocks = SMALL
+) -> tuple[Tensor, Tensor]:
+    """O_s [N, D] in 16 bit, L [N]."""
+    q, k, v, table, count = on_device(q, k, v, table, count)
+    n, head_dim = q.shape
+    o_s, log_sum_exp = torch.empty_like(q), torch.empty(n, device=q.device)
+    scalars = n, table.shape[1], 1 / math.sqrt(head_dim)
+    program[(len(table),)](q, k, v, table, count, o_s, log_sum_exp, *scalars, **sizes(blocks, head_dim))
+    return o_s, log_sum_exp
+
+
+def run_key_sums(program, k: Tensor, v: Tensor, blocks: Blocks = SMALL) -> Tensor:
+    """h_j, then z_j, of every block of keys: float32 [Tn, D (D + 1)]."""
+    k, v = on_device(k, v)
+    (n, head_dim), key_blocks = k.shape, math.ceil(len(k) / blocks.kv)
+    sums = torch.empty(key_blocks, head_dim * (head_dim + 1), device=k.device)
+    program[(key_blocks,)](k, v, sums, n, D=head_dim, BLOCK_KV=blocks.kv)
+    return sums
+
+
+def run_mixed(function, q: Tensor, o_s: Tensor, alpha: Tensor, sums: Tensor, blocks: Blocks = SMALL) -> Tensor:
+    """O [N, D] in 16 bit. alpha [Tm]; sums: H_i, then Z_i, of every block of queries [Tm, D (D + 1)]."""
+    q, o_s, alpha, sums = on_device(q, o_s, alpha, sums)
+    o, (n, head_dim) = torch.empty_like(q), q.shape
+    constants = {"D": head_dim, "BLOCK_Q": blocks.q}
+    mix_program[(len(alpha),)](q, o_s, alpha, sums, o, n, function, **constants)
+    return o
+
+
+def run_dk_dv(
+    program, q: Tensor, k: Tensor, v: Tensor, do: Tensor, log_sum_exp: Tensor, delta: Tensor,
+    table: Tensor, count: Tensor, blocks: Blocks = SMALL,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dK and dV, float32 [N, D]. table, count: by block of keys."""
+    tensors = on_device(q, k, v, do, log_sum_exp, delta, table, count)
+    (n, head_dim), device = q.shape, triton_device()
+    dk, dv = (torch.empty(n, head_dim, device=device) for _ in range(2))
+    scalars = n, table.shape[1], 1 / math.sqrt(head_dim)
+    program[(len(table),)](*tensors, dk, dv, *scalars, **sizes(blocks, head_dim))
+    return dk, dv
+
+
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(triton_device()) for x in tensors]
+
+
+def _head(count: int = 4) -> list[Tensor]:
+    """Of 40 tokens and 16 features: two blocks of queries, three of keys, the last ones partial."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(40, 16, generator=generator).half() for _ in range(count)]
+    tensors[1][16:] *= 2  # so that later blocks hold larger scores
+    return tensors
+
+
+def _masks() -> list[tuple]:
+    mask = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
+    return [(mask,), (mask.mT,)]
+
+
+def _listed() -> list[tuple]:
+    table, count = torch.tensor([[1, 2, 0], [2, 0, 0]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    return [(*_head(3), table, count)]
+
+
+def _keys_and_values() -> list[tuple]:
+    return [tuple(_head(3)[1:])]
+
+
+def _to_mix() -> list[tuple]:
+    q, o_s = _head(2)
+    sums = torch.rand(2, 16 * 17, generator=torch.Generator().manual_seed(1))
+    return [(q, o_s, torch.tensor([0.3, 0.8]), sums)]
+
+
+def _backward() -> list[tuple]:
+    q, k, v, do = _head()
+    log_sum_exp = torch.logsumexp(q.float() @ k.float().mT / 4, -1) / math.log(2)
+    table = torch.tensor([[1, 0], [0, 1], [1, 0]], dtype=torch.int32)
+    count = torch.tensor([1, 2, 1], dtype=torch.int32)
+    return [(q, k, v, do, log_sum_exp, do[:, 0].float(), table, count)]
+
+
+GAPS = {
+    "list_row": Gap(
+        list_row,
+        _masks,
+        (
+            Mistake("tl.cumsum(selected, 0) - 1", "tl.cumsum(selected, 0)", "The first selected block has place 0."),
+            Mistake(
+                "mask=selected != 0",
+                "mask=column < columns",
+                "Blocks that are not selected are stored, too: on the place of the selected one before them.",
+            ),
+            Mistake("row * columns + place", "place", "Every row has its own line of the table."),
+            Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
+            Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
+        ),
+        run_list_row,
+    ),
+    "sparse": Gap(
+        sparse,
+        _listed,
+        (
+            Mistake("tl.load(count_ptr + i)", "width", "Behind a row's count stands no block: end the loop there."),
+            Mistake(
+                "tl.load(table_ptr + i * width + step)",
+                "step",
+                "That visits the first blocks. The table says which: the number of a step is not the block's.",
+            ),
+            Mistake("table_ptr + i * width + step", "table_ptr + step", "Program i reads line i of the table."),
+            Mistake("o_i / l[:, None]", "o_i", "The weights don't add up to one yet: divide by l."),
+            Mistake("m + tl.math.log2(l)", "tl.math.log2(l)", "L belongs to S itself, not to S - m: m is missing."),
+        ),
+        run_sparse,
+    ),
+    "key_sums": Gap(
+        key_sums,
+        _keys_and_values,
+        (
+            Mistake(
+                "tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",
+                "softmax_features(k_j, D, D)",
+                "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0.",
+            ),
+            Mistake("softmax_features(k_j, D, D)", "k_j", "phi is missing."),
+            Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
+            Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
+        ),
+        run_key_sums,
+    ),
+    "mixed_output": Gap(
+        mixed_output,
+        _to_mix,
+        (
+            Mistake("softmax_features(q_i.to(tl.float32), D, D)", "q_i.to(tl.float32)", "phi is missing."),
+            Mistake(
+                " / tl.sum(phi_q * z_i[None, :], 1)[:, None]",
+                "",
+                "The weights don't add up to one yet: divide by phi(Q_i) Z_i.",
+            ),
+            Mistake(
+                "tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."
+            ),
+            Mistake(
+                "alpha_i * o_s + (1 - alpha_i) * o_l",
+                "(1 - alpha_i) * o_s + alpha_i * o_l",
+                "alpha is the weight of O_s.",
+            ),
+            Mistake("(1 - alpha_i) * o_l", "o_l", "O_l has the weight 1 - alpha."),
+        ),
+        run_mixed,
+    ),
+    "bytes_read": Gap(
+        bytes_read,
+        lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)],
+        (
+            Mistake("2 * 2 * block_kv * d", "2 * block_kv * d", "Keys and values."),
+            Mistake("2 * d * (d + 1)", "2 * d * d", "z_j is read, too: d numbers more."),
+            Mistake(
+                "q_i + selected * k_j_and_v_j + h_and_z",
+                "q_i + selected * k_j_and_v_j",
+                "By list, too, it reads one H_i and Z_i: the sum that was made before.",
+            ),
+            Mistake(
+                "+ selected * k_j_and_v_j + unselected * h_and_z",
+                "+ unselected * h_and_z",
+                "As printed, the selected blocks still go through softmax attention.",
+            ),
+            Mistake(
+                "2 * block_q * d, 2 * 2 * block_kv * d, 2 * d * (d + 1)",
+                "block_q * d, 2 * block_kv * d, d * (d + 1)",
+                "16 bit: two bytes a number.",
+            ),
+        ),
+    ),
+    "sparse_dk_dv": Gap(
+        sparse_dk_dv,
+        _backward,
+        (
+            Mistake(
+                "tl.load(table_ptr + j * width + step)",
+                "step",
+                "That visits the first query blocks. Look them up: who selected j?",
+            ),
+            Mistake("tl.load(count_ptr + j)", "width", "Behind a line's count stands no block: end the loop there."),
+            Mistake("do_i, dv_j)", "do_i)", "dV_j is a sum over all query blocks that selected j."),
+            Mistake("tl.trans(do_i)) - delta_i[None, :]", "tl.trans(do_i))", "dS = P (dP - delta)."),
+            Mistake(
+                "tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)", "tl.dot(dst_ij.to(q_i.dtype), do_i, dk_j)", "dK = dS^T Q."
+            ),
+            Mistake("dk_j * c", "dk_j", "c = 1 / sqrt(D) belongs to S, and so to dK."),
+        ),
+        run_dk_dv,
+    ),
+}
