@@ -26,7 +26,7 @@ COMMANDS = {
     "pretrain": Command(
         "sage_ref.experiments.pretrain", "pre-train a Llama, on one device or, under torchrun, on many"
     ),
-    "pretrain-grid": Command("sage_ref.experiments.pretrain_grid", "the plan of runs behind notebook 06, on all GPUs"),
+    "pretrain-grid": Command("sage_ref.experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
     "pretrain-speed": Command(
         "sage_ref.experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"
     ),

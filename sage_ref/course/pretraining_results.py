@@ -30,10 +30,6 @@ def t_quantile(degrees: int) -> float:
     return float(stdtrit(degrees, 0.975))
 
 
-# For 1, 2, ... degrees of freedom: how many seeds a difference takes.
-T_QUANTILES = tuple(t_quantile(degrees) for degrees in range(1, 20))
-
-
 class Interval(NamedTuple):
     """Of the mean of `count` values: its standard error, and half the width of its 95% interval (Student's t)."""
 

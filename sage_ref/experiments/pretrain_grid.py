@@ -1,4 +1,4 @@
-"""`python -m sage_ref pretrain-grid`: the plan of runs behind notebook 06, worked off by as many GPUs as there are.
+"""`python -m sage_ref pretrain-grid`: the plan of runs behind notebook 06b, worked off by as many GPUs as there are.
 
 Every run is a `python -m sage_ref pretrain` of its own, with its own checkpoint. A run is finished when its result file
 is there; so whatever kills the program or a run, starting it again goes on where it was.

@@ -1,8 +1,6 @@
-"""The numbers that notebook 06 claims, from the records and from the package's functions."""
+"""What notebooks 06 and 06b claim, from the records and from the package's functions."""
 
-import ast
 import copy
-import json
 import math
 from statistics import mean, stdev
 
@@ -12,11 +10,9 @@ import torch
 
 from sage_ref.course import claims
 from sage_ref.course import figures as plotting
-from sage_ref.course import pretraining_results as statistics
 from sage_ref.course.pretraining_results import (
     PAPER_LOSSES,
     RUN_KINDS,
-    T_QUANTILES,
     Interval,
     bias_to_gradient,
     bias_to_noise,
@@ -30,16 +26,17 @@ from sage_ref.course.pretraining_results import (
     pretrain_runs,
     relative_gaps,
     score_groups,
+    t_quantile,
 )
 from sage_ref.experiments.gradient_noise import VARIANTS
 from sage_ref.experiments.table2 import PAPER_TABLE2
-from sage_ref.quantization import fake_quantize
-from sage_ref.records import REPOSITORY, Record, read_record
+from sage_ref.records import Record, read_record
 
 RUNS, LAYERS = read_record("pretrain_h200"), read_record("layers_h200")
 PLAN = RUNS.provenance["plan"]
 SMALL, LARGE = PLAN["tokens_per_step"]
 H200_NOISE = read_record("noise_h200")
+SIZES = {"ours": LARGE, "the paper's": 2**21}
 PAPER_GAP = {size: x["sagebwd"] / x["exact"] - 1 for size, x in PAPER_LOSSES.items()}
 
 
@@ -60,40 +57,10 @@ def altered(record, **changes):
     return Record(record.provenance | changes, rows)
 
 
-def last_with_norm(noise):
-    """The rows that notebook 06 shows: with QK-norm, at the end of training."""
-    return max(noise_checkpoints(noise).values(), key=lambda rows: (rows[0]["qk_norm"], rows[0]["step"]))
-
-
 def run_like(kind, *, seed, loss, size=LARGE, qk_norm=True):
     """A run of the record with another seed and, all along, another loss."""
     row = copy.deepcopy(pretrain_runs(RUNS, kind, size, qk_norm)[0])
     return row | {"seed": seed, "final_val_loss": loss, "curve": [[tokens, loss] for tokens, _ in row["curve"]]}
-
-
-def from_the_notebook(name):
-    """A function that notebook 06 defines."""
-    cells = json.loads((REPOSITORY / "notebooks" / "06_tokens_per_step.ipynb").read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    found = [node for source in sources for node in ast.parse(source).body if getattr(node, "name", "") == name]
-    names = {"math": math, "statistics": statistics}
-    exec(compile(ast.Module(found, []), name, "exec"), names)
-    return names[name]
-
-
-def test_rounding_to_nearest_has_a_floor_where_noise_has_none():
-    generator = torch.Generator().manual_seed(0)
-    size = torch.exp(torch.randn(256, generator=generator))
-    wanted, count = size * math.exp(0.5), 2**18
-    sums = {name: torch.zeros(256, dtype=torch.float64) for name in ("not rounded", "nearest", "stochastic")}
-    for _ in range(count // 8192):
-        x = size * torch.exp(torch.randn(8192, 256, generator=generator))
-        sums["not rounded"] += x.sum(0)
-        sums["nearest"] += fake_quantize(x, (1, None)).sum(0)
-        sums["stochastic"] += fake_quantize(x, (1, None), "stochastic", generator).sum(0)
-    error = {name: ((total / count - wanted).norm() / wanted.norm()).item() for name, total in sums.items()}
-    assert error["nearest"] > 1.5 * error["not rounded"]
-    assert error["stochastic"] == pytest.approx(error["not rounded"], rel=0.1)
 
 
 class TestRuns:
@@ -152,13 +119,6 @@ class TestRuns:
         for found in (everything, others):
             assert found.mean - found.half < 0 < found.mean + found.half < PAPER_GAP[2**21]
         assert everything.half > PAPER_GAP[2**21]
-        assert from_the_notebook("seeds_needed")(everything, PAPER_GAP[2**21]) > 8
-
-    def test_seeds_of_the_large_step_differ_by_more_than_its_best_two_learning_rates(self):
-        tried = RUNS.select(attention="exact", qk_norm=True, tokens_per_step=LARGE, seed=PLAN["seeds"][0])
-        best, second, *_ = sorted(row["final_val_loss"] for row in tried)
-        losses = final_losses(pretrain_runs(RUNS, "exact", LARGE)).values()
-        assert max(losses) - min(losses) > 3 * (second - best)
 
     def test_larger_steps_end_at_a_higher_loss(self):
         for kind in RUN_KINDS:
@@ -179,7 +139,8 @@ class TestStatistics:
         assert PAPER_LOSSES == {262144: {"exact": 2.563, "sagebwd": 2.561}, 2097152: {"exact": 2.586, "sagebwd": 2.64}}
 
     def test_quantiles_are_students(self):
-        for degrees, quantile in enumerate(T_QUANTILES, start=1):
+        for degrees in range(1, 20):
+            quantile = t_quantile(degrees)
             x = torch.linspace(-quantile, quantile, 200_001, dtype=torch.float64)
             density = (1 + x.square() / degrees) ** (-(degrees + 1) / 2)
             log_norm = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
@@ -222,14 +183,6 @@ class TestStatistics:
         exact = mean(final_losses(pretrain_runs(RUNS, "exact", SMALL)).values())
         gaps = paired_differences(RUNS, "SageBwd, K smoothed", SMALL)
         assert relative_gaps(RUNS, SMALL) == pytest.approx([gap / exact for gap in gaps.values()])
-
-    def test_seeds_needed_for_a_gap(self):
-        needed = from_the_notebook("seeds_needed")
-        found = mean_interval([0.0, 1.0, 2.0])  # deviation 1
-        count = needed(found, 1.0)
-        assert T_QUANTILES[count - 2] / math.sqrt(count) < 1.0
-        assert T_QUANTILES[count - 3] / math.sqrt(count - 1) > 1.0
-        assert needed(found, 0.01) == "more than 20"
 
     def test_summary_of_seeds(self):
         runs = {
@@ -449,37 +402,6 @@ class TestNoise:
                 row = noise_of(rows, group, "per block, nearest")
                 assert row["bias_square"] > 3 * row["bias_square_error"]
 
-    def test_bias_of_all_other_weights_comes_from_dS_too_once_trained(self):
-        left = []
-        for rows in noise_checkpoints(H200_NOISE).values():
-            groups = [row["group"] for row in rows if row["variant"] == "bf16"]
-            others = [group for group in groups if group.endswith("other") or group == "embedding and norm"]
-            stochastic, nearest = (
-                sum(noise_of(rows, group, f"per block, {name}")["bias_square"] for group in others)
-                for name in ("stochastic", "nearest")
-            )
-            left.append(stochastic / nearest)
-        early, halfway, *ends = left
-        assert 0.7 < early < 1
-        assert max(ends) < 0.2 < halfway < early
-
-    def test_smoothing_and_bias_at_the_last_checkpoint(self):
-        rows = last_with_norm(H200_NOISE)
-        none, k, both = (
-            noise_of(rows, "whole", f"per block, {name}")["bias_square"]
-            for name in ("no smoothing", "nearest", "Q and K smoothed")
-        )
-        assert both < 0.5 * k < k < none < 1.5 * k
-
-    def test_bias_and_noise_at_the_last_checkpoint(self):
-        rows = last_with_norm(H200_NOISE)
-        per_tile = noise_of(rows, "whole", "per block, nearest")
-        assert bias_to_gradient(per_tile) == pytest.approx(0.25, abs=0.01)  # "a quarter"
-        assert PLAN["tokens"] > 5 * per_tile["tokens_at_bias"]
-        assert per_tile["noise_scale"] > LARGE
-        assert per_tile["bias_square"] > 10**2 * noise_of(rows, "whole", "bf16")["bias_square"]  # "many times"
-        assert per_tile["bias_square"] > 3 * noise_of(rows, "whole", "per row, nearest")["bias_square"]
-
     def test_bias_crosses_the_noise_between_the_papers_two_steps(self):
         small, large = (claims.bias_ratios(H200_NOISE, "per block, nearest", size) for size in PAPER_LOSSES)
         assert max(small) < 0.5
@@ -537,90 +459,57 @@ class TestNoise:
 
     def test_lines_of_the_noise_figure_cross_at_the_crosses(self, noise):
         rows = next(iter(noise_checkpoints(noise).values()))
-        figure = plotting.noise_figure(rows, ["whole"], title="", caption="")
-        (ax,) = figure.axes
+        row_of = {variant: noise_of(rows, "whole", variant) for variant in plotting.VARIANT_STYLES}
+        (ax,) = plotting.noise_figure(row_of, SIZES, title="", caption="").axes
         (line,) = [line for line in ax.lines if line.get_label() == "noise"]
         x, y = line.get_data()
         slope = math.log(y[-1] / y[0]) / math.log(x[-1] / x[0])
         assert slope == pytest.approx(-0.5)
         crosses = [line for line in ax.lines if line.get_marker() == "x"]
-        assert len(crosses) == len(plotting.VARIANT_STYLES)
+        assert [cross.get_xdata()[0] for cross in crosses] == [row["tokens_at_bias"] for row in row_of.values()]
         for cross in crosses:
-            star, bias = cross.get_xdata()[0], cross.get_ydata()[0]
-            assert bias == pytest.approx(y[0] * math.sqrt(x[0] / star))
-        row = noise_of(rows, "whole", "bf16")
-        (gradient,) = [line for line in ax.lines if line.get_label() == "the gradient itself"]
-        scale = row["noise_scale"]  # where the noise is as long as the gradient
-        assert gradient.get_ydata()[0] == pytest.approx(y[0] * math.sqrt(x[0] / scale))
+            assert cross.get_ydata()[0] == pytest.approx(y[0] * math.sqrt(x[0] / cross.get_xdata()[0]))
+        assert {text.get_text(): text.get_position()[0] for text in ax.texts} == SIZES
 
-    def test_tokens_at_bias_figure_marks_every_variant(self, noise):
-        rows = next(iter(noise_checkpoints(noise).values()))
-        figure = plotting.tokens_at_bias_figure(rows, ["whole"], (SMALL, LARGE), title="", caption="")
-        marks = {line.get_label(): line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() != "None"}
-        stars = {variant: noise_of(rows, "whole", variant)["tokens_at_bias"] for variant in plotting.VARIANT_STYLES}
-        assert marks == pytest.approx(stars)
-        lines = [line.get_xdata()[0] for line in figure.axes[0].lines[-4:]]
-        assert lines == [SMALL, LARGE, *PAPER_LOSSES]
+    def test_tokens_at_bias_figure_marks_every_variant_of_every_checkpoint(self, noise):
+        checkpoints = noise_checkpoints(noise)
+        (ax,) = plotting.tokens_at_bias_figure(checkpoints, SIZES, title="", caption="").axes
+        marks = [line for line in ax.lines if line.get_marker() != "None"]
+        assert [mark.get_label() for mark in marks] == list(checkpoints)
+        for mark, rows in zip(marks, checkpoints.values(), strict=True):
+            stars = [noise_of(rows, "whole", variant)["tokens_at_bias"] for variant in plotting.VARIANT_STYLES]
+            assert list(mark.get_xdata()) == stars
+            assert list(mark.get_ydata()) == list(range(len(stars)))
+        assert [label.get_text() for label in ax.get_yticklabels()] == list(plotting.VARIANT_STYLES)
+        assert {text.get_text(): text.get_position()[0] for text in ax.texts} == SIZES
 
     def test_figures_take_a_bias_that_was_not_found(self, noise):
         rows = copy.deepcopy(next(iter(noise_checkpoints(noise).values())))
         row = noise_of(rows, "whole", "bf16")
-        row |= {"bias_square": -1e-9, "tokens_at_bias": None, "tokens_at_bias_low": 5e8, "gradient_square": -1e-9}
-        figure = plotting.tokens_at_bias_figure(rows, ["whole"], (SMALL, LARGE), title="", caption="")
-        (arrow,) = [line for line in figure.axes[0].lines if line.get_marker() == ">"]
-        assert arrow.get_xdata()[0] == 5e8
-        crosses = [
+        row |= {"bias_square": -1e-9, "tokens_at_bias": None}
+        (mark,) = [
             line
-            for line in plotting.noise_figure(rows, ["whole"], title="", caption="").axes[0].lines
-            if line.get_marker() == "x"
+            for line in plotting.tokens_at_bias_figure({"a": rows}, {}, title="", caption="").axes[0].lines
+            if line.get_label() == "a"
         ]
-        assert len(crosses) == len(plotting.VARIANT_STYLES) - 1
-        plotting.balance_figure(rows, ["whole"], (SMALL,), title="")
+        names = list(plotting.VARIANT_STYLES)
+        assert [names[y] for y in mark.get_ydata()] == [name for name in names if name != "bf16"]
+        (ax,) = plotting.noise_figure({"bf16": row}, {}, title="", caption="").axes
+        assert not [line for line in ax.lines if line.get_marker() == "x"]
 
-    def test_balance_grows_with_the_root_of_the_tokens(self, noise):
-        rows = next(iter(noise_checkpoints(noise).values()))
-        groups = score_groups(rows)
-        figure = plotting.balance_figure(rows, groups, (SMALL, 4 * SMALL), title="")
-        names = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-        assert [f"{name}, query and key" for name in names] == groups
-        first, second = ([bar.get_height() for bar in ax.patches] for ax in figure.axes)
-        assert len(first) == len(groups) * len(plotting.VARIANT_STYLES)
-        assert second == pytest.approx([2 * height for height in first])
-        expected = [bias_to_noise(noise_of(rows, g, v), SMALL) for v in plotting.VARIANT_STYLES for g in groups]
-        assert first == pytest.approx(expected)
+    @pytest.mark.parametrize("tokens", [64, 1024, 16_384])
+    def test_drawn_gradients_scatter_as_the_tokens_say(self, tokens):
+        (ax,) = plotting.gradients_figure((tokens,), title="").axes
+        dots = {line.get_color(): torch.tensor(line.get_xydata()) for line in ax.lines if line.get_marker() == "."}
+        means = {line.get_color(): torch.tensor(line.get_xydata())[0] for line in ax.lines if line.get_marker() == "P"}
+        assert means.keys() == dots.keys()
+        bias = (means[plotting.RED] - means[plotting.BLUE]).square().sum()
+        for color, mean_of in means.items():
+            noise = (dots[color] - mean_of).square().sum(-1).mean()
+            assert noise / bias == pytest.approx(1024 / tokens, rel=0.2)
 
 
 class TestLayers:
-    def errors(self):
-        return {(size, norm): last_errors(LAYERS, size, norm) for size in (SMALL, LARGE) for norm in (True, False)}
-
-    def test_dq_is_the_most_error_prone_in_every_layer(self):
-        for found in self.errors().values():
-            assert len(found) == PLAN["layers"]
-            for errors in found.values():
-                assert set(errors) == set(PAPER_TABLE2)
-                assert max(errors, key=errors.get) == "dQ"
-                assert errors["P"] < errors["dS"] < errors["dQ"] / 2
-
-    def test_in_the_papers_layer_most_of_the_damage_reaches_ds(self):
-        error = {name: rel_l2 for name, (_, rel_l2) in PAPER_TABLE2.items()}
-        assert error["dS"] > 0.6 * error["dQ"]
-
-    def test_qk_norm_lowers_what_ds_inherits_and_hardly_the_error_of_dq(self):
-        def mean_error(tensor, norm):
-            return mean(errors[tensor] for (_, n), x in self.errors().items() if n == norm for errors in x.values())
-
-        assert mean_error("dS", True) < 0.7 * mean_error("dS", False)
-        assert mean_error("dQ", True) == pytest.approx(mean_error("dQ", False), rel=0.1)
-
-    def test_ds_stays_below_its_bound_and_sizes_fall_from_p_to_ds(self):
-        for row in LAYERS.select(tensor="dS"):
-            assert row["rms"] < row["rms_bound"]
-        for row in LAYERS.select(tensor="P"):
-            same = {name: row[name] for name in ("qk_norm", "tokens_per_step", "seed", "step", "layer")}
-            (dp,), (ds,) = LAYERS.select(tensor="dP", **same), LAYERS.select(tensor="dS", **same)
-            assert row["rms"] > dp["rms"] > ds["rms"]
-
     def test_last_errors_are_those_of_the_last_step(self):
         found = last_errors(LAYERS, LARGE, True)
         (row,) = LAYERS.select(
@@ -630,23 +519,19 @@ class TestLayers:
 
     def test_heat_map_writes_the_errors(self):
         figure = plotting.layer_errors_figure(altered(LAYERS, rows=LAYERS.rows[::-1]), LARGE, title="")
-        for ax, norm in zip(figure.axes[:2], (True, False), strict=True):
-            found = last_errors(LAYERS, LARGE, norm)
-            written = [text.get_text() for text in ax.texts]
-            expected = [found[f"layer {layer}"][name] for layer in reversed(range(4)) for name in PAPER_TABLE2]
-            assert written == [f"{error:.3f}" if error > 1e-9 else "" for error in expected]
-        assert figure.axes[0].get_xticklabels()[3].get_text() == "dS\n(0.20)"
+        found = last_errors(LAYERS, LARGE, qk_norm=True)
+        written = [text.get_text() for text in figure.axes[0].texts]
+        expected = [found[f"layer {layer}"][name] for layer in reversed(range(4)) for name in PAPER_TABLE2]
+        assert written == [f"{error:.3f}" if error > 1e-9 else "" for error in expected]
 
     def test_training_figure_ends_at_the_last_errors(self):
-        figure = plotting.layer_training_figure(LAYERS, LARGE, title="")
-        for ax, norm in zip(figure.axes[:2], (True, False), strict=True):
-            found = last_errors(LAYERS, LARGE, norm)
-            for line in ax.lines:
-                tensor, layer = line.get_label().split(", ")
-                assert line.get_ydata()[-1] == found[layer][tensor]
-                assert line.get_xdata()[-1] == pytest.approx(PLAN["tokens"] / 1e6)
-        ends = {
-            row["rms"] for row in LAYERS.select(tokens_per_step=LARGE, step=PLAN["tokens"] // LARGE)
-            if row["tensor"] in ("P", "dP", "dS")
-        }  # fmt: skip
-        assert {line.get_ydata()[-1] for line in figure.axes[2].lines} == ends
+        (ax,) = plotting.layer_training_figure(LAYERS, LARGE, ("dQ", "dS"), title="").axes
+        found = last_errors(LAYERS, LARGE, qk_norm=True).values()
+        for line, band, tensor in zip(ax.lines, ax.collections, ("dQ", "dS"), strict=True):
+            errors = [of_layer[tensor] for of_layer in found]
+            assert line.get_label() == tensor
+            assert line.get_xdata()[-1] == pytest.approx(PLAN["tokens"] / 1e6)
+            assert line.get_ydata()[-1] == pytest.approx(mean(errors))
+            corners = band.get_paths()[0].vertices
+            at_the_end = corners[corners[:, 0] == corners[:, 0].max(), 1]
+            assert (min(at_the_end), max(at_the_end)) == (min(errors), max(errors))

@@ -21,10 +21,9 @@ from sage_ref.course.figures.kernels import (
 from sage_ref.course.figures.layers import layer_errors_figure, layer_training_figure
 from sage_ref.course.figures.memory import memory_hierarchy
 from sage_ref.course.figures.noise import (
-    PAPER_SIZES,
     VARIANT_STYLES,
-    balance_figure,
-    draw_balance,
+    draw_gradients,
+    gradients_figure,
     noise_figure,
     tokens_at_bias_figure,
 )

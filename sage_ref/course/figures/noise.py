@@ -1,13 +1,14 @@
 """Gradient noise against the bias of quantisation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
-from sage_ref.course.pretraining_results import PAPER_LOSSES, bias_to_noise, noise_of
+from sage_ref.course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, SKY, panels
+from sage_ref.course.pretraining_results import noise_of
 from sage_ref.records import Row
 
 # What `python -m sage_ref noise` compares with exact attention in float32, as far as figures show it.
@@ -15,97 +16,86 @@ VARIANT_STYLES = {
     "per block, nearest": ("o", RED), "per block, stochastic": ("s", ORANGE), "per row, nearest": ("^", BLUE),
     "per row, stochastic": ("v", SKY), "bf16": ("D", GREEN),
 }  # fmt: skip
-# Tokens per step of the paper's two main experiments.
-PAPER_SIZES = tuple(PAPER_LOSSES)
+# A made-up model with two weights, whose bias is as long as the noise of 1,024 tokens.
+TWO_WEIGHTS, THEIR_BIAS, THEIR_TOKENS_AT_BIAS = (1.0, 0.6), (0.18, -0.12), 1024
 
 
-def noise_figure(rows: Sequence[Row], groups: Sequence[str], *, title: str, caption: str) -> Figure:
-    """For each group of parameters: lengths of noise and bias against the tokens of a step; dashed: the gradient's.
+def draw_gradients(axes: Axes, tokens_per_step: int) -> None:
+    """Gradients of a model with two weights: of 100 batches, exact and with a bias, and where their means lie."""
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.tensor(THEIR_BIAS)
+    deviation = (bias.square().sum() * THEIR_TOKENS_AT_BIAS / tokens_per_step / 2).sqrt()  # of each of the two
+    noise = deviation * torch.randn(2, 100, 2, generator=generator)
+    for name, mean, dots, color in (
+        ("exact", torch.tensor(TWO_WEIGHTS), noise[0], BLUE),
+        ("rounded", torch.tensor(TWO_WEIGHTS) + bias, noise[1], RED),
+    ):
+        axes.plot(*(mean + dots).mT, ".", color=color, alpha=0.5, markersize=4)
+        axes.plot(*mean, "P", color=color, markeredgecolor=BLACK, markersize=10, label=f"{name}: dots, and their mean")
+    axes.set(xlim=(-0.6, 2.6), ylim=(-1.0, 2.2), xlabel="gradient of weight 1")
+    axes.set_title(f"{tokens_per_step:,} tokens per step", fontsize=10)
 
-    rows: of one checkpoint. A band is two standard errors of |b|^2 either way; crosses mark T*.
-    """
-    figure, axes = panels(len(groups), width=3.0, height=3.5, sharey=True, title=title)
-    sizes = [2.0**x for x in range(8, 31)]
-    for ax, group in zip(axes, groups, strict=True):
-        for variant, (_, color) in VARIANT_STYLES.items():
-            row = noise_of(rows, group, variant)
-            low, middle, high = (
-                math.sqrt(max(row["bias_square"] + z * row["bias_square_error"], 0)) for z in (-2, 0, 2)
-            )
-            ax.axhspan(low, high, color=color, alpha=0.25, linewidth=0)
-            ax.axhline(middle, color=color, label=f"bias: {variant}")
-            if row["tokens_at_bias"]:
-                ax.plot(row["tokens_at_bias"], middle, "x", color=BLACK, zorder=3)
-        noise = [math.sqrt(row["noise_trace"] / tokens) for tokens in sizes]
-        ax.plot(sizes, noise, color=BLACK, label="noise")
-        if row["gradient_square"] > 0:
-            ax.axhline(math.sqrt(row["gradient_square"]), color=BLACK, linestyle="--", label="the gradient itself")
-        for size in PAPER_SIZES:
-            ax.axvline(size, color=BLACK, linewidth=0.8, linestyle=":")
-        ax.set(xscale="log", yscale="log", xlabel="tokens per step")
-        ax.set_title(group, fontsize=10)
-    axes[0].set_ylabel("length, in the gradient's units")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside right center")
-    figure.supxlabel(f"{caption}; dotted: the paper's {_millions(PAPER_SIZES)} tokens per step", fontsize=8)
+
+def gradients_figure(sizes: Sequence[int], *, title: str) -> Figure:
+    """`draw_gradients` for several numbers of tokens per step."""
+    figure, axes = panels(len(sizes), width=3.3, height=3.5, sharey=True, title=title)
+    for ax, size in zip(axes, sizes, strict=True):
+        draw_gradients(ax, size)
+    axes[0].set_ylabel("gradient of weight 2")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, loc="outside lower center", ncols=2)
     return figure
 
 
-def _millions(sizes: Sequence[int]) -> str:
-    return " and ".join(f"{size / 1e6:.2g}M" for size in sizes)
+def noise_figure(row_of: Mapping[str, Row], sizes: Mapping[str, int], *, title: str, caption: str) -> Figure:
+    """Lengths of noise and bias against the tokens of a step; crosses mark T*.
+
+    row_of: variant -> its row, all of one group of parameters of one checkpoint. A band is two standard errors of |b|^2
+    either way. sizes: name -> tokens per step, marked by dotted lines.
+    """
+    figure, (ax,) = panels(1, width=7.2, height=4.2, title=title)
+    tokens = [2.0**x for x in range(12, 33)]
+    noise_trace = next(iter(row_of.values()))["noise_trace"]
+    ax.plot(tokens, [math.sqrt(noise_trace / x) for x in tokens], color=BLACK, label="noise")
+    for variant, row in row_of.items():
+        low, middle, high = (math.sqrt(max(row["bias_square"] + z * row["bias_square_error"], 0)) for z in (-2, 0, 2))
+        color = VARIANT_STYLES[variant][1]
+        ax.axhspan(low, high, color=color, alpha=0.25, linewidth=0)
+        ax.axhline(middle, color=color, label=f"bias: {variant}")
+        if row["tokens_at_bias"]:
+            ax.plot(row["tokens_at_bias"], middle, "x", color=BLACK, markersize=8, zorder=3)
+    ax.set(xscale="log", yscale="log", xlim=(tokens[0], tokens[-1]), ylim=(1e-5, None))
+    ax.set(xlabel="tokens per step", ylabel="length, in the gradient's units")
+    _mark(ax, sizes)
+    ax.legend(fontsize=9, loc="upper right")
+    figure.supxlabel(caption, fontsize=9)
+    return figure
 
 
 def tokens_at_bias_figure(
-    rows: Sequence[Row], groups: Sequence[str], sizes: Sequence[int], *, title: str, caption: str
+    checkpoints: Mapping[str, Sequence[Row]], sizes: Mapping[str, int], *, title: str, caption: str
 ) -> Figure:
-    """T*, the tokens per step at which bias reaches noise, of each group and variant; the bar ends at a cautious T*.
+    """T* (the tokens at which bias reaches noise) of the whole model: a line per variant, a mark per checkpoint.
 
-    sizes: tokens per step of our runs, dashed; the paper's are dotted.
+    checkpoints: name -> rows. sizes: name -> tokens per step, marked by dotted lines.
     """
-    figure, (ax,) = panels(1, width=8.6, height=0.75 + 0.62 * len(groups), title=title)
-    for y, group in enumerate(groups):
-        for shift, (variant, (marker, color)) in enumerate(VARIANT_STYLES.items()):
-            row, place = noise_of(rows, group, variant), y + 0.15 * (shift - 2)
-            low, middle = row["tokens_at_bias_low"], row["tokens_at_bias"]
-            label = None if y else variant
-            if middle:
-                ax.plot([low, middle], [place, place], color=color, linewidth=1)
-                ax.plot(middle, place, marker, color=color, markersize=5, label=label)
-            elif low:
-                ax.plot(low, place, ">", color=color, markersize=5, mfc="none", label=label)
-    for size, line in [(size, "--") for size in sizes] + [(size, ":") for size in PAPER_SIZES]:
-        ax.axvline(size, color=BLACK, linewidth=0.8, linestyle=line)
-    ax.set(xscale="log", xlabel="T*: tokens per step at which bias = noise")
-    ax.set_yticks(range(len(groups)), groups, fontsize=8)
-    ax.invert_yaxis()
-    figure.legend(*ax.get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    ours = ", ".join(f"{size:,}" for size in sizes)
-    lines = f"dashed: our runs' {ours} tokens per step; dotted: the paper's {_millions(PAPER_SIZES)}"
-    figure.supxlabel(f"{caption}\n{lines}", fontsize=8)
+    figure, (ax,) = panels(1, width=8.6, height=3.6, title=title)
+    for (name, rows), color, marker in zip(checkpoints.items(), COLORS, "osD^v<", strict=False):
+        stars = [noise_of(rows, "whole", variant)["tokens_at_bias"] for variant in VARIANT_STYLES]
+        found = [(star, y) for y, star in enumerate(stars) if star]
+        ax.plot(*zip(*found, strict=True), marker, color=color, mfc="none", markersize=8, mew=1.5, label=name)
+    ax.set(xscale="log", xlim=(1e4, 3e9), xlabel="T*: tokens per step at which bias = noise")
+    ax.set_yticks(range(len(VARIANT_STYLES)), list(VARIANT_STYLES), fontsize=10)
+    ax.set_ylim(len(VARIANT_STYLES) - 0.5, -0.5)
+    ax.grid(axis="y", alpha=0.3)
+    _mark(ax, sizes)
+    figure.legend(*ax.get_legend_handles_labels(), fontsize=9, loc="outside right upper")
+    figure.supxlabel(caption, fontsize=9)
     return figure
 
 
-def draw_balance(axes: Axes, rows: Sequence[Row], groups: Sequence[str], tokens_per_step: float) -> None:
-    """|bias| / noise of every variant at a number of tokens per step; above the line bias is the larger.
-
-    groups: of `score_groups`.
-    """
-    for shift, (variant, (_, color)) in enumerate(VARIANT_STYLES.items()):
-        ratios = [bias_to_noise(noise_of(rows, group, variant), tokens_per_step) for group in groups]
-        axes.bar([x + 0.16 * (shift - 2) for x in range(len(groups))], ratios, width=0.15, color=color, label=variant)
-    axes.axhline(1, color=BLACK, linewidth=0.8)
-    axes.set(yscale="log", ylim=(1e-3, 100))
-    axes.set_xticks(range(len(groups)), [group.partition(",")[0] for group in groups], fontsize=8)
-    axes.set_xlabel("query and key weights of")
-    axes.set_title(f"{tokens_per_step:,.0f} tokens per step", fontsize=10)
-
-
-def balance_figure(rows: Sequence[Row], groups: Sequence[str], sizes: Sequence[float], *, title: str) -> Figure:
-    """`draw_balance` for several numbers of tokens per step."""
-    figure, axes = panels(len(sizes), width=3.4, height=3.4, sharey=True, title=title)
-    for ax, size in zip(axes, sizes, strict=True):
-        draw_balance(ax, rows, groups, size)
-    axes[0].set_ylabel("|bias| / noise")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside right center")
-    return figure
+def _mark(axes: Axes, sizes: Mapping[str, int]) -> None:
+    """A dotted line for each number of tokens per step, its name beside it."""
+    for name, size in sizes.items():
+        axes.axvline(size, color=BLACK, linewidth=1, linestyle=":")
+        place = {"rotation": 90, "fontsize": 9, "va": "bottom", "ha": "right"}
+        axes.text(size, 0.02, name, transform=axes.get_xaxis_transform(), **place)

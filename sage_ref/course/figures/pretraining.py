@@ -57,11 +57,11 @@ def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
         lower.axhline(0, color=BLACK, linewidth=0.8)
         lower.set(xlabel="tokens, millions")
         upper.set_title(f"{size:,} tokens per step", fontsize=10)
-        upper.legend(fontsize=8)
-        lower.legend(fontsize=8, ncols=2)
+        upper.legend(fontsize=9)
+        lower.legend(fontsize=9, ncols=2, loc="lower left")
     axes[0, 0].set_ylabel("validation loss,\nnats per byte")
     axes[1, 0].set_ylabel("SageBwd less exact,\nnats per byte")
-    figure.supxlabel(record.caption, fontsize=8)
+    figure.supxlabel(record.caption, fontsize=9)
     return figure
 
 
@@ -85,13 +85,13 @@ def final_losses_figure(record: Record, *, title: str) -> Figure:
             ax.plot(list(losses.values()), [y] * len(losses), "o" if qk_norm else "D", color=color, mfc="none")
             diverged = len(runs) - len(losses)
             text = f"{diverged} diverged" if diverged else "" if runs else "not run"
-            ax.text(0.99, y, text, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=8)
+            ax.text(0.99, y, text, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=9)
         ax.set(xlabel="final validation loss, nats per byte")
         ax.set_title(f"{size:,} tokens per step", fontsize=10)
         ax.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(kinds)), [kind + ("" if norm else ", no QK-norm") for kind, norm in kinds], fontsize=8)
+    axes[0].set_yticks(range(len(kinds)), [kind + ("" if norm else ", no QK-norm") for kind, norm in kinds], fontsize=9)
     axes[0].set_ylim(len(kinds) - 0.5, -0.5)
-    figure.supxlabel(record.caption, fontsize=8)
+    figure.supxlabel(record.caption, fontsize=9)
     return figure
 
 
@@ -110,11 +110,11 @@ def gap_figure(record: Record, *, title: str) -> Figure:
             x, found.mean, found.half, fmt="s", color=BLUE, capsize=5, label=None if x else "ours, mean, 95% interval"
         )
         gap = 100 * (paper["sagebwd"] / paper["exact"] - 1)
-        ax.plot(x + 0.12, gap, "D", color=RED, label=None if x else "paper, one run each")
-        ax.annotate(f"{paper_size / 1e6:.2g}M", (x + 0.12, gap), (7, 5), textcoords="offset points", fontsize=8)
+        ax.plot(x + 0.12, gap, "D", color=RED, label=None if x else "paper, one run each, with its tokens per step")
+        ax.annotate(f"{paper_size / 1e6:.2g}M", (x + 0.12, gap), (7, 5), textcoords="offset points", fontsize=9)
     ax.axhline(0, color=BLACK, linewidth=0.8)
     ax.set_xticks(range(len(sizes)), [f"ours: {size:,} tokens per step" for size in sizes])
     ax.set(ylabel="SageBwd's loss less exact's,\n% of exact's", xlim=(-0.5, len(sizes) - 0.5))
-    ax.legend(fontsize=8, loc="lower left")
-    figure.supxlabel(record.caption, fontsize=8)
+    ax.legend(fontsize=9, loc="lower left")
+    figure.supxlabel(record.caption, fontsize=9)
     return figure

@@ -1,0 +1,123 @@
+"""Notebook 06: the bias of rounding, the noise of a gradient, what batches have in common, and where the two meet."""
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.quantization import fake_quantize
+
+
+def bias_of(x, rounded):
+    return (rounded - x).mean(0)
+
+
+def noise_square(gradients):
+    return gradients.var(0).sum()
+
+
+def common_square(vectors):
+    products = vectors @ vectors.mT
+    count = len(vectors)
+    return (products.sum() - products.trace()) / (count * (count - 1))
+
+
+def tokens_at_bias(noise, tokens, bias):
+    return tokens * noise / bias
+
+
+def _rounded_numbers() -> list[tuple]:
+    x = torch.exp(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
+    return [(x, fake_quantize(3 * x, (1, None)) / 3), (x[:5, :3], x[:5, :3].round())]
+
+
+def _gradients() -> list[tuple]:
+    generator = torch.Generator().manual_seed(1)
+    noisy = [torch.randn(count, 50, generator=generator) + 2 for count in (2, 16)]
+    return [(x.double(),) for x in noisy]
+
+
+def _measured() -> list[tuple]:
+    return [(0.04, 512, 1e-5), (2.0, 1024, 0.5)]
+
+
+GAPS = {
+    "bias_of": Gap(
+        bias_of,
+        _rounded_numbers,
+        (
+            Mistake(
+                "(rounded - x)",
+                "(rounded - x).abs()",
+                "That is the size of the error. A bias may cancel: keep the sign.",
+            ),
+            Mistake("rounded - x", "x - rounded", "The error is what rounding adds: rounded - x."),
+            Mistake(".mean(0)", ".mean(-1)", "One bias per number: average over the tokens, the first dimension."),
+            Mistake(".mean(0)", ".mean()", "One bias per number, not one for all of them."),
+            Mistake(".mean(0)", ".sum(0)", "A mean does not grow with the number of tokens; a sum does."),
+        ),
+    ),
+    "noise_square": Gap(
+        noise_square,
+        _gradients,
+        (
+            Mistake(
+                ".var(0)",
+                ".var(0, correction=0)",
+                "Divide by m - 1, not by m: the mean was taken from the same batches. (var does so by default.)",
+            ),
+            Mistake(
+                ".var(0)",
+                ".square().mean(0)",
+                "That is the square of the whole gradient. The noise is around the mean.",
+            ),
+            Mistake(".sum()", ".mean()", "The square of a length is the sum over all parameters, not their mean."),
+            Mistake(".var(0)", ".var(1)", "Batches are compared with one another: dimension 0."),
+            Mistake(".var(0)", ".std(0)", "Squares add up over the parameters, standard deviations don't: var."),
+        ),
+    ),
+    "common_square": Gap(
+        common_square,
+        _gradients,
+        (
+            Mistake(
+                "(products.sum() - products.trace()) / (count * (count - 1))",
+                "products.mean()",
+                "That is the square of the mean vector. Leave out the products of a vector with itself.",
+            ),
+            Mistake(
+                "(products.sum() - products.trace()) / (count * (count - 1))",
+                "products.trace() / count",
+                "Those are the products of each vector with itself. Wanted: of two different ones.",
+            ),
+            Mistake(
+                "(count * (count - 1))", "count**2", "How many pairs of different vectors are there? Not count squared."
+            ),
+            Mistake(
+                "(count * (count - 1))",
+                "(count * (count - 1) / 2)",
+                "The sum holds every pair twice, (a, b) and (b, a).",
+            ),
+        ),
+    ),
+    "tokens_at_bias": Gap(
+        tokens_at_bias,
+        _measured,
+        (
+            Mistake(
+                "tokens * noise / bias",
+                "noise / bias",
+                "noise is that of a batch of `tokens` tokens: tr Sigma is missing.",
+            ),
+            Mistake(
+                "tokens * noise / bias",
+                "noise / (tokens * bias)",
+                "tr Sigma = T E|n|^2: the noise of one token is larger.",
+            ),
+            Mistake("tokens * noise / bias", "tokens * bias / noise", "Upside down: a smaller bias is reached later."),
+            Mistake(
+                "tokens * noise / bias",
+                "tokens * (noise / bias) ** 0.5",
+                "Both are squares of lengths already, and the square of the noise falls as 1/T.",
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,119 @@
+"""Notebook 06b: differences by seed, the interval that a bootstrap gives their mean, and a rule for a verdict."""
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+
+
+def paired(losses, baseline):
+    return [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
+
+
+def resampled_means(values, choices):
+    return values[choices].mean(-1)
+
+
+def interval(means):
+    return torch.quantile(means, means.new_tensor([0.025, 0.975]))
+
+
+def verdict(low, high, gap):
+    if low > 0:
+        return "supported"
+    return "contradicted" if high < gap else "undecided"
+
+
+def _losses_by_seed() -> list[tuple]:
+    return [
+        ({0: 0.70, 1: 0.75, 2: 0.72}, {0: 0.71, 1: 0.73, 2: 0.73}),
+        ({3: 0.80, 1: 0.75, 4: 0.60}, {1: 0.73, 2: 0.90, 3: 0.78}),  # another order, and a seed that is missing
+    ]
+
+
+def _values_and_choices() -> list[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, generator=generator, dtype=torch.float64)
+    return [
+        (torch.tensor([1.0, 2.0, 6.0]), torch.tensor([[0, 0, 0], [0, 1, 2], [2, 2, 1]])),
+        (values, torch.randint(6, (6, 6), generator=generator)),
+    ]
+
+
+def _means() -> list[tuple]:
+    return [(torch.linspace(-1, 3, 401, dtype=torch.float64) ** 3,)]
+
+
+def _bounds() -> list[tuple]:
+    return [(0.5, 3.0, 2.1), (-1.0, 1.0, 2.1), (-1.0, 3.0, 2.1), (-3.0, -1.0, 2.1)]
+
+
+GAPS = {
+    "paired": Gap(
+        paired,
+        _losses_by_seed,
+        (
+            Mistake(
+                "[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
+                "[x - y for x, y in zip(losses.values(), baseline.values())]",
+                "That pairs by position. Pair by seed: the second trial has other seeds on either side.",
+            ),
+            Mistake(
+                "losses[seed] - baseline[seed]",
+                "baseline[seed] - losses[seed]",
+                "Above zero means: worse than the baseline.",
+            ),
+            Mistake(
+                "losses[seed] - baseline[seed]",
+                "abs(losses[seed] - baseline[seed])",
+                "Keep the sign: some seeds may be better than the baseline.",
+            ),
+            Mistake(
+                "[losses[seed] - baseline[seed] for",
+                "[losses[seed] - sum(baseline.values()) / len(baseline) for",
+                "That is the distance from the mean of the baseline. Subtract the loss of the same seed.",
+            ),
+        ),
+    ),
+    "resampled_means": Gap(
+        resampled_means,
+        _values_and_choices,
+        (
+            Mistake(
+                ".mean(-1)",
+                ".mean(0)",
+                "Each row of choices is one repetition of the experiment: average along the row.",
+            ),
+            Mistake(".mean(-1)", ".mean()", "One mean per repetition, not one of all."),
+            Mistake(".mean(-1)", ".sum(-1)", "The mean of a repetition, not its sum."),
+            Mistake(
+                "values[choices].mean(-1)", "choices.double().mean(-1)", "choices are places: the values stand there."
+            ),
+        ),
+    ),
+    "interval": Gap(
+        interval,
+        _means,
+        (
+            Mistake("[0.025, 0.975]", "[0.05, 0.95]", "That leaves out 5% on either side: it is a 90% interval."),
+            Mistake("[0.025, 0.975]", "[0.0, 1.0]", "That is all of them. An interval of 95% leaves out the outer 5%."),
+            Mistake("[0.025, 0.975]", "[0.0, 0.95]", "Leave out as much below as above."),
+            Mistake(
+                "torch.quantile(means, means.new_tensor([0.025, 0.975]))",
+                "means.mean() + means.std() * means.new_tensor([-1.0, 1.0])",
+                "One standard deviation either way holds about 68%.",
+            ),
+        ),
+    ),
+    "verdict": Gap(
+        verdict,
+        _bounds,
+        (
+            Mistake("low > 0", "high > 0", "Supported: the whole interval is above zero, its lower end, too."),
+            Mistake("low > 0", "low > gap", "Supported: a gap was found. It need not be as large as the paper's."),
+            Mistake("high < gap", "low < gap", "Contradicted: the whole interval lies below the paper's gap."),
+            Mistake(
+                "high < gap", "high < 0", "The claim has a size: an interval that ends below the gap speaks against it."
+            ),
+        ),
+    ),
+}
