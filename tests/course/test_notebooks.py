@@ -3,10 +3,12 @@
 nbval runs them again and compares, but it passes a notebook whose outputs were cleared and ignores misspelt tags.
 """
 
+import ast
 import copy
 import inspect
 import json
 import re
+import textwrap
 
 import pytest
 from matplotlib.figure import Figure
@@ -20,6 +22,9 @@ METADATA = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
 KNOWN_TAGS = {"nbval-ignore-output"}
 LAST_SECTIONS = ["What to remember", "Exercises", "Where the papers say more"]
 LARGEST = 1_500_000  # bytes
+MOST_CELLS, LEAST_FILL_INS = 60, 3
+LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if a whole Triton or Gluon program stands in it
+SMALLEST_LETTERS = 9  # points
 PRINTS = {"print", "predict", "compare", "fill_in"}
 FIGURE_MAKERS = {"subplots", "panels"} | {
     name
@@ -44,11 +49,16 @@ def problems(name: str, notebook: dict, size: int) -> list[str]:
         found.append(f"execution counts: expected 1 to {len(counts)} in order, got {counts}")
     if not any(cell["outputs"] for cell in code_cells):
         found.append("outputs: expected some, got none in any cell")
+    if len(cells) > MOST_CELLS:
+        found.append(f"cells: expected at most {MOST_CELLS}, got {len(cells)}")
+    fill_ins = sum(len(re.findall(r"\bfill_in\(", "".join(cell["source"]))) for cell in code_cells)
+    if fill_ins < LEAST_FILL_INS:
+        found.append(f"cells to fill in: expected at least {LEAST_FILL_INS}, got {fill_ins}")
     found += text_problems(name, cells)
     for number, cell in enumerate(cells):
         complaints = machine_problems(cell)
         if cell["cell_type"] == "code":
-            complaints += code_problems(cell)
+            complaints += code_problems(cell) + style_problems("".join(cell["source"]))
         found += [f"cell {number}: {complaint}" for complaint in complaints]
     return found
 
@@ -114,6 +124,34 @@ def code_problems(cell: dict) -> list[str]:
     return found
 
 
+def style_problems(source: str) -> list[str]:
+    """Cells too long, questions without a name, sliders that redraw while they are dragged, small letters."""
+    found = []
+    longest = LONGEST_PROGRAM if re.search(r"^\s*@(?:triton|gluon)\.jit", source, re.MULTILINE) else LONGEST
+    if (lines := len(source.splitlines())) > longest:
+        found.append(f"length: expected at most {longest} lines, got {lines}")
+    unnamed = re.findall(r"\b(?:predict|compare)\(\s*\"(q\d\w*)\"", source)
+    found += [f"question: expected a name that says what is asked, got {name}" for name in unnamed]
+    sizes = re.findall(r"\b(?:fontsize|labelsize)=(\d+(?:\.\d+)?)", source)
+    small = [size for size in sizes if float(size) < SMALLEST_LETTERS]
+    found += [f"letters: expected at least {SMALLEST_LETTERS} points, got {size}" for size in small]
+    return found + [complaint for call in calls_in(source) for complaint in slider_problems(call)]
+
+
+def calls_in(source: str) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+
+
+def slider_problems(call: ast.Call) -> list[str]:
+    """A slider in `call`, or a tuple that ipywidgets makes one of, that isn't told to wait until it is let go."""
+    name = ast.unparse(call.func).rpartition(".")[-1]
+    options = {option.arg: option.value for option in call.keywords}
+    if name.endswith("Slider") and ast.unparse(options.get("continuous_update", call.func)) != "False":
+        return [f"slider: expected {name}(..., continuous_update=False), got {ast.unparse(call)}"]
+    tuples = [option for option, value in options.items() if name in SLIDERS and isinstance(value, ast.Tuple)]
+    return [f"slider: expected {option}=IntSlider(..., continuous_update=False), got a tuple" for option in tuples]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
     found = problems(path.name, json.loads(path.read_text()), path.stat().st_size)
@@ -159,9 +197,12 @@ def notebook_without_problems() -> dict:
         code("print(1)", 1, [stdout("1\n")]),
         code("def draw():\n    return panels(1)", 2, []),
         code("_ = panels(1)", 3, [image]),
-        code("_ = interact(draw, x=(1, 2))", 4, [image], "nbval-ignore-output"),
+        code("_ = interact(draw, x=IntSlider(1, continuous_update=False))", 4, [image], "nbval-ignore-output"),
         code("if device is None:\n    print('none')", 5, []),
-        code("psi = fill_in('psi', psi)", 6, [stdout("psi: right.")], "nbval-ignore-output"),
+        *(
+            code(f"{name} = fill_in('{name}', {name})", count, [stdout(f"{name}: right.")], "nbval-ignore-output")
+            for count, name in enumerate(("psi", "phi", "chi"), 6)
+        ),
     ]
     return {"cells": [markdown[0], *cells, markdown[1]], "metadata": copy.deepcopy(METADATA)}
 
@@ -171,7 +212,7 @@ BREAKS = {  # what is done to it, and what the lint then reports
     "cells[1]['outputs'] = []": "cell 1: output: expected text",
     "cells[3]['outputs'] = []": "cell 3: output: expected a PNG",
     "cells[4]['outputs'] = []": "cell 4: output: expected some",
-    "for cell in code_cells: cell['execution_count'] += 5": "execution counts: expected 1 to 6 in order",
+    "for cell in code_cells: cell['execution_count'] += 5": "execution counts: expected 1 to 8 in order",
     "cells[1]['metadata'] = {'tags': ['nbval-ignore-outputs']}": "cell 1: tags: expected ['nbval-ignore-output'], got",
     "cells[4]['metadata'] = {}": "cell 4: tags: expected nbval-ignore-output",
     "cells[6]['metadata'] = {}": "cell 6: tags: expected nbval-ignore-output",
@@ -184,6 +225,15 @@ BREAKS = {  # what is done to it, and what the lint then reports
     "cells[1]['outputs'].append(stdout('<Line2D at 0x7f4039b9c810>'))": "cell 1: of this machine: at 0x7f4039b9c810",
     "cells[2]['outputs'] = [{'output_type': 'error', 'ename': 'KeyError'}]": "cell 2: error output: KeyError",
     "cells[1]['outputs'].append(stdout('UserWarning') | {'name': 'stderr'})": "cell 1: stderr: UserWarning",
+    "cells[9:9] = [cells[9]] * 51": "cells: expected at most 60, got 61",
+    "cells[8]['source'] = 'psi(x)'": "cells to fill in: expected at least 3, got 2",
+    "cells[2]['source'] += '\\n    pass' * 19": "cell 2: length: expected at most 20 lines, got 21",
+    "cells[2]['source'] = '@gluon.jit\\ndef f():\\n' + '    pass\\n' * 39": "cell 2: length: expected at most 40",
+    "cells[1]['source'] += '\\npredict(\\n    \"q1\", ...)'": "cell 1: question: expected a name",
+    "cells[3]['source'] += '\\n_ = ax.legend(fontsize=8.5)'": "cell 3: letters: expected at least 9 points, got 8.5",
+    "cells[4]['source'] = cells[4]['source'].replace('False', 'True')": "cell 4: slider: expected IntSlider(...",
+    "cells[4]['source'] = '_ = interact(draw, x=IntSlider(1))'": "cell 4: slider: expected IntSlider(...",
+    "cells[4]['source'] = '_ = interact(draw, x=(1, 2))'": "cell 4: slider: expected x=IntSlider(",
     "cells[0]['source'] = '# 00 · A title\\n\\n`sage_ref/attention.py`'": "first cell: expected the title",
     "cells[0]['source'] = cells[0]['source'].replace('# 00', '# 01')": "first cell: expected the title",
     "cells[0]['source'] = '# 00 · A title\\n\\n5 minutes'": "first cell: expected the module",
@@ -201,6 +251,13 @@ def test_the_lint_reports(statement):
     exec(statement, {"notebook": notebook, "cells": cells, "code_cells": cells[1:-1], "stdout": stdout})
     found = problems("00_title.ipynb", notebook, LARGEST)
     assert any(line.startswith(BREAKS[statement]) for line in found), found
+
+
+def test_only_a_cell_with_a_whole_program_may_have_forty_lines():
+    function = "def add(x_ptr):\n" + "    pass\n" * 37
+    assert style_problems("@triton.jit\n" + function) == []
+    assert style_problems("if device:\n" + textwrap.indent("@gluon.jit\n" + function, "    ")) == []
+    assert style_problems("@cache\n" + function) == ["length: expected at most 20 lines, got 39"]
 
 
 def test_the_lint_accepts_a_notebook_without_problems_unless_it_is_too_large():

@@ -46,7 +46,6 @@ from sage_ref.course.figures.sparse import (
     list_lengths_figure,
     outline_blocks,
     quantization_aware_figure,
-    router_figure,
     soft_mask_figure,
     sparsity_figure,
 )

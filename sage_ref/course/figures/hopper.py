@@ -52,8 +52,8 @@ def busy_figure(
         ax.set_xlim(-0.6, len(found) - 0.4)
         ax.set_title(f"D = {head_dim}", fontsize=10)
     axes[0].set(ylabel="% of the time", ylim=(0, 100))
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    figure.supxlabel(profile.caption, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, loc="outside right upper")
+    figure.supxlabel(profile.caption, fontsize=9)
     return figure
 
 
@@ -71,15 +71,15 @@ def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
         watts.plot([], [], "o", color=color, markersize=9, label=f"D = {head_dim}")
     watts.plot([], [], "o", color="0.5", mfc="white", markersize=9, label="clock held down by power")
     watts.axhline(limit, color=RED, linestyle="--", linewidth=1.2, label="the GPU's power limit")
-    watts.legend(fontsize=8, loc="lower left")
+    watts.legend(fontsize=9, loc="lower left")
     watts.set(ylabel="watts", ylim=(0, 1.1 * limit))
     clocks.set_ylabel("GHz")
     clocks.margins(y=0.4)
     for ax in (watts, clocks):
-        ax.set_xticks(range(len(names)), [name.replace(" ", "\n").replace("_", "\n_") for name in names], fontsize=8)
+        ax.set_xticks(range(len(names)), [name.replace(" ", "\n").replace("_", "\n_") for name in names], fontsize=9)
         ax.set_xlim(-0.5, len(names) - 0.5)
         ax.grid(axis="y", alpha=0.3)
-    figure.supxlabel(profile.caption, fontsize=8)
+    figure.supxlabel(profile.caption, fontsize=9)
     return figure
 
 
@@ -97,6 +97,6 @@ def draw_activity(axes: Axes, log: Mapping[str, Sequence[str]], colors: Mapping[
             start = end
     for what, color in colors.items():
         axes.barh(0, 0, color=color, label=what)
-    axes.set_yticks(range(len(log)), list(log), fontsize=8)
+    axes.set_yticks(range(len(log)), list(log), fontsize=9)
     axes.set_ylim(len(log) - 0.4, -0.6)
     axes.set_title(title, fontsize=10)

@@ -70,10 +70,10 @@ def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | N
             peer = bench.select(provider=provider, head_dim=head_dim, **size)[0]["tops"]
             ax.axhline(peer, color=color, linestyle="--", linewidth=1.2, label=name)
         ax.set_title(f"D = {head_dim}", fontsize=10)
-        ax.set_xticks(levels, LEVEL_NAMES[direction][: len(levels)], fontsize=8)
+        ax.set_xticks(levels, LEVEL_NAMES[direction][: len(levels)], fontsize=9)
     axes[0].set(ylabel="TOPS", ylim=(0, 1.35 * axes[0].dataLim.ymax))
-    axes[0].legend(fontsize=8, ncols=2, loc="upper left")
-    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
+    axes[0].legend(fontsize=9, ncols=2, loc="upper left")
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
     return figure
 
 
@@ -92,7 +92,7 @@ def draw_instructions(axes: Axes, kernels: Mapping[str, Sequence[Row]], *, title
         axes.bar(list(kernels), heights, bottom=bottom, color=color, width=0.7, label=kind)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_title(title, fontsize=10)
-    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="x", labelsize=9)
 
 
 def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figure:
@@ -122,6 +122,6 @@ def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figur
     ax.set_yticks([200, 500, 1000, 2000], [200, 500, 1000, 2000])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, loc="upper left")
-    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=8)
+    ax.legend(fontsize=9, loc="upper left")
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
     return figure

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_ref.attention import attention_forward
-from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
+from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, panels
 from sage_ref.records import Record
 from sage_ref.sla2 import (
     BlockSettings,
@@ -78,10 +78,13 @@ def pairs(count: int, *, title: str) -> tuple[Figure, Sequence[Axes]]:
     return figure, grid.flatten()[:count]
 
 
+CORNER = slice(24), slice(48)  # of a head's blocks: so few that each can be seen
+
+
 def sparsity_figure(
     query: Tensor, key: Tensor, value: Tensor, sparsities: Sequence[float], settings: BlockSettings
 ) -> Figure:
-    """For each sparsity: the blocks that SLA's heuristic selects in the first head, and what they hold in all heads.
+    """For each sparsity: what the blocks that SLA's heuristic selects hold in all heads; drawn: a corner of the first.
 
     query, key, value [B, H, N, D]. Errors are those of O_s alone and of the mix with the true mass as alpha.
     """
@@ -98,7 +101,7 @@ def sparsity_figure(
         mixed = mix(o_s, o_l, per_query(alpha, query.shape[-2], settings))
         errors = f"error: sparse {relative_l2(o_s, exact):.2f}, mixed {relative_l2(mixed, exact):.2f}"
         title = f"sparsity {sparsity:.0%}: {alpha.mean():.0%} of the mass\n{errors}"
-        draw_block_mass(ax, mass[0, 0], block_mask=mask[0, 0], title=title)
+        draw_block_mass(ax, mass[0, 0][CORNER], block_mask=mask[0, 0][CORNER], title=title)
     return figure
 
 
@@ -119,42 +122,7 @@ def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) 
         ax.set(xlabel="rank of the key block", xscale="log", ylim=(-0.03, 1.05))
         ax.set_title(f"tau = {temperature:g}", fontsize=10)
     axes[0].set_ylabel("weight of the block")
-    axes[-1].legend(fontsize=8)
-    return figure
-
-
-def router_figure(record: Record, *, title: str) -> Figure:
-    """Error of each method against k, on fitted and on held-out samples, mean over layers; dots are seeds.
-
-    record: rows of `python -m sage_ref train-router` for several sparsities.
-    """
-    figure, axes = panels(2, width=4.6, height=4.2, title=title)
-    styles = {
-        ("heuristic, sparse only", None): ("s", BLACK, "heuristic router, sparse only"),
-        ("SLA, best step", None): ("D", RED, "SLA (best step)"),
-        ("SLA2", "soft, P_c / 0.1"): ("v", PURPLE, "SLA2, soft mask (M e^S)"),
-        ("heuristic, alpha fitted", None): ("^", SKY, "heuristic router, fitted alpha"),
-        ("SLA2", "straight-through, log P_c / 1"): ("o", BLUE, "SLA2, straight-through"),
-        ("best mask, alpha fitted", None): ("*", GREEN, "best mask, fitted alpha"),
-    }
-    for ax, samples in zip(axes, ("fitted", "held out"), strict=True):
-        for (method, relaxation), (marker, color, label) in styles.items():
-            of_method = record.select(samples=samples, method=method)
-            found = [row for row in of_method if row.get("relaxation") == relaxation]
-            by_seed = {(row["sparsity"], row.get("seed")): [] for row in found}
-            for row in found:
-                by_seed[row["sparsity"], row.get("seed")].append(row["error"])
-            percent = sorted({sparsity for sparsity, _ in by_seed})
-            seeds = {s: [mean(x) for (of, _), x in by_seed.items() if of == s] for s in percent}
-            ax.plot([100 * (1 - s) for s in percent], [mean(seeds[s]) for s in percent], color=color, linewidth=1)
-            dots = [(100 * (1 - s), error) for s, errors in seeds.items() for error in errors]
-            ax.plot(*zip(*dots, strict=True), marker, color=color, markersize=6, label=label)
-        ax.set(xlabel="k: blocks selected, %", xticks=[3, 4, 5], ylim=(0, 1.4 * ax.dataLim.ymax))
-        ax.set_title(f"{samples} samples", fontsize=10)
-        ax.grid(alpha=0.3)
-    axes[0].set_ylabel("squared error / squared length of O")
-    axes[0].legend(fontsize=7, ncols=2, loc="upper right")
-    figure.supxlabel(record.caption, fontsize=8)
+    axes[-1].legend(fontsize=9)
     return figure
 
 

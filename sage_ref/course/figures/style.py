@@ -62,6 +62,6 @@ def show_matrix(
 
 def show_letters(axes: Axes, rows: str, columns: str) -> None:
     """Label a [len(rows), len(columns)] matrix with the letters that are its tokens."""
-    axes.set_yticks(range(len(rows)), rows, fontfamily="monospace", fontsize=7)
-    axes.set_xticks(range(len(columns)), columns, fontfamily="monospace", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows, fontfamily="monospace", fontsize=9)
+    axes.set_xticks(range(len(columns)), columns, fontfamily="monospace", fontsize=9)
     axes.tick_params(length=0)

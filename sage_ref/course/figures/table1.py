@@ -29,7 +29,7 @@ def table1_figure(record: Record, setting: dict) -> Figure:
         ax.set(title=tensor, xlabel="sigma of Q and K", yscale="log", xticks=sigma)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("relative L2 error")
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=9)
     return figure
 
 
@@ -49,7 +49,7 @@ def table1_choices_figure(record: Record) -> Figure:
             ax.plot(list(PAPER_TABLE1), ratios, f"{marker}-", color=color, label=value, markersize=5)
         ax.axhline(1, color=BLACK, linewidth=0.8, linestyle=":")
         ax.set(xlabel="sigma of Q and K", xticks=list(PAPER_TABLE1), ylim=(0.8, 2.4))
-        ax.legend(fontsize=8, title=name, title_fontsize=8)
+        ax.legend(fontsize=9, title=name, title_fontsize=9)
     axes[0].set_ylabel("relative L2 error, here / paper")
     return figure
 
