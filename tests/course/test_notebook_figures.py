@@ -1,7 +1,9 @@
-"""The figures of notebooks 00 to 02, 05, 10 and 11: they draw what they say, also for other values of a slider."""
+"""The figures of notebooks 00 to 03, 05, 10 and 11: they draw what they say, also for other values of a slider."""
 
+import math
 import re
 from pathlib import Path
+from statistics import mean
 
 import matplotlib.pyplot as plt
 import pytest
@@ -12,6 +14,7 @@ from sage_ref import sla2
 from sage_ref.course import figures
 from sage_ref.course.figures import panels
 from sage_ref.quantization import fake_quantize
+from sage_ref.records import read_record
 from sage_ref.sla2 import BlockSettings, block_mass, soft_top_k
 from sage_ref.tracing import relative_l2
 
@@ -51,6 +54,20 @@ def test_letters_label_rows_and_columns(ax):
     figures.show_letters(ax, word, text)
     assert "".join(label.get_text() for label in ax.get_yticklabels()) == word
     assert "".join(label.get_text() for label in ax.get_xticklabels()) == text
+
+
+def test_the_choices_of_table_1_are_averaged_over_the_record():
+    record = read_record("table1_sweep")
+    figure = figures.table1_choices_figure(record)
+    line = next(line for line in figure.axes[3].lines if line.get_label() == "row")
+    logs = [math.log(row["rel_l2"] / row["paper_rel_l2"]) for row in record.select(granularity="row", sigma=1)]
+    assert line.get_ydata()[0] == pytest.approx(math.exp(mean(logs)))
+
+
+def test_larger_scores_have_larger_errors():
+    figure = figures.sigma_figure((1, 5))
+    shown = [float(ax.get_title().rpartition("dQ ")[2]) for ax in figure.axes]
+    assert shown[0] < 0.1 < shown[1]
 
 
 @pytest.mark.parametrize(("outlier", "ends"), [(0.0, False), (30.0, False), (1000.0, True)])

@@ -8,7 +8,7 @@ import torch
 from sage_ref.__main__ import main
 from sage_ref.experiments import table2
 from sage_ref.experiments.table2 import MEASURES, PAPER_TABLE2, table2_rows
-from sage_ref.records import Record, read_record
+from sage_ref.records import RECORDED, Record, read_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import INTERMEDIATES, exact_intermediates, rms
 from sage_ref.training.capture import Capture, read_capture, write_capture
@@ -29,6 +29,16 @@ def test_table2_has_a_row_per_layer_and_intermediate(inputs):
     assert rows[3]["rel_l2"] != rows[11]["rel_l2"]
     (dp,) = Record({}, rows).select(layer=0, tensor="dP")
     assert (dp["cosine"], dp["rel_l2"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("norm", table2.CAPTURES)
+def test_the_record_is_that_of_the_committed_captures(norm):
+    layers = read_capture(RECORDED / f"{table2.CAPTURES[norm]}.safetensors").layers
+    rows = table2_rows(layers, SageBwdSettings.printed(is_causal=True))
+    recorded = read_record("table2_captures").select(qk_norm=norm == "QK-norm")
+    for row, expected in zip(rows, recorded, strict=True):
+        assert (row["layer"], row["tensor"]) == (expected["layer"], expected["tensor"])
+        assert [row[name] for name in MEASURES] == pytest.approx([expected[name] for name in MEASURES], rel=0.02)
 
 
 def test_the_most_error_prone_layer_is_that_of_the_largest_error_of_dq():

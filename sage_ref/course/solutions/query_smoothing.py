@@ -1,0 +1,107 @@
+"""Notebook 03b: Q-smoothing, the scores it leaves to a second product, and the second branch of dK."""
+
+import torch
+
+from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.quantization import fake_quantize
+
+HEAD_DIM, BLOCK = 6, 4
+C = HEAD_DIM**-0.5
+
+
+def smooth_query(q, block):
+    tiles = q.unflatten(-2, (-1, block))
+    q_mean = tiles.mean(-2)
+    return (tiles - q_mean[..., None, :]).flatten(-3, -2), q_mean
+
+
+def int8_scores(q_smooth, q_mean, k, c, block):
+    in_int8 = fake_quantize(q_smooth, (block, None)) @ fake_quantize(k, (block, None)).mT
+    of_the_mean = q_mean @ k.mT
+    return c * (in_int8 + of_the_mean.repeat_interleave(block, -2))
+
+
+def mean_branch(ds, q_mean, c, block):
+    column_sums = ds.unflatten(-2, (-1, block)).sum(-2)
+    return c * column_sums.mT @ q_mean
+
+
+def extra_share(head_dim, block):
+    return 2 * block * head_dim / (2 * block * block * head_dim)
+
+
+def _draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+def _scores() -> list[tuple]:
+    q_smooth, k = _draw(2, 8, HEAD_DIM) - 1, _draw(3, 8, HEAD_DIM)
+    return [(q_smooth, 3 * _draw(4, 2, HEAD_DIM), k, C, BLOCK)]
+
+
+GAPS = {
+    "smooth_query": Gap(
+        smooth_query,
+        lambda: [(_draw(0, 8, HEAD_DIM), BLOCK), (_draw(1, 2, 6, 5), 2)],
+        (
+            Mistake("tiles.mean(-2)", "tiles.mean((-3, -2))[..., None, :] + 0 * tiles.mean(-2)", "One mean per tile."),
+            Mistake("tiles.mean(-2)", "tiles[..., 0, :]", "That is the first query of each tile, not the mean."),
+            Mistake("tiles.mean(-2)", "tiles.sum(-2)", "A sum over queries is no mean."),
+            Mistake("tiles - q_mean", "tiles + q_mean", "Subtract it."),
+            Mistake(".flatten(-3, -2), q_mean", ", q_mean", "Q_sm has the shape of Q: put the tiles together again."),
+        ),
+    ),
+    "int8_scores": Gap(
+        int8_scores,
+        _scores,
+        (
+            Mistake(
+                "(in_int8 + of_the_mean.repeat_interleave(block, -2))",
+                "in_int8",
+                "The softmax does not cancel it: put the product of the means back.",
+            ),
+            Mistake("c * (in_int8 +", "(c * in_int8 +", "Both products need c."),
+            Mistake(
+                "of_the_mean.repeat_interleave(block, -2)",
+                "of_the_mean.repeat(block, 1)",
+                "Row 0 belongs to the first 4 queries: repeat each row, not the whole.",
+            ),
+            Mistake(
+                "q_mean @ k.mT",
+                "q_mean @ fake_quantize(k, (block, None)).mT",
+                "The mean is large: with rounded keys it would enlarge their errors.",
+            ),
+            Mistake(
+                "q_mean @ k.mT",
+                "fake_quantize(q_mean, (1, None)) @ k.mT",
+                "This product stays in 16 bit: the mean is not rounded to INT8.",
+            ),
+        ),
+    ),
+    "mean_branch": Gap(
+        mean_branch,
+        lambda: [(_draw(5, 8, 10), _draw(6, 2, HEAD_DIM), C, BLOCK), (_draw(7, 6, 5), _draw(8, 3, HEAD_DIM), C, 2)],
+        (
+            Mistake("c * column", "column", "S = c Q K^T, so every branch of dK needs c."),
+            Mistake(".sum(-2)", ".mean(-2)", "Each query of the tile adds its dS: a sum, not a mean."),
+            Mistake(".sum(-2)", ".sum(-1)", "Those are row sums. dK_j gets something from every query: sum columns."),
+            Mistake("@ q_mean", "@ q_mean.flip(0)", "The column sums of a tile belong to the mean of the same tile."),
+            Mistake(
+                "ds.unflatten(-2, (-1, block)).sum(-2)",
+                "ds.sum(-2).expand(len(q_mean), -1) / len(q_mean)",
+                "Each tile has a mean of its own: sum each tile's columns for itself.",
+            ),
+        ),
+    ),
+    "extra_share": Gap(
+        extra_share,
+        lambda: [(64, 64), (128, 32)],
+        (
+            Mistake("2 * block * head_dim / (", "2 * block * block * head_dim / (", "The mean is one row, not a tile."),
+            Mistake(
+                "/ (2 * block * block * head_dim)", "/ (2 * block * block)", "A product of D channels: D terms each."
+            ),
+            Mistake("2 * block * head_dim / (", "2 * head_dim / (", "One row of means meets all keys of the tile."),
+        ),
+    ),
+}
