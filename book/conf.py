@@ -24,6 +24,7 @@ include_patterns = [
     "notebooks/*.ipynb",
     "exercises/README.md",
     "exercises/*/README.md",
+    "exercises/solutions/*.md",
     "kernels/*.md",
     "RESULTS.md",
     "CONTRIBUTING.md",

@@ -1,6 +1,6 @@
 """A Sphinx extension: what turns the repository's notebooks and pages into a book.
 
-- Each notebook gets a head with a badge for Colab, and a note where a slider needs a running kernel.
+- Each notebook gets badges in place of its link and cell for Colab, and a note where a slider needs a kernel.
 - A link to, or the name of, a file of the repository that is no page leads to its public address.
 - Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
 - MathJax is copied from its package, and the folder's index.html leads to the home page.
@@ -19,8 +19,8 @@ from sphinx.util.docutils import SphinxDirective
 
 from exercises import exercise_names
 from exercises.stubs import header_of, read_master
-from sage_ref.course.colab import install_cell
-from sage_ref.course.outline import colab_address, file_address, notebooks, public_address
+from sage_ref.course.notebook_frame import INSTALL, ON_COLAB
+from sage_ref.course.outline import colab_address, file_address, notebooks
 from sage_ref.records import markdown_table, repository
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -36,18 +36,13 @@ HOME = """<!doctype html>
 
 
 def notebook_head(path: Path) -> str:
-    """Markdown that follows the first cell: where to run the notebook."""
+    """Markdown in place of the link and the cell for Colab: where to run the notebook, and where its file is."""
     return f"""[![Open in Colab](/book/static/colab.svg)]({colab_address(path)}) \
-[![The notebook's file](/book/static/file.svg)]({file_address(path)})
-
-:::{{dropdown-cell}} On Colab, run this cell first
-{install_cell(public_address())}
-:::
-"""
+[![The notebook's file](/book/static/file.svg)]({file_address(path)})"""
 
 
 def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Event source-read: the notebook's JSON with its head, and with notes in place of sliders."""
+    """Event source-read: the notebook's JSON with its head for the cell for Colab, and notes in place of sliders."""
     path = Path(f"{docname}.ipynb")
     if not (repository() / path).exists():
         return
@@ -57,22 +52,10 @@ def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
             if WIDGET in output.get("data", {}):
                 output["data"] = {"text/html": SLIDER_NOTE}
     head = {"cell_type": "markdown", "id": "head", "metadata": {}, "source": notebook_head(path)}
-    notebook["cells"].insert(1, head)
+    first, *cells = notebook["cells"]
+    first["source"] = ON_COLAB.sub("", "".join(first["source"]))
+    notebook["cells"] = [first, head, *(cell for cell in cells if cell["id"] != INSTALL)]
     content[0] = json.dumps(notebook)
-
-
-class DropdownCell(SphinxDirective):
-    """A cell of code, folded under its title."""
-
-    has_content = True
-    required_arguments = 1
-    final_argument_whitespace = True
-
-    def run(self) -> list[nodes.Node]:
-        code = "\n".join(self.content)
-        begin = nodes.raw("", f"<details><summary>{self.arguments[0]}</summary>", format="html")
-        end = nodes.raw("", "</details>", format="html")
-        return [begin, nodes.literal_block(code, code, language="ipython3"), end]
 
 
 # Links to files of the repository
@@ -192,7 +175,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", with_head_and_notes)
     app.connect("build-finished", add_files)
     app.add_transform(LinksToTheRepository)
-    app.add_directive("dropdown-cell", DropdownCell)
     app.add_directive("course-map", CourseMap)
     app.add_directive("exercise-map", ExerciseMap)
     app.add_directive("way", Way)

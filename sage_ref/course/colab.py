@@ -1,4 +1,4 @@
-"""The course on Colab: one cell to put first, and the program that the cell starts.
+"""The course on Colab: the cell that comes first in each notebook, and the program that it starts.
 
 Colab brings its own PyTorch, of a version that changes; the course is made with the versions of constraints.txt. So the
 cell fetches the repository and runs this file, which installs the pinned versions of what notebooks import. No version
@@ -25,7 +25,7 @@ import sys
 
 if "google.colab" in sys.modules:
     %cd -q /content
-    !git clone --quiet --depth 1 {address}
+    !test -d {folder} || git clone --quiet --depth 1 {address}
     !{{sys.executable}} {folder}/sage_ref/course/colab.py
     sys.path[:0] = ["/content/{folder}", "/content/{folder}/kernels"]
     %cd -q {folder}/notebooks

@@ -1,8 +1,9 @@
-"""What the records say in README.md, RESULTS.md and the kernels' pages, and the README's figure.
+"""What the records say in README.md, RESULTS.md and the kernels' pages, the README's figure, and the notebooks' frame.
 
 `python -m sage_ref readme` writes them.
 
-It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; all else there is written by hand.
+It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; all else there is written by hand. In the
+notebooks it writes what `notebook_frame` says.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from sage_ref.course.kernel_results import (
     sla2_ladder,
     sla2_parts,
 )
+from sage_ref.course.notebook_frame import rewrite_notebooks
 from sage_ref.course.outline import notebooks
 from sage_ref.course.paired_results import headline, paired_sparse, paired_speed, paired_ways
 from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     overview = repository() / OVERVIEW
     overview.parent.mkdir(exist_ok=True)
     overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(overview)
-    changed = [str(path) for path in rewrite()]
+    changed = [str(path) for path in (*rewrite(), *rewrite_notebooks())]
     print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
     if options.json:
         with replaced(options.json) as temporary:

@@ -26,8 +26,14 @@ LOOK = """async () => {
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # one connection for many files
+
     def log_message(self, *args):
         pass
+
+    def end_headers(self):
+        self.send_header("Cache-Control", "max-age=3600")  # MathJax is fetched and compiled once, not for every page
+        super().end_headers()
 
 
 @pytest.fixture(scope="module")

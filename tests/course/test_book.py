@@ -4,13 +4,17 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from sage_ref.course import colab
+from sage_ref.course import colab, notebook_frame, outline
+from sage_ref.course.notebook_frame import INSTALL, framed, rewrite_notebooks
 from sage_ref.course.outline import colab_address, file_address, notebooks, public_address
 from sage_ref.records import REPOSITORY
+
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture
@@ -60,21 +64,58 @@ def test_a_requirement_without_a_pin_is_named(tmp_path, monkeypatch):
         colab.pinned()
 
 
-def test_colabs_cell_is_a_cell_that_does_nothing_elsewhere():
+def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves(monkeypatch):
     cell = colab.install_cell("https://example.org/owner/name")
-    assert "!git clone --quiet --depth 1 https://example.org/owner/name\n" in cell
     program = TransformerManager().transform_cell(cell)
     (script,) = re.findall(r"name/(\S+\.py)", cell)
     assert REPOSITORY / script == Path(colab.__file__)
-    before = list(sys.path)
-    exec(program, {})  # get_ipython is unknown here: a command that ran would raise
-    assert sys.path == before
-    sys.modules["google.colab"] = None
-    try:
-        with pytest.raises(NameError, match="get_ipython"):
-            exec(program, {})
-    finally:
-        del sys.modules["google.colab"]
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before, done = list(sys.path), []
+    shell = SimpleNamespace(system=done.append, run_line_magic=lambda *words: done.append(" ".join(words)))
+    exec(program, {"get_ipython": lambda: shell})
+    assert (done, sys.path) == ([], before)
+    monkeypatch.setitem(sys.modules, "google.colab", None)
+    exec(program, {"get_ipython": lambda: shell})
+    assert done == [
+        "cd -q /content",
+        "test -d name || git clone --quiet --depth 1 https://example.org/owner/name",
+        "{sys.executable} name/sage_ref/course/colab.py",
+        "cd -q name/notebooks",
+    ]
+    assert sys.path == ["/content/name", "/content/name/kernels", *before]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_what_colab_needs_and_a_link_to_its_answers(path):
+    up_to_date = path.read_text() == framed(path.relative_to(REPOSITORY))
+    assert up_to_date, "run `python -m sage_ref readme`"
+
+
+def test_a_frame_is_written_once_and_follows_the_address(tmp_path, monkeypatch):
+    cells = [
+        {"cell_type": "markdown", "source": ["# 01 · Title"]},
+        {"cell_type": "code", "execution_count": 1, "outputs": [{"execution_count": 1, "data": {}}], "source": ["1"]},
+        {"cell_type": "markdown", "source": ["## Exercises\n", "\n", "1. One\n", "\n", "## Where the papers say more"]},
+    ]
+    path = Path("notebooks", "01_title.ipynb")
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / path).write_text(json.dumps({"cells": cells}))
+    for module in (notebook_frame, outline):
+        monkeypatch.setattr(module, "repository", lambda: tmp_path)
+    found = []
+    for name in ("first", "first", "second"):
+        urls = f'[project.urls]\nRepository = "https://github.com/{name}/course"\n'
+        (tmp_path / "pyproject.toml").write_text(urls)
+        found.append(rewrite_notebooks())
+        title, install, code, exercises = json.loads((tmp_path / path).read_text())["cells"]
+        assert title["source"][0] == "# 01 · Title\n"
+        assert "".join(title["source"]).count("on Colab") == 1
+        assert f"github/{name}/course/blob/main/notebooks/01_title.ipynb" in title["source"][-1]
+        assert "".join(install["source"]) == colab.install_cell(f"https://github.com/{name}/course").rstrip()
+        assert (install["execution_count"], code["execution_count"], code["outputs"][0]["execution_count"]) == (1, 2, 2)
+        link = "Answers to the open questions: [exercises/solutions/01.md](../exercises/solutions/01.md)"
+        assert re.findall(r"1\. One\n\n(.*\))\. .*\n\n## Where", "".join(exercises["source"])) == [link]
+    assert found == [[tmp_path / path], [], [tmp_path / path]]
 
 
 def test_steps_have_the_minutes_of_the_notebooks_themselves(course_pages):
@@ -88,15 +129,33 @@ def test_steps_have_the_minutes_of_the_notebooks_themselves(course_pages):
         course_pages.steps(["notebook 99"])
 
 
-def test_a_notebooks_page_has_a_head_and_says_where_a_slider_stands(course_pages):
-    text = (REPOSITORY / "notebooks" / "00_start_here.ipynb").read_text()
+def test_ways_fit_into_their_time_and_three_days_hold_every_notebook(course_pages):
+    text = (REPOSITORY / "book" / "ways.md").read_text()
+    minutes, in_three_days = {}, []
+    for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        title = part.partition(":")[0]
+        for day in re.findall(r"^```\{way\}\n(.*?)^```$", part, re.DOTALL | re.MULTILINE):
+            lines = day.splitlines()
+            minutes.setdefault(title, []).append(sum(time for _, time in course_pages.steps(lines)))
+            in_three_days += lines if title == "Three days" else []
+    assert {title: len(days) for title, days in minutes.items()} == {"Half a day": 1, "One day": 3, "Three days": 3}
+    assert max(minutes["Half a day"]) <= 5 * 60
+    assert max(minutes["One day"] + minutes["Three days"]) <= 8 * 60
+    needed = [f"notebook {number}" for _, number, title, _ in notebooks() if "optional" not in title.lower()]
+    assert [line for line in in_three_days if line.startswith("notebook")] == needed
+
+
+def test_a_notebooks_page_has_badges_in_place_of_colabs_cell_and_says_where_a_slider_stands(course_pages):
+    path = Path("notebooks/00_start_here.ipynb")
+    text = framed(path)
     content = [text]
     course_pages.with_head_and_notes(None, "notebooks/00_start_here", content)
     before, after = json.loads(text)["cells"], json.loads(content[0])["cells"]
-    assert after[0] == before[0]
-    assert colab_address(Path("notebooks/00_start_here.ipynb")) in after[1]["source"]
-    assert colab.install_cell(public_address()) in after[1]["source"]
-    assert [cell["source"] for cell in after[2:]] == [cell["source"] for cell in before[1:]]
+    assert after[0]["source"] == "".join(before[0]["source"][:-2]).rstrip()
+    assert colab_address(path) in before[0]["source"][-1]
+    assert before[1]["id"] == INSTALL
+    assert after[1]["source"].count(colab_address(path)) == after[1]["source"].count(file_address(path)) == 1
+    assert [cell["source"] for cell in after[2:]] == [cell["source"] for cell in before[2:]]
     sliders = text.count(course_pages.WIDGET)
     assert sliders > 0
     assert content[0].count("Here the notebook has a slider") == sliders
