@@ -22,6 +22,12 @@ COMMANDS = {
     ),
     "table1": Command("sage_ref.experiments.table1", "the paper's Table 1, swept over what it leaves open"),
     "table2": Command("sage_ref.experiments.table2", "the paper's Table 2 on captured activations"),
+    "repair": Command(
+        "sage_ref.experiments.repair", "what each remedy does to the errors of dS, dQ and dK, and what it costs"
+    ),
+    "full-batch": Command(
+        "sage_ref.experiments.full_batch", "train without batch noise: does SageBwd fall behind, and do remedies help?"
+    ),
     "readme": Command("sage_ref.course.readme", "write the measured tables and figure from the records"),
     "pretrain": Command(
         "sage_ref.experiments.pretrain", "pre-train a Llama, on one device or, under torchrun, on many"

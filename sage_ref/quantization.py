@@ -39,7 +39,7 @@ class QuantizedTensor:
     def dequantize(self) -> Tensor:
         """scale * values, [..., R, C] in the dtype of scale."""
         rows, columns = self.values.shape[-2:]
-        return self.values.to(self.scale.dtype) * _spread(self.scale, self.block_shape, rows, columns)
+        return self.values.to(self.scale.dtype) * spread(self.scale, self.block_shape, rows, columns)
 
 
 def quantize(
@@ -70,7 +70,7 @@ def fake_quantize(
 ) -> Tensor:
     """quantize(x, ...).dequantize() without the detour through int8: x rounded to its own INT8 grid."""
     integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
-    return integers.mul_(_spread(scale, block_shape, *x.shape[-2:]))
+    return integers.mul_(spread(scale, block_shape, *x.shape[-2:]))
 
 
 def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         if scale_count != 1:
             raise ValueError(f"{name}: expected one scale along the contraction, got {scale_count}")
     rows, columns = a.values.shape[-2], b.values.shape[-1]
-    s_a = _spread(a.scale, (a.block_shape[0], 1), rows, 1)
-    s_b = _spread(b.scale, (1, b.block_shape[1]), 1, columns)
+    s_a = spread(a.scale, (a.block_shape[0], 1), rows, 1)
+    s_b = spread(b.scale, (1, b.block_shape[1]), 1, columns)
     return integer_matmul(a.values, b.values) * s_a * s_b
 
 
@@ -122,12 +122,12 @@ def _round_to_grid(x, block_shape, rounding, generator):
     sides = zip(x.shape[-2:], block_shape, strict=True)
     rows, columns = (size if block is None else block_that_fits(block, size) for size, block in sides)
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # in float16, s of a small gradient underflows
-    largest = _block_max(x, rows, columns)
+    largest = block_max(x, rows, columns)
     # By a tensor: dividing by a number, CUDA multiplies by its rounded inverse, and a tie at max|X| / 2 may flip.
     scale = largest / torch.full_like(largest, INT8_MAX)
     # A subnormal s has too few digits: X / s would leave the INT8 range.
     divisor = torch.where(scale < torch.finfo(scale.dtype).tiny, 1, scale)
-    ratio = x / _spread(divisor, (rows, columns), *x.shape[-2:])
+    ratio = x / spread(divisor, (rows, columns), *x.shape[-2:])
     if rounding == "nearest":
         integers = ratio.round_()
     else:
@@ -137,7 +137,7 @@ def _round_to_grid(x, block_shape, rounding, generator):
     return torch.nan_to_num_(integers, nan=0.0), torch.where(scale.isfinite(), scale, torch.nan), (rows, columns)
 
 
-def _block_max(x, rows, columns):
+def block_max(x, rows, columns):
     """max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; the last blocks may be partial."""
     pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
     if pad_rows or pad_columns:
@@ -146,7 +146,7 @@ def _block_max(x, rows, columns):
     return blocks.abs().amax((-3, -1))
 
 
-def _spread(scale, block_shape, rows, columns):
+def spread(scale, block_shape, rows, columns):
     """scale [..., blocks, blocks] repeated over its blocks and cut to [..., rows, columns]; size 1 broadcasts."""
     for axis, block, size in ((-2, block_shape[0], rows), (-1, block_shape[1], columns)):
         if scale.shape[axis] not in (1, size):

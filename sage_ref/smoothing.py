@@ -1,4 +1,4 @@
-"""Making Q and K easier to quantise: K-smoothing, Q-smoothing, QK-norm.
+"""Making Q, K and V easier to quantise: K-smoothing, Q-smoothing, V-smoothing, QK-norm.
 
 Queries and keys carry offsets that all tokens share. An offset widens a block's scale and so costs precision,
 yet the softmax ignores most of it.
@@ -7,6 +7,7 @@ K-smoothing, K_sm = K - 1 mu_K^T with mu_K the mean over tokens, is exact: it su
 score of row i, which the softmax cancels. dQ = c dS K_sm too, since rows of dS sum to zero.
 Q-smoothing, Q_sm = Q - 1 mu_Q^T with mu_Q the mean of one query block, is not free: mu_Q K^T differs from key
 to key, so it is added back to the scores, and dK gains a second branch (see `query_mean_grad_key`).
+V-smoothing is not the paper's: see `smooth_value`.
 """
 
 import torch
@@ -32,6 +33,16 @@ def key_mean_scores(query: Tensor, key_mean: Tensor, scale: float) -> Tensor:
     Added to the log-sum-exp of the smoothed scores it gives that of the scores themselves.
     """
     return query @ key_mean.mT * scale
+
+
+def smooth_value(value: Tensor) -> tuple[Tensor, Tensor]:
+    """V_sm = V - mu_V and mu_V. value [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
+
+    Rows of P sum to one, so P V = P V_sm + 1 mu_V^T. And dP = dO V^T = dO V_sm^T + (dO mu_V) 1^T: what is added to a
+    row of dP is added to delta as well. The mean runs over future tokens, too, as that of `smooth_key` does.
+    """
+    mean = value.mean(-2, keepdim=True)
+    return value - mean, mean
 
 
 def smooth_query(query: Tensor, block_q: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ cosine = <x, y> / (|x| |y|), relative L2 = |x - y| / |y|, RMS(y) = |y| / sqrt(nu
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sage_ref.attention import AttentionBackward, attention_backward, attention_forward
@@ -52,10 +53,18 @@ def exact_intermediates(
 
 
 def sagebwd_intermediates(
-    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, settings: SageBwdSettings
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor,
+    settings: SageBwdSettings,
+    output_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor of `INTERMEDIATES` as SageBwd computes it."""
-    forward = sagebwd_forward(query, key, value, settings)
+    """Every tensor of `INTERMEDIATES` as SageBwd computes it.
+
+    output_dtype: of O, from which delta comes; None: query's.
+    """
+    forward = sagebwd_forward(query, key, value, settings, output_dtype)
     backward = sagebwd_backward(grad_output, query, key, value, forward.output, forward.log_sum_exp, settings)
     return _named(forward.output, backward)
 

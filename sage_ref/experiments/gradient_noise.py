@@ -28,6 +28,7 @@ from tqdm import tqdm
 from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, input_path, positive
 from sage_ref.models.llama import Llama
 from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, write_record
+from sage_ref.sagebwd.settings import REMEDIES
 from sage_ref.training.capture import next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
@@ -41,6 +42,7 @@ SAGEBWD = {
     "ds_rounding": "nearest",
     "block_q": 64,
     "block_kv": 64,
+    "remedy": "none",
 }
 # What computes the second gradient of a pair: changes to the model's configuration. "bf16" is no SageBwd at all but
 # what everybody trains with: exact attention, all matmuls in bfloat16.
@@ -53,6 +55,13 @@ VARIANTS = {
     "per block, no smoothing": SAGEBWD | {"granularity": "block", "smooth_k": False},
     "per block, Q and K smoothed": SAGEBWD | {"granularity": "block", "smooth_q": True},
 }
+# And what the remedies do, one at a time, to either granularity.
+REMEDY_VARIANTS = {
+    f"{granularity}, {remedy}": VARIANTS[f"{granularity}, nearest"] | {"remedy": remedy}
+    for granularity, remedy in itertools.product(("per block", "per row"), REMEDIES)
+    if remedy not in ("none", "stochastic")
+}
+KNOWN_VARIANTS = VARIANTS | REMEDY_VARIANTS
 SCALES = ("granularity", "block_q", "block_kv")
 WHOLE = "whole"
 
@@ -73,8 +82,8 @@ class NoiseSettings:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.folds < 3 or self.batches % self.folds or self.batches == self.folds:
             raise ValueError(f"folds: expected at least 3, and a proper divisor of {self.batches}, got {self.folds}")
-        if unknown := set(self.variants) - set(VARIANTS):
-            raise ValueError(f"variants: expected names of {list(VARIANTS)}, got {sorted(unknown)}")
+        if unknown := set(self.variants) - set(KNOWN_VARIANTS):
+            raise ValueError(f"variants: expected names of {list(KNOWN_VARIANTS)}, got {sorted(unknown)}")
 
 
 class Moments(NamedTuple):
@@ -177,7 +186,7 @@ def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> lis
         for name in settings.variants:
             torch.manual_seed(settings.seed + number)  # the draws of stochastic rounding
             in_bf16 = torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
-            with attention_as(model, **VARIANTS[name]), in_bf16:
+            with attention_as(model, **KNOWN_VARIANTS[name]), in_bf16:
                 quantized = gradient(model, *batch, groups)
             for group, vector in quantized.items():
                 sums[name][group].add(number, vector.float() - exact[group])
@@ -215,7 +224,7 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
     return {
         "group": group,
         "variant": variant,
-        **{name: VARIANTS[variant].get(name) for name in SCALES},  # None where nothing is quantised
+        **{name: KNOWN_VARIANTS[variant].get(name) for name in SCALES},  # None where nothing is quantised
         "gradient_square": exact.square,
         "gradient_square_error": exact.square_error,
         "noise_trace": exact.trace * tokens,
@@ -287,7 +296,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
     parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")
     parser.add_argument("--folds", type=positive, default=default.folds, help="independent parts of the batches")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default.variants, metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=KNOWN_VARIANTS, default=default.variants, metavar="NAME")
     add_device_option(parser)
 
 

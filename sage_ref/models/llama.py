@@ -29,8 +29,9 @@ class LlamaConfig:
     """Shape of the model. kv_heads < heads is grouped-query attention.
 
     smooth_k, smooth_q, granularity and backend are those of `sagebwd_attention`. Only the reference leaves ds_rounding,
-    block_q and block_kv open (see `SageBwdSettings`). fused_prologue: SageBwd normalises and rotates Q and K itself, as
-    it reads them to quantise them; else that happens before, rounded to the dtype of V. Exact attention never does it.
+    block_q and block_kv open (see `SageBwdSettings`), and knows a remedy: a name of `REMEDIES`, whose changes are last.
+    fused_prologue: SageBwd normalises and rotates Q and K itself, as it reads them to quantise them; else that happens
+    before, rounded to the dtype of V. Exact attention never does it.
     """
 
     vocab_size: int
@@ -49,6 +50,7 @@ class LlamaConfig:
     ds_rounding: str = SageBwdSettings.ds_rounding
     block_q: int = SageBwdSettings.block_q
     block_kv: int = SageBwdSettings.block_kv
+    remedy: str = "none"
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "layers", "width", "heads", "kv_heads"):
@@ -60,14 +62,14 @@ class LlamaConfig:
             raise ValueError(f"kv_heads: expected a number that divides heads={self.heads}, got {self.kv_heads}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
-        for name in ("ds_rounding", "block_q", "block_kv"):
+        for name in ("ds_rounding", "block_q", "block_kv", "remedy"):
             chosen = getattr(self, name)
-            if self.backend != "reference" and chosen != getattr(SageBwdSettings, name):
+            if self.backend != "reference" and chosen != getattr(LlamaConfig, name):
                 reason = f"'reference', which alone takes {name}={chosen!r}"
                 raise ValueError(f"backend: expected {reason}, got {self.backend!r}")
         if self.backend == "triton" and self.smooth_q:
             raise ValueError("backend: expected 'auto' or 'reference', which alone smooths Q, got 'triton'")
-        self.reference_settings  # noqa: B018 (names a wrong granularity or rounding now, not in the first step)
+        self.reference_settings  # noqa: B018 (names a wrong granularity, rounding or remedy now, not in the first step)
 
     @property
     def head_dim(self) -> int:
@@ -89,7 +91,7 @@ class LlamaConfig:
             block_kv=self.block_kv,
             granularity=self.granularity,
             ds_rounding=self.ds_rounding,
-        )
+        ).with_remedy(self.remedy)
 
 
 class RotaryEmbedding(Rotation):

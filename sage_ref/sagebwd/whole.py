@@ -2,7 +2,8 @@
 
 Rounding each operand to its INT8 grid and multiplying in float is the integer matmul with its scales, and a few large
 operations are faster than thousands of small ones. What Algorithms 1 and 2 leave out stands here: smoothing Q,
-rounding dS stochastically, keeping any of the seven matmuls exact, one scale per row of P and dS.
+rounding dS stochastically, keeping any of the seven matmuls exact, one scale per row of P and dS, and what
+`sage_ref.sagebwd.repair` does for dS.
 """
 
 import math
@@ -15,9 +16,10 @@ from torch import Tensor
 from sage_ref.attention import AttentionBackward, AttentionForward, causal_mask, softmax_scale
 from sage_ref.derivatives import gradients_once
 from sage_ref.quantization import BlockShape, fake_quantize
+from sage_ref.sagebwd.repair import in_two_terms, matching_delta, rotate_tokens
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.shapes import working_dtype
-from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query
+from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query, smooth_value
 
 LARGEST_LOG_P = 8  # far beyond what rounding does to P
 
@@ -26,19 +28,26 @@ class SmoothedInputs(NamedTuple):
     q: Tensor  # [..., Nq, D]: Q - mu_Q, or Q
     k: Tensor  # [..., Nk, D]: K - mu_K, or K
     q_mean: Tensor | None  # [..., Nq, D]: mu_Q in every row of its block
+    k_mean: Tensor | None  # [..., 1, D]: mu_K
     key_mean_scores: Tensor | float  # [..., Nq, 1]: c Q mu_K^T, or 0
 
 
 def smooth(query: Tensor, key: Tensor, settings: SageBwdSettings) -> SmoothedInputs:
     """The first step of every pass: Q and K in the working dtype, smoothed as `settings` say."""
     q, k = query.to(working_dtype(query)), key.to(working_dtype(key))
-    offset, q_mean = 0.0, None
+    offset, q_mean, k_mean = 0.0, None, None
     if settings.smooth_k:
         k, k_mean = smooth_key(k)
         offset = key_mean_scores(q, k_mean, softmax_scale(settings.scale, q.shape[-1]))
     if settings.smooth_q:
         q, q_mean = smooth_query(q, settings.block_q)
-    return SmoothedInputs(q, k, q_mean, offset)
+    return SmoothedInputs(q, k, q_mean, k_mean, offset)
+
+
+def smoothed_v(value: Tensor, dtype: torch.dtype, settings: SageBwdSettings) -> tuple[Tensor, Tensor | None]:
+    """V in the working dtype, less its mean [..., 1, D] if `settings` say so; else None is the mean."""
+    v = value.to(dtype)
+    return smooth_value(v) if settings.repair.smooth_v else (v, None)
 
 
 def sagebwd_forward(
@@ -46,17 +55,21 @@ def sagebwd_forward(
 ) -> AttentionForward:
     """Algorithm 1 on whole matrices: the numbers of `tiled_forward`, and the smoothed scores S as well.
 
-    dtype: of O; None: query's.
+    dtype: of O; None: query's. A wide O (`Repair.wide_output`) has the working dtype.
     """
-    q, k, q_mean, offset = smooth(query, key, settings)
-    v = value.to(q.dtype)
+    q, k, q_mean, _, offset = smooth(query, key, settings)
+    v, v_mean = smoothed_v(value, q.dtype, settings)
     s = whole_scores("S", q, k, q_mean, settings)
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m)
     l = p.sum(-1, keepdim=True)
-    p = on_grid("O", p, (1, settings.block_kv), settings)
-    o = visited_matmul(p, on_grid("O", v, (settings.block_kv, None), settings), visited(p, settings)) / l
-    return AttentionForward(o.to(dtype or query.dtype), (m + torch.log(l) + offset).squeeze(-1), s)
+    p_hat = on_grid("O", p, (1, settings.block_kv), settings)
+    o = visited_matmul(p_hat, on_grid("O", v, (settings.block_kv, None), settings), visited(p, settings))
+    o = o / (p_hat.sum(-1, keepdim=True) if settings.repair.rounded_sum else l)
+    if v_mean is not None:
+        o = o + v_mean
+    dtype = o.dtype if settings.repair.wide_output else dtype or query.dtype
+    return AttentionForward(o.to(dtype), (m + torch.log(l) + offset).squeeze(-1), s)
 
 
 def sagebwd_backward(
@@ -70,26 +83,36 @@ def sagebwd_backward(
 ) -> AttentionBackward:
     """Algorithm 2 on whole matrices: the numbers of `tiled_backward`, and the intermediates P, dP, delta, dS."""
     c = softmax_scale(settings.scale, query.shape[-1])
-    q, k, q_mean, offset = smooth(query, key, settings)
-    v, do, o = (x.to(q.dtype) for x in (value, grad_output, output))
-    q_rows, kv_rows = (settings.block_q, None), (settings.block_kv, None)
+    q, k, q_mean, k_mean, offset = smooth(query, key, settings)
+    v, v_mean = smoothed_v(value, q.dtype, settings)
+    do, o = (x.to(q.dtype) for x in (grad_output, output))
+    o = o if v_mean is None else o - v_mean
     s = whole_scores("S_backward", q, k, q_mean, settings)
     seen = visited(s, settings)
     seen_by_key = None if seen is None else seen.mT
     # P is 1 at most, a little more if S was rounded otherwise in the forward pass. But where the offset is huge, L less
     # the offset has lost its digits: then exp must not overflow.
     p = unvisited_to_zero((s - (log_sum_exp[..., None] - offset)).clamp(max=LARGEST_LOG_P).exp_(), seen)
-    delta = (do * o).sum(-1, keepdim=True)
     p_hat = on_grid("dV", p, settings.per_key, settings)
-    dv = visited_matmul(p_hat.mT, on_grid("dV", do, q_rows, settings), seen_by_key)
-    dp = on_grid("dP", do, q_rows, settings) @ on_grid("dP", v, kv_rows, settings).mT
+    dv = visited_matmul(p_hat.mT, on_grid("dV", do, (settings.block_q, None), settings), seen_by_key)
+    per_token_do, per_token_v = settings.per_token
+    dp = on_grid("dP", do, per_token_do, settings) @ on_grid("dP", v, per_token_v, settings).mT
+    if settings.repair.delta == "probabilities":
+        delta = matching_delta(p, unvisited_to_zero(p * dp, seen))
+    else:
+        delta = (do * o).sum(-1, keepdim=True)
     ds = unvisited_to_zero(p * (dp - delta), seen)
-    ds_hat = on_grid("dQ", ds, settings.per_query, settings, settings.ds_rounding)
-    dq = visited_matmul(ds_hat, on_grid("dQ", k, kv_rows, settings), seen) * c
-    ds_hat_per_key = on_grid("dK", ds, settings.per_key, settings, settings.ds_rounding)
-    dk = visited_matmul(ds_hat_per_key.mT, on_grid("dK", q, q_rows, settings), seen_by_key) * c
+    ds_hat, k_hat = grad_scores_operands("dQ", ds, k, settings.per_query, settings)
+    dq = visited_matmul(ds_hat, k_hat, seen) * c
+    if settings.repair.key_mean and k_mean is not None:
+        dq = dq + ds_hat.sum(-1, keepdim=True) * k_mean * c
+    ds_hat_by_key, q_hat = grad_scores_operands("dK", ds.mT, q, settings.per_key[::-1], settings)
+    dk = visited_matmul(ds_hat_by_key, q_hat, seen_by_key) * c
     if settings.smooth_q:
         dk = dk + query_mean_grad_key(ds, q_mean, c)
+    if v_mean is not None:  # delta and dP of V itself
+        shift = do @ v_mean.mT
+        delta, dp = delta + shift, dp + shift
     return AttentionBackward(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), delta, p, dp, ds)
 
 
@@ -129,6 +152,22 @@ def on_grid(
     if matmul in settings.exact_matmuls:
         return x
     return fake_quantize(x, block_shape, rounding, settings.generator)
+
+
+def grad_scores_operands(
+    matmul: str, ds: Tensor, x: Tensor, block_shape: BlockShape, settings: SageBwdSettings
+) -> tuple[Tensor, Tensor]:
+    """dS^ and X^ of the matmul dS X: X is K for dQ. For dK it is Q, and ds is dS transposed.
+
+    block_shape: what shares a scale in ds; its columns are the tokens of X that do.
+    """
+    block, tile = block_shape[1], (settings.block_q, settings.block_kv)
+    tile = tile if matmul == "dQ" else tile[::-1]
+    turned = partial(rotate_tokens, block=block) if settings.repair.rotate else lambda y: y
+    rounded = partial(on_grid, matmul, block_shape=block_shape, settings=settings, rounding=settings.ds_rounding)
+    ds_hat = in_two_terms(turned(ds.mT).mT, tile, settings.repair.two_terms, rounded)
+    x_hat = on_grid(matmul, turned(x), (block, None), settings)
+    return turned(ds_hat.mT).mT, turned(x_hat)
 
 
 def whole_scores(matmul: str, q: Tensor, k: Tensor, q_mean: Tensor | None, settings: SageBwdSettings) -> Tensor:

@@ -11,9 +11,19 @@ from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, pretrained, sixteen_let
 
 from sage_ref.__main__ import main
 from sage_ref.experiments import gradient_noise as noise_module
-from sage_ref.experiments.gradient_noise import VARIANTS, Accumulator, Moments, NoiseSettings, gradient_noise, noise_row
+from sage_ref.experiments.gradient_noise import (
+    KNOWN_VARIANTS,
+    REMEDY_VARIANTS,
+    VARIANTS,
+    Accumulator,
+    Moments,
+    NoiseSettings,
+    gradient_noise,
+    noise_row,
+)
 from sage_ref.models.llama import Llama
 from sage_ref.records import FinishedParts, markdown_table, read_record
+from sage_ref.sagebwd import REMEDIES
 from sage_ref.training.capture import next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.pretrain import load_model
@@ -171,6 +181,17 @@ def test_every_variant_measures_an_error_of_its_own(model):
     assert len({(rows[name, "whole"]["gradient_square"], rows[name, "whole"]["noise_trace"]) for name in VARIANTS}) == 1
 
 
+def test_remedies_are_variants_of_either_granularity(model):
+    assert REMEDY_VARIANTS["per block, seven"]["granularity"] == "block"
+    assert {variant["remedy"] for variant in REMEDY_VARIANTS.values()} == set(REMEDIES) - {"none", "stochastic"}
+    assert len(KNOWN_VARIANTS) == len(VARIANTS) + 2 * (len(REMEDIES) - 2)
+    names = ("per block, nearest", "per block, two terms", "per row, nearest", "per row, seven")
+    rows = rows_of(model, replace(SMALL, variants=names))
+    bias = {name: rows[name, "layer 1, query and key"]["variance_trace"] for name in names}
+    assert bias["per block, two terms"] < 0.9 * bias["per block, nearest"]
+    assert len(set(bias.values())) == 4
+
+
 def test_bfloat16_is_exact_attention_in_bfloat16(model):
     seen = []
     core = model.blocks[0].attention.core
@@ -182,7 +203,9 @@ def test_bfloat16_is_exact_attention_in_bfloat16(model):
 def test_what_a_checkpoint_was_trained_with_changes_nothing(model):
     """The variants say all about SageBwd themselves."""
     settings = NoiseSettings(batches=6, sequences=1, folds=3, variants=("bf16", "per row, nearest"))
-    twin = Llama(replace(STOCHASTIC, granularity="block", block_q=8, block_kv=8, smooth_k=False, smooth_q=True))
+    twin = Llama(
+        replace(STOCHASTIC, granularity="block", block_q=8, block_kv=8, smooth_k=False, smooth_q=True, remedy="seven")
+    )
     twin.load_state_dict(model.state_dict())
     assert rows_of(twin, settings) == rows_of(model, settings)
 

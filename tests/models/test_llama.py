@@ -139,6 +139,8 @@ def test_the_settings_of_the_reference_are_the_configurations():
     config = LlamaConfig(**SMALL, backend="reference", **choice)
     assert config.reference_settings == SageBwdSettings(is_causal=True, **choice)
     assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True)
+    remedied = LlamaConfig(**SMALL, backend="reference", **choice, remedy="seven, matching delta")
+    assert remedied.reference_settings == config.reference_settings.with_remedy("seven, matching delta")
     found = [query_gradient(llama(attention="sagebwd", backend="reference", **x)) for x in ({}, {"block_q": 8})]
     assert not torch.equal(*found)
 
@@ -213,7 +215,9 @@ def test_autocast_normalises_and_rotates_in_float32():
         ({"block_q": 64}, "backend: expected 'reference', which alone takes block_q=64, got 'auto'"),
         ({"block_kv": 64}, "backend: expected 'reference', which alone takes block_kv=64, got 'auto'"),
         ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
+        ({"remedy": "two terms"}, "backend: expected 'reference', which alone takes remedy='two terms', got 'auto'"),
         ({"granularity": "column"}, "granularity: "),
+        ({"remedy": "hope", "backend": "reference"}, "remedy: expected one of"),
     ],
 )
 def test_impossible_configurations_are_refused(changes, message):

@@ -1,0 +1,406 @@
+"""`python -m sage_ref full-batch`: does SageBwd fall behind where a step has no noise, and do remedies help?
+
+The paper says that at large steps quantisation's bias exceeds the gradient's noise, and SageBwd falls behind. Here
+every step sees a whole fixed corpus, so the noise is zero and the bias is all there is. Models are small, so that they
+can't memorise it. All is float32 (TF32 off), except attention in the arms that say otherwise. What each arm isolates:
+
+    exact       the truth: exact attention in float32
+    bf16        a control: exact attention in bfloat16, what everybody trains with
+    random error    a control: the truth, and in every step a new random error of 0.3% of each weight's gradient. As
+                large as INT8's, it is no bias. Trajectories part for any error: only what exceeds both controls counts
+    per tile    SageBwd as printed, simulated in float32: one scale per tile of 64 x 64 of P and dS. The bias of INT8
+    per row     the kernels' choice, simulated in float32: one scale per row, tiles of 128 x 128. What finer scales gain
+    kernels     our Triton kernels: the arm before, with attention's inputs and outputs in bfloat16
+    ..., K not smoothed     what K-smoothing does
+    per tile: REMEDY, per row: REMEDY       what a remedy of `REMEDIES` does
+
+Five stages, each begun when the one before it has ended. The first seed of every arm with K smoothed, with and without
+QK-norm, at every learning rate; the other seeds, of arms whose gap to exact attention exceeds the controls'; remedies,
+where an arm fell furthest behind; K not smoothed; and where an arm fell furthest behind smaller batches, beside the T*
+that runs on the whole corpus predict (`sage_ref.training.full_batch`).
+
+Losses that are compared are those of exact attention at an arm's weights: what it learned, not how it rounds.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, from_zero, positive, positive_number
+from sage_ref.models.llama import LlamaConfig
+from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, write_record
+from sage_ref.sagebwd.settings import REMEDIES
+from sage_ref.training.corpus import Corpus
+from sage_ref.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, OutOfTime, train_full_batch
+
+
+class Arm(NamedTuple):
+    """Changes to the model's configuration and to the settings of its training."""
+
+    changes: dict[str, Any]
+    settings: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+
+
+PER_TILE = {"attention": "sagebwd", "granularity": "block", "block_q": 64, "block_kv": 64}
+PER_ROW = {"attention": "sagebwd", "granularity": "row"}
+NOT_SMOOTHED = {"smooth_k": False}
+IN_16_BIT = {"attention_in_bfloat16": True}
+ARMS = {
+    "exact": Arm({"attention": "exact"}),
+    "bf16": Arm({"attention": "exact"}, IN_16_BIT),
+    "random error": Arm({"attention": "exact"}, {"random_error": 0.003}),
+    "per tile": Arm(PER_TILE),
+    "per row": Arm(PER_ROW),
+    "kernels": Arm(PER_ROW | {"backend": "triton"}, IN_16_BIT),
+    "per tile, K not smoothed": Arm(PER_TILE | NOT_SMOOTHED),
+    "per row, K not smoothed": Arm(PER_ROW | NOT_SMOOTHED),
+} | {
+    f"{base}: {remedy}": Arm(scales | {"remedy": remedy})
+    for base, scales in (("per tile", PER_TILE), ("per row", PER_ROW))
+    for remedy in REMEDIES
+    if remedy != "none"
+}
+TRUTH, CONTROLS = "exact", ("bf16", "random error")
+
+
+class Run(NamedTuple):
+    """batch_tokens: of a step."""
+
+    arm: str
+    qk_norm: bool
+    learning_rate: float
+    seed: int
+    batch_tokens: int
+
+    @property
+    def name(self) -> str:
+        arm = "".join(letter if letter.isalnum() else "_" for letter in self.arm)
+        norm = "norm" if self.qk_norm else "plain"
+        return f"{arm}_{norm}_lr{self.learning_rate:g}_seed{self.seed}_{self.batch_tokens}"
+
+
+@dataclass(frozen=True)
+class FullBatchPlan:
+    """tokens: of the corpus. learning_rates: the one that should hurt most first. seeds: the first one screens.
+
+    unsmoothed: arms without K-smoothing. margin: how many times the controls' gap an arm's must be to count. remedies:
+    to try on the scales of the arm that is furthest behind. halvings: of the batch, in the last stage.
+    reports: of a run.
+    """
+
+    tokens: int = 2**18
+    context: int = 1024
+    layers: int = 3
+    width: int = 64
+    heads: int = 1
+    steps: int = 400
+    warmup: float = 0.1
+    learning_rates: tuple[float, ...] = (1e-2, 3e-3)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    arms: tuple[str, ...] = tuple(ARMS)[:6]
+    unsmoothed: tuple[str, ...] = tuple(ARMS)[6:8]
+    remedies: tuple[str, ...] = (
+        "V smoothed",
+        "O in 16 bit instead of dP",
+        "O in 16 bit",
+        "matching delta",
+        "two terms",
+        "stochastic",
+        "seven, V smoothed, token scales",
+    )
+    halvings: int = 5
+    margin: float = 2.0
+    reports: int = 16
+    micro_batch: int = 32
+    validation_sequences: int = 32
+
+    def __post_init__(self):
+        if self.tokens % (self.context << self.halvings):
+            sequences = f"whole sequences of {self.context} after {self.halvings} halvings"
+            raise ValueError(f"tokens: expected {sequences}, got {self.tokens}")
+
+    def run(self, arm: str, qk_norm: bool, learning_rate: float, seed: int) -> Run:
+        return Run(arm, qk_norm, learning_rate, seed, self.tokens)
+
+    def config(self, run: Run, vocabulary: int) -> LlamaConfig:
+        shape = {name: getattr(self, name) for name in ("context", "layers", "width", "heads")}
+        choice = {"backend": "reference", "fused_prologue": False, "qk_norm": run.qk_norm} | ARMS[run.arm].changes
+        return LlamaConfig(vocabulary, **shape, kv_heads=self.heads, **choice)
+
+    def settings(self, run: Run, compile: bool) -> FullBatchSettings:
+        return FullBatchSettings(
+            steps=self.steps,
+            batch_size=run.batch_tokens // self.context,
+            learning_rate=run.learning_rate,
+            warmup_steps=round(self.warmup * self.steps),
+            report_every=-(-self.steps // self.reports),
+            seed=run.seed,
+            sequences=self.tokens // self.context,
+            micro_batch_size=min(self.micro_batch, run.batch_tokens // self.context),
+            validation_sequences=self.validation_sequences,
+            compile=compile,
+            **ARMS[run.arm].settings,
+        )
+
+
+# Too small to show anything, large enough to try the program. The kernels are not for a CPU.
+CPU_PLAN = FullBatchPlan(
+    tokens=2**12,
+    context=64,
+    layers=2,
+    width=32,
+    steps=20,
+    seeds=(0, 1),
+    arms=tuple(name for name in tuple(ARMS)[:6] if name != "kernels"),
+    halvings=2,
+    reports=4,
+    micro_batch=8,
+    validation_sequences=8,
+)
+Finished = dict[Run, Row]
+
+
+def planned(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+    """All runs that are known to be needed, in the order of what they decide: a stage begins where the last ended."""
+    runs = screening(plan)
+    for stage in (other_seeds, remedy_runs, not_smoothed, smaller_batches):
+        if any(run not in finished for run in runs):
+            break
+        runs = list(dict.fromkeys(runs + stage(plan, finished)))
+    return runs
+
+
+def screening(plan: FullBatchPlan) -> list[Run]:
+    return first_seed(plan, plan.arms)
+
+
+def first_seed(plan: FullBatchPlan, arms: Sequence[str]) -> list[Run]:
+    """Without QK-norm and at the first learning rate scores are sharpest."""
+    conditions = [(norm, rate) for norm in (False, True) for rate in plan.learning_rates]
+    return [plan.run(arm, *condition, plan.seeds[0]) for condition in conditions for arm in arms]
+
+
+def gap(finished: Finished, run: Run) -> float:
+    """By how many nats the arm is behind exact attention at the end; infinite if it diverged, NaN if the truth did."""
+    ours, truth = (finished[x]["final_loss"] for x in (run, run._replace(arm=TRUTH)))
+    if truth is None:
+        return math.nan
+    return math.inf if ours is None else ours - truth
+
+
+def largest_control(finished: Finished, run: Run) -> float:
+    """The largest |gap| of both controls, beside this run, at any report of the second half."""
+    column, truth = CURVE.index("exact_loss"), finished[run._replace(arm=TRUTH)]["curve"]
+    gaps = [
+        abs(ours[column] - theirs[column])
+        for control in CONTROLS
+        for ours, theirs in list(zip(finished[run._replace(arm=control)]["curve"], truth, strict=False))[
+            len(truth) // 2 :
+        ]
+    ]
+    return max(gaps, default=0.0)
+
+
+def excess(finished: Finished, run: Run) -> float:
+    """|gap| over the controls'."""
+    return abs(gap(finished, run)) / max(largest_control(finished, run), 1e-12)
+
+
+def deviating(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+    """The runs of the screening whose gap counts, the largest excess first."""
+    found = [(excess(finished, run), run) for run in screening(plan) if run.arm not in (TRUTH, *CONTROLS)]
+    return [run for ratio, run in sorted(found, key=lambda pair: -pair[0]) if ratio > plan.margin]
+
+
+def other_seeds(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+    return [
+        run._replace(arm=arm, seed=seed)
+        for run in deviating(plan, finished)
+        for seed in plan.seeds[1:]
+        for arm in (TRUTH, *CONTROLS, run.arm)
+    ]
+
+
+def furthest_behind(plan: FullBatchPlan, finished: Finished) -> Run | None:
+    """Of those whose gap counts and who are worse than exact attention."""
+    worse = [run for run in deviating(plan, finished) if gap(finished, run) > 0]
+    return max(worse, key=lambda run: gap(finished, run), default=None)
+
+
+def remedy_runs(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+    worst = furthest_behind(plan, finished)
+    if worst is None:
+        return []
+    base = "per tile" if worst.arm == "per tile" else "per row"  # which the kernels have, too
+    return [worst._replace(arm=f"{base}: {remedy}") for remedy in plan.remedies]
+
+
+def not_smoothed(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+    return first_seed(plan, plan.unsmoothed)
+
+
+def smaller_batches(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+    worst = furthest_behind(plan, finished)
+    if worst is None:
+        return []
+    sizes = [plan.tokens >> halving for halving in range(1, plan.halvings + 1)]
+    return [worst._replace(arm=arm, batch_tokens=size) for size in sizes for arm in (TRUTH, *CONTROLS, worst.arm)]
+
+
+def tokens_at_bias(curve: Sequence[Sequence[float | None]]) -> float | None:
+    """T*: the median over the second half of a run's reports. None where nothing is off, or there is one pass alone."""
+    bias, noise = CURVE.index("bias_square"), CURVE.index("noise_trace")
+    found = [row[noise] / row[bias] for row in curve[len(curve) // 2 :] if row[bias] and row[noise] is not None]
+    return median(found) if found else None
+
+
+def result_row(run: Run, training: FullBatchTraining) -> Row:
+    """What became of a run. tokens_at_bias_here: where the noise of batches from this corpus reaches the bias."""
+    config, curve, tokens = training.config, training.curve, training.settings.sequences * training.config.context
+    is_exact = config.attention == "exact"
+    last = None if training.diverged else training.losses[-1]
+    at_bias = tokens_at_bias(curve)
+    return {
+        **run._asdict(),
+        "attention": config.attention,
+        "backend": None if is_exact else config.backend,
+        "attention_in_bfloat16": training.settings.attention_in_bfloat16,
+        "smoothing": None if is_exact else "k" if config.smooth_k else "none",
+        "remedy": None if is_exact else config.remedy,
+        **{name: None if is_exact else getattr(config, name) for name in ("granularity", "block_q", "block_kv")},
+        "parameters": sum(x.numel() for x in training.model.parameters()),
+        "steps": training.step,
+        "final_loss": last and last["exact_loss"],
+        "final_own_loss": last and last["train_loss"],
+        "final_val_loss": last and last["validation_loss"],
+        "tokens_at_bias": at_bias,
+        "tokens_at_bias_here": at_bias and at_bias * tokens / (at_bias + tokens),
+        "diverged": training.diverged,
+        "seconds": round(training.seconds, 2),
+        "curve": curve,
+    }
+
+
+class FullBatchRuns:
+    """Runs of a plan, one after the other: a step fills the device.
+
+    parts: rows of finished runs. Checkpoints lie beside them. is_over: whether the time is.
+    """
+
+    def __init__(
+        self, plan: FullBatchPlan, corpus: Corpus, parts: FinishedParts, device: str, compile: bool,
+        is_over: Callable[[], bool],
+    ):  # fmt: skip
+        self.plan, self.corpus, self.parts, self.device, self.compile = plan, corpus, parts, device, compile
+        self.is_over = is_over
+        self.finished: Finished = {}
+
+    def work(self, after_each: Callable[[], None]) -> list[Run]:
+        """Finish runs until none is left or the time is over; those that are left.
+
+        after_each: called after every run.
+        """
+        with tqdm(unit="run") as bar:
+            while waiting := [run for run in planned(self.plan, self.finished) if run not in self.finished]:
+                if self.is_over() and waiting[0].name not in self.parts.parts:
+                    return waiting
+                bar.total = len(self.finished) + len(waiting)
+                bar.set_postfix_str(waiting[0].name)
+                try:
+                    (row,) = self.parts.rows(waiting[0].name, lambda run=waiting[0]: [self.train(run)])
+                except OutOfTime:
+                    return waiting
+                self.finished[waiting[0]] = row
+                bar.update()
+                after_each()
+        return []
+
+    def train(self, run: Run) -> Row:
+        settings = self.plan.settings(run, self.compile)
+        training = FullBatchTraining(self.corpus, self.plan.config(run, self.corpus.vocab_size), settings, self.device)
+        checkpoint = self.parts.path.with_name(f"{self.parts.path.stem}.{run.name}.pt")
+        train_full_batch(training, checkpoint, self.is_over)
+        checkpoint.unlink()
+        return result_row(run, training)
+
+
+def full_batch_table(finished: Finished) -> tuple[tuple[str, ...], list[tuple]]:
+    """Header and lines: of every kind of run the mean over seeds; gaps in millinats, each with its range over seeds."""
+    kinds: dict[tuple, list[Run]] = {}
+    for run in finished:
+        kinds.setdefault((run.qk_norm, run.learning_rate, run.batch_tokens, run.arm), []).append(run)
+    lines = []
+    for kind, runs in kinds.items():
+        rows = [finished[run] for run in runs]
+        losses = [row["final_loss"] for row in rows if row["final_loss"] is not None]
+        gaps = [1000 * gap(finished, run) for run in runs if run._replace(arm=TRUTH) in finished]
+        errors = [row["curve"][-1][CURVE.index("gradient_error")] for row in rows]
+        at_bias = [row["tokens_at_bias"] for row in rows if row["tokens_at_bias"] is not None]
+        cells = (
+            f"{mean(losses):.5f}" if losses else "-",
+            f"{mean(gaps):+.2f}" if gaps else "-",
+            f"{min(gaps):+.2f} to {max(gaps):+.2f}" if len(gaps) > 1 else "-",
+            f"{mean(errors):.2%}",
+            f"{median(at_bias):.2g}" if at_bias else "-",
+            f"{mean(row['seconds'] / max(1, row['steps']) for row in rows) * 1000:.0f}",
+        )
+        lines.append((*kind, len(runs), *cells))
+    header = ("QK-norm", "learning rate", "tokens per step", "arm", "seeds", "loss", "gap, mnat", "range")
+    return (*header, "gradient error", "T*", "ms per step"), lines
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = FullBatchPlan()
+    on_gpu = torch.cuda.is_available()
+    add_corpus_options(parser)
+    parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if on_gpu else "cpu")
+    parser.add_argument("--steps", type=positive, help=f"of a run; default: the plan's, {default.steps} on a GPU")
+    parser.add_argument("--learning-rates", type=positive_number, nargs="+", help="default: the plan's")
+    parser.add_argument("--seeds", type=from_zero, nargs="+", help="default: the plan's")
+    parser.add_argument(
+        "--minutes", type=positive_number, help="stop after the first report beyond; go on another time"
+    )
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
+    parser.add_argument("--folder", type=Path, default="runs/full_batch", help="of finished runs and of checkpoints")
+    add_device_option(parser)
+
+
+def plan_of(options: argparse.Namespace) -> FullBatchPlan:
+    changes = {name: getattr(options, name) for name in ("steps", "learning_rates", "seeds")}
+    changes = {name: tuple(x) if isinstance(x, list) else x for name, x in changes.items() if x is not None}
+    base = FullBatchPlan() if options.plan == "gpu" else CPU_PLAN
+    return FullBatchPlan(**{name: getattr(base, name) for name in FullBatchPlan.__dataclass_fields__} | changes)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.plan == "gpu" and not options.device.startswith("cuda"):
+        raise ValueError(f"plan: expected cpu on device {options.device}, got gpu")
+    plan, corpus = plan_of(options), corpus_of(options)
+    torch.set_float32_matmul_precision("highest")
+    if options.compile:
+        torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
+    end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
+    parts = FinishedParts(options.folder / "full_batch.json", (plan, corpus.sha256, options.device))
+    runs = FullBatchRuns(plan, corpus, parts, options.device, options.compile, lambda: time.monotonic() > end)
+    facts = {"corpus": corpus.facts, "plan": asdict(plan), "curve": CURVE, "compile": options.compile}
+
+    def write() -> None:
+        if options.json:
+            unfinished = [run.name for run in planned(plan, runs.finished) if run not in runs.finished]
+            write_record(
+                options.json, list(runs.finished.values()), command=options.command, unfinished=unfinished, **facts
+            )
+
+    with only_writer(parts.path):
+        waiting = runs.work(write)
+    print(markdown_table(*full_batch_table(runs.finished)))
+    if waiting:
+        print(f"\n{len(waiting)} runs are known to be left, first {waiting[0].name}: the same command goes on")

@@ -1,0 +1,277 @@
+"""Train on a fixed corpus of which every step sees all: no batch noise, so all that differs is the attention.
+
+The gradient of a step is then G + b: G that of the corpus, b what the attention in use gets wrong. Along the run both
+are known, since G is computed as well, by exact attention in float32 at the same weights. The noise that smaller
+batches would have is known, too: passes over parts of the corpus differ by it. So a run measures without sampling what
+`python -m sage_ref noise` estimates: |b|^2, tr(Sigma), and the tokens per step T* = tr(Sigma) / |b|^2 where they meet.
+
+With batch_size below the number of sequences, a step sees as many, drawn without replacement. Their mean has the noise
+tr(Sigma) (1/T - 1/T_all), which reaches |b|^2 already at T = T* T_all / (T* + T_all).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_ref.models.llama import Llama, LlamaConfig
+from sage_ref.records import Row, only_writer
+from sage_ref.training.corpus import Corpus
+from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings
+
+# Columns of a curve: what each report says.
+CURVE = (
+    "step",
+    "train_loss",
+    "exact_loss",
+    "validation_loss",
+    "gradient_norm",
+    "gradient_error",
+    "score_gradient_error",
+    "bias_square",
+    "noise_trace",
+)
+
+
+class OutOfTime(RuntimeError):
+    """The run goes on another time, from its checkpoint."""
+
+
+@dataclass(frozen=True)
+class FullBatchSettings(TrainingSettings):
+    """sequences: of the corpus. batch_size: those that a step sees; if all, always in the same order.
+
+    micro_batch_size: sequences of one pass; it divides both. attention_in_bfloat16: attention gets Q, K, V and dO in 16
+    bit; all else is float32. random_error: of each weight's gradient, added in every step: normal numbers whose norm is
+    this share of the gradient's. compile: hand the reference's attention to torch.compile.
+    """
+
+    sequences: int = 256
+    micro_batch_size: int = 32
+    validation_sequences: int = 32
+    attention_in_bfloat16: bool = False
+    random_error: float = 0.0
+    compile: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("sequences", "batch_size"):
+            if getattr(self, name) % self.micro_batch_size:
+                passes = f"a multiple of micro_batch_size={self.micro_batch_size}"
+                raise ValueError(f"{name}: expected {passes}, got {getattr(self, name)}")
+        if self.batch_size > self.sequences:
+            raise ValueError(f"batch_size: expected at most sequences={self.sequences}, got {self.batch_size}")
+
+
+class InBfloat16(nn.Module):
+    """An attention core between two roundings: forward(q, k, v) in float32, computed in bfloat16."""
+
+    takes_prologue = False
+
+    def __init__(self, core: nn.Module):
+        super().__init__()
+        self.core = core
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.core(query.bfloat16(), key.bfloat16(), value.bfloat16()).to(query.dtype)
+
+
+class CorpusGradient(NamedTuple):
+    """loss: mean over the corpus. mean [parameters]: its gradient.
+
+    noise_trace: tr(Sigma), the variance of the gradient of one token, from that among passes; None if there is but one.
+    """
+
+    loss: float
+    mean: Tensor
+    noise_trace: float | None
+
+
+def windows(corpus: Corpus, first: int, count: int, context: int) -> Tensor:
+    """int64 [count, context + 1]: sequences side by side from token `first` on, each with the token that follows it."""
+    end = first + count * context + 1
+    if len(corpus.tokens) < end:
+        raise ValueError(f"corpus: expected at least {end} tokens, {corpus.name} has {len(corpus.tokens)}")
+    return corpus.tokens[first:end].long().unfold(0, context + 1, context)
+
+
+class FullBatchTraining(ResumableTraining):
+    """A Llama that learns a fixed corpus: the first `settings.sequences` windows, in an order drawn once.
+
+    Windows behind them are for validation. config: with fused_prologue=False, so that every attention is given the same
+    Q and K.
+    """
+
+    def __init__(
+        self, corpus: Corpus, config: LlamaConfig, settings: FullBatchSettings, device: torch.device | str = "cpu"
+    ):
+        self.config, self.device = config, torch.device(device)
+        super().__init__(
+            build_of(config, settings), settings, {"corpus_sha256": corpus.sha256} | asdict(config), device
+        )
+        found = windows(corpus, 0, settings.sequences, config.context)
+        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+        self.sequences = found[order].to(self.device)
+        behind = settings.sequences * config.context
+        self.validation = windows(corpus, behind, settings.validation_sequences, config.context).to(self.device)
+        self.truth = Llama(replace(config, attention="exact")).to(self.device)  # lends its forward, not its weights
+        self.diverged: str | None = None
+
+    def accumulate_gradients(self) -> Tensor:
+        self.seed_draws()
+        batch = self.sequences[self.chosen()]
+        total = torch.zeros((), device=self.device)
+        for part in self.passes(batch):
+            loss = self.loss(part) * (len(part) / len(batch))
+            loss.backward()
+            total += loss.detach()
+        if not total.isfinite():
+            raise Diverged(f"the loss of step {self.step} is not finite")
+        if self.settings.random_error:
+            self.add_random_errors()
+        return total
+
+    def seed_draws(self) -> None:
+        """Those of stochastic rounding and of random errors are a function of (seed, step), too."""
+        (seed,) = np.random.SeedSequence((self.settings.seed, self.step)).generate_state(1)
+        torch.manual_seed(int(seed))
+
+    def add_random_errors(self) -> None:
+        for weight in self.model.parameters():
+            noise = torch.randn_like(weight)
+            weight.grad += noise * (self.settings.random_error * weight.grad.norm() / noise.norm())
+
+    def chosen(self) -> Tensor | slice:
+        """Which sequences step `self.step` sees."""
+        settings = self.settings
+        if settings.batch_size == settings.sequences:
+            return slice(None)
+        drawn = np.random.default_rng((settings.seed, self.step)).permutation(settings.sequences)
+        return torch.from_numpy(drawn[: settings.batch_size]).to(self.device)
+
+    def passes(self, sequences: Tensor) -> Iterator[Tensor]:
+        yield from sequences.split(self.settings.micro_batch_size)
+
+    def loss(self, sequences: Tensor) -> Tensor:
+        """Mean loss of sequences [B, context + 1], with the attention in use."""
+        in_16_bit = self.settings.attention_in_bfloat16
+        with nullcontext() if in_16_bit else sdpa_kernel(SDPBackend.MATH):
+            return token_loss(self.model(sequences[:, :-1]), sequences)
+
+    def exact_loss(self, sequences: Tensor) -> Tensor:
+        """The same with exact attention in float32, at the same weights."""
+        with sdpa_kernel(SDPBackend.MATH):
+            weights = dict(self.model.named_parameters())
+            return token_loss(functional_call(self.truth, weights, (sequences[:, :-1],)), sequences)
+
+    def corpus_gradient(self, loss_of: Callable[[Tensor], Tensor]) -> CorpusGradient:
+        parameters = list(self.model.parameters())
+        total, losses, squares = 0, [], []
+        for part in self.passes(self.sequences):
+            loss = loss_of(part)
+            gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, parameters)]).double()
+            total = total + gradient
+            losses.append(loss.item())
+            squares.append(gradient.square().sum().item())
+        count = len(losses)
+        mean = total / count
+        trace = None
+        if count > 1:
+            tokens = self.settings.micro_batch_size * self.config.context
+            trace = tokens * (sum(squares) - count * mean.square().sum().item()) / (count - 1)
+        return CorpusGradient(sum(losses) / count, mean, trace)
+
+    def validation_loss(self) -> float:
+        losses = [self.loss(part) * len(part) for part in self.passes(self.validation)]
+        return (sum(losses) / len(self.validation)).item()
+
+    def report(self, train_losses: Sequence[float]) -> Row:
+        """The base's row; the loss and the gradient of the whole corpus, with exact attention and with that in use."""
+        self.seed_draws()
+        row = super().report(train_losses)
+        exact, found = self.corpus_gradient(self.exact_loss), self.corpus_gradient(self.loss)
+        error, scores = found.mean - exact.mean, self.makes_scores()
+        row["exact_loss"] = exact.loss
+        row["gradient_norm"] = exact.mean.norm().item()
+        row["gradient_error"] = (error.norm() / exact.mean.norm()).item()
+        row["score_gradient_error"] = (error[scores].norm() / exact.mean[scores].norm()).item()
+        row["bias_square"] = error.square().sum().item()
+        row["noise_trace"] = exact.noise_trace
+        if not all(math.isfinite(row[name]) for name in ("exact_loss", "validation_loss")):
+            self.losses.pop()
+            raise Diverged(f"the loss after step {self.step} is not finite")
+        return row
+
+    def makes_scores(self) -> Tensor:
+        """bool [parameters]: the weights that make Q and K, which the errors of dS reach first."""
+        makers = ("attention.query.", "attention.key.", "attention.qk_norm.")
+        parts = [
+            torch.full((x.numel(),), any(maker in name for maker in makers), device=self.device)
+            for name, x in self.model.named_parameters()
+        ]
+        return torch.cat(parts)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"diverged": self.diverged}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self.diverged = state["diverged"]
+
+    @property
+    def curve(self) -> list[list[float | None]]:
+        """A row of `CURVE` for every report."""
+        return [[row.get(name) for name in CURVE] for row in self.losses]
+
+
+def build_of(config: LlamaConfig, settings: FullBatchSettings) -> Callable[[], Llama]:
+    def build() -> Llama:
+        model = Llama(config)
+        for block in model.blocks:
+            if settings.compile and config.attention == "sagebwd" and config.backend == "reference":
+                block.attention.core.compile(dynamic=False)
+            if settings.attention_in_bfloat16:
+                block.attention.core = InBfloat16(block.attention.core)
+        return model
+
+    return build
+
+
+def token_loss(logits: Tensor, sequences: Tensor) -> Tensor:
+    """Cross-entropy in nats of the tokens that follow."""
+    return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
+def train_full_batch(training: FullBatchTraining, checkpoint: Path, is_over: Callable[[], bool]) -> None:
+    """To the last step or to divergence, from `checkpoint` if it exists; it is written at every report.
+
+    is_over: asked after each; if it says so, `OutOfTime`.
+    """
+    with only_writer(checkpoint):
+        if checkpoint.exists():
+            training.load(checkpoint)
+        else:
+            training.report([])
+        settings, losses = training.settings, []
+        while training.step < settings.steps and training.diverged is None:
+            try:
+                losses.append(training.advance())
+                is_due = training.step % settings.report_every == 0 or training.step == settings.steps
+                if is_due:
+                    training.report(losses)
+                    losses = []
+            except Diverged as reason:
+                training.diverged, is_due = str(reason), True
+            if is_due:
+                training.save(checkpoint)
+                if is_over() and training.step < settings.steps and training.diverged is None:
+                    raise OutOfTime(f"stopped after step {training.step} of {settings.steps}")
