@@ -43,7 +43,8 @@ grade: .venv/installed
 # Run every notebook from top to bottom and keep its outputs, but no widget state: GitHub doesn't show it.
 notebooks: .venv/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=300 \
-		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True --ClearMetadataPreprocessor.clear_cell_metadata=False \
+		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
+		--ClearMetadataPreprocessor.clear_cell_metadata=False \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='[("kernelspec",), ("language_info", "name")]' $(NOTEBOOKS)
 
 .venv/installed: pyproject.toml constraints.txt
