@@ -144,6 +144,15 @@ GAPS = {
             ),
             Mistake("- l_i", "- l_i.mT", "L_i has one number per query: the shape [queries, 1] is right as it is."),
             Mistake("- l_i", "/ l_i", "e^L is the sum of the row: P = e^S / e^L."),
+            Mistake(
+                "torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)",
+                "score_tile(s_q, q_hat, s_k, k_hat, c) - l_i",
+                "That is the logarithm of P: the exponential is missing.",
+            ),
+            Mistake(
+                "k_hat, c) - l_i)", "k_hat, c)) / l_i", "L is the logarithm of the sum: it belongs into the exponent."
+            ),
+            Mistake("torch.exp(", "torch.exp(c * ", "score_tile has multiplied by c already."),
         ),
     ),
     "dv_part": Gap(
@@ -161,6 +170,26 @@ GAPS = {
                 "1 / 127, torch.round(127 * p_ij).to(torch.int8)",
                 "That is the constant 1/127. Ask psi for the scale.",
             ),
+            Mistake(
+                "integer_matmul(p_hat.mT, do_hat)",
+                "(p_hat.mT @ do_hat)",
+                "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits.",
+            ),
+            Mistake(
+                "integer_matmul(p_hat.mT, do_hat) * s_p * s_do",
+                "p_ij.mT @ (s_do * do_hat)",
+                "P is not rounded here: psi makes integers of it.",
+            ),
+            Mistake(
+                "psi(p_ij)",
+                "psi(p_ij, (None, 1))",
+                "A scale per key would have to be a column, [keys, 1]. Algorithm 2 takes one for the tile: psi(p_ij).",
+            ),
+            Mistake(
+                "psi(p_ij)\n",
+                "psi(p_ij, (None, 1))\n    s_p = s_p.mT\n",
+                "A scale per key may wait outside, too. Algorithm 2 takes one for the tile: psi(p_ij).",
+            ),
         ),
     ),
     "row_delta": Gap(
@@ -171,6 +200,9 @@ GAPS = {
             Mistake("-1", "-2", "One number per query: the sum runs over the channels."),
             Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
             Mistake("do * o", "do @ o.mT", "Entry by entry: a query's dO meets its own O only."),
+            Mistake(
+                "(do * o).sum(-1, keepdim=True)", "do @ o.mT", "Entry by entry, then the sum of each row: [queries, 1]."
+            ),
         ),
     ),
     "ds_tile": Gap(
@@ -185,6 +217,16 @@ GAPS = {
                 "do_i @ v_j.mT",
                 "integer_matmul(psi(do_i)[1], psi(v_j)[1].mT) * psi(do_i)[0] * psi(v_j)[0]",
                 "This matmul stays in 16 bit: neither dO nor V is rounded.",
+            ),
+            Mistake("dp_ij - delta_i", "delta_i - dp_ij", "The other way round: dP minus delta."),
+            Mistake(
+                "- delta_i", "- delta_i.mT", "delta has one number per query: the shape [queries, 1] is right as it is."
+            ),
+            Mistake("p_ij * (", "p_ij @ (", "Entry by entry, not a matmul."),
+            Mistake(
+                "- delta_i",
+                "- (p_ij * dp_ij).sum(-1, keepdim=True)",
+                "That sum has the keys of this tile only; delta_i is of the whole row.",
             ),
         ),
     ),
@@ -209,6 +251,14 @@ GAPS = {
                 "psi(ds_ij, (1, None))",
                 "A scale per query may wait outside dQ, but not outside dK: there the sum runs over queries.",
             ),
+            Mistake("= psi(ds_ij)", "= 1, psi(ds_ij)[1]", "dS^ stands for s_dS dS^, in both."),
+            Mistake(" * s_ds * s_k", " * s_ds", "K^ stands for s_K K^: dQ needs s_K."),
+            Mistake(" * s_ds * s_q", " * s_ds", "Q^ stands for s_Q Q^: dK needs s_Q."),
+            Mistake("ds_hat.mT, q_hat", "ds_hat.mT, k_hat", "dK meets Q^, not K^."),
+            Mistake("c * dq_part, c * dk_part", "c * dk_part, c * dq_part", "dQ first, then dK."),
+            Mistake(
+                "integer_matmul(ds_hat, k_hat) * s_ds", "ds_ij @ k_hat.float()", "dS is not rounded here: take dS^."
+            ),
         ),
     ),
     "backward_column": Gap(
@@ -223,10 +273,12 @@ GAPS = {
             Mistake(
                 "dq_i += dq_part",
                 "dq_i = dq_i + dq_part",
-                "That is a new tensor; the one in dq_tiles stays as it was. += adds in place.",
+                "Nothing was added to dq_tiles. += adds in place; dq_i = dq_i + ... makes a new tensor.",
             ),
             Mistake("dk_j, dv_j\n", "dv_j, dk_j\n", "dK_j first, then dV_j."),
             Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, do_hat.float()", "dP takes dO_i itself, not its integers."),
+            Mistake("dk_j += dk_part", "dk_j += c * dk_part", "dq_dk_parts has multiplied by c already."),
+            Mistake("dq_part, dk_part = ", "dk_part, dq_part = ", "dq_dk_parts gives the part of dQ first."),
         ),
         run=_run_column,
     ),
@@ -238,6 +290,7 @@ GAPS = {
             Mistake("(p * dp_hat).sum(", "dp_hat.mean(", "The mean is weighted: with P."),
             Mistake("-1", "-2", "One number per query: the sum runs over the keys."),
             Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
+            Mistake("p * dp_hat", "dp_hat", "The mean is weighted: with P."),
         ),
     ),
 }
