@@ -57,8 +57,10 @@ def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
         lower.axhline(0, color=BLACK, linewidth=0.8)
         lower.set(xlabel="tokens, millions")
         upper.set_title(f"{size:,} tokens per step", fontsize=10)
-        upper.legend(fontsize=9)
-        lower.legend(fontsize=9, ncols=2, loc="lower left")
+        upper.legend(fontsize=9, loc="upper right")
+    low, high = axes[0, 0].get_ylim()
+    axes[0, 0].set_ylim(low, high + (high - low) / 3)  # room for the legends above the curves
+    axes[1, 0].legend(fontsize=9, ncols=2, loc="lower left")
     axes[0, 0].set_ylabel("validation loss,\nnats per byte")
     axes[1, 0].set_ylabel("SageBwd less exact,\nnats per byte")
     figure.supxlabel(record.caption, fontsize=9)

@@ -62,6 +62,9 @@ GAPS = {
             Mistake(".abs()", "", "The largest size: negative differences count, too."),
             Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
             Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
+            Mistake(".item()", "", "A float is wanted: .item()."),
+            Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
+            Mistake(".max()", ".mean()", "A bound on all entries needs the largest."),
         ),
     ),
     "dq_dk_by_row": Gap(
@@ -82,6 +85,21 @@ GAPS = {
                 "dQ sums over keys, so a scale per key can't wait outside. Per query it can.",
             ),
             Mistake("c * dq_part, c * dk_part", "dq_part, dk_part", "S = c Q K^T, so both need c."),
+            Mistake(
+                "psi(ds_ij, (None, 1))",
+                "psi(ds_ij, (1, None))",
+                "dK sums over queries, so a scale per query can't wait outside. Per key it can.",
+            ),
+            Mistake(
+                "integer_matmul(ds_by_key.mT, q_hat) * s_key.mT",
+                "integer_matmul(ds_by_query.mT, q_hat) * s_query",
+                "dK sums over queries, so a scale per query can't wait outside. Per key it can.",
+            ),
+            Mistake(" * s_key.mT", "", "dS^ stands for s_dS dS^, in dK too: one scale per key."),
+            Mistake(" * s_query", "", "dS^ stands for s_dS dS^, in dQ too: one scale per query."),
+            Mistake(" * s_query * s_k", " * s_query", "K^ stands for s_K K^: dQ needs s_K."),
+            Mistake(" * s_key.mT * s_q", " * s_key.mT", "Q^ stands for s_Q Q^: dK needs s_Q."),
+            Mistake("dq_part = integer", "dq_part = c * integer", "The last line multiplies by c."),
         ),
     ),
     "round_up_or_down": Gap(
@@ -93,6 +111,27 @@ GAPS = {
             Mistake(" / scale", "", "Integers count steps: divide by the scale."),
             Mistake(" + noise", "", "That always rounds down. The noise decides."),
             Mistake("+ noise", "- noise", "On average that is a whole step too low."),
+            Mistake(
+                "torch.floor(x / scale + noise)",
+                "torch.ceil(x / scale - noise)",
+                "Right on average, too, but with other draws than the library's: add the noise, then round down.",
+            ),
+            Mistake(
+                "torch.floor", "torch.trunc", "trunc cuts towards zero: negative numbers would be too large on average."
+            ),
+            Mistake(
+                "x / scale + noise", "(x + noise) / scale", "The noise is a part of a step, not of x: divide first."
+            ),
+            Mistake(
+                "torch.floor(x / scale + noise)",
+                "torch.floor(x / scale + noise) * scale",
+                "The integers are wanted, before the scale comes back.",
+            ),
+            Mistake(
+                "torch.floor(x / scale + noise)",
+                "torch.floor(x / scale + noise).to(torch.int8)",
+                "Whole numbers as floats are wanted here: no cast.",
+            ),
         ),
     ),
 }

@@ -40,11 +40,11 @@ def _values_and_choices() -> list[tuple]:
 
 
 def _means() -> list[tuple]:
-    return [(torch.linspace(-1, 3, 401, dtype=torch.float64) ** 3,)]
+    return [(torch.linspace(-1, 3, 401) ** 3,)]
 
 
 def _bounds() -> list[tuple]:
-    return [(0.5, 3.0, 2.1), (-1.0, 1.0, 2.1), (-1.0, 3.0, 2.1), (-3.0, -1.0, 2.1)]
+    return [(0.5, 3.0, 2.1), (-1.0, 1.0, 2.1), (-1.0, 3.0, 2.1), (-3.0, -1.0, 2.1), (0.5, 1.5, 2.1), (-3.0, 1.0, 2.1)]
 
 
 GAPS = {
@@ -72,6 +72,21 @@ GAPS = {
                 "[losses[seed] - sum(baseline.values()) / len(baseline) for",
                 "That is the distance from the mean of the baseline. Subtract the loss of the same seed.",
             ),
+            Mistake(
+                "[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
+                "{seed: losses[seed] - baseline[seed] for seed in losses if seed in baseline}",
+                "A list is wanted, of the differences alone.",
+            ),
+            Mistake(
+                "[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
+                "[x - y for x in losses.values() for y in baseline.values()]",
+                "That pairs every run with every other. Pair by seed.",
+            ),
+            Mistake(
+                "losses[seed] - baseline[seed]",
+                "(losses[seed] - baseline[seed]) / baseline[seed]",
+                "The plain difference: don't divide.",
+            ),
         ),
     ),
     "resampled_means": Gap(
@@ -88,6 +103,11 @@ GAPS = {
             Mistake(
                 "values[choices].mean(-1)", "choices.double().mean(-1)", "choices are places: the values stand there."
             ),
+            Mistake(".mean(-1)", "", "Those are the values drawn. Of each row the mean is wanted."),
+            Mistake(
+                "values[choices]", "(values * choices)", "choices are places: values[choices] takes what stands there."
+            ),
+            Mistake(".mean(-1)", ".mean(-1, keepdim=True)", "One number per repetition: no keepdim."),
         ),
     ),
     "interval": Gap(
@@ -102,6 +122,16 @@ GAPS = {
                 "means.mean() + means.std() * means.new_tensor([-1.0, 1.0])",
                 "One standard deviation either way holds about 68%.",
             ),
+            Mistake(
+                "torch.quantile(means, means.new_tensor([0.025, 0.975]))",
+                "(torch.quantile(means, 0.025), torch.quantile(means, 0.975))",
+                "Both ends in one tensor: give quantile a tensor of two.",
+            ),
+            Mistake(
+                "torch.quantile(means, means.new_tensor([0.025, 0.975]))",
+                "means.mean() + means.std() * means.new_tensor([-2.0, 2.0])",
+                "Two standard deviations hold about 95% of a Gaussian; these need not be one. Take quantiles.",
+            ),
         ),
     ),
     "verdict": Gap(
@@ -113,6 +143,18 @@ GAPS = {
             Mistake("high < gap", "low < gap", "Contradicted: the whole interval lies below the paper's gap."),
             Mistake(
                 "high < gap", "high < 0", "The claim has a size: an interval that ends below the gap speaks against it."
+            ),
+            Mistake(
+                "low > 0",
+                "low > 0 and high > gap",
+                "Supported: the whole interval is above zero. The gap plays no part.",
+            ),
+            Mistake(
+                "high < gap", "high - low < gap", "Contradicted: the interval lies below the gap, however wide it is."
+            ),
+            Mistake("high < gap", "high > gap", "The other way round: an interval below the gap contradicts it."),
+            Mistake(
+                "high < gap", "low < 0 < high < gap", "An interval all below zero contradicts a gap above zero, too."
             ),
         ),
     ),
