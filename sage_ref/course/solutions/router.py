@@ -72,7 +72,8 @@ def _weighted_scores() -> list[tuple]:
     s, m, v = _draw(3, (3, 8), (3, 8), (8, 4))
     hard = (m > 0).double()
     hard[:, 0] = 1
-    return [(2 * s, torch.sigmoid(m), v), (2 * s + 5, hard, v)]
+    far_apart = torch.tensor([[800.0], [0.0], [-800.0]], dtype=s.dtype)  # e^800 is infinite, e^-800 is zero
+    return [(2 * s, torch.sigmoid(m), v), (2 * s + 5, hard, v), (2 * s + far_apart, torch.sigmoid(m), v)]
 
 
 def _branches() -> list[tuple]:
@@ -92,6 +93,17 @@ GAPS = {
         (
             Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
             Mistake("q_bar @ w_q.mT", "q_bar @ w_q", "proj(x) = W x of a column; for rows that is x W^T."),
+            Mistake("k_bar @ w_k.mT", "k_bar @ w_k", "proj(x) = W x of a column; for rows that is x W^T."),
+            Mistake(
+                "(q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT",
+                "(q_bar @ w_q) @ (k_bar @ w_k).mT",
+                "proj(x) = W x of a column; for rows that is x W^T.",
+            ),
+            Mistake(
+                "c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT",
+                "torch.softmax(c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT, -1)",
+                "These are probabilities. Logits come before the softmax.",
+            ),
             Mistake("k_bar @ w_k.mT", "k_bar @ w_q.mT", "The keys have a matrix of their own."),
             Mistake("(q_bar @ w_q.mT)", "q_bar", "The queries are projected, too."),
             Mistake("(k_bar @ w_k.mT).mT", "k_bar.mT", "The keys are projected, too."),
@@ -111,6 +123,8 @@ GAPS = {
                 "sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "The row must sum to `count`; you took its mean."
             ),
             Mistake("torch.sigmoid(x + middle)", "torch.sigmoid(x * middle)", "lambda is added."),
+            Mistake("torch.sigmoid(x + middle)", "torch.sigmoid(x)", "Which lambda do you try? It is the middle."),
+            Mistake("torch.sigmoid(x + middle)", "(x + middle)", "The sigmoid is missing."),
         ),
     ),
     "soft_top_k_backward": Gap(
@@ -118,6 +132,29 @@ GAPS = {
         _soft_masks,
         (
             Mistake("(grad_soft - shared)", "grad_soft", "That holds lambda fixed, but lambda moves with every score."),
+            Mistake(
+                "grad_soft - shared", "grad_soft + shared", "d lambda has a minus: what one gains, the row must lose."
+            ),
+            Mistake("/ w.sum(-1, keepdim=True)", "", "The mean is weighted: divide by the sum of w."),
+            Mistake(
+                "(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
+                "grad_soft.mean(-1, keepdim=True)",
+                "The mean is weighted, by w.",
+            ),
+            Mistake(
+                "(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
+                "(soft * grad_soft).sum(-1, keepdim=True) / soft.sum(-1, keepdim=True)",
+                "The weights of the mean are w = s (1 - s), not s.",
+            ),
+            Mistake(
+                "(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
+                "(w * grad_soft).sum() / w.sum()",
+                "Every row has its own lambda.",
+            ),
+            Mistake(
+                "w * (grad_soft - shared) / tau", "w * (grad_soft / tau - shared)", "d lambda, too, is divided by tau."
+            ),
+            Mistake("w * (grad_soft - shared) / tau", "w * (grad_soft - shared / tau) / tau", "Divided by tau twice."),
             Mistake(" / tau", "", "The scores are divided by tau: so is the gradient."),
             Mistake("soft * (1 - soft)", "soft", "The derivative of a sigmoid s is s (1 - s)."),
             Mistake("/ w.sum(-1, keepdim=True)", "/ w.shape[-1]", "The mean is weighted: divide by the sum of w."),
@@ -130,9 +167,21 @@ GAPS = {
         (
             Mistake(
                 "m * torch.exp(s - s.amax(-1, keepdim=True))",
-                "torch.exp(s * m)",
+                "torch.exp(s * m - (s * m).amax(-1, keepdim=True))",
                 "That is softmax(S * M), the other reading: at M = 0 it leaves a key the weight e^0.",
             ),
+            Mistake(
+                "s - s.amax(-1, keepdim=True)",
+                "s",
+                "Right on paper, but e^800 is infinite: subtract first, as in a softmax.",
+            ),
+            Mistake(
+                "s.amax(-1, keepdim=True)",
+                "s.max()",
+                "Each row subtracts its own largest score, or a row far below is 0 / 0.",
+            ),
+            Mistake("p = m * ", "p = ", "M is missing."),
+            Mistake("p = m * ", "p = m.exp() * ", "A weight M in front of e^S is log M beside S, not M."),
             Mistake("p / p.sum(-1, keepdim=True) @ v", "p @ v", "The weights of a row must sum to one."),
             Mistake(
                 "m * torch.exp(s - s.amax(-1, keepdim=True))\n    return p / p.sum(-1, keepdim=True) @ v",
@@ -150,6 +199,22 @@ GAPS = {
             Mistake(
                 "alpha * o_s + (1 - alpha) * o_l", "(1 - alpha) * o_s + alpha * o_l", "alpha is the weight of O_s."
             ),
+            Mistake(
+                "(mixed - o).square().sum() / o.square().sum()",
+                "((mixed - o).square().sum() / o.square().sum()).sqrt()",
+                "The squares stay: no root.",
+            ),
+            Mistake(
+                "(mixed - o).square().sum() / o.square().sum()",
+                "(mixed - o).square().mean()",
+                "Relative to the squared length of O.",
+            ),
+            Mistake("/ o.square()", "/ mixed.square()", "Relative to O, what the layer should give."),
+            Mistake(
+                "(mixed - o).square().sum() / o.square().sum()",
+                "((mixed - o).square().sum(-1) / o.square().sum(-1)).mean()",
+                "One quotient of two sums over all entries, not one for each query.",
+            ),
             Mistake(" / o.square().sum()", "", "Relative to the squared length of O."),
             Mistake(
                 "(mixed - o).square().sum()", "(mixed - o).square().mean()", "Sums above and below, not a mean above."
@@ -166,6 +231,12 @@ GAPS = {
                 "(soft - soft.detach())",
                 "(soft.detach() - soft)",
                 "The value is right; the gradient has the wrong sign.",
+            ),
+            Mistake("hard + (soft - soft.detach())", "soft.detach()", "Hard and soft have changed places."),
+            Mistake(
+                "hard + (soft - soft.detach())",
+                "hard * soft / soft.detach()",
+                "The gradient must go to soft unchanged, at unselected blocks, too.",
             ),
             Mistake("hard + (soft - soft.detach())", "hard * soft", "The value must be the hard mask's, 0 or 1."),
             Mistake(
