@@ -227,7 +227,7 @@ def _masks() -> list[tuple]:
 
 
 def _listed() -> list[tuple]:
-    table, count = torch.tensor([[1, 2, 0], [2, 0, 0]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    table, count = torch.tensor([[1, 2, 0], [0, 1, 2]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
     return [(*_head(3), table, count)]
 
 
@@ -260,6 +260,19 @@ GAPS = {
                 "mask=column < columns",
                 "Blocks that are not selected are stored, too: on the place of the selected one before them.",
             ),
+            Mistake(
+                "tl.cumsum(selected, 0) - 1",
+                "column",
+                "A list has no gaps: a block's place is how many selected ones stand before it.",
+            ),
+            Mistake(
+                "place, column, mask=selected != 0",
+                "place, column * selected, mask=place >= 0",
+                "Store selected blocks only.",
+            ),
+            Mistake(
+                "tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count less one."
+            ),
             Mistake("row * columns + place", "place", "Every row has its own line of the table."),
             Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
             Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
@@ -276,6 +289,9 @@ GAPS = {
                 "step",
                 "That visits the first blocks. The table says which: the number of a step is not the block's.",
             ),
+            Mistake("tl.load(count_ptr + i)", "tl.load(count_ptr)", "Every line has its own count: count[i]."),
+            Mistake("i * width + step", "i + step", "Line i begins i * width numbers behind the table's beginning."),
+            Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
             Mistake("table_ptr + i * width + step", "table_ptr + step", "Program i reads line i of the table."),
             Mistake("o_i / l[:, None]", "o_i", "The weights don't add up to one yet: divide by l."),
             Mistake("m + tl.math.log2(l)", "tl.math.log2(l)", "L belongs to S itself, not to S - m: m is missing."),
@@ -291,7 +307,15 @@ GAPS = {
                 "softmax_features(k_j, D, D)",
                 "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0.",
             ),
+            Mistake(
+                "tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",
+                "softmax_features(tl.where(key[:, None] < n, k_j, -float('inf')), D, D)",
+                "A softmax over nothing but -infinity is 0 / 0. Put the zeros in after it.",
+            ),
             Mistake("softmax_features(k_j, D, D)", "k_j", "phi is missing."),
+            Mistake(
+                "tl.sum(phi_k, 0)", "tl.sum(tl.dot(tl.trans(phi_k), v_j), 1)", "V has no part in z_j: it sums phi(K_j)."
+            ),
             Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
             Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
         ),
@@ -306,6 +330,16 @@ GAPS = {
                 " / tl.sum(phi_q * z_i[None, :], 1)[:, None]",
                 "",
                 "The weights don't add up to one yet: divide by phi(Q_i) Z_i.",
+            ),
+            Mistake(
+                "tl.sum(phi_q * z_i[None, :], 1)[:, None]",
+                "z_i[None, :]",
+                "Z_i has a number per feature. Divide by phi(Q_i) Z_i: a number per query.",
+            ),
+            Mistake(
+                "tl.sum(phi_q * z_i[None, :], 1)[:, None]",
+                "tl.sum(phi_q * z_i[None, :], 0)[None, :]",
+                "Sum over features, axis 1: a number per query.",
             ),
             Mistake(
                 "tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."
@@ -324,6 +358,13 @@ GAPS = {
         lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)],
         (
             Mistake("2 * 2 * block_kv * d", "2 * block_kv * d", "Keys and values."),
+            Mistake("2 * d * (d + 1)", "4 * d * (d + 1)", "All in 16 bit, h_j too: two bytes a number."),
+            Mistake("2 * block_q * d, ", "0, ", "Q_i is read, too, once."),
+            Mistake(
+                "+ selected * k_j_and_v_j + unselected",
+                "+ (selected + unselected) * k_j_and_v_j + unselected",
+                "Of a block that is not selected only h_j and z_j are read.",
+            ),
             Mistake("2 * d * (d + 1)", "2 * d * d", "z_j is read, too: d numbers more."),
             Mistake(
                 "q_i + selected * k_j_and_v_j + h_and_z",
@@ -353,6 +394,20 @@ GAPS = {
             ),
             Mistake("tl.load(count_ptr + j)", "width", "Behind a line's count stands no block: end the loop there."),
             Mistake("do_i, dv_j)", "do_i)", "dV_j is a sum over all query blocks that selected j."),
+            Mistake(
+                "do_i, dv_j)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
+                "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)",
+                "do_i)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
+                "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i)",
+                "dK_j and dV_j are sums over all query blocks that selected j: add to what is there.",
+            ),
+            Mistake(
+                "(tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])",
+                "tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :]",
+                "dS = P (dP - delta): first subtract, then multiply.",
+            ),
+            Mistake("q_i, dk_j)", "q_i, dk_j) * c", "The last line but one multiplies by c already, once."),
+            Mistake("j * width + step", "j + step", "Line j begins j * width numbers behind the table's beginning."),
             Mistake("tl.trans(do_i)) - delta_i[None, :]", "tl.trans(do_i))", "dS = P (dP - delta)."),
             Mistake(
                 "tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)", "tl.dot(dst_ij.to(q_i.dtype), do_i, dk_j)", "dK = dS^T Q."
