@@ -129,20 +129,44 @@ def test_steps_have_the_minutes_of_the_notebooks_themselves(course_pages):
         course_pages.steps(["notebook 99"])
 
 
-def test_ways_fit_into_their_time_and_three_days_hold_every_notebook(course_pages):
+def ways():
+    """The title, the prose and the days, a list of steps each, of every way."""
     text = (REPOSITORY / "book" / "ways.md").read_text()
-    minutes, in_three_days = {}, []
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        title = part.partition(":")[0]
-        for day in re.findall(r"^```\{way\}\n(.*?)^```$", part, re.DOTALL | re.MULTILINE):
-            lines = day.splitlines()
-            minutes.setdefault(title, []).append(sum(time for _, time in course_pages.steps(lines)))
-            in_three_days += lines if title == "Three days" else []
-    assert {title: len(days) for title, days in minutes.items()} == {"Half a day": 1, "One day": 3, "Three days": 3}
+        days = re.findall(r"^```\{way\}\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+        yield part.partition(":")[0], part.partition("```")[0], [day.splitlines() for day in days]
+
+
+def needs(notebook):
+    """Those that a first cell asks for: "01 to 03 and 05b" are 01, 02, 03 and 05b. What only helps is left out."""
+    first_cell = "".join(json.loads((REPOSITORY / notebook.path).read_text())["cells"][0]["source"])
+    text = re.search(r"\*\*Needs\*\* (.*)", first_cell)[1].partition(";")[0]
+    for first, last in re.findall(r"(\d\d) to (\d\d)", text):
+        yield from (f"{number:02d}" for number in range(int(first), int(last) + 1))
+    yield from re.findall(r"\d\d[a-c]?", text)
+
+
+def test_ways_fit_into_their_time_and_three_days_hold_every_notebook(course_pages):
+    minutes = {}
+    for title, _, days in ways():
+        minutes.setdefault(title, []).extend(sum(time for _, time in course_pages.steps(day)) for day in days)
+    lengths = {"Half a day": 1, "One day": 2, "Two days": 2, "Three days": 3}
+    assert {title: len(found) for title, found in minutes.items()} == lengths
     assert max(minutes["Half a day"]) <= 5 * 60
-    assert max(minutes["One day"] + minutes["Three days"]) <= 8 * 60
+    assert max(minutes["One day"] + minutes["Two days"] + minutes["Three days"]) <= 8 * 60
+    (three_days,) = ([line for day in days for line in day] for title, _, days in ways() if title == "Three days")
     needed = [f"notebook {number}" for _, number, title, _ in notebooks() if "optional" not in title.lower()]
-    assert [line for line in in_three_days if line.startswith("notebook")] == needed
+    assert [line for line in three_days if line.startswith("notebook")] == needed
+
+
+def test_a_way_holds_what_its_notebooks_need_or_says_what_to_do_without():
+    course = {f"notebook {notebook.number}": notebook for notebook in notebooks()}
+    for title, prose, days in ways():
+        lines = [line for day in days for line in day]
+        for place, line in enumerate(lines):
+            if line in course:
+                missing = {f"notebook {number}" for number in needs(course[line])} - set(lines[:place])
+                assert all(name in prose.lower() for name in missing), f"{title}: {line} needs {sorted(missing)}"
 
 
 def test_a_notebooks_page_has_badges_in_place_of_colabs_cell_and_says_where_a_slider_stands(course_pages):
