@@ -116,11 +116,7 @@ def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
         if isinstance(expected, float) and isinstance(found, int | float):
             same = abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
         return None if same else _lines(where, _shown(expected), _shown(found))
-    if (
-        not isinstance(found, Tensor)
-        or found.shape != expected.shape
-        or found.dtype.is_floating_point != (expected.dtype.is_floating_point)
-    ):
+    if not isinstance(found, Tensor) or found.shape != expected.shape or _kind(found.dtype) != _kind(expected.dtype):
         return _lines(where, _shown(expected), _shown(found))
     x, y = found.double(), expected.double()
     tolerance = 1e-5 * y.abs().nan_to_num(0, 0, 0).amax() if y.numel() and expected.is_floating_point() else 0.0
@@ -132,6 +128,13 @@ def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
     place = tuple(wrong.nonzero()[0].tolist())
     where = f"{where}{wrong.sum()} of {wrong.numel()} entries differ, the first at {list(place)}: "
     return _lines(where, f"{y[place]:.6g}", f"{x[place]:.6g}")
+
+
+def _kind(dtype: torch.dtype) -> torch.dtype | str:
+    """The same for dtypes that may stand for each other: all floats, and all integers but int8 and bool."""
+    if dtype.is_floating_point:
+        return "float"
+    return dtype if dtype in (torch.int8, torch.bool) else "integer"
 
 
 def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:

@@ -133,6 +133,8 @@ def test_a_function_that_overwrites_what_it_gets_spoils_no_trial():
         (torch.ones(2), torch.ones(3)),
         (torch.ones(2), torch.ones(2, dtype=torch.int8)),
         (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8)),
+        (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int8)),
+        (torch.tensor([1, 0]), torch.tensor([True, False])),
         (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])),
         ((torch.ones(2),), (torch.ones(2), torch.ones(2))),
         ((torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(2))),
