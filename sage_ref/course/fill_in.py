@@ -127,7 +127,8 @@ def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
         return None
     place = tuple(wrong.nonzero()[0].tolist())
     where = f"{where}{wrong.sum()} of {wrong.numel()} entries differ, the first at {list(place)}: "
-    return _lines(where, f"{y[place]:.6g}", f"{x[place]:.6g}")
+    digits = ".6g" if expected.is_floating_point() else ".0f"
+    return _lines(where, f"{y[place]:{digits}}", f"{x[place]:{digits}}")
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype | str:
@@ -144,15 +145,21 @@ def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
 
 
 def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
-    """Of the mistake that gives what the function gives, in every trial."""
+    """Of the mistake that gives what the function gives, in every trial; else in the trial that is shown."""
     found = [_tried(gap, function, trial) for trial in trials]
     if any(x is None for x in found):
         return "It returns None: is there a `return`?"
+    expected = [_tried(gap, gap.solution, trial) for trial in trials]
+    shown = [first_difference(x, y) is None for x, y in zip(found, expected, strict=True)].index(False)
+    likely = ""
     for mistake in gap.mistakes:
-        wrong = mistaken(gap, mistake)
-        if all(first_difference(x, _tried(gap, wrong, trial)) is None for x, trial in zip(found, trials, strict=True)):
+        given = [_tried(gap, mistaken(gap, mistake), trial) for trial in trials]
+        same = [first_difference(x, y) is None for x, y in zip(found, given, strict=True)]
+        if all(same):
             return f"Hint: {mistake.hint}"
-    return ""
+        if same[shown]:
+            likely = likely or f"Hint: {mistake.hint}"
+    return likely
 
 
 def _lines(where: str, expected: str, found: str) -> str:

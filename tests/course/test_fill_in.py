@@ -120,6 +120,18 @@ def test_what_was_expected_and_found_is_shown_without_a_hint_if_none_fits():
         fill_in("doubled", lambda x: None, gaps=GAPS)
 
 
+def test_a_mistake_made_with_another_gets_the_hint_of_the_trial_that_is_shown():
+    def times_x(x):
+        return x if len(x) == 2 else 5 * x
+
+    with pytest.raises(NotYetError, match="Hint: Twice."):
+        fill_in("doubled", times_x, gaps=GAPS)
+
+
+def test_large_integers_that_differ_are_shown_with_all_digits():
+    assert "expected 51511301" in first_difference(torch.tensor([51511300]), torch.tensor([51511301]))
+
+
 def test_a_function_that_overwrites_what_it_gets_spoils_no_trial():
     def in_place(x):
         return x.mul_(2)

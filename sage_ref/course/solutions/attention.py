@@ -45,8 +45,10 @@ def _of_a_product() -> list[tuple]:
 
 
 def _queries_keys_and_l() -> list[tuple]:
+    """All keys, and a tile of them."""
     q, k = _draw(4, (3, 4), (5, 4))
-    return [(q, k, (0.5 * q @ k.mT).logsumexp(-1, keepdim=True), 0.5)]
+    log_sum_exp = (0.5 * q @ k.mT).logsumexp(-1, keepdim=True)
+    return [(q, k, log_sum_exp, 0.5), (q, k[:2], log_sum_exp, 0.5)]
 
 
 GAPS = {
@@ -54,8 +56,9 @@ GAPS = {
         through_the_output,
         _of_a_product,
         (
-            Mistake("p.mT @ do", "torch.softmax(p, 0).mT @ do", "dV = P^T dO: P as it is."),
-            Mistake("do @ v.mT", "-do @ v.mT", "dP = dO V^T, without a sign."),
+            Mistake("p.mT @ do", "do.mT @ p", "That is dV transposed. Which product has the shape of V, [Nk, D]?"),
+            Mistake("do @ v.mT", "v @ do.mT", "That is dP transposed. Which product has the shape of P, [Nq, Nk]?"),
+            Mistake("do @ v.mT", "p * (do @ v.mT)", "That goes on to dS. The gradient of O = P V has no P in it."),
             Mistake("return dv, dp", "return dp, dv", "dV first, then dP."),
         ),
     ),
@@ -71,6 +74,9 @@ GAPS = {
             ),
             Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
             Mistake("(dp - delta)", "(delta - dp)", "The sign is the other way round."),
+            Mistake("p * (dp - delta)", "dp - delta", "The factor P in front is missing."),
+            Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "delta is a sum."),
+            Mistake("p * (dp - delta)", "p * (1 - p) * dp", "That is the diagonal of the Jacobian alone."),
             Mistake("p * (dp - delta)", "p * dp", "delta is missing: rows would not sum to zero."),
         ),
     ),
@@ -87,8 +93,15 @@ GAPS = {
         through_the_scores,
         lambda: [(*_draw(6, (3, 5), (3, 4), (5, 4)), 0.5)],
         (
-            Mistake("ds @ k * c", "ds @ k", "c is missing from dQ, as in the paper's Algorithm 2."),
-            Mistake("ds.mT @ q * c", "ds.mT @ q", "c is missing from dK, as in the paper's Algorithm 2."),
+            Mistake("ds @ k * c", "ds @ k", "c is missing from dQ."),
+            Mistake("ds.mT @ q * c", "ds.mT @ q", "c is missing from dK."),
+            Mistake(
+                "ds @ k * c\n    dk = ds.mT @ q * c",
+                "ds @ k\n    dk = ds.mT @ q",
+                "S = c Q K^T: c is missing from both gradients.",
+            ),
+            Mistake("ds @ k * c\n    dk = ds.mT @ q * c", "ds @ k / c\n    dk = ds.mT @ q / c", "Times c, not over c."),
+            Mistake("ds.mT @ q * c", "q.mT @ ds * c", "That is dK transposed."),
             Mistake("return dq, dk", "return dk, dq", "dQ first, then dK."),
         ),
     ),
@@ -99,6 +112,17 @@ GAPS = {
             Mistake("q @ k.mT * c", "q @ k.mT", "c is missing from S."),
             Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s)", "Divide by the row's sum: subtract L."),
             Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s) / log_sum_exp", "L is the logarithm of the sum."),
+            Mistake(
+                "torch.exp(s - log_sum_exp)",
+                "torch.softmax(s, -1)",
+                "Wrong for a tile: a softmax divides by the sum over the keys it sees, L knows the sum over all.",
+            ),
+            Mistake("torch.exp(s - log_sum_exp)", "s - log_sum_exp", "That is the logarithm of P."),
+            Mistake(
+                "torch.exp(s - log_sum_exp)",
+                "torch.exp(s - s.amax(-1, keepdim=True))",
+                "Subtract L instead of the largest score: then nothing is left to divide by.",
+            ),
         ),
     ),
 }
