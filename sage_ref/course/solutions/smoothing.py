@@ -51,6 +51,8 @@ GAPS = {
             Mistake("k.mean(-2, keepdim=True)", "k.sum(-2, keepdim=True)", "A sum over tokens is no mean."),
             Mistake("k - k_mean, k_mean", "k + k_mean, k_mean", "Subtract it."),
             Mistake("k - k_mean, k_mean", "k - k_mean", "The mean is needed later: return it, too."),
+            Mistake("k - k_mean, k_mean", "k_mean, k - k_mean", "K_sm first, then its mean."),
+            Mistake("k - k_mean, k_mean", "k - k_mean, k_mean.squeeze(-2)", "Keep the dimension: [..., 1, channels]."),
         ),
     ),
     "log_sum_exp_of_keys": Gap(
@@ -61,6 +63,12 @@ GAPS = {
             Mistake("c * (q", "(q", "c = 1 / sqrt(D) is missing: L belongs to scores, and they have it."),
             Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth", "L moves with the scores of its row."),
             Mistake("(q * k_mean).sum(-1)", "(q * k_mean).mean(-1)", "A product of two vectors is a sum, not a mean."),
+            Mistake("(q * k_mean).sum(-1)", "(q @ k_mean.mT)", "That is [..., queries, 1]: drop the last dimension."),
+            Mistake(
+                "l_smooth + c * (q * k_mean).sum(-1)",
+                "torch.logaddexp(l_smooth, c * (q * k_mean).sum(-1))",
+                "No sum gets a new term: every score of the row moves by the same number, and so does L.",
+            ),
         ),
     ),
     "grad_through_mean": Gap(
@@ -74,6 +82,16 @@ GAPS = {
                 "dk_smooth - dk_smooth.mean(-2, keepdim=True)", "dk_smooth", "The way through the mean is missing."
             ),
             Mistake("dk_smooth - dk", "-dk", "The direct way is missing: K_sm contains K itself, too."),
+            Mistake(
+                "dk_smooth.mean(-2, keepdim=True)",
+                "dk_smooth / dk_smooth.shape[-2]",
+                "Through the mean, a key acts on the rows of all keys, not on its own alone: sum over them.",
+            ),
+            Mistake(
+                "dk_smooth.mean(-2, keepdim=True)",
+                "dk_smooth.mean(-2, keepdim=True) + dk_smooth / dk_smooth.shape[-2]",
+                "A key's own row counts in the mean as well.",
+            ),
         ),
     ),
     "with_row_sums_zero": Gap(
@@ -88,6 +106,11 @@ GAPS = {
             ),
             Mistake("- ds_hat.mean", "+ ds_hat.mean", "Now the row sum is twice as large."),
             Mistake(".mean(-1, keepdim=True)", ".mean()", "Each row has a sum of its own."),
+            Mistake(
+                ".mean(-1, keepdim=True)",
+                ".sum(-1, keepdim=True) / ds_hat.shape[-2]",
+                "A row has as many entries as there are keys: the last dimension.",
+            ),
         ),
     ),
     "smooth_key_prefix": Gap(
@@ -95,6 +118,8 @@ GAPS = {
         lambda: [(_draw(9, 6, HEAD_DIM), 2), (_draw(10, 2, 5, HEAD_DIM), 3)],
         (
             Mistake("k[..., :length, :].mean", "k.mean", "That mean sees all keys, future ones too."),
+            Mistake("k[..., :length, :]", "k[:length]", "Tokens are the last dimension but one: `k[..., :length, :]`."),
+            Mistake("k - k[", "k[..., :length, :] - k[", "All keys are smoothed, not only the prefix."),
             Mistake(":length, :", "-length:, :", "Those are the last keys: the future."),
             Mistake(":length, :", "length:, :", "That is the mean of all keys but the first: the future."),
             Mistake(
