@@ -111,6 +111,8 @@ def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
         parts = enumerate(zip(found, expected, strict=True))
         differences = (first_difference(x, y, f"{where}result {number}, ") for number, (x, y) in parts)
         return next((text for text in differences if text is not None), None)
+    if isinstance(expected, float) and isinstance(found, Tensor) and found.dim() == 0:
+        found = found.item()
     if not isinstance(expected, Tensor):
         same = type(found) is type(expected) and found == expected
         if isinstance(expected, float) and isinstance(found, int | float):

@@ -166,6 +166,12 @@ def test_rounding_is_no_difference():
     assert first_difference(x * (1 + 1e-3), x) is not None
 
 
+def test_a_tensor_without_dimensions_may_stand_for_a_float():
+    assert first_difference(torch.tensor(0.1), 0.1) is None
+    assert first_difference(torch.tensor([0.1]), 0.1) is not None
+    assert first_difference(0.1, torch.tensor(0.1)) is not None
+
+
 def test_a_mistake_that_does_not_fit_the_solution_is_an_error():
     with pytest.raises(ValueError, match="expected '5' once in the solution, found it 0 times"):
         mistaken(GAPS["doubled"], Mistake("5", "6", ""))

@@ -66,7 +66,7 @@ def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]], *, titl
 
 def sigma_figure(sigmas: Sequence[float]) -> Figure:
     """For each standard deviation of Q and K: every entry of P as SageBwd computes it against the exact one."""
-    title = "An error in S multiplies P: the same INT8 grid, larger logits"
+    title = "An error in S multiplies P: the same INT8 grid, larger scores"
     figure, axes = panels(len(sigmas), width=3.0, height=3.2, sharey=True, title=title)
     for ax, sigma in zip(axes, sigmas, strict=True):
         inputs, settings = table1_inputs(256, 64, sigma, seed=0), SageBwdSettings.printed()

@@ -12,7 +12,7 @@ from sage_ref.records import Record, Row
 
 def table1_figure(record: Record, setting: dict) -> Figure:
     """Relative L2 error against sigma for O, dQ, dK, dV: measured with one setting of the sweep, and the paper's."""
-    figure, axes = panels(4, width=2.8, sharey=True, title="INT8 error grows with the logits, fastest in dQ and dK")
+    figure, axes = panels(4, width=2.8, sharey=True, title="INT8 error grows with the scores, fastest in dQ and dK")
     for ax, tensor in zip(axes, TENSOR_COLORS, strict=True):
         rows = sorted(record.select(tensor=tensor, **setting), key=lambda row: row["sigma"])
         sigma = [row["sigma"] for row in rows]

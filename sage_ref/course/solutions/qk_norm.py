@@ -68,6 +68,21 @@ GAPS = {
                 "That is the variance.",
             ),
             Mistake(
+                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12) / 8",
+                "D terms, times c^2 in the variance: c^2 D = 1, so nothing of either is left.",
+            ),
+            Mistake(
+                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "8 * math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "D terms, times c^2 in the variance: c^2 D = 1, so nothing of either is left.",
+            ),
+            Mistake(
+                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "s_q * s_k / 12",
+                "That is the product of the two errors, the small part. Each error also meets the other factor itself.",
+            ),
+            Mistake(
                 "(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2",
                 "s_q ** 2 + s_k ** 2",
                 "The rounding error of Q is multiplied by K, and that of K by Q.",
@@ -93,6 +108,20 @@ GAPS = {
                 "x * gain / torch.sqrt(x.square()",
                 "(x - x.mean(-1, keepdim=True)) * gain / torch.sqrt(x.square()",
                 "RMS norm subtracts no mean; layer norm does.",
+            ),
+            Mistake(
+                "x * gain / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
+                "torch.nn.functional.layer_norm(x, x.shape[-1:], gain, eps=1e-6)",
+                "RMS norm subtracts no mean; layer norm does.",
+            ),
+            Mistake("mean(-1, keepdim=True)", "mean()", "Each token is divided by its own size."),
+            Mistake(
+                "x.square()", "(x * gain).square()", "The gain comes after the norm: divide by the RMS of x alone."
+            ),
+            Mistake(
+                "torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
+                "(torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-6)",
+                "1e-6 belongs under the root, added to the mean square.",
             ),
             Mistake(" + 1e-6", "", "Small tokens: 1e-6 belongs under the root."),
             Mistake(
@@ -133,6 +162,17 @@ GAPS = {
                 "r is the root of a mean: each channel has one D-th of it.",
             ),
             Mistake("gain * dy", "dy", "y = gain * x_hat: the gain multiplies the gradient, too."),
+            Mistake("gain * dy", "dy / gain", "y = gain * x_hat, so dx_hat is gain times dy."),
+            Mistake(
+                "(x_hat * dx_hat).mean(-1, keepdim=True)",
+                "(x_hat * dx_hat) / x.shape[-1]",
+                "r is shared by all channels of a token: the gradients of all of them add up in dr.",
+            ),
+            Mistake(
+                "(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
+                "dx_hat / r - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)",
+                "Divide both ways by r: x_hat = x / r has the derivative -x / r^2 = -x_hat / r with respect to r.",
+            ),
             Mistake(")) / r", "))", "x_hat = x / r: divide by r."),
         ),
     ),
