@@ -9,9 +9,11 @@ import ast
 import inspect
 import linecache
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -46,6 +48,17 @@ class NotYetError(AssertionError):
         return str(self).splitlines()
 
 
+@dataclass(frozen=True)
+class Raised:
+    """What a function gave instead of a result. Two are alike if their errors are, wherever they were raised."""
+
+    error: str
+    line: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"{self.error}\nin the line: {self.line}" if self.line else self.error
+
+
 def lesson(name: str) -> Callable[[str, Callable], Callable]:
     """The notebook's `fill_in`. name: a module of `sage_ref.course.solutions`."""
     return partial(fill_in, gaps=import_module(f"sage_ref.course.solutions.{name}").GAPS)
@@ -64,7 +77,7 @@ def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap]) -> Callable:
         return gap.solution
     trials = gap.inputs()
     for trial in trials:
-        expected, found = (_tried(gap, tried, trial) for tried in (gap.solution, function))
+        expected, found = _expected(gap, trial), _tried(gap, function, trial)
         if (difference := first_difference(found, expected)) is not None:
             raise NotYetError(f"{name}: not yet.\n{difference}\n{_hint(gap, function, trials)}".rstrip())
     print(f"{name}: right.")
@@ -140,10 +153,25 @@ def _kind(dtype: torch.dtype) -> torch.dtype | str:
     return dtype if dtype in (torch.int8, torch.bool) else "integer"
 
 
-def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
+def _expected(gap: Gap, trial: tuple) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of Triton's interpreter: what overflows is wrong anyway
-        return gap.run(function, *deepcopy(trial))  # a function may overwrite what it gets
+        return gap.run(gap.solution, *deepcopy(trial))
+
+
+def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
+    """What the function gives, which may overwrite what it gets; `Raised` if it fails."""
+    try:
+        return _expected(gap._replace(solution=function), trial)
+    except Exception as error:
+        return Raised(f"{type(error).__name__}: {error}", _line_of(error, function))
+
+
+def _line_of(error: Exception, function: Callable) -> str:
+    """The line of the reader's function that failed."""
+    file = getattr(function, "fn", function).__code__.co_filename
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else ""
 
 
 def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
@@ -151,7 +179,7 @@ def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
     found = [_tried(gap, function, trial) for trial in trials]
     if any(x is None for x in found):
         return "It returns None: is there a `return`?"
-    expected = [_tried(gap, gap.solution, trial) for trial in trials]
+    expected = [_expected(gap, trial) for trial in trials]
     shown = [first_difference(x, y) is None for x, y in zip(found, expected, strict=True)].index(False)
     likely = ""
     for mistake in gap.mistakes:

@@ -120,6 +120,23 @@ def test_what_was_expected_and_found_is_shown_without_a_hint_if_none_fits():
         fill_in("doubled", lambda x: None, gaps=GAPS)
 
 
+def test_a_function_that_fails_is_told_why_and_where_and_may_be_a_known_mistake():
+    def halved(x):
+        x = x + 0
+        return x / {}[2]
+
+    gaps = {"doubled": GAPS["doubled"]._replace(mistakes=(Mistake("2 * x", "x / {}[2]", "Not a table."),))}
+    with pytest.raises(NotYetError) as caught:
+        fill_in("doubled", halved, gaps=gaps)
+    said = caught.value._render_traceback_()
+    assert said[1:] == [
+        "expected float32 [2]: 2, 2",
+        "found    KeyError: 2",
+        "in the line: return x / {}[2]",
+        "Hint: Not a table.",
+    ]
+
+
 def test_a_mistake_made_with_another_gets_the_hint_of_the_trial_that_is_shown():
     def times_x(x):
         return x if len(x) == 2 else 5 * x

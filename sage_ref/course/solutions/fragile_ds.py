@@ -62,7 +62,6 @@ GAPS = {
             Mistake(".abs()", "", "The largest size: negative differences count, too."),
             Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
             Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
-            Mistake(".item()", "", "A float is wanted: .item()."),
             Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
             Mistake(".max()", ".mean()", "A bound on all entries needs the largest."),
         ),
