@@ -111,10 +111,10 @@ def store_psi(x_ptr, s_ptr, hat_ptr, PSI: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 def run_psi(function, x):
-    """(s [rows], X^, whether s is above 0) of float32 x."""
+    """(s [rows], 1 for a row of zeros; X^; whether s is above 0) of float32 x."""
     s, hat = torch.empty_like(x[:, 0]), torch.empty_like(x, dtype=torch.int8)
     store_psi[(1,)](x, s, hat, function, *x.shape)
-    return s, hat, s > 0
+    return torch.where(x.any(1), s, 1.0), hat, s > 0
 
 
 def run_dq_16bit(program, q, k, v, do, log_sum_exp, delta):
@@ -168,8 +168,14 @@ def _tiles_with_a_row_of_zeros() -> list[tuple]:
 GAPS = {
     "delta_of": Gap(
         delta_of,
-        lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)))],
+        lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())],
         (
+            Mistake(
+                "(grad_output.float() * output.float())",
+                "(grad_output * output)",
+                "In 16 bit the products are rounded already: .float() before you multiply.",
+            ),
+            Mistake(".sum(-1)", ".sum(-1, keepdim=True)", "One number per query, [N]: no keepdim."),
             Mistake(".sum(-1)", ".sum(-2)", "One number per query: the sum runs over the features."),
             Mistake(".sum(-1)", ".mean(-1)", "It is a sum."),
             Mistake(" * output.float()", "", "delta is rowsum(dO * O)."),
@@ -181,6 +187,16 @@ GAPS = {
         (
             Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij)", "P = exp(S - L): L is one number per query."),
             Mistake("l_i[:, None])", "l_i[None, :])", "L is one number per query: it changes along the rows."),
+            Mistake(
+                "tl.exp(s_ij", "tl.math.exp2(s_ij", "L is a natural logarithm here, and S is not times log2(e): exp."
+            ),
+            Mistake(
+                "delta_i[:, None]", "delta_i[None, :]", "delta is one number per query, a row of the tile: [:, None]."
+            ),
+            Mistake("k_j.dtype), k_j)", "k_j.dtype), k_j) * c", "c is multiplied once, at the end."),
+            Mistake(
+                "k_j.dtype), k_j)", "k_j.dtype), tl.trans(k_j))", "dS K: keys are the columns of dS, the rows of K."
+            ),
             Mistake("dp_ij - delta_i[:, None]", "dp_ij", "dS = P (dP - delta)."),
             Mistake("(dp_ij - delta_i[:, None])", "dp_ij - delta_i[:, None]", "P multiplies the whole difference."),
             Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys."),
@@ -194,6 +210,11 @@ GAPS = {
         (
             Mistake("tl.max(tl.abs(x), 1)", "tl.max(x, 1)", "The largest number without its sign."),
             Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30)", "tl.max(tl.abs(x), 1)", "A row of zeros: 0 / 0."),
+            Mistake(
+                "tl.max(tl.abs(x), 1)",
+                "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
+                "One scale per row: the maximum over axis 1.",
+            ),
             Mistake(" / 127", " / 128", "INT8 here is -127 to 127."),
             Mistake("x / s[:, None]", "x * s[:, None]", "X^ = round(X / s)."),
         ),
@@ -207,6 +228,9 @@ GAPS = {
             Mistake(" * (s_q * s_k * c)", " * c", "The scales of Q and K are missing from S."),
             Mistake("psi_of_rows(ds_ij)", "psi_of_rows(p_ij)", "dS is rounded for dQ, not P."),
             Mistake("(s_ds * s_k)[:, None]", "s_ds[:, None]", "K^ stands for s_K K^."),
+            Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)", "s_dS is one number per query, a row of dQ_i: [:, None]."),
+            Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_q)[:, None]", "dQ = dS K: the scales of dS and of K."),
+            Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)[:, None] * c", "c is multiplied once more, at the end."),
             Mistake("(s_ds * s_k)[:, None]", "s_k", "dS^ stands for s_dS dS^, a scale per row."),
         ),
         run_dq_int8,
@@ -218,6 +242,9 @@ GAPS = {
             Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns."),
             Mistake("- delta_i[None, :]", "- delta_i[:, None]", "Everything is transposed here, delta, too."),
             Mistake("(s_p * s_do)[:, None]", "(s_p * s_q)[:, None]", "dV = P^T dO: the scales of P and of dO."),
+            Mistake("(s_p * s_do)[:, None]", "s_p[:, None]", "dO^ stands for s_dO dO^."),
+            Mistake("(s_p * s_do)[:, None]", "(s_p * s_do)", "s_P is one number per key, a row of dV_j: [:, None]."),
+            Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_q)[:, None] * c", "c is multiplied once more, at the end."),
             Mistake("psi_of_rows(dst_ij)", "psi_of_rows(pt_ij)", "dS^T is rounded for dK, not P^T."),
             Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_k)[:, None]", "dK = dS^T Q: the scales of dS and of Q."),
         ),

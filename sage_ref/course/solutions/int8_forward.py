@@ -26,14 +26,14 @@ from sage_kernels.common.tiles import (
 from sage_kernels.sagebwd.forward.program import run
 from sage_kernels.sagebwd.ladder import LOG2_E, prepare_forward
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_ref.course.fill_in import Gap, Mistake, source
 from sage_ref.course.teaching import triton_device
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401
 
 HEAD_DIM = 32
-SMALL = Launch(block_q=32, block_kv=128, num_warps=4, num_stages=2)
+SMALL = Launch(block_q=32, block_kv=64, num_warps=4, num_stages=2)  # two tiles of keys share a scale
 
 
 @triton.jit
@@ -155,20 +155,30 @@ def run_dot(dot, a, b):
     a, b = a.to(triton_device()), b.to(triton_device())
     out = a.new_empty(len(a), len(b), dtype=torch.float32)
     dot_program[(1,)](a, b, out, DOT=dot, ROWS=len(a), DEPTH=a.shape[1])
-    return out.cpu()
+    return out.cpu(), reads_bits(dot)
 
 
 def run_byte(to_byte, x):
-    out = torch.empty_like(x, dtype=torch.int8, device=triton_device())
+    out = torch.empty_like(x, dtype=torch.int32, device=triton_device())  # so that an int32 is not made int8 here
     byte_program[(1,)](x.to(triton_device()), out, TO_BYTE=to_byte, COUNT=len(x))
-    return out.cpu()
+    return out.cpu(), reads_bits(to_byte)
+
+
+def reads_bits(function):
+    """A conversion may give the same numbers; it is what these two are there to save."""
+    return "it reads bits" if "bitcast=True" in source(function) else "it converts"
 
 
 def run_softmax(softmax, s_ij, s_qk, m, l):
     arguments = [x.to(triton_device()) for x in (s_ij, s_qk, m, l)]
     p_ij, rows = torch.empty_like(arguments[0]), arguments[0].new_empty(4, len(m))
     softmax_program[(1,)](*arguments, p_ij, rows, SOFTMAX=softmax, SIZE=len(m))
-    return p_ij.cpu(), *rows.cpu()
+    p_ij, (s_p, m_new, l, _) = p_ij.cpu(), rows.cpu()
+    # Any m_new near the largest score will do, if P~ and l belong to it: compare them relative to the true one.
+    shift = torch.exp2(m_new - torch.maximum(m, (s_ij.amax(1) - ROUNDER.value) * s_qk))
+    largest = p_ij.amax().item()
+    largest = "about 127" if 100 < largest < 127.5 else f"{largest:.4g}"
+    return p_ij * (s_p * shift)[:, None], l * shift, f"the largest p_ij is {largest}"
 
 
 def run_group(group, x):
@@ -181,9 +191,9 @@ def run_group(group, x):
 
 
 def _attention() -> list[tuple]:
-    """A full tile of keys and one that needs a mask, which has larger keys and values: scales differ."""
+    """Two full tiles of keys and one that needs a mask, which has larger keys and values: scales differ."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, HEAD_DIM, generator=generator) for n in (20, 200, 200))
+    q, k, v = (torch.randn(1, 1, n, HEAD_DIM, generator=generator) for n in (20, 140, 140))
     k[:, :, 128:] *= 1.2
     v[:, :, 128:] *= 3
     return [(q, k, v)]
@@ -200,10 +210,12 @@ def _numbers() -> list[tuple]:
 
 
 def _integer_scores() -> list[tuple]:
+    """Scales without and with `room`."""
     generator = torch.Generator().manual_seed(2)
     s_hat = torch.round(4_000 * torch.randn(32, 32, generator=generator))
-    s_qk, m, l = torch.linspace(1e-3, 4e-3, 32), torch.linspace(-5, 40, 32), torch.linspace(1, 50, 32)
-    return [(ROUNDER.value + s_hat, s_qk, m, l)]
+    m, l = torch.linspace(-5, 40, 32), torch.linspace(1, 50, 32)
+    scales = (torch.linspace(1e-3, 4e-3, 32), torch.linspace(2e-2, 4e-2, 32))
+    return [(ROUNDER.value + s_hat, s_qk, m, l) for s_qk in scales]
 
 
 def _columns() -> list[tuple]:
@@ -211,6 +223,15 @@ def _columns() -> list[tuple]:
 
 
 SCORES = "integer_dot(q_hat_i, tl.trans(k_hat_j)) * (s_q * s_k)[:, None]"
+BOTH_EXP = "tl.math.exp2(m_ij - m_new) / 127.0\n    p_ij = 127.0 * tl.math.exp2(s_ij - m_ij[:, None])"
+BITS = "out_dtype=tl.int32).to(tl.float32, bitcast=True)"
+FOLDED = """t = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + room)
+    m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX
+    p_ij = tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"""
+ROUNDED_TWICE = """t = s_qk * ROUNDER + m_ij - LOG2_INT8_MAX + room
+    m_ij = t - s_qk * ROUNDER + LOG2_INT8_MAX
+    p_ij = tl.math.exp2(s_ij * s_qk[:, None] - t[:, None])"""
+P = "tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"
 
 GAPS = {
     "level1": Gap(
@@ -245,6 +266,18 @@ GAPS = {
                 "127.0 * tl.math.exp2(s_ij - m_new[:, None])",
                 "In P~ / s_P m_new cancels: its largest entry is 127 in every tile.",
             ),
+            Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "P~ / s_P: dividing by s_P brings a factor 127."),
+            Mistake(
+                "tl.math.exp2(m_ij - m_new) / 127.0",
+                "tl.math.exp2(m_ij - m_ij) / 127.0",
+                "1/127 fits a tile that holds the row's maximum. In others the largest P~ is e^(m_ij - m_new).",
+            ),
+            Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are times log2(e) already: exp2."),
+            Mistake(
+                "tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1) / 127.0", "l is the sum of P~ relative to m_new: p_ij s_P."
+            ),
+            Mistake("l = l * rescale", "l = l", "The old l belongs to the old maximum: it shrinks as O does."),
+            Mistake("(s_p * s_v)[:, None]", "(s_p * s_v)", "s_P has one number per query, a row of O: s_p[:, None]."),
             Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1)", "l is the sum of P~. p_ij is P~ / s_P."),
             Mistake(
                 "tl.sum(p_ij, 1) * s_p",
@@ -269,6 +302,12 @@ GAPS = {
             ),
             Mistake("ROUNDER_BITS", "0", "Started at 0. The bits of a small integer, read as a float, are nearly 0."),
             Mistake(", bitcast=True", "", "That is the conversion we want to save: read the same bits, bitcast=True."),
+            Mistake(BITS, f"{BITS} - ROUNDER", "ROUNDER stays in: level 3 takes it out where that costs nothing."),
+            Mistake(
+                f"start, {BITS}",
+                "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
+                "The right numbers, by a conversion: start the dot product at ROUNDER_BITS and read the bits.",
+            ),
         ),
         run_dot,
     ),
@@ -283,6 +322,16 @@ GAPS = {
                 "ROUNDER",
                 "8388608.0",
                 "Below 2^23 floats are 1/2 apart, and x may be negative. 1.5 * 2^23 has room on both sides.",
+            ),
+            Mistake(
+                ".to(tl.int8)", "", "That is an int32 with the bits of ROUNDER in it: .to(tl.int8) keeps the low byte."
+            ),
+            Mistake("(x + ROUNDER)", "(x + ROUNDER_BITS)", "Add the *number* ROUNDER to a float, not its bits."),
+            Mistake(", bitcast=True", "", "The right numbers, by a conversion: read the same bits, bitcast=True."),
+            Mistake(
+                "(x + ROUNDER).to(tl.int32, bitcast=True)",
+                "((x + ROUNDER) - ROUNDER)",
+                "The right numbers, by a conversion: read the same bits, bitcast=True.",
             ),
             Mistake("ROUNDER", "2 * ROUNDER", "There floats are 2 apart: every odd number is lost."),
             Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "x", "The conversion truncates, and is what we save."),
@@ -302,6 +351,15 @@ GAPS = {
             Mistake(
                 "m_ij - LOG2_INT8_MAX + room", "m_ij + LOG2_INT8_MAX + room", "t is taken out: log2(127) with a minus."
             ),
+            Mistake(" + room", "", "Where scales are large, 127 may become 127.5 and wrap around: add room to t."),
+            Mistake(" + room", " - room", "room makes p_ij smaller: t is taken out, so it gets larger."),
+            Mistake(
+                "t) + LOG2_INT8_MAX", "t) + LOG2_INT8_MAX - room", "m_ij must belong to the t that is used, room in it."
+            ),
+            Mistake(FOLDED, ROUNDED_TWICE, "A product and a sum round twice: tl.fma rounds once."),
+            Mistake(P, f"127.0 * {P}", "The factor 127 is in t already."),
+            Mistake(P, P.replace("exp2", "exp"), "The scores are in base 2: exp2."),
+            Mistake(P, P.replace("-t[:, None]", "-t"), "t has one number per query, a row of p_ij: t[:, None]."),
             Mistake("-s_qk, ROUNDER, t) + LOG2_INT8_MAX", "-s_qk, ROUNDER, t)", "t = s ROUNDER + m_ij - log2(127)."),
         ),
         run_softmax,
@@ -311,6 +369,11 @@ GAPS = {
         _columns,
         (
             Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),
+            Mistake(
+                "permute(0, 1, 3, 2, 4)",
+                "permute(1, 0, 2, 3, 4)",
+                "In front there are now rows and groups, which stay: half and pair are axes 2 and 3.",
+            ),
             Mistake(
                 "permute(0, 1, 3, 2, 4)",
                 "permute(0, 1, 3, 4, 2)",
