@@ -141,6 +141,7 @@ GAPS = {
                 "0",
                 "In the second round of the ring that phase is over long ago: you read the tile before.",
             ),
+            Mistake("(n // places) & 1", "n // places", "Phases are 0 and 1 only: of the round take & 1."),
             Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
             Mistake(
                 "return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are `places` places only."
@@ -154,6 +155,14 @@ GAPS = {
         (
             Mistake(
                 " ^ 1", "", "In the first round every place is empty, and no one says so: wait for the phase before."
+            ),
+            Mistake(
+                "((n // places) & 1) ^ 1",
+                "1",
+                "That is right for the first round. In each later one the place must be released again.",
+            ),
+            Mistake(
+                "ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are `places` places only."
             ),
             Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
             Mistake(
