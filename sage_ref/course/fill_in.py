@@ -73,7 +73,7 @@ def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap]) -> Callable:
         raise ValueError(f"name: expected one of {sorted(gaps)}, got {name!r}")
     gap = gaps[name]
     if function is gap.solution or is_gap(function):
-        print(f"{name}: nothing filled in yet. From here on the course's solution is used.")
+        print(f"{name}: still to fill in. From here on the course's solution is used.")
         return gap.solution
     trials = gap.inputs()
     for trial in trials:

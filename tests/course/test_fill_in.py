@@ -99,7 +99,7 @@ def test_a_right_function_is_given_back_and_a_gap_replaced(capsys):
     assert fill_in("doubled", unfinished, gaps=GAPS) is doubled
     assert capsys.readouterr().out.splitlines() == [
         "doubled: right.",
-        "doubled: nothing filled in yet. From here on the course's solution is used.",
+        "doubled: still to fill in. From here on the course's solution is used.",
     ]
     with pytest.raises(ValueError, match=r"name: expected one of \['doubled'\], got 'tripled'"):
         fill_in("tripled", tripled, gaps=GAPS)
