@@ -27,7 +27,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 SLIDER_NOTE = '<p class="slider-note">Here the notebook has a slider. Run the notebook to move it.</p>'
 MATHJAX_PARTS = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
 HOME = """<!doctype html>
-<meta charset="utf-8"><meta http-equiv="refresh" content="0; url=book/index.html">
+<meta charset="utf-8"><link rel="icon" href="data:,">
+<meta http-equiv="refresh" content="0; url=book/index.html">
 <title>sage_ref</title>
 """
 
