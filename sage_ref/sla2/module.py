@@ -95,9 +95,16 @@ class SLA2(nn.Module):
         """
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
         check_entries(query=query, key=key)
+        self.set_alpha(self.selected_mass(query, key, protect))
+
+    def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+        """What rowsum(P1) of the selected blocks is, mean over the batch: [H, Tm], of all heads or some."""
         with torch.autocast(query.device.type, enabled=False):
             q, k = in_working_dtype(query, key)
-            mass = (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)  # [H, Tm]
+            return (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)
+
+    def set_alpha(self, mass: Tensor) -> None:
+        """alpha from the mass [H, Tm] of every head's query blocks, mean over what shares it."""
         self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
         if self.alpha_logit.shape[1] == 1:
             mass = mass.mean(-1, keepdim=True)
@@ -136,8 +143,14 @@ class SLA2(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
-        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
+        return self.attention(query, key, value, protect, alpha)
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None, alpha: Tensor
+    ) -> Tensor:
+        """What the stage computes, of valid arguments: all heads, or some with their alpha [B, H, Tm]."""
+        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
         if self.current_stage == 1:
             return self._soft_attention(query, key, value, protect, alpha)
         return dispatch(query, key, value, self.routing(key, protect), alpha, self.settings, self.backend)

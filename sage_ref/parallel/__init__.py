@@ -1,0 +1,19 @@
+"""Context parallel: one sequence whose tokens lie on several devices, by torch.distributed alone.
+
+exchange   who takes part, this process's tokens, and heads for tokens in one all-to-all
+ulysses    any attention, once every process has all tokens of some heads
+ring       SageBwd with keys and values that go round, merged by their log-sum-exp: for fewer heads than processes
+api, sla2  `parallel_sagebwd_attention` and the module `ParallelSLA2`
+
+Process r of P holds the tokens r N/P to (r + 1) N/P of every sequence, in queries, keys and values alike. Everything
+else of a model, which treats tokens one by one, needs no change; positions are those of the whole sequence. Gradients of
+parameters are right after DDP or FSDP2 over the same processes has averaged them, if the loss is a mean over tokens:
+each process backs up the mean over its own.
+"""
+
+from sage_ref.parallel.api import METHODS, parallel_sagebwd_attention
+from sage_ref.parallel.exchange import local_tokens
+from sage_ref.parallel.sla2 import ParallelSLA2
+from sage_ref.parallel.ulysses import ulysses
+
+__all__ = ["METHODS", "ParallelSLA2", "local_tokens", "parallel_sagebwd_attention", "ulysses"]
