@@ -5,10 +5,10 @@ ulysses    any attention, once every process has all tokens of some heads
 ring       SageBwd with keys and values that go round, merged by their log-sum-exp: for fewer heads than processes
 api, sla2  `parallel_sagebwd_attention` and the module `ParallelSLA2`
 
-Process r of P holds the tokens r N/P to (r + 1) N/P of every sequence, in queries, keys and values alike. Everything
-else of a model, which treats tokens one by one, needs no change; positions are those of the whole sequence. Gradients of
-parameters are right after DDP or FSDP2 over the same processes has averaged them, if the loss is a mean over tokens:
-each process backs up the mean over its own.
+Process r of P holds the tokens r N/P to (r + 1) N/P of every sequence, in queries, keys and values alike. The rest of a
+model, which treats tokens one by one, needs no change; positions are those of the whole sequence. Let the loss of each
+process be the mean over its tokens: then DDP or FSDP2 over the same processes, which average gradients, give those of
+the mean over all tokens.
 """
 
 from sage_ref.parallel.api import METHODS, parallel_sagebwd_attention

@@ -50,19 +50,18 @@ def parallel_sagebwd_attention(
 
     Returns O, [B, H, Nq/P, D] in the dtype of query, differentiable once in query, key and value.
 
-    Against one process, "ulysses": of every head the same numbers, bit for bit in the kernels; gradients of keys that
-    several processes need (P doesn't divide Hkv) are rounded once more. On CPU float32 matmuls may add up in another
-    order.
-    "ring": keys are smoothed by the mean of all N, and a shard of a multiple of 128 tokens has the blocks of 128 that
-    share a scale in one process; other shards start blocks of their own, which quantise as well but differently. The
-    sums over shards, of 16-bit parts in the kernels, are added in another order. In the forward pass INT8 copies of keys
-    and values travel with the kernels, half the bytes; in the backward pass K^ in INT8, V in 16 bit, and sums of dK and
-    dV in float32. With is_causal processes are not equally busy: the last one has all keys to visit. Queries and keys are
-    equally many then.
+    Against one process, "ulysses" computes of every head the same numbers, bit for bit in the kernels; on CPU PyTorch's
+    matmuls may add up in another order. Where P doesn't divide Hkv, several processes need the same keys, whose
+    gradients are rounded once more.
+    "ring" smooths keys by the mean of all Nk. A shard of a multiple of 128 tokens has the blocks of 128 that share a
+    scale in one process; other shards end blocks of their own, which are quantised as well but not to the same numbers.
+    Parts from the shards, in 16 bit from the kernels, are added up in an order of their own. With the kernels INT8
+    copies of keys and values travel in the forward pass; in the backward pass K^ in INT8, V in 16 bit, and the sums of
+    dK and dV in float32. With is_causal Nq is Nk, and processes are not equally busy: the last one visits all keys.
 
-    torch.compile breaks its graph at what is sent. TypeError or ValueError name the argument, as in `sagebwd_attention`;
-    also: no process group, a P that doesn't divide H, shapes that differ between processes (compared when a shape comes
-    for the first time).
+    torch.compile breaks its graph at what is sent. TypeError or ValueError name the argument as in `sagebwd_attention`;
+    also: no process group, a P that doesn't divide H, shapes that differ between processes. Processes compare shapes
+    when one comes for the first time.
     """
     check_each(query=query, key=key, value=value)
     check_reverse_mode(query=query, key=key, value=value)

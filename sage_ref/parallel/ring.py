@@ -1,9 +1,9 @@
 """Ring attention (arXiv 2310.01889) for SageBwd: keys and values go from process to process, queries stay.
 
 In step t process r has the keys and values of process r - t. It attends to them alone, which gives O_t and the
-log-sum-exp L_t of a row's scores, and merges: L = log(e^L + e^L_t), O = e^(L_old - L) O + e^(L_t - L) O_t. The backward
-pass is a sum over shards once L and O are those of the whole row: P = exp(S - L) and delta = rowsum(dO * O). dQ is added
-up where the queries are; the sums of dK and dV travel with their keys, and come home with the last step.
+log-sum-exp L_t of a row's scores, and merges: L = log(e^L + e^L_t), O = e^(L_old - L) O + e^(L_t - L) O_t. The
+backward pass is a sum over shards once L and O are those of the whole row: P = exp(S - L), delta = rowsum(dO * O). dQ
+is added up where the queries are; the sums of dK and dV travel with their keys, and come home with the last step.
 
 K-smoothing goes across processes. A mean per shard would be as exact in the forward pass, with a shift of L. Not in the
 backward: dQ = c dS (K - mu) needs rows of dS that sum to zero, which they do over all keys only, so all keys need the
@@ -62,9 +62,7 @@ class RingFunction(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def ring_forward(
-    shards: Shards, ranks: Ranks, options: RingOptions, parts: ModuleType
-) -> tuple[Tensor, Tensor]:
+def ring_forward(shards: Shards, ranks: Ranks, options: RingOptions, parts: ModuleType) -> tuple[Tensor, Tensor]:
     """O [B, H, n, D] in the working dtype, and L as `parts` has it, [B, H, n or more]."""
     visiting = shards.visiting
     for step in range(ranks.count):

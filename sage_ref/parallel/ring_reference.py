@@ -6,7 +6,6 @@ L is the natural log-sum-exp of the smoothed scores.
 import torch
 from torch import Tensor
 
-from sage_ref.attention import AttentionForward
 from sage_ref.parallel.exchange import Ranks, mean_over
 from sage_ref.parallel.shards import RingOptions, Shards
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -16,9 +15,7 @@ from sage_ref.shapes import repeat_heads, working_dtype
 exp, logaddexp = torch.exp, torch.logaddexp
 
 
-def prepare(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions
-) -> tuple[Shards, Shards]:
+def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions) -> tuple[Shards, Shards]:
     """For the forward pass and for the backward pass: Q stays, K_sm and V go round, in the working dtype."""
     k, v = (x.to(working_dtype(x)) for x in (key, value))
     if options.smooth_k:
@@ -30,9 +27,9 @@ def prepare(
 def attend(
     here: tuple[Tensor, ...], visiting: tuple[Tensor, ...], options: RingOptions, *, is_diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, n, D] in the working dtype and L [B, H, n] of one shard of keys. is_diagonal: they are this process's."""
+    """O [B, H, n, D] in the working dtype and L [B, H, n] of one shard of keys. is_diagonal: of this process's."""
     (query,), (k, v) = here, (repeat_heads(x, here[0].shape[1]) for x in visiting)
-    forward: AttentionForward = sagebwd_forward(query, k, v, _settings(options, is_diagonal), k.dtype)
+    forward = sagebwd_forward(query, k, v, _settings(options, is_diagonal), k.dtype)
     return forward.output, forward.log_sum_exp
 
 

@@ -4,10 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sage_ref.checks import check_entries, check_heads
+from sage_ref.checks import check_entries, check_heads, check_reverse_mode
 from sage_ref.parallel.exchange import Ranks, check_alike, gathered, largest_up_to, ranks_of
 from sage_ref.parallel.ulysses import check_heads_divide, exchanged, whole_sequences
 from sage_ref.sla2 import SLA2, block_count
+from sage_ref.sla2.api import dispatch
 
 
 class ParallelSLA2(SLA2):
@@ -31,11 +32,15 @@ class ParallelSLA2(SLA2):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
+        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
         ranks = self._ranks(query, key)
 
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-            return self.attention(query, key, value, protect, alpha.chunk(ranks.count, 1)[ranks.rank])
+            alpha = alpha.chunk(ranks.count, 1)[ranks.rank]
+            if self.current_stage == 1:
+                return self._soft_attention(query, key, value, protect, alpha)
+            return dispatch(query, key, value, self.routing(key, protect), alpha, self.settings, self.backend)
 
         return exchanged(attention, query, key, value, ranks)
 

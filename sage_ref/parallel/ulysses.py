@@ -32,8 +32,8 @@ def ulysses(
         Hkv: then keys and values are sent to all processes that need them, and H' divides H/P.
 
     Returns [B, H, Nq/P, D]. As often differentiable as `attention`. Bits are those of one process if `attention` gives
-    a head the same bits whatever the others; where keys were sent to several processes, their gradients are rounded once
-    more. torch.compile breaks its graph at the exchange.
+    a head the same bits whatever the others; where keys were sent to several processes, their gradients are added up,
+    which rounds once more. torch.compile breaks its graph at the exchange.
 
     Raises TypeError or ValueError naming the argument: no process group, heads that P doesn't divide, shapes that
     differ between processes (compared when a shape comes for the first time).

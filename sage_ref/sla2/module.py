@@ -143,14 +143,8 @@ class SLA2(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
-        alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-        return self.attention(query, key, value, protect, alpha)
-
-    def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None, alpha: Tensor
-    ) -> Tensor:
-        """What the stage computes, of valid arguments: all heads, or some with their alpha [B, H, Tm]."""
         check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
+        alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         if self.current_stage == 1:
             return self._soft_attention(query, key, value, protect, alpha)
         return dispatch(query, key, value, self.routing(key, protect), alpha, self.settings, self.backend)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sage_kernels.common.launcher import start_with_triton
+from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized
 from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.forward.prepare import quantize_inputs
@@ -14,16 +15,13 @@ from sage_kernels.sagebwd.forward.program import ForwardInputs
 from sage_kernels.sagebwd.ladder import FORWARD_LEVELS, LOG2_E, run_forward
 from sage_kernels.sagebwd.ops import forward_level
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
-from sage_kernels.common.memory import last_axis_contiguous
 from sage_ref.parallel.exchange import Ranks, largest_up_to, mean_over
 from sage_ref.parallel.shards import RingOptions, Shards
 
 exp, logaddexp = torch.exp2, torch.logaddexp2
 
 
-def prepare(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions
-) -> tuple[Shards, Shards]:
+def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions) -> tuple[Shards, Shards]:
     """For the forward pass: Q, K, V (their shapes) and Q^ stay, K^ and V^ go round. For the backward: Q^ and the scales
     that bound V stay, K^ and V go round."""
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
@@ -45,7 +43,7 @@ def prepare(
 def attend(
     here: tuple[Tensor, ...], visiting: tuple[Tensor, ...], options: RingOptions, *, is_diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, n, D] in 16 bit and L [B, H, n padded] of one shard of keys. is_diagonal: they are this process's."""
+    """O [B, H, n, D] in 16 bit and L [B, H, n padded] of one shard of keys. is_diagonal: of this process's."""
     query, key, value, q_values, q_scale = here
     k_values, k_scale, v_transposed, v_scale = visiting
     hats = (
