@@ -20,7 +20,7 @@ FLOORS = {
         {"experiments"},
         {"course"},
     ),
-    "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}, {"measure"}),
+    "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}, {"measure", "hub"}),
 }  # fmt: skip
 # The public functions call the kernels, which need the reference's settings: both ways, but only within a call.
 BACKENDS = {
