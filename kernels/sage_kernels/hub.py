@@ -45,7 +45,7 @@ pyext = ["json", "py"]
 """
 INIT = '''"""SageBwd and SLA2: attention for training in INT8, and sparse-linear attention, in Triton.
 
-Made from sage-ref {version}. On a CUDA device the kernels run; elsewhere backend="auto" takes the reference, with one warning.
+Made from sage-ref {version}. backend="auto" runs the kernels on a CUDA device, else the reference, with one warning.
 """
 
 from .reference import SLA, SLA2, Prologue, QKNorm, sagebwd_attention, sparse_linear_attention

@@ -12,6 +12,8 @@ import time
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from sage_kernels import __main__ as kernels_main
 
 from sage_ref import __main__ as reference_main

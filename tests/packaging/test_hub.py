@@ -8,6 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
 from sage_kernels import __main__ as kernels_main
 from sage_kernels import hub
 
