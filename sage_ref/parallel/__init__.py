@@ -8,7 +8,7 @@ api, sla2  `parallel_sagebwd_attention` and the module `ParallelSLA2`
 Process r of P holds the tokens r N/P to (r + 1) N/P of every sequence, in queries, keys and values alike. The rest of a
 model, which treats tokens one by one, needs no change; positions are those of the whole sequence. Let the loss of each
 process be the mean over its tokens: then DDP or FSDP2 over the same processes, which average gradients, give those of
-the mean over all tokens.
+the mean over all tokens. All processes make the same calls in the same order, forward and backward, or the others wait.
 """
 
 from sage_ref.parallel.api import METHODS, parallel_sagebwd_attention

@@ -37,12 +37,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
         )
     if group is None:
         group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to whoever is not in it
+        raise ValueError(f"group: expected one with this process, got one without process {dist.get_rank()}")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"group: expected one with this process, got one without process {dist.get_rank()}")
-    return Ranks(group, rank, dist.get_world_size(group))
+    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def local_tokens(x: Tensor, dim: int = -2, *, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from process_cases import run_together
 from sage_ref import SLA2, sagebwd_attention
 from sage_ref.parallel import ParallelSLA2, local_tokens, parallel_sagebwd_attention, ulysses
 from sage_ref.parallel.exchange import ranks_of
+from sage_ref.parallel.shards import RingOptions
 from sage_ref.tracing import relative_l2
 from sage_ref.training.pretrain import processes
 
@@ -157,6 +158,7 @@ def errors():
         "method": lambda: parallel_sagebwd_attention(q, k, v, method="spiral"),
         "NaN": lambda: ParallelSLA2(16, 4).initialize_alpha(q * (math.nan if rank == 0 else 1), k),
         "member": lambda: ranks_of(first),
+        "kind": lambda: ranks_of("all"),
     }
     found = {}
     for name, mistake in mistakes.items():
@@ -210,6 +212,19 @@ def compiled():
     return passes(torch.compile(lambda *x: attention(*x) * 2, backend="eager"), *map(local_tokens, case.inputs()))
 
 
+def value_bounds():
+    """The bound of V that the kernels' backward pass gets, where process 1 has larger values than process 0."""
+    from sage_kernels.sagebwd import ring
+
+    ranks, x = ranks_of(None), torch.ones(1, 1, 4, 32, dtype=torch.float16)
+    bounds = []
+    for is_causal in (False, True):
+        options = RingOptions(is_causal, 1.0, smooth_k=True, smooth_q=False, granularity="row")
+        _, for_backward = ring.prepare(x, x, x * (1 + 4 * ranks.rank), ranks, options)
+        bounds.append(round(127 * for_backward.here[-1].item(), 3))
+    return bounds
+
+
 def everything(folder):
     """What this process finds, in a file."""
     with processes("cpu"):
@@ -227,6 +242,7 @@ def everything(folder):
         found["errors"] = errors()
         if dist.get_world_size() == 2:  # both take seconds
             found["compiled"] = compiled()
+            found["bounds"] = value_bounds()
             for name, case in KERNELS.items():
                 case = case._replace(method=name.split()[-1])
                 found["reference", name] = case.parallel()
@@ -319,6 +335,12 @@ def test_the_kernels_give_what_the_reference_does_and_with_ulysses_the_bits_of_o
 
 
 @pytest.mark.parametrize("found", [2], indirect=True)
+def test_the_backward_pass_knows_how_large_all_visible_values_are(found):
+    """Level 5 keeps dP - delta in float16, of which delta has met the values of all shards."""
+    assert [one["bounds"] for one in found] == [[5, 1], [5, 5]]
+
+
+@pytest.mark.parametrize("found", [2], indirect=True)
 def test_compiled_code_sends_between_two_graphs(found):
     output, *gradients = list(ULYSSES.values())[0].one()
     assert_close(together(found, "compiled"), (2 * output, *(2 * x for x in gradients)), 1e-14)
@@ -335,7 +357,8 @@ def test_every_process_is_told_of_a_mistake(found):
         "causal ring": f"ValueError: key: expected as many keys as queries for a causal ring, {8 // count}, got 1",
         "method": "ValueError: method: expected one of ('auto', 'ulysses', 'ring'), got 'spiral'",
         "NaN": "ValueError: query: expected finite numbers",
-        "member": "TypeError: group: expected a torch.distributed.ProcessGroup or None, got int",
+        "member": "ValueError: group: expected one with this process, got one without process ",
+        "kind": "TypeError: group: expected a torch.distributed.ProcessGroup or None, got str",
     }  # fmt: skip
     for one in found[1:]:
         assert one["errors"].keys() == expected.keys()
