@@ -88,18 +88,29 @@ def groups_of_each_size(world: Processes) -> list[Members]:
     ]
 
 
-def measured(plan: ParallelPlan, world: Processes, done: Sequence[Row] = ()) -> Iterator[list[Row]]:
-    """The rows of one length after the other, in every process. done: rows that an interrupted measurement left."""
+class Measured(NamedTuple):
+    n: int
+    rows: list[Row]
+    left_out: list[str]  # which passes, and why
+
+
+def measured(plan: ParallelPlan, world: Processes, done: Sequence[Row] = ()) -> Iterator[Measured]:
+    """One length after the other, in every process. done: rows that an interrupted measurement left."""
     groups, rows = groups_of_each_size(world), list(done)
     for n in plan.lengths:
         if any(row["n"] == n for row in rows):
             continue
         passes = [Pass(name, members) for name in plan.attentions for members in groups]
-        left = [one for one in passes if why_left_out(one, n, plan, world, rows) is None]
-        if left:
-            found = _rows(left, n, plan, world, is_first=not rows)
-            rows += found
-            yield found
+        reasons = {one: why_left_out(one, n, plan, world, rows) for one in passes}
+        left = [one for one, reason in reasons.items() if reason is None]
+        found = _rows(left, n, plan, world, is_first=not rows) if left else []
+        rows += found
+        yield Measured(n, found, [f"{_name(one)}: {reason}" for one, reason in reasons.items() if reason])
+
+
+def _name(one: Pass) -> str:
+    size = one.members.size
+    return f"{ATTENTIONS[one.attention]} on {size} device{'s' * (size > 1)}"
 
 
 def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: Sequence[Row]) -> str | None:
@@ -226,7 +237,8 @@ def _row(one: Pass, n: int, plan: ParallelPlan, times: Sequence[float], peak: fl
         {"attention": one.attention, "devices": one.members.size, "n": n, "batch": 1, "heads": plan.heads}
         | {"head_dim": plan.head_dim, "causal": plan.causal, "direction": "fwd+bwd", "protocol": "paired"}
         | {"sparsity": plan.sparsity if one.attention == "sla2" else None, "repetitions": len(times)}
-        | {"ms_median": statistics.median(times), "ms_p20": quantiles[0], "ms_p80": quantiles[3]}
+        | {"ms_median": round(statistics.median(times), 3)}
+        | {"ms_p20": round(quantiles[0], 3), "ms_p80": round(quantiles[3], 3)}
         | {"peak_bytes": int(peak)}
     )
 
@@ -300,13 +312,14 @@ def run(options: argparse.Namespace) -> None:
             (rows,) = shared
         if rows and world.is_first:
             print(f"{options.json} has {len(rows)} rows, which are not measured again")
+        launcher = f"torchrun --standalone --nproc-per-node {world.count} -m" if world.count > 1 else "python -m"
         for found in measured(plan, world, rows):
-            rows = [*rows, *found]
+            rows = [*rows, *found.rows]
             if not world.is_first:
                 continue
-            print(f"N = {found[0]['n']:,}: {len(found)} passes measured", flush=True)
-            if options.json:
-                write_record(options.json, rows, command=options.command, **facts)
+            print(f"N = {found.n:,}: {len(found.rows)} passes measured", *found.left_out, sep="\n  not ", flush=True)
+            if options.json and found.rows:
+                write_record(options.json, rows, command=options.command.replace("python -m", launcher), **facts)
         if world.is_first:
             on_gpu = world.device.type == "cuda"
             memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None

@@ -9,6 +9,11 @@ Process r of P holds the tokens r N/P to (r + 1) N/P of every sequence, in queri
 model, which treats tokens one by one, needs no change; positions are those of the whole sequence. Let the loss of each
 process be the mean over its tokens: then DDP or FSDP2 over the same processes, which average gradients, give those of
 the mean over all tokens. All processes make the same calls in the same order, forward and backward, or the others wait.
+
+    torch.distributed.init_process_group("nccl")
+    model = DistributedDataParallel(model)
+    loss = model(local_tokens(tokens, 1), local_tokens(positions, 0))
+    # in it: output = parallel_sagebwd_attention(query, key, value, is_causal=True), each [B, H, N/P, D]
 """
 
 from sage_ref.parallel.api import METHODS, parallel_sagebwd_attention

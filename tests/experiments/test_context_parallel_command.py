@@ -50,6 +50,7 @@ def test_every_attention_runs_on_one_device_and_on_two(measured):
     assert sorted(found) == sorted(expected)
     assert all(row["repetitions"] == 2 and 0 < row["ms_p20"] <= row["ms_p80"] for row in record.rows)
     assert record.provenance["devices"] == 2
+    assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_ref context-par")
     assert record.provenance["plan"]["lengths"] == [256, 512]
 
 
@@ -65,6 +66,7 @@ def test_the_shortest_sequences_agree_with_one_device(measured):
 def test_an_interrupted_measurement_goes_on_with_the_next_length(measured):
     _, printed = measured
     assert printed.count("N = 256: 7 passes measured") == printed.count("N = 512: 7 passes measured") == 1
+    assert "  not SageBwd, ring on 1 device: one device needs no ring" in printed
     assert "has 7 rows, which are not measured again" in printed
     assert "has 14 rows, which are not measured again" in printed
     lines = [line for line in printed.splitlines() if line.startswith("| 512 | SLA2, Ulysses | 2 | ")]
