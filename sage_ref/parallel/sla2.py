@@ -21,7 +21,7 @@ class ParallelSLA2(SLA2):
     there are at the first call. Process r computes heads [r H/P, (r + 1) H/P), and gives alpha's other heads a gradient
     of zero; after DDP or FSDP2 over the same processes, gradients are those of one process for the mean of the losses.
 
-    Of every head the same is computed as by one process, but PyTorch's matmuls (the router's scores, the linear branch's
+    Of every head the same is computed as by one process, but PyTorch's matmuls (router scores, the linear branch's
     sums) may add up in another order for fewer heads at once. Where two blocks score so nearly the same, the other one
     may be chosen. Where P doesn't divide Hkv, gradients of key and value are rounded once more.
     TypeError or ValueError as in SLA2, and in the first call if P doesn't divide num_heads, or if there is no group.
