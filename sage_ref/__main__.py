@@ -36,6 +36,9 @@ COMMANDS = {
     "pretrain-speed": Command(
         "sage_ref.experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"
     ),
+    "context-parallel": Command(
+        "sage_ref.experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"
+    ),
     "noise": Command(
         "sage_ref.experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"
     ),

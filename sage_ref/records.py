@@ -3,8 +3,9 @@
 A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
 Only the program that measured something writes one; prose, figures and tables read it.
 
-REPOSITORY is the checkout of this project and RECORDED its folder of records. Both are looked for when they are asked
-for: a package that was installed elsewhere, without a checkout, works as long as nobody asks.
+RECORDED is the folder of records: that of an installed package, which has its own, else the checkout's. REPOSITORY is
+the checkout of this project, which only what writes the course's pages needs. Both are looked for when they are asked
+for: a package that was installed from a wheel works without a checkout as long as nobody asks for that.
 """
 
 import glob
@@ -27,7 +28,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-RECORDED_FOLDER = Path("notebooks", "recorded")
+RECORDED_FOLDER = Path("notebooks", "recorded")  # in the checkout
+INSTALLED_FOLDER = Path("sage_ref", "recorded")  # in site-packages, where setup.py puts them
 Row = dict[str, Any]
 
 
@@ -50,16 +52,25 @@ def repository() -> Path:
     )
 
 
+def recorded_folder() -> Path:
+    """The records: of the checkout that SAGE_REF_REPOSITORY names, else those installed with this package, else those
+    of the checkout that `repository` finds."""
+    installed = _package_parent() / INSTALLED_FOLDER
+    if installed.is_dir() and not os.environ.get("SAGE_REF_REPOSITORY"):
+        return installed
+    return repository() / RECORDED_FOLDER
+
+
 def recorded_file(name: str) -> Path:
-    """The file of that name in the checkout's folder of records."""
-    return repository() / RECORDED_FOLDER / name
+    """The file of that name in the folder of records."""
+    return recorded_folder() / name
 
 
 def __getattr__(name: str) -> Path:
     if name == "REPOSITORY":
         return repository()
     if name == "RECORDED":
-        return repository() / RECORDED_FOLDER
+        return recorded_folder()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -106,7 +117,7 @@ def _listed(value: str | list[str]) -> list[str]:
 
 
 def read_record(name: str | Path) -> Record:
-    """A record by its name in notebooks/recorded ("table1_sweep") or by its path, a Path or a text with a suffix."""
+    """A record by its name in the folder of records ("table1_sweep") or by its path, a Path or a text with a suffix."""
     is_path = isinstance(name, Path) or Path(name).suffix
     path = Path(name) if is_path else recorded_file(f"{name}.json")
     if not path.exists():

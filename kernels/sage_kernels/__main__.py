@@ -4,6 +4,7 @@ import argparse
 import shlex
 import sys
 
+from sage_kernels import hub
 from sage_kernels.measure import accuracy_command, bench_command, choose, compile, instructions, predict, profile
 from sage_ref.command_line import Parser, finish
 
@@ -15,6 +16,7 @@ COMMANDS = {
     "instructions": instructions,
     "choose": choose,
     "predict": predict,
+    "hub": hub,
 }
 
 

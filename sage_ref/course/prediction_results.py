@@ -3,12 +3,12 @@
 Nothing here was timed, so every table says that it is a prediction, or what a compiler made.
 """
 
+from importlib import resources
 from pathlib import Path
 
-from sage_ref.records import Record, Row, markdown_table, read_record, repository
+from sage_ref.records import Record, Row, markdown_table, read_record
 
 PREDICTED, BEFORE = "predicted", "launch_defaults"
-TABLE = Path("kernels", "sage_kernels", "common", "launch_compiled.json")
 PEER, INT8 = "FlashAttention-2", "INT8"
 HEAD_DIMS, DIRECTIONS = (64, 128), {"fwd": "forward", "fwd+bwd": "forward + backward"}
 CAPABILITIES = {80: "8.0", 86: "8.6 and 8.9", 120: "12.0"}
@@ -89,7 +89,8 @@ def predicted_check() -> str:
 
 def spills() -> str:
     """Spill instructions in the loops over tiles, with the default launches and with those that `choose` took."""
-    before, after = read_record(BEFORE), read_record(repository() / TABLE)
+    table = resources.files("sage_kernels.common") / "launch_compiled.json"
+    before, after = read_record(BEFORE), read_record(Path(str(table)))
     columns = [(capability, head_dim) for capability in CAPABILITIES for head_dim in HEAD_DIMS]
     names = list(dict.fromkeys((row["kernel"], row["level"]) for row in before.rows))
     lines = []

@@ -95,9 +95,16 @@ class SLA2(nn.Module):
         """
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
         check_entries(query=query, key=key)
+        self.set_alpha(self.selected_mass(query, key, protect))
+
+    def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+        """What rowsum(P1) of the selected blocks is, mean over the batch: [H, Tm], of all heads or some."""
         with torch.autocast(query.device.type, enabled=False):
             q, k = in_working_dtype(query, key)
-            mass = (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)  # [H, Tm]
+            return (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)
+
+    def set_alpha(self, mass: Tensor) -> None:
+        """alpha from the mass [H, Tm] of every head's query blocks, mean over what shares it."""
         self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
         if self.alpha_logit.shape[1] == 1:
             mass = mass.mean(-1, keepdim=True)

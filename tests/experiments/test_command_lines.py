@@ -12,6 +12,8 @@ import time
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from sage_kernels import __main__ as kernels_main
 
 from sage_ref import __main__ as reference_main
@@ -20,6 +22,7 @@ from sage_ref.course import readme
 from sage_ref.experiments import (
     capture,
     capture_video,
+    context_parallel,
     full_batch,
     gradient_noise,
     pretrain,
@@ -122,6 +125,9 @@ BAD = {  # the command line: what its one line says
     "sage_ref pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "sage_ref pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
     "sage_ref pretrain-speed --json junk": "path: expected",
+    "sage_ref context-parallel --lengths 100": "lengths: expected multiples of 128 tokens for each of 1, got 100",
+    "sage_ref context-parallel --lengths 256 128": "lengths: expected different ones, the shortest first",
+    "sage_ref context-parallel --causal": "attentions: expected none that isn't causal with --causal, got sla2",
     "sage_ref noise none": "argument CHECKPOINT: expected a file that can be read, got 'none'",
     "sage_ref noise junk --corpus text.txt": "checkpoint: expected one that a run saved, whole, got junk",
     "sage_ref noise cut.pt --corpus text.txt": "checkpoint: expected one that a run saved, whole, got cut.pt",
@@ -344,6 +350,7 @@ WORK = {  # command: a line that works, and what then begins
     "pretrain": (TRAIN[1:], (pretrain, "pretrain")),
     "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
     "pretrain-speed": ([], (pretrain_speed, "_rows")),
+    "context-parallel": ([], (context_parallel, "_rows")),
     "noise": (NOISE[1:], (gradient_noise, "gradient_noise")),
     "capture": (["run.pt", "--corpus", "text.txt", "--layers", "1"], (capture, "attention_tensors")),
     "capture-video": ([], (capture_video, "train")),

@@ -13,16 +13,22 @@ FLOORS = {
             "records", "moved",
         },
         {"sagebwd", "sla2"},
+        {"parallel"},
         {"tracing", "models"},
         {"training"},
         {"command_line"},
         {"experiments"},
         {"course"},
     ),
-    "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}, {"measure"}),
+    "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}, {"measure", "hub"}),
 }  # fmt: skip
 # The public functions call the kernels, which need the reference's settings: both ways, but only within a call.
-BACKENDS = {"sage_ref/sagebwd/api.py", "sage_ref/sla2/api.py", "sage_ref/course/teaching.py"}
+BACKENDS = {
+    "sage_ref/sagebwd/api.py",
+    "sage_ref/sla2/api.py",
+    "sage_ref/parallel/ring.py",
+    "sage_ref/course/teaching.py",
+}
 SOLUTIONS = REPOSITORY / "sage_ref" / "course" / "solutions"  # some in Triton; nothing imports them at once
 
 

@@ -9,7 +9,9 @@ import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last two are what a first step of training imports.
-CONTEXT.set_forkserver_preload(["pytest", "sage_ref.training.pretrain", "numpy.random", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(
+    ["pytest", "sage_ref.parallel", "sage_ref.training.pretrain", "numpy.random", "torch._dynamo"]
+)
 LIMIT = 120  # seconds
 
 
@@ -19,15 +21,15 @@ def run_forked(target, *arguments):
     return code
 
 
-def run_together(folder, target, *arguments):
-    """target(*arguments) in two processes that find each other as torchrun's do; what they print."""
+def run_together(folder, target, *arguments, count=2):
+    """target(*arguments) in `count` processes that find each other as torchrun's do; what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    outputs = [folder / f"rank{rank}.txt" for rank in (0, 1)]
-    codes = run_all([(as_one_of_two, (rank, port, outputs[rank], target, arguments)) for rank in (0, 1)])
+    outputs = [folder / f"rank{rank}.txt" for rank in range(count)]
+    codes = run_all([(as_one_of, (count, rank, port, outputs[rank], target, arguments)) for rank in range(count)])
     printed = "".join(path.read_text() for path in outputs)
-    assert codes == [0, 0], printed
+    assert codes == [0] * count, printed
     return printed
 
 
@@ -43,10 +45,10 @@ def run_all(calls):
     return codes
 
 
-def as_one_of_two(rank, port, output, target, arguments):
+def as_one_of(count, rank, port, output, target, arguments):
     """What torchrun does for a process, as far as torch.distributed reads it."""
     torch.set_num_threads(1)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with output.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):

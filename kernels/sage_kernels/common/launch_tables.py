@@ -67,7 +67,7 @@ def compiled_launches(capability: int) -> Table:
 
 
 def _packaged_rows(name: str) -> list[Row]:
-    path = Path(str(resources.files("sage_kernels.common") / name))
+    path = Path(str(resources.files(__package__) / name))
     return read_record(path).rows if path.is_file() else []
 
 

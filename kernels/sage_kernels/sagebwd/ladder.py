@@ -29,6 +29,7 @@ from sage_kernels.sagebwd.forward import (
     level4_grouped,
     level5_hopper,
 )
+from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.forward.prepare import quantize_inputs
 from sage_kernels.sagebwd.forward.program import ForwardInputs, run
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
@@ -126,8 +127,9 @@ def prepare_forward(
         if prologue.cos is not None:
             raise ValueError(f"prologue: expected none for forward level {level}, which reads 16-bit queries, got one")
         return ForwardInputs(query, key, value, None, None, None)
+    k_mean = key_mean(key, prologue, start) if smooth_k else None
     options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
-    hats = quantize_inputs(query, key, value, prologue, start, smooth_k=smooth_k, **options)
+    hats = quantize_inputs(query, key, value, prologue, start, k_mean=k_mean, **options)
     return ForwardInputs(query, key, value, *hats)
 
 

@@ -1,7 +1,7 @@
 """What runs before an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
 
 Q and K are normalised and rotated on the way if there is a prologue. The mean key, which smoothing needs, takes a pass
-over K of its own (`key_mean`).
+over K of its own before (`key_mean`).
 """
 
 import torch
@@ -27,7 +27,6 @@ from sage_kernels.common.quantize import (
 )
 from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens
-from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
@@ -143,7 +142,7 @@ def quantize_inputs(
     prologue: Prologue,
     start: Start,
     *,
-    smooth_k: bool,
+    k_mean: Tensor | None,
     factor: float,
     with_values: bool,
     grouped: bool,
@@ -151,12 +150,12 @@ def quantize_inputs(
     """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
 
     prologue: what happens to query and key first, its tensors contiguous and in float32; `NO_PROLOGUE`: nothing.
+    k_mean: float32 [B, Hkv, D], what smoothing takes from every key; None: K isn't smoothed.
     factor: c log2(e), which goes into the scales of Q, its sign into Q^. grouped: V^T in the order of
     `tiles.group_columns`.
     """
     (heads, n_q, head_dim), (kv_heads, n_k) = query.shape[1:], key.shape[1:3]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
-    k_mean = key_mean(key, prologue, start) if smooth_k else None
     q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
     v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))

@@ -1,0 +1,326 @@
+"""`python -m sage_ref context-parallel`: forward and backward of one long sequence on 1, 2, 4, ... devices.
+
+Under torchrun, one process per device:
+`torchrun --standalone --nproc-per-node 4 -m sage_ref context-parallel`.
+The processes form groups of each size, all of which do the same, so no device is idle: what takes its time on one
+device does so on all of them at once. The time of a pass is that of the slowest process, from a common start until its
+device is through; attentions and sizes of groups take turns.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_ref.command_line import add_device_option, percentage, positive, positive_number
+from sage_ref.experiments.pretrain_speed import interrupted
+from sage_ref.experiments.turns import orders
+from sage_ref.parallel import ParallelSLA2, parallel_sagebwd_attention, ulysses
+from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, write_record
+from sage_ref.sagebwd.api import sagebwd_attention
+from sage_ref.sla2 import SLA2
+from sage_ref.tracing import relative_l2
+from sage_ref.training.pretrain import Processes, processes
+
+ATTENTIONS = {
+    "exact": "exact (PyTorch's pick), Ulysses",
+    "sagebwd": "SageBwd, Ulysses",
+    "sagebwd_ring": "SageBwd, ring",
+    "sla2": "SLA2, Ulysses",
+}
+TENSORS = ("O", "dQ", "dK", "dV")
+MEMORY_SHARE = 0.9  # of a device that a pass may need, by what a shorter one needed
+BLOCK = 128  # tokens that share a scale: shards of whole ones, which the ring quantises as one device does
+# Bytes grow no faster than this power of N: SLA2's block mask has an entry per 128 queries and 64 keys.
+GROWTH = {"exact": 1, "sagebwd": 1, "sagebwd_ring": 1, "sla2": 2}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """longest: a pass that would take more seconds, by what a shorter sequence took, is left out."""
+
+    lengths: tuple[int, ...] = (2**17, 2**18, 2**19, 2**20)
+    attentions: tuple[str, ...] = tuple(ATTENTIONS)
+    heads: int = 16
+    head_dim: int = 128
+    causal: bool = False
+    sparsity: float = 0.97
+    repetitions: int = 3
+    longest: float = 25.0
+
+    def __post_init__(self):
+        if list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError(f"lengths: expected different ones, the shortest first, got {self.lengths}")
+        if self.causal and "sla2" in self.attentions:
+            raise ValueError("attentions: expected none that isn't causal with --causal, got sla2")
+
+
+class Members(NamedTuple):
+    """This process's group of one size. group: None for a size of one, where nothing is sent."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+
+
+class Pass(NamedTuple):
+    """What is timed: one attention on groups of one size."""
+
+    attention: str
+    members: Members
+
+
+def groups_of_each_size(world: Processes) -> list[Members]:
+    """Of 1, 2, 4, ... processes, as far as they divide all of them; all processes make them together."""
+    sizes = [2**power for power in range(world.count.bit_length()) if world.count % 2**power == 0]
+    return [
+        Members(size, world.rank % size, dist.new_subgroups(group_size=size)[0] if size > 1 else None) for size in sizes
+    ]
+
+
+class Measured(NamedTuple):
+    n: int
+    rows: list[Row]
+    left_out: list[str]  # which passes, and why
+
+
+def measured(plan: ParallelPlan, world: Processes, done: Sequence[Row] = ()) -> Iterator[Measured]:
+    """One length after the other, in every process. done: rows that an interrupted measurement left."""
+    groups, rows = groups_of_each_size(world), list(done)
+    for n in plan.lengths:
+        if any(row["n"] == n for row in rows):
+            continue
+        passes = [Pass(name, members) for name in plan.attentions for members in groups]
+        reasons = {one: why_left_out(one, n, plan, world, rows) for one in passes}
+        left = [one for one, reason in reasons.items() if reason is None]
+        found = _rows(left, n, plan, world, is_first=not rows) if left else []
+        rows += found
+        yield Measured(n, found, [f"{_name(one)}: {reason}" for one, reason in reasons.items() if reason])
+
+
+def _name(one: Pass) -> str:
+    size = one.members.size
+    return f"{ATTENTIONS[one.attention]} on {size} device{'s' * (size > 1)}"
+
+
+def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: Sequence[Row]) -> str | None:
+    """Why a pass is not measured, None if it is. rows: of shorter sequences."""
+    size = one.members.size
+    if size > 1 and one.attention != "sagebwd_ring" and plan.heads % size:
+        return f"{size} devices don't divide {plan.heads} heads"
+    if one.attention == "sagebwd_ring" and size == 1:
+        return "one device needs no ring"
+    shorter = [row for row in rows if row["attention"] == one.attention and row["devices"] == size]
+    if rows and not shorter:
+        return "a shorter one was left out"
+    if not shorter:
+        return None
+    ratio = n / shorter[-1]["n"]
+    if shorter[-1]["ms_median"] * ratio**2 > 1e3 * plan.longest:
+        return f"a pass would take more than {plan.longest:g} s"
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+        if shorter[-1]["peak_bytes"] * ratio ** GROWTH[one.attention] > MEMORY_SHARE * memory:
+            return "it would need more memory than a device has"
+    return None
+
+
+def _rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, *, is_first: bool) -> list[Row]:
+    """is_first: run everything once before, and compare what several devices compute with one device's."""
+    errors: dict[Pass, Row] = {one: {} for one in passes}
+    if is_first:
+        alone: dict[str, tuple[Tensor, ...]] = {}
+        for one in sorted(passes, key=lambda one: one.members.size):
+            *_, tensors = run_pass(one, n, plan, world)
+            name = one.attention.removesuffix("_ring")
+            if one.members.size == 1:
+                alone[name] = tuple(x.cpu() for x in tensors)
+            elif name in alone:
+                errors[one] = compared(tensors, alone[name], one.members, world)
+    times: dict[Pass, list[float]] = {one: [] for one in passes}
+    peaks: dict[Pass, float] = {}
+    for repetition, order in enumerate(orders(len(passes), plan.repetitions)):
+        if repetition and sum(map(statistics.median, times.values())) > 1e3 * plan.longest:
+            break  # one repetition has taken long enough
+        for one in (passes[place] for place in order):
+            ms, peaks[one] = run_pass(one, n, plan, world)[:2]  # its tensors must be gone before the next
+            times[one].append(ms)
+    return [_row(one, n, plan, times[one], peaks[one]) | errors[one] for one in passes]
+
+
+def run_pass(one: Pass, n: int, plan: ParallelPlan, world: Processes) -> tuple[float, float, tuple[Tensor, ...]]:
+    """(milliseconds, most bytes in use; both the largest of any process), then O, dQ, dK and dV here."""
+    inputs = inputs_of(one.members, n, plan, world)
+    attention = attention_of(one, plan, world)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    if world.count > 1:
+        dist.barrier()
+    started = time.perf_counter()
+    tensors = forward_and_backward(attention, *inputs)
+    if on_gpu:
+        torch.cuda.synchronize()
+    facts = [1e3 * (time.perf_counter() - started), torch.cuda.max_memory_allocated() if on_gpu else 0]
+    largest = torch.tensor(facts, dtype=torch.float64, device=world.device)
+    if world.count > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return *largest.tolist(), tensors
+
+
+def inputs_of(members: Members, n: int, plan: ParallelPlan, world: Processes) -> tuple[Tensor, ...]:
+    """Q, K, V and dO: this process's tokens of a sequence that is the same for groups of all sizes."""
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    parts = world.count // members.size  # of a process: each is drawn by itself
+    tensors = []
+    for seed in range(4):
+        drawn = []
+        for part in range(members.rank * parts, (members.rank + 1) * parts):
+            generator = torch.Generator(world.device).manual_seed(1000 * seed + part)
+            shape = (1, plan.heads, n // world.count, plan.head_dim)
+            drawn.append(torch.randn(shape, generator=generator, device=world.device, dtype=dtype))
+        tensors.append(torch.cat(drawn, 2))
+    return tuple(tensors)
+
+
+def attention_of(one: Pass, plan: ParallelPlan, world: Processes) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One device's attention where the group is one process, else its parallel form."""
+    name, group, is_alone = one.attention, one.members.group, one.members.size == 1
+    if name == "exact":
+        exact = partial(F.scaled_dot_product_attention, is_causal=plan.causal)
+        return exact if is_alone else partial(ulysses, exact, group=group)
+    if name == "sla2":
+        options = {"sparsity": plan.sparsity}
+        module = SLA2 if is_alone else partial(ParallelSLA2, group=group)
+        return module(plan.head_dim, plan.heads, **options).to(world.device)
+    if is_alone:
+        return partial(sagebwd_attention, is_causal=plan.causal)
+    method = "ring" if name == "sagebwd_ring" else "ulysses"
+    return partial(parallel_sagebwd_attention, is_causal=plan.causal, method=method, group=group)
+
+
+def forward_and_backward(
+    attention: Callable, query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor
+) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV."""
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    output = attention(*inputs)
+    output.backward(grad_output)
+    return output.detach(), *(x.grad for x in inputs)
+
+
+def compared(tensors: Sequence[Tensor], alone: Sequence[Tensor], members: Members, world: Processes) -> Row:
+    """Relative L2 to what one device computes, of the process where it is largest, and whether all bits are its."""
+    mine = [x.chunk(members.size, 2)[members.rank].to(world.device) for x in alone]
+    facts = [float(relative_l2(x, y)) for x, y in zip(tensors, mine, strict=True)]
+    facts.append(float(any(not x.equal(y) for x, y in zip(tensors, mine, strict=True))))
+    largest = torch.tensor(facts, dtype=torch.float64, device=world.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    *errors, differ = largest.tolist()
+    return {f"rel_l2_{name}": error for name, error in zip(TENSORS, errors, strict=True)} | {"same_bits": not differ}
+
+
+def _row(one: Pass, n: int, plan: ParallelPlan, times: Sequence[float], peak: float) -> Row:
+    quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
+    return (
+        {"attention": one.attention, "devices": one.members.size, "n": n, "batch": 1, "heads": plan.heads}
+        | {"head_dim": plan.head_dim, "causal": plan.causal, "direction": "fwd+bwd", "protocol": "paired"}
+        | {"sparsity": plan.sparsity if one.attention == "sla2" else None, "repetitions": len(times)}
+        | {"ms_median": round(statistics.median(times), 3)}
+        | {"ms_p20": round(quantiles[0], 3), "ms_p80": round(quantiles[3], 3)}
+        | {"peak_bytes": int(peak)}
+    )
+
+
+def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, ...], list[tuple]]:
+    """Header and lines. memory: bytes of a device, of which a pass may need `MEMORY_SHARE`; None: not known.
+
+    "fits up to": N whose pass needs that much if bytes grow from those of this line as `GROWTH` says.
+    """
+    record, lines = Record({}, list(rows)), []
+    for row in sorted(rows, key=lambda row: (row["n"], list(ATTENTIONS).index(row["attention"]), row["devices"])):
+        one = record.select(attention=row["attention"].removesuffix("_ring"), devices=1, n=row["n"])
+        ratio = f"{one[0]['ms_median'] / row['ms_median']:.2f}" if one and row["devices"] > 1 else ""
+        peak = row["peak_bytes"]
+        power = 1 / GROWTH[row["attention"]]
+        fits = f"{row['n'] * (MEMORY_SHARE * memory / peak) ** power:,.0f}" if memory and peak else ""
+        cells = f"{row['ms_median']:,.1f}", ratio, f"{peak / GIB:.1f}" if peak else "", fits, _agreement(row)
+        lines.append((f"{row['n']:,}", ATTENTIONS[row["attention"]], row["devices"], *cells))
+    return (
+        "N",
+        "attention",
+        "devices",
+        "ms",
+        "times one device",
+        "GiB each",
+        "fits up to",
+        "against one device",
+    ), lines
+
+
+def _agreement(row: Row) -> str:
+    if "same_bits" not in row:
+        return ""
+    if row["same_bits"]:
+        return "same bits"
+    return f"rel. L2 {max(row[f'rel_l2_{name}'] for name in TENSORS):.1e}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    default = ParallelPlan()
+    parser.add_argument("--lengths", type=positive, nargs="+", default=default.lengths, metavar="N")
+    parser.add_argument("--attentions", nargs="+", choices=tuple(ATTENTIONS), default=default.attentions)
+    for name in ("heads", "head_dim", "repetitions"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
+    parser.add_argument("--causal", action="store_true", help="without sla2")
+    parser.add_argument("--sparsity", type=percentage, default=100 * default.sparsity, help="of SLA2, in percent")
+    parser.add_argument(
+        "--longest", type=positive_number, default=default.longest, help="leave out passes of more seconds"
+    )
+    add_device_option(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    names = ("heads", "head_dim", "causal", "repetitions", "longest")
+    plan = ParallelPlan(
+        tuple(options.lengths), tuple(dict.fromkeys(options.attentions)),
+        sparsity=options.sparsity / 100, **{name: getattr(options, name) for name in names},
+    )  # fmt: skip
+    with processes(options.device) as world, ExitStack() as held:
+        for n in plan.lengths:
+            if n % (world.count * BLOCK):
+                raise ValueError(f"lengths: expected multiples of {BLOCK} tokens for each of {world.count}, got {n}")
+        rows: list[Row] = []
+        facts: dict[str, Any] = {"plan": asdict(plan), "devices": world.count}
+        if options.json and world.is_first:
+            held.enter_context(only_writer(options.json))
+            rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
+        if world.count > 1:
+            shared = [rows]
+            dist.broadcast_object_list(shared, src=0, device=world.device)
+            (rows,) = shared
+        if rows and world.is_first:
+            print(f"{options.json} has {len(rows)} rows, which are not measured again")
+        launcher = f"torchrun --standalone --nproc-per-node {world.count} -m" if world.count > 1 else "python -m"
+        for found in measured(plan, world, rows):
+            rows = [*rows, *found.rows]
+            if not world.is_first:
+                continue
+            print(f"N = {found.n:,}: {len(found.rows)} passes measured", *found.left_out, sep="\n  not ", flush=True)
+            if options.json and found.rows:
+                write_record(options.json, rows, command=options.command.replace("python -m", launcher), **facts)
+        if world.is_first:
+            on_gpu = world.device.type == "cuda"
+            memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None
+            print(markdown_table(*scaling_table(rows, memory)))

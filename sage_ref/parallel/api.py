@@ -1,0 +1,92 @@
+"""`parallel_sagebwd_attention`: check the arguments, choose how processes share the work."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sage_ref.attention import softmax_scale
+from sage_ref.backend import chosen_backend
+from sage_ref.checks import (
+    autocast,
+    check_choice,
+    check_each,
+    check_options,
+    check_reverse_mode,
+    check_together,
+)
+from sage_ref.parallel.exchange import check_alike, ranks_of
+from sage_ref.parallel.ring import ring_attention
+from sage_ref.parallel.shards import RingOptions
+from sage_ref.parallel.ulysses import check_heads_divide, exchanged
+from sage_ref.sagebwd.api import sagebwd_attention, triton_obstacle
+from sage_ref.sagebwd.settings import GRANULARITIES
+
+METHODS = ("auto", "ulysses", "ring")
+
+
+def parallel_sagebwd_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    method: str = "auto",
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    granularity: str = "row",
+    backend: str = "auto",
+) -> Tensor:
+    """`sage_ref.sagebwd_attention` of sequences whose tokens lie in the P processes of `group`.
+
+    query: [B, H, Nq/P, D]; key, value: [B, Hkv, Nk/P, D], this process's tokens (`local_tokens`), in every process of
+        the same shapes; dtypes and all options but the following as in `sagebwd_attention`, and the same in every
+        process. is_causal goes by positions in the whole sequence. There is no prologue: apply QK-norm and rotary
+        positions to this process's tokens before.
+    group: None means all processes.
+    method: "ulysses", each process computes H/P heads of whole sequences, so P must divide H; "ring", each computes all
+        heads of its queries while keys and values go round; "auto": "ulysses" where P divides H, else "ring".
+
+    Returns O, [B, H, Nq/P, D] in the dtype of query, differentiable once in query, key and value.
+
+    Against one process, "ulysses" computes of every head the same numbers, bit for bit in the kernels; on CPU PyTorch's
+    matmuls may add up in another order. Where P doesn't divide Hkv, several processes need the same keys, whose
+    gradients are rounded once more.
+    "ring" smooths keys by the mean of all Nk. A shard of a multiple of 128 tokens has the blocks of 128 that share a
+    scale in one process; other shards end blocks of their own, which are quantised as well but not to the same numbers.
+    Parts from the shards, in 16 bit from the kernels, are added up in an order of their own. With the kernels INT8
+    copies of keys and values travel in the forward pass; in the backward pass K^ in INT8, V in 16 bit, and the sums of
+    dK and dV in float32. With is_causal Nq is Nk, and processes are not equally busy: the last one visits all keys.
+
+    torch.compile breaks its graph at what is sent. TypeError or ValueError name the argument as in `sagebwd_attention`;
+    also: no process group, a P that doesn't divide H, shapes that differ between processes. Processes compare shapes
+    when one comes for the first time.
+    """
+    check_each(query=query, key=key, value=value)
+    check_reverse_mode(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    check_together(query, key, value, enable_gqa)
+    check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    check_choice("granularity", granularity, GRANULARITIES)
+    check_choice("method", method, METHODS)
+    ranks = ranks_of(group)
+    if method == "auto":
+        method = "ring" if query.shape[1] % ranks.count else "ulysses"
+    if method == "ulysses":
+        check_heads_divide(query.shape[1], ranks)
+    elif is_causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"key: expected as many keys as queries for a causal ring, {query.shape[2]}, got {key.shape[2]}"
+        )
+    backend = chosen_backend(backend, lambda: triton_obstacle(query, smooth_q))
+    check_alike(ranks, query, key)
+    options = {"is_causal": is_causal, "smooth_k": smooth_k, "smooth_q": smooth_q, "granularity": granularity}
+    if method == "ring":
+        scale = softmax_scale(scale, query.shape[3])
+        return ring_attention(query, key, value, ranks, RingOptions(scale=scale, **options), backend)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sagebwd_attention(query, key, value, scale=scale, enable_gqa=True, backend=backend, **options)
+
+    return exchanged(attention, query, key, value, ranks)

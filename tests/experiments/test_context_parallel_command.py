@@ -1,0 +1,146 @@
+"""The command context-parallel: groups of every size in turn, what is left out and why, agreement, an interruption."""
+
+import functools
+
+import pytest
+import torch
+from process_cases import run_together
+
+from sage_ref.__main__ import main
+from sage_ref.experiments import context_parallel as command
+from sage_ref.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, scaling_table, why_left_out
+from sage_ref.records import read_record
+from sage_ref.training.pretrain import Processes
+
+LINE = "context-parallel --lengths 256 512 --heads 2 --head-dim 16 --repetitions 2 --sparsity 50 --device cpu --json"  # noqa: SIM905
+
+
+def measure(path):
+    """In one of two processes: with half of the work done by a run before, then nothing left."""
+    command.SLA2 = functools.partial(command.SLA2, backend="reference")
+    command.ParallelSLA2 = functools.partial(command.ParallelSLA2, backend="reference")
+    rows = command._rows
+    command._rows = lambda passes, n, *rest, **options: rows(passes, n, *rest, **options) if n < 512 else interrupt()
+    arguments = [*LINE.split(), str(path)]
+    with pytest.raises(SystemExit, match="130"):
+        main(arguments)
+    command._rows = rows
+    main(arguments)
+    main(arguments)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    printed = run_together(folder, measure, folder / "record.json")
+    return read_record(folder / "record.json"), printed
+
+
+def test_every_attention_runs_on_one_device_and_on_two(measured):
+    record, _ = measured
+    found = [(row["n"], row["attention"], row["devices"]) for row in record.rows]
+    expected = [
+        (n, name, devices) for n in (256, 512) for name in ATTENTIONS for devices in (1, 2)
+        if (name, devices) != ("sagebwd_ring", 1)
+    ]  # fmt: skip
+    assert sorted(found) == sorted(expected)
+    assert all(row["repetitions"] == 2 and 0 < row["ms_p20"] <= row["ms_p80"] for row in record.rows)
+    assert record.provenance["devices"] == 2
+    assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_ref context-par")
+    assert record.provenance["plan"]["lengths"] == [256, 512]
+
+
+def test_the_shortest_sequences_agree_with_one_device(measured):
+    record, _ = measured
+    for row in record.rows:
+        assert ("rel_l2_dK" in row) == (row["n"] == 256 and row["devices"] == 2)
+        if "rel_l2_dK" in row:
+            assert max(row[f"rel_l2_{name}"] for name in command.TENSORS) < 5e-3
+            assert row["same_bits"] == (max(row[f"rel_l2_{name}"] for name in command.TENSORS) == 0)
+
+
+def test_an_interrupted_measurement_goes_on_with_the_next_length(measured):
+    _, printed = measured
+    assert printed.count("N = 256: 7 passes measured") == printed.count("N = 512: 7 passes measured") == 1
+    assert "  not SageBwd, ring on 1 device: one device needs no ring" in printed
+    assert "has 7 rows, which are not measured again" in printed
+    assert "has 14 rows, which are not measured again" in printed
+    lines = [line for line in printed.splitlines() if line.startswith("| 512 | SLA2, Ulysses | 2 | ")]
+    assert len(lines) == 2  # of the two runs that ended
+
+
+def test_inputs_are_parts_of_one_sequence():
+    plan, world = ParallelPlan(heads=2, head_dim=4), Processes(0, 4)
+    whole = command.inputs_of(Members(1, 0, None), 512, plan, world)
+    for size in (2, 4):
+        parts = [command.inputs_of(Members(size, rank, None), 512, plan, world) for rank in range(size)]
+        for x, of_processes in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.cat(of_processes, 2).equal(x)
+    assert not whole[0].equal(whole[1])
+
+
+def row(attention, devices, n, ms=1000.0, peak=2**33, **more):
+    return {"attention": attention, "devices": devices, "n": n, "ms_median": ms, "peak_bytes": peak} | more
+
+
+class Device:
+    total_memory = 100 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("attention", "size", "rows", "why"),
+    [
+        ("sagebwd", 4, (), "4 devices don't divide 2 heads"), ("sagebwd_ring", 4, (), None),
+        ("sagebwd_ring", 1, (), "one device needs no ring"), ("sagebwd", 2, (), None),
+        ("sagebwd", 1, [row("sagebwd", 1, 256, ms=6251)], "a pass would take more than 25 s"),
+        ("sagebwd", 1, [row("sagebwd", 1, 256, ms=6249)], None),
+        ("sagebwd", 1, [row("sagebwd", 2, 256)], "a shorter one was left out"),
+        ("sagebwd", 1, [row("sagebwd", 1, 256, peak=46 * 2**30)], "it would need more memory than a device has"),
+        ("sagebwd", 1, [row("sagebwd", 1, 256, peak=44 * 2**30)], None),
+        ("sla2", 1, [row("sla2", 1, 256, peak=23 * 2**30)], "it would need more memory than a device has"),
+        ("sla2", 1, [row("sla2", 1, 256, peak=22 * 2**30)], None),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_and_why(monkeypatch, attention, size, rows, why):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    world = Processes(0, 4, torch.device("cuda"))
+    assert why_left_out(Pass(attention, Members(size, 0, None)), 512, ParallelPlan(heads=2), world, rows) == why
+
+
+def test_the_table_compares_with_one_device():
+    errors = {f"rel_l2_{name}": 10.0**-number for number, name in enumerate(command.TENSORS, start=3)}
+    rows = [
+        row("sla2", 1, 256, peak=10 * 2**30), row("sagebwd", 1, 256, 800.0),
+        row("sagebwd", 2, 256, 500.0, same_bits=True, **dict.fromkeys(errors, 0.0)),
+        row("sagebwd_ring", 2, 256, 400.0, same_bits=False, **errors),
+    ]  # fmt: skip
+    header, lines = scaling_table(rows, Device.total_memory)
+    assert header[3:6] == ("ms", "times one device", "GiB each")
+    assert lines == [
+        ("256", "SageBwd, Ulysses", 1, "800.0", "", "8.0", "2,880", ""),
+        ("256", "SageBwd, Ulysses", 2, "500.0", "1.60", "8.0", "2,880", "same bits"),
+        ("256", "SageBwd, ring", 2, "400.0", "2.00", "8.0", "2,880", "rel. L2 1.0e-03"),
+        ("256", "SLA2, Ulysses", 1, "1,000.0", "", "10.0", "768", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": (512, 256)}, "lengths: expected different ones, the shortest first"),
+        ({"causal": True}, "attentions: expected none that isn't causal with --causal, got sla2"),
+    ],
+)
+def test_plans_that_make_no_sense(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelPlan(**changes)
+
+
+def test_lengths_that_devices_do_not_divide_into_blocks(capsys):
+    with pytest.raises(SystemExit):
+        main([*LINE.split()[:-1], "--lengths", "200"])
+    assert "lengths: expected multiples of 128 tokens for each of 1, got 200" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""The kernel hub's layout: one package that needs nothing but torch and triton, from any path, in several versions."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from sage_kernels import __main__ as kernels_main
+from sage_kernels import hub
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the command writes, and another version beside it: hub and hub2."""
+    root = tmp_path_factory.mktemp("hub")
+    kernels_main.main(["hub", str(root / "hub")])
+    with pytest.MonkeyPatch.context() as patch:
+        text_of = hub.text_of
+        patch.setattr(hub, "text_of", lambda module: text_of(module) + "\n# another version\n")
+        kernels_main.main(["hub", str(root / "hub2"), "--repository", "somebody/sage-ref", "--number", "2"])
+    return root
+
+
+def test_kernel_builder_finds_its_files(folder):
+    build = tomllib.loads((folder / "hub" / "build.toml").read_text())
+    assert build["general"] == {
+        "name": "sage-ref", "version": 1, "edition": 5, "license": "Apache-2.0", "backends": ["cuda"]
+    }  # fmt: skip
+    assert build["torch-noarch"] == {"pyext": ["json", "py"]}
+    other = tomllib.loads((folder / "hub2" / "build.toml").read_text())
+    assert (other["general"]["version"], other["general"]["hub"]) == (2, {"repo-id": "somebody/sage-ref"})
+    files = {str(x.relative_to(folder / "hub")) for x in (folder / "hub").rglob("*") if x.is_file()}
+    package = "torch-ext/sage_ref"
+    assert {"LICENSE", "README.md", "tests/test_sage_ref.py", f"{package}/__init__.py"} <= files
+    assert {f"{package}/reference/sagebwd/algorithm.py", f"{package}/kernels/common/launch_compiled.json"} <= files
+    assert not [x for x in files if "measure" in x or "course" in x or "moved" in x]
+
+
+def test_every_import_is_the_standard_library_torch_triton_or_its_own(folder):
+    allowed = sys.stdlib_module_names | {"torch", "triton"}
+    for path in (folder / "hub" / "torch-ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert node.module.partition(".")[0] in allowed, (path, node.module)
+            elif isinstance(node, ast.Import):
+                assert {name.name.partition(".")[0] for name in node.names} <= allowed, path
+
+
+PROGRAM = """
+import importlib.util, sys, torch
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("sage_ref", "sage_kernels"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker())
+for number, folder in enumerate(sys.argv[1:]):
+    init = f"{folder}/torch-ext/sage_ref/__init__.py"
+    spec = importlib.util.spec_from_file_location(f"loaded_{number}", init)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    results = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 20, 32, dtype=torch.float16).requires_grad_() for _ in range(3))
+        module.sagebwd_attention(q, k, v, backend=backend).sum().backward()
+        output = module.SLA2(32, 2, sparsity=0.5, backend=backend)(q, k, v)
+        results.append([x.detach().float() for x in (output, q.grad, k.grad, v.grad)])
+    for x, y in zip(*results, strict=True):
+        assert (x - y).norm() < 0.01 * y.norm()
+    print(sorted(x for x in dir(torch.ops) if x.startswith("sage_")))
+"""
+
+
+def test_two_versions_load_from_any_path_and_their_kernels_agree_with_their_reference(folder):
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(folder / "hub"), str(folder / "hub2")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = map(ast.literal_eval, done.stdout.splitlines())
+    assert len(first) == 1
+    assert len(second) == 2
+    assert set(first) < set(second)
+
+
+def test_its_own_test_passes(folder):
+    hub_path = str(folder / "hub" / "torch-ext")
+    environment = {**os.environ, "PYTHONPATH": hub_path, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:nbval", "tests"]
+    done = subprocess.run(command, cwd=folder / "hub", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+def test_a_folder_with_something_in_it_is_left_alone(folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        kernels_main.main(["hub", str(folder)])
+    assert "folder: expected an empty one, or none yet" in capsys.readouterr().err
+    assert sorted(x.name for x in Path(folder).iterdir()) == ["hub", "hub2"]
+
+
+def test_what_is_different_in_the_hub_must_stand_in_the_modules(monkeypatch):
+    monkeypatch.setattr(hub, "DIFFERENT", (("no such text", ""),))
+    with pytest.raises(hub.Failed, match="hub: expected no such text in some module, found it in none"):
+        hub.files()
