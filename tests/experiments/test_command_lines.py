@@ -341,7 +341,7 @@ WORK = {  # command: a line that works, and what then begins
     "repair": ([], (repair, "case_rows")),
     "full-batch": (["--plan", "cpu", "--corpus", "text.txt", "--device", "cpu"], (full_batch.FullBatchRuns, "train")),
     "readme": ([], (readme, "run")),
-    "pretrain": (TRAIN[1:], (pretrain, "pretrain")),
+    "pretrain": (TRAIN[1:], (pretrain, "run_training")),
     "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
     "pretrain-speed": ([], (pretrain_speed, "_rows")),
     "noise": (NOISE[1:], (gradient_noise, "gradient_noise")),
