@@ -33,6 +33,7 @@ from sage_ref.training.video_scenes import moving_scenes, seed_of
 # First numbers of the seeds, so that no scene is drawn for two purposes.
 PURPOSES = ("train", "finetune", "route", "validate", "judge", "sample", "restore", "watch")
 PART_BYTES = 15 * 2**20
+WORSE_THAN_NONE = 1.1  # times the loss of answering 0: a run there has diverged
 # cuDNN's attention is the fastest that PyTorch has for a Hopper GPU.
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 Weights = dict[str, Tensor]
@@ -172,6 +173,8 @@ class FlowTraining(ParallelTraining):
     def advance(self) -> float:
         loss = super().advance()
         decay = min(self.settings.average, self.step / (self.step + 9))
+        if self.fsdp:
+            self.average.reshard()  # which validation leaves gathered
         with torch.no_grad():
             for average, x in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 average.lerp_(x.detach(), 1 - decay)
@@ -185,16 +188,16 @@ class FlowTraining(ParallelTraining):
         return (sum(losses) / self.settings.validation_videos).item()
 
     def report(self, train_losses: Sequence[float]) -> Row:
-        """The base's row. Raises `Diverged` if the validation loss is not finite, or is that of no model.
+        """The base's row. Raises `Diverged` if the validation loss is not finite, or well above that of no model.
 
-        A model that always answers 0 has the loss E (e - x)^2.
+        A model that always answers 0 has the loss E (e - x)^2; one that has learned little may be near it.
         """
         row = super().report(train_losses)
         video, _, noise = self.validation
         guessing = (noise - video).square().mean().item()
         if not math.isfinite(row["validation_loss"]):
             raise Diverged(f"the validation loss after step {self.step} is not finite")
-        if self.step > self.settings.warmup_steps and row["validation_loss"] > guessing:
+        if self.step > self.settings.warmup_steps and row["validation_loss"] > WORSE_THAN_NONE * guessing:
             raise Diverged(
                 f"the validation loss after step {self.step} is {row['validation_loss']:.3f}, "
                 f"that of answering 0 is {guessing:.3f}"

@@ -28,17 +28,17 @@ CERTAIN = 20.0  # sigmoid of it is 1 in float32
 
 @dataclass(frozen=True)
 class RouterSettings(TrainingSettings):
-    """batch_size: videos per step. query_blocks: blocks of queries that a step looks at.
+    """batch_size: videos per step. query_blocks: blocks of queries of each video that a step looks at.
 
     router: "learned", or one that stays: "identity", the heuristic that it starts as, or "random" projections.
     alpha: "learned", or "one": the sparse branch alone. alpha_rate: how many times as fast alpha learns.
     """
 
-    batch_size: int = 1
+    batch_size: int = 2
     learning_rate: float = 2e-3
     weight_decay: float = 0.0
     micro_batch_size: int = 1
-    query_blocks: int = 8
+    query_blocks: int = 4
     router: str = "learned"
     alpha: str = "learned"
     alpha_rate: float = 25.0

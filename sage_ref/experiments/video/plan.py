@@ -82,7 +82,7 @@ class VideoPlan:
     block_q: int = 128
     block_kv: int = 64
     stage1_steps: int = 200
-    query_blocks: int = 8
+    query_blocks: int = 4
     steps: int = 300
     batch_size: int = 8
     learning_rate: float = 1e-4

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from sage_ref.experiments.video.measures import Answers, Questions, answers, questions
 from sage_ref.experiments.video.pictures import write_film, write_strip
-from sage_ref.experiments.video.plan import ARMS, FULL, Run, VideoPlan, planned
+from sage_ref.experiments.video.plan import ARMS, FULL, NOT_TUNED, Run, VideoPlan, planned
 from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_ref.records import FinishedParts, Row, replaced
 from sage_ref.sla2 import SLA2
@@ -32,6 +32,7 @@ from sage_ref.training.video_flow import FlowTraining, Weights, digest, fast_ari
 from sage_ref.training.video_router import RouterTraining
 
 UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
+DRAWN = (FULL, NOT_TUNED, "SLA2", "SLA at 90%", "sparse only", "random router")  # pictures of all: below 3 MB
 
 
 class Start(NamedTuple):
@@ -72,7 +73,9 @@ def tune(plan: VideoPlan, run: Run, start: Start) -> Tuned:
     on_gpu = start.group.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    stage2 = FlowTraining(config, plan.stage2(run), start.digits, start.group, start=weights)
+    settings = plan.stage2(run)
+    settings = replace(settings, micro_batch_size=max(1, settings.batch_size // start.group.count))
+    stage2 = FlowTraining(config, settings, start.digits, start.group, start=weights)
     finish(stage2, start, run.name)
     row |= {"steps": stage2.step, "diverged": stage2.diverged, "seconds": round(stage2.seconds, 2)}
     row["step_ms"] = median_step_ms(start.folder / f"{run.name}.jsonl")
@@ -175,7 +178,7 @@ class VideoRuns:
         found = answers(model, self.questions(tuned.config), self.plan, reference)
         if run.arm == FULL:
             write_clips(self.samples_path(run.seed), found.samples)
-        if run.seed == self.plan.seeds[0]:
+        if run.arm in DRAWN and run.seed == self.plan.seeds[0]:
             self.draw(run, found, model)
         return row | learned_alphas(model) | {"compared_with": named} | found.row
 
@@ -227,9 +230,10 @@ def learned_alphas(model: VideoDiT) -> Row:
 
 @torch.no_grad()
 def write_selected(path: Path, model: VideoDiT, asked: Questions, autocast: bool) -> None:
-    """safetensors: the first watched video in 8 bits, uint8 [3, T, size, size], and the block masks of all layers.
+    """safetensors: frames of the first watched video in 8 bits, and the block masks of all layers.
 
-    selected: uint8 [layers, H, Tm, ceil(Tn / 8)], bits of bool [.., Tn], the first block in the highest bit.
+    video: uint8 [3, T / cube, size, size], the first frame of each cube of tokens. selected: uint8
+    [layers, H, Tm, ceil(Tn / 8)], bits of bool [.., Tn], the first block in the highest bit. noise_level: [1].
     """
     video, noise_level, noise = (x[:1] for x in asked.watched)
     layers = range(model.config.layers)
@@ -245,7 +249,7 @@ def write_selected(path: Path, model: VideoDiT, asked: Questions, autocast: bool
         -1, (-1, 8)
     )
     place = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
-    levels = ((video[0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    levels = ((video[0, :, :: model.config.cube[0]] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     tensors = {"video": levels, "selected": (bits * place).sum(-1, dtype=torch.uint8), "noise_level": noise_level}
     with replaced(path) as temporary:
         temporary.write_bytes(save({name: x.cpu().contiguous() for name, x in tensors.items()}))
