@@ -11,7 +11,7 @@ evaluate   what the plan asks of every arm, of any weights
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,21 @@ from sage_ref.command_line import (
 )
 from sage_ref.experiments.video.measures import answers, questions
 from sage_ref.experiments.video.pictures import write_film, write_strip
-from sage_ref.experiments.video.plan import ARMS, FULL, PLANS, Run, VideoPlan, facts_of, plan_table, planned
+from sage_ref.experiments.video.plan import (
+    ARMS,
+    FULL,
+    PLANS,
+    Run,
+    VideoPlan,
+    facts_of,
+    plan_table,
+    planned,
+    run_seconds,
+)
 from sage_ref.experiments.video.runs import Start, VideoRuns, all_rows, tune
 from sage_ref.experiments.video.verdicts import arm_table, verdict_rows, verdict_table
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
-from sage_ref.records import markdown_table, only_writer, write_record
+from sage_ref.records import Row, markdown_table, only_writer, write_record
 from sage_ref.training.full_batch import OutOfTime
 from sage_ref.training.parallel import Processes, processes, run_training
 from sage_ref.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
@@ -68,6 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     options.act(options)
+
+
+def write_if_asked(options: argparse.Namespace, rows: Sequence[Row], **facts: Any) -> None:
+    if options.json:
+        write_record(options.json, rows, command=options.command, **facts)
 
 
 def stop_after(minutes: float | None, group: Processes) -> Callable[[], bool]:
@@ -136,6 +151,8 @@ def decode_clips(options: argparse.Namespace) -> None:
     clips = read_clips(paths, options.frames, options.size, clips_per_file=options.clips_per_file)
     write_clips(options.out, clips)
     print(f"{len(clips)} clips of {options.frames} frames, {options.size} x {options.size} pixels: {options.out}")
+    row = {"clips": len(clips), "frames": options.frames, "size": options.size, "files": [x.name for x in paths]}
+    write_if_asked(options, [row])
 
 
 # train
@@ -211,11 +228,10 @@ def report_training(
     if options.weights and not training.diverged:
         for path in write_weights(options.weights, averaged, training.config, facts):
             print(path)
-    if options.json:
-        row = {"steps": training.step, "diverged": training.diverged, "seconds": round(training.seconds, 2)}
-        row |= {"devices": training.processes.count, "final_validation_loss": loss, "parameters": count}
-        row["curve"] = [[x["step"], x["train_loss"], x["validation_loss"]] for x in training.losses]
-        write_record(options.json, [row], command=options.command, arguments=training.arguments)
+    row = {"steps": training.step, "diverged": training.diverged, "seconds": round(training.seconds, 2)}
+    row |= {"devices": training.processes.count, "final_validation_loss": loss, "parameters": count}
+    row["curve"] = [[x["step"], x["train_loss"], x["validation_loss"]] for x in training.losses]
+    write_if_asked(options, [row], arguments=training.arguments)
 
 
 # plan
@@ -229,6 +245,9 @@ def show_plan(options: argparse.Namespace) -> None:
     plan = plan_of(options)
     print(plan_table(plan, MODEL))
     runs = planned(plan)
+    seconds = [round(run_seconds(plan, MODEL, run.arm), 1) for run in runs]
+    rows = [run._asdict() | {"predicted_seconds": x} for run, x in zip(runs, seconds, strict=True)]
+    write_if_asked(options, rows, **facts_of(plan))
     print(
         f"\n{len(runs)} runs, predicted for one H200. With less time the last ones are cut first: {runs[-1].arm}, ..."
     )
@@ -276,8 +295,7 @@ def finetune_one(options: argparse.Namespace, plan: VideoPlan, start: Start, fac
             more = {"arm": options.arm, "seed": plan.seeds[0], "before": facts}
             for path in write_weights(options.weights, tuned.weights, tuned.config, more):
                 print(path)
-        if options.json:
-            write_record(options.json, [tuned.row], command=options.command, **facts_of(plan))
+        write_if_asked(options, [tuned.row], **facts_of(plan))
 
 
 def finetune_all(options: argparse.Namespace, plan: VideoPlan, start: Start, facts: dict[str, Any]) -> None:
@@ -286,11 +304,10 @@ def finetune_all(options: argparse.Namespace, plan: VideoPlan, start: Start, fac
     order = planned(plan)
 
     def write() -> None:
-        if options.json:
-            rows = all_rows(runs)
-            unfinished = [run.name for run in order if run not in runs.finished]
-            more = facts_of(plan) | {"start": facts, "claims": verdict_rows(rows), "unfinished": unfinished}
-            write_record(options.json, rows, command=options.command, **more)
+        rows = all_rows(runs)
+        unfinished = [run.name for run in order if run not in runs.finished]
+        more = facts_of(plan) | {"start": facts, "claims": verdict_rows(rows), "unfinished": unfinished}
+        write_if_asked(options, rows, **more)
 
     with only_writer(runs.parts.path):
         waiting = runs.work(order, write)
@@ -322,6 +339,7 @@ def sample_films(options: argparse.Namespace) -> None:
     noise = torch.randn(shape, generator=generator, device=device)
     with fast_arithmetic(device, options.autocast):
         films = torch.cat([sample(model, x, options.sampling_steps) for x in noise.split(8)]).clamp(-1, 1)
+    write_if_asked(options, [{"films": len(films), "steps": options.sampling_steps, "seed": options.seed}])
     for number, film in enumerate(films):
         path = options.out / f"film{number}.gif"
         write_film(path, film)
@@ -344,8 +362,7 @@ def evaluate(options: argparse.Namespace) -> None:
     asked = questions(plan, config, digit_images().to(device), clips)
     row = {"arm": facts.get("arm", FULL), "seed": facts.get("seed")} | answers(model, asked, plan, None).row
     print(arm_table([row]))
-    if options.json:
-        write_record(options.json, [row], command=options.command, start=facts, model=asdict(config), **facts_of(plan))
+    write_if_asked(options, [row], start=facts, model=asdict(config), **facts_of(plan))
 
 
 ACTIONS = {

@@ -172,7 +172,8 @@ def psnr(video: Tensor, other: Tensor) -> Tensor:
 
 def ssim(video: Tensor, other: Tensor) -> Tensor:
     """Structural similarity, [B], mean over frames and channels (Wang et al. 2004: Gaussian window, sigma 1.5)."""
-    place = torch.arange(11, device=video.device) - 5.0
+    half = min(5, (video.shape[-1] - 1) // 2)
+    place = torch.arange(-half, half + 1, device=video.device)
     weight = torch.exp(-place.square() / (2 * 1.5**2))
     weight = weight / weight.sum()
     x, y = ((v.flatten(0, 2)[:, None] + 1) / 2 for v in (video, other))  # [B * 3 * T, 1, size, size]

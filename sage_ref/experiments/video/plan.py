@@ -39,7 +39,7 @@ ARMS = {
     NOT_TUNED: Arm({"attention": "exact"}, stage1=False, tuned=False),
     "SLA2": Arm(SLA2),
     "SLA2, 16 bit": Arm(SLA2 | {"quantize": False}),
-    AFTERWARDS: Arm(SLA2, judged_as="SLA2, 16 bit"),
+    AFTERWARDS: Arm(SLA2 | {"quantize": True}, judged_as="SLA2, 16 bit"),
     "router at its start": Arm(SLA2, router="identity"),
     "SLA at 90%": Arm({"attention": "sla", "sparsity": 0.9}, stage1=False),
     "sparse only": Arm(SLA2, alpha="one"),

@@ -82,7 +82,8 @@ def paired(rows: Sequence[Row], better: str, worse: str, column: str) -> np.ndar
 def verdict_rows(rows: Sequence[Row], column: str = "loss_by_video") -> list[Row]:
     """A row for each claim that the rows say something about. column: of losses by video."""
     found = []
-    for claim in CLAIMS:
+    arms = {x["arm"] for x in rows}
+    for claim in (claim for claim in CLAIMS if {claim.better, claim.worse} <= arms):
         row = {"claim": claim.words, "better": claim.better, "worse": claim.worse, "paper": claim.paper, "on": column}
         diverged = {x["arm"] for x in rows if x.get("diverged")}
         differences = paired(rows, claim.better, claim.worse, column)
