@@ -1,6 +1,7 @@
 """The video experiment: the plan, what is measured, which claims it decides, and commands that were stopped."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,7 @@ from sage_ref.experiments.video.plan import (
     step_seconds,
 )
 from sage_ref.experiments.video.runs import VideoRuns, all_rows, tune
+from sage_ref.experiments.video.speed import CONTENDERS, FlexCore
 from sage_ref.experiments.video.verdicts import (
     CLAIMS,
     CONTRADICTED,
@@ -385,3 +387,38 @@ def test_plan_shows_what_would_be_cut_first(capsys):
     printed = capsys.readouterr().out
     assert "With less time the last ones are cut first: SageBwd" in printed
     assert "| 1 | full | 0 |" in printed
+
+
+def test_speed_takes_turns_and_says_what_is_missing(here, capsys, monkeypatch):
+    small = replace(CONFIG, attention="exact")
+    monkeypatch.setattr(command, "MODEL", replace(small, backend="auto", block_q=16, block_kv=8))
+    taken, original = [], FlowTraining.advance
+    monkeypatch.setattr(FlowTraining, "advance", lambda self: taken.append(self.config.attention) or original(self))
+    monkeypatch.setattr(command, "CONTENDERS", {name: CONTENDERS[name] for name in ("sla2", "exact", "cudnn")})
+    options = "--frames 4 8 --size 8 --layers 1 --width 16 --heads 1 --videos 2 --warmup 1 --repetitions 2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that SLA2 runs on the reference
+        main(f"video speed {options} --sampling-steps 1 --device cpu --json speed.json".split())
+    assert taken == 2 * ["sla2", "exact", "sla2", "exact", "exact", "sla2"]
+    record = read_record(here / "speed.json")
+    assert [(row["what"], row["tokens"], row["videos"]) for row in record.select(provider="sla2")] == [
+        ("step", 64, 2), ("sampling", 64, 1), ("step", 128, 1), ("sampling", 128, 1),
+    ]  # fmt: skip
+    assert all(row["protocol"] == "paired" and row["ms_median"] > 0 for row in record.rows)
+    assert record.provenance["not_timed"] == {"cudnn": "it needs a CUDA device"}
+    assert "| step | 64 | SLA2 |" in capsys.readouterr().out
+
+
+def test_flex_attention_is_given_as_many_keys_in_blocks_that_are_drawn_once():
+    """PyTorch's own function looks at single blocks where it is compiled, on a GPU."""
+    config = replace(CONFIG, frames=8, size=32, sparsity=0.75)  # 2048 tokens, 16 blocks of 128
+    core, again = (FlexCore(config, torch.device("cpu")) for _ in range(2))
+    selected = core.mask.to_dense()[0, 0]
+    assert selected.shape == (16, 16)
+    assert (selected.sum(1) == 4).all()
+    assert len(selected.unique(dim=0)) > 8
+    assert torch.equal(again.mask.to_dense()[0, 0], selected)
+    given = {}
+    core.attention = lambda *qkv, **options: given.update(options) or qkv[2]
+    core(*3 * [torch.zeros(1, 1, 2048, 16)])
+    assert given == {"block_mask": core.mask}

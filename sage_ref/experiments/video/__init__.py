@@ -4,6 +4,7 @@ plan       the arms, the runs in the order of what they decide, and what they sh
 measures   what every arm is asked: losses, samples, attention, the truths of made-up scenes
 runs       works off the plan, killed and resumed
 verdicts   which of the paper's claims the rows support
+speed      a step and sampling, beside other attentions
 pictures   film strips and GIFs of samples
 command    `python -m sage_ref video ...`
 """

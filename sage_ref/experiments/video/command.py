@@ -6,6 +6,7 @@ plan       the runs of the comparison, their order and what they should cost
 finetune   one arm, or --all: the whole plan, which goes on where it was stopped
 sample     films from noise
 evaluate   what the plan asks of every arm, of any weights
+speed      a training step and sampling with SLA2 and with its competitors, in turn
 """
 
 import argparse
@@ -43,6 +44,7 @@ from sage_ref.experiments.video.plan import (
     run_seconds,
 )
 from sage_ref.experiments.video.runs import Start, VideoRuns, all_rows, tune
+from sage_ref.experiments.video.speed import CONTENDERS, VideoSpeedPlan, speed_rows, speed_table, why_missing
 from sage_ref.experiments.video.verdicts import arm_table, verdict_rows, verdict_table
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
 from sage_ref.records import Row, markdown_table, only_writer, write_record
@@ -365,6 +367,44 @@ def evaluate(options: argparse.Namespace) -> None:
     write_if_asked(options, [row], start=facts, model=asdict(config), **facts_of(plan))
 
 
+# speed
+
+
+def add_speed_options(parser: argparse.ArgumentParser) -> None:
+    default = VideoSpeedPlan()
+    for name in ("size", "layers", "width", "heads"):
+        parser.add_argument(f"--{name}", type=positive, default=getattr(MODEL, name))
+    parser.add_argument("--frames", type=positive, nargs="+", default=default.frames, help="of each size of a video")
+    for name in ("videos", "warmup", "sampling_steps"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
+    parser.add_argument("--repetitions", type=positive, default=default.repetitions, help="at least 2")
+    parser.add_argument("--attentions", choices=tuple(CONTENDERS), nargs="+", help="default: all that run here")
+    add_device_option(parser)
+
+
+def time_attentions(options: argparse.Namespace) -> None:
+    if options.repetitions < 2:
+        raise ValueError(f"repetitions: expected at least 2, got {options.repetitions}")
+    names = ("videos", "warmup", "sampling_steps", "repetitions")
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    changes = {name: getattr(options, name) for name in names} | {"autocast": on_gpu, "compile": on_gpu}
+    changes |= {"sampled": max(2, options.repetitions // 2)}
+    plan = VideoSpeedPlan(frames=tuple(options.frames), **changes)
+    model = replace(MODEL, **{name: getattr(options, name) for name in ("size", "layers", "width", "heads")})
+    missing = {name: why_missing(name, device) for name in options.attentions or CONTENDERS}
+    for name, reason in missing.items():
+        if reason and options.attentions:
+            raise ValueError(f"attentions: expected those that can run here, got {name}: {reason}")
+    here = [name for name, reason in missing.items() if reason is None]
+    rows = speed_rows(plan, model, digit_images(), device, here)
+    print(speed_table(rows))
+    left_out = {name: reason for name, reason in missing.items() if reason}
+    for name, reason in left_out.items():
+        print(f"not timed: {name}: {reason}")
+    write_if_asked(options, rows, plan=asdict(plan), model=asdict(model), not_timed=left_out)
+
+
 ACTIONS = {
     "clips": (add_clips_options, decode_clips),
     "train": (add_train_options, train),
@@ -372,4 +412,5 @@ ACTIONS = {
     "finetune": (add_finetune_options, finetune),
     "sample": (add_sample_options, sample_films),
     "evaluate": (add_evaluate_options, evaluate),
+    "speed": (add_speed_options, time_attentions),
 }
