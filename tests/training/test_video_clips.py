@@ -104,13 +104,13 @@ def test_a_file_with_fewer_frames_than_it_announces_says_so(tmp_path, monkeypatc
 
 def test_clips_come_back_from_their_file_in_8_bits(tmp_path):
     clips = torch.rand(2, 3, 4, 8, 8) * 2 - 1
-    write_clips(tmp_path / "clips.safetensors", clips)
-    found = clips_from(tmp_path / "clips.safetensors", 4, 8)
+    write_clips(tmp_path / "clips.npz", clips)
+    found = clips_from(tmp_path / "clips.npz", 4, 8)
     assert (found - clips).abs().max() <= 1 / 255 + 1e-6
     with pytest.raises(
         ValueError, match=r"^path: expected clips of 4 frames of 9 x 9 pixels, .* has \[2, 3, 4, 8, 8\]"
     ):
-        clips_from(tmp_path / "clips.safetensors", 4, 9)
+        clips_from(tmp_path / "clips.npz", 4, 9)
     (tmp_path / "junk").write_bytes(b"junk" * 10)
     with pytest.raises(ValueError, match="^path: expected clips that `python -m sage_ref video clips` wrote, got"):
         clips_from(tmp_path / "junk", 4, 8)

@@ -64,7 +64,7 @@ from sage_ref.training.video_flow import (
 from sage_ref.training.video_scenes import digit_images, seed_of
 
 # 16,384 tokens; a block of 64 is a cube of 4 x 4 x 4.
-MODEL = VideoDiTConfig(frames=16, size=128, patch=4, cube=(4, 4, 4), layers=8, width=384, heads=3)
+MODEL = VideoDiTConfig(frames=16, size=128, patch=4, cube=(4, 4, 4), layers=6, width=384, heads=3)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -144,8 +144,8 @@ def add_clips_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--frames", type=positive, default=MODEL.frames)
     parser.add_argument("--size", type=positive, default=MODEL.size, help="pixels of a frame's side")
-    parser.add_argument("--clips-per-file", type=positive, default=4)
-    parser.add_argument("--out", type=output_file, default="runs/video/clips.safetensors", metavar="FILE")
+    parser.add_argument("--clips-per-file", type=positive, default=2)
+    parser.add_argument("--out", type=output_file, default="runs/video/clips.npz", metavar="FILE")
 
 
 def decode_clips(options: argparse.Namespace) -> None:
@@ -166,7 +166,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cube", type=positive, nargs=3, default=MODEL.cube, help="patches whose tokens are together")
     parser.add_argument("--attention", choices=ATTENTIONS, default=MODEL.attention)
     parser.add_argument("--sparsity", type=zero_to_one, default=MODEL.sparsity, help="of SLA and SLA2")
-    parser.add_argument("--steps", type=positive, default=1600)
+    parser.add_argument("--steps", type=positive, default=2000)
     parser.add_argument("--batch", type=positive, default=8, help="videos of a step")
     parser.add_argument("--micro-batch", type=positive, help="videos of one pass; default: a process's share")
     parser.add_argument("--learning-rate", type=positive_number, default=6e-4)
@@ -194,8 +194,9 @@ def train(options: argparse.Namespace) -> None:
     if options.start:
         weights, _, before = read_weights(options.start)
     with processes(options.device) as group:
-        if options.fsdp and group.count == 1:
-            raise ValueError(f"fsdp: expected several processes, got {group.count}")
+        if options.fsdp and (group.count == 1 or options.compile):
+            got = f"{group.count}, compile={options.compile}"
+            raise ValueError(f"fsdp: expected several processes, and --no-compile, got {got}")
         settings = FlowSettings(
             steps=options.steps,
             batch_size=options.batch,

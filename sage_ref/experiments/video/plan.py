@@ -74,7 +74,8 @@ class VideoPlan:
 
     videos, levels: of the grid on which flow matching's loss is judged. samples: from equal noise. restored: videos of
     which noise at level `restored_level` is taken away again. sampling_steps: from noise level 1 to 0.
-    watched: videos on which attention's error is measured. reports: validation losses and checkpoints of a run.
+    watched: videos on which attention's error is measured. judged_batch: videos of a pass; one number that divides all
+    others saves compilations. reports: validation losses and checkpoints of a run.
     """
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -95,8 +96,8 @@ class VideoPlan:
     restored: int = 16
     restored_level: float = 0.7
     sampling_steps: int = 24
-    watched: int = 2
-    judged_batch: int = 8
+    watched: int = 4
+    judged_batch: int = 4
     autocast: bool = True
     compile: bool = True
     backend: str = "auto"
@@ -183,7 +184,7 @@ class Rates(NamedTuple):
     sla2_linear_ns: float = 3.4
     sla2_block_ns: float = 0.85
     forward: float = 0.3
-    stage1_seconds: float = 0.05  # of a step, all layers
+    stage1_seconds: float = 0.06  # of a step, all layers
     per_run_seconds: float = 5.0  # models built, checkpoints written
 
 
@@ -206,7 +207,7 @@ def step_seconds(config: VideoDiTConfig, videos: int, rates: Rates = Rates()) ->
     return linear + elementwise + attention
 
 
-def run_seconds(plan: VideoPlan, model: VideoDiTConfig, arm: str, clips: int = 12) -> float:
+def run_seconds(plan: VideoPlan, model: VideoDiTConfig, arm: str, clips: int = 6) -> float:
     """A run with all that is measured, predicted."""
     rates, config, traits = Rates(), plan.config(model, arm), ARMS[arm]
     judged = (plan.videos + clips) * plan.levels + plan.samples * plan.sampling_steps

@@ -131,8 +131,15 @@ class VideoRuns:
         return []
 
     def is_finished(self, run: Run) -> bool:
-        """A full model without its samples is none: others are compared with them."""
-        return run.name in self.parts.parts and (run.arm != FULL or self.samples_path(run.seed).exists())
+        """A full model without its samples is none, as long as a run is left that is compared with them."""
+        if run.name not in self.parts.parts or run.arm != FULL or self.samples_path(run.seed).exists():
+            return run.name in self.parts.parts
+        left = (other for other in planned(self.plan) if other.name not in self.parts.parts)
+        return all(self.compared_seed(other) != run.seed for other in left)
+
+    def compared_seed(self, run: Run) -> int:
+        """Of the full model whose samples this run's are compared with: the same seed's, for a full model the first."""
+        return self.plan.seeds[0] if run.arm == FULL else run.seed
 
     def rows(self, run: Run) -> list[Row]:
         if not self.is_finished(run):
@@ -143,15 +150,14 @@ class VideoRuns:
         return rows
 
     def samples_path(self, seed: int) -> Path:
-        return self.start.folder / f"full_seed{seed}.samples.safetensors"
+        return self.start.folder / f"full_seed{seed}.samples.npz"
 
     def reference(self, run: Run) -> tuple[str | None, Tensor | None]:
         """The samples that this run's are compared with, and whose they are.
 
-        Those of the full model with the same seed. Those of a full model are compared with the first seed's, which
-        says how far apart equally good models are.
+        Full models of two seeds say how far apart equally good models are.
         """
-        seed = self.plan.seeds[0] if run.arm == FULL else run.seed
+        seed = self.compared_seed(run)
         path, config = self.samples_path(seed), self.start.model
         if run == Run(FULL, self.plan.seeds[0]) or not path.exists():
             return None, None
