@@ -113,12 +113,16 @@ class ParallelTraining(ResumableTraining):
                 loss = self.loss(*batch) / len(passes)
                 loss.backward()
             total += loss.detach()
+        self.look_ahead()
         if self.processes.count > 1:
             dist.all_reduce(total)
         total /= self.processes.count
         if not total.isfinite():
             raise Diverged(f"the loss of step {self.step} is not finite")
         return total
+
+    def look_ahead(self) -> None:
+        """Called when all of a step is under way on the device, and before this process waits for its loss."""
 
     def seed_draws(self) -> None:
         """Stochastic rounding draws from the global generator: a function of the step, too."""

@@ -134,6 +134,7 @@ class FlowTraining(ParallelTraining):
         self.average.load_state_dict(self.model.state_dict())
         if settings.compile:
             self.average.compile_blocks()
+        self.ahead: tuple[int | None, list[tuple[Tensor, ...]]] = (None, [])
         part = slice(settings.validation_videos)
         seed = (PURPOSES.index("validate"),)
         self.validation = flow_batch(settings.validation_videos, self.digits, config, seed=seed, part=part)
@@ -157,8 +158,16 @@ class FlowTraining(ParallelTraining):
         return model
 
     def passes(self) -> list[tuple[Tensor, ...]]:
+        step, found = self.ahead
+        return found if step == self.step else self.passes_of(self.step)
+
+    def look_ahead(self) -> None:
+        """The next step's videos: their many small operations are handed out while the device is busy."""
+        self.ahead = self.step + 1, self.passes_of(self.step + 1)
+
+    def passes_of(self, step: int) -> list[tuple[Tensor, ...]]:
         settings, group = self.settings, self.processes
-        seed = (PURPOSES.index(settings.purpose), settings.seed, self.step)
+        seed = (PURPOSES.index(settings.purpose), settings.seed, step)
         part = slice(group.rank, None, group.count)
         batch = flow_batch(settings.batch_size, self.digits, self.config, seed=seed, part=part)
         return list(zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True))

@@ -1,7 +1,6 @@
 """The video experiment: the plan, what is measured, which claims it decides, and commands that were stopped."""
 
 import json
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -397,14 +396,12 @@ def test_plan_shows_what_would_be_cut_first(capsys):
 
 def test_speed_takes_turns_and_says_what_is_missing(here, capsys, monkeypatch):
     small = replace(CONFIG, attention="exact")
-    monkeypatch.setattr(command, "MODEL", replace(small, backend="auto", block_q=16, block_kv=8))
+    monkeypatch.setattr(command, "MODEL", replace(small, block_q=16, block_kv=8))
     taken, original = [], FlowTraining.advance
     monkeypatch.setattr(FlowTraining, "advance", lambda self: taken.append(self.config.attention) or original(self))
     monkeypatch.setattr(command, "CONTENDERS", {name: CONTENDERS[name] for name in ("sla2", "exact", "cudnn")})
     options = "--frames 4 8 --size 8 --layers 1 --width 16 --heads 1 --videos 2 --warmup 1 --repetitions 2"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that SLA2 runs on the reference
-        main(f"video speed {options} --sampling-steps 1 --device cpu --json speed.json".split())
+    main(f"video speed {options} --sampling-steps 1 --device cpu --json speed.json".split())
     assert taken == 2 * ["sla2", "exact", "sla2", "exact", "exact", "sla2"]
     record = read_record(here / "speed.json")
     assert [(row["what"], row["tokens"], row["videos"]) for row in record.select(provider="sla2")] == [

@@ -67,6 +67,19 @@ def test_a_batch_is_a_function_of_its_seed_and_its_levels_fill_the_range():
     assert batch[2].mean().abs() < 0.02 < 0.98 < batch[2].std() < 1.02
 
 
+def test_the_next_steps_videos_are_made_before_this_steps_loss_is_waited_for(monkeypatch):
+    order, training = [], FlowTraining(CONFIG, SETTINGS, DIGITS)
+    for owner, name in ((FlowTraining, "passes_of"), (nn.utils, "clip_grad_norm_")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *x, name=name, call=original: order.append((name, x[1])) or call(*x))
+    training.advance()
+    training.advance()
+    made = [("passes_of", 0), ("passes_of", 1), ("clip_grad_norm_", 1.0), ("passes_of", 2), ("clip_grad_norm_", 1.0)]
+    assert order == made
+    for prepared, fresh in zip(training.passes(), training.passes_of(2), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(prepared, fresh, strict=True))
+
+
 def test_the_average_is_of_the_weights_after_each_step():
     training = FlowTraining(CONFIG, replace(SETTINGS, average=0.5), DIGITS)
     expected = [x.detach().clone() for x in training.model.parameters()]
@@ -84,9 +97,9 @@ def test_the_average_is_of_the_weights_after_each_step():
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_each_attention_learns(attention):
     config = replace(CONFIG, attention=attention, sparsity=0.5)
-    training = FlowTraining(config, replace(SETTINGS, steps=40, learning_rate=1e-2), DIGITS)
+    training = FlowTraining(config, replace(SETTINGS, steps=25, learning_rate=2e-2), DIGITS)
     before = training.validation_loss()
-    for _ in range(40):
+    for _ in range(25):
         training.advance()
     assert training.validation_loss() < 0.95 * before
     for name, x in training.model.named_parameters():

@@ -75,7 +75,8 @@ class VideoPlan:
     videos, levels: of the grid on which flow matching's loss is judged. samples: from equal noise. restored: videos of
     which noise at level `restored_level` is taken away again. sampling_steps: from noise level 1 to 0.
     watched: videos on which attention's error is measured. judged_batch: videos of a pass; one number that divides all
-    others saves compilations. reports: validation losses and checkpoints of a run.
+    others saves compilations. backend: of all but exact attention; the reference would fill the memory.
+    reports: validation losses and checkpoints of a run.
     """
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -100,7 +101,7 @@ class VideoPlan:
     judged_batch: int = 4
     autocast: bool = True
     compile: bool = True
-    backend: str = "auto"
+    backend: str = "triton"
 
     def config(self, model: VideoDiTConfig, arm: str) -> VideoDiTConfig:
         """The arm's; model: that of the pre-trained weights."""

@@ -157,7 +157,8 @@ def new_training(
         steps=plan.warmup + plan.repetitions, batch_size=videos, micro_batch_size=videos, validation_videos=1,
         autocast=plan.autocast, compile=plan.compile,
     )  # fmt: skip
-    config = replace(config, attention=contender.attention)
+    backend = "triton" if device.type == "cuda" else "reference"
+    config = replace(config, attention=contender.attention, backend=backend)
     training = FlowTraining(config, settings, digits, Processes(device=device))
     for model in (training.model, training.average):
         core = contender.core and contender.core(config, device)
