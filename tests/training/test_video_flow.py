@@ -292,3 +292,29 @@ def test_compiled_blocks_share_their_programs_and_leave_attention_alone(monkeypa
     assert all(block.attention.attend is model.blocks[0].attention.attend for block in model.blocks)
     batch = flow_batch(1, DIGITS, CONFIG, seed=(0,))
     assert model(batch[0], batch[1]).shape == batch[0].shape
+
+
+# 1024 tokens in the kernels' blocks, heads of 64.
+ON_GPU = replace(CONFIG, frames=4, size=32, cube=(4, 4, 4), width=128, heads=2, block_q=128, block_kv=64, sparsity=0.75)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_reference(attention):
+    weights, losses = opened_weights(ON_GPU), {}
+    for backend, is_fast in (("reference", False), ("triton", True)):
+        config = replace(ON_GPU, attention=attention, backend=backend)
+        settings = replace(SETTINGS, autocast=is_fast, compile=is_fast)
+        place = Processes(device=torch.device("cuda"))
+        training = FlowTraining(config, settings, DIGITS, place, start=weights)
+        losses[backend] = [training.advance() for _ in range(4)] + [training.validation_loss()]
+    assert losses["triton"] == pytest.approx(losses["reference"], rel=0.01)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_scenes_are_those_of_the_cpu():
+    on_cpu = video_flow.moving_scenes(3, DIGITS, 4, 64, seed=(0, 1))
+    on_gpu = video_flow.moving_scenes(3, DIGITS.cuda(), 4, 64, seed=(0, 1))
+    assert torch.allclose(on_gpu[0].cpu(), on_cpu[0], atol=1e-3)
+    assert torch.allclose(on_gpu[1].centre.cpu(), on_cpu[1].centre, atol=1e-3)
+    assert torch.allclose(on_gpu[1].visible.cpu(), on_cpu[1].visible, atol=1e-3)
