@@ -37,7 +37,7 @@ from sage_ref.experiments.video.plan import (
     run_seconds,
     step_seconds,
 )
-from sage_ref.experiments.video.runs import VideoRuns, all_rows, tune
+from sage_ref.experiments.video.runs import VideoRuns, all_rows, median_step_ms, tune
 from sage_ref.experiments.video.speed import CONTENDERS, FlexCore
 from sage_ref.experiments.video.verdicts import (
     CLAIMS,
@@ -247,6 +247,27 @@ def test_verdicts_follow_the_interval():
     assert found["full attention beats SLA2 at 97%"]["mean"] == pytest.approx(0.01)
     assert "QAT helps" not in found  # no such arm among the rows
     assert "| alpha matters | +" in verdict_table(list(found.values()))
+
+
+def test_where_more_is_better_the_sign_turns_and_what_is_missing_is_left_out():
+    rows = [row | {"psnr_by_video": [30 - x for x in row["loss_by_video"]]} for row in
+            rows_of(SLA2=[[1.0, 2.0]], sparse_only=[[1.5, 2.5]], full=[[0.5, 1.0]])]  # fmt: skip
+    rows[-1]["psnr_by_video"] = None  # of what others are compared with
+    found = verdict_rows(rows, ("loss_by_video", "psnr_by_video"))
+    assert [(row["claim"], row["on"], row["mean"]) for row in found] == [
+        ("alpha matters", "loss_by_video", 0.5),
+        ("full attention beats SLA2 at 97%", "loss_by_video", 0.75),
+        ("alpha matters", "psnr_by_video", 0.5),
+    ]
+
+
+def test_the_time_of_a_step_is_the_median_without_the_first_and_without_what_a_resumed_run_repeats(tmp_path):
+    seconds = [10.0 + 0.1 * n for n in range(20)] + [11.5 + 0.3 * n for n in range(3)]  # a kill set it back
+    rows = [{"step": 0, "validation_loss": 1.0}, *({"step": n, "seconds": x} for n, x in enumerate(seconds))]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert median_step_ms(tmp_path / "run.jsonl") == 100
+    (tmp_path / "run.jsonl").write_text("")
+    assert median_step_ms(tmp_path / "run.jsonl") is None
 
 
 def test_seeds_are_paired_and_a_divergence_decides():

@@ -45,7 +45,7 @@ from sage_ref.experiments.video.plan import (
 )
 from sage_ref.experiments.video.runs import Start, VideoRuns, all_rows, tune
 from sage_ref.experiments.video.speed import CONTENDERS, VideoSpeedPlan, speed_rows, speed_table, why_missing
-from sage_ref.experiments.video.verdicts import arm_table, verdict_rows, verdict_table
+from sage_ref.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
 from sage_ref.records import Row, markdown_table, only_writer, write_record
 from sage_ref.training.full_batch import OutOfTime
@@ -309,7 +309,7 @@ def finetune_all(options: argparse.Namespace, plan: VideoPlan, start: Start, fac
     def write() -> None:
         rows = all_rows(runs)
         unfinished = [run.name for run in order if run not in runs.finished]
-        more = facts_of(plan) | {"start": facts, "claims": verdict_rows(rows), "unfinished": unfinished}
+        more = facts_of(plan) | {"start": facts, "claims": verdict_rows(rows, ALL_COLUMNS), "unfinished": unfinished}
         write_if_asked(options, rows, **more)
 
     with only_writer(runs.parts.path):

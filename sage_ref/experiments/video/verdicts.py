@@ -7,6 +7,7 @@ A claim is supported if all of it is above 0, contradicted if all of it is below
 nothing about seeds: then videos alone are drawn, and `seeds` is 1.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,11 +17,17 @@ from sage_ref.experiments.video.plan import AFTERWARDS
 from sage_ref.records import Row, markdown_table
 
 DRAWS = 10_000
+LOSS = "loss_by_video"
+HIGHER_IS_BETTER = ("psnr_by_video", "ssim_by_video", "kept_by_video")
+ALL_COLUMNS = (LOSS, "clip_loss_by_video", *HIGHER_IS_BETTER)
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"
 
 
 class Claim(NamedTuple):
-    """That `better` has the lower loss. paper: VisionReward of both, (better, worse), None where it has none."""
+    """That `better` has the lower loss, or the higher PSNR.
+
+    paper: VisionReward of both, (better, worse), None where it has none.
+    """
 
     words: str
     better: str
@@ -43,7 +50,7 @@ CLAIMS = (
 
 
 class Difference(NamedTuple):
-    """worse - better: mean, and where 95% of the bootstrap's means lie."""
+    """What the better arm saves, or gains: mean, and where 95% of the bootstrap's means lie."""
 
     mean: float
     low: float
@@ -56,7 +63,7 @@ class Difference(NamedTuple):
 
 
 def bootstrap(differences: np.ndarray, draws: int = DRAWS) -> Difference:
-    """differences [seeds, videos], worse - better. A function of its arguments alone.
+    """differences [seeds, videos], above 0 where the better arm is better. A function of its arguments alone.
 
     ValueError if there is nothing to draw from.
     """
@@ -71,30 +78,30 @@ def bootstrap(differences: np.ndarray, draws: int = DRAWS) -> Difference:
 
 
 def paired(rows: Sequence[Row], better: str, worse: str, column: str) -> np.ndarray | None:
-    """worse - better by seed and video, of the seeds that both have; None if there is none, or one of them diverged."""
-    by_seed = [{row["seed"]: row.get(column) for row in rows if row["arm"] == arm} for arm in (better, worse)]
+    """What `better` saves, or gains, by seed and video, of the seeds that have both; None if there is none."""
+    by_seed = [
+        {row["seed"]: row[column] for row in rows if row["arm"] == arm and row.get(column)} for arm in (better, worse)
+    ]
     common = sorted(by_seed[0].keys() & by_seed[1].keys())
-    if not common or any(x[seed] is None for x in by_seed for seed in common):
+    if not common:
         return None
-    return np.array([np.subtract(by_seed[1][seed], by_seed[0][seed]) for seed in common])
+    saved = np.array([np.subtract(by_seed[1][seed], by_seed[0][seed]) for seed in common])
+    return -saved if column in HIGHER_IS_BETTER else saved
 
 
-def verdict_rows(rows: Sequence[Row], column: str = "loss_by_video") -> list[Row]:
-    """A row for each claim that the rows say something about. column: of losses by video."""
+def verdict_rows(rows: Sequence[Row], columns: Sequence[str] = (LOSS,)) -> list[Row]:
+    """A row for each claim that the rows say something about, on each of the columns, which have a number per video."""
+    arms, diverged = {x["arm"] for x in rows}, {x["arm"] for x in rows if x.get("diverged")}
     found = []
-    arms = {x["arm"] for x in rows}
-    for claim in (claim for claim in CLAIMS if {claim.better, claim.worse} <= arms):
+    for column, claim in itertools.product(columns, CLAIMS):
+        both = {claim.better, claim.worse}
         row = {"claim": claim.words, "better": claim.better, "worse": claim.worse, "paper": claim.paper, "on": column}
-        diverged = {x["arm"] for x in rows if x.get("diverged")}
-        differences = paired(rows, claim.better, claim.worse, column)
-        if differences is not None:
-            difference = bootstrap(differences)
+        if both & diverged and both <= arms:
+            verdict = NOT_DECIDED if both <= diverged else CONTRADICTED if claim.better in diverged else SUPPORTED
+            found.append(row | {"verdict": f"{verdict}: {' and '.join(sorted(both & diverged))} diverged"})
+        elif (saved := paired(rows, claim.better, claim.worse, column)) is not None:
+            difference = bootstrap(saved)
             found.append(row | difference._asdict() | {"verdict": difference.verdict})
-        elif diverged & {claim.better, claim.worse}:
-            verdict = CONTRADICTED if claim.better in diverged else SUPPORTED
-            verdict = NOT_DECIDED if {claim.better, claim.worse} <= diverged else verdict
-            who = " and ".join(sorted(diverged & {claim.better, claim.worse}))
-            found.append(row | {"verdict": f"{verdict}: {who} diverged"})
     return found
 
 
