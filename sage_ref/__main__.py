@@ -47,6 +47,10 @@ COMMANDS = {
         "sage_ref.experiments.capture_video",
         "train a small video diffusion transformer and save what enters its attention",
     ),
+    "video": Command(
+        "sage_ref.experiments.video.command",
+        "pre-train a video model, fine-tune it with SLA2 beside every ablation, sample from it and judge it",
+    ),
     "train-router": Command(
         "sage_ref.experiments.router_fit",
         "fit SLA2's router and alpha to full attention, and compare with SLA and the best mask",

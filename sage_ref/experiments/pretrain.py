@@ -21,7 +21,8 @@ from sage_ref.models.llama import ATTENTIONS, LlamaConfig
 from sage_ref.quantization import ROUNDINGS
 from sage_ref.records import write_record
 from sage_ref.sagebwd.settings import GRANULARITIES
-from sage_ref.training.pretrain import Pretraining, PretrainSettings, pretrain, processes, result_row
+from sage_ref.training.parallel import processes, run_training
+from sage_ref.training.pretrain import Pretraining, PretrainSettings, result_row
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     with processes(options.device) as group:
         training = Pretraining(corpus, config, settings, group, fsdp=options.fsdp, trace=options.trace)
         log = options.checkpoint.with_suffix(".jsonl")
-        pretrain(training, options.checkpoint, log, options.snapshots)
+        run_training(training, options.checkpoint, log, options.snapshots)
         if group.is_first:
             row = result_row(training)
             outcome = (

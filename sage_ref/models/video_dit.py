@@ -4,20 +4,27 @@ x <- x + g_1 * Attention(m_1(x));  x <- x + g_2 * MLP(m_2(x));  m(x) = LayerNorm
 
 Shift, scale and gate g are computed from the noise level alone. They start at zero, so that every block starts as the
 identity (adaLN-zero). Queries and keys are normalised (QK-norm), then rotated by their place in time, height and width,
-then meet in `AttentionCore`. That module's inputs are Q, K, V; any module that maps them to O can take its place:
-`block.attention.core = SLA2(...)`.
+then meet in the core that the configuration names (`attention_core`): exact attention, SageBwd, SLA or SLA2. A core's
+inputs are Q, K, V; any module that maps them to O can take its place: `block.attention.core = SLA2(...)`.
+
+Only SLA and SLA2 have weights of their own, so all share the rest: `load_backbone`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_ref.checks import check_options, check_share
 from sage_ref.models.rotary import Rotation
+from sage_ref.sagebwd.api import sagebwd_attention
+from sage_ref.sla2 import SLA, SLA2, BlockSettings
 from sage_ref.smoothing import QKNorm
 
+ATTENTIONS = ("exact", "sagebwd", "sla", "sla2")
 CHANNELS = 3  # red, green, blue
 NORM_EPS = 1e-6
 NOISE_FREQUENCIES = 32
@@ -29,6 +36,8 @@ class VideoDiTConfig:
 
     patch: pixels of a patch's side, within one frame. cube: frames x rows x columns of patches whose tokens are
     consecutive, see `raster_order`; (1, 1, 1) is plain raster order.
+    attention: one of ATTENTIONS. sparsity, block_q, block_kv: of SLA and SLA2. quantize: of SLA2. backend: of all but
+    exact attention.
     """
 
     frames: int = 4
@@ -38,6 +47,12 @@ class VideoDiTConfig:
     layers: int = 6
     width: int = 128
     heads: int = 4
+    attention: str = "exact"
+    sparsity: float = 0.97
+    block_q: int = BlockSettings.block_q
+    block_kv: int = BlockSettings.block_kv
+    quantize: bool = True
+    backend: str = "auto"
 
     def __post_init__(self):
         for name in ("frames", "size", "patch", "layers", "width", "heads"):
@@ -51,6 +66,16 @@ class VideoDiTConfig:
             raise ValueError(
                 f"width: expected an even number, 6 or more, for each of the {self.heads} heads, got {self.width}"
             )
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
+        check_share("sparsity", self.sparsity)
+        check_options(None, self.backend, quantize=self.quantize)
+        self.blocks  # noqa: B018 (names a wrong size of a block now)
+
+    @property
+    def blocks(self) -> BlockSettings:
+        """Of SLA and SLA2."""
+        return BlockSettings(self.block_q, self.block_kv, quantize=self.quantize)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -137,10 +162,33 @@ class NoiseEmbedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]: full attention and nothing else."""
+    """forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]: full attention, exact or SageBwd, and nothing else."""
+
+    def __init__(self, config: VideoDiTConfig):
+        super().__init__()
+        self.config = config
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value)
+        if self.config.attention == "exact":
+            return F.scaled_dot_product_attention(query, key, value)
+        return sagebwd_attention(query, key, value, backend=self.config.backend)
+
+
+def attention_core(config: VideoDiTConfig) -> nn.Module:
+    """The core that the configuration names. forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]."""
+    blocks = {name: getattr(config, name) for name in ("sparsity", "block_q", "block_kv", "backend")}
+    if config.attention == "sla2":
+        return SLA2(config.head_dim, config.heads, quantize=config.quantize, **blocks)
+    if config.attention == "sla":
+        return SLA(config.head_dim, config.heads, **blocks)
+    return AttentionCore(config)
+
+
+def attend(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return core(query, key, value)
+
+
+attend_uncompiled: Callable[..., Tensor] = torch.compiler.disable(attend)
 
 
 class Attention(nn.Module):
@@ -153,15 +201,15 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(config.width, config.width) for _ in range(3))
         self.qk_norm = QKNorm(config.head_dim)
         self.rotary = RotaryEmbedding3D(config.head_dim, positions)
-        self.core = AttentionCore()
+        self.core, self.attend = attention_core(config), attend
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         # [B, N, H * D] -> [B, H, N, D]
         projected = (project(x) for project in (self.query, self.key, self.value))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
-        q, k = self.qk_norm(q, k)
-        return self.output(self.core(self.rotary(q), self.rotary(k), v).transpose(1, 2).flatten(-2))
+        q, k = (self.rotary(y).to(v.dtype) for y in self.qk_norm(q, k))
+        return self.output(self.attend(self.core, q, k, v).transpose(1, 2).flatten(-2))
 
 
 class Modulation(nn.Module):
@@ -216,6 +264,8 @@ class VideoDiT(nn.Module):
         self.modulation = Modulation(config.width, 2)
         self.output = nn.Linear(config.width, pixels)
         for name, parameter in self.named_parameters():
+            if is_of_core(name):
+                continue
             if name.endswith("weight") and parameter.dim() == 2 and "modulation" not in name:
                 nn.init.xavier_uniform_(parameter)
             if name.endswith("bias"):
@@ -229,8 +279,33 @@ class VideoDiT(nn.Module):
             raise ValueError(f"video: expected [B, {', '.join(map(str, shape))}], got {list(video.shape)}")
         if noise_level.shape != video.shape[:1]:
             raise ValueError(f"noise_level: expected [{len(video)}], one per video, got {list(noise_level.shape)}")
-        x = self.input(self.patches.split(video))
+        patches = self.patches.split(video)
+        x = self.input(patches).to(patches.dtype)  # under autocast, too, what the blocks add to stays as it is
         noise = self.noise(noise_level)
         for block in self.blocks:
             x = block(x, noise)
         return self.patches.join(self.output(modulated_norm(x, *self.modulation(noise))))
+
+    def compile_blocks(self) -> None:
+        """Hand all but the cores to torch.compile: one program for every block, whatever its attention."""
+        for block in self.blocks:
+            block.attention.attend = attend_uncompiled
+            block.compile(dynamic=False)
+
+
+def is_of_core(name: str) -> bool:
+    """Whether a parameter of that name belongs to SLA or SLA2, and not to the rest, which all attentions share."""
+    return ".attention.core." in name
+
+
+def load_backbone(model: VideoDiT, weights: dict[str, Tensor]) -> None:
+    """Give the model the weights that all attentions share, in whatever dtype; a core's own stay as they are.
+
+    ValueError unless they are those of such a model.
+    """
+    expected = {name: x.shape for name, x in model.state_dict().items() if not is_of_core(name)}
+    found = {name: x.shape for name, x in weights.items() if not is_of_core(name)}
+    if found != expected:
+        differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise ValueError(f"weights: expected those of a VideoDiT like this one, got {len(differ)} others: {differ[0]}")
+    model.load_state_dict({name: weights[name] for name in expected}, strict=False)

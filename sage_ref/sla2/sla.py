@@ -2,14 +2,18 @@
 
 `branches.py` has the two branches, `blocks.heuristic_scores` what chooses the blocks. Proj has one more task than to
 repair the linear branch: what P1 V lacks of O_s, (alpha - 1) O_s, which is why SLA2 learns alpha instead.
+
+There are no kernels of its own: on a GPU O_s is SLA2's attention with alpha = 1 and O_l the one with alpha = 0, each of
+which computes both. So it takes twice the time that it should; its numbers are right.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_ref.checks import check_count, check_heads, check_share
+from sage_ref.checks import check_count, check_heads, check_options, check_share
 from sage_ref.shapes import in_working_dtype
+from sage_ref.sla2.api import sparse_linear_attention
 from sage_ref.sla2.blocks import BlockSettings, heuristic_scores, selected_count, top_blocks
 from sage_ref.sla2.branches import linear_branch, sparse_branch
 
@@ -19,7 +23,8 @@ class SLA(nn.Module):
 
     sparsity: share of key blocks that a query block leaves to the linear branch. skipped: share of key blocks, those
     with the lowest scores, that neither branch sees. Proj starts at zero: at first SLA is sparse attention.
-    forward(query, key, value [B, H, N, D], GQA as in SLA2) -> [B, H, Nq, D]. Plain PyTorch, differentiable.
+    backend: as in `sage_ref.sparse_linear_attention`; only the reference, plain PyTorch, skips blocks.
+    forward(query, key, value [B, H, N, D], GQA as in SLA2) -> [B, H, Nq, D]. Differentiable.
     TypeError or ValueError name the argument that doesn't fit. Magnitudes: as in `sparse_linear_attention`.
     """
 
@@ -33,6 +38,7 @@ class SLA(nn.Module):
         block_q: int = 128,
         block_kv: int = 64,
         feature_map: str = "softmax",
+        backend: str = "reference",
     ):
         super().__init__()
         check_count("head_dim", head_dim)
@@ -41,7 +47,12 @@ class SLA(nn.Module):
         check_share("skipped", skipped)
         if skipped > sparsity:
             raise ValueError(f"skipped: expected at most sparsity, {sparsity}, got {skipped}")
+        check_options(None, backend)
+        if backend != "reference" and (skipped or feature_map != "softmax"):
+            asked = f"skipped={skipped}, feature_map={feature_map!r}"
+            raise ValueError(f"backend: expected 'reference', which alone takes {asked}, got {backend!r}")
         self.head_dim, self.num_heads, self.sparsity, self.skipped = head_dim, num_heads, sparsity, skipped
+        self.backend = backend
         self.settings = BlockSettings(block_q, block_kv, feature_map=feature_map)
         self.proj = nn.Linear(head_dim, head_dim)
         nn.init.zeros_(self.proj.weight)
@@ -58,9 +69,18 @@ class SLA(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.proj.weight)
         with torch.autocast(query.device.type, enabled=False):
-            q, k, v = in_working_dtype(query, key, value)
-            selected, linear = self.block_masks(q, k)
-            o_s, _ = sparse_branch(q, k, v, selected, self.settings)
-            o_l = linear_branch(q, k, v, linear, self.settings)
+            if self.backend == "reference":
+                q, k, v = in_working_dtype(query, key, value)
+                selected, linear = self.block_masks(q, k)
+                o_s, _ = sparse_branch(q, k, v, selected, self.settings)
+                o_l = linear_branch(q, k, v, linear, self.settings)
+            else:
+                selected, _ = self.block_masks(*in_working_dtype(query, key))
+                o_s, o_l = (self.one_branch(query, key, value, selected, alpha) for alpha in (1.0, 0.0))
             repair = F.linear(o_l, self.proj.weight.to(o_l.dtype), self.proj.bias.to(o_l.dtype))
         return (o_s + repair).to(query.dtype)
+
+    def one_branch(self, query: Tensor, key: Tensor, value: Tensor, selected: Tensor, alpha: float) -> Tensor:
+        """O_s with alpha = 1, O_l with alpha = 0: [B, H, Nq, D]."""
+        blocks = {"block_q": self.settings.block_q, "block_kv": self.settings.block_kv}
+        return sparse_linear_attention(query, key, value, selected, alpha, backend=self.backend, **blocks)

@@ -33,6 +33,7 @@ from sage_ref.experiments import (
     table1,
     table2,
 )
+from sage_ref.experiments.video import command as video
 from sage_ref.records import FinishedParts, only_writer
 
 PROGRAMS = {"sage_ref": reference_main.main, "sage_kernels": kernels_main.main}
@@ -121,6 +122,18 @@ BAD = {  # the command line: what its one line says
     f"{DEEP} --checkpoint far.pt": "checkpoint: expected at most step 8, far.pt has 9",
     f"{DEEP} --checkpoint past.pt": "checkpoint: expected one that a run saved, whole, got past.pt",
     f"{DEEP} --checkpoint run.pt --seed 1": "checkpoint: expected a run with seed=1, run.pt has seed=0",
+    "sage_ref video": "arguments are required: action",
+    "sage_ref video nope": "argument action: invalid choice: 'nope'",
+    "sage_ref video clips --videos none": "argument --videos: expected a file that can be read, got 'none'",
+    "sage_ref video train --size 30": "size: expected a multiple of patch=4, got 30",
+    "sage_ref video train --cube 3 4 4": "cube: expected three numbers that divide the grid (16, 32, 32), got (3, 4",
+    "sage_ref video train --start junk": "weights: expected what `python -m sage_ref video train` wrote, got junk",
+    "sage_ref video finetune --start junk": "one of the arguments --all --arm is required",
+    "sage_ref video finetune --start junk --all --plan cpu": "weights: expected what `python -m sage_ref video train`",
+    "sage_ref video finetune --start junk --arm nope": "argument --arm: invalid choice: 'nope'",
+    "sage_ref video finetune --start junk --all --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
+    "sage_ref video evaluate": "the following arguments are required: --start",
+    "sage_ref video sample --start text.txt": "weights: expected what `python -m sage_ref video train` wrote",
     "sage_ref pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "sage_ref pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "sage_ref pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
@@ -173,7 +186,9 @@ def test_bad_input_is_one_line_that_names_it(spoilt, capsys, line):
     status, last = status_of(line, capsys)
     assert (status, capsys.readouterr().out) == (BAD_INPUT, "")
     program = " ".join(["python -m", *line.split()[:2]])
-    assert last.startswith(f"{program}: ") or last.startswith(f"python -m {line.split()[0]}: argument command: ")
+    with_action = " ".join(["python -m", *line.split()[:3]])  # of a command that has actions
+    beginnings = (f"{program}: ", f"{with_action}: ", f"python -m {line.split()[0]}: argument command: ")
+    assert last.startswith(beginnings)
     assert BAD[line] in last
     assert contents(spoilt) == before
 
@@ -347,7 +362,7 @@ WORK = {  # command: a line that works, and what then begins
     "repair": ([], (repair, "case_rows")),
     "full-batch": (["--plan", "cpu", "--corpus", "text.txt", "--device", "cpu"], (full_batch.FullBatchRuns, "train")),
     "readme": ([], (readme, "run")),
-    "pretrain": (TRAIN[1:], (pretrain, "pretrain")),
+    "pretrain": (TRAIN[1:], (pretrain, "run_training")),
     "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
     "pretrain-speed": ([], (pretrain_speed, "_rows")),
     "context-parallel": ([], (context_parallel, "_rows")),
@@ -355,6 +370,7 @@ WORK = {  # command: a line that works, and what then begins
     "capture": (["run.pt", "--corpus", "text.txt", "--layers", "1"], (capture, "attention_tensors")),
     "capture-video": ([], (capture_video, "train")),
     "train-router": ([], (router_fit, "samples")),
+    "video": (["plan", "--plan", "cpu"], (video, "plan_table")),
 }
 ODD = [
     *(

@@ -14,6 +14,7 @@ from sage_ref.models import video_dit as module
 from sage_ref.models.video_dit import Patches, VideoDiT, VideoDiTConfig, raster_order
 
 SMALL = VideoDiTConfig(frames=2, size=12, patch=2, cube=(2, 2, 3), layers=2, width=32, heads=2)
+SHAPE = ("frames", "size", "patch", "layers", "width", "heads", "block_q", "block_kv")
 
 
 def video_dit(config=SMALL, seed=0):
@@ -185,7 +186,11 @@ def test_attention_can_be_replaced_by_any_module_of_query_key_value():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(({x: 0}, f"{x}: expected at least 1, got 0") for x in vars(SMALL) if x != "cube"),
+        *(({x: 0}, f"{x}: expected at least 1, got 0") for x in SHAPE),
+        ({"attention": "flash"}, r"attention: expected one of \('exact', 'sagebwd', 'sla', 'sla2'\), got 'flash'"),
+        ({"sparsity": 1.0}, r"sparsity: expected a share of the key blocks in \[0, 1\), got 1.0"),
+        ({"block_kv": 0}, "block_kv: expected at least 1, got 0"),
+        ({"backend": "cuda"}, r"backend: expected one of \('auto', 'reference', 'triton'\), got 'cuda'"),
         ({"size": 13}, "size: expected a multiple of patch=2, got 13"),
         ({"cube": (2, 4, 4)}, r"cube: expected three numbers that divide the grid \(2, 6, 6\), got \(2, 4, 4\)"),
         ({"cube": (2, 2)}, "cube: expected three numbers"),

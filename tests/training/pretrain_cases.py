@@ -9,7 +9,8 @@ import torch
 
 from sage_ref.models.llama import LlamaConfig
 from sage_ref.training.corpus import Corpus
-from sage_ref.training.pretrain import Pretraining, PretrainSettings, pretrain
+from sage_ref.training.parallel import run_training
+from sage_ref.training.pretrain import Pretraining, PretrainSettings
 
 CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, kv_heads=2, qk_norm=True)
 STOCHASTIC = replace(CONFIG, attention="sagebwd", backend="reference", ds_rounding="stochastic")
@@ -32,7 +33,7 @@ def pretrained(folder, config=CONFIG, settings=SETTINGS, *, snapshots=(), **opti
     """A run in `folder`: run.pt and run.jsonl."""
     training = Pretraining(sixteen_letters(), config, settings, **options)
     folder.mkdir(exist_ok=True)
-    pretrain(training, folder / "run.pt", folder / "run.jsonl", snapshots)
+    run_training(training, folder / "run.pt", folder / "run.jsonl", snapshots)
     return training
 
 

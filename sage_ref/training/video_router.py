@@ -1,0 +1,174 @@
+"""Stage 1 of fine-tuning with SLA2: router and alpha of every layer, fitted to the pre-trained model's full attention.
+
+minimise |O_M - O|^2 / |O|^2, mean over layers:  O full attention of that layer, O_M SLA2 with a stand-in for its mask.
+
+The model itself stays as it is: it runs on made-up videos and lends its Q, K, V and O. All queries would take a matrix
+[N, N] in float32, so a step looks at a few blocks of queries, drawn anew each time, and at all keys.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_ref.sla2 import SLA2, block_count, into_blocks, soft_sparse_linear_attention
+from sage_ref.training.capture import watched_attention
+from sage_ref.training.loop import TrainingSettings
+from sage_ref.training.parallel import ParallelTraining, Processes
+from sage_ref.training.video import noisy
+from sage_ref.training.video_flow import PURPOSES, Weights, digest, fast_arithmetic, flow_batch, started_model
+from sage_ref.training.video_scenes import seed_of
+
+ROUTERS = ("learned", "identity", "random")
+ALPHAS = ("learned", "one")
+CERTAIN = 20.0  # sigmoid of it is 1 in float32
+
+
+@dataclass(frozen=True)
+class RouterSettings(TrainingSettings):
+    """batch_size: videos per step. query_blocks: blocks of queries of each video that a step looks at.
+
+    router: "learned", or one that stays: "identity", the heuristic that it starts as, or "random" projections.
+    alpha: "learned", or "one": the sparse branch alone. alpha_rate: how many times as fast alpha learns.
+    """
+
+    batch_size: int = 2
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.0
+    micro_batch_size: int = 1
+    query_blocks: int = 4
+    router: str = "learned"
+    alpha: str = "learned"
+    alpha_rate: float = 25.0
+    autocast: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, choices in (("router", ROUTERS), ("alpha", ALPHAS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
+        if self.query_blocks < 1:
+            raise ValueError(f"query_blocks: expected at least 1, got {self.query_blocks}")
+
+    @property
+    def learns(self) -> bool:
+        """Whether there is anything to fit."""
+        return "learned" in (self.router, self.alpha)
+
+
+class Routers(nn.Module):
+    """The SLA2 of every layer, in stage 1. forward(captured, rows) -> mean relative error."""
+
+    def __init__(self, config: VideoDiTConfig, settings: RouterSettings):
+        super().__init__()
+        self.layers = nn.ModuleList(new_core(config, settings, layer) for layer in range(config.layers))
+
+    def forward(self, captured: list[tuple[Tensor, ...]], rows: Tensor) -> Tensor:
+        """captured: of each layer Q, K, V, O [B, H, N, D]. rows: int64, the blocks of queries to look at."""
+        errors = [stage1_error(core, *qkvo, rows) for core, qkvo in zip(self.layers, captured, strict=True)]
+        return sum(errors) / len(errors)
+
+
+def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SLA2:
+    """SLA2 as the settings want it: what does not learn is set, and has no gradient."""
+    core = SLA2(
+        config.head_dim, config.heads, sparsity=config.sparsity, block_q=config.block_q, block_kv=config.block_kv,
+        quantize=False, backend="reference",
+    ).stage(1)  # fmt: skip
+    if settings.router == "random":
+        generator = torch.Generator().manual_seed(seed_of((PURPOSES.index("route"), settings.seed, layer)))
+        for projection in (core.router.proj_q, core.router.proj_k):
+            nn.init.normal_(projection.weight, std=config.head_dim**-0.5, generator=generator)
+    core.router.requires_grad_(settings.router == "learned")
+    if settings.alpha == "one":
+        nn.init.constant_(core.alpha_logit, CERTAIN)
+        core.alpha_logit.requires_grad_(False)
+    return core
+
+
+def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor) -> Tensor:
+    """|O_M - O|^2 / |O|^2 over the queries of blocks `rows`. Q, K, V, O [B, H, N, D]; in float32."""
+    block_q = core.settings.block_q
+    blocks = block_count(query.shape[-2], block_q)
+    q, o = (into_blocks(x, block_q)[:, :, rows].flatten(2, 3).float() for x in (query, output))
+    k, v = key.float(), value.float()
+    weights = core.soft_block_mask(q, k)
+    alpha = core.alpha(len(q), blocks)[:, :, rows]
+    found = soft_sparse_linear_attention(q, k, v, weights, alpha, core.settings)
+    return (found - o).square().sum() / o.square().sum()
+
+
+class RouterTraining(ParallelTraining):
+    """Stage 1. weights: of the pre-trained model. config: SLA2's, whose cores the result fits (`core_weights`).
+
+    ValueError if the weights are of another model, or a sequence has fewer blocks of queries than a step looks at.
+    """
+
+    def __init__(
+        self,
+        config: VideoDiTConfig,
+        settings: RouterSettings,
+        digits: Tensor,
+        weights: Weights,
+        processes: Processes = Processes(),  # noqa: B008 (immutable)
+    ):
+        available = config.tokens // config.block_q
+        if available < settings.query_blocks:
+            raise ValueError(f"query_blocks: expected at most {available}, the whole ones, got {settings.query_blocks}")
+        self.config, self.digits = config, digits.to(processes.device)
+        arguments = asdict(config) | {"start": digest(weights)}
+        super().__init__(lambda: Routers(config, settings), settings, arguments, processes)
+        exact = replace(config, attention="exact")
+        self.watched: VideoDiT = started_model(exact, weights).to(processes.device).requires_grad_(False)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        alphas = [core.alpha_logit for core in self.model.layers if core.alpha_logit.requires_grad]
+        routers = [x for core in self.model.layers for x in core.router.parameters() if x.requires_grad]
+        groups = [{"params": routers}, {"params": alphas, "rate_factor": self.settings.alpha_rate}]
+        return [group for group in groups if group["params"]]
+
+    def passes(self) -> list[tuple[Any, ...]]:
+        group, settings = self.processes, self.settings
+        part = slice(group.rank, None, group.count)
+        batch = self.batch(self.step, settings.batch_size, part)
+        parts = zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True)
+        return [(self.captured(*one), self.rows(self.step)) for one in parts]
+
+    def batch(self, step: int, count: int, part: slice) -> tuple[Tensor, ...]:
+        seed = (PURPOSES.index("route"), self.settings.seed, step)
+        return flow_batch(count, self.digits, self.config, seed=seed, part=part)
+
+    def rows(self, step: int) -> Tensor:
+        """Which blocks of queries a step looks at."""
+        generator = torch.Generator().manual_seed(seed_of((PURPOSES.index("route"), self.settings.seed, step, 2)))
+        drawn = torch.randperm(self.config.tokens // self.config.block_q, generator=generator)
+        return drawn[: self.settings.query_blocks].to(self.processes.device, non_blocking=True)
+
+    @torch.no_grad()
+    def captured(self, video: Tensor, noise_level: Tensor, noise: Tensor) -> list[tuple[Tensor, ...]]:
+        """Q, K, V, O of every layer [B, H, N, D], as the pre-trained model has them."""
+        layers = range(self.config.layers)
+        with (
+            fast_arithmetic(self.processes.device, self.settings.autocast),
+            watched_attention(self.watched, layers) as (inputs, outputs),
+        ):
+            self.watched(noisy(video, noise_level, noise), noise_level)
+        return [(*inputs[layer], outputs[layer]) for layer in layers]
+
+    def loss(self, captured: list[tuple[Tensor, ...]], rows: Tensor) -> Tensor:
+        return self.parallel(captured, rows)
+
+    def validation_loss(self) -> float:
+        """Of one video that no step reads, at the noise level in the middle of those drawn."""
+        batch = flow_batch(1, self.digits, self.config, seed=(PURPOSES.index("validate"), 1))
+        return self.model(self.captured(*batch), self.rows(self.settings.steps)).item()
+
+    def core_weights(self) -> Weights:
+        """Under the names that they have in the model."""
+        return {
+            f"blocks.{layer}.attention.core.{name}": x.detach().cpu()
+            for layer, core in enumerate(self.model.layers)
+            for name, x in core.state_dict().items()
+        }

@@ -1,0 +1,187 @@
+"""Videos made on the device that trains on them: digits and shapes that move, bounce and hide each other.
+
+In front of a textured background that passes by as the camera pans. All follows from numbers drawn on the CPU from a
+seed, 16 for each object, so that a scene is the same on every device; its pixels are arithmetic on those numbers, where
+the model trains. Nothing waits: the numbers are copied while the device works on the step before.
+
+What is true of a scene is known exactly (`Truths`): where every object is, and whether something hides it. So a sample
+of a model can be asked whether it kept the objects and their motion.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_ref.training.packaged import packaged_file
+
+OBJECTS = 5  # at most, in a scene
+NUMBERS = 16  # drawn for each object, and for the background
+KINDS = ("digit", "disc", "square", "ring")
+RADIUS = (9.0, 18.0)  # pixels
+SPEED = 3.0  # at most, pixels per frame in height and in width
+CAMERA_SPEED = 1.5
+FIRST_EDGE = 0.5  # of a pixel: an edge is soft over one
+
+
+class Scenes(NamedTuple):
+    """B scenes of K objects, lengths in pixels; objects with a larger index are nearer.
+
+    is_there: bool [B, K]; kind [B, K], index in KINDS; digit [B, K], which image; radius [B, K]; start, velocity
+    [B, K, 2], of the centre, height first; colours [B, K, 2, 3] in [-1, 1]; wave [B, K], radians per radius.
+    camera [B, 2], pixels per frame; background_colours [B, 2, 3]; background_wave [B, 2], radians per pixel.
+    """
+
+    is_there: Tensor
+    kind: Tensor
+    digit: Tensor
+    radius: Tensor
+    start: Tensor
+    velocity: Tensor
+    colours: Tensor
+    wave: Tensor
+    camera: Tensor
+    background_colours: Tensor
+    background_wave: Tensor
+
+
+class Truths(NamedTuple):
+    """centre [B, K, T, 2]: on the screen, in pixels, height first. visible [B, K, T]: the share of the object's pixels
+
+    on the screen that nothing nearer hides; 0 where its centre is off the screen, and for objects that are not there.
+    """
+
+    centre: Tensor
+    visible: Tensor
+
+
+def digit_images() -> Tensor:
+    """scikit-learn's digits, 1797 images of 8 x 8 pixels in [0, 1]: float32 [1797, 8, 8].
+
+    FileNotFoundError if scikit-learn is not installed.
+    """
+    path = packaged_file("scikit-learn", "sklearn/datasets/data/digits.csv.gz")
+    table = np.loadtxt(path, delimiter=",", dtype=np.float32)  # 64 pixels, 0 to 16, and which digit it is
+    return torch.from_numpy(table[:, :64] / 16).unflatten(1, (8, 8))
+
+
+def draw_scenes(count: int, digits: int, size: int, *, seed: Sequence[int], device: torch.device | str) -> Scenes:
+    """Scenes of `size` x `size` pixels, a function of the other arguments. digits: how many images there are."""
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    numbers = torch.rand(count, OBJECTS + 1, NUMBERS, generator=generator)
+    if torch.device(device).type == "cuda":
+        numbers = numbers.pin_memory()
+    numbers = numbers.to(device, non_blocking=True)
+    # One draw for each use; the background has the last place among the objects.
+    of_objects, of_background = numbers[:, :OBJECTS], numbers[:, OBJECTS]
+    least, most = RADIUS
+    index = torch.arange(OBJECTS, device=device)
+    return Scenes(
+        is_there=index < (3 + (of_background[:, :1] * (OBJECTS - 2)).floor()),
+        kind=(of_objects[..., 0] * 2 * (len(KINDS) - 1)).floor().sub(len(KINDS) - 2).clamp_min(0),  # half are digits
+        digit=(of_objects[..., 1] * digits).long().clamp_max(digits - 1),
+        radius=least + (most - least) * of_objects[..., 2],
+        start=size * of_objects[..., 3:5],
+        velocity=SPEED * (2 * of_objects[..., 5:7] - 1),
+        colours=(2 * of_objects[..., 7:13] - 1).unflatten(-1, (2, 3)),
+        wave=math.pi * (1 + 2 * of_objects[..., 13]),
+        camera=CAMERA_SPEED * (2 * of_background[:, 1:3] - 1),
+        background_colours=(2 * of_background[:, 3:9] - 1).unflatten(-1, (2, 3)),
+        background_wave=0.05 + 0.2 * of_background[:, 9:11],
+    )
+
+
+def seed_of(seed: Sequence[int]) -> int:
+    """One number of several, as seeds of torch's generators are."""
+    return int(np.random.SeedSequence(tuple(seed)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def part_of(scenes: Scenes, which: slice) -> Scenes:
+    return Scenes(*(x[which] for x in scenes))
+
+
+def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Truths]:
+    """(videos, float32 [B, 3, frames, size, size] in [-1, 1], what is true of them). digits [n, 8, 8], as drawn from.
+
+    On the device of the scenes; its arithmetic does not depend on how many videos are rendered together.
+    """
+    device = scenes.start.device
+    time = torch.arange(frames, device=device, dtype=torch.float32)
+    y, x = torch.meshgrid(*2 * [torch.arange(size, device=device) + 0.5], indexing="ij")  # [size, size]
+    camera = scenes.camera[:, None] * (time[:, None] - (frames - 1) / 2)  # [B, T, 2]
+    video = background(scenes, y + camera[..., :1, None], x + camera[..., 1:, None])
+    centres = object_paths(scenes, time, size) - camera[:, None]  # [B, K, T, 2]
+    covers = []
+    for k in range(OBJECTS):
+        centre = centres[:, k, :, :, None, None]  # [B, T, 2, 1, 1]
+        radius = scenes.radius[:, k, None, None, None]
+        # The object's own coordinates [B, T, size, size]: -1 to 1 across it.
+        v, u = (y - centre[:, :, 0]) / radius, (x - centre[:, :, 1]) / radius
+        cover = coverage(scenes, digits, k, v, u) * scenes.is_there[:, k, None, None, None]
+        texture = 0.5 + 0.5 * torch.sin(scenes.wave[:, k, None, None, None] * (u + v))
+        video = torch.lerp(video, mix(scenes.colours[:, k], texture), cover[:, None])
+        covers.append(cover)
+    return video, Truths(centres, visible_shares(torch.stack(covers, 1), centres, size))
+
+
+def background(scenes: Scenes, y: Tensor, x: Tensor) -> Tensor:
+    """[B, 3, T, size, size]: waves of two colours; y, x [B, T, size, size], places in the world."""
+    wave = scenes.background_wave[..., None, None, None]
+    return mix(scenes.background_colours, 0.5 + 0.25 * (torch.sin(wave[:, 0] * y) + torch.sin(wave[:, 1] * x)))
+
+
+def mix(colours: Tensor, share: Tensor) -> Tensor:
+    """The first of colours [B, 2, 3] where share [B, T, size, size] is 0, the second where it is 1."""
+    first, second = colours[..., None, None, None].unbind(1)
+    return torch.lerp(first, second, share[:, None])
+
+
+def object_paths(scenes: Scenes, time: Tensor, size: int) -> Tensor:
+    """Centres in the world, [B, K, T, 2]: straight on, and back where they would leave [0, size]."""
+    straight = scenes.start[:, :, None] + scenes.velocity[:, :, None] * time[:, None]
+    return size - (straight.remainder(2 * size) - size).abs()
+
+
+def coverage(scenes: Scenes, digits: Tensor, k: int, v: Tensor, u: Tensor) -> Tensor:
+    """How much of each pixel object k covers, in [0, 1], [B, T, size, size]."""
+    kind = scenes.kind[:, k, None, None, None]
+    images = digits[scenes.digit[:, k]][:, None]  # [B, 1, 8, 8]
+    grid = torch.stack((u, v), -1).flatten(1, 2)  # [B, T * size, size, 2]
+    ink = F.grid_sample(images, grid, align_corners=False)[:, 0].view_as(u)
+    cover = (2 * ink).clamp(max=1)
+    radius = scenes.radius[:, k, None, None, None]
+    distance = torch.hypot(u, v)
+    shapes = {
+        "disc": distance - 1,
+        "square": torch.maximum(u.abs(), v.abs()) - 0.85,
+        "ring": (distance - 0.75).abs() - 0.25,
+    }
+    for name, outside in shapes.items():  # negative inside, in radii
+        cover = torch.where(kind == KINDS.index(name), (FIRST_EDGE - outside * radius).clamp(0, 1), cover)
+    return cover
+
+
+def visible_shares(covers: Tensor, centres: Tensor, size: int) -> Tensor:
+    """`Truths.visible` from covers [B, K, T, size, size] and centres [B, K, T, 2]."""
+    left, seen = torch.ones_like(covers[:, 0]), []
+    for cover in covers.unbind(1)[::-1]:  # the nearest first
+        seen.append((cover * left).sum((-2, -1)))
+        left = left * (1 - cover)
+    share = torch.stack(seen[::-1], 1) / covers.sum((-2, -1)).clamp_min(1e-6)
+    is_on_screen = ((centres >= 0) & (centres <= size)).all(-1)
+    return share * is_on_screen
+
+
+def moving_scenes(
+    count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int], part: slice = slice(None)
+) -> tuple[Tensor, Truths]:
+    """`render` of the scenes `part` of `count` that are drawn from `seed`, on the device of the digits."""
+    for name, value in (("count", count), ("frames", frames), ("size", size)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    scenes = draw_scenes(count, len(digits), size, seed=seed, device=digits.device)
+    return render(part_of(scenes, part), digits, frames, size)

@@ -1,0 +1,43 @@
+"""What the tests of the video experiment share: pictures for digits, and a model and a plan that train in a second."""
+
+from dataclasses import replace
+
+import torch
+
+from sage_ref.experiments.video.plan import CPU_PLAN
+from sage_ref.experiments.video.runs import Start
+from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_ref.training.parallel import Processes
+from sage_ref.training.video_flow import FlowSettings
+
+# 64 tokens: 8 blocks of 8, cubes of 2 x 2 x 2, and 4 blocks of 16 queries.
+CONFIG = VideoDiTConfig(
+    frames=4, size=8, patch=2, cube=(2, 2, 2), layers=2, width=16, heads=1, block_q=16, block_kv=8, backend="reference"
+)
+SETTINGS = FlowSettings(
+    steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-2, warmup_steps=2, report_every=2, validation_videos=4
+)
+PLAN = replace(CPU_PLAN, videos=3, samples=2, restored=2, sampling_steps=2, judged_batch=3)
+
+
+def made_up_digits():
+    """As `digit_images()` gives them, without scikit-learn: five bars."""
+    digits = torch.zeros(5, 8, 8)
+    for number, digit in enumerate(digits):
+        digit[:, number : number + 3] = 1
+    return digits
+
+
+def opened_weights(config=CONFIG, seed=0):
+    """Of a model whose gates are open and whose attention is sharp, so that it matters which blocks it sees."""
+    torch.manual_seed(seed)
+    model = VideoDiT(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=2.0 if "qk_norm" in name else 0.0, std=0.2)
+    model.output.weight.data *= 0.1  # no worse than answering 0
+    model.output.bias.data.zero_()
+    return {name: x for name, x in model.state_dict().items() if ".core." not in name}
+
+
+def start_in(folder, is_over=lambda: False):
+    return Start(opened_weights(), CONFIG, made_up_digits(), folder, is_over, Processes())
