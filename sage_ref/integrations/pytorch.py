@@ -27,6 +27,8 @@ class SdpaMode(TorchFunctionMode):
             return self.attend(Call(*arguments, **options))
         if function is F.multi_head_attention_forward:
             return self._multi_head_attention(*arguments, **options)
+        if function is Tensor.unflatten:  # which torch.compile can't trace below a mode
+            function = torch.unflatten
         return function(*arguments, **options)
 
     def _multi_head_attention(self, *arguments, **options):

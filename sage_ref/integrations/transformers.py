@@ -7,7 +7,6 @@ model.set_attn_implementation("sagebwd")  # or from_pretrained(..., attn_impleme
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from sage_ref.checks import shown

@@ -13,7 +13,7 @@ FLOORS = {
             "records", "moved",
         },
         {"sagebwd", "sla2"},
-        {"tracing", "models"},
+        {"tracing", "models", "integrations"},
         {"training"},
         {"command_line"},
         {"experiments"},
