@@ -20,6 +20,7 @@ from sage_ref.course import readme
 from sage_ref.experiments import (
     capture,
     capture_video,
+    drop_in,
     full_batch,
     gradient_noise,
     pretrain,
@@ -83,6 +84,7 @@ BAD = {  # the command line: what its one line says
     "sage_ref info --json .": "argument --json: expected the name of a file, got '.'",
     "sage_ref info --json /dev/null": "argument --json: expected the name of a file, got '/dev/null'",
     "sage_ref info --json text.txt/x": "argument --json: expected a file in a folder that can be written",
+    "sage_ref drop-in --steps 0": "argument --steps: expected at least 1, got 0",
     "sage_ref table1 --n 0": "argument --n: expected at least 1, got 0",
     "sage_ref table1 --n 1e3": "argument --n: expected a whole number, got '1e3'",
     "sage_ref table1 --blocks 64": "argument --blocks: expected two numbers as in 128x64, got '64'",
@@ -340,6 +342,7 @@ WORK = {  # command: a line that works, and what then begins
     "table2": ([], (table2, "attention_errors")),
     "repair": ([], (repair, "case_rows")),
     "full-batch": (["--plan", "cpu", "--corpus", "text.txt", "--device", "cpu"], (full_batch.FullBatchRuns, "train")),
+    "drop-in": ([], (drop_in, "missing")),
     "readme": ([], (readme, "run")),
     "pretrain": (TRAIN[1:], (pretrain, "pretrain")),
     "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
