@@ -18,7 +18,7 @@ TEXT = (
     "had happened in the night. The first to come back was the smallest, and its crew did not speak to anyone."
 )
 CONFIG = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
@@ -28,14 +28,19 @@ def _registered():
     register(backend="reference")
 
 
-@pytest.fixture
-def llama():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, attn_implementation="sagebwd"))
+def llama_of(layers):
+    config = transformers.LlamaConfig(**CONFIG, num_hidden_layers=layers, attn_implementation="sagebwd")
+    model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():  # scores of a trained model, and not of one where all tokens look alike
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(6)
             layer.self_attn.k_proj.weight.mul_(6)
     return model
+
+
+@pytest.fixture
+def llama():
+    return llama_of(layers=2)
 
 
 @pytest.fixture
@@ -191,8 +196,9 @@ def test_what_a_model_hands_over_and_sagebwd_does_not_know_is_an_error(llama, to
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_without_a_graph_break(llama, tokens):
+def test_compiled_without_a_graph_break(tokens):
     torch._dynamo.reset()
+    llama = llama_of(layers=1)
     compiled = torch.compile(llama, fullgraph=True, backend="eager")
     found, expected = (gradients(llama, call(tokens, labels=tokens).loss) for call in (compiled, llama))
     assert found.keys() == expected.keys()
@@ -213,7 +219,9 @@ class Rising(torch.utils.data.Dataset):
 def losses_of_trainer(name, folder):
     pytest.importorskip("accelerate", reason="needs the extra transformers")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, attn_implementation=name))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**CONFIG, num_hidden_layers=2, attn_implementation=name)
+    )
     arguments = transformers.TrainingArguments(
         folder, max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2, lr_scheduler_type="constant",
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
