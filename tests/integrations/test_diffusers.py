@@ -225,6 +225,16 @@ def test_both_together_and_only_where_asked(video):
         install_sla2(torch.nn.Linear(2, 2))
 
 
+def test_a_processor_that_layers_share_stays_theirs(video):
+    """`set_attn_processor` with one processor gives it to all layers; a backend chosen later is not SLA2's."""
+    model = wan()
+    model.set_attn_processor(model.blocks[0].attn1.processor)
+    install_sla2(model, sparsity=0.5, **BLOCKS)
+    expected = model(**video).sample
+    model.set_attention_backend("sagebwd")
+    assert 1e-6 < relative(model(**video).sample, expected) < 0.01
+
+
 class Mute:
     """A processor that attends by itself."""
 
