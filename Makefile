@@ -22,7 +22,7 @@ book: .venv/book
 	$(BIN)/python -m sphinx -b html -c book -d build/book-doctrees -E -W --keep-going --quiet . build/book
 	@echo "Open build/book/index.html"
 
-test: .venv/installed
+test: .venv/integrations
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope
@@ -50,6 +50,11 @@ notebooks: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[course]
+	touch $@
+
+# What tests/integrations needs beside the course: about 360 MB.
+.venv/integrations: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[transformers,diffusers,pretrained]
 	touch $@
 
 .venv/book: .venv/installed

@@ -28,6 +28,9 @@ COMMANDS = {
     "full-batch": Command(
         "sage_ref.experiments.full_batch", "train without batch noise: does SageBwd fall behind, and do remedies help?"
     ),
+    "drop-in": Command(
+        "sage_ref.experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"
+    ),
     "readme": Command("sage_ref.course.readme", "write the measured tables and figure from the records"),
     "pretrain": Command(
         "sage_ref.experiments.pretrain", "pre-train a Llama, on one device or, under torchrun, on many"

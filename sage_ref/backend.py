@@ -50,10 +50,20 @@ def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth:
         return "triton"
     if backend == "triton":
         raise ValueError(f"backend: expected 'triton' to be usable, but {obstacle}")
-    _warn_once(obstacle, depth)
+    warn_once(f"backend='auto' uses the reference, because {obstacle}.", depth + 1)
     return "reference"
 
 
+def warn_once(message: str, depth: int) -> None:
+    """Warn, unless the same was said before. depth: calls between this one and the code that the warning points at."""
+    _warn_once(message, depth)
+
+
+# torch.compile can't trace a warning. It calls what is marked so (torch.compiler.assume_constant_result, whose import
+# takes seconds) while it compiles: that says it once, too.
+warn_once._dynamo_marked_constant = True
+
+
 @cache
-def _warn_once(obstacle: str, depth: int) -> None:
-    warnings.warn(f"sage_ref: backend='auto' uses the reference, because {obstacle}.", stacklevel=3 + depth)
+def _warn_once(message: str, depth: int) -> None:
+    warnings.warn(f"sage_ref: {message}", stacklevel=3 + depth)

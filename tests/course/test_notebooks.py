@@ -164,7 +164,7 @@ def test_the_course_map_lists_every_notebook_with_its_minutes():
     cells = json.loads(NOTEBOOKS[0].read_text())["cells"]
     (course,) = [text for cell in cells if (text := "".join(cell["source"])).startswith("## The course")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in course.splitlines() if line[2:4].isdigit()]
-    assert sorted({number[:2] for number, *_ in rows}) == [f"{number:02}" for number in range(15)]
+    assert sorted({number[:2] for number, *_ in rows}) == [f"{number:02}" for number in range(16)]
     assert NOTEBOOKS[0].name == "00_start_here.ipynb"
     assert len(NOTEBOOKS) >= 13
     to_come = [row for row in rows if row[-1] == "to come"]

@@ -334,6 +334,20 @@ def test_what_triton_can_not_do_auto_says_once_and_the_reference_does(
     assert not kernels.calls
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_auto_says_once_what_it_takes_and_has_no_graph_break(inputs):
+    """In float64, which no kernel takes."""
+    torch._dynamo.reset()
+    ops._warn_once.cache_clear()
+    compiled, tensors = torch.compile(sagebwd_attention, fullgraph=True, backend="eager"), inputs(4, 4, 8)[:3]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        outputs = [compiled(*tensors) for _ in range(3)]
+    (said,) = [str(w.message) for w in caught if "sage_ref" in str(w.message)]
+    assert said.startswith("sage_ref: backend='auto' uses the reference, because ")
+    assert all(torch.equal(output, reference(*tensors)) for output in outputs)
+
+
 # sparse_linear_attention
 
 

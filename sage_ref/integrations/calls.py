@@ -1,0 +1,97 @@
+"""A call of somebody else's attention: what it asks for, and what happens where SageBwd can't do that."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_ref.backend import warn_once
+from sage_ref.checks import autocast, check_choice, check_each, check_options, check_together
+from sage_ref.sagebwd.api import sagebwd_attention
+from sage_ref.sagebwd.settings import GRANULARITIES
+
+OTHERWISE = ("error", "exact")
+
+
+class Call(NamedTuple):
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in its order and with its defaults.
+
+    query [B, H, Nq, D]; key, value [B, Hkv, Nk, D].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def exactly(self) -> Tensor:
+        """O by PyTorch."""
+        options = {"attn_mask": self.attn_mask, "dropout_p": self.dropout_p, "is_causal": self.is_causal}
+        options |= {"scale": self.scale, "enable_gqa": self.enable_gqa}
+        return F.scaled_dot_product_attention(self.query, self.key, self.value, **options)
+
+
+class Options(NamedTuple):
+    """How SageBwd computes, as in `sagebwd_attention`, and what is done with a call that it can't compute.
+
+    otherwise: "error", a ValueError; "exact", exact attention for that call, and one warning for each reason.
+    """
+
+    smooth_k: bool
+    smooth_q: bool
+    granularity: str
+    backend: str
+    otherwise: str
+
+    def checked(self) -> "Options":
+        """These options; TypeError or ValueError name the one that is none."""
+        check_options(None, self.backend, smooth_k=self.smooth_k, smooth_q=self.smooth_q)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("otherwise", self.otherwise, OTHERWISE)
+        return self
+
+
+def obstacle(call: Call) -> str | None:
+    """Why SageBwd can't compute this call, as an error says it; None if it can."""
+    if call.attn_mask is not None:
+        return f"mask: expected None, since SageBwd has no mask but the causal one, got one of {call.attn_mask.dtype}"
+    if call.dropout_p:
+        return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
+    try:
+        check_each(query=call.query, key=call.key, value=call.value)
+        check_together(*autocast(call.query, call.key, call.value), call.enable_gqa)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def by_sagebwd(call: Call, options: Options) -> Tensor:
+    """O [B, H, Nq, D] of a call without an obstacle."""
+    return sagebwd_attention(
+        call.query,
+        call.key,
+        call.value,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+        smooth_k=options.smooth_k,
+        smooth_q=options.smooth_q,
+        granularity=options.granularity,
+        backend=options.backend,
+    )
+
+
+def refuse(reason: str, options: Options, depth: int) -> None:
+    """Raise, or say once that attention stays exact. depth: calls between this one and the code that is warned."""
+    if options.otherwise == "error":
+        raise ValueError(reason)
+    warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth)
+
+
+def not_installed(package: str, error: ImportError) -> ImportError:
+    """The error for an optional package that is also the name of its extra."""
+    return ImportError(f"{package}: expected it to be installed (pip install 'sage-ref[{package}]'), got: {error}")

