@@ -29,7 +29,7 @@ from sage_ref.records import Record, Row, markdown_table, only_writer, provenanc
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sla2 import SLA2
 from sage_ref.tracing import relative_l2
-from sage_ref.training.pretrain import Processes, processes
+from sage_ref.training.processes import Processes, processes
 
 ATTENTIONS = {
     "exact": "exact (PyTorch's pick), Ulysses",

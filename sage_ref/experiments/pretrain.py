@@ -21,8 +21,8 @@ from sage_ref.models.llama import ATTENTIONS, LlamaConfig
 from sage_ref.quantization import ROUNDINGS
 from sage_ref.records import write_record
 from sage_ref.sagebwd.settings import GRANULARITIES
-from sage_ref.training.parallel import processes, run_training
 from sage_ref.training.pretrain import Pretraining, PretrainSettings, result_row
+from sage_ref.training.processes import processes, run_training
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -32,8 +32,8 @@ from sage_ref.models.llama import LlamaConfig
 from sage_ref.prologue import before_attention
 from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
 from sage_ref.training.corpus import Corpus
-from sage_ref.training.parallel import Processes, processes
 from sage_ref.training.pretrain import Pretraining, PretrainSettings
+from sage_ref.training.processes import Processes, processes
 
 VOCABULARY = 32768
 

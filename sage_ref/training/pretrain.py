@@ -1,6 +1,6 @@
 """Pre-train the Llama: gradient accumulation up to a number of tokens per step, one device or many, killed and resumed.
 
-Which sequences a step reads is a function of (seed, step), `sage_ref.training.parallel` says how they are dealt out.
+Which sequences a step reads is a function of (seed, step), `sage_ref.training.processes` says how they are dealt out.
 """
 
 import math
@@ -17,7 +17,7 @@ from sage_ref.records import Row
 from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import Diverged, TrainingSettings, read_checkpoint
-from sage_ref.training.parallel import ParallelTraining, Processes
+from sage_ref.training.processes import ParallelTraining, Processes
 
 VALIDATION_SHARE = 0.02
 

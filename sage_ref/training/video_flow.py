@@ -1,7 +1,7 @@
 """A video DiT learns by flow matching from made-up scenes: pre-training, and stage 2 of fine-tuning with SLA2.
 
 Videos and noise are made on the device. Those of a step are a function of (purpose, seed, step), and the processes deal
-them out among themselves (`sage_ref.training.parallel`). Beside the weights an exponential moving average of them is
+them out among themselves (`sage_ref.training.processes`). Beside the weights an exponential moving average of them is
 kept, which is what validates, samples and is fine-tuned.
 
 A model can start from the weights of another: one that learned smaller videos, or one with another attention.
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig, is_of_core, load_backbone
 from sage_ref.records import Row, replaced
 from sage_ref.training.loop import Diverged, TrainingSettings
-from sage_ref.training.parallel import WHOLE, ParallelTraining, Processes
+from sage_ref.training.processes import WHOLE, ParallelTraining, Processes
 from sage_ref.training.video import flow_matching_loss
 from sage_ref.training.video_scenes import moving_scenes, seed_of
 

@@ -16,7 +16,7 @@ from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_ref.sla2 import SLA2, block_count, into_blocks, soft_sparse_linear_attention
 from sage_ref.training.capture import watched_attention
 from sage_ref.training.loop import TrainingSettings
-from sage_ref.training.parallel import ParallelTraining, Processes
+from sage_ref.training.processes import ParallelTraining, Processes
 from sage_ref.training.video import noisy
 from sage_ref.training.video_flow import PURPOSES, Weights, digest, fast_arithmetic, flow_batch, started_model
 from sage_ref.training.video_scenes import seed_of

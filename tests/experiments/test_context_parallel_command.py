@@ -10,7 +10,7 @@ from sage_ref.__main__ import main
 from sage_ref.experiments import context_parallel as command
 from sage_ref.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, scaling_table, why_left_out
 from sage_ref.records import read_record
-from sage_ref.training.pretrain import Processes
+from sage_ref.training.processes import Processes
 
 LINE = "context-parallel --lengths 256 512 --heads 2 --head-dim 16 --repetitions 2 --sparsity 50 --device cpu --json"  # noqa: SIM905
 

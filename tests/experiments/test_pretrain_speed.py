@@ -17,8 +17,8 @@ from sage_ref.experiments.pretrain_speed import SpeedPlan, interrupted, speed_ta
 from sage_ref.models.llama import Llama, LlamaConfig
 from sage_ref.prologue import before_attention
 from sage_ref.records import provenance, read_record, write_record
-from sage_ref.training.parallel import Processes
 from sage_ref.training.pretrain import Pretraining
+from sage_ref.training.processes import Processes
 
 # Once per process, in whichever test comes first.
 pytestmark = pytest.mark.filterwarnings("ignore:sage_ref. backend='auto' uses the reference:UserWarning")

@@ -21,7 +21,7 @@ from sage_ref.parallel import ParallelSLA2, local_tokens, parallel_sagebwd_atten
 from sage_ref.parallel.exchange import ranks_of
 from sage_ref.parallel.shards import RingOptions
 from sage_ref.tracing import relative_l2
-from sage_ref.training.pretrain import processes
+from sage_ref.training.processes import processes
 
 COUNTS = (2, 4)
 NAMES = ("O", "dQ", "dK", "dV")

@@ -20,8 +20,8 @@ from sage_ref.training import pretrain as pretrain_module
 from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.loop import ResumableTraining
-from sage_ref.training.parallel import Processes, processes, snapshot_path
 from sage_ref.training.pretrain import Pretraining, load_model, result_row
+from sage_ref.training.processes import Processes, processes, snapshot_path
 
 SNAPSHOTS = (3, 8)
 

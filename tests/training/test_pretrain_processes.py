@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from sage_ref.__main__ import main
 from sage_ref.experiments import pretrain as pretrain_command
 from sage_ref.records import read_record
-from sage_ref.training.parallel import processes
 from sage_ref.training.pretrain import Pretraining
+from sage_ref.training.processes import processes
 
 # Killed
 

@@ -18,7 +18,7 @@ from sage_ref.experiments.video.runs import tune
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiT, is_of_core
 from sage_ref.training import video_flow
 from sage_ref.training.loop import Diverged
-from sage_ref.training.parallel import Processes, processes, run_training
+from sage_ref.training.processes import Processes, processes, run_training
 from sage_ref.training.video_flow import FlowTraining, flow_batch, read_weights, sample, started_model, write_weights
 from sage_ref.training.video_router import RouterTraining
 

@@ -49,7 +49,7 @@ from sage_ref.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
 from sage_ref.records import Row, markdown_table, only_writer, write_record
 from sage_ref.training.full_batch import OutOfTime
-from sage_ref.training.parallel import Processes, processes, run_training
+from sage_ref.training.processes import Processes, processes, run_training
 from sage_ref.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
 from sage_ref.training.video_flow import (
     PURPOSES,

@@ -25,7 +25,7 @@ from sage_ref.records import FinishedParts, Row, replaced
 from sage_ref.sla2 import SLA2
 from sage_ref.training.capture import watched_attention
 from sage_ref.training.full_batch import OutOfTime
-from sage_ref.training.parallel import ParallelTraining, Processes, run_training
+from sage_ref.training.processes import ParallelTraining, Processes, run_training
 from sage_ref.training.video import noisy
 from sage_ref.training.video_clips import clips_from, write_clips
 from sage_ref.training.video_flow import FlowTraining, Weights, digest, fast_arithmetic, started_model

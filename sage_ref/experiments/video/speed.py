@@ -25,7 +25,7 @@ from sage_ref.models import flash_attention_4 as fa4
 from sage_ref.models.video_dit import VideoDiTConfig
 from sage_ref.records import Row, markdown_table
 from sage_ref.sla2 import block_count, selected_count
-from sage_ref.training.parallel import Processes
+from sage_ref.training.processes import Processes
 from sage_ref.training.video_flow import FlowSettings, FlowTraining, fast_arithmetic, sample
 
 FLEX_BLOCK = 128
