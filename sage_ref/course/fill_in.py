@@ -77,7 +77,7 @@ def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap]) -> Callable:
         return gap.solution
     trials = gap.inputs()
     for trial in trials:
-        expected, found = _expected(gap, trial), _tried(gap, function, trial)
+        expected, found = _run(gap, gap.solution, trial), _tried(gap, function, trial)
         if (difference := first_difference(found, expected)) is not None:
             raise NotYetError(f"{name}: not yet.\n{difference}\n{_hint(gap, function, trials)}".rstrip())
     print(f"{name}: right.")
@@ -153,16 +153,17 @@ def _kind(dtype: torch.dtype) -> torch.dtype | str:
     return dtype if dtype in (torch.int8, torch.bool) else "integer"
 
 
-def _expected(gap: Gap, trial: tuple) -> Any:
+def _run(gap: Gap, function: Callable, trial: tuple) -> Any:
+    """What the function gives, which may overwrite what it gets."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of Triton's interpreter: what overflows is wrong anyway
-        return gap.run(gap.solution, *deepcopy(trial))
+        return gap.run(function, *deepcopy(trial))
 
 
 def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
-    """What the function gives, which may overwrite what it gets; `Raised` if it fails."""
+    """The same; `Raised` if it fails."""
     try:
-        return _expected(gap._replace(solution=function), trial)
+        return _run(gap, function, trial)
     except Exception as error:
         return Raised(f"{type(error).__name__}: {error}", _line_of(error, function))
 
@@ -179,7 +180,7 @@ def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
     found = [_tried(gap, function, trial) for trial in trials]
     if any(x is None for x in found):
         return "It returns None: is there a `return`?"
-    expected = [_expected(gap, trial) for trial in trials]
+    expected = [_run(gap, gap.solution, trial) for trial in trials]
     shown = [first_difference(x, y) is None for x, y in zip(found, expected, strict=True)].index(False)
     likely = ""
     for mistake in gap.mistakes:
