@@ -17,7 +17,7 @@ from sage_ref.checks import check_block_shape, check_choice, check_dense, check_
 from sage_ref.shapes import block_that_fits
 
 INT8_MAX = 127
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest", "stochastic", "ordered")
 # float32 holds every integer up to 2^24, so a dot product of at most this many INT8 pairs is exact in it.
 EXACT_FLOAT32_CONTRACTION = 2**24 // 128**2
 BlockShape = tuple[int | None, int | None]  # (rows, columns) that share a scale; None: the whole axis
@@ -50,8 +50,9 @@ def quantize(
 ) -> QuantizedTensor:
     """psi(X): one scale per block of x [..., R, C], values in INT8.
 
-    rounding: "nearest" (ties to even) or "stochastic": up with probability equal to the fraction, so that
-    the expected value is X itself; draws come from `generator`, or torch's global one if None.
+    rounding: "nearest" (ties to even); "stochastic": up with probability equal to the fraction, so that the expected
+    value is X itself; draws come from `generator`, or torch's global one if None; "ordered": up where the fraction
+    exceeds a threshold that row and column fix (`ordered_thresholds`), so that the mean over neighbours is close to X.
     A block of zeros gets scale 0; one so small that its scale is no normal number becomes zeros. A block that holds
     a NaN or an infinity gets a scale that makes every value of the block NaN when dequantised; other blocks don't
     notice. Entries up to the largest number of their dtype are fine.
@@ -131,10 +132,24 @@ def _round_to_grid(x, block_shape, rounding, generator):
     if rounding == "nearest":
         integers = ratio.round_()
     else:
-        noise = torch.rand(ratio.shape, dtype=ratio.dtype, device=ratio.device, generator=generator)
-        integers = ratio.add_(noise).floor_().clamp_(-INT8_MAX, INT8_MAX)
+        if rounding == "stochastic":
+            added = torch.rand(ratio.shape, dtype=ratio.dtype, device=ratio.device, generator=generator)
+        else:
+            added = ordered_thresholds(*ratio.shape[-2:], ratio)
+        integers = ratio.add_(added).floor_().clamp_(-INT8_MAX, INT8_MAX)
     # An infinity divides to NaN and a NaN has no integer: the block's scale carries both.
     return torch.nan_to_num_(integers, nan=0.0), torch.where(scale.isfinite(), scale, torch.nan), (rows, columns)
+
+
+def ordered_thresholds(rows: int, columns: int, like: Tensor) -> Tensor:
+    """What ordered dither adds before it rounds down, [rows, columns]: the same 8 x 8 numbers of (0, 1) over and over.
+
+    They are 1/128, 3/128, ... 127/128. Eight neighbours in a row lie in different eighths, and so do eight on a
+    diagonal: P may depend on the distance of query and key alone. dtype and device: of `like`.
+    """
+    row, column = (torch.arange(size, device=like.device) for size in (rows, columns))
+    eighth, part = (column[None, :] + 2 * row[:, None]) % 8, (5 * row % 8)[:, None]
+    return ((eighth + (part + 0.5) / 8) / 8).to(like.dtype)
 
 
 def block_max(x, rows, columns):

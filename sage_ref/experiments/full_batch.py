@@ -112,9 +112,9 @@ class FullBatchPlan:
         "O in 16 bit instead of dP",
         "O in 16 bit",
         "matching delta",
-        "two terms",
         "stochastic",
-        "seven, V smoothed, token scales",
+        "ordered P, V smoothed",
+        "seven, ordered P, V smoothed, token scales",
     )
     halvings: int = 5
     margin: float = 2.0

@@ -80,7 +80,7 @@ def settings_to_try() -> Iterator[tuple[str, str, SageBwdSettings]]:
 def errors(inputs: Inputs, exact: dict[str, Tensor], settings: SageBwdSettings, draws: int, seed: int) -> Row:
     """Of one pass, and of the mean of `draws` passes, which only stochastic rounding tells apart."""
     q, k, v, do = (x.double() for x in inputs)
-    is_random = settings.ds_rounding == "stochastic"
+    is_random = "stochastic" in (settings.p_rounding, settings.ds_rounding)
     settings = replace(settings, generator=torch.Generator().manual_seed(seed)) if is_random else settings
     found = [
         sagebwd_intermediates(q, k, v, do, settings, torch.bfloat16)

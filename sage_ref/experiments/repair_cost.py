@@ -51,6 +51,8 @@ def cost(settings: SageBwdSettings, head_dim: int) -> Cost:
         total += Cost(operations=1, bytes_per_token=2 * head_dim + 8)
     if repair.key_mean:  # a row sum
         total += Cost(operations=1)
+    if settings.p_rounding == "ordered":  # a number that a thread keeps is added
+        total += Cost(operations=1)
     if settings.ds_rounding == "stochastic":
         total += Cost(operations=RANDOM_NUMBER * roundings)
     if repair.two_terms:  # R K and R^T Q

@@ -23,7 +23,8 @@ class SageBwdSettings:
     granularity: which entries of a tile of P and of dS share a scale in the backward pass.
         "row": one row of the matmul's result: per key for dV and dK, which contract over queries, per query for dQ.
         "block": the whole tile, as printed.
-    ds_rounding: "nearest", or "stochastic" with draws from `generator` (None: torch's global one).
+    p_rounding: of P in O: "nearest", "ordered", or "stochastic" with draws from `generator` (None: torch's global one).
+    ds_rounding: of dS, likewise.
     exact_matmuls: the matmuls of `MATMULS` that are not quantised.
     repair: what is done so that dS hurts less; nothing, as in the paper, unless said otherwise. To rotate, block_q and
         block_kv must be powers of two.
@@ -38,6 +39,7 @@ class SageBwdSettings:
     block_q: int = 128
     block_kv: int = 128
     granularity: str = "row"
+    p_rounding: str = "nearest"
     ds_rounding: str = "nearest"
     generator: torch.Generator | None = None
     exact_matmuls: tuple[str, ...] = ("dP",)
@@ -47,6 +49,7 @@ class SageBwdSettings:
         check_switches(is_causal=self.is_causal, smooth_k=self.smooth_k, smooth_q=self.smooth_q)
         check_scale(self.scale)
         check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("p_rounding", self.p_rounding, ROUNDINGS)
         check_choice("ds_rounding", self.ds_rounding, ROUNDINGS)
         if not isinstance(self.exact_matmuls, tuple):
             raise ValueError(f"exact_matmuls: expected a tuple of {MATMULS}, got {shown(self.exact_matmuls)}")
@@ -97,6 +100,7 @@ class SageBwdSettings:
 
 MATCHING = Repair(delta="probabilities")
 SEVEN = {"exact_matmuls": ()}
+ORDERED = {"p_rounding": "ordered"}
 # Changes to SageBwd: what notebook 14 tries, alone and together. "seven": dP in INT8, too.
 REMEDIES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -109,6 +113,8 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "two terms in 10% of tiles": {"repair": Repair(two_terms=0.1)},
     "rotated": {"repair": Repair(rotate=True)},
     "wide O": {"repair": Repair(wide_output=True)},
+    "ordered P": ORDERED,
+    "ordered P, V smoothed": ORDERED | {"repair": Repair(smooth_v=True)},
     "O in 16 bit": {"exact_matmuls": ("O", "dP")},
     "matching delta, two terms": {"repair": MATCHING._replace(two_terms=1.0)},
     "seven": SEVEN,
@@ -116,6 +122,9 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "seven, V smoothed": SEVEN | {"repair": Repair(smooth_v=True)},
     "seven, token scales": SEVEN | {"repair": Repair(token_scales=True)},
     "seven, V smoothed, token scales": SEVEN | {"repair": Repair(smooth_v=True, token_scales=True)},
+    "seven, ordered P, V smoothed, token scales": SEVEN
+    | ORDERED
+    | {"repair": Repair(smooth_v=True, token_scales=True)},
     "seven, matching delta, V smoothed": SEVEN | {"repair": MATCHING._replace(smooth_v=True)},
     "seven, all of it": SEVEN | {"repair": MATCHING._replace(smooth_v=True, token_scales=True)},
     "O in 16 bit instead of dP": {"exact_matmuls": ("O",), "repair": Repair(smooth_v=True, token_scales=True)},

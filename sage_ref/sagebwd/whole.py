@@ -2,7 +2,7 @@
 
 Rounding each operand to its INT8 grid and multiplying in float is the integer matmul with its scales, and a few large
 operations are faster than thousands of small ones. What Algorithms 1 and 2 leave out stands here: smoothing Q,
-rounding dS stochastically, keeping any of the seven matmuls exact, one scale per row of P and dS, and what
+other ways to round P and dS, keeping any of the seven matmuls exact, one scale per row of P and dS, and what
 `sage_ref.sagebwd.repair` does for dS.
 """
 
@@ -63,7 +63,7 @@ def sagebwd_forward(
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m)
     l = p.sum(-1, keepdim=True)
-    p_hat = on_grid("O", p, (1, settings.block_kv), settings)
+    p_hat = on_grid("O", p, (1, settings.block_kv), settings, settings.p_rounding)
     o = visited_matmul(p_hat, on_grid("O", v, (settings.block_kv, None), settings), visited(p, settings))
     o = o / (p_hat.sum(-1, keepdim=True) if settings.repair.rounded_sum else l)
     if v_mean is not None:

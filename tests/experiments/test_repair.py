@@ -93,6 +93,7 @@ COSTS = {  # of a head of 128
     "rotated": Cost(0, 14, 512),
     "seven": Cost(-1, 2, -256),
     "seven, matching delta": Cost(1, 8, -256),  # dO^ and V^ 256 where it was 512
+    "ordered P, V smoothed": Cost(0, 1, 256),
     "O in 16 bit": Cost(1, 0, 128),
 }
 

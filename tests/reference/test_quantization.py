@@ -7,9 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_ref.quantization import QuantizedTensor, fake_quantize, integer_matmul, quantize, quantized_matmul
-
-ROUNDINGS = ["nearest", "stochastic"]
+from sage_ref.quantization import (
+    ROUNDINGS,
+    QuantizedTensor,
+    fake_quantize,
+    integer_matmul,
+    ordered_thresholds,
+    quantize,
+    quantized_matmul,
+)
 
 
 def gaussian(*shape, seed=0, dtype=torch.float64):
@@ -106,6 +112,26 @@ def test_stochastic_rounding_is_unbiased():
     assert z.sum().abs() / math.sqrt(z.numel()) < 4.5
 
 
+def test_ordered_thresholds_are_spread_evenly():
+    thresholds = ordered_thresholds(24, 20, torch.ones((), dtype=torch.float64))
+    assert torch.equal(thresholds[8:16, 8:16].flatten().sort().values, (torch.arange(64).double() + 0.5) / 64)
+    assert torch.equal(thresholds[:16, :12], thresholds[8:, 8:])
+    eighths = (thresholds * 8).floor()
+    for line in (*eighths[:8, :8], *(eighths.diagonal(k)[:8] for k in range(8))):
+        assert sorted(line.tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("step", [0.02, 0.3, -0.3, 5.37])
+def test_ordered_rounding_keeps_the_mean_of_neighbours(step):
+    """Nearest rounding turns a plateau of 0.3 steps into zeros."""
+    x = torch.full((8, 9), step, dtype=torch.float64)
+    x[:, 8] = 127  # makes a step 1
+    values = quantize(x, rounding="ordered").values[:, :8].double()
+    assert abs(values.mean() - step) <= 1 / 128
+    assert (values - step).abs().max() < 1
+    assert torch.equal(values, quantize(x, rounding="ordered").values[:, :8].double())
+
+
 @pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])
 def test_the_largest_draw_stays_in_the_range(monkeypatch, noise):
     """max|X| / s can be a digit more than 127, which noise would carry to 128 or -128: another sign in int8."""
@@ -168,7 +194,7 @@ BLOCKS, ONE_SCALE = quantize(gaussian(8, 8), (4, 2)), quantize(gaussian(8, 8))
 KINDS = (torch.uint8, torch.int32, torch.float32)
 SCALES = "expected one scale along the contraction, got"
 REFUSED = [
-    (quantize, (INT8.float(), (4, 4), "up"), r"rounding: expected one of \(.nearest., .stochastic.\), got 'up'"),
+    (quantize, (INT8.float(), (4, 4), "up"), r"rounding: expected one of .* .ordered.\), got 'up'"),
     (integer_matmul, (LONGER, LONGER.mT), "a: expected at most 131071 columns .* got 131072"),
     *((integer_matmul, (INT8.to(x), INT8), f"a: expected dtype torch.int8, got {x}") for x in KINDS),
     *((integer_matmul, (INT8, INT8.to(x)), f"b: expected dtype torch.int8, got {x}") for x in KINDS),
