@@ -36,8 +36,9 @@ def register(
     not public and its names are an enum: this extends both, as diffusers 0.42 has them.
 
     smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
-    otherwise: what happens to a call that SageBwd can't compute (a mask, dropout, context parallelism): "error", a
-        ValueError that says why; "exact", diffusers' native attention, with one warning for each reason.
+    otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, context
+        parallelism): "error", a ValueError that says why; "exact", diffusers' native attention, with one warning for
+        each reason.
 
     Raises ImportError without diffusers or with one whose registry is another, TypeError or ValueError naming the
     argument that doesn't fit.
@@ -64,6 +65,8 @@ def register(
         """query [B, Nq, H, D]; key, value [B, Nk, Hkv, D] -> O [B, Nq, H, D]."""
         rest = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         call = Call(*(x.transpose(1, 2) for x in (query, key, value)), **rest, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):  # diffusers: [B, Nk]
+            call = call._replace(attn_mask=attn_mask[:, None, None])
         reason = obstacle(call)
         if return_lse:
             reason = "return_lse: expected False, since L isn't a result, got True"

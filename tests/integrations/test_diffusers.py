@@ -102,7 +102,7 @@ def test_a_model_computes_and_learns_nearly_as_with_native_attention(video):
 
 
 CANNOT = [
-    ({"attn_mask": torch.ones(2, 150, dtype=torch.bool)}, r"mask: expected None, .*, got one of torch\.bool"),
+    ({"attn_mask": torch.ones(150, 150, dtype=torch.bool).triu()}, r"mask: expected None .*, got one of torch\.bool"),
     ({"dropout_p": 0.5}, r"dropout: expected 0, .*, got 0\.5"),
     ({"attention_kwargs": {"return_lse": True}}, "return_lse: expected False, .*, got True"),
     ({"parallel_config": object()}, "_parallel_config: expected None, .*, got one"),
@@ -119,13 +119,24 @@ def test_what_sagebwd_can_not_do_is_an_error(options, message):
 def test_a_mask_is_native_attention_with_one_warning_if_asked_for():
     register(backend="reference", otherwise="exact")
     tensors = [torch.randn(2, 150, 2, 32) for _ in range(3)]
-    mask = torch.ones(2, 150, dtype=torch.bool)
-    mask[1, 100:] = False
+    mask = torch.ones(150, 150, dtype=torch.bool).triu()
     expected = attention_dispatch.dispatch_attention_fn(*tensors, attn_mask=mask, backend="native")
     with pytest.warns(UserWarning, match=r"stays exact .*: mask: expected None") as caught:
         found = [attention_dispatch.dispatch_attention_fn(*tensors, attn_mask=mask, backend="sagebwd") for _ in "ab"]
     assert all(torch.equal(x, expected) for x in found)
     assert len(caught) == 1
+
+
+def test_padding_is_honoured():
+    """[B, Nk], as diffusers' models hand over the tokens of a text; the second one has 100."""
+    tensors = [torch.randn(2, 150, 2, 32, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    mask[1, 100:] = False
+    dispatch = partial(attention_dispatch.dispatch_attention_fn, attn_mask=mask)
+    exact, ours = (output_and_gradients_of(partial(dispatch, backend=name), tensors) for name in ("native", "sagebwd"))
+    for found, expected in zip(ours, exact, strict=True):
+        assert 1e-3 < relative(found[1], expected[1]) < 0.03
+    assert not any(gradient[1, 100:].any() for gradient in ours[2:])
 
 
 def test_names_are_checked_and_options_can_be_changed():
