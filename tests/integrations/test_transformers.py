@@ -255,6 +255,41 @@ def test_compiled_without_a_graph_break(tokens):
     assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-6) for name in found)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(llama, tokens, use_reentrant):
+    """Each layer is computed twice, with its padding; the second time while gradients are."""
+    mask = torch.ones_like(tokens)
+    mask[1, 90:] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    expected = gradients(llama.train(), llama(**batch).loss)
+    llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    calls = []
+    llama.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    found = gradients(llama, llama(**batch).loss)
+    assert len(calls) == 2
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_under_autocast_attention_is_in_bfloat16_and_gradients_stay_near(llama, tokens):
+    seen = []
+    llama.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    mask = torch.ones_like(tokens)
+    mask[1, 90:] = 0
+    results = {}
+    for name in ("sdpa", "sagebwd"):
+        with attention_of(llama, name), torch.autocast("cpu", torch.bfloat16):
+            result = llama(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
+            found = gradients(llama, result.loss)
+            of_scores = [g.flatten() for n, g in found.items() if "q_proj" in n or "k_proj" in n]
+            results[name] = result.logits.detach()[mask.bool()], torch.cat(of_scores)
+    (exact, exact_grad), (ours, our_grad) = results.values()
+    assert seen == [torch.bfloat16] * 2
+    assert 1e-3 < relative(ours, exact) < 0.02
+    assert 3e-3 < relative(our_grad, exact_grad) < 0.06
+
+
 class Rising(torch.utils.data.Dataset):
     """Sorted random tokens: what comes next is easy to guess."""
 
