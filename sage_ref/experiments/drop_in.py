@@ -2,8 +2,9 @@
 
 The encoder, all-MiniLM-L6-v2, comes with its weights in a package of the extra `pretrained`. It embeds passages from
 the documentation of Python's standard library, two from each of `MODULES`, and is trained on them a little more: a
-passage should be nearest to the other one of its module. Passages end with a sentence, so a batch is padded. Measured are the error of embeddings and of hidden states,
-that of the gradients of every attention's weights, and the losses of transformers' Trainer.
+passage should be nearest to the other one of its module. Passages end with a sentence, so a batch is padded. Measured
+are the error of embeddings and of hidden states, that of the gradients of every attention's weights, and the losses of
+transformers' Trainer.
 """
 
 import argparse
