@@ -135,6 +135,8 @@ MORE = {
     "window": band(40),
     "two in one": torch.block_diag(torch.ones(70, 70), torch.ones(80, 80)).bool().tril(),
     "hole": with_a_hole(),
+    "hole, causal": with_a_hole() & torch.ones(N, N, dtype=torch.bool).tril(),
+    "some queries see nothing": (torch.arange(N) >= 50)[:, None].expand(N, N),
     "prefix": torch.ones(N, N, dtype=torch.bool).tril() | (torch.arange(N) < 10),
     "a late key seen early": torch.ones(N, N, dtype=torch.bool).tril(1),
     "heads differ": torch.stack([mask_of("right", False)[:, 0], mask_of("left", False)[:, 0]] * 2, 1),
