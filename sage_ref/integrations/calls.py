@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sage_ref.backend import warn_once
 from sage_ref.checks import autocast, check_choice, check_each, check_options, check_together
+from sage_ref.integrations.padding import Parts, by_parts, can_be_read, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sagebwd.settings import GRANULARITIES
 
@@ -34,6 +35,10 @@ class Call(NamedTuple):
         options |= {"scale": self.scale, "enable_gqa": self.enable_gqa}
         return F.scaled_dot_product_attention(self.query, self.key, self.value, **options)
 
+    def parts(self) -> Parts | None:
+        """What the mask leaves of each sequence, if it is padding; see `parts_of`."""
+        return parts_of(self.attn_mask, (*self.query.shape[:3], self.key.shape[2]))
+
 
 class Options(NamedTuple):
     """How SageBwd computes, as in `sagebwd_attention`, and what is done with a call that it can't compute.
@@ -57,8 +62,6 @@ class Options(NamedTuple):
 
 def obstacle(call: Call) -> str | None:
     """Why SageBwd can't compute this call, as an error says it; None if it can."""
-    if call.attn_mask is not None:
-        return f"mask: expected None, since SageBwd has no mask but the causal one, got one of {call.attn_mask.dtype}"
     if call.dropout_p:
         return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
     try:
@@ -66,23 +69,42 @@ def obstacle(call: Call) -> str | None:
         check_together(*autocast(call.query, call.key, call.value), call.enable_gqa)
     except (TypeError, ValueError) as error:
         return str(error)
+    return None if call.attn_mask is None else obstacle_of_mask(call)
+
+
+def obstacle_of_mask(call: Call) -> str | None:
+    """`obstacle` of a call with a mask."""
+    got = f"got one of {call.attn_mask.dtype}"
+    if not can_be_read(call.attn_mask):
+        return f"mask: expected None under torch.compile and torch.func, where no mask can be read, {got}"
+    if call.is_causal:
+        return f"mask: expected None beside is_causal, {got}"
+    if call.parts() is None:
+        return f"mask: expected None or padding, since SageBwd has no mask but the causal one, {got}"
     return None
 
 
 def by_sagebwd(call: Call, options: Options) -> Tensor:
-    """O [B, H, Nq, D] of a call without an obstacle."""
-    return sagebwd_attention(
-        call.query,
-        call.key,
-        call.value,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-        smooth_k=options.smooth_k,
-        smooth_q=options.smooth_q,
-        granularity=options.granularity,
-        backend=options.backend,
-    )
+    """O [B, H, Nq, D] of a call without an obstacle. Where a mask hides all keys from a query its O is zero."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        return sagebwd_attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+            smooth_k=options.smooth_k,
+            smooth_q=options.smooth_q,
+            granularity=options.granularity,
+            backend=options.backend,
+        )
+
+    tensors = call.query, call.key, call.value
+    if call.attn_mask is None:
+        return attention(*tensors, call.is_causal)
+    return by_parts(attention, *autocast(*tensors), call.parts())
 
 
 def refuse(reason: str, options: Options, depth: int) -> None:

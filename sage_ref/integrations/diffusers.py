@@ -1,15 +1,21 @@
 """SageBwd and SLA2 in Hugging Face's diffusers, for inference and for training.
 
 SageBwd is an attention backend, like diffusers' own: register(), then model.set_attention_backend("sagebwd").
-SLA2 has parameters, so it becomes a part of the model: install_sla2(model), before an optimiser is made.
+SLA2 has parameters, so it becomes a part of the model: install_sla2(model), before an optimiser is made. Later:
+
+    model.save_pretrained(folder)  # router and alpha are in its file, what install_sla2 was given in its config
+    model = WanTransformer3DModel.from_pretrained(folder)  # leaves router and alpha out, and diffusers says so
+    load_sla2(model, folder)
 """
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from sage_ref.backend import warn_once
 from sage_ref.checks import shown
 from sage_ref.integrations.calls import Call, Options, by_sagebwd, not_installed, obstacle, refuse
 from sage_ref.integrations.pytorch import SdpaMode
@@ -36,8 +42,9 @@ def register(
     not public and its names are an enum: this extends both, as diffusers 0.42 has them.
 
     smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
-    otherwise: what happens to a call that SageBwd can't compute (a mask, dropout, context parallelism): "error", a
-        ValueError that says why; "exact", diffusers' native attention, with one warning for each reason.
+    otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, context
+        parallelism): "error", a ValueError that says why; "exact", diffusers' native attention, with one warning for
+        each reason.
 
     Raises ImportError without diffusers or with one whose registry is another, TypeError or ValueError naming the
     argument that doesn't fit.
@@ -64,6 +71,8 @@ def register(
         """query [B, Nq, H, D]; key, value [B, Nk, Hkv, D] -> O [B, Nq, H, D]."""
         rest = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         call = Call(*(x.transpose(1, 2) for x in (query, key, value)), **rest, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):  # diffusers: [B, Nk]
+            call = call._replace(attn_mask=attn_mask[:, None, None])
         reason = obstacle(call)
         if return_lse:
             reason = "return_lse: expected False, since L isn't a result, got True"
@@ -157,7 +166,8 @@ def install_sla2(
     Router and alpha are parameters of the model: of `model.parameters()`, and in `state_dict` under
     "....processor.attention". So load a state that has them after this, and make the optimiser after this, too.
     They start in stage 2 with alpha at 0.95; then `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
-    Twice on one model: only those that are not SLA2 yet.
+    Twice on one model: only those that are not SLA2 yet. `model.config.sla2` keeps what they were given, for
+    `load_sla2`; a model that already has it there was saved with SLA2, and a warning says that this starts anew.
 
     Raises TypeError or ValueError naming the argument that doesn't fit.
     """
@@ -171,23 +181,76 @@ def install_sla2(
             raise ValueError(f"names: expected keys of attn_processors, {shown(list(layers))}, got {shown(name)}")
     if not chosen:
         raise ValueError("model: expected attention processors of diffusers, got a model without any")
-    for name in chosen:
-        layer = layers[name]
-        if isinstance(layer.processor, SLA2Processor):
-            continue
-        attention = SLA2(
-            layer.inner_dim // layer.heads,
-            layer.heads,
-            sparsity=sparsity,
-            block_q=block_q,
-            block_kv=block_kv,
-            quantize=quantize,
-            query_blocks=query_blocks,
-            backend=backend,
-        )
-        parameter = next(layer.parameters())
-        layer.set_processor(SLA2Processor(layer.processor, attention.to(parameter.device)))
+    options = {"sparsity": sparsity, "block_q": block_q, "block_kv": block_kv}
+    options |= {"quantize": quantize, "query_blocks": query_blocks}
+    chosen = [name for name in chosen if not isinstance(layers[name].processor, SLA2Processor)]
+    if any(name in _saved_options(model) for name in chosen):
+        warn_once("the model was saved with SLA2. install_sla2 gives it a new router; load_sla2 loads its own.", 1)
+    _install(model, {name: (_made(layers[name], options, backend), options) for name in chosen})
     return list(sla2_modules(model))
+
+
+def _made(layer: nn.Module, options: dict, backend: str) -> SLA2:
+    """A new SLA2 for a layer, on its device."""
+    attention = SLA2(layer.inner_dim // layer.heads, layer.heads, **options, backend=backend)
+    return attention.to(next(layer.parameters()).device)
+
+
+def _install(model: nn.Module, made: dict[str, tuple[SLA2, dict]]) -> None:
+    """made: by the processor's name in `model.attn_processors`, the module and, for the config, its options."""
+    for name, (attention, _) in made.items():
+        layer = model.get_submodule(name.removesuffix(".processor"))
+        before = layer.processor.processor if isinstance(layer.processor, SLA2Processor) else layer.processor
+        layer.set_processor(SLA2Processor(before, attention))
+    if made and hasattr(model, "register_to_config"):
+        model.register_to_config(sla2=_saved_options(model) | {name: options for name, (_, options) in made.items()})
+
+
+def _saved_options(model: nn.Module) -> dict[str, dict]:
+    """By the processor's name, what `install_sla2` or diffusers' from_pretrained put into the config."""
+    return dict(getattr(model, "config", {}).get("sla2", {}))
+
+
+def load_sla2(model: nn.Module, folder: str | Path, *, backend: str = "auto") -> list[SLA2]:
+    """After from_pretrained: give a model the SLA2 that it was saved with, by save_pretrained(folder). Returns them.
+
+    folder: on this machine; of a pipeline, the model's own folder in it. The weights are safetensors, in any number of
+        files. Router and alpha get the dtype that they were saved in.
+    backend: as in `sage_ref.SLA2`.
+
+    Raises ValueError for a model that was saved without SLA2, which needs no more than from_pretrained (`install_sla2`
+    then starts a new router), and for files that lack a router or have one twice; the model then stays as it was.
+    """
+    options = _saved_options(model)
+    if not options:
+        raise ValueError("model: expected one whose config has sla2, as install_sla2 leaves it, got one without")
+    state = _saved_state(Path(folder), tuple(f"{name}.attention." for name in options))
+    made = {}
+    for name, of_one in options.items():
+        attention = _made(model.get_submodule(name.removesuffix(".processor")), of_one, backend)
+        prefix, device = f"{name}.attention.", attention.alpha_logit.device
+        own = {key.removeprefix(prefix): x.to(device) for key, x in state.items() if key.startswith(prefix)}
+        for key in attention.state_dict():
+            if key not in own:
+                raise ValueError(f"folder: expected safetensors with {prefix}{key}, got none in {folder}")
+        attention.load_state_dict(own, assign=True)
+        made[name] = attention, of_one
+    _install(model, made)
+    return list(sla2_modules(model))
+
+
+def _saved_state(folder: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors in a folder's safetensors whose names have one of the prefixes."""
+    from safetensors import safe_open  # diffusers needs it, too
+
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in filter(lambda name: name.startswith(prefixes), file.keys()):
+                if name in state:
+                    raise ValueError(f"folder: expected {name} in one file, got it once more in {path.name}")
+                state[name] = file.get_tensor(name)
+    return state
 
 
 def sla2_modules(model: nn.Module) -> Iterator[SLA2]:

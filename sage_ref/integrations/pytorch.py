@@ -48,11 +48,17 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     """`with sage_ref.sdpa():` SageBwd computes the calls of `F.scaled_dot_product_attention` inside, both passes.
 
     smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
-    otherwise: what happens to a call that SageBwd can't compute (a mask, dropout, a value with another head size than
-        the query's, ...): "exact", it stays PyTorch's, with one warning for each reason; "error", a ValueError.
+    otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with
+        another head size than the query's, ...): "exact", it stays PyTorch's, with one warning for each reason;
+        "error", a ValueError.
 
     Calls with is_causal, scale and enable_gqa are taken, and those that torch.nn.MultiheadAttention makes where nobody
     asks for its weights (a TransformerEncoderLayer doesn't). `taken` counts them, but not in compiled code.
+
+    A mask is taken if it is padding, before or after the tokens of each sequence, with causality or without: each
+    sequence is computed on its own tokens, those of one length together. A query that sees no key gets zeros; so does
+    one in the padding of a causal mask. On a GPU that waits for each new mask, to read it. torch.compile, torch.func
+    and torch.vmap can't read a mask: there it is one that SageBwd can't compute.
 
     Nested: the innermost takes what it can, and hands the others to the next one out. Threads: it holds in the thread
     that entered it; another one enters its own. torch.compile: around the compiled function or inside it, without a

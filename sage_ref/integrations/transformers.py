@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sage_ref.checks import shown
 from sage_ref.integrations.calls import Call, Options, by_sagebwd, not_installed, obstacle, refuse
 
-# What some models hand to their attention, and what changes its result. A sliding window stands in the mask as well.
+# What some models hand to their attention, and what changes its result. A sliding window stands in the mask.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
 
 
@@ -31,12 +31,15 @@ def register(
     otherwise: what happens to a call that SageBwd can't compute: "error", a ValueError that says why; "exact",
         transformers' "sdpa" for that call, with one warning for each reason.
 
-    Causal or not, grouped queries and `scaling` as the model has them; generate() with a dynamic cache; torch.compile
-    without an attention_mask, as transformers always makes a mask of it there. Masks are those of "sdpa", which are
-    None where causality is all there is and nothing is padded. SageBwd can't compute padding, packed sequences, a
-    sliding window shorter than the sequence, dropout of probabilities (set `attention_dropout`, in other models
-    `attention_probs_dropout_prob`, to 0), soft caps, sinks, position biases and paged caches. Attention weights are
-    never there.
+    Causal or not, grouped queries and `scaling` as the model has them. Padding on either side: each sequence is
+    computed on its own tokens, those of one length together. generate() with a dynamic or a static cache, whose empty
+    places are padding, too. On a GPU a batch's mask is read once, for all layers; torch.compile can't read it, and
+    transformers makes a mask of every attention_mask there: compile without one, and give generate() with a static
+    cache, which compiles on a GPU, disable_compile=True.
+
+    SageBwd can't compute packed sequences, a sliding window shorter than the sequence, several new tokens behind cached
+    ones, dropout of probabilities (set `attention_dropout`, in other models `attention_probs_dropout_prob`, to 0), soft
+    caps, sinks, position biases and paged caches. Attention weights are never there.
 
     Raises ImportError without transformers, TypeError or ValueError naming the argument that doesn't fit.
     """

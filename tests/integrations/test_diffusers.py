@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from sage_ref import sagebwd_attention
-from sage_ref.integrations.diffusers import SLA2Processor, initialize_alpha, install_sla2, register, sla2_modules, stage
+from sage_ref.integrations.diffusers import (
+    SLA2Processor,
+    initialize_alpha,
+    install_sla2,
+    load_sla2,
+    register,
+    sla2_modules,
+    stage,
+)
 
 diffusers = pytest.importorskip("diffusers", reason="needs the extra diffusers")
 from diffusers.models import attention_dispatch  # noqa: E402
@@ -102,7 +110,7 @@ def test_a_model_computes_and_learns_nearly_as_with_native_attention(video):
 
 
 CANNOT = [
-    ({"attn_mask": torch.ones(2, 150, dtype=torch.bool)}, r"mask: expected None, .*, got one of torch\.bool"),
+    ({"attn_mask": torch.ones(150, 150, dtype=torch.bool).triu()}, r"mask: expected None .*, got one of torch\.bool"),
     ({"dropout_p": 0.5}, r"dropout: expected 0, .*, got 0\.5"),
     ({"attention_kwargs": {"return_lse": True}}, "return_lse: expected False, .*, got True"),
     ({"parallel_config": object()}, "_parallel_config: expected None, .*, got one"),
@@ -119,13 +127,24 @@ def test_what_sagebwd_can_not_do_is_an_error(options, message):
 def test_a_mask_is_native_attention_with_one_warning_if_asked_for():
     register(backend="reference", otherwise="exact")
     tensors = [torch.randn(2, 150, 2, 32) for _ in range(3)]
-    mask = torch.ones(2, 150, dtype=torch.bool)
-    mask[1, 100:] = False
+    mask = torch.ones(150, 150, dtype=torch.bool).triu()
     expected = attention_dispatch.dispatch_attention_fn(*tensors, attn_mask=mask, backend="native")
     with pytest.warns(UserWarning, match=r"stays exact .*: mask: expected None") as caught:
         found = [attention_dispatch.dispatch_attention_fn(*tensors, attn_mask=mask, backend="sagebwd") for _ in "ab"]
     assert all(torch.equal(x, expected) for x in found)
     assert len(caught) == 1
+
+
+def test_padding_is_honoured():
+    """[B, Nk], as diffusers' models hand over the tokens of a text; the second one has 100."""
+    tensors = [torch.randn(2, 150, 2, 32, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    mask[1, 100:] = False
+    dispatch = partial(attention_dispatch.dispatch_attention_fn, attn_mask=mask)
+    exact, ours = (output_and_gradients_of(partial(dispatch, backend=name), tensors) for name in ("native", "sagebwd"))
+    for found, expected in zip(ours, exact, strict=True):
+        assert 1e-3 < relative(found[1], expected[1]) < 0.03
+    assert not any(gradient[1, 100:].any() for gradient in ours[2:])
 
 
 def test_names_are_checked_and_options_can_be_changed():
@@ -203,6 +222,80 @@ def test_a_state_can_be_saved_and_loaded(video, tmp_path):
     assert not torch.equal(other(**video).sample, model(**video).sample)
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert torch.equal(other(**video).sample, model(**video).sample)
+
+
+def with_trained_sla2():
+    """Routers and alphas that no new ones are like; one layer's options are not the other's."""
+    model = wan()
+    for name, sparsity in (("blocks.0.attn1.processor", 0.5), ("blocks.1.attn1.processor", 0.7)):
+        install_sla2(model, [name], sparsity=sparsity, **BLOCKS)
+    for module in sla2_modules(model):
+        module.router.proj_q.weight.data.normal_()
+        module.alpha_logit.data.normal_()
+    return model
+
+
+def loaded(folder):
+    return diffusers.WanTransformer3DModel.from_pretrained(folder)
+
+
+def aligned(model):
+    """Parameters in memory of their own. Where a file is mapped they start anywhere, and CPU sums in another order."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+@pytest.mark.parametrize("size", ["10GB", "20KB"], ids=["one file", "many files"])
+def test_a_saved_model_has_the_same_bits_when_it_is_loaded(video, tmp_path, size):
+    model = with_trained_sla2()
+    model.save_pretrained(tmp_path / "model", max_shard_size=size)
+    assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 1) == (size == "20KB")
+    other = loaded(tmp_path / "model")
+    assert not list(sla2_modules(other))  # from_pretrained alone knows nothing of SLA2
+    load_sla2(other, tmp_path / "model", backend="reference")
+    assert torch.equal(aligned(other)(**video).sample, model(**video).sample)
+    assert [module.sparsity for module in sla2_modules(other)] == [0.5, 0.7]
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+    other.save_pretrained(tmp_path / "again")
+    again = loaded(tmp_path / "again")
+    load_sla2(again, tmp_path / "again", backend="reference")
+    assert torch.equal(aligned(again)(**video).sample, model(**video).sample)
+    (module, _) = load_sla2(again, tmp_path / "model")  # once more, in the place of what was there
+    assert module.backend == "auto"
+    assert len(list(sla2_modules(again))) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_and_alpha_keep_the_dtype_they_were_saved_in(tmp_path, dtype):
+    model = with_trained_sla2().to(dtype)
+    model.save_pretrained(tmp_path)
+    load_sla2(other := loaded(tmp_path), tmp_path)
+    for ours, saved in zip(sla2_modules(other), sla2_modules(model), strict=True):
+        for name, parameter in ours.named_parameters():
+            assert parameter.dtype == dtype
+            assert torch.equal(parameter, saved.get_parameter(name))
+
+
+def test_a_file_without_a_router_is_an_error_and_a_new_router_is_never_started_unnoticed(video, tmp_path):
+    plain = wan()
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="^model: expected one whose config has sla2, .*, got one without$"):
+        load_sla2(loaded(tmp_path / "plain"), tmp_path / "plain")
+    with_trained_sla2().save_pretrained(tmp_path / "sla2")
+    model = loaded(tmp_path / "sla2")
+    exact = model(**video).sample
+    name = r"blocks\.0\.attn1\.processor\.attention\.alpha_logit"
+    with pytest.raises(ValueError, match=f"^folder: expected safetensors with {name}, got none in .*plain$"):
+        load_sla2(model, tmp_path / "plain")
+    (file,) = (tmp_path / "sla2").glob("*.safetensors")
+    (tmp_path / "sla2" / "variant.safetensors").write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match="^folder: expected blocks.* in one file, got it once more in variant"):
+        load_sla2(model, tmp_path / "sla2")
+    assert torch.equal(model(**video).sample, exact)
+    with pytest.warns(UserWarning, match="the model was saved with SLA2.* load_sla2 loads its own") as caught:
+        install_sla2(model, sparsity=0.5, **BLOCKS)
+    assert caught[0].filename == __file__
 
 
 def test_both_together_and_only_where_asked(video):

@@ -99,19 +99,26 @@ def test_a_pretrained_encoder_embeds_and_learns_as_with_exact_attention(encoder)
     assert 0.005 < relative(our_grad, exact_grad) < 0.1
 
 
-def test_padding_is_an_error_or_exact_with_one_warning(encoder):
+def test_a_padded_batch_embeds_and_learns_as_each_text_alone(encoder):
+    """Gradients of a padded batch are those of its texts one by one, but for the order of sums."""
     model, tokenizer = encoder
-    batch = tokenizer([TEXT, "Short."], return_tensors="pt", padding=True)
-    with attention_of(model.eval(), "sagebwd"), torch.no_grad():
-        with pytest.raises(ValueError, match=r"^mask: expected None, .*, got one of torch\.bool$"):
-            model(**batch)
-        register(backend="reference", otherwise="exact")
-        with pytest.warns(UserWarning, match=r"stays exact .*: mask: expected None") as caught:
-            found = embedding(model, batch)
-        assert len(caught) == 1  # of six layers
-        assert caught[0].filename.endswith("modeling_bert.py")
+    texts = [TEXT, "Short.", "The gulls were left."]
+    towards = torch.randn(3, 384)
+    with attention_of(model.eval(), "sagebwd"):
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        embedded = embedding(model, batch)
+        of_batch = gradients(model, (embedded * towards).sum())
+        alone = torch.cat([embedding(model, tokenizer([text], return_tensors="pt")) for text in texts])
+        of_each = gradients(model, (alone * towards).sum())
+        with torch.no_grad():
+            states = model(**tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))[0]
+    torch.testing.assert_close(embedded, alone, rtol=0, atol=1e-4)
+    names = [name for name in of_each if name.endswith(("query.weight", "key.weight", "value.weight"))]
+    assert all(relative(of_batch[name], of_each[name]) < 0.02 for name in names)
     with attention_of(model, "sdpa"), torch.no_grad():
-        assert torch.equal(found, embedding(model, batch))
+        exact = model(**tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))[0]
+        assert (embedding(model, batch) * embedded).sum(1).min() > 0.999
+    assert 1e-3 < relative(states[1, -4:], exact[1, -4:]) < 0.1
 
 
 def test_dropout_is_an_error_or_exact(encoder):
@@ -179,13 +186,56 @@ def test_generate_with_a_cache_gives_what_it_gives_without_and_with_exact_attent
 
 
 def test_the_empty_part_of_a_static_cache_is_left_out(llama, tokens):
-    """A cache of 256 places, 20 of them filled. The mean key would feel the others' zeros."""
-    cache = transformers.StaticCache(config=llama.config, max_cache_len=256)
+    """A cache of 256 places, 20 of them filled, then 21. The mean key would feel the others' zeros."""
+    cache, other = transformers.StaticCache(config=llama.config, max_cache_len=256), transformers.DynamicCache()
     with torch.no_grad():
-        expected = llama(tokens[:, :20]).logits
-        assert torch.equal(llama(tokens[:, :20], past_key_values=cache).logits, expected)
-        with pytest.raises(ValueError, match="^mask: expected None"):
-            llama(tokens[:, 20:21], past_key_values=cache)
+        for piece in (tokens[:, :20], tokens[:, 20:21]):
+            expected = llama(piece, past_key_values=other).logits
+            assert torch.equal(llama(piece, past_key_values=cache).logits, expected)
+        with pytest.raises(ValueError, match="^mask: expected None or padding"):  # queries that see 22 and 23 keys
+            llama(tokens[:, 21:23], past_key_values=cache)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_for_prompts_of_several_lengths(llama, tokens, cache):
+    """Padding before the prompts, and a cache whose empty places are padding after them."""
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+    prompts, mask = tokens[:, :20].clone(), torch.ones(2, 20, dtype=torch.long)
+    prompts[1, :9], mask[1, :9] = 0, 0
+    with torch.no_grad():
+        together = llama.eval().generate(prompts, attention_mask=mask, **options)
+        alone = [llama.generate(prompts[i : i + 1, start:], **options) for i, start in ((0, 0), (1, 9))]
+    assert torch.equal(together[0], alone[0][0])
+    assert torch.equal(together[1, 9:], alone[1][0])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_of_a_llama_learns_as_its_sequences_alone(llama, tokens, side):
+    mask = torch.ones_like(tokens)
+    mask[1, slice(0, 60) if side == "left" else slice(90, None)] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    if side == "left":
+        labels[1, 60] = -100  # nobody predicts a first token
+    own = mask[1].bool()
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    of_batch = gradients(llama, llama(tokens, attention_mask=mask, position_ids=places, labels=labels).loss)
+    losses = [llama(x, labels=x).loss * (x.shape[1] - 1) for x in (tokens[:1], tokens[1:, own])]
+    of_each = gradients(llama, sum(losses) / (149 + 89))
+    assert all(relative(of_batch[name], of_each[name]) < 0.02 for name in of_each)
+
+
+def test_a_sliding_window_is_an_error_or_exact_where_it_is_shorter_than_the_sequence(tokens):
+    config = transformers.MistralConfig(**CONFIG, num_hidden_layers=1, sliding_window=64)
+    model = transformers.MistralForCausalLM(config).eval()
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with attention_of(model, "sagebwd"):
+            assert 0 < relative(model(tokens[:, :64]).logits, expected[:, :64]) < 0.02
+            with pytest.raises(ValueError, match=r"^mask: expected None or padding, .*, got one of torch\.bool$"):
+                model(tokens)
+            register(backend="reference", otherwise="exact")
+            with pytest.warns(UserWarning, match="mask: expected None or padding"):
+                assert torch.equal(model(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "output_attentions"])
@@ -203,6 +253,41 @@ def test_compiled_without_a_graph_break(tokens):
     found, expected = (gradients(llama, call(tokens, labels=tokens).loss) for call in (compiled, llama))
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-6) for name in found)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(llama, tokens, use_reentrant):
+    """Each layer is computed twice, with its padding; the second time while gradients are."""
+    mask = torch.ones_like(tokens)
+    mask[1, 90:] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    expected = gradients(llama.train(), llama(**batch).loss)
+    llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    calls = []
+    llama.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    found = gradients(llama, llama(**batch).loss)
+    assert len(calls) == 2
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_under_autocast_attention_is_in_bfloat16_and_gradients_stay_near(llama, tokens):
+    seen = []
+    llama.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    mask = torch.ones_like(tokens)
+    mask[1, 90:] = 0
+    results = {}
+    for name in ("sdpa", "sagebwd"):
+        with attention_of(llama, name), torch.autocast("cpu", torch.bfloat16):
+            result = llama(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
+            found = gradients(llama, result.loss)
+            of_scores = [g.flatten() for n, g in found.items() if "q_proj" in n or "k_proj" in n]
+            results[name] = result.logits.detach()[mask.bool()], torch.cat(of_scores)
+    (exact, exact_grad), (ours, our_grad) = results.values()
+    assert seen == [torch.bfloat16] * 2
+    assert 1e-3 < relative(ours, exact) < 0.02
+    assert 3e-3 < relative(our_grad, exact_grad) < 0.06
 
 
 class Rising(torch.utils.data.Dataset):

@@ -1,0 +1,212 @@
+"""Batches of sequences of several lengths: a mask that is padding is honoured, by cutting it off."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sage_ref import sagebwd_attention, sdpa
+from sage_ref.integrations import padding
+from sage_ref.integrations.padding import Part, parts_of
+
+REFERENCE = {"backend": "reference"}
+LENGTHS = (150, 37, 140, 37)  # two alike; 150 and 140 have two blocks of 128 tokens
+N = 150
+NEVER = -torch.inf
+
+
+def spans(side, lengths=LENGTHS, n=N):
+    """The tokens of each sequence, if padding is on that side."""
+    return [slice(0, length) if side == "right" else slice(n - length, n) for length in lengths]
+
+
+def keys_of(side, lengths=LENGTHS, n=N):
+    """[B, N], True for a token."""
+    has = torch.zeros(len(lengths), n, dtype=torch.bool)
+    for i, span in enumerate(spans(side, lengths, n)):
+        has[i, span] = True
+    return has
+
+
+def mask_of(side, is_causal):
+    """[B, 1, N, N], as transformers makes it."""
+    has = keys_of(side)[:, None, None].expand(-1, 1, N, N)
+    return has & torch.ones(N, N, dtype=torch.bool).tril() if is_causal else has
+
+
+@pytest.fixture
+def qkv():
+    return [torch.randn(len(LENGTHS), heads, N, 16, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def with_gradients(attention, tensors, weights):
+    output = attention(*tensors)
+    return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_padded_sequence_has_the_bits_of_the_unpadded_one_and_its_padding_no_gradient(qkv, side, is_causal):
+    """Forward and backward, four heads that share two of keys; against exact attention as far off as INT8 is."""
+    weights = torch.randn(len(LENGTHS), 4, N, 16)
+    weights[~keys_of(side)[:, None].expand(-1, 4, -1)] = 0  # nobody looks at what comes out of padding
+    with sdpa(otherwise="error", **REFERENCE) as routed:
+        found = with_gradients(
+            lambda *x: F.scaled_dot_product_attention(*x, mask_of(side, is_causal), enable_gqa=True), qkv, weights
+        )
+    assert routed.taken == 1
+    options = {"is_causal": is_causal, "enable_gqa": True}
+    for i, span in enumerate(spans(side)):
+        alone = [x[i : i + 1, :, span].detach().requires_grad_() for x in qkv]
+        same = with_gradients(lambda *x: sagebwd_attention(*x, **options, **REFERENCE), alone, weights[i, :, span])
+        exact = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, **options), alone, weights[i, :, span])
+        for of_batch, of_same, of_exact in zip(found, same, exact, strict=True):
+            assert torch.equal(of_batch[i : i + 1, :, span], of_same)
+            assert 1e-3 < relative(of_same, of_exact) < 0.03
+        outside = torch.ones(N, dtype=torch.bool)
+        outside[span] = False
+        assert not any(gradient[i, :, outside].any() for gradient in found[1:])
+        if is_causal:
+            assert not found[0][i, :, outside].any()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_without_causality_queries_beside_padding_may_be_of_another_sequence(qkv, side):
+    """Cross-attention from 150 tokens to as many, some of them padding: every query gets what the mask says."""
+    mask = keys_of(side)[:, None, None]
+    exact = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+    with sdpa(otherwise="error", **REFERENCE):
+        found = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+        shorter = F.scaled_dot_product_attention(qkv[0][:, :, :99], *qkv[1:], mask, enable_gqa=True)
+    for i in range(len(LENGTHS)):
+        assert 1e-3 < relative(found[i], exact[i]) < 0.03
+        assert 1e-3 < relative(shorter[i], exact[i, :, :99]) < 0.03
+
+
+FORMS = {
+    "[N, N], causal": (torch.ones(N, N, dtype=torch.bool).tril(), [(0, N)] * 4, True),
+    "everything": (torch.zeros(N, N), [(0, N)] * 4, False),
+    "added": (torch.zeros(4, 1, 1, N).masked_fill(~keys_of("right")[:, None, None], NEVER), None, False),
+    "added, causal": (torch.zeros(4, 1, N, N).masked_fill(~mask_of("right", True), -3e38), None, True),
+    "every head": (mask_of("right", True).expand(4, 4, N, N).contiguous(), None, True),
+    "queries, too": (mask_of("right", False) & mask_of("right", False).mT, None, False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_comes_in_many_forms(form):
+    mask, ranges, is_causal = FORMS[form]
+    found = parts_of(mask, (4, 4, N, N))
+    for parts, span in zip(found, ranges or [(0, n) for n in LENGTHS], strict=True):
+        assert parts[0] == Part(span, span, is_causal)
+        beside = form == "added" and span != (0, N)
+        assert parts[1:] == ((Part((span[1], N), span, False),) if beside else ())
+
+
+def test_the_empty_places_of_a_cache_and_a_sequence_without_tokens():
+    row = torch.zeros(3, 1, 1, 12, dtype=torch.bool)
+    row[0, ..., 2:7] = row[1, ..., :7] = True
+    assert parts_of(row, (3, 1, 1, 12)) == ((Part((0, 1), (2, 7), False),), (Part((0, 1), (0, 7), False),), ())
+    first = row & torch.ones(7, 12, dtype=torch.bool).tril()  # seven queries; of twelve places seven are filled
+    assert parts_of(first, (3, 1, 7, 12)) == ((Part((2, 7), (2, 7), True),), (Part((0, 7), (0, 7), True),), ())
+    q, k, v = torch.randn(3, 3, 1, 12, 8)
+    with sdpa(otherwise="error", **REFERENCE):
+        output = F.scaled_dot_product_attention(q[:, :, :7], k, v, first)
+    assert not output[2].any()
+    assert not output[0, :, :2].any()
+    assert output[:2, :, 2:].all()
+
+
+def band(width):
+    return torch.ones(N, N, dtype=torch.bool).tril().triu(-width)
+
+
+def with_a_hole():
+    mask = keys_of("right")[:, None, None].clone()
+    mask[1, ..., 20] = False
+    return mask
+
+
+MORE = {
+    "window": band(40),
+    "two in one": torch.block_diag(torch.ones(70, 70), torch.ones(80, 80)).bool().tril(),
+    "hole": with_a_hole(),
+    "hole, causal": with_a_hole() & torch.ones(N, N, dtype=torch.bool).tril(),
+    "some queries see nothing": (torch.arange(N) >= 50)[:, None].expand(N, N),
+    "prefix": torch.ones(N, N, dtype=torch.bool).tril() | (torch.arange(N) < 10),
+    "a late key seen early": torch.ones(N, N, dtype=torch.bool).tril(1),
+    "heads differ": torch.stack([mask_of("right", False)[:, 0], mask_of("left", False)[:, 0]] * 2, 1),
+    "half hidden": torch.full((N, N), -1.0).triu(1),
+    "learnt": torch.zeros(N, N, requires_grad=True),
+    "one mixed with causal": torch.cat([mask_of("right", False)[1:], mask_of("right", True)[:1]]),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_mask_that_is_more_than_padding_is_an_error_or_exact(qkv, name):
+    mask = MORE[name]
+    expected = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+    with (
+        sdpa(otherwise="error", **REFERENCE),
+        pytest.raises(ValueError, match=r"^mask: expected None or padding, .*, got one of torch\.(bool|float32)$"),
+    ):
+        F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+    with sdpa(**REFERENCE), pytest.warns(UserWarning, match="stays exact .*: mask: expected None or padding"):
+        assert torch.equal(F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True), expected)
+
+
+def test_queries_that_go_on_after_the_keys_and_those_after_cached_ones_are_not_causal_padding():
+    """SageBwd aligns at the top left; and behind the last key there is no place that could be padding."""
+    assert parts_of(torch.ones(9, 5, dtype=torch.bool).tril(), (1, 1, 9, 5)) is None
+    assert parts_of(torch.ones(5, 9, dtype=torch.bool).tril(4), (1, 1, 5, 9)) is None
+
+
+def test_layers_that_share_a_mask_read_it_once_and_a_change_is_seen(monkeypatch):
+    reads = []
+    read = padding._read
+    monkeypatch.setattr(padding, "_read", lambda *arguments: reads.append(1) or read(*arguments))
+    q, k, v = torch.randn(3, 2, 1, 9, 8)
+    mask = keys_of("right", (9, 4), 9)[:, None, None]
+    with sdpa(otherwise="error", **REFERENCE):
+        before = F.scaled_dot_product_attention(q, k, v, mask)
+        F.scaled_dot_product_attention(q, k, v, mask)
+        assert len(reads) == 1
+        mask[1, ..., 4:] = True
+        assert not torch.equal(F.scaled_dot_product_attention(q, k, v, mask), before)
+        assert len(reads) == 2
+        expected = F.scaled_dot_product_attention(q, k, v, mask)
+        with torch.inference_mode():  # where changes are not counted
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask.clone()), expected)
+
+
+def test_a_transformer_of_pytorch_is_taken_with_its_padding_mask():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    has = keys_of("right")
+    x = torch.randn(len(LENGTHS), N, 32)
+    with sdpa(otherwise="error", **REFERENCE) as routed:
+        found = layer(x, src_key_padding_mask=~has)
+        alone = layer(x[1:2, :37])
+    assert routed.taken == 2
+    assert 1e-5 < relative(found[has], layer(x, src_key_padding_mask=~has)[has]) < 0.02
+    torch.testing.assert_close(found[1:2, :37], alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_under_compile_and_torch_func_no_mask_is_read(qkv):
+    mask = mask_of("right", False)
+    expected = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+    message = "mask: expected None under torch.compile and torch.func"
+
+    def masked(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    with sdpa(**REFERENCE), pytest.warns(UserWarning, match=message):
+        assert torch.equal(torch.compile(masked, fullgraph=True, backend="aot_eager")(*qkv), expected)
+    one = [x[:, None] for x in qkv]
+    with sdpa(otherwise="error", **REFERENCE), pytest.raises(ValueError, match=f"^{message}"):
+        torch.vmap(lambda *x: F.scaled_dot_product_attention(*x, mask[:1], enable_gqa=True))(*one)
