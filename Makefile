@@ -11,7 +11,7 @@ BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab book test test-gpu bench grade notebooks clean
+.PHONY: lab book test compiled tests executed test-gpu bench grade notebooks clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -22,11 +22,22 @@ book: .venv/book
 	$(BIN)/python -m sphinx -b html -c book -d build/book-doctrees -E -W --keep-going --quiet . build/book
 	@echo "Open build/book/index.html"
 
+# Kernels are compiled beside the rest, while that waits: for a browser, say, or for its last test.
 test: .venv/integrations
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope
-	$(BIN)/python -m sage_kernels compile
+	$(MAKE) --jobs=2 compiled executed
+
+# Says nothing but its last line, or everything if a kernel is at fault.
+compiled:
+	@log=$$(nice $(BIN)/python -m sage_kernels compile --workers $(WORKERS) 2>&1) \
+		&& echo "$$log" | tail -n 1 || { echo "$$log"; exit 1; }
+
+# In the order of the folders: tests/browser, where a few tests take long, begins, and small modules end.
+tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+
+executed: tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
 
 # What runs on a GPU, on one of them. Needs PyTorch, Triton, pytest, pytest-xdist and hypothesis, no notebooks.

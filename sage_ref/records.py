@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -98,8 +99,8 @@ class Record(NamedTuple):
     @property
     def caption(self) -> str:
         """Device, date and commit in one line, for a figure; several devices or commits if several measured."""
-        devices = _listed(self.provenance["gpu"] or self.provenance["cpu"])
-        commits = [commit[:7] for commit in _listed(self.provenance["commit"])]
+        devices = listed(self.provenance["gpu"] or self.provenance["cpu"])
+        commits = [commit[:7] for commit in listed(self.provenance["commit"])]
         measured = f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
         return f"{measured}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
@@ -112,7 +113,7 @@ def how_timed(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({TIMED[row.get("protocol", "alone")] for row in rows}))
 
 
-def _listed(value: str | list[str]) -> list[str]:
+def listed(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
@@ -273,6 +274,9 @@ def _commit() -> str:
 
 
 def _version(package: str) -> str | None:
+    """That of the module in use, which may shadow the installed one."""
+    if module := sys.modules.get(package):
+        return module.__version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -9,6 +9,15 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype; x itself if it has that dtype.
+
+    For what an autograd.Function returns: in PyTorch 2.11 torch.compile takes `to` with nothing to do for a view, and
+    the gradient that reaches the function is zero.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def tiles(length: int, block: int) -> list[slice]:
     """[0, block), [block, 2 block), ... up to length; the last tile may be partial."""
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]

@@ -9,7 +9,9 @@ from sage_ref.course.teaching import triton_device
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")
 torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
-triton_device()  # without a GPU it turns Triton's interpreter on, which must happen before triton is imported
+# Without a GPU it turns Triton's interpreter on, which must happen before triton is imported.
+if triton_device() == "cpu":
+    import sage_kernels.common.interpreter  # noqa: F401 (mended)
 
 
 def pytest_collection_modifyitems(items):

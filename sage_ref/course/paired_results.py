@@ -8,6 +8,7 @@ from sage_ref.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
 OURS = "sage_kernels"
+OUR_NAMES = {OURS: "ours", f"{OURS}, unbiased": "ours, unbiased"}
 PEER_NAMES = {
     "sdpa_flash": "FlashAttention-2",
     "sdpa_cudnn": "cuDNN",
@@ -105,7 +106,7 @@ def _errors(rows: Sequence[Row]) -> str:
     errors: dict[str, list[float]] = {}
     for row in rows:
         errors.setdefault(row["provider"], []).append(row["rel_l2"])
-    listed = (f"{(PEER_NAMES | {OURS: 'ours'})[name]} {min(of):.4f} to {max(of):.4f}" for name, of in errors.items())
+    listed = (f"{(OUR_NAMES | PEER_NAMES)[name]} {min(of):.4f} to {max(of):.4f}" for name, of in errors.items())
     return f"Relative L2 error against exact attention, of the worst of O, dQ, dK and dV: {', '.join(listed)}."
 
 

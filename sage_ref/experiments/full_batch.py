@@ -11,18 +11,20 @@ can't memorise it. All is float32 (TF32 off), except attention in the arms that 
     per tile    SageBwd as printed, simulated in float32: one scale per tile of 64 x 64 of P and dS. The bias of INT8
     per row     the kernels' choice, simulated in float32: one scale per row, tiles of 128 x 128. What finer scales gain
     kernels     our Triton kernels: the arm before, with attention's inputs and outputs in bfloat16
+    kernels, unbiased       with the remedy that they have
     ..., K not smoothed     what K-smoothing does
     per tile: REMEDY, per row: REMEDY       what a remedy of `REMEDIES` does
 
 Five stages, each begun when the one before it has ended. The first seed of every arm with K smoothed, with and without
 QK-norm, at every learning rate; the other seeds, of arms whose gap to exact attention exceeds the controls'; remedies,
-where an arm fell furthest behind; K not smoothed; and where an arm fell furthest behind smaller batches, beside the T*
-that runs on the whole corpus predict (`sage_ref.training.full_batch`).
+where an arm fell furthest behind; K not smoothed, at the first rate; and, where an arm fell furthest behind, smaller
+batches, beside the T* that runs on the whole corpus predict (`sage_ref.training.full_batch`).
 
 Losses that are compared are those of exact attention at an arm's weights: what it learned, not how it rounds.
 """
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +38,18 @@ from tqdm import tqdm
 
 from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, from_zero, positive, positive_number
 from sage_ref.models.llama import LlamaConfig
-from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, write_record
-from sage_ref.sagebwd.settings import REMEDIES
+from sage_ref.records import (
+    FinishedParts,
+    Record,
+    Row,
+    listed,
+    markdown_table,
+    only_writer,
+    provenance,
+    read_record,
+    write_record,
+)
+from sage_ref.sagebwd.settings import REMEDIES, UNBIASED
 from sage_ref.training.corpus import Corpus
 from sage_ref.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, OutOfTime, train_full_batch
 
@@ -53,21 +65,27 @@ PER_TILE = {"attention": "sagebwd", "granularity": "block", "block_q": 64, "bloc
 PER_ROW = {"attention": "sagebwd", "granularity": "row"}
 NOT_SMOOTHED = {"smooth_k": False}
 IN_16_BIT = {"attention_in_bfloat16": True}
-ARMS = {
+ON_KERNELS = {"attention": "sagebwd", "backend": "triton"}
+SCREENED = {
     "exact": Arm({"attention": "exact"}),
     "bf16": Arm({"attention": "exact"}, IN_16_BIT),
     "random error": Arm({"attention": "exact"}, {"random_error": 0.003}),
     "per tile": Arm(PER_TILE),
     "per row": Arm(PER_ROW),
-    "kernels": Arm(PER_ROW | {"backend": "triton"}, IN_16_BIT),
+    "kernels": Arm(ON_KERNELS, IN_16_BIT),
+    "kernels, unbiased": Arm(ON_KERNELS | {"remedy": UNBIASED}, IN_16_BIT),
+}
+UNSMOOTHED = {
     "per tile, K not smoothed": Arm(PER_TILE | NOT_SMOOTHED),
-    "per row, K not smoothed": Arm(PER_ROW | NOT_SMOOTHED),
-} | {
+    "kernels, K not smoothed": Arm(ON_KERNELS | NOT_SMOOTHED, IN_16_BIT),
+}
+REPAIRED = {
     f"{base}: {remedy}": Arm(scales | {"remedy": remedy})
     for base, scales in (("per tile", PER_TILE), ("per row", PER_ROW))
     for remedy in REMEDIES
     if remedy != "none"
 }
+ARMS = SCREENED | UNSMOOTHED | REPAIRED
 TRUTH, CONTROLS = "exact", ("bf16", "random error")
 
 
@@ -101,22 +119,20 @@ class FullBatchPlan:
     layers: int = 3
     width: int = 64
     heads: int = 1
-    steps: int = 400
+    steps: int = 200
     warmup: float = 0.1
     learning_rates: tuple[float, ...] = (1e-2, 3e-3)
     seeds: tuple[int, ...] = (0, 1, 2)
-    arms: tuple[str, ...] = tuple(ARMS)[:6]
-    unsmoothed: tuple[str, ...] = tuple(ARMS)[6:8]
+    arms: tuple[str, ...] = tuple(SCREENED)
+    unsmoothed: tuple[str, ...] = tuple(UNSMOOTHED)
     remedies: tuple[str, ...] = (
         "V smoothed",
-        "O in 16 bit instead of dP",
         "O in 16 bit",
         "matching delta",
-        "stochastic",
-        "ordered P, V smoothed",
+        UNBIASED,
         "seven, ordered P, V smoothed, token scales",
     )
-    halvings: int = 5
+    halvings: int = 3
     margin: float = 2.0
     reports: int = 16
     micro_batch: int = 32
@@ -159,7 +175,8 @@ CPU_PLAN = FullBatchPlan(
     width=32,
     steps=20,
     seeds=(0, 1),
-    arms=tuple(name for name in tuple(ARMS)[:6] if name != "kernels"),
+    arms=tuple(name for name in SCREENED if not name.startswith("kernels")),
+    unsmoothed=("per tile, K not smoothed",),
     halvings=2,
     reports=4,
     micro_batch=8,
@@ -244,7 +261,7 @@ def remedy_runs(plan: FullBatchPlan, finished: Finished) -> list[Run]:
 
 
 def not_smoothed(plan: FullBatchPlan, finished: Finished) -> list[Run]:
-    return first_seed(plan, plan.unsmoothed)
+    return [run for run in first_seed(plan, plan.unsmoothed) if run.learning_rate == plan.learning_rates[0]]
 
 
 def smaller_batches(plan: FullBatchPlan, finished: Finished) -> list[Run]:
@@ -272,6 +289,7 @@ def result_row(run: Run, training: FullBatchTraining) -> Row:
         **run._asdict(),
         "attention": config.attention,
         "backend": None if is_exact else config.backend,
+        "compiled": training.settings.compile and config.backend == "reference" and not is_exact,
         "attention_in_bfloat16": training.settings.attention_in_bfloat16,
         "smoothing": None if is_exact else "k" if config.smooth_k else "none",
         "remedy": None if is_exact else config.remedy,
@@ -380,6 +398,15 @@ def plan_of(options: argparse.Namespace) -> FullBatchPlan:
     return FullBatchPlan(**{name: getattr(base, name) for name in FullBatchPlan.__dataclass_fields__} | changes)
 
 
+def earlier_record(path: Path | None, facts: Row) -> Record | None:
+    """The record that is there already, if it is one of this plan on this corpus: its runs need not run again."""
+    if path is None or not path.exists():
+        return None
+    found = read_record(path)
+    same = json.loads(json.dumps({name: facts[name] for name in ("corpus", "plan", "curve")}))
+    return found if all(found.provenance.get(name) == value for name, value in same.items()) else None
+
+
 def run(options: argparse.Namespace) -> None:
     if options.plan == "gpu" and not options.device.startswith("cuda"):
         raise ValueError(f"plan: expected cpu on device {options.device}, got gpu")
@@ -389,8 +416,12 @@ def run(options: argparse.Namespace) -> None:
         torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
     end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     parts = FinishedParts(options.folder / "full_batch.json", (plan, corpus.sha256, options.device))
-    runs = FullBatchRuns(plan, corpus, parts, options.device, options.compile, lambda: time.monotonic() > end)
     facts = {"corpus": corpus.facts, "plan": asdict(plan), "curve": CURVE, "compile": options.compile}
+    if earlier := earlier_record(options.json, facts):
+        parts.parts = {Run(*map(row.get, Run._fields)).name: [row] for row in earlier.rows} | parts.parts
+        commits = {provenance(options.command)["commit"], *listed(earlier.provenance["commit"])}
+        facts |= {"commit": sorted(commits)} if len(commits) > 1 else {}
+    runs = FullBatchRuns(plan, corpus, parts, options.device, options.compile, lambda: time.monotonic() > end)
 
     def write() -> None:
         if options.json:

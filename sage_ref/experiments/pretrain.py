@@ -20,7 +20,7 @@ from sage_ref.experiments.table2 import with_paper
 from sage_ref.models.llama import ATTENTIONS, LlamaConfig
 from sage_ref.quantization import ROUNDINGS
 from sage_ref.records import write_record
-from sage_ref.sagebwd.settings import GRANULARITIES
+from sage_ref.sagebwd.settings import GRANULARITIES, REMEDIES
 from sage_ref.training.pretrain import Pretraining, PretrainSettings, result_row
 from sage_ref.training.processes import processes, run_training
 
@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smooth-q", action=argparse.BooleanOptionalAction, default=False, help="reference only")
     parser.add_argument("--granularity", choices=GRANULARITIES, default=default["granularity"], help="of P and dS")
     parser.add_argument("--ds-rounding", choices=ROUNDINGS, default=default["ds_rounding"], help="reference only")
+    parser.add_argument("--remedy", choices=REMEDIES, default=default["remedy"], help="for dS, see `repair`")
     blocks = default["block_q"], default["block_kv"]
     parser.add_argument("--blocks", type=tile_size, default=blocks, metavar="BQxBKV", help="reference only")
     parser.add_argument("--tokens", type=positive, default=2**20, help="of the whole run")
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     choice = {name: getattr(options, name) for name in ("attention", "backend", "qk_norm", "smooth_k", "smooth_q")}
     block_q, block_kv = options.blocks
     rounding = {"granularity": options.granularity, "ds_rounding": options.ds_rounding}
-    rounding |= {"block_q": block_q, "block_kv": block_kv}
+    rounding |= {"block_q": block_q, "block_kv": block_kv, "remedy": options.remedy}
     config = LlamaConfig(corpus.vocab_size, **shape, **choice, **rounding)
     settings = PretrainSettings(
         steps=steps,

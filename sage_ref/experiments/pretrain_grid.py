@@ -1,13 +1,15 @@
-"""`python -m sage_ref pretrain-grid`: the plan of runs behind notebook 06b, worked off by as many GPUs as there are.
+"""`python -m sage_ref pretrain-grid`: the plans of runs behind notebooks 06b and 14, worked off by all GPUs there are.
 
 Every run is a `python -m sage_ref pretrain` of its own, with its own checkpoint. A run is finished when its result file
 is there; so whatever kills the program or a run, starting it again goes on where it was.
 
-First the learning rate of each number of tokens per step is chosen, on exact attention alone. Then all else runs at it.
+For notebook 06b the learning rate of each number of tokens per step is chosen first, on exact attention alone. Then all
+else runs at it. Notebook 14 takes the rate that was chosen there.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -23,6 +25,7 @@ from tqdm import tqdm
 
 from sage_ref.command_line import PARENT, Failed, add_corpus_options, corpus_of, output_file, positive
 from sage_ref.records import Record, Row, markdown_table, only_writer, read_record, write_record
+from sage_ref.sagebwd.settings import UNBIASED
 from sage_ref.training.corpus import write_tokens
 
 # What a SageBwd run may smooth, and on which backend with which granularity, None: the default. Only the reference
@@ -34,7 +37,7 @@ REFERENCE_BLOCKS = "64x64"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. smoothing, backend, granularity: of SageBwd, None for exact attention."""
+    """One run. smoothing, backend, granularity, remedy: of SageBwd, None for exact attention; no remedy is None."""
 
     attention: str
     qk_norm: bool
@@ -44,10 +47,13 @@ class Cell:
     smoothing: str | None = None
     backend: str | None = None
     granularity: str | None = None
+    remedy: str | None = None
 
     @property
     def name(self) -> str:
-        parts = (self.attention, self.smoothing, self.backend, self.granularity, "norm" if self.qk_norm else "plain")
+        remedy = self.remedy and re.sub(r"\W+", "_", self.remedy)
+        norm = "norm" if self.qk_norm else "plain"
+        parts = (self.attention, self.smoothing, self.backend, self.granularity, remedy, norm)
         numbers = f"{self.tokens_per_step}_lr{self.learning_rate:g}_seed{self.seed}"
         return "_".join([part for part in parts if part] + [numbers])
 
@@ -64,6 +70,7 @@ class Cell:
             found += ["--blocks", REFERENCE_BLOCKS] if self.backend == "reference" else []
             found += ["--smooth-k" if "k" in self.smoothing else "--no-smooth-k"]
             found += ["--smooth-q"] * ("q" in self.smoothing)
+            found += ["--remedy", self.remedy] if self.remedy else []
         return found
 
 
@@ -123,6 +130,32 @@ class GridPlan:
         return sorted(found, key=lambda cell: cell.backend != "reference")
 
 
+@dataclass(frozen=True)
+class RepairPlan(GridPlan):
+    """Notebook 14's: the kernels it recommends, beside exact attention, today's kernels and the scales as printed.
+
+    All with QK-norm, and the first seed without it, too. learning_rates: the one that the grid chose at a large step.
+    """
+
+    tokens: int = 500 * 2**16
+    tokens_per_step: tuple[int, ...] = (2**16,)
+    learning_rates: tuple[float, ...] = (2e-3,)
+    seeds: tuple[int, ...] = (0, 1)
+
+    def search(self) -> list[Cell]:
+        return []
+
+    def cells(self, learning_rate: dict[int, float]) -> list[Cell]:
+        found = []
+        for tokens_per_step in self.tokens_per_step:
+            exact = Cell("exact", True, tokens_per_step, self.seeds[0], learning_rate[tokens_per_step])
+            kernels = replace(exact, attention="sagebwd", smoothing="k", backend="triton", granularity="row")
+            arms = (exact, replace(kernels, granularity="block"), kernels, replace(kernels, remedy=UNBIASED))
+            found += [replace(arm, seed=seed) for seed in self.seeds for arm in arms]
+            found += [replace(arm, qk_norm=False) for arm in arms]
+        return found
+
+
 # The same experiment for a laptop: too small to show anything, large enough to try the program.
 CPU_PLAN = GridPlan(
     tokens=2**14,
@@ -138,13 +171,16 @@ CPU_PLAN = GridPlan(
     validation_sequences=8,
     autocast=False,
 )
+PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN, "repair": RepairPlan()}
 
 
 def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
     """Tokens per step -> the learning rate whose run of `plan.search()` ended at the lowest validation loss.
 
-    ValueError if no run of a size has finished, or all that have diverged.
+    Of one rate there is nothing to choose. ValueError if no run of a size has finished, or all that have diverged.
     """
+    if len(plan.learning_rates) == 1:
+        return dict.fromkeys(plan.tokens_per_step, plan.learning_rates[0])
     rates = {}
     for tokens_per_step in plan.tokens_per_step:
         finished = [row for row in rows if row["tokens_per_step"] == tokens_per_step]
@@ -251,10 +287,10 @@ def measured_on(records: Collection[Record]) -> dict[str, Any]:
 
 def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
     """Header and lines: mean final loss over seeds, and their range, of every kind of run."""
-    names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "learning_rate")
+    names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "remedy", "learning_rate")
     found: dict[tuple, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
     lines = []
     for kind, runs in found.items():
         losses = [row["final_val_loss"] for row in runs if not row["diverged"]]
@@ -266,7 +302,7 @@ def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_options(parser)
-    parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plan", choices=PLANS, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--report-only", action="store_true", help="train nothing: report the runs that are finished")
     parser.add_argument("--folder", type=Path, default="runs/grid", help="of checkpoints, logs and results")
     parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
@@ -277,9 +313,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
-    if options.plan == "gpu" and not (on_gpu or options.report_only):
-        raise ValueError("plan: expected cpu, as this machine has no CUDA device, got gpu")
-    plan = GridPlan() if options.plan == "gpu" else CPU_PLAN
+    if options.plan != "cpu" and not (on_gpu or options.report_only):
+        raise ValueError(f"plan: expected cpu, as this machine has no CUDA device, got {options.plan}")
+    plan = PLANS[options.plan]
     devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
     corpus = options.folder / "corpus.bin"
     grid = Grid(plan, options.folder, corpus, devices)

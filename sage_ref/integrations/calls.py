@@ -49,12 +49,14 @@ class Options(NamedTuple):
     smooth_k: bool
     smooth_q: bool
     granularity: str
+    unbiased: bool
     backend: str
     otherwise: str
 
     def checked(self) -> "Options":
         """These options; TypeError or ValueError name the one that is none."""
-        check_options(None, self.backend, smooth_k=self.smooth_k, smooth_q=self.smooth_q)
+        switches = {name: getattr(self, name) for name in ("smooth_k", "smooth_q", "unbiased")}
+        check_options(None, self.backend, **switches)
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_choice("otherwise", self.otherwise, OTHERWISE)
         return self
@@ -98,6 +100,7 @@ def by_sagebwd(call: Call, options: Options) -> Tensor:
             smooth_k=options.smooth_k,
             smooth_q=options.smooth_q,
             granularity=options.granularity,
+            unbiased=options.unbiased,
             backend=options.backend,
         )
 

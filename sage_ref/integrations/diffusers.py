@@ -33,6 +33,7 @@ def register(
     smooth_k: bool = True,
     smooth_q: bool = False,
     granularity: str = "row",
+    unbiased: bool = False,
     backend: str = "auto",
     otherwise: str = "error",
 ) -> None:
@@ -41,7 +42,7 @@ def register(
     Then `model.set_attention_backend("sagebwd")`, for all models whose processors have backends. diffusers' registry is
     not public and its names are an enum: this extends both, as diffusers 0.42 has them.
 
-    smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
+    smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
     otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, context
         parallelism): "error", a ValueError that says why; "exact", diffusers' native attention, with one warning for
         each reason.
@@ -54,7 +55,7 @@ def register(
         raise ValueError(f"name: expected a string in lower case, got {shown(name)}")
     if name in names._value2member_map_ and not hasattr(registry._backends.get(names(name)), "options_of_sage_ref"):
         raise ValueError(f"name: expected one that diffusers doesn't have, got {name!r}")
-    options = Options(smooth_k, smooth_q, granularity, backend, otherwise).checked()
+    options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
 
     def sagebwd(
         query: Tensor,

@@ -47,7 +47,7 @@ class SdpaMode(TorchFunctionMode):
 class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function that it replaces)
     """`with sage_ref.sdpa():` SageBwd computes the calls of `F.scaled_dot_product_attention` inside, both passes.
 
-    smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
+    smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
     otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with
         another head size than the query's, ...): "exact", it stays PyTorch's, with one warning for each reason;
         "error", a ValueError.
@@ -75,11 +75,12 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         smooth_k: bool = True,
         smooth_q: bool = False,
         granularity: str = "row",
+        unbiased: bool = False,
         backend: str = "auto",
         otherwise: str = "exact",
     ):
         super().__init__()
-        self.options = Options(smooth_k, smooth_q, granularity, backend, otherwise).checked()
+        self.options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
         self.taken = 0
 
     def attend(self, call: Call) -> Tensor:

@@ -22,12 +22,13 @@ def register(
     smooth_k: bool = True,
     smooth_q: bool = False,
     granularity: str = "row",
+    unbiased: bool = False,
     backend: str = "auto",
     otherwise: str = "error",
 ) -> None:
     """Make `name` an attention of transformers, in every model that takes attentions by name. Again: other options.
 
-    smooth_k, smooth_q, granularity, backend: as in `sage_ref.sagebwd_attention`.
+    smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
     otherwise: what happens to a call that SageBwd can't compute: "error", a ValueError that says why; "exact",
         transformers' "sdpa" for that call, with one warning for each reason.
 
@@ -51,7 +52,7 @@ def register(
 
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a string, got {shown(name)}")
-    options = Options(smooth_k, smooth_q, granularity, backend, otherwise).checked()
+    options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
     AttentionInterface.register(name, partial(attention, options=options))
     AttentionMaskInterface.register(name, sdpa_mask)
 

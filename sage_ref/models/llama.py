@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sage_ref.models.rotary import Rotation
 from sage_ref.prologue import Prologue, before_attention
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
-from sage_ref.sagebwd.settings import SageBwdSettings
+from sage_ref.sagebwd.settings import UNBIASED, SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
 ATTENTIONS = ("exact", "sagebwd")
@@ -29,7 +29,8 @@ class LlamaConfig:
     """Shape of the model. kv_heads < heads is grouped-query attention.
 
     smooth_k, smooth_q, granularity and backend are those of `sagebwd_attention`. Only the reference leaves ds_rounding,
-    block_q and block_kv open (see `SageBwdSettings`), and knows a remedy: a name of `REMEDIES`, whose changes are last.
+    block_q and block_kv open (see `SageBwdSettings`).
+    remedy: a name of `REMEDIES`, whose changes are last. The kernels have one, `UNBIASED`; others are the reference's.
     fused_prologue: SageBwd normalises and rotates Q and K itself, as it reads them to quantise them; else that happens
     before, rounded to the dtype of V. Exact attention never does it.
     """
@@ -64,7 +65,7 @@ class LlamaConfig:
             raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
         for name in ("ds_rounding", "block_q", "block_kv", "remedy"):
             chosen = getattr(self, name)
-            if self.backend != "reference" and chosen != getattr(LlamaConfig, name):
+            if self.backend != "reference" and chosen not in (getattr(LlamaConfig, name), UNBIASED):
                 reason = f"'reference', which alone takes {name}={chosen!r}"
                 raise ValueError(f"backend: expected {reason}, got {self.backend!r}")
         if self.backend == "triton" and self.smooth_q:
@@ -128,6 +129,7 @@ class AttentionCore(nn.Module):
             return reference_attention(query, key, value, self.config.reference_settings, prologue)
         for name in ("smooth_k", "smooth_q", "granularity", "backend"):
             options[name] = getattr(self.config, name)
+        options["unbiased"] = self.config.remedy == UNBIASED
         return sagebwd_attention(query, key, value, prologue=prologue, **options)
 
 

@@ -22,7 +22,7 @@ from sage_ref.derivatives import gradients_once
 from sage_ref.parallel import ring_reference
 from sage_ref.parallel.exchange import Passing, Ranks
 from sage_ref.parallel.shards import RingOptions, Shards
-from sage_ref.shapes import working_dtype
+from sage_ref.shapes import in_dtype, working_dtype
 
 
 @torch.compiler.disable
@@ -43,7 +43,7 @@ class RingFunction(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for_forward, for_backward = parts.prepare(query, key, value, ranks, options)
             output, log_sum_exp = ring_forward(for_forward, ranks, options, parts)
-        output = output.to(query.dtype)
+        output = in_dtype(output, query.dtype)
         ctx.save_for_backward(output, log_sum_exp, *for_backward.here, *for_backward.visiting)
         ctx.given = len(for_backward.here), query.dtype, ranks, options, parts
         return output

@@ -15,7 +15,7 @@ from sage_ref.checks import (
     savable,
 )
 from sage_ref.prologue import Prologue, RoundedGradient, check_prologue
-from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
+from sage_ref.sagebwd.settings import GRANULARITIES, UNBIASED, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
 
@@ -31,6 +31,7 @@ def sagebwd_attention(
     smooth_k: bool = True,
     smooth_q: bool = False,
     granularity: str = "row",
+    unbiased: bool = False,
     prologue: Prologue | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -46,6 +47,8 @@ def sagebwd_attention(
     smooth_k, smooth_q: subtract the mean key of the sequence, the mean query of each block, before quantising.
     granularity: which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
         matmul's result, a query for dQ and a key for dK and dV. "block": the whole tile, as the paper prints it.
+    unbiased: smooth V as K is, and round P by ordered dither in O = P V (see `quantize`). The errors of an O then even
+        out over the keys, so delta = rowsum(dO * O), and with it dS, is off by less.
     prologue: QK-norm and rotary positions, applied to query and key first (see `Prologue`; D is even then). The kernels
         do it in float32 while they read query and key to quantise them, so z, what is quantised, is never rounded to
         the dtype of query; its gradient is, before it goes back through rotation and norm.
@@ -60,7 +63,8 @@ def sagebwd_attention(
 
     NaN and infinity: a scale is shared by a block, so a NaN in a query gives NaN in that query's block, and a NaN in
     a value NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
-    (batch, key head), since the mean does; without, every query that sees a key of its block. Other heads and
+    (batch, key head), since the mean does; without, every query that sees a key of its block. With unbiased a NaN in a
+    value does as one in a key with smooth_k. Other heads and
     batches never notice.
 
     Magnitudes: sums are in float32, in float64 for float64. On the reference float16 of any size and other dtypes up to
@@ -79,7 +83,8 @@ def sagebwd_attention(
     check_reverse_mode(query=query, key=key, value=value)
     query, key, value = autocast(query, key, value)
     check_together(query, key, value, enable_gqa)
-    check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    switches = {"is_causal": is_causal, "enable_gqa": enable_gqa, "unbiased": unbiased}
+    check_options(scale, backend, smooth_k=smooth_k, smooth_q=smooth_q, **switches)
     check_choice("granularity", granularity, GRANULARITIES)
     if prologue is not None:
         check_prologue(prologue, query, key)
@@ -89,8 +94,9 @@ def sagebwd_attention(
         from sage_kernels.sagebwd.ops import sagebwd_attention as triton_attention
 
         scale = softmax_scale(scale, query.shape[3])
-        return triton_attention(query, key, value, scale=scale, prologue=prologue, **options)
-    return reference_attention(query, key, value, SageBwdSettings(scale=scale, smooth_q=smooth_q, **options), prologue)
+        return triton_attention(query, key, value, scale=scale, prologue=prologue, unbiased=unbiased, **options)
+    settings = SageBwdSettings(scale=scale, smooth_q=smooth_q, **options)
+    return reference_attention(query, key, value, settings.with_remedy(UNBIASED) if unbiased else settings, prologue)
 
 
 def reference_attention(

@@ -99,6 +99,7 @@ class SageBwdSettings:
 
 
 MATCHING = Repair(delta="probabilities")
+UNBIASED = "ordered P, V smoothed"  # the remedy that the kernels have
 SEVEN = {"exact_matmuls": ()}
 ORDERED = {"p_rounding": "ordered"}
 # Changes to SageBwd: what notebook 14 tries, alone and together. "seven": dP in INT8, too.
@@ -114,7 +115,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "rotated": {"repair": Repair(rotate=True)},
     "wide O": {"repair": Repair(wide_output=True)},
     "ordered P": ORDERED,
-    "ordered P, V smoothed": ORDERED | {"repair": Repair(smooth_v=True)},
+    UNBIASED: ORDERED | {"repair": Repair(smooth_v=True)},
     "O in 16 bit": {"exact_matmuls": ("O", "dP")},
     "matching delta, two terms": {"repair": MATCHING._replace(two_terms=1.0)},
     "seven": SEVEN,

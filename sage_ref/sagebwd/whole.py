@@ -18,7 +18,7 @@ from sage_ref.derivatives import gradients_once
 from sage_ref.quantization import BlockShape, fake_quantize
 from sage_ref.sagebwd.repair import in_two_terms, matching_delta, rotate_tokens
 from sage_ref.sagebwd.settings import SageBwdSettings
-from sage_ref.shapes import working_dtype
+from sage_ref.shapes import in_dtype, working_dtype
 from sage_ref.smoothing import key_mean_scores, query_mean_grad_key, smooth_key, smooth_query, smooth_value
 
 LARGEST_LOG_P = 8  # far beyond what rounding does to P
@@ -69,7 +69,7 @@ def sagebwd_forward(
     if v_mean is not None:
         o = o + v_mean
     dtype = o.dtype if settings.repair.wide_output else dtype or query.dtype
-    return AttentionForward(o.to(dtype), (m + torch.log(l) + offset).squeeze(-1), s)
+    return AttentionForward(in_dtype(o, dtype), (m + torch.log(l) + offset).squeeze(-1), s)
 
 
 def sagebwd_backward(

@@ -17,7 +17,7 @@ from torch import Tensor
 from sage_ref.attention import softmax_scale
 from sage_ref.derivatives import gradients_once
 from sage_ref.quantization import fake_quantize
-from sage_ref.shapes import working_dtype
+from sage_ref.shapes import in_dtype, working_dtype
 from sage_ref.sla2.algorithm import Sla2Backward, Sla2Forward
 from sage_ref.sla2.blocks import BlockSettings, from_blocks, into_blocks, per_query, spread_blocks
 from sage_ref.sla2.branches import (
@@ -128,7 +128,7 @@ class SparseLinearFunction(torch.autograd.Function):
     def forward(query, key, value, block_mask, alpha, settings):
         with torch.autocast(query.device.type, enabled=False):
             forward = sla2_forward(query, key, value, block_mask, alpha, settings)
-        return forward.output.to(query.dtype), forward.sparse_output, forward.log_sum_exp
+        return in_dtype(forward.output, query.dtype), forward.sparse_output, forward.log_sum_exp
 
     @staticmethod
     def setup_context(ctx, inputs, output):

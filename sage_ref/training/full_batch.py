@@ -37,6 +37,7 @@ CURVE = (
     "gradient_norm",
     "gradient_error",
     "score_gradient_error",
+    "value_offset",
     "bias_square",
     "noise_trace",
 )
@@ -204,12 +205,32 @@ class FullBatchTraining(ResumableTraining):
         row["gradient_norm"] = exact.mean.norm().item()
         row["gradient_error"] = (error.norm() / exact.mean.norm()).item()
         row["score_gradient_error"] = (error[scores].norm() / exact.mean[scores].norm()).item()
+        row["value_offset"] = self.value_offset()
         row["bias_square"] = error.square().sum().item()
         row["noise_trace"] = exact.noise_trace
         if not all(math.isfinite(row[name]) for name in ("exact_loss", "validation_loss")):
             self.losses.pop()
             raise Diverged(f"the loss after step {self.step} is not finite")
         return row
+
+    def value_offset(self) -> float:
+        """The largest share of a layer's |V|^2 that is its mean over tokens, of the first sequence.
+
+        Where it is near 1, all values are nearly the same vector, and delta is nearly dP: dS is a small difference.
+        """
+        shares: list[float] = []
+
+        def measure(_, inputs, value: Tensor) -> None:
+            square = value.double().square().sum(-1).mean()  # value [1, N, width]
+            shares.append((value.double().mean(-2).square().sum() / square).item())
+
+        hooks = [block.attention.value.register_forward_hook(measure) for block in self.truth.blocks]
+        try:
+            self.exact_loss(self.sequences[:1])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return max(shares)
 
     def makes_scores(self) -> Tensor:
         """bool [parameters]: the weights that make Q and K, which the errors of dS reach first."""

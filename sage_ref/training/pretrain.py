@@ -147,6 +147,7 @@ def result_row(training: Pretraining) -> Row:
         "block_q": None if is_exact else config.block_q,
         "block_kv": None if is_exact else config.block_kv,
         "ds_rounding": None if is_exact else config.ds_rounding,
+        "remedy": None if is_exact else config.remedy,
         "tokens_per_step": training.tokens_per_step,
         "learning_rate": settings.learning_rate,
         "seed": settings.seed,

@@ -1,5 +1,6 @@
 """The plan of runs without batch noise: who runs, in which order, and a command that was killed."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from sage_ref.experiments.full_batch import (
     CONTROLS,
     CPU_PLAN,
     CURVE,
+    SCREENED,
     TRUTH,
     FullBatchPlan,
     Run,
@@ -24,6 +26,7 @@ from sage_ref.experiments.full_batch import (
 )
 from sage_ref.models.llama import Llama
 from sage_ref.records import read_record
+from sage_ref.sagebwd.settings import UNBIASED
 from sage_ref.training.full_batch import FullBatchTraining
 
 PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1), halvings=2, remedies=("two terms", "seven"))
@@ -31,7 +34,9 @@ PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1), halvings=2, remedies=(
 
 def row_of(loss, scatter=0.0, **changes):
     """A run whose exact loss is `loss` at its end, and `loss` + scatter at the report before."""
-    curve = [[step, None, loss + x, loss, 1.0, 0.01, 0.02, 1e-6, 2.0] for step, x in ((0, 9.0), (1, scatter), (2, 0.0))]
+    curve = [
+        [step, None, loss + x, loss, 1.0, 0.01, 0.02, 0.5, 1e-6, 2.0] for step, x in ((0, 9.0), (1, scatter), (2, 0.0))
+    ]
     row = {"final_loss": loss, "curve": curve, "tokens_at_bias": 2e6, "seconds": 4.0, "steps": 2}
     return row | changes
 
@@ -58,15 +63,16 @@ def test_an_arm_is_the_model_and_the_training_it_is_described_as(name):
     assert (config.attention == "exact") == (name in (TRUTH, *CONTROLS))
     assert (config.qk_norm, config.fused_prologue) == (True, False)
     assert config.smooth_k == ("not smoothed" not in name)
-    assert config.backend == ("triton" if name == "kernels" else "reference")
-    assert settings.attention_in_bfloat16 == (name in ("bf16", "kernels"))
+    is_kernel = name.startswith("kernels")
+    assert config.backend == ("triton" if is_kernel else "reference")
+    assert settings.attention_in_bfloat16 == (is_kernel or name == "bf16")
     assert (settings.random_error > 0) == (name == "random error")
     assert (settings.batch_size, settings.sequences, settings.seed) == (256, 256, 1)
     if config.attention == "sagebwd":
         scales = ("block", 64, 64) if name.startswith("per tile") else ("row", 128, 128)
         assert (config.granularity, config.block_q, config.block_kv) == scales
         _, _, remedy = name.partition(": ")
-        assert config.remedy == (remedy or "none")
+        assert config.remedy == (UNBIASED if name == "kernels, unbiased" else remedy or "none")
 
 
 def test_a_small_batch_is_one_pass():
@@ -85,9 +91,7 @@ def test_names_are_file_names_and_differ():
 def test_the_screening_is_every_arm_without_and_with_norm_and_nothing_follows_before_it_ends():
     runs = planned(PLAN, {})
     assert runs == screening(PLAN)
-    assert [(run.arm, run.qk_norm) for run in runs] == [
-        (arm, norm) for norm in (False, True) for arm in tuple(ARMS)[:6]
-    ]
+    assert [(run.arm, run.qk_norm) for run in runs] == [(arm, norm) for norm in (False, True) for arm in SCREENED]
     assert planned(PLAN, finished_with(runs[:-1], {})) == runs
 
 
@@ -130,7 +134,7 @@ def test_stages_follow_one_another_where_arms_deviate():
     finished |= finished_with(third, gaps)
     unsmoothed = planned(PLAN, finished)[len(finished) :]
     assert [(run.arm, run.qk_norm) for run in unsmoothed] == [
-        (f"per {scale}, K not smoothed", norm) for norm in (False, True) for scale in ("tile", "row")
+        (f"{scale}, K not smoothed", norm) for norm in (False, True) for scale in ("per tile", "kernels")
     ]
     finished |= finished_with(unsmoothed, gaps)
     fourth = planned(PLAN, finished)[len(finished) :]
@@ -236,6 +240,24 @@ def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, 
     assert row["final_loss"] == row["curve"][-1][CURVE.index("exact_loss")]
     here = row["tokens_at_bias"] * 512 / (row["tokens_at_bias"] + 512)
     assert row["tokens_at_bias_here"] == pytest.approx(here)
+
+
+def test_a_record_of_the_same_plan_is_gone_on_with(tiny, monkeypatch):
+    """Its folder is gone; another commit goes on. A record of another plan is written anew."""
+    main([*COMMAND, "--json", "whole.json"])
+    whole = json.loads((tiny / "whole.json").read_text())
+    monkeypatch.setattr("sage_ref.records._commit", lambda: "1" * 40)
+    train, trained = full_batch.FullBatchRuns.train, []
+    monkeypatch.setattr(full_batch.FullBatchRuns, "train", lambda runs, run: trained.append(run) or train(runs, run))
+    for changed, kept in (({}, 3), ({"plan": whole["provenance"]["plan"] | {"steps": 7}}, 0)):
+        earlier = {"provenance": whole["provenance"] | changed, "rows": whole["rows"][:3]}
+        (tiny / "out.json").write_text(json.dumps(earlier))
+        trained.clear()
+        main([*COMMAND, "--folder", f"other{kept}"])
+        record = read_record(tiny / "out.json")
+        assert len(trained) == len(whole["rows"]) - kept
+        assert record.provenance["commit"] == (["0" * 40, "1" * 40] if kept else "1" * 40)
+        assert [row["curve"] for row in record.rows] == [row["curve"] for row in whole["rows"]]
 
 
 def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):

@@ -18,8 +18,9 @@ import torch
 from sage_ref.__main__ import main
 from sage_ref.command_line import PARENT
 from sage_ref.experiments import pretrain_grid as grid_module
-from sage_ref.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, chosen_rates
+from sage_ref.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, RepairPlan, chosen_rates
 from sage_ref.records import Record, read_record, write_record
+from sage_ref.sagebwd.settings import UNBIASED
 from sage_ref.training.corpus import read_corpus, write_tokens
 
 PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN}
@@ -63,6 +64,21 @@ def test_the_plan_has_every_cell_of_the_experiment(plan):
     assert all(cell.learning_rate == 10 * cell.tokens_per_step for cell in cells)
     slow = [cell.backend == "reference" for cell in cells]
     assert slow == sorted(slow, reverse=True)  # the slowest start first
+
+
+def test_notebook_14_compares_four_attentions_over_500_steps_at_the_rate_that_was_chosen():
+    plan = RepairPlan()
+    rates = chosen_rates(plan, [])
+    cells = plan.cells(rates)
+    arms = {(cell.attention, cell.granularity, cell.remedy) for cell in cells}
+    assert arms == {
+        ("exact", None, None), ("sagebwd", "block", None), ("sagebwd", "row", None), ("sagebwd", "row", UNBIASED)
+    }  # fmt: skip
+    assert len({cell.name for cell in cells}) == len(cells) == 3 * len(arms)
+    assert {(cell.qk_norm, cell.seed) for cell in cells} == {(True, 0), (True, 1), (False, 0)}
+    assert {plan.tokens // cell.tokens_per_step for cell in cells} == {500}
+    assert {cell.learning_rate for cell in cells} == set(rates.values()) == {2e-3}
+    assert cells[3].arguments[-2:] == ["--remedy", UNBIASED]
 
 
 @BOTH
@@ -263,18 +279,18 @@ def test_the_provenance_is_what_the_runs_have_in_common_and_traces_say_which_run
 
 
 def test_the_table_has_mean_range_and_divergence_of_every_kind_of_run():
-    kind = {"qk_norm": True, "smoothing": None, "granularity": None}
+    kind = {"qk_norm": True, "smoothing": None, "granularity": None, "remedy": None}
     rows = [searched(512, 0.1, loss, **kind, seed=seed) for seed, loss in enumerate((2.0, 2.5, 2.25))]
     rows += [searched(512, 0.1, None, **kind | {"qk_norm": False}, diverged="guessing")]
     rows += [searched(512, 0.1, loss, **kind | {"smoothing": "k"}, diverged=reason)
              for loss, reason in ((3.0, None), (None, "nan"))]  # fmt: skip
     header, lines = grid_module.grid_table(rows)
-    names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "learning_rate")
+    names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "remedy", "learning_rate")
     assert header == (*names, "runs", "final validation loss", "range", "diverged")
     assert lines == [
-        (512, True, "exact", "", "", 0.1, 3, "2.2500", "0.5000", 0),
-        (512, False, "exact", "", "", 0.1, 1, "-", "-", 1),
-        (512, True, "exact", "k", "", 0.1, 2, "3.0000", "-", 1),
+        (512, True, "exact", "", "", "", 0.1, 3, "2.2500", "0.5000", 0),
+        (512, False, "exact", "", "", "", 0.1, 1, "-", "-", 1),
+        (512, True, "exact", "k", "", "", 0.1, 2, "3.0000", "-", 1),
     ]
 
 

@@ -152,11 +152,14 @@ def test_names_are_checked_and_options_can_be_changed():
     tensors[1] += 20  # what all keys share
     smooth = attention_dispatch.dispatch_attention_fn(*tensors, backend="sagebwd")
     members = len(attention_dispatch.AttentionBackendName)
+    register(backend="reference", unbiased=True)
+    unbiased = attention_dispatch.dispatch_attention_fn(*tensors, backend="sagebwd")
     register(backend="reference", smooth_k=False)
     assert len(attention_dispatch.AttentionBackendName) == members
     rough = attention_dispatch.dispatch_attention_fn(*tensors, backend="sagebwd")
     exact = attention_dispatch.dispatch_attention_fn(*tensors, backend="native")
     assert relative(rough, exact) > 2 * relative(smooth, exact)
+    assert 1e-4 < relative(unbiased, smooth) < 0.04
     for name, message in [("native", "one that diffusers doesn't have, got 'native'"), ("Sage", "a string in lower")]:
         with pytest.raises(ValueError, match=f"^name: expected {message}"):
             register(name)

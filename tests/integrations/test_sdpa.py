@@ -68,7 +68,7 @@ def test_arguments_by_place_and_grouped_queries(qkv):
 
 
 def test_options_are_those_of_sagebwd_attention(qkv):
-    options = {"smooth_k": False, "smooth_q": True, "granularity": "block"}
+    options = {"smooth_k": False, "smooth_q": True, "granularity": "block", "unbiased": True}
     with sdpa(**options, **REFERENCE):
         found = with_gradients(F.scaled_dot_product_attention, qkv)
     assert all_equal(found, with_gradients(sagebwd_attention, qkv, **options, **REFERENCE))

@@ -166,8 +166,9 @@ def test_scaling_and_options_reach_sagebwd(llama, tokens):
         assert relative(llama(tokens).logits, before) > 0.05
         for layer in llama.model.layers:
             layer.self_attn.scaling /= 2
-        register(backend="reference", smooth_k=False)
-        assert 1e-4 < relative(llama(tokens).logits, before) < 0.02
+        for option in ({"smooth_k": False}, {"unbiased": True}):
+            register(backend="reference", **option)
+            assert 1e-4 < relative(llama(tokens).logits, before) < 0.02
     with pytest.raises(ValueError, match="^otherwise: expected one of .*, got 'fallback'$"):
         register(otherwise="fallback")
     with pytest.raises(TypeError, match="^name: expected a string, got None$"):

@@ -6,7 +6,6 @@ a few small ones in float16 (its bfloat16 matmul returns garbage).
 """
 
 import fcntl
-import inspect
 import math
 import os
 import tempfile
@@ -40,6 +39,7 @@ from sage_kernels.sagebwd.ladder import (
 from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
+from sage_ref.sagebwd.settings import UNBIASED
 from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
@@ -88,6 +88,8 @@ class Case(NamedTuple):
     key_offset: float = 0.0  # times one random vector, added to every key
     ramp: float = 0.0  # added to Q, and growing from -ramp to ramp to K: scores rise from key to key
     value_blocks: tuple[float, ...] = ()  # times each block of SCALE_BLOCK values
+    value_offset: float = 0.0  # added to every value
+    unbiased: bool = False
 
     def __str__(self) -> str:
         mask = "causal" if self.is_causal else "full"
@@ -96,6 +98,11 @@ class Case(NamedTuple):
     @property
     def c(self) -> float:
         return softmax_scale(self.scale, self.head_dim)
+
+    @property
+    def prepared(self) -> dict:
+        """Keywords of `prepare_forward`."""
+        return {"scale": self.c, "smooth_k": self.smooth_k, "unbiased": self.unbiased}
 
     @property
     def options(self) -> dict:
@@ -134,6 +141,8 @@ OPTIONS = [
     SMALL._replace(scale=0.0),
     SMALL._replace(smooth_k=False),
     SMALL._replace(key_offset=3.0),
+    SMALL._replace(unbiased=True, value_offset=3.0),
+    Case(113, 203, 96, 1, 1, unbiased=True),
 ]
 
 # Four blocks of values; some are zeros, or next to nothing beside others.
@@ -161,19 +170,20 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k = q + case.ramp, k + torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
     if case.value_blocks:
         v *= torch.tensor(case.value_blocks, device=DEVICE).repeat_interleave(SCALE_BLOCK)[: case.n_k, None]
-    return tuple(x.to(case.dtype) for x in (q, k, v, do))
+    return tuple(x.to(case.dtype) for x in (q, k, v + case.value_offset, do))
 
 
 def takes(level: int, case: Case, levels=FORWARD_LEVELS) -> bool:
     """Whether level `level` of a ladder can run a case here."""
-    return obstacle(levels[level], DEVICE, case.head_dim) is None
+    unable = levels is FORWARD_LEVELS and case.unbiased and not levels[level].takes_unbiased
+    return not unable and obstacle(levels[level], DEVICE, case.head_dim) is None
 
 
 def run_forward_level(case: Case, level: int, tensors=None, **launch) -> Forward:
     if not takes(level, case):
-        pytest.skip(f"forward level {level} doesn't take head size {case.head_dim}")
+        pytest.skip(f"forward level {level} doesn't take {case}")
     query, key, value, _ = tensors or draw(case)
-    inputs = prepare_forward(query, key, value, level, scale=case.c, smooth_k=case.smooth_k)
+    inputs = prepare_forward(query, key, value, level, **case.prepared)
     return Forward(inputs, *run_forward(inputs, level, **case.options, **launch))
 
 
@@ -183,7 +193,7 @@ def run_backward_level(case: Case, level: int, tensors=None, forward: Forward | 
         pytest.skip(f"backward level {level} doesn't take head size {case.head_dim}")
     query, key, value, grad_output = tensors or draw(case)
     inputs, output, log_sum_exp = forward or forward_level(case, feeding(level, case))
-    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_hat")} | {"is_causal": case.is_causal}
+    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_range")} | {"is_causal": case.is_causal}
     prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **options)
     return run_backward(prepared, level, **case.options)
 
@@ -229,7 +239,8 @@ def eager(case: Case) -> tuple[Tensor, ...]:
 
 
 def settings(case: Case, **options) -> SageBwdSettings:
-    return SageBwdSettings(is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k, **options)
+    plain = SageBwdSettings(is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k, **options)
+    return plain.with_remedy(UNBIASED) if case.unbiased else plain
 
 
 @lru_cache(maxsize=12)
@@ -438,19 +449,3 @@ def fill_cache(jobs: list[tuple]) -> None:
         with ProcessPoolExecutor(min(12, os.cpu_count()), mp_context=get_context("spawn")) as pool:
             wait([pool.submit(*job) for job in jobs])
         compiled.write(work)
-
-
-if not ON_GPU:
-    import sage_kernels.common.interpreter  # noqa: F401
-    from triton.runtime import interpreter
-
-    patch_builtins, names_of = interpreter._patch_builtin, {}
-
-    def patch_builtins_once(package, builder, scope):
-        """The interpreter searches triton.language at every call of a device function, a third of the tests' time."""
-        if package not in names_of:  # nothing is patched yet
-            names_of[package] = next(n for n, x in inspect.getmembers(package) if interpreter.tl.core.is_builtin(x))
-        if interpreter.tl.core.is_builtin(getattr(package, names_of[package])):
-            patch_builtins(package, builder, scope)
-
-    interpreter._patch_builtin = patch_builtins_once

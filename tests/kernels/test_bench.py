@@ -37,7 +37,7 @@ def right(query, key, value, is_causal):
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
 
 
-def wrong(query, key, value, is_causal):
+def wrong(query, key, value, is_causal, **options):
     return right(query, key, value, not is_causal)
 
 
@@ -78,7 +78,7 @@ def test_rows_are_complete_and_only_who_is_right_is_timed(clock, capsys):
     assert all(list(row) == COLUMNS for row in rows)
     found = [(row["op"], row["provider"], row["direction"], row["cuda_graph"]) for row in rows]
     kinds = [("fwd", False), ("bwd", False), ("fwd+bwd", False), ("fwd+bwd", True)]
-    names = [("sagebwd", "sage_kernels"), ("attention", "right")]
+    names = [("sagebwd", "sage_kernels"), ("sagebwd", "sage_kernels, unbiased"), ("attention", "right")]
     assert found == [(*name, *kind) for kind in kinds for name in names]
     for row in rows:
         assert (row["heads"], row["kv_heads"], row["n_q"], row["head_dim"], row["causal"]) == (2, 1, 48, 32, True)
@@ -86,6 +86,8 @@ def test_rows_are_complete_and_only_who_is_right_is_timed(clock, capsys):
         assert row["ms_median"] == 0.5
     errors = {row["provider"]: row["rel_l2"] for row in rows}
     assert errors["right"] < 0.002 < errors["sage_kernels"] < 0.1
+    assert 0.002 < errors["sage_kernels, unbiased"] < 0.1
+    assert errors["sage_kernels, unbiased"] != errors["sage_kernels"]
     reasons = {row["provider"]: row["missing"] for row in absent.rows}
     assert reasons["absent"].startswith("its-package: ModuleNotFoundError: No module named 'no_module_of_this_name'")
     assert reasons["wrong"].startswith("RuntimeError: O: expected a relative L2 error below 0.1, got ")
@@ -102,7 +104,7 @@ def test_ours_must_be_right_or_the_command_fails_after_the_others_were_timed(clo
         main(["bench"])
     assert stop.value.code == 1
     printed = capsys.readouterr()
-    assert "bench: ours was not timed 1 times, at first in {'missing': 'RuntimeError: " in printed.err
+    assert "bench: ours was not timed 2 times, at first in {'missing': 'RuntimeError: " in printed.err
     assert "| right | None | autograd | fwd+bwd | True | 0.5 |" in printed.out
 
 

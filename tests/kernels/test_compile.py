@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from sage_ref import Prologue
 from sage_ref.records import REPOSITORY
 from sage_ref.sla2.router import Routing
 
-EVERY = [*compiling.cases(), *compiling.around_cases(), *compiling.sla2_cases()]
+EVERY = [*compiling.cases(), *compiling.around_cases(), *compiling.unbiased_cases(), *compiling.sla2_cases()]
 LAUNCHED = [case for case in EVERY if case.capability == (90 if compiling.is_hopper(case) else 80)]
 AFTER_FORWARD = ("prepare_backward", "finish", "rotate_back")
 LAUNCHED += [case for case in compiling.around_cases((90,)) if case.kernel in AFTER_FORWARD]
@@ -114,7 +115,7 @@ def launch_level(case):
     prologue = Prologue(angles, angles, gain, gain)
     prepared = ladder.prepare_forward(
         query, key, value, case.level if case.kernel.endswith("forward") else 4, scale=0.1, smooth_k=True,
-        prologue=prologue if case.kernel.startswith("rotary_") else NO_PROLOGUE,
+        prologue=prologue if case.kernel.startswith("rotary_") else NO_PROLOGUE, unbiased=case.is_unbiased,
     )  # fmt: skip
     if case.kernel.endswith(("key_sums", "key_mean")):
         return None
@@ -124,7 +125,7 @@ def launch_level(case):
         run = level.hopper.run if level.hopper else partial(ladder.run_forward, level=case.level)
         return run(prepared, **options)
     log_sum_exp = torch.zeros(*size[:2], padded_length(size[2]))
-    hats = {"q_hat": prepared.q_hat, "k_hat": prepared.k_hat, "v_hat": prepared.v_hat}
+    hats = {"q_hat": prepared.q_hat, "k_hat": prepared.k_hat, "v_range": prepared.v_range}
     inputs = ladder.prepare_backward(
         grad_output, query, key, value, query, log_sum_exp, case.level, is_causal=case.is_causal, **hats
     )
@@ -175,11 +176,16 @@ def test_what_is_launched_is_what_is_declared_and_compiled(launches, monkeypatch
 # In one process of its own, where Triton compiles: in this one it may interpret. The last portable levels, for Ampere
 # and for Hopper, whose INT8 instructions differ; a level of Hopper's; SLA2's INT8 level, with its limit of registers.
 CASES = [Case("forward", 4, 80, 64, True), Case("forward", 3, 90, 64, True), Case("dkdv", 3, 90, 64, True)]
-CASES += [Case("forward", 5, 90, 64, True), Case("sla2_forward", 3, 90, 128, False)]
+CASES += [
+    Case("forward", 5, 90, 64, True),
+    Case("forward", 5, 90, 64, True, None, True),
+    Case("sla2_forward", 3, 90, 128, False),
+]
 COMPILE = """
 import json, re, sys
 from sage_kernels.measure.compile import (
-    Case, compile_all, compile_case, compiled_kernel, local_memory_instructions, machine_code,
+    SAME_PTX, Case, compile_all, compile_case, compile_kernel, compile_same, compiled_kernel, local_memory_instructions,
+    machine_code, same_ptx,
 )
 from sage_kernels.measure.instructions import case_rows
 from sage_ref.sla2.router import Routing
@@ -192,8 +198,13 @@ for capability in (80, 120):
     kernel = compiled_kernel(Case("dkdv_16bit", 0, capability, 128, True))
     counted = local_memory_instructions(kernel.asm["cubin"])
     found["local memory"].append([counted, len(re.findall(r"\\b(?:LDL|STL)\\b", machine_code(kernel)))])
+# Compiled for each, and assembled from the PTX of the first, which takes other registers.
+same = [Case("forward", 3, capability, 64, True) for capability in SAME_PTX]
+kernels, each = zip(*map(compile_kernel, same))
+found["each"], found["assembled"] = each, [compile_same(cases) for cases in same_ptx(same)]
+found["same PTX"] = [re.sub(r"\\.target sm_\\d+", "", kernel.asm["ptx"]) for kernel in kernels]
 # For 8.9 the assembler says what it says for 8.6, but for the name of a conversion and the header.
-code = [machine_code(compiled_kernel(Case("dq", 3, capability, 64, True))) for capability in (86, 89)]
+code = map(machine_code, kernels[1:])
 found["8.6 and 8.9"] = [re.findall(r"/\\*[0-9a-f]{4,}\\*/ .*", x.replace("F2FP.BF16.F32", "F2FP.BF16")) for x in code]
 # What the loops of the programs of one pass that are counted spill, per score.
 found["one pass"] = [
@@ -227,6 +238,12 @@ def test_levels_compile_as_recorded(compiled, case):
 def test_spills_are_counted_as_the_disassembler_names_them(compiled):
     assert len(compiled["local memory"]) == 2
     assert all(counted == named > 0 for counted, named in compiled["local memory"])
+
+
+def test_what_is_assembled_from_the_same_ptx_is_as_if_compiled(compiled):
+    assert compiled["assembled"] == [compiled["each"]]
+    assert len(set(compiled["same PTX"])) == 1
+    assert compiled["each"][0] != compiled["each"][1]
 
 
 def test_for_8_9_there_is_no_other_machine_code_than_for_8_6(compiled):
@@ -264,6 +281,15 @@ def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
             }  # fmt: skip
             assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
     assert len(cases) == len(list(compiling.cases()))
+
+
+def test_the_command_compiles_what_an_unbiased_o_takes():
+    cases = list(compiling.unbiased_cases())
+    assert all(case.is_unbiased for case in cases)
+    forward = {(case.capability, case.level, case.head_dim) for case in cases if case.kernel == "forward"}
+    assert forward == {*product((80, 86, 89, 90, 100, 120), (4,), (64, 128)), *product((90,), (5,), (64, 128))}
+    prepared = {(case.kernel, case.capability) for case in cases if case.kernel != "forward"}
+    assert prepared == {*product(("prepare_forward", "rotary_prepare_forward"), (80, 86, 90, 100, 120))}
 
 
 def test_the_command_compiles_every_program_of_every_sla2_level_for_every_gpu():

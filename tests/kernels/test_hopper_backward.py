@@ -1,5 +1,6 @@
 """Backward levels 4 and 5, Hopper's: their source on the CPU against the simulation, and what that GPU alone shows."""
 
+import functools
 import math
 import re
 
@@ -68,7 +69,7 @@ def prepared(level, case, tensors=None, forward=None):
     query, key, value, grad_output = tensors or draw(case)
     run_level4 = run_forward_level if tensors else forward_level
     inputs, output, log_sum_exp = forward or run_level4(case, 4, *([tensors] if tensors else []))
-    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_hat")} | {"is_causal": case.is_causal}
+    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_range")} | {"is_causal": case.is_causal}
     return prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **options)
 
 
@@ -184,8 +185,7 @@ def test_source_with_values_of_any_size(level, head_dim):
     forward = forward_level(case, 4)
 
     def gradients(v, do):
-        v_hat = forward.inputs.v_hat._replace(scale=2.0**v * forward.inputs.v_hat.scale)
-        inputs = forward.inputs._replace(v_hat=v_hat)
+        inputs = forward.inputs._replace(v_range=2.0**v * forward.inputs.v_range)
         given = forward._replace(inputs=inputs, output=2.0**v * forward.output.bfloat16())
         return run_source(level, case, (query, key, 2.0**v * value, 2.0**do * grad_output), given)
 
@@ -408,13 +408,13 @@ def test_units_pass_over_what_is_no_number():
     case = Case(200, 300, 64, 2, 1, batch=2)
     query, key, value, grad_output = draw(case)
     forward = forward_level(case, 4)
-    q_hat, k_hat, v_hat = forward.inputs.q_hat, forward.inputs.k_hat, forward.inputs.v_hat
+    q_hat, k_hat, v_range = forward.inputs.q_hat, forward.inputs.k_hat, forward.inputs.v_range
 
     def units_of(bad):
-        k, v, do = k_hat.scale.clone(), v_hat.scale.clone(), grad_output.clone()
+        k, v, do = k_hat.scale.clone(), v_range.clone(), grad_output.clone()
         k[0, 0, 1] = v[0, 0, 0] = bad
         do[1, 1, 150, 3] = math.inf if bad else 0
-        hats = {"q_hat": q_hat, "k_hat": k_hat._replace(scale=k), "v_hat": v_hat._replace(scale=v)}
+        hats = {"q_hat": q_hat, "k_hat": k_hat._replace(scale=k), "v_range": v}
         inputs = prepare_backward(do, query, key, value, forward.output, forward.log_sum_exp, 5, **hats)
         return inputs.units
 
@@ -455,6 +455,9 @@ def test_units_are_the_largest_that_fit(shape):
     assert torch.equal(delta, inputs.delta.double() * fit.repeat_interleave(128, 2))
 
 
+contiguous_source = functools.lru_cache(maxsize=2)(run_source)
+
+
 @on_the_cpu
 @pytest.mark.parametrize("name", ["V and dO", "V", "parts of one tensor"])
 @pytest.mark.parametrize("shape", [(130, 150, 64, 4, 2), (150, 130, 128, 2, 2, True)], ids=str)
@@ -464,7 +467,7 @@ def test_heads_of_a_token_side_by_side(level, shape, name):
         pytest.skip("level 4 copies such tensors")
     case = Case(*shape, batch=2)
     query, key, value, grad_output = draw(case)
-    expected = run_source(level, case)
+    expected = contiguous_source(level, case)
     if name == "parts of one tensor":
         value = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 2)[:, :, 1].transpose(1, 2)
     else:
@@ -564,7 +567,7 @@ def test_every_parameter_of_a_program_is_declared_once(module):
         of_program = {p.name for p in program.params if p.is_constexpr}
         assert set(program.arg_names) - of_program == declared.keys()
         assert of_program - constants.keys() <= {"D", "DP", "IS_CAUSAL", "RAGGED"}
-        assert not any("bf16" in kind for kind in declared.values())
+        assert not any("bf16" in kind for kind in declared.values() if kind is not None)
 
 
 @on_the_cpu

@@ -50,7 +50,7 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(LEVEL not in FORWARD, reason="n
 def run_source(case, tensors=None, **names):
     """O and L of level 5; names: what some global names of its source mean instead."""
     query, key, value, _ = tensors or draw(case)
-    inputs = prepare_forward(query, key, value, LEVEL, scale=case.c, smooth_k=case.smooth_k)
+    inputs = prepare_forward(query, key, value, LEVEL, **case.prepared)
     with pytest.MonkeyPatch.context() as patch:
         program = OnCPU(level5_hopper.hopper_program, seed=case.n_q, **names)
         patch.setattr(level5_hopper, "hopper_program", program)
@@ -68,6 +68,8 @@ SOURCE_CASES = [
     Case(150, 140, scale=0.0, is_causal=True),
     Case(150, 300, smooth_k=False, key_offset=3.0),
     Case(113, 203, 96, ramp=4.0),
+    Case(203, 113, 96, 2, 1, is_causal=True, unbiased=True, value_offset=3.0),
+    Case(113, 203, 40, 4, 2, batch=2, unbiased=True),
 ]
 
 
@@ -95,9 +97,11 @@ def test_source_at_sizes_float16_does_not_have():
 
 
 @on_the_cpu
-@pytest.mark.parametrize("std", [10.0, 20.0])
-def test_source_at_large_scores(std):
-    case = Case(150, 140, std=std, is_causal=True)
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("std", [10.0, 20.0, 140.0])
+def test_source_at_large_scores(std, unbiased):
+    """From the largest on the rounding of exponents, left alone, would let 127 P + 127/128 reach 128, which is -128."""
+    case = Case(150, 140, std=std, is_causal=True, unbiased=unbiased)
     output, simulated = run_source(case)[0], simulated_forward(case, LEVEL)[0]
     assert distance(output, simulated) <= 0.1 * distance(simulated, exact(case)[0])
 

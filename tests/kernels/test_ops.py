@@ -91,7 +91,7 @@ class SageBwd:
     def on(self, case, backend="triton", **options):
         """The public function of the inputs, with everything else as a case says."""
         options |= {"is_causal": case.is_causal, "scale": case.scale, "smooth_k": case.smooth_k}
-        options |= {"granularity": self.granularity, "enable_gqa": True, "backend": backend}
+        options |= {"unbiased": case.unbiased, "granularity": self.granularity, "enable_gqa": True, "backend": backend}
         return functools.partial(sagebwd_attention, **options)
 
     def of_the_ladder(self, case):
@@ -104,8 +104,9 @@ class SageBwd:
     def backward_arguments(self, case):
         _, _, value, grad_output = kernel_cases.draw(case)
         level = sagebwd_ops.forward_level(DEVICE, case.head_dim)
-        (*_, q_hat, k_hat, v_hat), output, log_sum_exp = kernel_cases.forward_level(case, level)
-        hats = (q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_hat.scale)
+        inputs, output, log_sum_exp = kernel_cases.forward_level(case, level)
+        q_hat, k_hat = inputs.q_hat, inputs.k_hat
+        hats = (q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_range)
         saved = (value, output, log_sum_exp, *hats)
         return grad_output, *saved, False, 0.125, self.granularity
 
@@ -210,6 +211,7 @@ def test_opcheck_forward(dtype):
     operation = SAGEBWD[0]
     inputs = operation.inputs(SageBwd.Case(3, 130, 48, heads=2, kv_heads=1, dtype=dtype))
     torch.library.opcheck(operation.kernel, (*inputs, True, 0.125, True))
+    torch.library.opcheck(operation.kernel, (*inputs, True, 0.125, True), {"unbiased": True})
 
 
 @EVERY_DTYPE
@@ -272,7 +274,7 @@ def test_fake_gradients_of_sla2_lie_in_memory_as_the_real_ones_do():
 LADDERS = [
     *product(SAGEBWD, [
         {"is_causal": False}, {"is_causal": True}, {"is_causal": False, "scale": -0.3}, {"scale": 0},
-        {"is_causal": False, "smooth_k": False},
+        {"is_causal": False, "smooth_k": False}, {"unbiased": True, "value_offset": 3.0},
     ]),
     *product(MASKED, [{}, {"scale": -0.3}, {"scale": 0}]),
 ]  # fmt: skip
@@ -667,6 +669,8 @@ SAME_ON_BOTH = [
     SageBwd.Case(200, 64, 64),
     SageBwd.Case(3, 3, 128, 8, 2, is_causal=True),
     SageBwd.Case(70, 90, 80),
+    SageBwd.Case(160, 100, 48, 2, 1, is_causal=True, unbiased=True),
+    SageBwd.Case(100, 160, 96, 4, 1, unbiased=True),
 ]
 
 
@@ -704,8 +708,8 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
             auto = operation.on(operation.tiny, backend="auto")(*inputs)
             assert torch.equal(auto, operation.on(operation.tiny)(*inputs))
     (_, options), _, (masked, _), _, (routed, _), _ = calls
-    expected = {"is_causal": True, "scale": SageBwd.tiny.c, "smooth_k": True, "granularity": "row", "prologue": None}
-    assert options == expected
+    expected = {"is_causal": True, "scale": SageBwd.tiny.c, "smooth_k": True, "granularity": "row", "unbiased": False}
+    assert options == expected | {"prologue": None}
     assert (type(masked[3]), type(routed[3])) == (torch.Tensor, Routing)
 
 
@@ -807,6 +811,7 @@ ROUGH = FULL._replace(n_k=20, smooth_k=False)
         ("key", 135, -math.inf, FULL), ("key", 135, math.nan, CAUSAL), ("key", 3, math.nan, ROUGH),
         ("key", 3, math.nan, ROUGH._replace(is_causal=True)), ("key", 135, math.inf, CAUSAL._replace(smooth_k=False)),
         ("value", 135, math.inf, FULL), ("value", 3, math.nan, CAUSAL), ("value", 135, math.nan, CAUSAL),
+        ("value", 135, math.nan, CAUSAL._replace(unbiased=True)),
     ],
     ids=str,
 )  # fmt: skip
@@ -816,7 +821,7 @@ def test_nan_goes_where_the_docstring_of_sagebwd_says_and_nowhere_else(name, tok
     if name == "query":
         touched = slice(first, first + SCALE_BLOCK)
     else:
-        by_mean = name == "key" and case.smooth_k
+        by_mean = case.smooth_k if name == "key" else case.unbiased
         touched = slice(first if case.is_causal and not by_mean else 0, None)
     assert all(rows[1, 1, touched].isnan().all() for rows in found[:2])
     assert_nothing_else_changed(clean, found, touched)

@@ -13,7 +13,7 @@ from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.recording import kept, kind_of, recorded
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction
 
 
@@ -296,6 +296,17 @@ def scaled_program(x_ptr, missing_ptr, y_ptr, n, factor, BLOCK: tl.constexpr, TW
     if TWICE:
         y += y
     tl.store(y_ptr + i, y, mask=i < n)
+
+
+def alone(x: tl.constexpr):
+    return x + 1
+
+
+def test_the_interpreter_puts_triton_s_language_back():
+    """A function that no program calls left it replaced: nothing could be compiled any more."""
+    language = {(part, name): x for part in (tl, tl.core, tl.tensor) for name, x in vars(part).items()}
+    assert interpreter.InterpretedFunction(alone)(2) == 3
+    assert all(vars(part)[name] is x for (part, name), x in language.items())
 
 
 def test_triton_s_programs_get_what_triton_gave_them(noting, monkeypatch):

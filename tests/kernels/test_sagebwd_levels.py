@@ -159,11 +159,12 @@ def test_errors_of_the_gradients_are_the_simulations(case, level):
         assert_same_error(case, *one)
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("std", [10.0, 20.0])
 @pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
-def test_large_scores_do_not_overflow(level, std):
+def test_large_scores_do_not_overflow(level, std, unbiased):
     """From here on the rounding of level 3's exponents, left alone, would let 127 P round to 128, which is -128."""
-    case = SMALL._replace(std=std)
+    case = SMALL._replace(std=std, unbiased=unbiased)
     output, (simulated, _) = forward_level(case, level).output, simulated_forward(case, level)
     assert distance(output, simulated) <= 0.1 * distance(simulated, exact(case)[0])
 
@@ -195,6 +196,25 @@ def test_smoothing_takes_a_key_offset_out_of_the_error(level):
     cases = (SMALL._replace(key_offset=8.0, smooth_k=smooth_k) for smooth_k in (False, True))
     rough, smooth = (distance(forward_level(case, level).output, exact(case)[0]) for case in cases)
     assert smooth < 0.5 * rough
+
+
+UNBIASED = [level for level in FORWARD if ladder.FORWARD_LEVELS[level].takes_unbiased]
+
+
+@pytest.mark.parametrize("level", UNBIASED, ids="forward{}".format)
+def test_unbiased_takes_a_value_offset_out_of_the_error(level):
+    """Rounded to nearest, and with the offset in V's scales, O is off by parts of the offset."""
+    cases = (SMALL._replace(value_offset=8.0, unbiased=unbiased) for unbiased in (False, True))
+    biased, unbiased = (distance(forward_level(case, level).output, exact(case)[0]) for case in cases)
+    assert unbiased < 0.3 * biased
+
+
+@pytest.mark.parametrize("level", sorted(set(range(len(ladder.FORWARD_LEVELS))) - set(UNBIASED) - {5}))
+def test_a_level_that_rounds_to_nearest_alone_says_so(level):
+    query, key, value, _ = draw(SMALL)
+    message = f"unbiased: expected False for forward level {level}, got True; levels 4, 5 take it"
+    with pytest.raises(ValueError, match=message):
+        prepare_forward(query, key, value, level, scale=1.0, smooth_k=True, unbiased=True)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -464,18 +484,22 @@ def test_a_query_that_is_no_number_spoils_its_blocks_scales(which):
     assert torch.equal(inputs.do_hat.scale.isnan(), spoiled & (which == "log_sum_exp"))
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("smooth_k", [False, True])
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
-def test_before_the_forward_pass(scale, smooth_k):
+def test_before_the_forward_pass(scale, smooth_k, unbiased):
     """One launch makes what `quantize` makes of each tensor, also of heads that lie side by side in memory."""
     case = SMALL._replace(heads=4, batch=2)
     query, key, value, _ = (heads_last(x) for x in draw(case))
-    key = (8 * key).round() / 8  # whose sums are exact, in any order
-    inputs = prepare_forward(query, key, value, 4, scale=scale, smooth_k=smooth_k)
+    key, value = ((8 * x).round() / 8 for x in (key, value))  # whose sums are exact, in any order
+    inputs = prepare_forward(query, key, value, 4, scale=scale, smooth_k=smooth_k, unbiased=unbiased)
     mean = key.sum(-2, dtype=torch.float32) / case.n_k if smooth_k else None
+    v_mean = value.sum(-2, dtype=torch.float32) / case.n_k if unbiased else None
     q_hat = quantize(-query if scale < 0 else query, SCALE_BLOCK, factor=abs(scale) * math.log2(math.e))
     k_hat = quantize(key, SCALE_BLOCK, mean=mean)
-    v_hat = quantize(value, SCALE_BLOCK, values=False, transposed=True, grouped=True)
+    v_hat = quantize(value, SCALE_BLOCK, mean=v_mean, values=False, transposed=True, grouped=True)
+    assert torch.equal(inputs.v_mean, v_mean) if unbiased else inputs.v_mean is None
+    assert torch.equal(inputs.v_range, quantize(value, SCALE_BLOCK).scale)  # the backward pass reads V itself
     for found, expected in ((inputs.q_hat, q_hat), (inputs.k_hat, k_hat), (inputs.v_hat, v_hat)):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert prepare_forward(query, key, value, 1, scale=scale, smooth_k=smooth_k).v_hat is None

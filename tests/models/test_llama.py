@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from sage_ref import Prologue
 from sage_ref.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
-from sage_ref.sagebwd.settings import SageBwdSettings
+from sage_ref.sagebwd.settings import UNBIASED, SageBwdSettings
 
 SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
 
@@ -149,10 +149,13 @@ def test_the_kernels_get_what_the_configuration_says(monkeypatch):
     calls = []
     kernels = lambda query, key, value, **options: calls.append(options) or query  # noqa: E731
     monkeypatch.setattr("sage_ref.models.llama.sagebwd_attention", kernels)
-    llama(attention="sagebwd", backend="triton", smooth_k=False, granularity="block")(tokens())
-    expected = {"is_causal": True, "enable_gqa": True, "smooth_k": False, "smooth_q": False}
-    assert isinstance(calls[0].pop("prologue"), Prologue)
-    assert calls[0] == expected | {"granularity": "block", "backend": "triton"}
+    for remedy in ("none", UNBIASED):
+        calls.clear()
+        chosen = {"smooth_k": False, "granularity": "block", "backend": "triton"}
+        llama(attention="sagebwd", **chosen, remedy=remedy)(tokens())
+        assert isinstance(calls[0].pop("prologue"), Prologue)
+        expected = {"is_causal": True, "enable_gqa": True, "smooth_q": False, "unbiased": remedy == UNBIASED}
+        assert calls[0] == expected | chosen
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -215,6 +218,10 @@ def test_autocast_normalises_and_rotates_in_float32():
         ({"block_q": 64}, "backend: expected 'reference', which alone takes block_q=64, got 'auto'"),
         ({"block_kv": 64}, "backend: expected 'reference', which alone takes block_kv=64, got 'auto'"),
         ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
+        (
+            {"remedy": "ordered P", "backend": "triton"},
+            "backend: expected 'reference'.* remedy='ordered P', got 'triton'",
+        ),
         ({"remedy": "two terms"}, "backend: expected 'reference', which alone takes remedy='two terms', got 'auto'"),
         ({"granularity": "column"}, "granularity: "),
         ({"remedy": "hope", "backend": "reference"}, "remedy: expected one of"),

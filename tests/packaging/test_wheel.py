@@ -72,7 +72,7 @@ def test_one_wheel_for_every_platform_holds_the_packages_and_the_records(wheel):
     for package, root in (("sage_ref", REPOSITORY), ("sage_kernels", REPOSITORY / "kernels")):
         files = [x for x in (root / package).rglob("*") if x.suffix in (".py", ".json", ".typed")]
         assert {str(x.relative_to(root)) for x in files} <= names
-    recorded = {f"sage_ref/recorded/{x.name}" for x in (REPOSITORY / "notebooks" / "recorded").iterdir()}
+    recorded = {f"sage_ref/recorded/{x.name}" for x in (REPOSITORY / "notebooks" / "recorded").iterdir() if x.is_file()}
     assert recorded <= names
     assert {name.partition("/")[0] for name in names} - {"sage_ref", "sage_kernels"} == {
         f"sage_ref-{PROJECT['version']}.dist-info"
@@ -104,7 +104,7 @@ for attention in (sage_ref.sagebwd_attention, sage_ref.SLA2(32, 4, sparsity=0.5,
 assert q.grad.isfinite().all()
 names = [x.stem for x in RECORDED.glob("*.json")]
 rows = sum(len(read_record(name).rows) for name in names)
-layers = [len(read_capture(x).layers) for x in sorted(RECORDED.glob("*.safetensors"))]
+layers = [len(read_capture(x).layers) for x in sorted(RECORDED.glob("capture_*.safetensors"))]
 figures.overview_figure(*map(read_record, ("table2_captures", "bench_h200"))).savefig("overview.png")
 modules = [x.__file__ for name, x in sys.modules.items() if name.partition(".")[0] in ("sage_ref", "sage_kernels")]
 print(json.dumps([len(names), rows, layers, sorted(x for x in modules if x), sys.path]))
@@ -117,7 +117,7 @@ def test_attention_records_captures_and_figures_work_far_from_the_repository(ins
     here = REPOSITORY / "notebooks" / "recorded"
     assert records == len(list(here.glob("*.json")))
     assert rows > 1000
-    assert len(layers) == len(list(here.glob("*.safetensors")))
+    assert len(layers) == len(list(here.glob("capture_*.safetensors")))
     assert min(layers) > 0
     assert (folder / "overview.png").stat().st_size > 10_000
     site = str(python.parents[1])

@@ -334,8 +334,6 @@ def test_a_model_under_ddp_and_fsdp_gets_the_gradients_of_one_process(found, nam
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_give_what_the_reference_does_and_with_ulysses_the_bits_of_one_process(found, name):
     """4e-3, as for the kernels in one process; the interpreter is mended here as it is there."""
-    import sage_kernels.common.interpreter  # noqa: F401
-
     both = together(found, ("kernels", name))
     assert_close(both, together(found, ("reference", name)), 4e-3)
     if name == "ulysses":

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sage_ref import SLA2, Prologue, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
 from sage_ref.attention import attention_forward
-from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
+from sage_ref.sagebwd import Repair, SageBwdFunction, SageBwdSettings
 from sage_ref.sla2 import BlockSettings, SparseLinearFunction, block_count
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -53,7 +53,7 @@ def mask_and_alpha(query, key, block_q=16, block_kv=8):
 SIGNATURES = {
     sagebwd_attention: "*, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, "
     "smooth_k: bool = True, smooth_q: bool = False, granularity: str = 'row', "
-    "prologue: sage_ref.prologue.Prologue | None = None, ",
+    "unbiased: bool = False, prologue: sage_ref.prologue.Prologue | None = None, ",
     sparse_linear_attention: "block_mask: Tensor, alpha: Tensor | float, *, quantize: bool = False, "
     "scale: float | None = None, block_q: int = 128, block_kv: int = 64, ",
 }
@@ -102,13 +102,16 @@ def test_any_valid_call_is_close_to_exact_attention(batch, heads, tokens, head_d
 def test_every_option_reaches_the_computation(inputs):
     tensors = inputs(100, 100, 16)
     options = {"is_causal": True, "scale": 0.4, "smooth_k": False, "smooth_q": True, "granularity": "block"}
+    options["unbiased"] = True
     results = [with_gradients(*tensors, **dict([option]))[1] for option in (("smooth_k", True), *options.items())]
     for i, one in enumerate(results):
         assert not any(torch.equal(one, other) for other in results[:i])
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    output, _ = SageBwdFunction.apply(*leaves, SageBwdSettings(**options))
+    del options["unbiased"]
+    settings = SageBwdSettings(**options, p_rounding="ordered", repair=Repair(smooth_v=True))
+    output, _ = SageBwdFunction.apply(*leaves, settings)
     expected = output, *torch.autograd.grad(output, leaves, tensors[3])
-    for x, y in zip(with_gradients(*tensors, **options), expected, strict=True):
+    for x, y in zip(with_gradients(*tensors, **options, unbiased=True), expected, strict=True):
         assert torch.equal(x, y)
 
 
@@ -185,8 +188,8 @@ BAD_IN_BOTH = [
 ]  # fmt: skip
 BAD_IN_ONE = {
     sagebwd_attention: [
-        (["is_causal", "enable_gqa", "smooth_k", "smooth_q"], [0, 1, None, "yes", 1.0, torch.tensor(True)], TypeError,
-         "expected a bool, got {kind}"),
+        (["is_causal", "enable_gqa", "smooth_k", "smooth_q", "unbiased"],
+         [0, 1, None, "yes", 1.0, torch.tensor(True)], TypeError, "expected a bool, got {kind}"),
         (["granularity"], ["tile", "Row", "", None, 1, ["row"]], ValueError,
          "expected one of ('block', 'row'), got {x!r}"),
     ],
@@ -287,13 +290,14 @@ def test_heads_and_batches_never_notice_each_other(inputs):
 def test_triton_runs_where_it_can_with_every_option_and_never_for_the_reference(inputs, stand_in, backend):
     qkv, kernels = inputs(4, 4, 16)[:3], stand_in("sagebwd")
     assert sagebwd_attention(*qkv, backend=backend) is qkv[0]
-    options = {"is_causal": True, "scale": 0.3, "smooth_k": False, "granularity": "block"}
+    options = {"is_causal": True, "scale": 0.3, "smooth_k": False, "granularity": "block", "unbiased": True}
     options["prologue"] = Prologue(torch.ones(4, 8), torch.zeros(4, 8))
     sagebwd_attention(*qkv, backend=backend, **options)
     reference(*qkv)
     (*tensors, defaults), (*_, passed_on) = kernels.calls
     assert all(x is y for x, y in zip(tensors, qkv, strict=True))
-    assert defaults == {"is_causal": False, "scale": 1 / 4, "smooth_k": True, "granularity": "row", "prologue": None}
+    expected = {"is_causal": False, "scale": 1 / 4, "smooth_k": True, "granularity": "row", "unbiased": False}
+    assert defaults == expected | {"prologue": None}
     assert passed_on == options
 
 

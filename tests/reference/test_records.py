@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +117,11 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
     assert facts["commit"] == "0123456789abcdef"
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_a_version_is_that_of_the_module_in_use(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="0.1.2"))
+    assert provenance("python -m this")["triton"] == "0.1.2"
 
 
 def test_the_commit_is_marked_when_sources_differ_from_it(monkeypatch):

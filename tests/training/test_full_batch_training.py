@@ -185,6 +185,13 @@ def test_exact_loss_is_that_of_exact_attention_at_the_run_s_weights(tmp_path):
 # A run
 
 
+def test_the_value_offset_is_one_where_all_tokens_are_the_same():
+    training = new_training()
+    assert 0 < training.value_offset() < 0.9
+    training.sequences = torch.full_like(training.sequences, 3)
+    assert training.value_offset() == pytest.approx(1.0, abs=1e-9)
+
+
 @pytest.mark.parametrize("config", [EXACT, replace(SAGEBWD, ds_rounding="stochastic")])
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch, config, batch_size):

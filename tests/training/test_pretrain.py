@@ -476,7 +476,7 @@ def test_a_trace_is_the_error_of_every_layer_at_every_report_once(tmp_path, monk
 def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
     row = result_row(uninterrupted)
     assert row.pop("seconds") == pytest.approx(uninterrupted.seconds, abs=0.01)
-    choices = ("attention", "backend", "qk_norm", "granularity", "block_q", "block_kv", "ds_rounding")
+    choices = ("attention", "backend", "qk_norm", "granularity", "block_q", "block_kv", "ds_rounding", "remedy")
     expected = {name: getattr(STOCHASTIC, name) for name in choices}
     expected |= {"smoothing": "k", "tokens_per_step": 96, "learning_rate": 0.02, "seed": 0, "steps": 12, "tokens": 1152}
     expected |= {"diverged": None, "devices": 1, "final_val_loss": uninterrupted.losses[-1]["validation_loss"]}
@@ -486,14 +486,15 @@ def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"smooth_k": False, "granularity": "block"}, ("none", "block", 128, 128, "nearest", "reference")),
-        ({"smooth_q": True, "block_q": 8, "block_kv": 16}, ("qk", "row", 8, 16, "nearest", "reference")),
-        ({"attention": "exact"}, (None,) * 6),
+        ({"smooth_k": False, "granularity": "block"}, ("none", "block", 128, 128, "nearest", "none", "reference")),
+        ({"smooth_q": True, "block_q": 8, "block_kv": 16}, ("qk", "row", 8, 16, "nearest", "none", "reference")),
+        ({"remedy": "V smoothed"}, ("k", "row", 128, 128, "nearest", "V smoothed", "reference")),
+        ({"attention": "exact"}, (None,) * 7),
     ],
 )
 def test_the_row_of_a_run_names_what_attention_it_had(changes, expected):
     training = new_training(replace(CONFIG, **{"attention": "sagebwd", "backend": "reference"} | changes))
     training.report([])
     row = result_row(training)
-    names = ("smoothing", "granularity", "block_q", "block_kv", "ds_rounding", "backend")
+    names = ("smoothing", "granularity", "block_q", "block_kv", "ds_rounding", "remedy", "backend")
     assert tuple(row[name] for name in names) == expected

@@ -131,6 +131,21 @@ def low_byte(x):
 
 
 @triton.jit
+def dither(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """floor(x + t) as int8 of a tile from 0 to 127, with the reference's `ordered_thresholds` t.
+
+    Numbers from 128 to 256 have 16 bits after the point and seven before it besides the leading one, so adding 128 + t
+    leaves the integer in the third byte: one addition, no conversion instruction. t has a period of 8, and tiles begin
+    at multiples of 8: few registers hold all of it.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
+    eighth, part = (column[None, :] + 2 * row[:, None]) & 7, (5 * row & 7)[:, None]
+    added = (8 * eighth + part).to(tl.float32) / 64 + (128 + 1 / 128)
+    x = (x.reshape(ROWS, COLUMNS // 8, 8) + added[:, None, :]).reshape(ROWS, COLUMNS)
+    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int8)
+
+
+@triton.jit
 def group_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The columns reordered in groups of 16: (half, quad, pair) -> (quad, half, pair).
 
@@ -142,20 +157,22 @@ def group_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr):
+def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr, IS_DITHERED: tl.constexpr = False):
     """(p_ij = 127 exp(S_ij - m_ij), s_p, m_new, l, rescale) from ROUNDER + integer scores and their scale per row.
 
     S - m_ij + log2(127) is one multiply-add: s_ij s_qk - taken_out. taken_out is large, so it is rounded; m_ij becomes
     the maximum that the rounded value stands for, which is just as good a reference point while s_qk << 1. From
     s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
-    there on a little more is taken out.
+    there on a little more is taken out. IS_DITHERED: P^ is up to 127 P + 127/128, so more is taken out everywhere; the
+    other roundings on the way, up to 0.37 s_qk, count too.
     """
     if IS_MASKED:
         s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
         m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)
     else:
         m_ij = (tl.max(s_ij, 1) - ROUNDER) * s_qk
-    taken_out = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + tl.maximum(s_qk - 0.005, 0.0))
+    more = 1.3 * s_qk if IS_DITHERED else tl.maximum(s_qk - 0.005, 0.0)
+    taken_out = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + more)
     m_ij = tl.fma(-s_qk, ROUNDER, taken_out) + LOG2_INT8_MAX
     m_new = tl.maximum(m, m_ij)
     p_ij = tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -taken_out[:, None]))

@@ -358,6 +358,22 @@ def round_to_int8(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def dither_to_int8(x, COLUMNS: gl.constexpr):
+    """floor(x + t) of x [ROWS, TILE] from 0 to 127 as int8, with the reference's `ordered_thresholds` t.
+
+    Columns grouped as in `round_to_int8`, and rounded as there: round(x + t - 1/2), so one addition more. t has a
+    period of 8 and tiles begin at multiples of 8: a thread adds the same two numbers all the time.
+    """
+    x = x.reshape([ROWS, TILE // 8, 8])
+    within: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    query = gl.arange(0, ROWS, gl.SliceLayout(1, within)) & 7
+    key = gl.arange(0, 8, gl.SliceLayout(0, within))
+    eighth, part = (key[None, :] + 2 * query[:, None]) & 7, (5 * query & 7)[:, None]
+    added = (8 * eighth + part).to(gl.float32) * (1 / 64) + (1 / 128 - 1 / 2)
+    return round_to_int8((x + added[:, None, :]).reshape([ROWS, TILE]), COLUMNS)
+
+
+@gluon.jit
 def add_scaled(gradient, product, s, DP: gl.constexpr):
     """gradient + product * s [ROWS, DP], with a scale per row."""
     return gradient + product.to(gl.float32) * gl.convert_layout(s, gl.SliceLayout(1, accumulator(DP)))[:, None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import sage_ref
-from sage_kernels.measure.contenders import OPERATIONS, OURS, Absent, Contender, Entry, measured_columns, turn
+from sage_kernels.measure.contenders import OPERATIONS, OURS, UNBIASED, Absent, Contender, Entry, measured_columns, turn
 from sage_kernels.measure.judge import LARGEST_ERROR, RESULTS, exact_head, peer_head, require_close
 from sage_kernels.measure.paired import Timing
 from sage_kernels.measure.peers import PEERS
@@ -85,10 +85,11 @@ class Case:
             **measured_columns(timing, OPERATIONS[direction] * operations, entry.error, host_us),
         }  # fmt: skip
 
-    def ours(self) -> Contender:
+    def ours(self, *, unbiased: bool = False) -> Contender:
         level = f"{forward_level(self.tensors[0].device, self.shape.head_dim)}"
         level += f"/{backward_level(self.tensors[0].device, self.shape.head_dim)}"
-        return self._contender(OURS, _sagebwd, op="sagebwd", level=level)
+        attention = partial(_sagebwd, unbiased=unbiased)
+        return self._contender(UNBIASED if unbiased else OURS, attention, op="sagebwd", level=level)
 
     def peer(self, provider: str) -> Contender:
         return self._contender(provider, PEERS[provider].attention, largest_error=PEERS[provider].largest_error)
@@ -103,8 +104,9 @@ class Case:
         return Contender(provider, lambda q, k, v: attention(q, k, v, causal), operands, grad_output, judge, **names)
 
 
-def _sagebwd(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-    return sage_ref.sagebwd_attention(query, key, value, is_causal=is_causal, enable_gqa=True, backend="triton")
+def _sagebwd(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, *, unbiased: bool) -> Tensor:
+    options = {"is_causal": is_causal, "enable_gqa": True, "unbiased": unbiased, "backend": "triton"}
+    return sage_ref.sagebwd_attention(query, key, value, **options)
 
 
 def bench_shape(shape: Shape, absent: Absent | None = None) -> Iterator[dict]:
@@ -115,8 +117,8 @@ def bench_shape(shape: Shape, absent: Absent | None = None) -> Iterator[dict]:
 
 
 def contenders(case: Case, absent: Absent) -> dict[str, Contender]:
-    """Ours and every peer that is here, all of them right."""
-    make = {OURS: case.ours}
+    """Ours, with a biased and an unbiased O, and every peer that is here, all of them right."""
+    make = {OURS: case.ours, UNBIASED: partial(case.ours, unbiased=True)}
     make |= {provider: partial(case.peer, provider) for provider in absent.present(tuple(PEERS), case.shape.columns)}
     return absent.tried(make, case.shape.columns)
 

@@ -7,6 +7,8 @@ for Hopper in which the assembler made matmuls wait for one another.
 
 Left out for 8.9 is all but what `sagebwd_attention` and SLA2 run by themselves: 8.9 takes the launches of 8.6, and the
 machine code for both has the same instructions in the same order, with another spelling of one conversion.
+
+For 8.0, 8.6 and 8.9 Triton writes the same program, so what differs in nothing else is only assembled for each.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -53,6 +56,7 @@ from sage_ref.records import markdown_table, replaced, write_record
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SAME_PTX = (80, 86, 89)  # compute capabilities for which Triton writes the same PTX, but for the name of its target
 # SLA2's programs that run around its ladder, with the warps they are launched with, or all of the launch.
 SLA2_AROUND = {
     "sla2_prepare": before_sla2.LAUNCH, "sla2_join": sla2_backward.JOIN_WARPS, "sla2_list": 1, "sla2_top_blocks": 1,
@@ -82,10 +86,12 @@ class Case(NamedTuple):
     head_dim: int
     is_causal: bool
     launch: Launch | None = None  # instead of what `ladder` launches
+    is_unbiased: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.kernel} level {self.level} D{self.head_dim} {'causal' if self.is_causal else 'full'}"
+        mask = "causal" if self.is_causal else "full"
+        return f"{self.kernel} level {self.level} D{self.head_dim} {mask}" + " unbiased" * self.is_unbiased
 
 
 class Source(NamedTuple):
@@ -127,6 +133,16 @@ def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
             if BACKWARD_LEVELS[last[BACKWARD_LEVELS]].integer_sums:
                 yield Case("finish", last[BACKWARD_LEVELS], capability, 128, True)
             yield Case("rotate_back", last[BACKWARD_LEVELS], capability, 128, True)
+
+
+def unbiased_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
+    """The forward levels that take `unbiased`, and what runs before the last of them."""
+    for case in cases(capabilities, head_dims):
+        if case.kernel == "forward" and level_of(case).takes_unbiased:
+            yield case._replace(is_unbiased=True)
+    for case in around_cases(capabilities):
+        if case.kernel.endswith("prepare_forward"):
+            yield case._replace(is_unbiased=True)
 
 
 def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: int) -> list[int]:
@@ -203,8 +219,9 @@ def _around_source(case: Case) -> Source:
     if case.kernel == "key_mean":
         return Source(key_mean.key_mean_program, key_mean.mean_signature(), key_mean.mean_constants(head_dim), options)
     if case.kernel.endswith("prepare_forward"):
-        signature, constants = before_forward.signature(with_prologue=with_prologue), before_forward.constants
-        return Source(before_forward.prepare_program, signature, constants(head_dim, level.grouped), options)
+        signature = before_forward.signature(with_prologue=with_prologue, is_unbiased=case.is_unbiased)
+        constants = before_forward.constants(head_dim, level.grouped)
+        return Source(before_forward.prepare_program, signature, constants, options)
     if case.kernel == "rotate_back":
         signature = prologue.signature()
         return Source(prologue.rotate_back_program, signature, prologue.constants(head_dim), options)
@@ -222,10 +239,13 @@ def _sagebwd_source(case: Case) -> Source:
         constants = constants | {"D": head_dim, "DP": head_dim, "IS_CAUSAL": is_causal}
         if "RAGGED" in program.arg_names:  # the last block of keys isn't full: more code, as a causal mask is
             constants["RAGGED"] = is_causal
-        return Source(program, level.hopper.signature(case.kernel, head_dim), constants, options)
+        unbiased = {"is_unbiased": True} if case.is_unbiased else {}
+        return Source(program, level.hopper.signature(case.kernel, head_dim, **unbiased), constants, options)
     if case.kernel == "forward":
-        constants = forward.constants(level.key_tile, head_dim, launch, is_causal)
-        return Source(forward.forward_program, forward.signature(level.int8), constants, launch.options)
+        key_tile = level.dithered_key_tile if case.is_unbiased else level.key_tile
+        constants = forward.constants(key_tile, head_dim, launch, is_causal)
+        signature = forward.signature(level.int8, is_unbiased=case.is_unbiased)
+        return Source(forward.forward_program, signature, constants, launch.options)
     signature = (backward.dq_signature if case.kernel.startswith("dq") else backward.dkdv_signature)(bool(level.int8))
     if case.kernel.startswith("dq"):
         constants = backward.dq_constants(level.key_tile, head_dim, launch, is_causal, level.per_block)
@@ -296,13 +316,34 @@ def compile_kernel(case: Case) -> tuple[Any, Compiled]:
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         kernel = compiled_kernel(case)
-    said, ptx = log.getvalue(), kernel.asm["ptx"]
-    return kernel, Compiled(
+    return kernel, compiled_from(kernel, kernel.asm["cubin"], log.getvalue())
+
+
+def compile_same(cases: Sequence[Case]) -> list[Compiled]:
+    """The same as compile_case of each, for cases for which Triton writes the same PTX: it does so for the first."""
+    kernel, first = compile_kernel(cases[0])
+    return [first, *(compiled_from(kernel, *assembled(kernel.asm["ptx"], case)) for case in cases[1:])]
+
+
+def assembled(ptx: str, case: Case) -> tuple[bytes, str]:
+    """(cubin, what the assembler says) of PTX that was written for another of SAME_PTX."""
+    backend = CUDABackend(GPUTarget("cuda", case.capability, 32))
+    options = backend.parse_options(source_of(case).options)
+    ptx = re.sub(r"^\.target sm_\d+", f".target sm_{case.capability}", ptx, flags=re.MULTILINE)
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
+        cubin = backend.make_cubin(ptx, {}, options, case.capability)
+    return cubin, log.getvalue()
+
+
+def compiled_from(kernel, cubin: bytes, said: str) -> Compiled:
+    """What Triton's compiled kernel is like, with this machine code, of which the assembler said this."""
+    return Compiled(
         registers=int(re.search(r"Used (\d+) registers", said)[1]),
-        spills=local_memory_instructions(kernel.asm["cubin"]),
+        spills=local_memory_instructions(cubin),
         shared=kernel.metadata.shared,
-        int8_instructions=count_int8(ptx),
-        float16_instructions=count_float16(ptx),
+        int8_instructions=count_int8(kernel.asm["ptx"]),
+        float16_instructions=count_float16(kernel.asm["ptx"]),
         serialized=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),  # C7510, C7514 and their like
     )
 
@@ -341,10 +382,23 @@ def machine_code(kernel) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compile_all(wanted: list[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:
-    """Compile in parallel processes, in the order of `wanted`."""
+def same_ptx(wanted: Sequence[Case]) -> list[list[Case]]:
+    """All of `wanted`, those together for which Triton writes the same PTX."""
+    groups = {}
+    for case in wanted:
+        source = source_of(case)
+        family = SAME_PTX if case.capability in SAME_PTX else case.capability
+        parts = (tuple(part.items()) for part in (source.signature, source.constants, source.options))
+        groups.setdefault((family, source.program, *parts), []).append(case)
+    return list(groups.values())
+
+
+def compile_all(wanted: Sequence[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:
+    """Compile in parallel processes; cases that share their PTX come together."""
+    groups = same_ptx(wanted)
     with ProcessPoolExecutor(workers) as pool:
-        yield from zip(wanted, pool.map(compile_case, wanted), strict=True)
+        for cases, compiled in zip(groups, pool.map(compile_same, groups), strict=True):
+            yield from zip(cases, compiled, strict=True)
 
 
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
@@ -377,7 +431,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compile every level for sm_80 to sm_120 and check the result."""
-    every = [*cases(), *around_cases(), *sla2_cases()]
+    every = [*cases(), *around_cases(), *unbiased_cases(), *sla2_cases()]
     wanted = [
         case for case in every
         if (not options.capability or case.capability in options.capability) and (options.only or "") in named(case)
@@ -394,6 +448,8 @@ def run(options: argparse.Namespace) -> None:
         recorded[name] = compiled.spills
         if wrong:
             complaints.append(f"{name}: {wrong}")
+    names = [*map(named, wanted)]
+    rows.sort(key=lambda row: names.index(row["kernel"]))
     print(markdown_table(rows[0], [row.values() for row in rows]))
     if options.json:
         write_record(options.json, rows, command=options.command)

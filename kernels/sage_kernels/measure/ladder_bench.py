@@ -43,7 +43,7 @@ def bench_shape(shape: Shape, absent: Absent | None = None) -> Iterator[dict]:
     case, absent = Case(shape), absent or Absent()
     found = contenders(case, absent)
     if shape.n < LONG:
-        peers = {name: contender for name, contender in found.items() if name != OURS}
+        peers = {name: contender for name, contender in found.items() if not name.startswith(OURS)}
         for (direction, levels), scope in itertools.product(LADDERS.items(), ("kernel", "op")):
             make = {name: partial(peer.entry, direction) for name, peer in peers.items()}
             entries = absent.tried(make, case.shape.columns | {"scope": scope, "direction": direction})
@@ -76,7 +76,7 @@ def backward_entries(case: Case, scope: str) -> dict[str, Entry]:
         for level in (0, best)
     }
     saved = {level: run_forward(inputs, level, **case.options) for level, inputs in forward.items()}
-    options = {name: getattr(forward[best], name) for name in ("q_hat", "k_hat", "v_hat")}
+    options = {name: getattr(forward[best], name) for name in ("q_hat", "k_hat", "v_range")}
     options |= {"is_causal": case.shape.causal}
     entries = {}
     for level, chosen in enumerate(BACKWARD_LEVELS):

@@ -55,7 +55,7 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     query, key, value, grad_output = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     forward = prepare_forward(query, key, value, LEVEL["forward"], scale=scale, smooth_k=True)
     output, log_sum_exp = run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale)
-    hats = {name: getattr(forward, name) for name in ("q_hat", "k_hat", "v_hat")}
+    hats = {name: getattr(forward, name) for name in ("q_hat", "k_hat", "v_range")}
     backward = prepare_backward(grad_output, query, key, value, output, log_sum_exp, LEVEL["backward"], **hats)
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

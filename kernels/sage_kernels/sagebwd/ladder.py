@@ -29,7 +29,7 @@ from sage_kernels.sagebwd.forward import (
     level4_grouped,
     level5_hopper,
 )
-from sage_kernels.sagebwd.forward.key_mean import key_mean
+from sage_kernels.sagebwd.forward.key_mean import key_mean, value_mean
 from sage_kernels.sagebwd.forward.prepare import quantize_inputs
 from sage_kernels.sagebwd.forward.program import ForwardInputs, run
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
@@ -43,9 +43,14 @@ class ForwardLevel(NamedTuple):
     key_tile: object  # the body of the loop over key tiles; None for a level with programs of its own
     int8: str  # which tensors are read in INT8
     grouped: bool = False  # transposed copies in the order of tiles.group_columns
+    dithered_key_tile: object = None  # of an unbiased O: P rounded by ordered dither
     # The module of a level that is Hopper's alone, with programs of its own: kernels, program_of, signature, LAUNCHES
     # and run(inputs, is_causal=..., scale=...).
     hopper: ModuleType | None = None
+
+    @property
+    def takes_unbiased(self) -> bool:
+        return self.dithered_key_tile is not None or self.hopper is not None
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """The programs it takes, by their names in `candidates.CANDIDATES` or the module's LAUNCHES."""
@@ -77,9 +82,12 @@ FORWARD_LEVELS = (
     ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, int8="QK"),
     ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, int8="QKV"),
     ForwardLevel("no conversions", level3_folded.key_tile, int8="QKV"),
-    ForwardLevel("no shuffles", level4_grouped.key_tile, int8="QKV", grouped=True),
+    ForwardLevel(
+        "no shuffles", level4_grouped.key_tile, int8="QKV", grouped=True,
+        dithered_key_tile=level4_grouped.dithered_key_tile,
+    ),
     ForwardLevel("Hopper: warps with different jobs", None, int8="QKV", grouped=True, hopper=level5_hopper),
-)
+)  # fmt: skip
 BACKWARD_LEVELS = (
     BackwardLevel("16 bit, split", level0_16bit.key_tile, level0_16bit.query_tile, int8=""),
     BackwardLevel("INT8, scales per row", level1_int8.key_tile, level1_int8.query_tile),
@@ -114,23 +122,29 @@ def prepare_forward(
     *,
     scale: float,
     smooth_k: bool,
+    unbiased: bool = False,
     prologue: Prologue = NO_PROLOGUE,
 ) -> ForwardInputs:
     """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
 
+    unbiased: smooth V; `run_forward` then rounds P by ordered dither. Only for levels that take it.
     prologue: QK-norm and rotation of query and key, its tensors contiguous and in float32. Only for INT8 levels, which
     then use nothing but the shapes of the 16-bit query and key.
     """
     chosen = FORWARD_LEVELS[level]
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
+    if unbiased and not chosen.takes_unbiased:
+        able = ", ".join(str(number) for number, other in enumerate(FORWARD_LEVELS) if other.takes_unbiased)
+        raise ValueError(f"unbiased: expected False for forward level {level}, got True; levels {able} take it")
     if not chosen.int8:
         if prologue.cos is not None:
             raise ValueError(f"prologue: expected none for forward level {level}, which reads 16-bit queries, got one")
         return ForwardInputs(query, key, value, None, None, None)
     k_mean = key_mean(key, prologue, start) if smooth_k else None
+    v_mean = value_mean(value, start) if unbiased else None
     options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
-    hats = quantize_inputs(query, key, value, prologue, start, k_mean=k_mean, **options)
-    return ForwardInputs(query, key, value, *hats)
+    hats = quantize_inputs(query, key, value, prologue, start, k_mean=k_mean, v_mean=v_mean, **options)
+    return ForwardInputs(query, key, value, *hats, v_mean)
 
 
 def run_forward(
@@ -151,7 +165,8 @@ def run_forward(
             raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
         return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
     launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
-    return run(inputs, chosen.key_tile, launch, start, is_causal=is_causal, scale=scale * LOG2_E)
+    key_tile = chosen.key_tile if inputs.v_mean is None else chosen.dithered_key_tile
+    return run(inputs, key_tile, launch, start, is_causal=is_causal, scale=scale * LOG2_E)
 
 
 def prepare_backward(
@@ -166,13 +181,13 @@ def prepare_backward(
     *,
     q_hat: Quantized | None = None,
     k_hat: Quantized | None = None,
-    v_hat: Quantized | None = None,
+    v_range: Tensor | None = None,
     is_causal: bool = False,
 ) -> BackwardInputs:
     """What backward level `level` reads: delta, dO and its copies, and the transposes of the forward's Q^ and K^.
 
     An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Level 5
-    alone needs the scales of v_hat and is_causal, for its units.
+    alone needs the forward's v_range and is_causal, for its units.
     """
     chosen = BACKWARD_LEVELS[level]
     grad_output, query, key, value = (last_axis_contiguous(x) for x in (grad_output, query, key, value))
@@ -180,11 +195,11 @@ def prepare_backward(
         delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
         delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
         return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None, None)
-    if chosen.integer_sums and v_hat is None:
-        raise ValueError(f"v_hat: expected the forward's for backward level {level}, got None")
-    v_scale = v_hat.scale if chosen.integer_sums else None
+    if chosen.integer_sums and v_range is None:
+        raise ValueError(f"v_range: expected the forward's for backward level {level}, got None")
+    v_range = v_range if chosen.integer_sums else None
     options = {"grouped": chosen.grouped, "is_causal": is_causal}
-    prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_scale, start, **options)
+    prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_range, start, **options)
     q_hat, k_hat, do_hat, delta, units = prepared
     return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat, units)
 

@@ -86,28 +86,31 @@ def forward(
     query_gain: Tensor | None = None,
     key_gain: Tensor | None = None,
     eps: float = 0.0,
+    unbiased: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, that of V^.
+    """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, V's range.
 
     cos ... eps: those of a `Prologue`, contiguous and in float32; None: there is none, or one without a norm.
     """
     prologue = Prologue(cos, sin, query_gain, key_gain, eps)
+    options = {"scale": scale, "smooth_k": smooth_k, "unbiased": unbiased, "prologue": prologue}
     level = forward_level(query.device, query.shape[3])
 
     def compute(start: Start) -> tuple[Tensor, ...]:
-        inputs = prepare_forward(query, key, value, level, start, scale=scale, smooth_k=smooth_k, prologue=prologue)
+        inputs = prepare_forward(query, key, value, level, start, **options)
         output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
         q_hat, k_hat = inputs.q_hat, inputs.k_hat
-        return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_hat.scale
+        return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_range
 
     inputs = query, key, value, cos, sin, query_gain, key_gain
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        return recorded(("forward", level, is_causal, scale, smooth_k, eps), inputs, compute)
+        return recorded(("forward", level, is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
 
 
 def fake_forward(
-    query, key, value, is_causal, scale, smooth_k, cos=None, sin=None, query_gain=None, key_gain=None, eps=0.0
-):
+    query, key, value, is_causal, scale, smooth_k, cos=None, sin=None, query_gain=None, key_gain=None, eps=0.0,
+    unbiased=False,
+):  # fmt: skip
     """Tensors like those of `forward`, without their values: for torch.compile."""
 
     def scales(x):
@@ -130,7 +133,7 @@ def backward(
     q_scale: Tensor,
     k_values: Tensor,
     k_scale: Tensor,
-    v_scale: Tensor,
+    v_range: Tensor,
     is_causal: bool,
     scale: float,
     granularity: str,
@@ -139,22 +142,19 @@ def backward(
     level = backward_level(value.device, value.shape[3], granularity)
 
     def compute(start: Start) -> tuple[Tensor, ...]:
-        hats = {
-            "q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale),
-            "v_hat": Quantized(None, None, v_scale),
-        }  # fmt: skip
+        hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
         # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
         tensors = grad_output, output, value, value, output, log_sum_exp
-        inputs = prepare_backward(*tensors, level, start, is_causal=is_causal, **hats)
+        inputs = prepare_backward(*tensors, level, start, v_range=v_range, is_causal=is_causal, **hats)
         return run_backward(inputs, level, start, is_causal=is_causal, scale=scale)
 
-    inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_scale
+    inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range
     with torch.cuda.device_of(value):
         return recorded(("backward", level, is_causal, scale), inputs, compute)
 
 
 def fake_backward(
-    grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_scale, is_causal, scale,
+    grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range, is_causal, scale,
     granularity,
 ):  # fmt: skip
     """Tensors like those of `backward`, without their values."""
@@ -201,8 +201,8 @@ class SageBwdOperation(torch.autograd.Function):
     """O, whose gradients are `backward`'s, and with a prologue `prologue_backward`'s after them."""
 
     @staticmethod
-    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity, *prologue):
-        arguments = query, key, value, is_causal, scale, smooth_k, *prologue
+    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity, unbiased, *prologue):
+        arguments = query, key, value, is_causal, scale, smooth_k, *prologue, unbiased
         output, *rest = torch.ops.sage_kernels.forward.default(*arguments)
         *prologue, ctx.eps = prologue
         raw = (None, None) if prologue[-1] is None else (query, key)  # only the norm's gradient needs them
@@ -214,7 +214,7 @@ class SageBwdOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 12
+            return (None,) * 13
         *saved, query, key, cos, sin, query_gain, key_gain = ctx.saved_tensors
 
         def compute(grad_output, *saved):
@@ -226,7 +226,7 @@ class SageBwdOperation(torch.autograd.Function):
             return dq, dk, dv, *gains
 
         dq, dk, dv, *gains = gradients_once("sagebwd_attention", compute, grad_output, *saved)
-        return dq, dk, dv, *[None] * 6, *(gains or [None] * 2), None
+        return dq, dk, dv, *[None] * 7, *(gains or [None] * 2), None
 
 
 def sagebwd_attention(
@@ -239,8 +239,9 @@ def sagebwd_attention(
     smooth_k: bool,
     granularity: str,
     prologue: Prologue | None,
+    unbiased: bool = False,
 ) -> Tensor:
     """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
     *tensors, eps = prologue or NO_PROLOGUE
     tensors = (x if x is None else x.float().contiguous() for x in tensors)
-    return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity, *tensors, eps)
+    return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity, unbiased, *tensors, eps)

@@ -28,13 +28,13 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: Ri
     with torch.cuda.device_of(query):
         k_mean = mean_over(key_mean(key, NO_PROLOGUE, start_with_triton), ranks) if options.smooth_k else None
         grouped = FORWARD_LEVELS[forward_level(query.device, query.shape[3])].grouped
-        q_hat, k_hat, v_hat = quantize_inputs(
+        q_hat, k_hat, v_hat, v_range = quantize_inputs(
             query, key, value, NO_PROLOGUE, start_with_triton,
-            k_mean=k_mean, factor=options.scale * LOG2_E, with_values=True, grouped=grouped,
+            k_mean=k_mean, v_mean=None, factor=options.scale * LOG2_E, with_values=True, grouped=grouped,
         )  # fmt: skip
     of_q, of_k = (q_hat.values, q_hat.scale), (k_hat.values, k_hat.scale)
     # The backward's units need a bound of dP - delta, in which delta has met the values of all shards.
-    largest = v_hat.scale.nan_to_num(0, 0).amax(-1, keepdim=True)
+    largest = v_range.nan_to_num(0, 0).amax(-1, keepdim=True)
     bound = largest_up_to(largest, ranks, is_causal=options.is_causal).expand(v_hat.scale.shape).contiguous()
     for_forward = Shards((query, key, value, *of_q), (*of_k, v_hat.transposed, v_hat.scale))
     return for_forward, Shards((*of_q, bound), (*of_k, value))

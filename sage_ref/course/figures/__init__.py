@@ -77,4 +77,11 @@ from sage_ref.course.figures.tile_loop import (
     sparse_owners,
 )
 from sage_ref.course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
+from sage_ref.course.figures.video import (
+    Films,
+    arms_figure,
+    film_strips_figure,
+    films_of,
+    selected_figure,
+)
 from sage_ref.course.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks

@@ -47,7 +47,7 @@ from sage_ref.experiments.video.runs import Start, VideoRuns, all_rows, tune
 from sage_ref.experiments.video.speed import CONTENDERS, VideoSpeedPlan, speed_rows, speed_table, why_missing
 from sage_ref.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
-from sage_ref.records import Row, markdown_table, only_writer, write_record
+from sage_ref.records import Row, markdown_table, only_writer, provenance, write_record
 from sage_ref.training.full_batch import OutOfTime
 from sage_ref.training.processes import Processes, processes, run_training
 from sage_ref.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
@@ -229,7 +229,8 @@ def report_training(
     loss = training.losses[-1]["validation_loss"]
     print(f"{count:,} parameters, {training.step} steps, {facts['minutes']} min, validation {loss:.4f}; {outcome}")
     if options.weights and not training.diverged:
-        for path in write_weights(options.weights, averaged, training.config, facts):
+        made = provenance(options.command)
+        for path in write_weights(options.weights, averaged, training.config, facts | {"provenance": made}):
             print(path)
     row = {"steps": training.step, "diverged": training.diverged, "seconds": round(training.seconds, 2)}
     row |= {"devices": training.processes.count, "final_validation_loss": loss, "parameters": count}

@@ -1,5 +1,6 @@
 """Videos as small files for a notebook: a GIF that plays, and a strip of frames side by side."""
 
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -19,13 +20,20 @@ def pictures_of(video: Tensor) -> list:
     return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in levels.unbind(1)]
 
 
-def write_film(path: Path, video: Tensor) -> None:
+def film(video: Tensor) -> bytes:
     """A GIF of 64 colours that plays again and again. video [3, T, size, size] in [-1, 1]."""
     from PIL import Image
 
     frames = [picture.quantize(COLOURS, dither=Image.Dither.NONE) for picture in pictures_of(video)]
+    found = BytesIO()
+    frames[0].save(found, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+    return found.getvalue()
+
+
+def write_film(path: Path, video: Tensor) -> None:
+    """`film` as a file."""
     with replaced(path) as temporary:
-        frames[0].save(temporary, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+        temporary.write_bytes(film(video))
 
 
 def write_strip(path: Path, video: Tensor, frames: int = 6) -> None:

@@ -122,7 +122,7 @@ def arm_table(rows: Sequence[Row]) -> str:
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         found = [row for row in rows if row["arm"] == arm]
-        lines.append((arm, len(found), *(_mean(found, *column) for column in COLUMNS.values())))
+        lines.append((arm, len(found), *(mean_cell(found, *column) for column in COLUMNS.values())))
     return markdown_table(("arm", "seeds", *COLUMNS), lines)
 
 
@@ -140,6 +140,7 @@ COLUMNS = {  # heading: name in a row, format
 }
 
 
-def _mean(rows: Sequence[Row], name: str, form: str) -> str:
+def mean_cell(rows: Sequence[Row], name: str, form: str) -> str:
+    """Of the rows that have such a number, one or a list; "-" if none has."""
     values = [np.mean(row[name]) for row in rows if row.get(name) is not None]
     return form.format(np.mean(values)) if values else "-"

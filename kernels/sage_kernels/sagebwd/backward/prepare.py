@@ -80,15 +80,15 @@ def largest_of_scales(pointer, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_units(
-    units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, s_v_ptr, kv_blocks,
+    units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, range_ptr, kv_blocks,
     D: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The units of a block of queries. s_k_ptr, s_v_ptr: scales of the keys and values that its head sees."""
+    """The units of a block of queries. s_k_ptr, range_ptr: scales of the keys, ranges of the values, of its head."""
     visible = kv_blocks
     if IS_CAUSAL:  # what comes later must not change a bit; blocks of queries and of keys are equally long
         visible = tl.minimum(kv_blocks, block + 1)
     largest_do = 127 * tl.where(s_do < float("inf"), s_do, 0.0)
-    bound = 2 * D * largest_do * largest_of_scales(s_v_ptr, visible, BLOCK)
+    bound = 2 * D * largest_do * largest_of_scales(range_ptr, visible, BLOCK)
     bound = tl.log2(tl.minimum(tl.maximum(bound, 1e-30), 1e37))
     bits = tl.floor(-bound - tl.log2(tl.maximum(largest_of_scales(s_k_ptr, visible, BLOCK), 1e-30)) + LARGEST_SUM)
     bits = tl.minimum(tl.maximum(bits, -120.0), 120.0)  # 2^-bits is a float32
@@ -117,7 +117,7 @@ def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK:
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs"])
 def prepare_program(
     do_ptr, do_stride_b, do_stride_h, do_stride_n, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
-    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_scale_ptr,
+    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr,
     qt_hat_ptr, marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr,
     stretched_ptr, fitted_ptr, factors_ptr, step_ptr, unit_ptr,
     heads, groups, n_q, n_q_padded, n_k_padded, query_programs,
@@ -149,9 +149,9 @@ def prepare_program(
             units = UnitPointers(
                 stretched_ptr + rows, fitted_ptr + rows, factors_ptr + 4 * first, step_ptr + first, unit_ptr + first
             )  # fmt: skip
-            s_k_ptr, s_v_ptr = k_scale_ptr + kv_head * kv_blocks, v_scale_ptr + kv_head * kv_blocks
+            s_k_ptr, range_ptr = k_scale_ptr + kv_head * kv_blocks, v_range_ptr + kv_head * kv_blocks
             store_units(
-                units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, s_v_ptr, kv_blocks, D, BLOCK, IS_CAUSAL
+                units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, range_ptr, kv_blocks, D, BLOCK, IS_CAUSAL
             )  # fmt: skip
     else:
         t -= query_programs
@@ -163,7 +163,7 @@ def signature(*, with_units: bool, dtype: torch.dtype = torch.bfloat16) -> Signa
     """Triton's types of the parameters of `prepare_program`."""
     hats = dict.fromkeys(("q_hat_ptr", "k_hat_ptr", "qt_hat_ptr", "kt_hat_ptr", "dot_hat_ptr"), HAT)
     scales = ("q_scale_ptr", "k_scale_ptr", "marked_q_scale_ptr", "do_scale_ptr", "log_sum_exp_ptr", "delta_ptr")
-    units = ("v_scale_ptr", "stretched_ptr", "fitted_ptr", "factors_ptr", "step_ptr", "unit_ptr")
+    units = ("v_range_ptr", "stretched_ptr", "fitted_ptr", "factors_ptr", "step_ptr", "unit_ptr")
     units = dict.fromkeys(units, FLOATS if with_units else None)
     sizes = dict.fromkeys(("heads", "groups", "n_q", "query_programs"), SIZE)
     sizes |= {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
@@ -183,7 +183,7 @@ def prepare(
     log_sum_exp: Tensor,
     q_hat: Quantized,
     k_hat: Quantized,
-    v_scale: Tensor | None,
+    v_range: Tensor | None,
     start: Start,
     *,
     grouped: bool,
@@ -191,7 +191,7 @@ def prepare(
 ) -> Prepared:
     """grad_output, output: [B, H, Nq, D]; log_sum_exp, Q^ and K^ as the forward pass left them.
 
-    v_scale: scales of V^ [B, Hkv, blocks], where units are wanted. grouped: transposes in the order of
+    v_range: max|V| / 127 of each block [B, Hkv, blocks], where units are wanted. grouped: transposes in the order of
     `tiles.group_columns`. is_causal: only units depend on it.
     """
     grad_output, output = last_axis_contiguous(grad_output), last_axis_contiguous(output)
@@ -202,7 +202,7 @@ def prepare(
     q_hat_t, k_hat_t = (x.values.new_empty(*x.values.shape[:2], dp, x.values.shape[2]) for x in (q_hat, k_hat))
     marked, delta = torch.empty_like(q_hat.scale), torch.empty_like(log_sum_exp)
     units = None
-    if v_scale is not None:
+    if v_range is not None:
         units = Units(
             torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp), marked.new_empty(*marked.shape, 4),
             torch.empty_like(marked), torch.empty_like(marked),
@@ -210,7 +210,7 @@ def prepare(
     query_programs = marked.numel()
     arguments = (
         grad_output, *grad_output.stride()[:3], output, *output.stride()[:3], log_sum_exp,
-        q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_scale,
+        q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_range,
         q_hat_t, marked, k_hat_t, do_hat.transposed, do_hat.scale, delta, *(units or [None] * len(Units._fields)),
         heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """The mean key of every head, which smoothing needs before any scale of K is known: a pass over K of its own.
 
+The mean value, where V is smoothed, likewise.
+
 One program adds up a stretch of tokens, which is long enough to be worth a program; a sequence has at most PARTS
 stretches. Then one program a head adds up the sums of its stretches. The order is the same each time.
 """
@@ -13,7 +15,7 @@ from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens
-from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE, Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
 PARTS = 16  # of a sequence, at most
@@ -95,3 +97,8 @@ def key_mean(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
     start(key_sums_program, (heads * parts,), arguments, sums_constants(head_dim), {"num_warps": WARPS})
     start(key_mean_program, (heads,), (sums, mean, n_k, parts), mean_constants(head_dim), {})
     return mean
+
+
+def value_mean(value: Tensor, start: Start) -> Tensor:
+    """float32 [B, Hkv, D]: the mean over the tokens of value [B, Hkv, Nk, D]."""
+    return key_mean(value, NO_PROLOGUE, start)

@@ -18,6 +18,8 @@ INT8 and pack them, P stays in its thread (level 4), and O is one conversion and
 r_j is rowmax(S_ij), as in Algorithm 1, unless the tile is worth 2^-24 of the row's largest or less: the change of units
 must not overflow, and such a tile doesn't show in float32 anyway.
 
+With v_mean (unbiased O) P is rounded by ordered dither: one addition more (`toolbox.dither_to_int8`).
+
 Expect: the tensor cores' time is half hidden, not all of it: tensor cores, exponentials (16 a clock), conversions and
 maxima (64 a clock) and issue slots (128 a clock) each allow 16 to 18 scores a clock, and no two overlap fully.
 """
@@ -39,7 +41,7 @@ from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, allocate, barrier, copy_own,
-    count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    count_key_tiles, descriptors, dither_to_int8, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
     signature_of, sizes_of, skip, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.forward.program import ForwardInputs
@@ -65,7 +67,7 @@ PARTS = gl.constexpr(
 
 # Arguments that travel together.
 Descriptors = namedtuple("Descriptors", "q k vt")
-Pointers = namedtuple("Pointers", "q_scale k_scale v_scale o log_sum_exp")
+Pointers = namedtuple("Pointers", "q_scale k_scale v_scale v_mean o log_sum_exp")
 Queries = namedtuple("Queries", "tiles ready")  # shared memory for a program's Q^, and its barrier
 Rings = namedtuple("Rings", "k v")  # of K^ and of V^^T
 Own = namedtuple("Own", "q_hat_i s_q first_query")  # a warpgroup's queries
@@ -93,7 +95,7 @@ def fast_log2(x):
 @gluon.jit
 def softmax(
     s_ij, s_qk, log2_s_v, r, largest, l, first_query, first_key, n_k,
-    DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr,
+    DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr, IS_UNBIASED: gl.constexpr,
 ):  # fmt: skip
     """(P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
     x = s_ij.to(gl.float32)
@@ -114,7 +116,7 @@ def softmax(
     change = fast_exp2(r - r_ij)
     # [Bq, Bkv]: 127 exp(S - r), Algorithm 1's P~ / s_P
     p_ij = fast_exp2(x * s_qk - (r_ij - LOG2_INT8_MAX)[:, None])
-    p_hat_ij = round_to_int8(p_ij, DP)
+    p_hat_ij = dither_to_int8(p_ij, DP) if IS_UNBIASED else round_to_int8(p_ij, DP)
     sums = gl.sum(gl.sum(p_ij.reshape([ROWS, TILE // 8, 4, 2]), 3), 1)
     l = l * gl.convert_layout(change, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(sums, PARTS)
     return p_hat_ij, change, r_ij, largest, l
@@ -122,8 +124,9 @@ def softmax(
 
 @gluon.jit
 def key_tile(
-    state, s_k, s_v, own, j, n_k, rings, pointers, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LAST: gl.constexpr
-):
+    state, s_k, s_v, own, j, n_k, rings, pointers,
+    DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_UNBIASED: gl.constexpr, IS_LAST: gl.constexpr,
+):  # fmt: skip
     """(state after key tile j, the next tile's s_K and s_V). Only the last tile needs a mask."""
     r, largest, l, o_i, unit = state
     # A block of zeros adds nothing to O in any unit; its own would be a division by 0.
@@ -136,8 +139,9 @@ def key_tile(
     if not IS_LAST:
         next_s_k, next_s_v = gl.load(pointers.k_scale + j + 1), gl.load(pointers.v_scale + j + 1)
     p_hat_ij, change, r, largest, l = softmax(
-        s_ij, own.s_q * s_k, log2_s_v, r, largest, l, own.first_query, j * TILE, n_k, DP, IS_CAUSAL, IS_LAST
-    )
+        s_ij, own.s_q * s_k, log2_s_v, r, largest, l, own.first_query, j * TILE, n_k,
+        DP, IS_CAUSAL, IS_LAST, IS_UNBIASED,
+    )  # fmt: skip
     # [Bq, D]
     pv_ij = warpgroup_mma_wait(0, deps=(start_int8(p_hat_ij, acquire(rings.v, j), DP),))
     release(rings.v, j)
@@ -148,8 +152,9 @@ def key_tile(
 
 @gluon.jit
 def query_rows(
-    queries, rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr
-):
+    queries, rings, pointers, sizes,
+    D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_UNBIASED: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
     """O and L of warpgroup W's 64 queries."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(TILE))
     i, head = work_item(gl.program_id(0), sizes)
@@ -157,10 +162,10 @@ def query_rows(
     last = count_key_tiles(first_query, ROWS, sizes.kv_blocks, IS_CAUSAL) - 1
     last = gl.where(first_query < sizes.n_q, last, 0)
     all_tiles = count_key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)
-    q_scale, k_scale, v_scale, o, log_sum_exp = pointers
+    q_scale, k_scale, v_scale, v_mean, o, log_sum_exp = pointers
     k_scale += (head // sizes.groups) * sizes.kv_blocks
     v_scale += (head // sizes.groups) * sizes.kv_blocks
-    pointers = Pointers(q_scale, k_scale, v_scale, o, log_sum_exp)
+    pointers = Pointers(q_scale, k_scale, v_scale, v_mean, o, log_sum_exp)
     s_q = gl.load(q_scale + head * sizes.q_blocks + gl.minimum(first_query // SCALE_Q, sizes.q_blocks - 1))
     s_k, s_v = gl.load(k_scale), gl.load(v_scale)
     state = State(
@@ -170,13 +175,18 @@ def query_rows(
     mbarrier.wait(queries.ready, 0)
     own = Own(queries.tiles.index(W), s_q, first_query)
     for j in range(0, last):
-        state, s_k, s_v = key_tile(state, s_k, s_v, own, j, sizes.n_k, rings, pointers, DP, IS_CAUSAL, False)
-    state, s_k, s_v = key_tile(state, s_k, s_v, own, last, sizes.n_k, rings, pointers, DP, IS_CAUSAL, True)
+        state, s_k, s_v = key_tile(
+            state, s_k, s_v, own, j, sizes.n_k, rings, pointers, DP, IS_CAUSAL, IS_UNBIASED, False
+        )
+    state, s_k, s_v = key_tile(state, s_k, s_v, own, last, sizes.n_k, rings, pointers, DP, IS_CAUSAL, IS_UNBIASED, True)
     for j in range(last + 1, all_tiles):  # tiles for the warpgroups below
         skip(rings.k, j)
         skip(rings.v, j)
     l = gl.sum(state.l, 1)
     o_i = state.o_i * gl.convert_layout(state.unit / l, gl.SliceLayout(1, accumulator(DP)))[:, None]
+    if IS_UNBIASED:
+        d = gl.arange(0, DP, gl.SliceLayout(0, accumulator(DP)))
+        o_i += gl.load(v_mean + head // sizes.groups * D + d, mask=d < D, other=0.0)[None, :]
     store_tokens(o, o_i, head, first_query, sizes.n_q, sizes.out_heads_per_row, D, DP)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     query = first_query + gl.arange(0, ROWS, row)
@@ -200,16 +210,19 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: 
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_program(
-    q_descriptor, k_descriptor, vt_descriptor, q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr,
+    q_descriptor, k_descriptor, vt_descriptor, q_scale_ptr, k_scale_ptr, v_scale_ptr, v_mean_ptr, o_ptr,
+    log_sum_exp_ptr,
     blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    """v_mean_ptr: of what V^ lacks; None: nothing, and P is rounded to nearest."""
+    IS_UNBIASED: gl.constexpr = v_mean_ptr is not None
     queries = Queries(allocate(q_descriptor, WARPGROUPS), barrier(1))
     rings = Rings(ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS))
     fence_async_shared()
     descriptors = Descriptors(q_descriptor, k_descriptor, vt_descriptor)
-    pointers = Pointers(q_scale_ptr, k_scale_ptr, v_scale_ptr, o_ptr, log_sum_exp_ptr)
+    pointers = Pointers(q_scale_ptr, k_scale_ptr, v_scale_ptr, v_mean_ptr, o_ptr, log_sum_exp_ptr)
     sizes = Sizes(
         blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
@@ -217,9 +230,9 @@ def hopper_program(
     # Constants must be named in each call: a variable would make numbers of the program of them.
     gl.warp_specialize(
         [
-            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, 0)),
-            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, 1)),
-            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, 2)),
+            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, IS_UNBIASED, 0)),
+            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, IS_UNBIASED, 1)),
+            (query_rows, (queries, rings, pointers, sizes, D, DP, IS_CAUSAL, IS_UNBIASED, 2)),
             (load_tiles, (descriptors, queries, rings, sizes, DP, IS_CAUSAL)),
         ],
         [4, 4, 1], [REGISTERS, REGISTERS, LOADING_REGISTERS],
@@ -241,10 +254,14 @@ def tile_shapes(padded_head_dim: int) -> Tiles:
     return {"q_descriptor": (torch.int8, q), "k_descriptor": (torch.int8, k), "vt_descriptor": (torch.int8, k[::-1])}
 
 
-def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def signature(
+    kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16, *, is_unbiased: bool = False
+) -> dict[str, str | None]:
     """Triton's type of every parameter of a program that is no constant, O being of `dtype`."""
     pointers = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "log_sum_exp_ptr"), torch.float32)
-    return signature_of(tile_shapes(padded_head_dim), pointers | {"o_ptr": dtype})
+    if is_unbiased:
+        pointers["v_mean_ptr"] = torch.float32
+    return {"v_mean_ptr": None} | signature_of(tile_shapes(padded_head_dim), pointers | {"o_ptr": dtype})
 
 
 def run(
@@ -265,7 +282,7 @@ def run(
     log_sum_exp = query.new_empty(batch, heads, sizes.q_blocks * SCALE_Q.value, dtype=torch.float32)
     arguments = (
         *descriptors((q_hat.values, k_hat.values, v_hat.transposed), tile_shapes(dp)),
-        q_hat.scale, k_hat.scale, v_hat.scale, output, log_sum_exp, *sizes,
+        q_hat.scale, k_hat.scale, v_hat.scale, inputs.v_mean, output, log_sum_exp, *sizes,
     )  # fmt: skip
     constants = {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
     start(hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)

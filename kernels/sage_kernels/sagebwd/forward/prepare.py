@@ -1,7 +1,7 @@
 """What runs before an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
 
-Q and K are normalised and rotated on the way if there is a prologue. The mean key, which smoothing needs, takes a pass
-over K of its own before (`key_mean`).
+Q and K are normalised and rotated on the way if there is a prologue. The mean key and the mean value, which smoothing
+needs, take passes over K and V of their own before (`key_mean`).
 """
 
 import torch
@@ -45,14 +45,15 @@ def launch(head_dim: int, *, with_prologue: bool) -> Launch:
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
 def prepare_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
-    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr,
+    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr, v_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
+    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr,
     heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, of keys or of values, in this order.
 
-    k_mean_ptr None: K isn't smoothed. cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
+    k_mean_ptr None: K isn't smoothed. v_mean_ptr and v_range_ptr None: V isn't, and its scales are its range.
+    cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
     v_scale_ptr None: there are no programs for values.
     """
     t = tl.program_id(0)
@@ -75,6 +76,10 @@ def prepare_program(
         else:
             if v_scale_ptr is not None:
                 v_j = load_block(v_ptr, v_stride_b, v_stride_h, v_stride_n, batch, h, block, n_k, D, DP, BLOCK)
+                if v_mean_ptr is not None:
+                    tl.store(v_range_ptr + head * (n_k_padded // BLOCK) + block, scale_of(largest_of(v_j)))
+                    token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+                    v_j = without_mean(v_j, v_mean_ptr + head * D, token < n_k, d, d < D)
                 v_out = Copies(None, vt_hat_ptr + head * n_k_padded * DP, v_scale_ptr + head * (n_k_padded // BLOCK))
                 quantize_tile(v_j, v_out, block, n_k_padded, 1.0, DP, BLOCK, GROUPED)
 
@@ -112,11 +117,15 @@ def quantize_block(
         tl.store(out.scale + block, scale * tl.abs(factor))
 
 
-def signature(*, with_prologue: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `prepare_program`, with a K that is smoothed; a prologue has gains."""
+def signature(*, with_prologue: bool, is_unbiased: bool = False, dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `prepare_program`, with a K that is smoothed; a prologue has gains.
+
+    is_unbiased: V is smoothed, too.
+    """
     pointer = POINTERS[dtype]
     tensors = strided("q", pointer) | strided("k", pointer) | strided("v", pointer)
     scales = dict.fromkeys(("k_mean_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
+    scales |= dict.fromkeys(("v_mean_ptr", "v_range_ptr"), FLOATS if is_unbiased else None)
     sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs"), SIZE)
     padded = {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
     return (
@@ -143,14 +152,17 @@ def quantize_inputs(
     start: Start,
     *,
     k_mean: Tensor | None,
+    v_mean: Tensor | None,
     factor: float,
     with_values: bool,
     grouped: bool,
-) -> tuple[Quantized, Quantized, Quantized | None]:
-    """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
+) -> tuple[Quantized, Quantized, Quantized | None, Tensor | None]:
+    """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; and max|V| / 127.
+
+    The last is float32 [B, Hkv, blocks], of V as it came: the scales of V^ unless V is smoothed.
 
     prologue: what happens to query and key first, its tensors contiguous and in float32; `NO_PROLOGUE`: nothing.
-    k_mean: float32 [B, Hkv, D], what smoothing takes from every key; None: K isn't smoothed.
+    k_mean, v_mean: float32 [B, Hkv, D], what smoothing takes from every key, every value; None: it isn't smoothed.
     factor: c log2(e), which goes into the scales of Q, its sign into Q^. grouped: V^T in the order of
     `tiles.group_columns`.
     """
@@ -158,13 +170,14 @@ def quantize_inputs(
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
     q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
     v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
+    v_range = None if v_mean is None else torch.empty_like(v_hat.scale)
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean, *prologue,
-        q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)),
+        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean, v_mean, *prologue,
+        q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)), v_range,
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
     options = launch(head_dim, with_prologue=prologue.cos is not None).options
     start(prepare_program, grid, arguments, constants(head_dim, grouped), options)
-    return q_hat, k_hat, v_hat
+    return q_hat, k_hat, v_hat, v_hat.scale if with_values and v_mean is None else v_range

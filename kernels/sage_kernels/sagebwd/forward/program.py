@@ -30,6 +30,8 @@ class ForwardInputs(NamedTuple):
     q_hat: Quantized | None
     k_hat: Quantized | None
     v_hat: Quantized | None
+    v_range: Tensor | None = None  # [B, Hkv, blocks]: max|V| / 127 of each block, if V was quantised
+    v_mean: Tensor | None = None  # [B, Hkv, D], what V^ lacks; then P is rounded by ordered dither
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])  # one compilation for every length
@@ -37,11 +39,15 @@ def forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
-    o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr, heads, groups, n_q, n_k, n_q_padded, n_k_padded, scale,
+    v_mean_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
+    heads, groups, n_q, n_k, n_q_padded, n_k_padded, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one head. A scale that is None belongs to a 16-bit tensor."""
+    """One program: BLOCK_Q queries of one head. A scale that is None belongs to a 16-bit tensor.
+
+    v_mean_ptr: of what V^ lacks; None: nothing.
+    """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
     head = tl.program_id(1).to(tl.int64)
@@ -66,20 +72,23 @@ def forward_program(
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, True)
     o_ptrs = o_ptr + batch * o_stride_b + h * o_stride_h + query[:, None].to(tl.int64) * o_stride_n + d[None, :]
     inside = (query[:, None] < n_q) & (d[None, :] < D)
-    tl.store(o_ptrs, (o_i / l[:, None]).to(o_ptr.dtype.element_ty), mask=inside)
+    o_i = o_i / l[:, None]
+    if v_mean_ptr is not None:
+        o_i += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
+    tl.store(o_ptrs, o_i.to(o_ptr.dtype.element_ty), mask=inside)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     log_sum_exp = tl.where(query < n_q, m + tl.math.log2(l), 0.0 - NO_KEY)
     tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
 
 
-def signature(int8: str, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `forward_program`. int8: which of Q, K, V are."""
+def signature(int8: str, dtype: torch.dtype = torch.bfloat16, *, is_unbiased: bool = False) -> Signature:
+    """Triton's types of the parameters of `forward_program`. int8: which of Q, K, V are. is_unbiased: V is smoothed."""
     types = {}
     for name in "qkv":
         is_int8 = name.upper() in int8
         types |= strided(name, HAT if is_int8 else POINTERS[dtype])
         types[f"{name}_scale_ptr"] = FLOATS if is_int8 else None
-    return types | strided("o", POINTERS[dtype]) | {
+    return types | {"v_mean_ptr": FLOATS if is_unbiased else None} | strided("o", POINTERS[dtype]) | {
         "log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE,
         "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": NUMBER,
     }  # fmt: skip
@@ -109,8 +118,9 @@ def run(
     output = empty_in_layout_of(query)
     log_sum_exp = query.new_empty(batch, heads, n_q_padded, dtype=torch.float32)
     arguments = (
-        q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, output, *output.stride()[:3],
-        log_sum_exp, heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
+        q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, inputs.v_mean,
+        output, *output.stride()[:3], log_sum_exp,
+        heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
     )  # fmt: skip
     grid, known = (n_q_padded // launch.block_q, batch * heads), constants(key_tile, head_dim, launch, is_causal)
     start(forward_program, grid, arguments, known, launch.options)

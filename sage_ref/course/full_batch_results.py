@@ -1,0 +1,223 @@
+"""What recorded runs on a whole fixed corpus say (`python -m sage_ref full-batch`): gaps, their verdict, T*, remedies.
+
+A gap is by how many nats an arm ends behind exact attention, both judged by exact attention. Training is so sensitive
+that any small error parts two runs. So a gap counts where it is larger than the controls': of exact attention in
+bfloat16, and of exact attention with a random error in every step.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from sage_ref.course.claims import CONTRADICTED, SUPPORTED, UNDECIDED
+from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, panels
+from sage_ref.course.pretraining_results import Interval, mean_interval
+from sage_ref.experiments.full_batch import (
+    ARMS,
+    CONTROLS,
+    CURVE,
+    TRUTH,
+    Finished,
+    FullBatchPlan,
+    Run,
+    furthest_behind,
+    gap,
+    largest_control,
+    remedy_runs,
+    screening,
+)
+from sage_ref.records import Record, Row, read_record, recorded_file
+
+BEHIND, NOT_BEHIND = "behind", "not behind"
+RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "recommended": BLUE}
+
+
+class Condition(NamedTuple):
+    """All seeds of one arm under one training."""
+
+    arm: str
+    qk_norm: bool
+    learning_rate: float
+    gaps: list[float]  # nats, one per seed; infinite: diverged
+    control: float  # the controls' largest gap, nats
+    verdict: str
+
+
+class Remedied(NamedTuple):
+    """gap: nats, of the seed that every remedy has. gradient_error: at the end, relative."""
+
+    arm: str
+    gap: float
+    gradient_error: float
+
+
+class Crossing(NamedTuple):
+    """Tokens per step at which the bias reaches the noise. found: None if no batch hid the gap."""
+
+    predicted: float | None
+    found: int | None
+    gaps: dict[int, tuple[float, float]]  # tokens per step -> (gap, the controls'), nats
+
+
+def recorded(name: str) -> Record | None:
+    """The record of that name; None if nothing is recorded."""
+    return read_record(name) if recorded_file(f"{name}.json").exists() else None
+
+
+def plan_of(record: Record) -> FullBatchPlan:
+    plan = {name: tuple(x) if isinstance(x, list) else x for name, x in record.provenance["plan"].items()}
+    return FullBatchPlan(**plan)
+
+
+def finished_of(record: Record) -> Finished:
+    return {Run(*(row[name] for name in Run._fields)): row for row in record.rows}
+
+
+def conditions(record: Record) -> list[Condition]:
+    """Of every arm of the screening but exact attention and the controls, in that order."""
+    plan, finished = plan_of(record), finished_of(record)
+    found = []
+    for first in screening(plan):
+        if first.arm in (TRUTH, *CONTROLS):
+            continue
+        runs = [run for seed in plan.seeds if _with_truth(run := first._replace(seed=seed), finished)]
+        if runs:
+            gaps = [gap(finished, run) for run in runs]
+            control = max(largest_control(finished, run) for run in runs)
+            verdict = verdict_of(gaps, control, plan.margin)
+            found.append(Condition(first.arm, first.qk_norm, first.learning_rate, gaps, control, verdict))
+    return found
+
+
+def _with_truth(run: Run, finished: Finished) -> bool:
+    return all(run._replace(arm=arm) in finished for arm in (run.arm, TRUTH, *CONTROLS))
+
+
+def verdict_of(gaps: Sequence[float], control: float, margin: float) -> str:
+    """Behind: with its 95% interval above the controls' gap, or diverged. Not behind: none above `margin` times it.
+
+    One seed has no interval: a gap of it that counts decides nothing.
+    """
+    if any(math.isinf(x) for x in gaps):
+        return BEHIND
+    if all(x <= margin * control for x in gaps):
+        return NOT_BEHIND
+    interval = _interval(gaps)
+    return BEHIND if interval and interval.mean - interval.half > control else UNDECIDED
+
+
+def _interval(gaps: Sequence[float]) -> Interval | None:
+    finite = [x for x in gaps if math.isfinite(x)]
+    return mean_interval(finite) if len(finite) > 1 else None
+
+
+def claim_of(found: Sequence[Condition]) -> str:
+    """Claim (iii) without noise: does bias alone make SageBwd fall behind? Arms with a remedy do not count."""
+    verdicts = [condition.verdict for condition in found if "remedy" not in ARMS[condition.arm].changes]
+    if BEHIND in verdicts:
+        return SUPPORTED
+    return CONTRADICTED if verdicts and set(verdicts) == {NOT_BEHIND} else UNDECIDED
+
+
+def described(condition: Condition) -> str:
+    """One line, in thousandths of a nat."""
+    norm = "QK-norm" if condition.qk_norm else "no QK-norm"
+    interval = _interval(condition.gaps)
+    mean = f"{1000 * (interval.mean if interval else condition.gaps[0]):+8.2f}"
+    half = f" +- {1000 * interval.half:6.2f}" if interval else "          "
+    where = f"{condition.arm:<17} {norm:<10} rate {condition.learning_rate:<6g} seeds: {len(condition.gaps)}"
+    return f"{where}  {mean}{half}   controls {1000 * condition.control:6.2f}   {condition.verdict}"
+
+
+def gaps_figure(found: Sequence[Condition], *, margin: float, title: str, caption: str) -> Figure:
+    """A row per condition: a dot per seed; in grey, gaps up to `margin` controls'. A diverged run has no dot."""
+    figure, (ax,) = panels(1, width=7.4, height=1.2 + 0.32 * len(found), title=title)
+    for y, condition in enumerate(found):
+        counts = 1000 * margin * condition.control
+        ax.barh(y, 2 * counts, left=-counts, color="0.85", height=0.8)
+        dots = [1000 * x for x in condition.gaps if math.isfinite(x)]
+        ax.plot(dots, [y] * len(dots), "o", color=BLUE, markersize=6)
+    names = [f"{x.arm}, {'QK-norm' if x.qk_norm else 'plain'}, rate {x.learning_rate:g}" for x in found]
+    ax.set_yticks(range(len(found)), names, fontsize=9)
+    ax.axvline(0, color=BLACK, linewidth=0.8)
+    ax.set(xlabel="loss less exact attention's, thousandths of a nat (grey: too small to count)")
+    ax.invert_yaxis()
+    figure.supxlabel(caption, fontsize=9)
+    return figure
+
+
+def _worst(plan: FullBatchPlan, finished: Finished) -> Run | None:
+    """The run that is furthest behind; None as long as the screening is not complete."""
+    complete = all(run in finished for run in screening(plan))
+    return furthest_behind(plan, finished) if complete else None
+
+
+def remedied(record: Record) -> list[Remedied]:
+    """The arm that is furthest behind, and its remedies, the smallest gap first; empty if no arm is behind."""
+    plan, finished = plan_of(record), finished_of(record)
+    worst = _worst(plan, finished)
+    if worst is None:
+        return []
+    runs = [worst, *(run for run in remedy_runs(plan, finished) if run in finished)]
+    rows = [Remedied(run.arm, gap(finished, run), _last_error(finished[run])) for run in runs]
+    return sorted(rows, key=lambda row: row.gap)
+
+
+def _last_error(row: Row) -> float:
+    return row["curve"][-1][CURVE.index("gradient_error")]
+
+
+def crossing(record: Record) -> Crossing | None:
+    """Of the arm that is furthest behind: T* from its runs on the whole corpus, and the largest batch without a gap.
+
+    None if no arm is behind.
+    """
+    plan, finished = plan_of(record), finished_of(record)
+    worst = _worst(plan, finished)
+    if worst is None:
+        return None
+    gaps = {}
+    for run in sorted(finished, key=lambda run: -run.batch_tokens):
+        if run == worst._replace(batch_tokens=run.batch_tokens) and _with_truth(run, finished):
+            gaps[run.batch_tokens] = gap(finished, run), largest_control(finished, run)
+    hidden = [size for size, (ours, control) in gaps.items() if ours <= plan.margin * control]
+    return Crossing(finished[worst]["tokens_at_bias_here"], max(hidden, default=None), gaps)
+
+
+def pretraining_figure(record: Record, *, title: str) -> Figure:
+    """The second half of the validation losses, a panel for each seed; rows of `pretrain-grid --plan repair`."""
+    starts = sorted({(row["qk_norm"], row["seed"]) for row in record.rows}, key=lambda start: (not start[0], start[1]))
+    figure, axes = panels(len(starts), width=3.2, height=3.4, sharey=True, title=title)
+    for ax, (qk_norm, seed) in zip(axes, starts, strict=True):
+        for row in record.select(qk_norm=qk_norm, seed=seed):
+            curve = row["curve"][len(row["curve"]) // 2 :]
+            tokens, losses = [x / 1e6 for x, _ in curve], [x for _, x in curve]
+            ax.plot(tokens, losses, color=RUN_COLORS[run_name(row)], label=run_name(row))
+        ax.set(xlabel="millions of tokens", title=f"{'QK-norm' if qk_norm else 'no QK-norm'}, seed {seed}")
+    axes[0].set_ylabel("validation loss, nats")
+    axes[0].legend(fontsize=9)
+    figure.supxlabel(record.caption, fontsize=9)
+    return figure
+
+
+def pretraining_gaps(record: Record) -> list[tuple[str, bool, int, float]]:
+    """(run, QK-norm, seed, final loss less that of exact attention with the same seed); infinite if it diverged."""
+    exact = {(row["qk_norm"], row["seed"]): row for row in record.rows if row["attention"] == "exact"}
+    found = []
+    for row in record.rows:
+        truth = exact.get((row["qk_norm"], row["seed"]))
+        if truth and row is not truth and not truth["diverged"]:
+            behind = math.inf if row["diverged"] else row["final_val_loss"] - truth["final_val_loss"]
+            found.append((run_name(row), row["qk_norm"], row["seed"], behind))
+    return found
+
+
+def run_name(row: Row) -> str:
+    """One of RUN_COLORS."""
+    if row["attention"] == "exact":
+        return "exact"
+    if row["remedy"] != "none":
+        return "recommended"
+    return "printed" if row["granularity"] == "block" else "kernels"

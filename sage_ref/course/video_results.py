@@ -1,0 +1,182 @@
+"""What the recorded fine-tuning of a video model says: its arms, the paper's claims, times, pictures (notebook 13).
+
+They come from `python -m sage_ref video finetune --all` and `video speed` on a GPU. While a file is missing, all that
+is shown of it is a sentence that says so, and which command writes it.
+"""
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image, ImageSequence
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sage_ref.course.figures.video import Films, arms_figure, film_strips_figure, films_of, selected_figure
+from sage_ref.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, Run
+from sage_ref.experiments.video.runs import DRAWN
+from sage_ref.experiments.video.speed import speed_table
+from sage_ref.experiments.video.verdicts import (
+    ALL_COLUMNS,
+    COLUMNS,
+    LOSS,
+    Difference,
+    bootstrap,
+    mean_cell,
+    paired,
+    verdict_rows,
+    verdict_table,
+)
+from sage_ref.records import Record, how_timed, markdown_table, read_record, recorded_file
+
+ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
+COMMANDS = {
+    ARMS: "python -m sage_ref video finetune --all",
+    SPEED: "python -m sage_ref video speed",
+    PICTURES: "python -m sage_ref video finetune --all",
+}
+# VisionReward at 97% sparsity, if the arm doesn't say otherwise. The paper's full model was not fine-tuned.
+PAPER_SCORES = {
+    NOT_TUNED: 0.1084, "SLA2": 0.1039, AFTERWARDS: 0.0850, "router at its start": 0.0876, "SLA at 90%": 0.0872,
+    "SLA2 at 95%": 0.1023, "SLA2 at 90%": 0.1093, "SLA2 at 85%": 0.1135,
+}  # fmt: skip
+SHOWN = ("loss", "on real clips", "PSNR to full, dB", "attention's error", "objects kept")  # of COLUMNS
+COLUMN_WORDS = dict(zip(ALL_COLUMNS, ("made-up scenes", "real clips", "PSNR", "SSIM", "objects kept"), strict=True))
+
+
+class Text(str):
+    """Markdown, which a notebook shows as such."""
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def if_there(*names: str) -> Callable:
+    """Of a function of no arguments: where a file of that name is missing, a sentence that says so, alone."""
+
+    def decorate(make: Callable[[], list]) -> Callable[[], list]:
+        @wraps(make)
+        def made() -> list:
+            missing = [name for name in names if not recorded_file(name).exists()]
+            return [nothing(missing[0])] if missing else make()
+
+        return made
+
+    return decorate
+
+
+def nothing(name: str) -> Text:
+    return Text(f"Nothing is recorded yet: there is no {name}. On a GPU, `{COMMANDS[name]}` makes it.")
+
+
+def record_of(name: str) -> Record:
+    return read_record(recorded_file(name))
+
+
+@if_there(ARMS)
+def comparison() -> list[Text | Figure]:
+    """To be displayed: the table of arms, their losses beside full attention's, and the paper's claims."""
+    record = record_of(ARMS)
+    more = {arm: above_full(record, arm) for arm in dict.fromkeys(row["arm"] for row in record.rows)}
+    found = {arm: difference for arm, difference in more.items() if difference is not None}
+    figure = arms_figure(found, title="What each arm loses against full attention", caption=record.caption)
+    return [arms(record), _closed(figure), claims(record)]
+
+
+@if_there(ARMS, PICTURES)
+def pictures() -> list[Figure | Films]:
+    """To be displayed: samples from equal noise as strips and as films, and what the router selected."""
+    record = record_of(ARMS)
+    videos = {arm: _small_video(path) for arm, path in _drawn(record).items()}
+    strips = film_strips_figure(videos, title="From equal noise, after fine-tuning", frames=2)
+    films = films_of({arm: video for arm, video in videos.items() if arm in (FULL, "SLA2")})
+    return [_closed(strips), films, _closed(selection(record))]
+
+
+@if_there(SPEED)
+def speed() -> list[Text]:
+    """To be displayed: a training step and sampling at every length, with SLA2 and what it competes with."""
+    record = record_of(SPEED)
+    left_out = record.provenance.get("not_timed", {})
+    more = "".join(f" Not timed: {name}, {reason}." for name, reason in left_out.items())
+    return [Text(f"{speed_table(record.rows)}\n\nMedians, {how_timed(record.rows)}; {record.caption}.{more}")]
+
+
+def above_full(record: Record, arm: str) -> Difference | None:
+    """How much larger the arm's loss is than that of full attention, fine-tuned alike; None if nothing says."""
+    more = None if arm == FULL else paired(record.rows, FULL, arm, LOSS)
+    return None if more is None else bootstrap(more)
+
+
+def arms(record: Record) -> Text:
+    """A line for each arm: means over seeds, its loss above full attention's with an interval, the paper's score."""
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in record.rows):
+        found = record.select(arm=arm)
+        more = above_full(record, arm)
+        above = "" if more is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*(1000 * x for x in more[:3]))
+        above = "diverged" if any(row.get("diverged") for row in found) else above
+        cells = [mean_cell(found, *COLUMNS[name]) for name in SHOWN]
+        score = f"{PAPER_SCORES[arm]:.4f}" if arm in PAPER_SCORES else ""
+        lines.append((arm, len(found), cells[0], above, *cells[1:], score))
+    header = ("arm", "seeds", SHOWN[0], "loss above full's, 1/1000 (95%)", *SHOWN[1:], "VisionReward in the paper")
+    left = record.provenance.get("unfinished")
+    unfinished = f" Not run yet: {', '.join(left)}." if left else ""
+    return Text(f"{markdown_table(header, lines)}\n\n{record.caption}.{unfinished}")
+
+
+def claims(record: Record) -> Text:
+    """Each claim with its paired difference, interval and verdict on the loss; then its verdicts on all measures."""
+    found = verdict_rows(record.rows, ALL_COLUMNS)
+    verdicts = {(row["claim"], row["on"]): row["verdict"] for row in found}
+    lines = [
+        (claim, *(verdicts.get((claim, column), "") for column in ALL_COLUMNS))
+        for claim in dict.fromkeys(row["claim"] for row in found)
+    ]
+    table = verdict_table([row for row in found if row["on"] == LOSS])
+    return Text(f"{table}\n\n{markdown_table(('claim', *COLUMN_WORDS.values()), lines)}\n\n{record.caption}.")
+
+
+def selection(record: Record) -> Figure:
+    """What one block of queries selected, by the first head of the first and the last layer."""
+    row = record.select(arm="SLA2")[0]
+    tensors = load_file(recorded_file(PICTURES) / "selected.safetensors")
+    frames = tensors["video"] / 127.5 - 1
+    masks = _unpacked(tensors["selected"], row["tokens"] // math.prod(row["cube"]))
+    layers, _, tm, tn = masks.shape
+    side = math.isqrt(tn // frames.shape[1])
+    cubes = (frames.shape[1], side, side)
+    block = tm // 2 + side // 4  # in the middle of the video
+    queries = (torch.arange(tn) // (tn // tm) == block).view(cubes)
+    chosen = {f"layer {layer}": masks[layer, 0, block].view(cubes) for layer in (0, layers - 1)}
+    return selected_figure(frames, chosen, queries, title="What one block of queries selected, first head")
+
+
+def _closed(figure: Figure) -> Figure:
+    """One that a notebook shows when it is displayed, and not a second time at the end of the cell."""
+    plt.close(figure)
+    return figure
+
+
+def _drawn(record: Record) -> dict[str, Path]:
+    """Arm -> the film of its sample, of those that were drawn."""
+    seed = record.provenance["plan"]["seeds"][0]
+    paths = {arm: recorded_file(PICTURES) / f"{Run(arm, seed).name}.gif" for arm in DRAWN}
+    return {arm: path for arm, path in paths.items() if path.exists()}
+
+
+def _small_video(path: Path) -> Tensor:
+    """[3, T, size, size] in [-1, 1] of a film at half its size: a notebook is not to weigh too much."""
+    with Image.open(path) as film:
+        frames = [np.array(frame.convert("RGB").reduce(2)) for frame in ImageSequence.Iterator(film)]
+    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2) / 127.5 - 1
+
+
+def _unpacked(bits: Tensor, count: int) -> Tensor:
+    """bool [..., count] of bits, the first in the highest."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=count)).bool()
