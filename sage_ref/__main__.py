@@ -2,11 +2,10 @@
 
 import argparse
 import importlib
-import shlex
 import sys
 from typing import NamedTuple
 
-from sage_ref.command_line import Parser, add_json_option, end_with_parent, finish
+from sage_ref.command_line import Parser, add_json_option, end_with_parent, finish, written
 
 
 class Command(NamedTuple):
@@ -85,7 +84,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
             command.set_defaults(run=chosen.run)
         add_json_option(command)
     options = parser.parse_args(arguments)
-    options.command = "python -m sage_ref " + shlex.join(arguments)
+    options.command = written("sage_ref", arguments)
     return options
 
 

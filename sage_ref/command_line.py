@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -43,6 +44,16 @@ class Parser(argparse.ArgumentParser):
             text = " ".join("x".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in values)
             action.help = f"{options.get('help', '')} (default: {text.replace('%', '%%')})".strip()
         return action
+
+
+def written(module: str, arguments: list[str]) -> str:
+    """A command as a record names it. Of an absolute path its name alone: a record is read on other machines."""
+
+    def shortened(argument: str) -> str:
+        option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+        return option + equals + Path(value).name if Path(value).is_absolute() else argument
+
+    return shlex.join(["python", "-m", module, *map(shortened, arguments)])
 
 
 def finish(program: str, run: Callable[[], int | None]) -> int:

@@ -1,12 +1,11 @@
 """`python -m sage_kernels bench|accuracy|profile|compile|instructions`: time, check, or compile the kernels."""
 
 import argparse
-import shlex
 import sys
 
 from sage_kernels import hub
 from sage_kernels.measure import accuracy_command, bench_command, choose, compile, instructions, predict, profile
-from sage_ref.command_line import Parser, finish
+from sage_ref.command_line import Parser, finish, written
 
 COMMANDS = {
     "bench": bench_command,
@@ -40,7 +39,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
         module.add_options(one)
         one.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
-    options.command = "python -m sage_kernels " + shlex.join(arguments)
+    options.command = written("sage_kernels", arguments)
     return options
 
 

@@ -46,12 +46,12 @@ class Options(NamedTuple):
     otherwise: "error", a ValueError; "exact", exact attention for that call, and one warning for each reason.
     """
 
-    smooth_k: bool
-    smooth_q: bool
-    granularity: str
-    unbiased: bool
-    backend: str
-    otherwise: str
+    smooth_k: bool = True
+    smooth_q: bool = False
+    granularity: str = "row"
+    unbiased: bool = False
+    backend: str = "auto"
+    otherwise: str = "error"
 
     def checked(self) -> "Options":
         """These options; TypeError or ValueError name the one that is none."""

@@ -258,7 +258,7 @@ class Machine:
             float32=torch.float32,
             minimum=lambda x, y: torch.fmin(torch.as_tensor(x), torch.as_tensor(y)),
             maximum=lambda x, y: torch.fmax(torch.as_tensor(x), torch.as_tensor(y)),
-            abs=torch.abs, max=torch.amax, sum=torch.sum, log2=torch.log2, static_range=range,
+            max=torch.amax, sum=torch.sum, log2=torch.log2, static_range=range,
             where=lambda condition, x, y: torch.where(torch.as_tensor(condition), x, y),
             arange=lambda start, end, _: torch.arange(start, end),
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
