@@ -41,7 +41,7 @@ from sage_ref.sla2 import (
 from sage_ref.sla2.router import Routing
 from sage_ref.smoothing import key_mean_scores
 
-FORWARD = range(len(LEVELS))
+FORWARD = [level for level, chosen in enumerate(LEVELS) if chosen.hopper is None]
 TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # the levels that the registered operation runs, and so the backward pass follows
 
 
@@ -239,7 +239,7 @@ def simulated(case: Case, level: int) -> tuple[Tensor, Tensor]:
     """S: O, and L (natural, of the unsmoothed scores; -inf without a key)."""
     query, key, value, _, block_mask, alpha = draw(case)
     q, k, v = query.float(), shared(case, key).float(), shared(case, value).float()
-    forward = sla2_forward(q, k, v, block_mask, alpha, case.settings(quantize=level == LEVEL_INT8))
+    forward = sla2_forward(q, k, v, block_mask, alpha, case.settings(quantize=bool(LEVELS[level].int8)))
     return forward.output, forward.log_sum_exp
 
 
@@ -288,7 +288,7 @@ def assert_close(case: Case, found: Tensor, simulated: Tensor, allowed: float = 
 def assert_forward(case: Case, level: int, output: Tensor) -> None:
     """The oracles' verdict on a forward level's O."""
     g, e, s = exact(case), eager(case), simulated(case, level)[0]
-    if level == LEVEL_INT8:
+    if LEVELS[level].int8:
         assert_close(case, output, s, distance(e.linear_share, g.linear_share))
         return
     assert_as_good_as_eager(case, output, g.output, distance(e.output, g.output), sizes(case)[0])

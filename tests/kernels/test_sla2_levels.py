@@ -158,7 +158,7 @@ def test_everything_selected_is_attention_and_nothing_selected_is_linear_attenti
     query, key, value = (x.float() for x in draw(everything)[:3])
     exact = (query @ key.mT * everything.c).softmax(-1) @ value
     output = forward_level(everything, level).forward.output
-    assert distance(output, exact) <= (0.03 if level == LEVEL_INT8 else 2e-3) * exact.norm()
+    assert distance(output, exact) <= (0.03 if LEVELS[level].int8 else 2e-3) * exact.norm()
     weights = query.softmax(-1) @ key.softmax(-1).mT
     exact = weights / weights.sum(-1, keepdim=True) @ value
     output = forward_level(nothing, level).forward.output

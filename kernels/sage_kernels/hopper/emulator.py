@@ -171,6 +171,7 @@ class Product:
     """A matmul in flight."""
 
     def __init__(self, left, right, dtype):
+        right = Part(right) if isinstance(right, Place) else right
         self.left, self.right, self.dtype, self.result = left, right, dtype, None
         self.reads = [x for x in (left, right.place) if isinstance(x, Place)]
         for place in self.reads:

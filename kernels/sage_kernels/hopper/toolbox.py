@@ -149,14 +149,16 @@ def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescrip
     return [descriptor(x, *shape) for x, (_, shape) in zip(tensors, tiles.values(), strict=True)]
 
 
-def signature_of(tiles: Tiles, pointers: dict[str, torch.dtype], **numbers: str) -> dict[str, str]:
+def signature_of(
+    tiles: Tiles, pointers: dict[str, torch.dtype], sizes: tuple[str, ...] = SIZES, **numbers: str
+) -> dict[str, str]:
     """Triton's type of every parameter that is no constant. Pointers are divisible by 16, sizes may be anything."""
     fetched = {
         name: f"tensordesc<{TYPES[dtype]}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
         for name, (dtype, shape) in tiles.items()
     }
     pointed = {name: f"*{TYPES[dtype]}" for name, dtype in pointers.items()}
-    return fetched | pointed | dict.fromkeys(SIZES, "i32") | numbers
+    return fetched | pointed | dict.fromkeys(sizes, "i32") | numbers
 
 
 def fetched_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -297,6 +299,12 @@ def operand(columns):
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]), 4)
 
 
+@gluon.constexpr_function
+def operand_16bit(columns):
+    """The same in 16 bit. What a thread holds of a matmul's result is what it must hold of this."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
+
+
 @gluon.jit
 def start_int8(left, tile, COLUMNS: gl.constexpr):
     """Start left x tile^T in INT8: int32 [ROWS, COLUMNS], there after `warpgroup_mma_wait`."""
@@ -324,14 +332,15 @@ def fast_reciprocal(x):
 
 @gluon.jit
 def group_columns(x):
-    """`tiles.group_columns` of [ROWS, TILE]: the order in which no number leaves its thread."""
-    return x.reshape([ROWS, TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([ROWS, TILE])
+    """`tiles.group_columns` of x [ROWS, keys]: the order in which no number leaves its thread."""
+    keys: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, keys // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([ROWS, keys])
 
 
 @gluon.jit
 def round_and_pack(x):
-    """round(x), ties to even, kept within INT8: four columns of [ROWS, TILE] to an int32 [ROWS, TILE / 4]."""
-    even, odd = gl.split(x.reshape([ROWS, TILE // 4, 2, 2]))
+    """round(x), ties to even, kept within INT8: four columns of x [ROWS, keys] to an int32 [ROWS, keys / 4]."""
+    even, odd = gl.split(x.reshape([ROWS, x.shape[1] // 4, 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
     return gl.inline_asm_elementwise(
@@ -344,15 +353,15 @@ def round_and_pack(x):
 
 @gluon.jit
 def unpack(packed):
-    """int32 [ROWS, TILE / 4] -> the int8 [ROWS, TILE] that it holds; no instruction is left of this."""
+    """int32 [ROWS, keys / 4] -> the int8 [ROWS, keys] that it holds; no instruction is left of this."""
     byte0, byte1 = packed.to(gl.int8), (packed >> 8).to(gl.int8)
     byte2, byte3 = (packed >> 16).to(gl.int8), (packed >> 24).to(gl.int8)
-    return gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3)).reshape([ROWS, TILE])
+    return gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3)).reshape([ROWS, 4 * packed.shape[1]])
 
 
 @gluon.jit
 def round_to_int8(x, COLUMNS: gl.constexpr):
-    """round(x) of [ROWS, TILE] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
+    """round(x) of x [ROWS, keys] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
     packed = round_and_pack(gl.convert_layout(group_columns(x), operand(COLUMNS)))
     return gl.convert_layout(unpack(packed), operand(COLUMNS))
 

@@ -35,7 +35,7 @@ from sage_kernels.measure.compile import (
     Case,
     cases,
     compile_kernel,
-    is_hopper,
+    hopper_of,
     launch_of,
     named,
     sla2_cases,
@@ -59,7 +59,7 @@ def kernels(capability: int) -> Iterator[Case]:
     9.0 has launches for each mask; those without one are what `predict --check` compares with measured times.
     """
     for case in (*cases((capability,)), *sla2_cases((capability,))):
-        if case.kernel in DEFAULTS and not is_hopper(case):
+        if case.kernel in DEFAULTS and hopper_of(case) is None:
             yield case._replace(is_causal=case.is_causal and capability != 90)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import triton
@@ -50,6 +51,7 @@ from sage_kernels.sla2.backward import program as sla2_backward
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward import program as sla2_forward
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
+from sage_kernels.sla2.ladder import Level as Sla2Level
 from sage_ref.command_line import Failed, add_json_option, positive
 from sage_ref.records import markdown_table, replaced, write_record
 
@@ -145,7 +147,7 @@ def unbiased_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> It
             yield case._replace(is_unbiased=True)
 
 
-def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: int) -> list[int]:
+def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
     """The levels of a ladder that can run there; of one of SAME_CODE the one that is taken there."""
     found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
     return found[-1:] if capability in SAME_CODE else found
@@ -153,13 +155,13 @@ def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel], capability: 
 
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
     """Every program of the SLA2 levels. The level of one that several run is the first; the backward's is 0."""
-    kernels = [(chosen.kernel, level) for level, chosen in enumerate(LEVELS)]
-    kernels += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
-    kernels += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
+    others = [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
+    others += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
     for capability in capabilities:
+        levels = compiled_levels(LEVELS, capability)
         for head_dim in head_dims:
-            for kernel, level in kernels:
-                if capability not in SAME_CODE or kernel in (LEVELS[-1].kernel, *BACKWARD_KERNELS):
+            for kernel, level in [*((LEVELS[level].kernel, level) for level in levels), *others]:
+                if capability not in SAME_CODE or kernel in (LEVELS[levels[-1]].kernel, *BACKWARD_KERNELS):
                     yield Case(kernel, level, capability, head_dim, False)
         for kernel in SLA2_ONCE:
             if capability not in SAME_CODE:
@@ -180,9 +182,12 @@ def is_sla2(case: Case) -> bool:
     return case.kernel.startswith("sla2_")
 
 
-def is_hopper(case: Case) -> bool:
-    """Whether it is a level of Hopper's, in Gluon."""
-    return not is_sla2(case) and case.kernel not in SAGEBWD_AROUND and level_of(case).hopper is not None
+def hopper_of(case: Case) -> ModuleType | None:
+    """The module of a level of Hopper's, in Gluon; None if it is another's program."""
+    if is_sla2(case):
+        level = LEVELS[case.level]
+        return level.hopper if case.kernel == level.kernel else None
+    return None if case.kernel in SAGEBWD_AROUND else level_of(case).hopper
 
 
 def is_int8(case: Case) -> bool:
@@ -197,8 +202,8 @@ def launch_of(case: Case) -> Launch:
         return case.launch
     if known := (SLA2_AROUND | SAGEBWD_AROUND).get(case.kernel):
         return known if isinstance(known, Launch) else Launch(0, 0, known, 1)
-    if is_hopper(case):
-        return level_of(case).hopper.LAUNCHES[case.kernel]
+    if (hopper := hopper_of(case)) is not None:
+        return hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
     return known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal), DEFAULTS[case.kernel])
 
@@ -257,6 +262,9 @@ def _sagebwd_source(case: Case) -> Source:
 
 def _sla2_source(case: Case) -> Source:
     head_dim, launch, level = case.head_dim, launch_of(case), LEVELS[case.level]
+    if (hopper := hopper_of(case)) is not None:
+        program, constants, options = hopper.program_of(case.kernel)
+        return Source(program, hopper.signature(head_dim), constants | {"D": head_dim, "DP": head_dim}, options)
     sparse = sla2_forward.signature(int8=bool(level.int8), fused=level.fused, save=True)
     sources = {
         "sla2_as_printed": (
@@ -301,7 +309,7 @@ def has_16_bit_matmul(case: Case) -> bool:
 def compiled_kernel(case: Case):
     """Triton's compiled kernel, for the case's GPU."""
     program, signature, constants, options = source_of(case)
-    source_type = GluonASTSource if is_hopper(case) else ASTSource
+    source_type = ASTSource if hopper_of(case) is None else GluonASTSource
     source = source_type(program, *compiler_arguments(program, signature, constants))
     return triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
 

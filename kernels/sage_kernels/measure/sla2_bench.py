@@ -24,7 +24,7 @@ from sage_kernels.measure.sla2_case import DENSE_PEERS, Case, Shape, judged
 from sage_kernels.measure.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
-from sage_kernels.sla2.ladder import LEVELS, run, run_backward, sla2_launch
+from sage_kernels.sla2.ladder import LEVELS, obstacle, run, run_backward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean, top_blocks
@@ -53,7 +53,9 @@ def bench_shape(shape: Shape, absent: Absent | None = None) -> Iterator[dict]:
 
 def level_rows(case: Case, block_mask: Tensor, exact: Tensor, absent: Absent) -> Iterator[dict]:
     """Every forward level, and the peers' forward passes with the mask that the router chose."""
-    levels = range(1 if case.shape.n > 40_000 else 0, len(LEVELS))  # level 0 then takes seconds, and shows nothing new
+    head_dim, device = case.shape.head_dim, case.alpha.device
+    levels = [level for level, chosen in enumerate(LEVELS) if obstacle(chosen, device, head_dim) is None]
+    levels = levels[1:] if case.shape.n > 40_000 else levels  # level 0 then takes seconds, and shows nothing new
     providers = absent.present(tuple(SPARSE_PEERS), case.where)
     peers = absent.tried({name: partial(forward_peer, case, name, block_mask) for name in providers}, case.where)
     for scope in ("kernel", "op"):

@@ -18,7 +18,7 @@ SPARSITY = 0.97
 def kernels() -> Iterator[Kernel]:
     for head_dim in (64, 128):
         for level, chosen in enumerate(LEVELS):
-            for kernel in chosen.kernels:
+            for kernel in chosen.kernels if chosen.hopper is None else ():
                 yield Kernel(kernel, level, head_dim, causal=False)
         for kernel in BACKWARD_KERNELS:
             yield Kernel(kernel, 0, head_dim, causal=False)

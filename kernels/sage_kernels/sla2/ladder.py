@@ -4,16 +4,19 @@ Every level takes the same tensors, and a block mask or a router, and gives the 
 """
 
 import math
+from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from sage_kernels import hopper
 from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import padded_head_dim, quantize
 from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
-from sage_kernels.sla2.forward import level0_as_printed, level1_lists
+from sage_kernels.sla2.forward import level0_as_printed, level1_lists, level4_hopper
 from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
 from sage_kernels.sla2.lists import Choice, block_lists, given
 from sage_kernels.sla2.prepare import read_blocks
@@ -26,10 +29,11 @@ LOG2_E = math.log2(math.e)
 
 class Level(NamedTuple):
     name: str
-    key_tile: object  # as in the SageBwd ladder
+    key_tile: object  # as in the SageBwd ladder; None for a level with a program of its own
     int8: str = ""  # which tensors are read in INT8
     kernel: str = "sla2_forward_16bit"  # its sparse program in DEFAULTS of common/candidates.py
     fused: bool = True  # the linear branch and the mix in the sparse program
+    hopper: ModuleType | None = None  # of a level that is Hopper's alone: program_of, signature, LAUNCHES and run
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -42,8 +46,14 @@ LEVELS = (
     Level("lists, and one product for H", level0_flash_attention.key_tile, fused=False),
     Level("linear branch in the sparse kernel", level0_flash_attention.key_tile),
     Level("INT8", level4_grouped.key_tile, int8="QKV", kernel="sla2_forward"),
+    Level("Hopper: one block after another", None, int8="QKV", kernel="sla2_forward_hopper", hopper=level4_hopper),
 )
 BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of all levels
+
+
+def obstacle(level: Level, device: torch.device, head_dim: int) -> str | None:
+    """Why a level can't run there, or None if it can."""
+    return None if level.hopper is None else hopper.obstacle(device, head_dim)
 
 
 class Prepared(NamedTuple):
@@ -91,6 +101,8 @@ def run(
 ) -> Forward:
     """O of level `level`; save: O_s and L too, which level 0 doesn't have. launch: of the sparse program."""
     chosen, inputs = LEVELS[level], prepared.inputs
+    if chosen.hopper is not None:
+        return chosen.hopper.run(inputs, start, save=save)
     launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:
         tensors = inputs.query, inputs.key, inputs.value, prepared.choice.block_mask, inputs.alpha, prepared.key_sums

@@ -98,11 +98,12 @@ def softmax(
     DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr, IS_UNBIASED: gl.constexpr,
 ):  # fmt: skip
     """(P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
+    keys: gl.constexpr = s_ij.shape[1]
     x = s_ij.to(gl.float32)
     if IS_MASKED:
         s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
-        query = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
-        key = first_key + gl.arange(0, TILE, gl.SliceLayout(0, accumulator(TILE)))
+        query = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(keys)))
+        key = first_key + gl.arange(0, keys, gl.SliceLayout(0, accumulator(keys)))
         visible = (key < n_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (key[None, :] <= query[:, None])
@@ -117,7 +118,7 @@ def softmax(
     # [Bq, Bkv]: 127 exp(S - r), Algorithm 1's P~ / s_P
     p_ij = fast_exp2(x * s_qk - (r_ij - LOG2_INT8_MAX)[:, None])
     p_hat_ij = dither_to_int8(p_ij, DP) if IS_UNBIASED else round_to_int8(p_ij, DP)
-    sums = gl.sum(gl.sum(p_ij.reshape([ROWS, TILE // 8, 4, 2]), 3), 1)
+    sums = gl.sum(gl.sum(p_ij.reshape([ROWS, keys // 8, 4, 2]), 3), 1)
     l = l * gl.convert_layout(change, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(sums, PARTS)
     return p_hat_ij, change, r_ij, largest, l
 
