@@ -169,6 +169,18 @@ def test_large_scores_do_not_overflow(level, std, unbiased):
     assert distance(output, simulated) <= 0.1 * distance(simulated, exact(case)[0])
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("std", [40.0, 80.0, 140.0, 300.0])
+@pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
+def test_larger_scores_give_the_simulations_output_or_nan(level, std, unbiased):
+    """From c max|q| max|k| = 30,000 on level 3's exponents leave nothing of P^: that is said, and nothing is wrong."""
+    case = SMALL._replace(std=std, unbiased=unbiased)
+    output, (simulated, _) = forward_level(case, level).output, simulated_forward(case, level)
+    rows = (output - simulated).norm(dim=-1) / simulated.norm(dim=-1)
+    assert not (rows > 0.25).any()
+    assert rows.isnan().all() == (std > 100 and level in (3, 4))
+
+
 @pytest.mark.parametrize("value_case", VALUE_BLOCKS, ids=str)
 @pytest.mark.parametrize("level", FORWARD[2:], ids="forward{}".format)
 def test_value_blocks_of_different_size(level, value_case):

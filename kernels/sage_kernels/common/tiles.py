@@ -15,6 +15,7 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 # A running maximum that stands for "no key seen yet" without being -inf, whose difference with itself is NaN.
 NO_KEY = tl.constexpr(-1.0e30)
 TINY = tl.constexpr(1.0e-30)
+LARGEST_STEP = tl.constexpr(3.0)  # that one step of an integer score may be worth in log2 P, in `folded_softmax`
 
 
 class Operand(NamedTuple):
@@ -165,7 +166,10 @@ def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr, IS_DITHERED: tl.co
     s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
     there on a little more is taken out. IS_DITHERED: P^ is up to 127 P + 127/128, so more is taken out everywhere; the
     other roundings on the way, up to 0.37 s_qk, count too.
+
+    From s_qk = LARGEST_STEP on so much would be taken out that P^ becomes 0 or 1. All is NaN then, not silently wrong.
     """
+    s_qk = tl.where(s_qk < LARGEST_STEP, s_qk, float("nan"))
     if IS_MASKED:
         s_qk += TINY  # a block of zeros has scale 0, and 0 times a masked score's -inf is NaN
         m_ij = tl.maximum((tl.max(s_ij, 1) - ROUNDER) * s_qk, NO_KEY)
