@@ -161,11 +161,12 @@ def test_source_at_large_scores(std):
 
 
 @on_the_cpu
+@pytest.mark.parametrize("selected", ["half", "mixed"])
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
-def test_source_makes_nan_where_level_3_does(broken):
-    case = Case(300, 300, "half", 64, 2, 1)
+def test_source_makes_nan_where_level_3_does(broken, selected):
+    case = Case(300, 300, selected, 64, 2, 1)
     tensors = draw(case)._replace(**{broken: getattr(draw(case), broken).clone()})
-    getattr(tensors, broken)[0, 0, 140, 3] = math.nan
+    getattr(tensors, broken)[0, 0, 40, 3] = math.nan
     output, expected = (x.forward.output for x in (run_source(case, tensors), run_level(case, 3, tensors)))
     assert expected.isnan().any()
     assert torch.equal(output.isnan(), expected.isnan())

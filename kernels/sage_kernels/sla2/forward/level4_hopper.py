@@ -146,10 +146,12 @@ def sparse_branch(item, n, turn, rings, pointers, sizes, DP: gl.constexpr, W: gl
     row: gl.constexpr = gl.SliceLayout(1, accumulator(KEYS))
     k_scale = pointers.k_scale + item.kv_head * sizes.kv_blocks
     v_scale = pointers.v_scale + item.kv_head * sizes.kv_blocks
-    s_q = gl.load(pointers.q_scale + item.block)
     j, following = key_block(item, 0), key_block(item, 1)
-    s_k, s_v = gl.load(k_scale + j), gl.load(v_scale + j)
-    n_k = gl.where(item.count > 0, sizes.n_k, 0)
+    is_listed = item.count > 0  # a scale of what no query sees may be NaN
+    s_q = gl.load(pointers.q_scale + item.block, mask=is_listed, other=0.0)
+    s_k = gl.load(k_scale + j, mask=is_listed, other=0.0)
+    s_v = gl.load(v_scale + j, mask=is_listed, other=0.0)
+    n_k = gl.where(is_listed, sizes.n_k, 0)
     rows = Rows(
         gl.full([ROWS], NO_KEY, gl.float32, row), gl.full([ROWS], NO_KEY, gl.float32, row),
         gl.zeros([ROWS, 4], gl.float32, PARTS), 1.0,
