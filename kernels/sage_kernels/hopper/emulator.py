@@ -110,6 +110,14 @@ class Place:
     def shape(self):
         return self.tile.shape
 
+    @property
+    def dtype(self):
+        return self.tile.dtype
+
+    def _reinterpret(self, dtype, shape, layout):
+        assert (dtype, [1, *shape]) == (self.dtype, [*self.shape])
+        return Part(self)
+
     def permute(self, order):
         return Part(self).permute(order)
 
@@ -124,7 +132,7 @@ class Place:
 
 
 class Part:
-    """Rows or columns of a place, seen as they lie or transposed."""
+    """Rows or columns of a place, seen as they lie or transposed. A tile [1, rows, columns] is one [rows, columns]."""
 
     def __init__(self, place: Place, cuts: tuple[tuple[int, int, int], ...] = (), order=(0, 1)):
         self.place, self.cuts, self.order = place, cuts, order
@@ -136,7 +144,7 @@ class Part:
         return Part(self.place, (*self.cuts, (axis, first, count)), self.order)
 
     def view(self):
-        tile = self.place.tile
+        tile = self.place.tile[0] if self.place.tile.ndim == 3 else self.place.tile
         for cut in self.cuts:
             tile = tile.narrow(*cut)
         return tile
@@ -170,16 +178,17 @@ class Barrier:
 class Product:
     """A matmul in flight."""
 
-    def __init__(self, left, right, dtype):
-        right = Part(right) if isinstance(right, Place) else right
-        self.left, self.right, self.dtype, self.result = left, right, dtype, None
-        self.reads = [x for x in (left, right.place) if isinstance(x, Place)]
+    def __init__(self, left, right, start):
+        left, right = (Part(x) if isinstance(x, Place) else x for x in (left, right))
+        self.left, self.right, self.start, self.result = left, right, start, None
+        self.reads = [x.place for x in (left, right) if isinstance(x, Part)]
         for place in self.reads:
             place.readers += 1
 
     def end(self):
-        left = self.left.tile if isinstance(self.left, Place) else self.left
-        self.result = (left.double() @ self.right.load(None).double()).to(self.dtype)
+        left = self.left.load(None) if isinstance(self.left, Part) else self.left
+        product = left.double() @ self.right.load(None).double()
+        self.result = (self.start + product).to(self.start.dtype)
         for place in self.reads:
             place.readers -= 1
 
@@ -340,8 +349,7 @@ class Machine:
 
     def multiply(self, left, right, accumulator, use_acc, is_async):
         assert is_async
-        assert not use_acc
-        product = Product(left, right, accumulator.dtype)
+        product = Product(left, right, accumulator if use_acc else torch.zeros_like(accumulator))
         self.current.matmuls.append(product)
         return product
 

@@ -129,7 +129,7 @@ def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
     """For the copy engine, which fetches tiles [rows, columns] of x [B, H, N, D] or lines [rows] of x [B, H, N].
 
-    A matrix is taken as it is: see `fetched_rows`.
+    An x of as many dimensions as the tile is taken as it is: see `fetched_rows` and `fetched_tokens`.
     """
     made = object.__new__(TensorDescriptor)  # without its checks, which have passed for the first of its kind
     made.__dict__.update(descriptor_fields(x.shape, x.stride(), x.dtype, shape), base=x)
@@ -140,7 +140,7 @@ def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
 def descriptor_fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, tile: tuple[int, ...]) -> dict:
     """A checked descriptor's fields, besides the tensor, for every tensor of that shape; it starts at 16 bytes."""
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    x = x if x.dim() == 2 else x.flatten(0, 2)
+    x = x if x.dim() == len(tile) else x.flatten(0, 2)
     fields = vars(TensorDescriptor.from_tensor(x, list(tile), layout(*tile, dtype=dtype)))
     return {name: value for name, value in fields.items() if name != "base"}
 
@@ -173,6 +173,12 @@ def fetched_rows(x: Tensor) -> tuple[Tensor, int]:
     if is_heads_last(x) and fits and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0:
         return x.as_strided((batch * n, heads * head_dim), (x.stride(2), 1)), heads
     return rows_of_16_bytes(x).flatten(0, 2), 1
+
+
+def fetched_tokens(x: Tensor) -> tuple[Tensor, int]:
+    """`fetched_rows` in three dimensions, [B H, N, D] or [B, N, H D]: then zeros come after a head's last token."""
+    rows, heads_per_row = fetched_rows(x)
+    return rows.view(-1, x.shape[2], rows.shape[1]), heads_per_row
 
 
 def rows_of_16_bytes(x: Tensor) -> Tensor:
@@ -234,6 +240,30 @@ def fetch(ring, n, descriptor, row, column):
 def row_and_column(head, token, n, heads_per_row, DP: gl.constexpr):
     """Where a token of a head lies in the matrix of `fetched_rows`."""
     return head // heads_per_row * n + token, head % heads_per_row * DP
+
+
+@gluon.jit
+def fetch_tokens(ring, n, descriptor, head, token, heads_per_row, DP: gl.constexpr):
+    """`fetch` of tokens of a head from the tensor of `fetched_tokens`."""
+    places: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
+    ready = ring.ready.index(n % places)
+    mbarrier.expect(ready, descriptor.block_type.nbytes)
+    at = [head // heads_per_row, token, head % heads_per_row * DP]
+    tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(n % places))
+
+
+@gluon.constexpr_function
+def matrix_layout(rows, columns, dtype):
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
+@gluon.jit
+def matrix(tile):
+    """A tile [1, tokens, columns] of `fetch_tokens` as [tokens, columns]: the same numbers in the same places."""
+    rows: gl.constexpr = tile.shape[1]
+    columns: gl.constexpr = tile.shape[2]
+    return tile._reinterpret(tile.dtype, [rows, columns], matrix_layout(rows, columns, tile.dtype))
 
 
 @gluon.jit
@@ -399,8 +429,19 @@ def tokens_from(pointer, head, first, n, heads_per_row, D: gl.constexpr):
 @gluon.jit
 def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
     """Rows of x [ROWS, DP] in 16 bit: tokens first, first + 1, ... of a head, as far as there are any."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(DP)))
-    d = gl.arange(0, DP, gl.SliceLayout(0, accumulator(DP)))
+    layout: gl.constexpr = x.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    d = gl.arange(0, DP, gl.SliceLayout(0, layout))
     mask = (first + row < n)[:, None] & (d < D)[None, :]
     rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
     gl.store(rows + row[:, None] * stride + d[None, :], x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def load_stored(pointer, head, first, n, heads_per_row, LAYOUT: gl.constexpr, D: gl.constexpr, DP: gl.constexpr):
+    """What `store_tokens` has stored there, [ROWS, DP]; zeros past n and D."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, DP, gl.SliceLayout(0, LAYOUT))
+    mask = (first + row < n)[:, None] & (d < D)[None, :]
+    rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
+    return gl.load(rows + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
