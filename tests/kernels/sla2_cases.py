@@ -174,7 +174,7 @@ def run_level(case: Case, level: int, tensors: Tensors | None = None, **launch) 
 
 
 def run_gradients(
-    case: Case, level: int, tensors: Tensors | None = None, result: Result | None = None
+    case: Case, level: int, tensors: Tensors | None = None, result: Result | None = None, level_of_backward: int = 0
 ) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dalpha after forward level `level`."""
     query, key, value, grad_output, _, alpha = tensors or draw(case)
@@ -183,7 +183,7 @@ def run_gradients(
         grad_output, query, key, value, alpha, prepared.inputs.sums, forward.sparse_output, forward.log_sum_exp,
         prepared.k_mean,
     )  # fmt: skip
-    return run_backward(inputs, prepared.choice, scale=case.c)
+    return run_backward(inputs, prepared.choice, scale=case.c, level=level_of_backward)
 
 
 forward_level = lru_cache(maxsize=12)(run_level)

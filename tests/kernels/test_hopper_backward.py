@@ -224,8 +224,7 @@ MISTAKES = (
         (Changed(toolbox.acquire, ACQUIRE), EARLY),
         (Changed(toolbox.release, RELEASE), "deadlock"),
         (Changed(toolbox.release, RELEASE, f"{RELEASE}; {RELEASE.replace('n %', '(n + 1) %')}"), EARLY),
-        (Changed(toolbox.fetch, FETCH), EARLY),
-        (Changed(toolbox.fetch_with_lines, FETCH), EARLY),
+        (Changed(toolbox.claim, FETCH), EARLY),
     ),
     *mistakes(
         (4,), LONG_CAUSAL,

@@ -132,7 +132,7 @@ NEVER_RELEASED = Changed(toolbox.release, RELEASE)
         (Changed(toolbox.acquire, "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"),),
         (Changed(toolbox.acquire, "return", f"{RELEASE}; return"), NEVER_RELEASED),
         (NEVER_RELEASED,),
-        (Changed(toolbox.fetch, "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"),),
+        (Changed(toolbox.claim, "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"),),
     ],
     ids=["read before it is ready", "released before it is read", "not released", "fetched too early"],
 )

@@ -1,10 +1,11 @@
-"""SLA2's level of Hopper's: its own source on the CPU against the simulation; on that GPU the program itself."""
+"""SLA2's programs for Hopper: their own source on the CPU against the oracles; on that GPU the programs themselves."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
-from kernel_cases import DEVICE, MARKS, ON_GPU, distance, guarded, guarded_allocations
+from kernel_cases import DEVICE, MARKS, ON_GPU, all_equal, distance, guarded, guarded_allocations
 from layouts import heads_last
 from sla2_cases import (
     Case,
@@ -24,26 +25,53 @@ pytest.importorskip("triton")
 from sage_kernels import hopper
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, OnCPU
+from sage_kernels.sla2 import pieces
+from sage_kernels.sla2.backward import keys_hopper, queries_hopper
+from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward import level4_hopper
-from sage_kernels.sla2.ladder import prepare
+from sage_kernels.sla2.ladder import prepare, run_backward
+from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.ops import LEVEL_INT8
 
 pytestmark = MARKS
 LEVEL = 4
 IS_HERE = hopper.obstacle(DEVICE, 64) is None
+PROGRAMS = (
+    (level4_hopper, "hopper_program"), (queries_hopper, "query_program"), (keys_hopper, "key_program"),
+)  # fmt: skip
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HERE, reason="needs a Hopper GPU")]
-PROGRAMS = 2  # that share the blocks of queries on the CPU
+MULTIPROCESSORS = 2  # of what is a GPU on the CPU
 
 
-def run_source(case, tensors=None, *, save=True, programs=PROGRAMS, seed=0, **names):
-    """What level 4 gives; names: what some global names of its source mean instead."""
+@contextmanager
+def on_cpu(seed, multiprocessors=MULTIPROCESSORS, **names):
+    """Programs for Hopper run on the CPU. names: what some global names of their source mean instead."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in PROGRAMS:
+            patch.setattr(module, name, OnCPU(getattr(module, name), seed=seed, **names))
+        for module in (level4_hopper, queries_hopper):
+            patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
+        yield
+
+
+def run_source(case, tensors=None, *, save=True, seed=0, **options):
+    """What level 4 gives. options: of `on_cpu`."""
     query, key, value, _, block_mask, alpha = tensors or draw(case)
     prepared = prepare(query, key, value, block_mask, alpha, LEVEL_INT8, scale=case.c)
-    with pytest.MonkeyPatch.context() as patch:
-        program = OnCPU(level4_hopper.hopper_program, seed=seed or case.n_q, **names)
-        patch.setattr(level4_hopper, "hopper_program", program)
-        return Result(prepared, level4_hopper.run(prepared.inputs, save=save, programs=programs))
+    with on_cpu(seed or case.n_q, **options):
+        return Result(prepared, level4_hopper.run(prepared.inputs, save=save))
+
+
+def run_backward_source(case, tensors=None, result=None, **options):
+    """dQ, dK, dV, dalpha of backward level 1 after forward level 3. options: of `on_cpu`."""
+    query, key, value, grad_output, _, alpha = tensors or draw(case)
+    prepared, forward = result or forward_level(case, LEVEL_INT8)
+    inputs = BackwardInputs(
+        grad_output, query, key, value, alpha, prepared.inputs.sums, *forward[1:], prepared.k_mean
+    )  # fmt: skip
+    with on_cpu(case.n_q, **options):
+        return run_backward(inputs, prepared.choice, scale=case.c, level=1)
 
 
 SOURCE_CASES = [
@@ -91,10 +119,10 @@ def test_the_backward_pass_goes_on_from_it():
 
 
 @on_the_cpu
-@pytest.mark.parametrize("programs", [1, 3, 100])
-def test_result_does_not_depend_on_how_many_programs_share_the_work(programs):
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_result_does_not_depend_on_how_many_programs_share_the_work(count):
     case = Case(400, 330, "mixed", 64, 2, 1)
-    expected, found = run_source(case).forward, run_source(case, programs=programs, seed=7).forward
+    expected, found = run_source(case).forward, run_source(case, multiprocessors=count, seed=7).forward
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -172,6 +200,56 @@ def test_source_makes_nan_where_level_3_does(broken, selected):
     assert torch.equal(output.isnan(), expected.isnan())
 
 
+# The backward pass
+
+
+@on_the_cpu
+@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+def test_source_gives_the_references_gradients(case):
+    assert_gradients(case, LEVEL_INT8, run_backward_source(case))
+
+
+@on_the_cpu
+def test_gradients_of_long_lists_in_pieces(monkeypatch):
+    """Every query block selects the middle block of keys: its program's work is shared, and added up."""
+    monkeypatch.setattr(pieces, "LEAST_ENTRIES", 1)
+    monkeypatch.setattr(pieces, "KEY_BLOCKS_PER_PLACE", 1)
+    case = Case(1300, 700, "popular", 40, 2, 1)
+    prepared = forward_level(case, LEVEL_INT8).prepared
+    first, _ = pieces.pieces_of(block_lists(prepared.choice.block_mask, by_key=True).counts, 1)
+    assert first[0, 0, -1] > 1
+    assert_gradients(case, LEVEL_INT8, run_backward_source(case))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_gradients_of_heads_last_lie_as_their_inputs(head_dim):
+    case = Case(150, 203, "half", head_dim, 4, 2)
+    tensors = draw(case)
+    names = ("query", "key", "value", "grad_output")
+    lying = tensors._replace(**{name: heads_last(getattr(tensors, name)) for name in names})
+    result = run_level(case, LEVEL_INT8, lying)
+    for found, expected, x in zip(
+        run_backward_source(case, lying, result), run_backward_source(case), lying, strict=False
+    ):
+        assert torch.equal(found, expected)
+        assert found.shape != x.shape or found.stride() == x.stride()
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["key", "value", "grad_output"])
+def test_nan_in_one_head_reaches_no_other(name):
+    """The copy engine fetches past a head's last key or query. What it finds there must not be the next head's."""
+    case = Case(150, 140, "mixed", 64, 2, 2)
+    tensors = draw(case)._replace(**{name: getattr(draw(case), name).clone()})
+    getattr(tensors, name)[0, 1, 0] = math.nan
+    result = run_level(case, LEVEL_INT8, tensors)
+    found, expected = run_backward_source(case, tensors, result), run_gradients(case, LEVEL_INT8, tensors, result)
+    for x, y, untouched in zip(found, expected, run_backward_source(case), strict=True):
+        assert torch.equal(x[:, 0], untouched[:, 0])
+        assert torch.equal(x.isnan(), y.isnan())
+
+
 READY = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
 EMPTY = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
 RELEASE = "mbarrier.arrive(ring.empty.index(n % places), count=1)"
@@ -182,7 +260,7 @@ SPARSE = level4_hopper.sparse_branch
 CARELESS = {
     "read before it is ready": Changed(toolbox.acquire, READY),
     "not released": Changed(toolbox.release, RELEASE),
-    "fetched too early": Changed(toolbox.fetch, EMPTY),
+    "fetched too early": Changed(toolbox.claim, EMPTY),
     "V released before it is read": Changed(
         SPARSE, WAIT_FOR_PV + RELEASE_V, f"{RELEASE_V.strip()}\n        {WAIT_FOR_PV}"
     ),
@@ -192,6 +270,29 @@ CARELESS = {
     "S not waited for": Changed(SPARSE, "wait(1, deps=(scores,))", "wait(2, deps=(scores,))"),
     "tiles of the block before": Changed(level4_hopper.query_rows, "n += item.steps", "n += 0"),
 }  # fmt: skip
+
+
+CARELESS_BACKWARD = {
+    "K released before it is read": Changed(
+        queries_hopper.query_rows, "dq_i = warpgroup_mma_wait(0, deps=(gradient,))",
+        "release(rings.k, n + step - 1); dq_i = warpgroup_mma_wait(0, deps=(gradient,)); continue",
+    ),
+    "dP not waited for": Changed(queries_hopper.query_rows, "wait(1, deps=(product,))", "wait(2, deps=(product,))"),
+    "K not released": Changed(queries_hopper.query_rows, "release(rings.k, n + step - 1)"),
+    "Q released before it is read": Changed(
+        keys_hopper.query_tile, "    dk_j = warpgroup_mma_wait(0, deps=(sum_of_dk,))\n    release(rings.q, n)\n",
+        "    release(rings.q, n)\n    dk_j = warpgroup_mma_wait(0, deps=(sum_of_dk,))\n",
+    ),
+    "the other tile's delta": Changed(keys_hopper.query_tile, "delta.index(place)", "delta.index(1 - place)"),
+}  # fmt: skip
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mistake", CARELESS_BACKWARD)
+def test_carelessness_in_the_backward_pass_is_noticed(mistake):
+    case, changed = Case(700, 1280, "half", 64, 1, 1), CARELESS_BACKWARD[mistake]
+    with pytest.raises((AssertionError, RuntimeError), match=r"deadlock|overwritten|before its end|^$"):
+        assert_gradients(case, LEVEL_INT8, run_backward_source(case, **{changed.fn.__name__: changed}))
 
 
 @on_the_cpu
@@ -214,11 +315,22 @@ def test_program_gives_the_simulations_result(n_q, n_k, head_dim, kv_heads, sele
     assert_forward(case, LEVEL, forward_level(case, LEVEL).forward.output)
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(x, marks=on_hopper) for x in (torch.float16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("selected", ["none", "half", "mixed", "all", "popular"])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 8), (64, 2), (96, 8), (128, 1)])
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (113, 203), (1000, 1500)])
+def test_programs_give_the_references_gradients(n_q, n_k, head_dim, kv_heads, selected, dtype):
+    case = Case(n_q, n_k, selected, head_dim, 8, kv_heads, dtype, batch=2)
+    assert_gradients(case, LEVEL_INT8, run_gradients(case, LEVEL_INT8, level_of_backward=1))
+
+
 @pytest.mark.parametrize("selected", [pytest.param(x, marks=on_hopper) for x in ("97%", "popular")])
 def test_a_long_sequence_at_97_percent(selected):
     case = Case(4096, 4096, selected, 128, 4, 4, torch.bfloat16)
     result = forward_level(case, LEVEL)
     assert_forward(case, LEVEL, result.forward.output)
-    assert_gradients(case, LEVEL, gradients_after(case, LEVEL))
+    gradients = run_gradients(case, LEVEL, level_of_backward=1)
+    assert_gradients(case, LEVEL, gradients)
     again = run_level(case, LEVEL)
     assert all(torch.equal(x, y) for x, y in zip(again.forward, result.forward, strict=True))
+    assert all_equal(run_gradients(case, LEVEL, level_of_backward=1), gradients)

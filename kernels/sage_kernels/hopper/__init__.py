@@ -18,3 +18,8 @@ def obstacle(device: torch.device, head_dim: int) -> str | None:
     if padded_head_dim(head_dim) not in HEAD_DIMS:
         return f"it needs a head size from 33 to 128, and query has {head_dim}"
     return None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has: programs that go from one piece of work to the next are as many."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -135,7 +135,7 @@ class Part:
     """Rows or columns of a place, seen as they lie or transposed. A tile [1, rows, columns] is one [rows, columns]."""
 
     def __init__(self, place: Place, cuts: tuple[tuple[int, int, int], ...] = (), order=(0, 1)):
-        self.place, self.cuts, self.order = place, cuts, order
+        self.place, self.cuts, self.order, self.dtype = place, cuts, order, place.dtype
 
     def permute(self, order):
         return Part(self.place, self.cuts, order)

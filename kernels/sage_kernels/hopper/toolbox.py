@@ -227,13 +227,20 @@ def ring(descriptor, PLACES: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def fetch(ring, n, descriptor, row, column):
-    """The loading warp: start the copy of the n-th tile as soon as its place is empty."""
+def claim(ring, n, BYTES: gl.constexpr):
+    """The loading warp: wait until the n-th tile's place is empty. (Its barrier, which expects so many bytes; it)."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
     ready = ring.ready.index(n % places)
-    mbarrier.expect(ready, descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(n % places))
+    mbarrier.expect(ready, BYTES)
+    return ready, n % places
+
+
+@gluon.jit
+def fetch(ring, n, descriptor, row, column):
+    """The loading warp: start the copy of the n-th tile as soon as its place is empty."""
+    ready, place = claim(ring, n, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(place))
 
 
 @gluon.jit
@@ -243,14 +250,33 @@ def row_and_column(head, token, n, heads_per_row, DP: gl.constexpr):
 
 
 @gluon.jit
+def fetch_with_lines(ring, lines, n, descriptor, row, column, line_descriptors, token):
+    """`fetch`, and for each of `lines` one number for every token of the tile."""
+    line_count: gl.constexpr = len(lines)
+    line_bytes: gl.constexpr = line_descriptors[0].block_type.nbytes
+    ready, place = claim(ring, n, descriptor.block_type.nbytes + line_count * line_bytes)
+    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(place))
+    for i in gl.static_range(line_count):
+        tma.async_copy_global_to_shared(line_descriptors[i], [token], ready, lines[i].index(place))
+
+
+@gluon.jit
 def fetch_tokens(ring, n, descriptor, head, token, heads_per_row, DP: gl.constexpr):
     """`fetch` of tokens of a head from the tensor of `fetched_tokens`."""
-    places: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
-    ready = ring.ready.index(n % places)
-    mbarrier.expect(ready, descriptor.block_type.nbytes)
+    ready, place = claim(ring, n, descriptor.block_type.nbytes)
     at = [head // heads_per_row, token, head % heads_per_row * DP]
-    tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(n % places))
+    tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(place))
+
+
+@gluon.jit
+def fetch_tokens_with_line(
+    ring, line, n, descriptor, head, token, heads_per_row, DP: gl.constexpr, line_descriptor, line_token
+):
+    """`fetch_tokens`, and into `line` one number for each of them, from line_token on."""
+    ready, place = claim(ring, n, descriptor.block_type.nbytes + line_descriptor.block_type.nbytes)
+    at = [head // heads_per_row, token, head % heads_per_row * DP]
+    tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(place))
+    tma.async_copy_global_to_shared(line_descriptor, [line_token], ready, line.index(place))
 
 
 @gluon.constexpr_function
@@ -264,19 +290,6 @@ def matrix(tile):
     rows: gl.constexpr = tile.shape[1]
     columns: gl.constexpr = tile.shape[2]
     return tile._reinterpret(tile.dtype, [rows, columns], matrix_layout(rows, columns, tile.dtype))
-
-
-@gluon.jit
-def fetch_with_lines(ring, lines, n, descriptor, row, column, line_descriptors, token):
-    """`fetch`, and for each of `lines` one number for every token of the tile."""
-    places: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
-    ready = ring.ready.index(n % places)
-    line_count: gl.constexpr = len(lines)
-    mbarrier.expect(ready, descriptor.block_type.nbytes + line_count * line_descriptors[0].block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(n % places))
-    for i in gl.static_range(line_count):
-        tma.async_copy_global_to_shared(line_descriptors[i], [token], ready, lines[i].index(n % places))
 
 
 @gluon.jit

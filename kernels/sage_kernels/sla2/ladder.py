@@ -15,6 +15,7 @@ from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import padded_head_dim, quantize
 from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
+from sage_kernels.sla2.backward import keys_hopper, queries_hopper
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists, level4_hopper
 from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
@@ -116,15 +117,25 @@ def run(
 
 
 def run_backward(
-    inputs: BackwardInputs, choice: Choice, start: Start = start_with_triton, *, scale: float
+    inputs: BackwardInputs, choice: Choice, start: Start = start_with_triton, *, scale: float, level: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations."""
-    query = inputs.query
+    """dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations.
+
+    level: 0, or 1 with the sparse branch's programs for Hopper.
+    """
+    query, on_hopper = inputs.query, bool(level)
     gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
-    run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
+    if on_hopper:
+        queries_hopper.run(inputs, gradients, choice.lists, start, scale=scale)
+    else:
+        run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
     grad_sums = unselected_sums_by_key(choice.complement, gradients.grad_sums, inputs.key.shape[1])
     by_key = block_lists(choice.block_mask, start, by_key=True)
-    dk, dv = run_key(inputs, gradients, grad_sums, by_key, sla2_launch("sla2_key", 0, query), start, scale=scale)
+    arguments = inputs, gradients, grad_sums, by_key
+    if on_hopper:
+        dk, dv = keys_hopper.run(*arguments, start, scale=scale)
+    else:
+        dk, dv = run_key(*arguments, sla2_launch("sla2_key", 0, query), start, scale=scale)
     return gradients.grad_query, dk, dv, gradients.grad_alpha
 
 

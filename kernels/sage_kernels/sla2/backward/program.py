@@ -24,12 +24,12 @@ from sage_kernels.sagebwd.backward import level0_16bit
 from sage_kernels.sagebwd.backward.program import KeyHead, KeyTile, QueryHead, QueryTile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_kernels.sla2.lists import BlockLists, list_range
-from sage_kernels.sla2.pieces import pieces_of
+from sage_kernels.sla2.pieces import Pieces, pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import SUMS_DTYPE
 from sage_ref.sla2.blocks import block_count
 
-JOIN_WARPS = 8
+JOIN_WARPS = LINEAR_KEY_WARPS = 8
 
 
 class BackwardInputs(NamedTuple):
@@ -295,6 +295,24 @@ def join_program(
     store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
 
 
+@triton.jit(do_not_specialize=["n_k", "sums_rows"])
+def linear_key_program(
+    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n, dsums_ptr,
+    dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
+    kv_heads, n_k, sums_rows, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """One program: one block of keys of one head. Alg. 3, lines 16 to 18, for a program that adds the sparse share."""
+    j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, h = kv_head // kv_heads, kv_head % kv_heads
+    k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
+    v = Operand(v_ptr + batch * v_stride_b + h * v_stride_h, v_stride_n)
+    dk = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
+    dv = Operand(dv_ptr + batch * dv_stride_b + h * dv_stride_h, dv_stride_n)
+    out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
+    key, nothing = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV), tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
+    store_key_gradients(nothing, nothing, out, key, n_k, 0.0, D, DP)
+
+
 PIECES = dict.fromkeys(("first_pieces_ptr", "piece_blocks_ptr"), POINTERS[torch.int32]) | {"places": SIZE}
 
 
@@ -339,6 +357,13 @@ def join_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     }  # fmt: skip
 
 
+def linear_key_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
+    """Triton's types of the parameters of `linear_key_program`."""
+    x = POINTERS[dtype]
+    tensors = strided("k", x) | strided("v", x) | strided("dk", x) | strided("dv", x)
+    return tensors | {"dsums_ptr": POINTERS[SUMS_DTYPE]} | dict.fromkeys(("kv_heads", "n_k", "sums_rows"), SIZE)
+
+
 def linear_query_constants(head_dim: int, launch: Launch) -> dict:
     """The constants of `linear_query_program`. launch.block_kv: columns at a time."""
     dp = padded_head_dim(head_dim)
@@ -356,7 +381,7 @@ def key_constants(head_dim: int, launch: Launch) -> dict:
 
 
 def join_constants(head_dim: int) -> dict:
-    """The constants of `join_program`."""
+    """The constants of `join_program` and `linear_key_program`."""
     return {"D": head_dim, "DP": padded_head_dim(head_dim), "MASK_BLOCK_KV": MASK_BLOCK_KV}
 
 
@@ -430,6 +455,42 @@ def run_key(
     )  # fmt: skip
     grid = (batch * kv_heads * (places + first.shape[2] - 1),)
     start(key_program, grid, arguments, key_constants(head_dim, launch), launch.options)
-    arguments = (*tensors, *pieces, grad_sums, partial, *outputs, kv_heads, n_k, rows, places, scale)
-    start(join_program, (blocks.numel(),), arguments, join_constants(head_dim), {"num_warps": JOIN_WARPS})
+    run_join(inputs, pieces, grad_sums, partial, (dk, dv), start, scale=scale)
+    return dk, dv
+
+
+def run_join(
+    inputs: BackwardInputs,
+    pieces: Pieces,
+    grad_sums: Tensor,
+    partial: Tensor,
+    outputs: tuple[Tensor, Tensor],
+    start: Start = start_with_triton,
+    *,
+    scale: float,
+) -> None:
+    """dK and dV, `outputs`, of the blocks whose lists are in pieces. partial: the pieces' sums of them."""
+    key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
+    dk, dv = outputs
+    arguments = (
+        key, *key.stride()[:3], value, *value.stride()[:3], *pieces, grad_sums, partial, dk, *dk.stride()[:3],
+        dv, *dv.stride()[:3], key.shape[1], key.shape[2], grad_sums.shape[2], pieces.blocks.shape[2], scale,
+    )  # fmt: skip
+    constants = join_constants(key.shape[3])
+    start(join_program, (pieces.blocks.numel(),), arguments, constants, {"num_warps": JOIN_WARPS})
+
+
+def run_linear_key(
+    inputs: BackwardInputs, grad_sums: Tensor, start: Start = start_with_triton
+) -> tuple[Tensor, Tensor]:
+    """The linear branch's share of dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
+    key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
+    batch, kv_heads, n_k, head_dim = key.shape
+    dk, dv = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)
+    arguments = (
+        key, *key.stride()[:3], value, *value.stride()[:3], grad_sums, dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+        kv_heads, n_k, grad_sums.shape[2],
+    )  # fmt: skip
+    grid, options = (block_count(n_k, MASK_BLOCK_KV), batch * kv_heads), {"num_warps": LINEAR_KEY_WARPS}
+    start(linear_key_program, grid, arguments, join_constants(head_dim), options)
     return dk, dv

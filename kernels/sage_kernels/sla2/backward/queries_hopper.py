@@ -24,6 +24,7 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.hopper import multiprocessors
 from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients
 from sage_kernels.sla2.forward.level4_hopper import KEYS, QUERIES, WARPGROUPS, count_items, key_block, work_item
 from sage_kernels.sla2.lists import BlockLists
@@ -206,18 +207,14 @@ def run(
     start: Start = start_with_triton,
     *,
     scale: float,
-    programs: int | None = None,
 ) -> None:
-    """Add the sparse branch's share to grad_query, as `program.run_query` does.
-
-    programs: how many share the blocks of queries; None: one for each of the GPU's multiprocessors.
-    """
+    """Add the sparse branch's share to grad_query, as `program.run_query` does."""
     query, key = inputs.query, inputs.key
     batch, heads, n_q, head_dim = query.shape
     dp, (q_blocks, width) = padded_head_dim(head_dim), lists.entries.shape[2:]
     fetched, rows = zip(*(fetched_tokens(x) for x in (query, inputs.grad_output, key, inputs.value)), strict=True)
     items = batch * heads * q_blocks
-    programs = min(items, programs or torch.cuda.get_device_properties(query.device).multi_processor_count)
+    programs = min(items, multiprocessors(query.device))
     sizes = Sizes(
         items, programs, q_blocks, heads // key.shape[1], n_q, key.shape[2], width, *rows,
         heads_per_row(gradients.grad_query),

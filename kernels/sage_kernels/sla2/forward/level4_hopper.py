@@ -32,6 +32,7 @@ from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_E, LOG2_INT8_MAX, NO_KEY
+from sage_kernels.hopper import multiprocessors
 from sage_kernels.sagebwd.forward.level5_hopper import PARTS, SMALLEST_NORMAL, fast_log2, softmax
 from sage_kernels.sla2 import routing
 from sage_kernels.sla2.forward.program import SMALLEST_SUM, Forward, ForwardInputs
@@ -294,11 +295,8 @@ def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict
     return signature_of(tile_shapes(padded_head_dim, dtype, SUMS_DTYPE), pointers, SIZES)
 
 
-def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool, programs: int | None = None) -> Forward:
-    """O, and with save O_s and L, as `program.run_forward` gives them, from level 3's inputs.
-
-    programs: how many share the blocks of queries; None: one for each of the GPU's multiprocessors.
-    """
+def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool) -> Forward:
+    """O, and with save O_s and L, as `program.run_forward` gives them, from level 3's inputs."""
     query, q_hat, k_hat, v_hat = inputs.query, inputs.q_hat, inputs.k_hat, inputs.v_hat
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k = inputs.key.shape[1:3]
@@ -308,7 +306,7 @@ def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool, 
     log_sum_exp = query.new_empty(batch, heads, q_blocks * QUERIES.value, dtype=torch.float32) if save else None
     rows, q_heads_per_row = fetched_rows(query)
     items = batch * heads * q_blocks
-    programs = min(items, programs or torch.cuda.get_device_properties(query.device).multi_processor_count)
+    programs = min(items, multiprocessors(query.device))
     sizes = Sizes(
         items, programs, q_blocks, k_hat.values.shape[2] // KEYS.value, heads // kv_heads, n_q, n_k, width,
         q_heads_per_row, heads_per_row(output),

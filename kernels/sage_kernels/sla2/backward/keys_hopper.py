@@ -1,0 +1,285 @@
+"""The sparse branch's share of dK and dV on Hopper: two small programs to a multiprocessor, each with one warpgroup.
+
+A block of 64 keys is all that one warpgroup can have: dK and dV take 128 registers of a thread, S and dP another 64.
+Two warpgroups of one program would share no more than the tiles of queries, and would have to add up their sums. So a
+program has one block of keys, or a piece of its list, and while its warpgroup waits, the other program's goes on.
+
+    loading warp   K V | Q dO  Q dO  Q dO ...   in tiles of 64 queries, two in flight, with their L and delta
+    a warpgroup    S^T, dP^T started | wait for S^T | P^T | dV += P^T dO started | dS^T | dK += dS^T Q started | wait
+
+K and V stay in shared memory: with them in registers there is no room for the sums. P^T and dS^T go from the
+accumulators to the next matmul's left operand within their thread.
+
+Expect: limited by shared memory, from which S^T and dP^T read both of their sides, and by the L2 cache, which delivers
+32 KB for every 64 x 64 scores. Not yet measured: it has run in the emulator alone.
+"""
+
+import math
+from collections import namedtuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.memory import heads_per_row
+from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients, run_join, run_linear_key
+from sage_kernels.sla2.lists import BlockLists
+from sage_kernels.sla2.pieces import pieces_of
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
+
+from sage_kernels.hopper.toolbox import (  # isort: skip
+    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, allocate, descriptors, fast_exp2,
+    fetch_tokens, fetch_tokens_with_line, fetched_tokens, load_stored, matrix, operand_16bit, release, ring,
+    signature_of, start_16bit, store_tokens,
+)  # fmt: skip
+
+PLACES = gl.constexpr(2)  # tiles of Q and of dO in flight
+HALVES = gl.constexpr(MASK_BLOCK_Q // ROWS.value)  # tiles of queries in a listed block
+BLOCK_KV = gl.constexpr(MASK_BLOCK_KV)
+REGISTERS = 232  # of a computing thread, when the loading warps have given theirs
+OPTIONS = {"num_warps": 4, "maxnreg": 128}
+LAUNCHES = {"sla2_key_hopper": Launch(ROWS.value, MASK_BLOCK_KV, 4, PLACES.value, REGISTERS)}
+
+
+class Sizes(NamedTuple):
+    heads: int
+    groups: int  # query heads that share a head of keys
+    n_q: int
+    n_k: int
+    n_q_padded: int
+    key_blocks: int  # in one head
+    places: int  # for pieces of long lists, in one head
+    all_places: int
+    width: int  # places for query blocks in a list
+    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    k_heads_per_row: int
+    v_heads_per_row: int
+    q_heads_per_row: int
+    do_heads_per_row: int
+    dk_heads_per_row: int
+    dv_heads_per_row: int
+
+
+SIZES = Sizes._fields
+
+# Arguments that travel together.
+Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta")
+Rings = namedtuple("Rings", "k v q do")
+Lines = namedtuple("Lines", "log_sum_exp delta")  # a number for each query of a tile, beside the tiles of Q and dO
+Pointers = namedtuple("Pointers", "entries counts first_pieces piece_blocks dk dv partial")
+Work = namedtuple("Work", "kv_head block first_list begin end is_piece")
+
+
+@gluon.jit
+def work_of(pointers, sizes):
+    """This program's part of the lists of one block of keys: [begin, end) of its query heads' lists, end to end.
+
+    Pieces come first. A place without a piece, and a block whose pieces do the work, have nothing: begin = end.
+    """
+    t = gl.program_id(0)
+    is_piece = t < sizes.all_places
+    whole = gl.maximum(t - sizes.all_places, 0)
+    kv_head = gl.where(is_piece, t // sizes.places, whole // sizes.key_blocks)
+    piece_block = gl.load(pointers.piece_blocks + t, mask=is_piece, other=0)
+    block = gl.where(is_piece, piece_block, whole % sizes.key_blocks)
+    j = gl.maximum(block, 0)
+    first_pieces = pointers.first_pieces + kv_head * (sizes.key_blocks + 1) + j
+    first_piece = gl.load(first_pieces)
+    pieces = gl.load(first_pieces + 1) - first_piece
+    kv_heads = sizes.heads // sizes.groups
+    first_head = kv_head // kv_heads * sizes.heads + kv_head % kv_heads * sizes.groups
+    first_list = first_head * sizes.key_blocks + j
+    length = 0
+    for g in range(0, sizes.groups):
+        length += gl.load(pointers.counts + first_list + g * sizes.key_blocks)
+    share = (length + gl.maximum(pieces, 1) - 1) // gl.maximum(pieces, 1)
+    begin = gl.where(is_piece, t % sizes.places - first_piece, 0) * share
+    end = gl.minimum(begin + share, length)
+    is_idle = (block < 0) | ((t >= sizes.all_places) & (pieces > 0))
+    return Work(kv_head, gl.where(is_idle, -1, j), first_list, begin, gl.where(is_idle, begin, end), is_piece)
+
+
+@gluon.jit
+def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
+    """The loading warp: K and V, then of every listed block of queries the tiles of Q and dO."""
+    work = work_of(pointers, sizes)
+    if work.begin < work.end:
+        first_key = work.block * BLOCK_KV
+        fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
+        fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
+        begin, end, n = work.begin, work.end, 0
+        for g in range(0, sizes.groups):
+            kv_heads = sizes.heads // sizes.groups
+            head = work.kv_head // kv_heads * sizes.heads + work.kv_head % kv_heads * sizes.groups + g
+            this_list = work.first_list + g * sizes.key_blocks
+            count = gl.load(pointers.counts + this_list)
+            entries = pointers.entries + this_list.to(gl.int64) * sizes.width
+            for entry in range(gl.maximum(begin, 0), gl.minimum(end, count)):
+                block = gl.load(entries + entry)
+                for half in gl.static_range(HALVES):
+                    query = block * (HALVES * ROWS) + half * ROWS
+                    row = head * sizes.n_q_padded + query
+                    fetch_tokens_with_line(
+                        rings.q, lines.log_sum_exp, n, descriptors.q, head, query, sizes.q_heads_per_row, DP,
+                        descriptors.log_sum_exp, row,
+                    )  # fmt: skip
+                    fetch_tokens_with_line(
+                        rings.do, lines.delta, n, descriptors.do, head, query, sizes.do_heads_per_row, DP,
+                        descriptors.delta, row,
+                    )  # fmt: skip
+                    n += 1
+            begin -= count
+            end -= count
+
+
+@gluon.jit
+def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constexpr):
+    """dK_j and dV_j [Bkv, D] after the n-th tile of queries."""
+    column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(ROWS))
+    place = n % PLACES
+    q_i, do_i = matrix(acquire(rings.q, n)), matrix(acquire(rings.do, n))
+    # [Bkv, Bq]
+    scores = start_16bit(k_j, q_i, ROWS)
+    product = start_16bit(v_j, do_i, ROWS)
+    st_ij = warpgroup_mma_wait(1, deps=(scores,))
+    pt_ij = fast_exp2(st_ij * log2_scale - lines.log_sum_exp.index(place).load(column)[None, :])
+    pt = gl.convert_layout(pt_ij.to(q_i.dtype), operand_16bit(DP))
+    sum_of_dv = warpgroup_mma(pt, do_i, dv_j, use_acc=True, is_async=True)
+    dpt_ij = warpgroup_mma_wait(1, deps=(product,))
+    dst_ij = pt_ij * (dpt_ij - lines.delta.index(place).load(column)[None, :])
+    dst = gl.convert_layout(dst_ij.to(q_i.dtype), operand_16bit(DP))
+    sum_of_dk = warpgroup_mma(dst, q_i, dk_j, use_acc=True, is_async=True)
+    dv_j = warpgroup_mma_wait(1, deps=(sum_of_dv,))
+    release(rings.do, n)
+    dk_j = warpgroup_mma_wait(0, deps=(sum_of_dk,))
+    release(rings.q, n)
+    return dk_j, dv_j
+
+
+@gluon.jit
+def add_stored(pointer, x, kv_head, first_key, n_k, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
+    """Add x to what is there."""
+    x += load_stored(pointer, kv_head, first_key, n_k, heads_per_row, accumulator_16bit(DP), D, DP).to(gl.float32)
+    store_tokens(pointer, x, kv_head, first_key, n_k, heads_per_row, D, DP)
+
+
+@gluon.jit
+def store_partial(pointer, x, DP: gl.constexpr):
+    """A sum of a piece, float32 [ROWS, DP], for the program that adds up the pieces."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_16bit(DP)))
+    d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
+    gl.store(pointer + row[:, None] * DP + d[None, :], x, mask=(row < ROWS)[:, None])
+
+
+@gluon.jit
+def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: gl.constexpr):
+    """The sums of dK and dV of one block of keys, or of a piece of its list."""
+    work = work_of(pointers, sizes)
+    dk_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
+    dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
+    if work.begin < work.end:
+        k_j, v_j = matrix(acquire(rings.k, 0)), matrix(acquire(rings.v, 0))
+        for n in range(0, (work.end - work.begin) * HALVES):
+            dk_j, dv_j = query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP)
+        if work.is_piece:
+            partial = pointers.partial + gl.program_id(0).to(gl.int64) * (2 * ROWS * DP)
+            store_partial(partial, dk_j, DP)
+            store_partial(partial + ROWS * DP, dv_j, DP)
+        else:
+            first_key = work.block * BLOCK_KV
+            add_stored(pointers.dk, dk_j * scale, work.kv_head, first_key, sizes.n_k, sizes.dk_heads_per_row, D, DP)
+            add_stored(pointers.dv, dv_j, work.kv_head, first_key, sizes.n_k, sizes.dv_heads_per_row, D, DP)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def key_program(
+    k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
+    entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr,
+    heads, groups, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
+    k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
+    log2_scale, scale, D: gl.constexpr, DP: gl.constexpr,
+):  # fmt: skip
+    """One program: a piece of the list of one block of keys, or the whole list of one block, in this order."""
+    rings = Rings(
+        ring(k_descriptor, 1, 1),
+        ring(v_descriptor, 1, 1),
+        ring(q_descriptor, PLACES, 1),
+        ring(do_descriptor, PLACES, 1),
+    )
+    lines = Lines(allocate(log_sum_exp_descriptor, PLACES), allocate(delta_descriptor, PLACES))
+    fence_async_shared()
+    descriptors = Descriptors(
+        k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor
+    )
+    pointers = Pointers(entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr)
+    sizes = Sizes(
+        heads, groups, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
+        k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (key_rows, (rings, lines, pointers, sizes, log2_scale, scale, D, DP)),
+            (load_tiles, (descriptors, rings, lines, pointers, sizes, DP)),
+        ],
+        [1], [LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+def program_of(kernel: str):
+    """(program, its constants besides D and DP, options of its launch) of a name in `LAUNCHES`."""
+    return key_program, {}, OPTIONS
+
+
+def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
+    """What each descriptor fetches."""
+    tile = (dtype, (1, ROWS.value, padded_head_dim))
+    tiles = dict.fromkeys(("k_descriptor", "v_descriptor", "q_descriptor", "do_descriptor"), tile)
+    line = (torch.float32, (ROWS.value,))
+    return tiles | {"log_sum_exp_descriptor": line, "delta_descriptor": line}
+
+
+def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+    """Triton's type of every parameter that is no constant; tensors in 16 bit are of `dtype`."""
+    lists = ("entries_ptr", "counts_ptr", "first_pieces_ptr", "piece_blocks_ptr")
+    pointers = dict.fromkeys(lists, torch.int32) | dict.fromkeys(("dk_ptr", "dv_ptr"), dtype)
+    pointers |= {"partial_ptr": torch.float32}
+    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, SIZES, log2_scale="fp32", scale="fp32")
+
+
+def run(
+    inputs: BackwardInputs,
+    gradients: QueryGradients,
+    grad_sums: Tensor,
+    lists: BlockLists,
+    start: Start = start_with_triton,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """dK and dV, as `program.run_key` gives them: the linear branch's share, then this program's, then the pieces'."""
+    query, key = inputs.query, inputs.key
+    heads, n_q, head_dim = query.shape[1:]
+    batch, kv_heads, n_k = key.shape[:3]
+    dk, dv = outputs = run_linear_key(inputs, grad_sums, start)
+    pieces = pieces_of(lists.counts, kv_heads, start)
+    dp, places, key_blocks = padded_head_dim(head_dim), pieces.blocks.shape[2], pieces.first.shape[2] - 1
+    partial = query.new_empty(*pieces.blocks.shape, 2, MASK_BLOCK_KV, dp, dtype=torch.float32)
+    fetched, rows = zip(*(fetched_tokens(x) for x in (key, inputs.value, query, inputs.grad_output)), strict=True)
+    sizes = Sizes(
+        heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1], key_blocks, places, batch * kv_heads * places,
+        lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
+    )  # fmt: skip
+    tensors = (*fetched, gradients.alpha_log_sum_exp, gradients.delta)
+    arguments = (
+        *descriptors(tensors, tile_shapes(dp, query.dtype)), *lists, *pieces, dk, dv, partial, *sizes,
+        scale * math.log2(math.e), scale,
+    )  # fmt: skip
+    grid = (batch * kv_heads * (places + key_blocks),)
+    start(key_program, grid, arguments, {"D": head_dim, "DP": dp}, OPTIONS)
+    run_join(inputs, pieces, grad_sums, partial, outputs, start, scale=scale)
+    return outputs
