@@ -50,7 +50,7 @@ from sage_kernels.sla2 import prepare as before_sla2
 from sage_kernels.sla2.backward import program as sla2_backward
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward import program as sla2_forward
-from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
+from sage_kernels.sla2.ladder import BACKWARD_KERNELS, HOPPER_BACKWARD, LEVELS
 from sage_kernels.sla2.ladder import Level as Sla2Level
 from sage_ref.command_line import Failed, add_json_option, positive
 from sage_ref.records import markdown_table, replaced, write_record
@@ -61,7 +61,8 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 SAME_PTX = (80, 86, 89)  # compute capabilities for which Triton writes the same PTX, but for the name of its target
 # SLA2's programs that run around its ladder, with the warps they are launched with, or all of the launch.
 SLA2_AROUND = {
-    "sla2_prepare": before_sla2.LAUNCH, "sla2_join": sla2_backward.JOIN_WARPS, "sla2_list": 1, "sla2_top_blocks": 1,
+    "sla2_prepare": before_sla2.LAUNCH, "sla2_join": sla2_backward.JOIN_WARPS,
+    "sla2_linear_key": sla2_backward.LINEAR_KEY_WARPS, "sla2_list": 1, "sla2_top_blocks": 1,
     "sla2_sequence_mean": 4, "sla2_pieces": pieces.WARPS,
 }  # fmt: skip
 SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")  # they hardly depend on the head size
@@ -154,13 +155,15 @@ def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], 
 
 
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Every program of the SLA2 levels. The level of one that several run is the first; the backward's is 0."""
+    """Every program of the SLA2 levels. The level of one that several run is the first; the backward's are 0 and 1."""
     others = [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
     others += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
+    of_hopper = [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key")]
     for capability in capabilities:
         levels = compiled_levels(LEVELS, capability)
+        known = [*((LEVELS[level].kernel, level) for level in levels), *others, *of_hopper * (capability == 90)]
         for head_dim in head_dims:
-            for kernel, level in [*((LEVELS[level].kernel, level) for level in levels), *others]:
+            for kernel, level in known:
                 if capability not in SAME_CODE or kernel in (LEVELS[levels[-1]].kernel, *BACKWARD_KERNELS):
                     yield Case(kernel, level, capability, head_dim, False)
         for kernel in SLA2_ONCE:
@@ -185,8 +188,8 @@ def is_sla2(case: Case) -> bool:
 def hopper_of(case: Case) -> ModuleType | None:
     """The module of a level of Hopper's, in Gluon; None if it is another's program."""
     if is_sla2(case):
-        level = LEVELS[case.level]
-        return level.hopper if case.kernel == level.kernel else None
+        forward = {level.kernel: level.hopper for level in LEVELS}
+        return (forward | HOPPER_BACKWARD).get(case.kernel)
     return None if case.kernel in SAGEBWD_AROUND else level_of(case).hopper
 
 
@@ -285,6 +288,10 @@ def _sla2_source(case: Case) -> Source:
         ),
         "sla2_join": (
             sla2_backward.join_program, sla2_backward.join_signature(), sla2_backward.join_constants(head_dim),
+        ),
+        "sla2_linear_key": (
+            sla2_backward.linear_key_program, sla2_backward.linear_key_signature(),
+            sla2_backward.join_constants(head_dim),
         ),
         "sla2_prepare": (before_sla2.prepare_program, before_sla2.signature(), before_sla2.constants(head_dim)),
         "sla2_pieces": (pieces.pieces_program, pieces.signature(), {"WIDTH": 512}),

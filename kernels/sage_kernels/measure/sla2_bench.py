@@ -32,7 +32,7 @@ from sage_kernels.sla2.sums import unselected_sums
 from sage_ref import SLA2
 
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)
-BACKWARD_LEVEL = 0  # the backward ladder has one
+BACKWARD_LEVELS = (0, 1)  # 1: on Hopper
 
 # The last two are the shapes of the paper's video models: Wan2.1-1.3B at 480p and 14B at 720p.
 SHAPES = (Shape(1, 12, 8192, 128), Shape(1, 12, 32760, 128), Shape(1, 40, 75600, 128))
@@ -118,7 +118,7 @@ def module_rows(case: Case, exact: tuple[Tensor, ...], absent: Absent) -> Iterat
     peaks = {(contender.provider, contender.level): peak_memory(contender.both) for contender in found.values()}
 
     def row(direction: str, entry: Entry, timing: Timing, host_us: float) -> dict:
-        scope = "kernel" if entry.level == BACKWARD_LEVEL else "autograd"
+        scope = "kernel" if entry.level in BACKWARD_LEVELS else "autograd"
         part = f"{count} blocks of {PEER_BLOCK_KV} keys" if entry.provider in SPARSE_PEERS else None
         peak_mb = peaks[entry.provider, entry.level] if direction == "fwd+bwd" else None
         return case.row(scope, direction, entry, timing, host_us, part=part, peak_mb=peak_mb)
@@ -127,7 +127,8 @@ def module_rows(case: Case, exact: tuple[Tensor, ...], absent: Absent) -> Iterat
         make = {name: partial(contender.entry, direction) for name, contender in found.items()}
         entries = absent.tried(make, case.where | {"direction": direction})
         if direction == "bwd" and (module := found.get(f"{OURS}, level {LEVEL_INT8}")):
-            entries["kernels"] = backward_entry(case, module.error)
+            for level in BACKWARD_LEVELS[: 1 + (obstacle(LEVELS[-1], case.alpha.device, case.shape.head_dim) is None)]:
+                entries[f"kernels, level {level}"] = backward_entry(case, level, module.error)
         yield from turn(entries, partial(row, direction), case.repetitions)
 
 
@@ -142,8 +143,8 @@ def sla2_module(case: Case, level: int, exact: tuple[Tensor, ...]) -> Contender:
     return case.contender(OURS, module, exact, "sla2", level)
 
 
-def backward_entry(case: Case, error: float) -> Entry:
-    """Our backward kernels alone; error: of the module, which runs them."""
+def backward_entry(case: Case, level: int, error: float) -> Entry:
+    """Our backward kernels alone. error: of the module, which runs level 0; the others are compared with that."""
     prepared = case.prepare(LEVEL_INT8)
     result = run(prepared, LEVEL_INT8, scale=case.scale, save=True)
     *operands, grad_output = case.tensors
@@ -151,7 +152,10 @@ def backward_entry(case: Case, error: float) -> Entry:
         grad_output, *operands, case.alpha, prepared.inputs.sums, *result[1:], prepared.k_mean
     )  # fmt: skip
     kernels = partial(run_backward, inputs, prepared.choice, scale=case.scale)
-    return Entry("sla2", OURS, BACKWARD_LEVEL, kernels, error)
+    if level > 0:
+        pairs = zip(kernels(level=level)[:3], kernels()[:3], strict=True)
+        error = max(require_close(found, expected[:1, :1].float()) for found, expected in pairs)
+    return Entry("sla2", OURS, level, partial(kernels, level=level), error)
 
 
 def peak_memory(step: Callable[[], object]) -> float:

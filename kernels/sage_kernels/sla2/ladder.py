@@ -49,7 +49,8 @@ LEVELS = (
     Level("INT8", level4_grouped.key_tile, int8="QKV", kernel="sla2_forward"),
     Level("Hopper: one block after another", None, int8="QKV", kernel="sla2_forward_hopper", hopper=level4_hopper),
 )
-BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of all levels
+BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of backward level 0, after all forward levels
+HOPPER_BACKWARD = {"sla2_query_hopper": queries_hopper, "sla2_key_hopper": keys_hopper}  # of backward level 1
 
 
 def obstacle(level: Level, device: torch.device, head_dim: int) -> str | None:
