@@ -40,7 +40,7 @@ from sage_kernels.sla2.sums import SUMS_DTYPE
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     LOADING_REGISTERS, ROWS, Tiles, accumulator, accumulator_16bit, acquire, descriptors, fast_exp2, fast_reciprocal,
-    fetch, fetched_rows, operand, operand_16bit, release, ring, row_and_column, signature_of, start_int8,
+    fetch, fetch_tokens, fetched_tokens, matrix, operand, operand_16bit, release, ring, signature_of, start_int8,
     store_tokens,
 )  # fmt: skip
 
@@ -121,8 +121,7 @@ def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
             j = key_block(item, step)
             fetch(rings.k, n + step, descriptors.k, (item.kv_head * sizes.kv_blocks + j) * KEYS, 0)
             fetch(rings.v, n + step, descriptors.vt, item.kv_head * DP, j * KEYS)
-        row, column = row_and_column(item.head, item.i * QUERIES, sizes.n_q, sizes.q_heads_per_row, DP)
-        fetch(rings.q, turn, descriptors.q, row, column)
+        fetch_tokens(rings.q, turn, descriptors.q, item.head, item.i * QUERIES, sizes.q_heads_per_row, DP)
         fetch(rings.h, turn, descriptors.h, item.block * (DP + 1), 0)
         n += item.steps
 
@@ -198,7 +197,7 @@ def linear_branch(item, turn, rings, pointers, D: gl.constexpr, DP: gl.constexpr
     layout: gl.constexpr = accumulator_16bit(DP)
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
     # phi: softmax over the features
-    x = acquire(rings.q, turn).slice(W * ROWS, ROWS).load(layout).to(gl.float32)
+    x = matrix(acquire(rings.q, turn)).slice(W * ROWS, ROWS).load(layout).to(gl.float32)
     release(rings.q, turn)
     x = gl.where((d < D)[None, :], x, -float("inf"))
     e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
@@ -283,7 +282,7 @@ def tile_shapes(padded_head_dim: int, dtype: torch.dtype, sums_dtype: torch.dtyp
     q, k = (QUERIES.value, padded_head_dim), (KEYS.value, padded_head_dim)
     return {
         "q_hat_descriptor": (torch.int8, q), "k_descriptor": (torch.int8, k), "vt_descriptor": (torch.int8, k[::-1]),
-        "q_descriptor": (dtype, q), "h_descriptor": (sums_dtype, (padded_head_dim, padded_head_dim)),
+        "q_descriptor": (dtype, (1, *q)), "h_descriptor": (sums_dtype, (padded_head_dim, padded_head_dim)),
     }  # fmt: skip
 
 
@@ -304,14 +303,14 @@ def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool) 
     output = empty_in_layout_of(query)
     o_s = query.new_empty(query.shape) if save else None
     log_sum_exp = query.new_empty(batch, heads, q_blocks * QUERIES.value, dtype=torch.float32) if save else None
-    rows, q_heads_per_row = fetched_rows(query)
+    tokens, q_heads_per_row = fetched_tokens(query)
     items = batch * heads * q_blocks
     programs = min(items, multiprocessors(query.device))
     sizes = Sizes(
         items, programs, q_blocks, k_hat.values.shape[2] // KEYS.value, heads // kv_heads, n_q, n_k, width,
         q_heads_per_row, heads_per_row(output),
     )  # fmt: skip
-    fetched = q_hat.values, k_hat.values, v_hat.transposed, rows, inputs.sums.view(-1, dp)
+    fetched = q_hat.values, k_hat.values, v_hat.transposed, tokens, inputs.sums.view(-1, dp)
     arguments = (
         *descriptors(fetched, tile_shapes(dp, query.dtype, inputs.sums.dtype)),
         q_hat.scale, k_hat.scale, v_hat.scale, inputs.alpha, *inputs.lists, inputs.sums, output, o_s, log_sum_exp,
