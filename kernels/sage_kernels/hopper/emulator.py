@@ -414,7 +414,7 @@ def run_ptx(code, constraints, arguments, dtype, is_pure, pack):
             return pair(*(registers[name] for name in names_in(operand)))
         return registers[operand] if operand in registers else int(operand, 0)
 
-    for instruction in re.findall(r"(?:abs|cvt|ex2|fma|lg2|max|mov|mul|prmt|rcp)\.[^;]+", code):
+    for instruction in re.findall(r"(?:abs|cvt|ex2|fma|lg2|max|mov|mul|prmt|rcp|xor)\.[^;]+", code):
         name, rest = instruction.split(None, 1)
         result, *operands = re.findall(r"{[^}]+}|[^\s,]+", rest)
         found = PTX[name](*map(value, operands))
@@ -481,4 +481,5 @@ PTX = {
     "mul.rn.f16x2": of_halves(torch.mul),
     "prmt.b32": chosen_bytes,
     "rcp.approx.ftz.f32": torch.reciprocal,
+    "xor.b32": torch.bitwise_xor,
 }

@@ -405,8 +405,32 @@ def unpack(packed):
 @gluon.jit
 def round_to_int8(x, COLUMNS: gl.constexpr):
     """round(x) of x [ROWS, keys] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
-    packed = round_and_pack(gl.convert_layout(group_columns(x), operand(COLUMNS)))
+    return gl.convert_layout(unpack(round_to_packed(x, COLUMNS)), operand(COLUMNS))
+
+
+@gluon.jit
+def round_to_packed(x, COLUMNS: gl.constexpr):
+    """`round_to_int8`, four numbers to an int32: what goes from one turn of a loop to the next without instructions."""
+    return round_and_pack(gl.convert_layout(group_columns(x), operand(COLUMNS)))
+
+
+@gluon.jit
+def as_operand(packed, COLUMNS: gl.constexpr):
+    """The left operand that is in `round_to_packed`'s numbers."""
     return gl.convert_layout(unpack(packed), operand(COLUMNS))
+
+
+@gluon.jit
+def moved(packed, zero):
+    """int32 `packed` in registers that are written here. zero: 0, but the compiler can't know.
+
+    For what is computed while a matmul reads its predecessor's registers. The assembler would take the same ones, and
+    let the matmul wait; a plain copy it leaves out.
+    """
+    zeros = gl.full(packed.shape, zero, gl.int32, packed.type.layout)
+    return gl.inline_asm_elementwise(
+        "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zeros], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit

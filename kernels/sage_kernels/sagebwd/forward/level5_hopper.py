@@ -93,11 +93,10 @@ def fast_log2(x):
 
 
 @gluon.jit
-def softmax(
-    s_ij, s_qk, log2_s_v, r, largest, l, first_query, first_key, n_k,
-    DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr, IS_UNBIASED: gl.constexpr,
-):  # fmt: skip
-    """(P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
+def exponentials(
+    s_ij, s_qk, log2_s_v, r, largest, first_query, first_key, n_k, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr
+):
+    """(P~ / s_P of Algorithm 1, change of the row's unit, r, largest) from integer scores s_ij [Bq, Bkv]."""
     keys: gl.constexpr = s_ij.shape[1]
     x = s_ij.to(gl.float32)
     if IS_MASKED:
@@ -115,12 +114,29 @@ def softmax(
     largest = gl.maximum(largest, m_ij + log2_s_v)
     r_ij = gl.maximum(m_ij, largest - (log2_s_v + NEGLIGIBLE))
     change = fast_exp2(r - r_ij)
-    # [Bq, Bkv]: 127 exp(S - r), Algorithm 1's P~ / s_P
+    # [Bq, Bkv]: 127 exp(S - r)
     p_ij = fast_exp2(x * s_qk - (r_ij - LOG2_INT8_MAX)[:, None])
+    return p_ij, change, r_ij, largest
+
+
+@gluon.jit
+def add_row_sums(l, p_ij, change):
+    """l [ROWS, 4] after a tile's p_ij: each thread's part."""
+    sums = gl.sum(gl.sum(p_ij.reshape([ROWS, p_ij.shape[1] // 8, 4, 2]), 3), 1)
+    return l * gl.convert_layout(change, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(sums, PARTS)
+
+
+@gluon.jit
+def softmax(
+    s_ij, s_qk, log2_s_v, r, largest, l, first_query, first_key, n_k,
+    DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr, IS_UNBIASED: gl.constexpr,
+):  # fmt: skip
+    """(P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
+    p_ij, change, r, largest = exponentials(
+        s_ij, s_qk, log2_s_v, r, largest, first_query, first_key, n_k, IS_CAUSAL, IS_MASKED
+    )
     p_hat_ij = dither_to_int8(p_ij, DP) if IS_UNBIASED else round_to_int8(p_ij, DP)
-    sums = gl.sum(gl.sum(p_ij.reshape([ROWS, keys // 8, 4, 2]), 3), 1)
-    l = l * gl.convert_layout(change, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(sums, PARTS)
-    return p_hat_ij, change, r_ij, largest, l
+    return p_hat_ij, change, r, largest, add_row_sums(l, p_ij, change)
 
 
 @gluon.jit

@@ -33,15 +33,15 @@ from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_E, LOG2_INT8_MAX, NO_KEY
 from sage_kernels.hopper import multiprocessors
-from sage_kernels.sagebwd.forward.level5_hopper import PARTS, SMALLEST_NORMAL, fast_log2, softmax
+from sage_kernels.sagebwd.forward.level5_hopper import PARTS, SMALLEST_NORMAL, add_row_sums, exponentials, fast_log2
 from sage_kernels.sla2 import routing
 from sage_kernels.sla2.forward.program import SMALLEST_SUM, Forward, ForwardInputs
 from sage_kernels.sla2.sums import SUMS_DTYPE
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator, accumulator_16bit, acquire, descriptors, fast_exp2, fast_reciprocal,
-    fetch, fetch_tokens, fetched_tokens, matrix, operand, operand_16bit, release, ring, signature_of, start_int8,
-    store_tokens,
+    LOADING_REGISTERS, ROWS, Tiles, accumulator, accumulator_16bit, acquire, as_operand, descriptors, moved, fast_exp2,
+    fast_reciprocal, fetch, fetch_tokens, fetched_tokens, matrix, operand, operand_16bit, release, ring,
+    round_to_packed, signature_of, start_int8, store_tokens,
 )  # fmt: skip
 
 QUERIES, KEYS = gl.constexpr(routing.MASK_BLOCK_Q), gl.constexpr(routing.MASK_BLOCK_KV)
@@ -128,14 +128,13 @@ def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
 
 @gluon.jit
 def next_p(s_ij, s_q, s_k, s_v, rows, first_key, n_k, DP: gl.constexpr, IS_MASKED: gl.constexpr):
-    """(P^_ij, what O changes by, the rows after this key block) from integer scores s_ij [Bq, Bkv]."""
+    """(P^_ij packed, what O changes by, the rows after this key block) from integer scores s_ij [Bq, Bkv]."""
     r, largest, l, unit = rows
     # A block of zeros adds nothing to O in any unit; its own would be a division by 0.
     s_v = gl.where(s_v < SMALLEST_NORMAL, unit, s_v)
     log2_s_v, exchange = fast_log2(s_v), unit * fast_reciprocal(s_v)
-    p_hat_ij, change, r, largest, l = softmax(
-        s_ij, s_q * s_k, log2_s_v, r, largest, l, 0, first_key, n_k, DP, False, IS_MASKED, False
-    )
+    p_ij, change, r, largest = exponentials(s_ij, s_q * s_k, log2_s_v, r, largest, 0, first_key, n_k, False, IS_MASKED)
+    p_hat_ij, l = round_to_packed(p_ij, DP), add_row_sums(l, p_ij, change)
     change = gl.convert_layout(change * exchange, gl.SliceLayout(1, accumulator(DP)))
     return p_hat_ij, change, Rows(r, largest, l, s_v)
 
@@ -167,19 +166,19 @@ def sparse_branch(item, n, turn, rings, pointers, sizes, DP: gl.constexpr, W: gl
     s_k, s_v = gl.load(k_scale + following), gl.load(v_scale + following)
     for step in range(1, item.steps):
         scores = start_int8(q_hat_i, acquire(rings.k, n + step), KEYS)
-        product = start_int8(p_hat_ij, acquire(rings.v, n + step - 1), DP)
+        product = start_int8(as_operand(p_hat_ij, DP), acquire(rings.v, n + step - 1), DP)
         following = key_block(item, step + 1)
         s_ij = warpgroup_mma_wait(1, deps=(scores,))
         release(rings.k, n + step)
-        p_hat_ij, next_change, rows = next_p(s_ij, s_q, s_k, s_v, rows, 0, n_k, DP, False)
+        next_p_hat, next_change, rows = next_p(s_ij, s_q, s_k, s_v, rows, 0, n_k, DP, False)
         s_k, s_v = gl.load(k_scale + following), gl.load(v_scale + following)
         # [Bq, D]
         pv_ij = warpgroup_mma_wait(0, deps=(product,))
         release(rings.v, n + step - 1)
         o_i = o_i * change[:, None] + pv_ij.to(gl.float32)
-        change = next_change
+        change, p_hat_ij = next_change, moved(next_p_hat, step >> 30)
     last = n + item.steps - 1
-    pv_ij = warpgroup_mma_wait(0, deps=(start_int8(p_hat_ij, acquire(rings.v, last), DP),))
+    pv_ij = warpgroup_mma_wait(0, deps=(start_int8(as_operand(p_hat_ij, DP), acquire(rings.v, last), DP),))
     release(rings.v, last)
     return o_i * change[:, None] + pv_ij.to(gl.float32), rows
 
