@@ -24,7 +24,7 @@ from sage_kernels.measure.timing_model import (
     warps_per_scheduler,
 )
 
-from sage_ref.records import FinishedParts
+from sage_ref.records import FinishedParts, read_record, recorded_file
 
 NOTHING = Demand(*[0] * len(Demand._fields))
 # One clock per multiply-add, result and byte of each scheduler, and per warp's instruction where 32 threads share it.
@@ -315,3 +315,5 @@ def test_every_listed_gpu_and_check_is_recorded(tmp_path, capsys):
     others = [x for x in rows if x["part"] == "published"]
     assert len(others) == len(list(predict_check.against_others()))
     assert all(x["source"] for x in others)
+    committed = read_record(recorded_file("predicted.json")).rows
+    assert committed == rows, "the launches that `choose` has compiled have changed: record `predict --check` again"
