@@ -1,5 +1,6 @@
 """The command context-parallel: groups of every size in turn, what is left out and why, agreement, an interruption."""
 
+import contextlib
 import functools
 
 import pytest
@@ -10,23 +11,25 @@ from sage_ref.__main__ import main
 from sage_ref.experiments import context_parallel as command
 from sage_ref.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, scaling_table, why_left_out
 from sage_ref.records import read_record
-from sage_ref.training.processes import Processes
+from sage_ref.training.processes import Processes, processes
 
 LINE = "context-parallel --lengths 256 512 --heads 2 --head-dim 16 --repetitions 2 --sparsity 50 --device cpu --json"  # noqa: SIM905
 
 
 def measure(path):
-    """In one of two processes: with half of the work done by a run before, then nothing left."""
+    """In one of two processes, all in one group: with half of the work done by a run before, then nothing left."""
     command.SLA2 = functools.partial(command.SLA2, backend="reference")
     command.ParallelSLA2 = functools.partial(command.ParallelSLA2, backend="reference")
     rows = command._rows
     command._rows = lambda passes, n, *rest, **options: rows(passes, n, *rest, **options) if n < 512 else interrupt()
     arguments = [*LINE.split(), str(path)]
-    with pytest.raises(SystemExit, match="130"):
+    with processes("cpu") as group:
+        command.processes = lambda device: contextlib.nullcontext(group)
+        with pytest.raises(SystemExit, match="130"):
+            main(arguments)
+        command._rows = rows
         main(arguments)
-    command._rows = rows
-    main(arguments)
-    main(arguments)
+        main(arguments)
 
 
 def interrupt():
