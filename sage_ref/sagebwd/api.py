@@ -71,7 +71,7 @@ def sagebwd_attention(
     1e15 don't overflow; a result that its dtype can't hold is infinite, as O may be within 1% of the dtype's largest
     number. A block of numbers below 1.5e-36 counts as zeros. INT8 is off by up to 1/254 of a block's largest number:
     where scores exceed about 100 it may prefer another key (`QKNorm` keeps them small), and where c max|q| max|k|
-    exceeds 30,000 the kernels' O is NaN; on Hopper GPUs from 1e6 on.
+    exceeds 30,000 the kernels' O is NaN; on Hopper GPUs, with head sizes above 32, from 1e6 on.
 
     torch.compile takes it whole. torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes
     there. Forward mode (torch.func.jvp) is a ValueError, a second derivative a RuntimeError when it is taken.

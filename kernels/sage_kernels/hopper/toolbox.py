@@ -475,10 +475,11 @@ def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP:
 
 
 @gluon.jit
-def load_stored(pointer, head, first, n, heads_per_row, LAYOUT: gl.constexpr, D: gl.constexpr, DP: gl.constexpr):
-    """What `store_tokens` has stored there, [ROWS, DP]; zeros past n and D."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, DP, gl.SliceLayout(0, LAYOUT))
+def add_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
+    """Add x [ROWS, DP] to what `store_tokens` has stored there."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
+    d = gl.arange(0, DP, gl.SliceLayout(0, x.type.layout))
     mask = (first + row < n)[:, None] & (d < D)[None, :]
     rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
-    return gl.load(rows + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
+    x += gl.load(rows + row[:, None] * stride + d[None, :], mask=mask, other=0.0).to(gl.float32)
+    store_tokens(pointer, x, head, first, n, heads_per_row, D, DP)

@@ -34,9 +34,9 @@ from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, allocate, descriptors, fast_exp2,
-    fetch_tokens, fetch_tokens_with_line, fetched_tokens, load_stored, matrix, operand_16bit, release, ring,
-    signature_of, start_16bit, store_tokens,
+    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, add_tokens, allocate, descriptors, fast_exp2,
+    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring, signature_of,
+    start_16bit,
 )  # fmt: skip
 
 PLACES = gl.constexpr(2)  # tiles of Q and of dO in flight
@@ -73,14 +73,15 @@ Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta")
 Rings = namedtuple("Rings", "k v q do")
 Lines = namedtuple("Lines", "log_sum_exp delta")  # a number for each query of a tile, beside the tiles of Q and dO
 Pointers = namedtuple("Pointers", "entries counts first_pieces piece_blocks dk dv partial")
-Work = namedtuple("Work", "kv_head block first_list begin end is_piece")
+Work = namedtuple("Work", "kv_head first_head block first_list begin end is_piece")
 
 
 @gluon.jit
 def work_of(pointers, sizes):
     """This program's part of the lists of one block of keys: [begin, end) of its query heads' lists, end to end.
 
-    Pieces come first. A place without a piece, and a block whose pieces do the work, have nothing: begin = end.
+    Pieces come first; none is empty. A place without a piece, and a block whose pieces do the work, have nothing:
+    begin = end.
     """
     t = gl.program_id(0)
     is_piece = t < sizes.all_places
@@ -102,7 +103,7 @@ def work_of(pointers, sizes):
     begin = gl.where(is_piece, t % sizes.places - first_piece, 0) * share
     end = gl.minimum(begin + share, length)
     is_idle = (block < 0) | ((t >= sizes.all_places) & (pieces > 0))
-    return Work(kv_head, gl.where(is_idle, -1, j), first_list, begin, gl.where(is_idle, begin, end), is_piece)
+    return Work(kv_head, first_head, j, first_list, begin, gl.where(is_idle, begin, end), is_piece)
 
 
 @gluon.jit
@@ -115,8 +116,7 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
         fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
         begin, end, n = work.begin, work.end, 0
         for g in range(0, sizes.groups):
-            kv_heads = sizes.heads // sizes.groups
-            head = work.kv_head // kv_heads * sizes.heads + work.kv_head % kv_heads * sizes.groups + g
+            head = work.first_head + g
             this_list = work.first_list + g * sizes.key_blocks
             count = gl.load(pointers.counts + this_list)
             entries = pointers.entries + this_list.to(gl.int64) * sizes.width
@@ -163,13 +163,6 @@ def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constex
 
 
 @gluon.jit
-def add_stored(pointer, x, kv_head, first_key, n_k, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
-    """Add x to what is there."""
-    x += load_stored(pointer, kv_head, first_key, n_k, heads_per_row, accumulator_16bit(DP), D, DP).to(gl.float32)
-    store_tokens(pointer, x, kv_head, first_key, n_k, heads_per_row, D, DP)
-
-
-@gluon.jit
 def store_partial(pointer, x, DP: gl.constexpr):
     """A sum of a piece, float32 [ROWS, DP], for the program that adds up the pieces."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_16bit(DP)))
@@ -193,8 +186,8 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
             store_partial(partial + ROWS * DP, dv_j, DP)
         else:
             first_key = work.block * BLOCK_KV
-            add_stored(pointers.dk, dk_j * scale, work.kv_head, first_key, sizes.n_k, sizes.dk_heads_per_row, D, DP)
-            add_stored(pointers.dv, dv_j, work.kv_head, first_key, sizes.n_k, sizes.dv_heads_per_row, D, DP)
+            add_tokens(pointers.dk, dk_j * scale, work.kv_head, first_key, sizes.n_k, sizes.dk_heads_per_row, D, DP)
+            add_tokens(pointers.dv, dv_j, work.kv_head, first_key, sizes.n_k, sizes.dv_heads_per_row, D, DP)
 
 
 @gluon.jit(do_not_specialize=SIZES)

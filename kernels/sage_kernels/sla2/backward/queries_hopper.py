@@ -30,12 +30,12 @@ from sage_kernels.sla2.forward.level4_hopper import KEYS, QUERIES, WARPGROUPS, c
 from sage_kernels.sla2.lists import BlockLists
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, descriptors, fast_exp2, fetch_tokens, fetched_tokens,
-    load_stored, matrix, operand_16bit, release, ring, signature_of, start_16bit, store_tokens,
+    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, add_tokens, descriptors, fast_exp2, fetch_tokens,
+    fetched_tokens, matrix, operand_16bit, release, ring, signature_of, start_16bit,
 )  # fmt: skip
 
 PLACES = gl.constexpr(4)  # tiles of K and of V in flight
-REGISTERS = gl.constexpr(240)  # of a computing thread
+REGISTERS = gl.constexpr(240)  # of a computing thread; until the warps part, all have the same number
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 LAUNCHES = {"sla2_query_hopper": Launch(QUERIES.value, KEYS.value, 4 * WARPGROUPS.value, PLACES.value, REGISTERS.value)}
 
@@ -146,9 +146,7 @@ def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: g
         dq_i = warpgroup_mma_wait(0, deps=(start_gradient(dq_i, ds_ij, n - 1, rings),))
         release(rings.k, n - 1)
         dq_i *= scale * gl.load(pointers.alpha + item.block)
-        where = (pointers.dq, item.head, first_query, sizes.n_q, sizes.dq_heads_per_row)
-        dq_i += load_stored(*where, accumulator_16bit(DP), D, DP).to(gl.float32)
-        store_tokens(pointers.dq, dq_i, item.head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP)
+        add_tokens(pointers.dq, dq_i, item.head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP)
 
 
 @gluon.jit(do_not_specialize=SIZES)
