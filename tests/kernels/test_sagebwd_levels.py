@@ -505,8 +505,10 @@ def test_before_the_forward_pass(scale, smooth_k, unbiased):
     query, key, value, _ = (heads_last(x) for x in draw(case))
     key, value = ((8 * x).round() / 8 for x in (key, value))  # whose sums are exact, in any order
     inputs = prepare_forward(query, key, value, 4, scale=scale, smooth_k=smooth_k, unbiased=unbiased)
-    mean = key.sum(-2, dtype=torch.float32) / case.n_k if smooth_k else None
-    v_mean = value.sum(-2, dtype=torch.float32) / case.n_k if unbiased else None
+    # A tensor: by a number, a GPU divides with its reciprocal, and rounds twice.
+    count = torch.full((), case.n_k, dtype=torch.float32, device=DEVICE)
+    mean = key.sum(-2, dtype=torch.float32) / count if smooth_k else None
+    v_mean = value.sum(-2, dtype=torch.float32) / count if unbiased else None
     q_hat = quantize(-query if scale < 0 else query, SCALE_BLOCK, factor=abs(scale) * math.log2(math.e))
     k_hat = quantize(key, SCALE_BLOCK, mean=mean)
     v_hat = quantize(value, SCALE_BLOCK, mean=v_mean, values=False, transposed=True, grouped=True)
