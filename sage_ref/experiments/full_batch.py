@@ -107,8 +107,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class FullBatchPlan:
-    """tokens: of the corpus. learning_rates: the one that should hurt most first. seeds: the first one screens.
+    """tokens: of the corpus. seeds: the first one screens.
 
+    learning_rates: where scores should become sharpest first; with the last, runs that differ little stay together.
     unsmoothed: arms without K-smoothing. margin: how many times the controls' gap an arm's must be to count. remedies:
     to try on the scales of the arm that is furthest behind. halvings: of the batch, in the last stage.
     reports: of a run.
@@ -121,7 +122,7 @@ class FullBatchPlan:
     heads: int = 1
     steps: int = 200
     warmup: float = 0.1
-    learning_rates: tuple[float, ...] = (1e-2, 3e-3)
+    learning_rates: tuple[float, ...] = (1e-2, 3e-3, 1e-3)
     seeds: tuple[int, ...] = (0, 1, 2)
     arms: tuple[str, ...] = tuple(SCREENED)
     unsmoothed: tuple[str, ...] = tuple(UNSMOOTHED)
@@ -398,13 +399,21 @@ def plan_of(options: argparse.Namespace) -> FullBatchPlan:
     return FullBatchPlan(**{name: getattr(base, name) for name in FullBatchPlan.__dataclass_fields__} | changes)
 
 
+# Fields of a plan that say which runs there are. The others say what a run is.
+SELECTIONS = ("learning_rates", "seeds", "arms", "unsmoothed", "remedies", "halvings", "margin")
+
+
 def earlier_record(path: Path | None, facts: Row) -> Record | None:
-    """The record that is there already, if it is one of this plan on this corpus: its runs need not run again."""
+    """The record that is there already, if its runs are like this plan's, on this corpus: they need not run again."""
     if path is None or not path.exists():
         return None
     found = read_record(path)
-    same = json.loads(json.dumps({name: facts[name] for name in ("corpus", "plan", "curve")}))
-    return found if all(found.provenance.get(name) == value for name, value in same.items()) else None
+    return found if _alike(found.provenance) == _alike(json.loads(json.dumps(facts))) else None
+
+
+def _alike(facts: Row) -> list:
+    plan = {name: value for name, value in facts.get("plan", {}).items() if name not in SELECTIONS}
+    return [plan, facts.get("corpus"), facts.get("curve")]
 
 
 def run(options: argparse.Namespace) -> None:

@@ -111,11 +111,21 @@ def test_a_remedy_that_is_behind_does_not_support_the_claim():
     assert results.claim_of(found) == CONTRADICTED
 
 
+def test_where_the_papers_gap_could_not_have_been_seen_nothing_is_decided():
+    wide = [x._replace(counts_from=1.01 * results.PAPER_GAP) for x in results.conditions(record_of(lambda run: 0.0))]
+    assert results.claim_of(wide) == UNDECIDED
+    wide[-2] = wide[-2]._replace(arm="per tile", counts_from=0.99 * results.PAPER_GAP)
+    assert results.claim_of(wide) == CONTRADICTED
+    wide[-2] = wide[-2]._replace(verdict=results.UNDECIDED)
+    assert results.claim_of(wide) == UNDECIDED
+    assert pytest.approx(0.054) == results.PAPER_GAP
+
+
 def test_a_diverged_run_is_behind_and_is_drawn_without_a_dot():
     found = results.conditions(record_of(lambda run: None if printed_plain(run) else 0.0))
     (diverged,) = (x for x in found if x.verdict == results.BEHIND)
     assert all(math.isinf(x) for x in diverged.gaps)
-    figure = results.gaps_figure(found, margin=2, title="", caption="")
+    figure = results.gaps_figure(found, title="", caption="")
     (ax,) = figure.axes
     dots = dict(zip((label.get_text() for label in ax.get_yticklabels()), ax.lines, strict=False))
     assert {name for name, line in dots.items() if not len(line.get_xdata())} == {"per tile, plain, rate 0.1"}
@@ -131,7 +141,7 @@ def test_a_record_of_runs_that_go_on_says_what_is_known():
 
 def test_a_gap_in_thousandths_lies_where_it_is():
     found = results.conditions(record_of(behind_at_full_size))
-    figure = results.gaps_figure(found, margin=2, title="", caption="")
+    figure = results.gaps_figure(found, title="", caption="")
     (ax,) = figure.axes
     per_tile = [label.get_text() for label in ax.get_yticklabels()].index("per tile, plain, rate 0.1")
     assert list(ax.lines[per_tile].get_xdata()) == pytest.approx([10, 11, 12])

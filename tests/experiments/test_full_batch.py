@@ -243,17 +243,18 @@ def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, 
 
 
 def test_a_record_of_the_same_plan_is_gone_on_with(tiny, monkeypatch):
-    """Its folder is gone; another commit goes on. A record of another plan is written anew."""
+    """Its folder is gone; another commit goes on, and a plan of more runs. One of other runs is written anew."""
     main([*COMMAND, "--json", "whole.json"])
     whole = json.loads((tiny / "whole.json").read_text())
     monkeypatch.setattr("sage_ref.records._commit", lambda: "1" * 40)
     train, trained = full_batch.FullBatchRuns.train, []
     monkeypatch.setattr(full_batch.FullBatchRuns, "train", lambda runs, run: trained.append(run) or train(runs, run))
-    for changed, kept in (({}, 3), ({"plan": whole["provenance"]["plan"] | {"steps": 7}}, 0)):
-        earlier = {"provenance": whole["provenance"] | changed, "rows": whole["rows"][:3]}
+    for changed, kept in (({}, 3), ({"learning_rates": [0.5], "seeds": [7]}, 3), ({"steps": 7}, 0)):
+        plan = whole["provenance"]["plan"] | changed
+        earlier = {"provenance": whole["provenance"] | {"plan": plan}, "rows": whole["rows"][:3]}
         (tiny / "out.json").write_text(json.dumps(earlier))
         trained.clear()
-        main([*COMMAND, "--folder", f"other{kept}"])
+        main([*COMMAND, "--folder", f"other{len(changed)}"])
         record = read_record(tiny / "out.json")
         assert len(trained) == len(whole["rows"]) - kept
         assert record.provenance["commit"] == (["0" * 40, "1" * 40] if kept else "1" * 40)
