@@ -7,8 +7,9 @@ from sage_ref.experiments.pretrain_speed import relative_rate
 from sage_ref.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
-OURS = "sage_kernels"
-OUR_NAMES = {OURS: "ours", f"{OURS}, unbiased": "ours, unbiased"}
+PAIRED_PINNED = "paired_triton371_h200"  # with the Triton that our pins install; the others: with their machine's
+OURS, UNBIASED = "sage_kernels", "sage_kernels, unbiased"
+OUR_NAMES = {OURS: "ours", UNBIASED: "ours, unbiased"}
 PEER_NAMES = {
     "sdpa_flash": "FlashAttention-2",
     "sdpa_cudnn": "cuDNN",
@@ -121,6 +122,23 @@ def paired_ways() -> str:
         ratios = (found.get(shape) for found in ways.values())
         lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
     table = markdown_table(("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph"), lines)
+    return f"{table}\n\nForward and backward; bfloat16; {record.caption}."
+
+
+def paired_pinned() -> str:
+    """What the pinned Triton changes: cuDNN's time over ours with each; and what an unbiased O costs."""
+    both = {"scope": "autograd", "direction": "fwd+bwd", "layout": "bhnd", "cuda_graph": False}
+    before, record = read_record(PAIRED), read_record(PAIRED_PINNED)
+    usual = {_shape(where): peer_ratios(of).get("sdpa_cudnn") for where, of in turns(before.select(**both))}
+    lines = []
+    for where, of in turns(record.select(**both)):
+        shape, times = _shape(where), {row["provider"]: row["ms_median"] for row in of}
+        ratio = f"{usual[shape]:.2f}" if usual.get(shape) else ""
+        lines.append(
+            (shape, ratio, f"{times['sdpa_cudnn'] / times[OURS]:.2f}", f"{times[UNBIASED] / times[OURS] - 1:+.1%}")
+        )
+    versions = (f"Triton {found.provenance['triton']}" for found in (before, record))
+    table = markdown_table(("cuDNN's time over ours", *versions, "an unbiased O takes"), lines)
     return f"{table}\n\nForward and backward; bfloat16; {record.caption}."
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sage_ref.course import paired_results
-from sage_ref.course.paired_results import PAIRED, PAIRED_SPARSE, peer_ratios, ratio_lines, turns
+from sage_ref.course.paired_results import PAIRED, PAIRED_PINNED, PAIRED_SPARSE, peer_ratios, ratio_lines, turns
 from sage_ref.records import how_timed, read_record, write_record
 
 SHAPE = {"n_q": 1024, "heads": 16, "kv_heads": 16, "head_dim": 128, "causal": False, "layout": "bhnd"}
@@ -72,6 +72,16 @@ def test_layouts_and_graphs_stand_beside_each_other(recorded):
     recorded(PAIRED, ROWS)
     _, _, *lines = paired_results.paired_ways().split("\n\n")[0].splitlines()
     assert [cells(line)[1:] for line in lines] == [["0.50", "0.75", "2.50"], ["1.50", "", ""]]
+
+
+def test_the_pinned_triton_stands_beside_the_other_and_unbiased_beside_the_default(recorded):
+    longer = {"n_q": 2048}  # which the other record lacks
+    recorded(PAIRED, ROWS)
+    unbiased = "sage_kernels, unbiased"
+    pinned = [*times(2.0, 1.5), row(unbiased, 2.1), *times(4.0, 2.0, **longer), row(unbiased, 3.8, **longer)]
+    recorded(PAIRED_PINNED, pinned)
+    _, _, *lines = paired_results.paired_pinned().split("\n\n")[0].splitlines()
+    assert [cells(line)[1:] for line in lines] == [["0.50", "0.75", "+5.0%"], ["", "0.50", "-5.0%"]]
 
 
 def test_the_sparse_table_has_a_line_per_mask_and_direction(recorded):
