@@ -475,11 +475,17 @@ def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP:
 
 
 @gluon.jit
-def add_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
-    """Add x [ROWS, DP] to what `store_tokens` has stored there."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
-    d = gl.arange(0, DP, gl.SliceLayout(0, x.type.layout))
+def stored_tokens(pointer, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
+    """What `store_tokens` has stored there, [ROWS, DP] in 16 bit; zeros past the last token."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    d = gl.arange(0, DP, gl.SliceLayout(0, layout))
     mask = (first + row < n)[:, None] & (d < D)[None, :]
     rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
-    x += gl.load(rows + row[:, None] * stride + d[None, :], mask=mask, other=0.0).to(gl.float32)
+    return gl.load(rows + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def add_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
+    """Add x [ROWS, DP] to what `store_tokens` has stored there."""
+    x += stored_tokens(pointer, head, first, n, heads_per_row, D, DP, x.type.layout).to(gl.float32)
     store_tokens(pointer, x, head, first, n, heads_per_row, D, DP)

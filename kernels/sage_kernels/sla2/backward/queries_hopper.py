@@ -8,7 +8,7 @@ whose Q and dO stay in registers. S and dP of the next key block are started tog
 The last listed key block comes first, since it may be the sequence's partial one; only that one needs a mask.
 
 Expect: limited by the tensor cores, which three matmuls in 16 bit keep busy for three times as long as a warpgroup's
-exponentials take. Not yet measured: it has run in the emulator alone.
+exponentials take. What came is in kernels/NOTES.md.
 """
 
 import math
@@ -30,8 +30,8 @@ from sage_kernels.sla2.forward.level4_hopper import KEYS, QUERIES, WARPGROUPS, c
 from sage_kernels.sla2.lists import BlockLists
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, add_tokens, descriptors, fast_exp2, fetch_tokens,
-    fetched_tokens, matrix, operand_16bit, release, ring, signature_of, start_16bit,
+    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, descriptors, fast_exp2, fetch_tokens, fetched_tokens,
+    matrix, operand_16bit, release, ring, signature_of, start_16bit, store_tokens, stored_tokens,
 )  # fmt: skip
 
 PLACES = gl.constexpr(4)  # tiles of K and of V in flight
@@ -120,10 +120,14 @@ def own_rows(first_query, head, turn, rings, pointers, sizes, W: gl.constexpr):
 
 @gluon.jit
 def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """dQ of warpgroup W's half of each block of queries: what is there, and the sparse branch's share."""
-    n = 0
+    """dQ of warpgroup W's half of each block of queries: what is there, and the sparse branch's share.
+
+    As in the forward pass, the next block's list is asked for during this one.
+    """
+    n, item = 0, work_item(0, pointers, sizes)
+    j = key_block(item, 0)
     for turn in range(0, count_items(sizes)):
-        item = work_item(turn, pointers, sizes)
+        coming = work_item(turn + 1, pointers, sizes)
         first_query = item.i * QUERIES + W * ROWS
         own = own_rows(first_query, item.head, turn, rings, pointers, sizes, W)
         n_k = gl.where(item.count > 0, sizes.n_k, 0)
@@ -132,7 +136,7 @@ def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: g
         s_ij = warpgroup_mma_wait(1, deps=(scores,))
         dp_ij = warpgroup_mma_wait(0, deps=(product,))
         release(rings.v, n)
-        ds_ij = score_gradient(s_ij, dp_ij, own, log2_scale, key_block(item, 0) * KEYS, n_k, DP, True)
+        ds_ij = score_gradient(s_ij, dp_ij, own, log2_scale, j * KEYS, n_k, DP, True)
         for step in range(1, item.steps):
             scores, product = start_scores(own, n + step, rings)
             gradient = start_gradient(dq_i, ds_ij, n + step - 1, rings)
@@ -143,10 +147,16 @@ def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: g
             dq_i = warpgroup_mma_wait(0, deps=(gradient,))
             release(rings.k, n + step - 1)
         n += item.steps
-        dq_i = warpgroup_mma_wait(0, deps=(start_gradient(dq_i, ds_ij, n - 1, rings),))
+        gradient = start_gradient(dq_i, ds_ij, n - 1, rings)
+        linear_share = stored_tokens(
+            pointers.dq, item.head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP, accumulator_16bit(DP)
+        )
+        coming_j = key_block(coming, 0)
+        dq_i = warpgroup_mma_wait(0, deps=(gradient,))
         release(rings.k, n - 1)
-        dq_i *= scale * gl.load(pointers.alpha + item.block)
-        add_tokens(pointers.dq, dq_i, item.head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP)
+        dq_i = dq_i * (scale * item.alpha) + linear_share.to(gl.float32)
+        store_tokens(pointers.dq, dq_i, item.head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP)
+        item, j = coming, coming_j
 
 
 @gluon.jit(do_not_specialize=SIZES)

@@ -16,7 +16,7 @@ Q^ stays in registers: a matmul of 64 x 64 scores that reads both of its sides f
 memory can deliver. The last listed key block comes first, since it may be the sequence's partial one: only the first
 softmax of a block of queries needs a mask. How a row of O changes its unit is as in SageBwd's level 5.
 
-Expect: a third less than level 3's sparse program. Not yet measured: it has run in the emulator alone.
+Expect: a third less than level 3's sparse program. What came is in kernels/NOTES.md.
 """
 
 from collections import namedtuple
@@ -75,7 +75,8 @@ SIZES = Sizes._fields
 Descriptors = namedtuple("Descriptors", "q_hat k vt q h")
 Rings = namedtuple("Rings", "q_hat k v q h")
 Pointers = namedtuple("Pointers", "q_scale k_scale v_scale alpha entries counts sums o o_s log_sum_exp")
-Item = namedtuple("Item", "block i head kv_head entries count steps")
+Item = namedtuple("Item", "block i head kv_head entries count steps alpha")
+Opening = namedtuple("Opening", "j following s_q s_k s_v")  # what the first key block of a list takes
 
 
 class Rows(NamedTuple):
@@ -95,12 +96,17 @@ def count_items(sizes):
 
 @gluon.jit
 def work_item(turn, pointers, sizes):
-    """A block of queries and its list. Without a key block it takes one step, in which no key is visible."""
+    """A block of queries and its list. Without a key block it takes one step, in which no key is visible.
+
+    One past the last has an empty list, from which nothing is read.
+    """
     block = gl.program_id(0) + turn * sizes.programs
     head = block // sizes.q_blocks
-    count = gl.load(pointers.counts + block)
+    count = gl.load(pointers.counts + block, mask=block < sizes.items, other=0)
+    alpha_i = gl.load(pointers.alpha + block, mask=block < sizes.items, other=0.0)
     entries = pointers.entries + block.to(gl.int64) * sizes.width
-    return Item(block, block % sizes.q_blocks, head, head // sizes.groups, entries, count, gl.maximum(count, 1))
+    steps = gl.maximum(count, 1)
+    return Item(block, block % sizes.q_blocks, head, head // sizes.groups, entries, count, steps, alpha_i)
 
 
 @gluon.jit
@@ -108,6 +114,16 @@ def key_block(item, step):
     """The key block of a step: the list's last, then the others in their order. 0 past the list's end."""
     entry = gl.where(step == 0, item.count, step) - 1
     return gl.load(item.entries + entry, mask=step < item.count, other=0)
+
+
+@gluon.jit
+def opening(item, j, following, pointers, sizes):
+    """The scales of the list's first key block j. An empty list has none: a scale of what no query sees may be NaN."""
+    is_listed = item.count > 0
+    at = item.kv_head * sizes.kv_blocks + j
+    s_q = gl.load(pointers.q_scale + item.block, mask=is_listed, other=0.0)
+    s_k = gl.load(pointers.k_scale + at, mask=is_listed, other=0.0)
+    return Opening(j, following, s_q, s_k, gl.load(pointers.v_scale + at, mask=is_listed, other=0.0))
 
 
 @gluon.jit
@@ -140,17 +156,13 @@ def next_p(s_ij, s_q, s_k, s_v, rows, first_key, n_k, DP: gl.constexpr, IS_MASKE
 
 
 @gluon.jit
-def sparse_branch(item, n, turn, rings, pointers, sizes, DP: gl.constexpr, W: gl.constexpr):
+def sparse_branch(item, first, n, turn, rings, pointers, sizes, DP: gl.constexpr, W: gl.constexpr):
     """(O [ROWS, DP] in units of its rows, the rows) of warpgroup W's queries over the listed keys."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(KEYS))
     k_scale = pointers.k_scale + item.kv_head * sizes.kv_blocks
     v_scale = pointers.v_scale + item.kv_head * sizes.kv_blocks
-    j, following = key_block(item, 0), key_block(item, 1)
-    is_listed = item.count > 0  # a scale of what no query sees may be NaN
-    s_q = gl.load(pointers.q_scale + item.block, mask=is_listed, other=0.0)
-    s_k = gl.load(k_scale + j, mask=is_listed, other=0.0)
-    s_v = gl.load(v_scale + j, mask=is_listed, other=0.0)
-    n_k = gl.where(is_listed, sizes.n_k, 0)
+    j, following, s_q, s_k, s_v = first
+    n_k = gl.where(item.count > 0, sizes.n_k, 0)
     rows = Rows(
         gl.full([ROWS], NO_KEY, gl.float32, row), gl.full([ROWS], NO_KEY, gl.float32, row),
         gl.zeros([ROWS, 4], gl.float32, PARTS), 1.0,
@@ -191,7 +203,7 @@ def inverse_or_zero(x):
 
 
 @gluon.jit
-def linear_branch(item, turn, rings, pointers, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
+def linear_branch(z_i, turn, rings, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
     """(phi(Q_i) H_i [ROWS, DP], 1 / phi(Q_i) Z_i [ROWS]) of warpgroup W's queries."""
     layout: gl.constexpr = accumulator_16bit(DP)
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
@@ -200,9 +212,8 @@ def linear_branch(item, turn, rings, pointers, D: gl.constexpr, DP: gl.constexpr
     release(rings.q, turn)
     x = gl.where((d < D)[None, :], x, -float("inf"))
     e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
-    q_phi_i = (e / gl.sum(e, 1)[:, None]).to(pointers.sums.dtype.element_ty)
-    z_i = gl.load(pointers.sums + item.block.to(gl.int64) * (DP * (DP + 1)) + DP * DP + d).to(gl.float32)
-    inverse = inverse_or_zero(gl.sum(q_phi_i.to(gl.float32) * z_i[None, :], 1))
+    q_phi_i = (e * fast_reciprocal(gl.sum(e, 1))[:, None]).to(z_i.dtype)
+    inverse = inverse_or_zero(gl.sum(q_phi_i.to(gl.float32) * z_i.to(gl.float32)[None, :], 1))
     nothing = gl.zeros([ROWS, DP], gl.float32, layout)
     left = gl.convert_layout(q_phi_i, operand_16bit(DP))
     h_i = acquire(rings.h, turn)
@@ -213,14 +224,22 @@ def linear_branch(item, turn, rings, pointers, D: gl.constexpr, DP: gl.constexpr
 
 @gluon.jit
 def query_rows(rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """O of warpgroup W's half of each block of queries, and where they are asked for O_s and L."""
+    """O of warpgroup W's half of each block of queries, and where they are asked for O_s and L.
+
+    A load takes as long as a key block. So what the next block of queries begins with is asked for during this one, in
+    three steps, since each tells where the next is found: the list's length, its key blocks, their scales.
+    """
     row: gl.constexpr = gl.SliceLayout(1, accumulator(KEYS))
     columns: gl.constexpr = gl.SliceLayout(1, accumulator(DP))
-    n = 0
+    d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
+    n, item = 0, work_item(0, pointers, sizes)
+    first = opening(item, key_block(item, 0), key_block(item, 1), pointers, sizes)
     for turn in range(0, count_items(sizes)):
-        item = work_item(turn, pointers, sizes)
+        coming = work_item(turn + 1, pointers, sizes)
+        z_i = gl.load(pointers.sums + item.block.to(gl.int64) * (DP * (DP + 1)) + DP * DP + d)
         first_query = item.i * QUERIES + W * ROWS
-        o_i, rows = sparse_branch(item, n, turn, rings, pointers, sizes, DP, W)
+        o_i, rows = sparse_branch(item, first, n, turn, rings, pointers, sizes, DP, W)
+        j, following = key_block(coming, 0), key_block(coming, 1)
         l = gl.sum(rows.l, 1)
         o_i *= gl.convert_layout(inverse_or_zero(l) * rows.unit, columns)[:, None]
         if pointers.o_s is not None:
@@ -232,12 +251,13 @@ def query_rows(rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr, W: gl.
             log_sum_exp = gl.where((item.count > 0) & (query < sizes.n_q), log_sum_exp, 0.0 - NO_KEY)
             at = item.head.to(gl.int64) * (sizes.q_blocks * QUERIES) + query
             gl.store(pointers.log_sum_exp + at, log_sum_exp, mask=query < sizes.q_blocks * QUERIES)
-        product, inverse = linear_branch(item, turn, rings, pointers, D, DP, W)
-        alpha_i = gl.load(pointers.alpha + item.block)
-        o_l = product * ((1.0 - alpha_i) * inverse)[:, None]
-        o_i = alpha_i * o_i + gl.convert_layout(o_l, accumulator(DP))
+        product, inverse = linear_branch(z_i, turn, rings, D, DP, W)
+        coming_first = opening(coming, j, following, pointers, sizes)
+        o_l = product * ((1.0 - item.alpha) * inverse)[:, None]
+        o_i = item.alpha * o_i + gl.convert_layout(o_l, accumulator(DP))
         store_tokens(pointers.o, o_i, item.head, first_query, sizes.n_q, sizes.out_heads_per_row, D, DP)
         n += item.steps
+        item, first = coming, coming_first
 
 
 @gluon.jit(do_not_specialize=SIZES)
