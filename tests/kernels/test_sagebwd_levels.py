@@ -170,7 +170,7 @@ def test_large_scores_do_not_overflow(level, std, unbiased):
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("std", [40.0, 80.0, 140.0, 300.0])
+@pytest.mark.parametrize("std", [40.0, 80.0, 200.0, 300.0])
 @pytest.mark.parametrize("level", INT8_FORWARD, ids="forward{}".format)
 def test_larger_scores_give_the_simulations_output_or_nan(level, std, unbiased):
     """From c max|q| max|k| = 30,000 on level 3's exponents leave nothing of P^: that is said, and nothing is wrong."""
