@@ -70,8 +70,9 @@ def sagebwd_attention(
     Magnitudes: sums are in float32, in float64 for float64. On the reference float16 of any size and other dtypes up to
     1e15 don't overflow; a result that its dtype can't hold is infinite, as O may be within 1% of the dtype's largest
     number. A block of numbers below 1.5e-36 counts as zeros. INT8 is off by up to 1/254 of a block's largest number:
-    where scores exceed about 100 it may prefer another key (`QKNorm` keeps them small), and where c max|q| max|k|
-    exceeds 30,000 the kernels' O is NaN; on Hopper GPUs, with head sizes above 32, from 1e6 on.
+    where scores exceed about 100 it may prefer another key (`QKNorm` keeps them small). Where c max|q| max|k| exceeds
+    30,000 the kernels' O is NaN, and just below that a row is off by up to a tenth, a third if unbiased; on Hopper
+    GPUs, with head sizes above 32, O is NaN from 1e6 on.
 
     torch.compile takes it whole. torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes
     there. Forward mode (torch.func.jvp) is a ValueError, a second derivative a RuntimeError when it is taken.
