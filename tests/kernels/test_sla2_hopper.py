@@ -26,7 +26,7 @@ from sage_kernels import hopper
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, OnCPU
 from sage_kernels.sla2 import pieces
-from sage_kernels.sla2.backward import keys_hopper, queries_hopper
+from sage_kernels.sla2.backward import keys_hopper, linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward import level4_hopper
 from sage_kernels.sla2.ladder import prepare, run_backward
@@ -37,7 +37,8 @@ pytestmark = MARKS
 LEVEL = 4
 IS_HERE = hopper.obstacle(DEVICE, 64) is None
 PROGRAMS = (
-    (level4_hopper, "hopper_program"), (queries_hopper, "query_program"), (keys_hopper, "key_program"),
+    (level4_hopper, "hopper_program"), (linear_queries_hopper, "linear_query_program"),
+    (queries_hopper, "query_program"), (keys_hopper, "key_program"),
 )  # fmt: skip
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HERE, reason="needs a Hopper GPU")]
@@ -50,7 +51,7 @@ def on_cpu(seed, multiprocessors=MULTIPROCESSORS, **names):
     with pytest.MonkeyPatch.context() as patch:
         for module, name in PROGRAMS:
             patch.setattr(module, name, OnCPU(getattr(module, name), seed=seed, **names))
-        for module in (level4_hopper, queries_hopper):
+        for module in (level4_hopper, linear_queries_hopper, queries_hopper):
             patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
         yield
 
@@ -285,6 +286,20 @@ CARELESS_BACKWARD = {
         keys_hopper.query_tile, "    dk_j = warpgroup_mma_wait(0, deps=(sum_of_dk,))\n    release(rings.q, n)\n",
         "    release(rings.q, n)\n    dk_j = warpgroup_mma_wait(0, deps=(sum_of_dk,))\n",
     ),
+    "not handed over": Changed(
+        linear_queries_hopper.hand_over, "mbarrier.arrive(shared.q_share.ready.index(0), count=1)"
+    ),
+    "handed over too early": Changed(
+        linear_queries_hopper.hand_over, "mbarrier.wait(shared.q_share.empty.index(0), (turn & 1) ^ 1)"
+    ),
+    "one half alone": Changed(
+        linear_queries_hopper.store_sums, "acquire(shared.q_share, turn)", "shared.q_share.tiles.index(0)"
+    ),
+    "H released before it is read": Changed(
+        linear_queries_hopper.linear_rows, "h_i = acquire(rings.h, turn)",
+        "h_i = acquire(rings.h, turn); release(rings.h, turn)",
+    ),
+    "the second half's dalpha left out": Changed(linear_queries_hopper.store_sums, "first + second", "first"),
     "first keys of the block before": Changed(queries_hopper.query_rows, "coming, coming_j", "coming, j"),
     "the other tile's delta": Changed(keys_hopper.query_tile, "delta.index(place)", "delta.index(1 - place)"),
 }  # fmt: skip
@@ -293,7 +308,7 @@ CARELESS_BACKWARD = {
 @on_the_cpu
 @pytest.mark.parametrize("mistake", CARELESS_BACKWARD)
 def test_carelessness_in_the_backward_pass_is_noticed(mistake):
-    case, changed = Case(700, 1270, "half", 64, 1, 1), CARELESS_BACKWARD[mistake]
+    case, changed = Case(820, 1270, "half", 64, 1, 1), CARELESS_BACKWARD[mistake]
     with pytest.raises((AssertionError, RuntimeError), match=r"deadlock|overwritten|before its end|^$"):
         assert_gradients(case, LEVEL_INT8, run_backward_source(case, **{changed.fn.__name__: changed}))
 

@@ -15,7 +15,7 @@ from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import padded_head_dim, quantize
 from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
-from sage_kernels.sla2.backward import keys_hopper, queries_hopper
+from sage_kernels.sla2.backward import keys_hopper, linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists, level4_hopper
 from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
@@ -50,7 +50,11 @@ LEVELS = (
     Level("Hopper: one block after another", None, int8="QKV", kernel="sla2_forward_hopper", hopper=level4_hopper),
 )
 BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of backward level 0, after all forward levels
-HOPPER_BACKWARD = {"sla2_query_hopper": queries_hopper, "sla2_key_hopper": keys_hopper}  # of backward level 1
+HOPPER_BACKWARD = {  # of backward level 1
+    "sla2_linear_query_hopper": linear_queries_hopper,
+    "sla2_query_hopper": queries_hopper,
+    "sla2_key_hopper": keys_hopper,
+}
 
 
 def obstacle(level: Level, device: torch.device, head_dim: int) -> str | None:
@@ -122,13 +126,14 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations.
 
-    level: 0, or 1 with the sparse branch's programs for Hopper.
+    level: 0, or 1 with programs for Hopper.
     """
     query, on_hopper = inputs.query, bool(level)
-    gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
     if on_hopper:
+        gradients = linear_queries_hopper.run(inputs, start, scale=scale)
         queries_hopper.run(inputs, gradients, choice.lists, start, scale=scale)
     else:
+        gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
         run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
     grad_sums = unselected_sums_by_key(choice.complement, gradients.grad_sums, inputs.key.shape[1])
     by_key = block_lists(choice.block_mask, start, by_key=True)

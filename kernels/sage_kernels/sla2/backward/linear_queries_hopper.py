@@ -1,0 +1,290 @@
+"""The linear branch's share of dQ, dH_i, dZ_i and dalpha on Hopper, and what the sparse programs need: delta, L.
+
+The portable program keeps all of a block of 128 queries in the registers of one program, and spills. Here two
+warpgroups have 64 queries each, one warp loads the next block's tiles, and matmuls read from shared memory.
+
+    loading warp    Q  dO  O_s  H_i | Q  dO  O_s  H_i                          (the next block's, as places become free)
+    2 warpgroups    phi(Q), phi(Q) H, sums of rows | dQ_phi started, hand over phi(Q) / (phi(Q) Z) and (1 - alpha) dO |
+                    dQ_phi gives dQ | wait for both halves, dH_i
+
+dH_i sums over all 128 queries: each warpgroup makes half of its rows, from both warpgroups' queries. dZ_i and dalpha
+are sums of 64 queries each, which the first warpgroup adds up.
+
+Expect: limited by memory, which moves 200 KB for each block of queries.
+"""
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
+from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.common.tiles import LOG2_E, TINY
+from sage_kernels.hopper import multiprocessors
+from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients
+from sage_kernels.sla2.forward.level4_hopper import QUERIES, WARPGROUPS, count_items, inverse_or_zero
+from sage_kernels.sla2.sums import SUMS_DTYPE
+
+from sage_kernels.hopper.toolbox import (  # isort: skip
+    LOADING_REGISTERS, ROWS, Ring, Tiles, accumulator_16bit, acquire, descriptors, fast_exp2, fast_reciprocal, fetch,
+    fetch_tokens, fetched_tokens, matrix, matrix_layout, operand_16bit, release, ring, ring_of, signature_of,
+    start_16bit, store_tokens,
+)  # fmt: skip
+
+REGISTERS = gl.constexpr(240)  # of a computing thread; until the warps part, all have the same number
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+LAUNCHES = {"sla2_linear_query_hopper": Launch(QUERIES.value, 0, 4 * WARPGROUPS.value, 1, REGISTERS.value)}
+LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
+
+
+class Sizes(NamedTuple):
+    items: int  # blocks of queries of all heads and batches
+    programs: int  # which share them
+    q_blocks: int  # of queries in one head
+    groups: int  # query heads that share a head of keys
+    n_q: int
+    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    q_heads_per_row: int
+    do_heads_per_row: int
+    o_heads_per_row: int
+    dq_heads_per_row: int
+
+
+SIZES = Sizes._fields
+
+# Arguments that travel together.
+Descriptors = namedtuple("Descriptors", "q do o_s h")
+Rings = namedtuple("Rings", "q do o_s h")
+Pointers = namedtuple(
+    "Pointers", "k_mean alpha sums log_sum_exp dq dalpha dsums delta unsmoothed alpha_log_sum_exp"
+)  # fmt: skip
+
+
+class Shared(NamedTuple):
+    """What both warpgroups write and read, with the barriers of one ring."""
+
+    q_share: Ring  # its tile [QUERIES, DP]: phi(Q) / (phi(Q) Z)
+    do_l: gl.shared_memory_descriptor  # [1, QUERIES, DP]: (1 - alpha) dO
+    dz: gl.shared_memory_descriptor  # float32 [WARPGROUPS, DP]: -dZ, of each warpgroup's queries
+    dalpha: gl.shared_memory_descriptor  # float32 [1, QUERIES]: what each query adds
+
+
+@gluon.jit
+def load_tiles(descriptors, rings, sizes, DP: gl.constexpr):
+    """The loading warp: of every block of queries Q, dO, O_s and H_i."""
+    for turn in range(0, count_items(sizes)):
+        block = gl.program_id(0) + turn * sizes.programs
+        head, query = block // sizes.q_blocks, block % sizes.q_blocks * QUERIES
+        fetch_tokens(rings.q, turn, descriptors.q, head, query, sizes.q_heads_per_row, DP)
+        fetch(rings.h, turn, descriptors.h, block * (DP + 1), 0)
+        fetch_tokens(rings.do, turn, descriptors.do, head, query, sizes.do_heads_per_row, DP)
+        fetch_tokens(rings.o_s, turn, descriptors.o_s, head, query, sizes.o_heads_per_row, DP)
+
+
+@gluon.jit
+def own_tile(ring, turn, W: gl.constexpr, DP: gl.constexpr):
+    """Warpgroup W's rows of a tile of tokens, 16-bit [ROWS, DP] in registers; the tile is released."""
+    x = matrix(acquire(ring, turn)).slice(W * ROWS, ROWS).load(accumulator_16bit(DP))
+    release(ring, turn)
+    return x
+
+
+@gluon.jit
+def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl.constexpr, DP: gl.constexpr):
+    """L of the scores as they are, from that of smoothed keys, and L - log2(alpha)."""
+    log_sum_exp_i = gl.load(pointers.log_sum_exp + rows)
+    if pointers.k_mean is not None:  # give back what smoothing K took from every score of a row
+        d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
+        k_mean = gl.load(pointers.k_mean + head // sizes.groups * D + d, mask=d < D, other=0.0)
+        log_sum_exp_i += gl.sum(x * k_mean[None, :], 1) * log2_scale
+    everywhere = rows >= 0
+    gl.store(pointers.unsmoothed + rows, log_sum_exp_i, mask=everywhere)
+    log2_alpha = gl.log2(gl.where(alpha_i == 0.0, TINY, alpha_i))
+    gl.store(pointers.alpha_log_sum_exp + rows, log_sum_exp_i - log2_alpha, mask=everywhere)
+
+
+@gluon.jit
+def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
+    """All of warpgroup W's half of each block of queries. Alg. 3, lines 4 to 8, and dalpha."""
+    layout: gl.constexpr = accumulator_16bit(DP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    d = gl.arange(0, DP, gl.SliceLayout(0, layout))
+    for turn in range(0, count_items(sizes)):
+        block = gl.program_id(0) + turn * sizes.programs
+        head = block // sizes.q_blocks
+        first_query = block % sizes.q_blocks * QUERIES + W * ROWS
+        rows = block * QUERIES + W * ROWS + row
+        alpha_i = gl.load(pointers.alpha + block)
+        sums = block.to(gl.int64) * (DP * (DP + 1))
+        z_i = gl.load(pointers.sums + sums + DP * DP + d)
+        # phi: softmax over the features
+        x = own_tile(rings.q, turn, W, DP).to(gl.float32)
+        store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D, DP)
+        x = gl.where((d < D)[None, :], x, -float("inf"))
+        e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
+        q_phi_i = (e * fast_reciprocal(gl.sum(e, 1))[:, None]).to(z_i.dtype)
+        inverse = inverse_or_zero(gl.sum(q_phi_i.to(gl.float32) * z_i.to(gl.float32)[None, :], 1))
+        # [Bq, D]
+        h_i = acquire(rings.h, turn)
+        nothing = gl.zeros([ROWS, DP], gl.float32, layout)
+        left = gl.convert_layout(q_phi_i, operand_16bit(DP))
+        o_l = warpgroup_mma_wait(0, deps=(warpgroup_mma(left, h_i, nothing, use_acc=False, is_async=True),))
+        do_i = own_tile(rings.do, turn, W, DP)
+        do_o_l = gl.sum(do_i.to(gl.float32) * o_l, 1) * inverse
+        delta_i = gl.sum(do_i.to(gl.float32) * own_tile(rings.o_s, turn, W, DP).to(gl.float32), 1)
+        gl.store(pointers.delta + rows, delta_i, mask=rows >= 0)
+        d_l = (1.0 - alpha_i) * do_o_l
+        do_l = ((1.0 - alpha_i) * do_i.to(gl.float32)).to(z_i.dtype)
+        q_share = (q_phi_i.to(gl.float32) * inverse[:, None]).to(z_i.dtype)
+        dz = gl.sum(q_share.to(gl.float32) * d_l[:, None], 0)
+        hand_over(shared, turn, q_share, do_l, dz, delta_i - do_o_l, W)
+        dq_phi = start_16bit(gl.convert_layout(do_l, operand_16bit(DP)), h_i, DP)
+        z_i = gl.load(pointers.sums + sums + DP * DP + d)  # again: to keep it takes registers that there aren't
+        dq_phi = warpgroup_mma_wait(0, deps=(dq_phi,))
+        release(rings.h, turn)
+        dq_phi -= d_l[:, None] * z_i.to(gl.float32)[None, :]
+        q_share = shared.q_share.tiles.index(0).slice(W * ROWS, ROWS).load(layout).to(gl.float32)
+        # phi(Q) rowsum(dQ_phi phi(Q)), of what is there: phi(Q) / (phi(Q) Z)
+        of_rows = gl.sum(q_share * dq_phi, 1) * inverse_or_zero(inverse)
+        dq_i = q_share * (dq_phi - of_rows[:, None])
+        store_tokens(pointers.dq, dq_i, head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP)
+        store_sums(shared, turn, pointers, sums, block, sizes, DP, W)
+
+
+@gluon.jit
+def hand_over(shared, turn, q_share, do_l, dz, dalpha, W: gl.constexpr):
+    """Put what warpgroup W's queries add where both warpgroups find it."""
+    mbarrier.wait(shared.q_share.empty.index(0), (turn & 1) ^ 1)
+    shared.q_share.tiles.index(0).slice(W * ROWS, ROWS).store(q_share)
+    shared.do_l.index(0).slice(W * ROWS, ROWS).store(do_l)
+    shared.dz.index(W).store(dz)
+    shared.dalpha.index(0).slice(W * ROWS, ROWS).store(dalpha)
+    fence_async_shared()  # matmuls read it
+    mbarrier.arrive(shared.q_share.ready.index(0), count=1)
+
+
+@gluon.jit
+def store_sums(shared, turn, pointers, sums, block, sizes, DP: gl.constexpr, W: gl.constexpr):
+    """Warpgroup W's rows of dH_i, if there are so many; the first one's dZ_i and dalpha, too."""
+    layout: gl.constexpr = accumulator_16bit(DP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    d = gl.arange(0, DP, gl.SliceLayout(0, layout))
+    q_share = acquire(shared.q_share, turn)
+    if W * ROWS < DP:
+        nothing = gl.zeros([ROWS, DP], gl.float32, layout)
+        # [D / 2, Bq] x [Bq, D]
+        left = q_share.slice(W * ROWS, ROWS, 1).permute((1, 0))
+        product = warpgroup_mma(left, shared.do_l.index(0), nothing, use_acc=False, is_async=True)
+        dh_i = warpgroup_mma_wait(0, deps=(product,))
+        at = pointers.dsums + sums + (W * ROWS + row)[:, None] * DP + d[None, :]
+        gl.store(at, dh_i.to(pointers.dsums.dtype.element_ty), mask=(row >= 0)[:, None])
+    if W == 0:
+        dz = shared.dz.index(0).load(gl.SliceLayout(0, layout)) + shared.dz.index(1).load(gl.SliceLayout(0, layout))
+        gl.store(pointers.dsums + sums + DP * DP + d, (0.0 - dz).to(pointers.dsums.dtype.element_ty), mask=d >= 0)
+        of_queries = shared.dalpha.index(0)
+        first = of_queries.slice(0, ROWS).load(gl.SliceLayout(1, layout))
+        second = of_queries.slice(ROWS, ROWS).load(gl.SliceLayout(1, layout))
+        gl.store(pointers.dalpha + block, gl.sum(first + second, 0), mask=block < sizes.items)
+    release(shared.q_share, turn)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def linear_query_program(
+    q_descriptor, do_descriptor, o_s_descriptor, h_descriptor,
+    k_mean_ptr, alpha_ptr, sums_ptr, log_sum_exp_ptr, dq_ptr, dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr,
+    alpha_log_sum_exp_ptr,
+    items, programs, q_blocks, groups, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row,
+    log2_scale, D: gl.constexpr, DP: gl.constexpr,
+):  # fmt: skip
+    """k_mean_ptr None: K wasn't smoothed."""
+    rings = Rings(
+        ring(q_descriptor, 1, WARPGROUPS), ring(do_descriptor, 1, WARPGROUPS), ring(o_s_descriptor, 1, WARPGROUPS),
+        ring(h_descriptor, 1, WARPGROUPS),
+    )  # fmt: skip
+    dtype: gl.constexpr = h_descriptor.dtype
+    in_rows: gl.constexpr = matrix_layout(QUERIES, DP, dtype)
+    shared = Shared(
+        ring_of(gl.allocate_shared_memory(dtype, [1, QUERIES, DP], in_rows), WARPGROUPS, WARPGROUPS),
+        gl.allocate_shared_memory(dtype, [1, QUERIES, DP], in_rows),
+        gl.allocate_shared_memory(gl.float32, [WARPGROUPS, DP], LINE),
+        gl.allocate_shared_memory(gl.float32, [1, QUERIES], LINE),
+    )
+    fence_async_shared()
+    descriptors = Descriptors(q_descriptor, do_descriptor, o_s_descriptor, h_descriptor)
+    pointers = Pointers(
+        k_mean_ptr, alpha_ptr, sums_ptr, log_sum_exp_ptr, dq_ptr, dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr,
+        alpha_log_sum_exp_ptr,
+    )  # fmt: skip
+    sizes = Sizes(
+        items, programs, q_blocks, groups, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row
+    )
+    # Constants must be named in each call: a variable would make numbers of the program of them.
+    gl.warp_specialize(
+        [
+            (linear_rows, (rings, shared, pointers, sizes, log2_scale, D, DP, 0)),
+            (linear_rows, (rings, shared, pointers, sizes, log2_scale, D, DP, 1)),
+            (load_tiles, (descriptors, rings, sizes, DP)),
+        ],
+        [4, 1], [REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+def program_of(kernel: str):
+    """(program, its constants besides D and DP, options of its launch) of a name in `LAUNCHES`."""
+    return linear_query_program, {}, OPTIONS
+
+
+def tile_shapes(padded_head_dim: int, dtype: torch.dtype, sums_dtype: torch.dtype) -> Tiles:
+    """What each descriptor fetches, Q being of `dtype`."""
+    tokens = (dtype, (1, QUERIES.value, padded_head_dim))
+    h = (sums_dtype, (padded_head_dim, padded_head_dim))
+    return {"q_descriptor": tokens, "do_descriptor": tokens, "o_s_descriptor": tokens, "h_descriptor": h}
+
+
+def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+    """Triton's type of every parameter that is no constant, with smoothed keys; tensors in 16 bit are of `dtype`."""
+    floats = (
+        "k_mean_ptr", "alpha_ptr", "log_sum_exp_ptr", "dalpha_ptr", "delta_ptr", "unsmoothed_ptr",
+        "alpha_log_sum_exp_ptr",
+    )  # fmt: skip
+    pointers = dict.fromkeys(floats, torch.float32) | dict.fromkeys(("sums_ptr", "dsums_ptr"), SUMS_DTYPE)
+    return signature_of(
+        tile_shapes(padded_head_dim, dtype, SUMS_DTYPE), pointers | {"dq_ptr": dtype}, SIZES, log2_scale="fp32"
+    )
+
+
+def run(inputs: BackwardInputs, start: Start = start_with_triton, *, scale: float) -> QueryGradients:
+    """What `program.run_linear_query` gives."""
+    query = inputs.query
+    batch, heads, n_q, head_dim = query.shape
+    dp, q_blocks = padded_head_dim(head_dim), inputs.alpha.shape[2]
+    gradients = QueryGradients(
+        empty_in_layout_of(query),
+        torch.empty_like(inputs.alpha),
+        torch.empty_like(inputs.sums),
+        *(torch.empty_like(inputs.log_sum_exp) for _ in range(3)),
+    )
+    tokens = query, inputs.grad_output, inputs.sparse_output
+    fetched, rows = zip(*(fetched_tokens(x) for x in tokens), strict=True)
+    items = batch * heads * q_blocks
+    programs = min(items, multiprocessors(query.device))
+    sizes = Sizes(
+        items, programs, q_blocks, heads // inputs.key.shape[1], n_q, *rows, heads_per_row(gradients.grad_query)
+    )
+    arguments = (
+        *descriptors((*fetched, inputs.sums.view(-1, dp)), tile_shapes(dp, query.dtype, inputs.sums.dtype)),
+        inputs.k_mean, inputs.alpha, inputs.sums, inputs.log_sum_exp, *gradients, *sizes, scale * LOG2_E.value,
+    )  # fmt: skip
+    start(linear_query_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)
+    return gradients
