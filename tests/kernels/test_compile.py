@@ -28,7 +28,7 @@ from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 from sage_kernels.sla2 import ladder as sla2_ladder
 from sage_kernels.sla2 import lists
 from sage_kernels.sla2 import prepare as before_sla2
-from sage_kernels.sla2.backward import queries_hopper
+from sage_kernels.sla2.backward import linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward import level4_hopper
 from sage_kernels.sla2.ladder import LEVELS
@@ -104,7 +104,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(levels, "choose_launch", lambda *case: compiled_launches(80)[LaunchCase(*case[:4])])
     for module in (lists, before_sla2):
         monkeypatch.setattr(module, "sums_dtype", lambda x: SUMS_DTYPE)
-    for module in (level4_hopper, queries_hopper):
+    for module in (level4_hopper, linear_queries_hopper, queries_hopper):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 108)
     return seen
 
@@ -305,7 +305,8 @@ def test_the_command_compiles_every_program_of_every_sla2_level_for_every_gpu():
     assert {kernel for kernel in CANDIDATES if kernel.startswith("sla2_")} < {kernel for kernel, _ in kernels}
     once = {(f"sla2_{program}", 0) for program in ("list", "top_blocks", "sequence_mean", "pieces")}
     for capability in (80, 86, 90, 100, 120):
-        backward = {(f"sla2_{program}", 1) for program in ("query_hopper", "key_hopper", "linear_key")}
+        names = ("linear_query_hopper", "query_hopper", "key_hopper", "linear_key")
+        backward = {(f"sla2_{program}", 1) for program in names}
         hopper = {("sla2_forward_hopper", 4)} | backward if capability == 90 else set()
         for head_dim, expected in ((64, kernels | hopper | once), (128, kernels | hopper)):
             assert expected == {case[:2] for case in cases if case[2:4] == (capability, head_dim)}
