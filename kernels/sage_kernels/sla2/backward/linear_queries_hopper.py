@@ -4,13 +4,14 @@ The portable program keeps all of a block of 128 queries in the registers of one
 warpgroups have 64 queries each, one warp loads the next block's tiles, and matmuls read from shared memory.
 
     loading warp    Q  dO  O_s  H_i | Q  dO  O_s  H_i                          (the next block's, as places become free)
-    2 warpgroups    phi(Q), phi(Q) H, sums of rows | dQ_phi started, hand over phi(Q) / (phi(Q) Z) and (1 - alpha) dO |
-                    dQ_phi gives dQ | wait for both halves, dH_i
+    2 warpgroups    phi(Q), phi(Q) H, sums of rows | hand over phi(Q) / (phi(Q) Z) and (1 - alpha) dO | dO H^T gives dQ |
+                    wait for both halves, dH_i
 
 dH_i sums over all 128 queries: each warpgroup makes half of its rows, from both warpgroups' queries. dZ_i and dalpha
 are sums of 64 queries each, which the first warpgroup adds up.
 
-Expect: limited by memory, which moves 200 KB for each block of queries.
+Expect: limited by memory, which moves 194 KB for each block of queries. Not measured yet: it has run in the emulator
+alone.
 """
 
 from collections import namedtuple
@@ -82,14 +83,14 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def load_tiles(descriptors, rings, sizes, DP: gl.constexpr):
-    """The loading warp: of every block of queries Q, dO, O_s and H_i."""
+    """The loading warp: of every block of queries Q, dO, O_s and H_i; their places become free in this order."""
     for turn in range(0, count_items(sizes)):
         block = gl.program_id(0) + turn * sizes.programs
         head, query = block // sizes.q_blocks, block % sizes.q_blocks * QUERIES
         fetch_tokens(rings.q, turn, descriptors.q, head, query, sizes.q_heads_per_row, DP)
-        fetch(rings.h, turn, descriptors.h, block * (DP + 1), 0)
         fetch_tokens(rings.do, turn, descriptors.do, head, query, sizes.do_heads_per_row, DP)
         fetch_tokens(rings.o_s, turn, descriptors.o_s, head, query, sizes.o_heads_per_row, DP)
+        fetch(rings.h, turn, descriptors.h, block * (DP + 1), 0)
 
 
 @gluon.jit
