@@ -4,8 +4,8 @@ The portable program keeps all of a block of 128 queries in the registers of one
 warpgroups have 64 queries each, one warp loads the next block's tiles, and matmuls read from shared memory.
 
     loading warp    Q  dO  O_s  H_i | Q  dO  O_s  H_i                          (the next block's, as places become free)
-    2 warpgroups    phi(Q), phi(Q) H, sums of rows | hand over phi(Q) / (phi(Q) Z) and (1 - alpha) dO | dO H^T gives dQ |
-                    wait for both halves, dH_i
+    2 warpgroups    phi(Q), phi(Q) H, sums of rows | hand over phi(Q) / (phi(Q) Z) and (1 - alpha) dO |
+                    dO H^T gives dQ | wait for both halves, dH_i
 
 dH_i sums over all 128 queries: each warpgroup makes half of its rows, from both warpgroups' queries. dZ_i and dalpha
 are sums of 64 queries each, which the first warpgroup adds up.
