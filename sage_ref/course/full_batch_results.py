@@ -123,9 +123,9 @@ def claim_of(found: Sequence[Condition]) -> str:
     printed = [condition for condition in found if "remedy" not in ARMS[condition.arm].changes]
     if any(condition.verdict == BEHIND for condition in printed):
         return SUPPORTED
-    sharp = [condition for condition in printed if condition.counts_from < PAPER_GAP]
-    is_open = any(condition.verdict != NOT_BEHIND for condition in sharp)
-    return CONTRADICTED if sharp and not is_open else UNDECIDED
+    is_open = any(condition.verdict != NOT_BEHIND for condition in printed)
+    is_sharp = any(condition.counts_from < PAPER_GAP for condition in printed)
+    return CONTRADICTED if is_sharp and not is_open else UNDECIDED
 
 
 def described(condition: Condition) -> str:

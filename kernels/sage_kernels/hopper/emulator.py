@@ -76,8 +76,8 @@ class Pointer:
             return self.numbers[self.offset]
         return torch.where(mask, self.numbers[torch.where(mask, self.offset, 0)], other)
 
-    def store(self, x, mask):
-        mask = mask.expand(x.shape)
+    def store(self, x, mask=None):
+        mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask.expand(x.shape)
         self.numbers[self.offset[mask]] = x[mask]
 
 
@@ -276,7 +276,7 @@ class Machine:
             split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
             broadcast=torch.broadcast_tensors, reduce=reduce,
             convert_layout=lambda x, _, assert_trivial=False: x, SliceLayout=lambda *_: None,
-            load=Pointer.load, store=lambda pointer, x, mask: pointer.store(x, mask),
+            load=Pointer.load, store=Pointer.store,
             program_id=lambda _: torch.tensor(self.program), inline_asm_elementwise=run_ptx,
             allocate_shared_memory=self.allocate, warp_specialize=self.run_warps,
         )  # fmt: skip

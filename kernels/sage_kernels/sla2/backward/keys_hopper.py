@@ -167,7 +167,7 @@ def store_partial(pointer, x, DP: gl.constexpr):
     """A sum of a piece, float32 [ROWS, DP], for the program that adds up the pieces."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_16bit(DP)))
     d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
-    gl.store(pointer + row[:, None] * DP + d[None, :], x, mask=(row < ROWS)[:, None])
+    gl.store(pointer + row[:, None] * DP + d[None, :], x)
 
 
 @gluon.jit

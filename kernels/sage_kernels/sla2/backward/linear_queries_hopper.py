@@ -29,22 +29,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
+from sage_kernels.common.memory import heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_E, TINY
 from sage_kernels.hopper import multiprocessors
-from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients
-from sage_kernels.sla2.forward.level4_hopper import QUERIES, WARPGROUPS, count_items, inverse_or_zero
+from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients, empty_gradients
+from sage_kernels.sla2.forward.level4_hopper import (
+    OPTIONS,
+    QUERIES,
+    REGISTERS,
+    WARPGROUPS,
+    count_items,
+    inverse_or_zero,
+    softmax_features,
+)
 from sage_kernels.sla2.sums import SUMS_DTYPE
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Ring, Tiles, accumulator_16bit, acquire, descriptors, fast_exp2, fast_reciprocal, fetch,
-    fetch_tokens, fetched_tokens, matrix, matrix_layout, operand_16bit, release, ring, ring_of, signature_of,
-    start_16bit, store_tokens,
+    LOADING_REGISTERS, ROWS, Ring, Tiles, accumulator_16bit, acquire, descriptors, fetch, fetch_tokens, fetched_tokens,
+    matrix, matrix_layout, operand_16bit, release, ring, ring_of, signature_of, start_16bit, store_tokens,
 )  # fmt: skip
 
-REGISTERS = gl.constexpr(240)  # of a computing thread; until the warps part, all have the same number
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
 LAUNCHES = {"sla2_linear_query_hopper": Launch(QUERIES.value, 0, 4 * WARPGROUPS.value, 1, REGISTERS.value)}
 LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
 
@@ -67,9 +72,7 @@ SIZES = Sizes._fields
 # Arguments that travel together.
 Descriptors = namedtuple("Descriptors", "q do o_s h")
 Rings = namedtuple("Rings", "q do o_s h")
-Pointers = namedtuple(
-    "Pointers", "k_mean alpha sums log_sum_exp dq dalpha dsums delta unsmoothed alpha_log_sum_exp"
-)  # fmt: skip
+Pointers = namedtuple("Pointers", "k_mean alpha sums log_sum_exp dq dalpha dsums delta unsmoothed alpha_log_sum_exp")
 
 
 class Shared(NamedTuple):
@@ -109,10 +112,9 @@ def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl
         d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
         k_mean = gl.load(pointers.k_mean + head // sizes.groups * D + d, mask=d < D, other=0.0)
         log_sum_exp_i += gl.sum(x * k_mean[None, :], 1) * log2_scale
-    everywhere = rows >= 0
-    gl.store(pointers.unsmoothed + rows, log_sum_exp_i, mask=everywhere)
+    gl.store(pointers.unsmoothed + rows, log_sum_exp_i)
     log2_alpha = gl.log2(gl.where(alpha_i == 0.0, TINY, alpha_i))
-    gl.store(pointers.alpha_log_sum_exp + rows, log_sum_exp_i - log2_alpha, mask=everywhere)
+    gl.store(pointers.alpha_log_sum_exp + rows, log_sum_exp_i - log2_alpha)
 
 
 @gluon.jit
@@ -129,12 +131,9 @@ def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP:
         alpha_i = gl.load(pointers.alpha + block)
         sums = block.to(gl.int64) * (DP * (DP + 1))
         z_i = gl.load(pointers.sums + sums + DP * DP + d)
-        # phi: softmax over the features
         x = own_tile(rings.q, turn, W, DP).to(gl.float32)
         store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D, DP)
-        x = gl.where((d < D)[None, :], x, -float("inf"))
-        e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
-        q_phi_i = (e * fast_reciprocal(gl.sum(e, 1))[:, None]).to(z_i.dtype)
+        q_phi_i = softmax_features(x, D).to(z_i.dtype)
         inverse = inverse_or_zero(gl.sum(q_phi_i.to(gl.float32) * z_i.to(gl.float32)[None, :], 1))
         # [Bq, D]
         h_i = acquire(rings.h, turn)
@@ -144,7 +143,7 @@ def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP:
         do_i = own_tile(rings.do, turn, W, DP)
         do_o_l = gl.sum(do_i.to(gl.float32) * o_l, 1) * inverse
         delta_i = gl.sum(do_i.to(gl.float32) * own_tile(rings.o_s, turn, W, DP).to(gl.float32), 1)
-        gl.store(pointers.delta + rows, delta_i, mask=rows >= 0)
+        gl.store(pointers.delta + rows, delta_i)
         d_l = (1.0 - alpha_i) * do_o_l
         do_l = ((1.0 - alpha_i) * do_i.to(gl.float32)).to(z_i.dtype)
         q_share = (q_phi_i.to(gl.float32) * inverse[:, None]).to(z_i.dtype)
@@ -160,7 +159,7 @@ def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP:
         of_rows = gl.sum(q_share * dq_phi, 1) * inverse_or_zero(inverse)
         dq_i = q_share * (dq_phi - of_rows[:, None])
         store_tokens(pointers.dq, dq_i, head, first_query, sizes.n_q, sizes.dq_heads_per_row, D, DP)
-        store_sums(shared, turn, pointers, sums, block, sizes, DP, W)
+        store_sums(shared, turn, pointers, sums, block, DP, W)
 
 
 @gluon.jit
@@ -176,7 +175,7 @@ def hand_over(shared, turn, q_share, do_l, dz, dalpha, W: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(shared, turn, pointers, sums, block, sizes, DP: gl.constexpr, W: gl.constexpr):
+def store_sums(shared, turn, pointers, sums, block, DP: gl.constexpr, W: gl.constexpr):
     """Warpgroup W's rows of dH_i, if there are so many; the first one's dZ_i and dalpha, too."""
     layout: gl.constexpr = accumulator_16bit(DP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -189,14 +188,14 @@ def store_sums(shared, turn, pointers, sums, block, sizes, DP: gl.constexpr, W: 
         product = warpgroup_mma(left, shared.do_l.index(0), nothing, use_acc=False, is_async=True)
         dh_i = warpgroup_mma_wait(0, deps=(product,))
         at = pointers.dsums + sums + (W * ROWS + row)[:, None] * DP + d[None, :]
-        gl.store(at, dh_i.to(pointers.dsums.dtype.element_ty), mask=(row >= 0)[:, None])
+        gl.store(at, dh_i.to(pointers.dsums.dtype.element_ty))
     if W == 0:
         dz = shared.dz.index(0).load(gl.SliceLayout(0, layout)) + shared.dz.index(1).load(gl.SliceLayout(0, layout))
-        gl.store(pointers.dsums + sums + DP * DP + d, (0.0 - dz).to(pointers.dsums.dtype.element_ty), mask=d >= 0)
+        gl.store(pointers.dsums + sums + DP * DP + d, (0.0 - dz).to(pointers.dsums.dtype.element_ty))
         of_queries = shared.dalpha.index(0)
         first = of_queries.slice(0, ROWS).load(gl.SliceLayout(1, layout))
         second = of_queries.slice(ROWS, ROWS).load(gl.SliceLayout(1, layout))
-        gl.store(pointers.dalpha + block, gl.sum(first + second, 0), mask=block < sizes.items)
+        gl.store(pointers.dalpha + block, gl.sum(first + second, 0))
     release(shared.q_share, turn)
 
 
@@ -270,12 +269,7 @@ def run(inputs: BackwardInputs, start: Start = start_with_triton, *, scale: floa
     query = inputs.query
     batch, heads, n_q, head_dim = query.shape
     dp, q_blocks = padded_head_dim(head_dim), inputs.alpha.shape[2]
-    gradients = QueryGradients(
-        empty_in_layout_of(query),
-        torch.empty_like(inputs.alpha),
-        torch.empty_like(inputs.sums),
-        *(torch.empty_like(inputs.log_sum_exp) for _ in range(3)),
-    )
+    gradients = empty_gradients(inputs)
     tokens = query, inputs.grad_output, inputs.sparse_output
     fetched, rows = zip(*(fetched_tokens(x) for x in tokens), strict=True)
     items = batch * heads * q_blocks

@@ -385,18 +385,21 @@ def join_constants(head_dim: int) -> dict:
     return {"D": head_dim, "DP": padded_head_dim(head_dim), "MASK_BLOCK_KV": MASK_BLOCK_KV}
 
 
+def empty_gradients(inputs: BackwardInputs) -> QueryGradients:
+    """Room for them; dQ lies in memory as Q does."""
+    lines = (torch.empty_like(inputs.log_sum_exp) for _ in range(3))
+    return QueryGradients(
+        empty_in_layout_of(inputs.query), torch.empty_like(inputs.alpha), torch.empty_like(inputs.sums), *lines
+    )
+
+
 def run_linear_query(
     inputs: BackwardInputs, launch: Launch, start: Start = start_with_triton, *, scale: float
 ) -> QueryGradients:
     """What the linear branch adds to dQ, and what the other programs need. launch.block_kv: columns at a time."""
     do, query = (last_axis_contiguous(x) for x in inputs[:2])
     batch, heads, n_q, head_dim = query.shape
-    gradients = QueryGradients(
-        empty_in_layout_of(inputs.query),
-        torch.empty_like(inputs.alpha),
-        torch.empty_like(inputs.sums),
-        *(torch.empty_like(inputs.log_sum_exp) for _ in range(3)),
-    )
+    gradients = empty_gradients(inputs)
     arguments = (
         query, *query.stride()[:3], do, *do.stride()[:3], inputs.k_mean, inputs.alpha, inputs.sums,
         inputs.sparse_output, inputs.log_sum_exp, gradients.grad_query, *gradients.grad_query.stride()[:3],

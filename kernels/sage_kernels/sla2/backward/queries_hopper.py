@@ -26,7 +26,16 @@ from sage_kernels.common.memory import heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.hopper import multiprocessors
 from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients
-from sage_kernels.sla2.forward.level4_hopper import KEYS, QUERIES, WARPGROUPS, count_items, key_block, work_item
+from sage_kernels.sla2.forward.level4_hopper import (
+    KEYS,
+    OPTIONS,
+    QUERIES,
+    REGISTERS,
+    WARPGROUPS,
+    count_items,
+    key_block,
+    work_item,
+)
 from sage_kernels.sla2.lists import BlockLists
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
@@ -35,8 +44,6 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
 )  # fmt: skip
 
 PLACES = gl.constexpr(4)  # tiles of K and of V in flight
-REGISTERS = gl.constexpr(240)  # of a computing thread; until the warps part, all have the same number
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
 LAUNCHES = {"sla2_query_hopper": Launch(QUERIES.value, KEYS.value, 4 * WARPGROUPS.value, PLACES.value, REGISTERS.value)}
 
 

@@ -203,16 +203,21 @@ def inverse_or_zero(x):
 
 
 @gluon.jit
+def softmax_features(x, D: gl.constexpr):
+    """phi of x [ROWS, DP] as in `tiles.softmax_features`: softmax over the first D features, zeros after them."""
+    d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    x = gl.where((d < D)[None, :], x, -float("inf"))
+    e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
+    return e * fast_reciprocal(gl.sum(e, 1))[:, None]
+
+
+@gluon.jit
 def linear_branch(z_i, turn, rings, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
     """(phi(Q_i) H_i [ROWS, DP], 1 / phi(Q_i) Z_i [ROWS]) of warpgroup W's queries."""
     layout: gl.constexpr = accumulator_16bit(DP)
-    d = gl.arange(0, DP, gl.SliceLayout(0, layout))
-    # phi: softmax over the features
     x = matrix(acquire(rings.q, turn)).slice(W * ROWS, ROWS).load(layout).to(gl.float32)
     release(rings.q, turn)
-    x = gl.where((d < D)[None, :], x, -float("inf"))
-    e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
-    q_phi_i = (e * fast_reciprocal(gl.sum(e, 1))[:, None]).to(z_i.dtype)
+    q_phi_i = softmax_features(x, D).to(z_i.dtype)
     inverse = inverse_or_zero(gl.sum(q_phi_i.to(gl.float32) * z_i.to(gl.float32)[None, :], 1))
     nothing = gl.zeros([ROWS, DP], gl.float32, layout)
     left = gl.convert_layout(q_phi_i, operand_16bit(DP))
