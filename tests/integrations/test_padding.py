@@ -1,5 +1,7 @@
 """Batches of sequences of several lengths: a mask that is padding is honoured, by cutting it off."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,28 @@ def mask_of(side, is_causal):
 
 @pytest.fixture
 def qkv():
-    return [torch.randn(len(LENGTHS), heads, N, 16, requires_grad=True) for heads in (4, 2, 2)]
+    return random_tensors(head_dim=16)
+
+
+def random_tensors(head_dim, **options):
+    """Q, K, V: four heads that share two of keys."""
+    return [torch.randn(len(LENGTHS), heads, N, head_dim, requires_grad=True, **options) for heads in (4, 2, 2)]
+
+
+class Place(NamedTuple):
+    """Where attention is computed, and how far from exact attention INT8 and the dtype may be there."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    backend: str
+    error: float
+
+
+PLACES = [
+    pytest.param(Place("cpu", torch.float32, 16, "reference", 0.03), id="reference"),
+    pytest.param(Place("cuda", torch.bfloat16, 64, "triton", 0.05), id="kernels", marks=pytest.mark.gpu),
+]
 
 
 def with_gradients(attention, tensors, weights):
@@ -50,23 +73,26 @@ def relative(found, expected):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a_padded_sequence_has_the_bits_of_the_unpadded_one_and_its_padding_no_gradient(qkv, side, is_causal):
-    """Forward and backward, four heads that share two of keys; against exact attention as far off as INT8 is."""
-    weights = torch.randn(len(LENGTHS), 4, N, 16)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_padded_sequence_has_the_bits_of_the_unpadded_one_and_its_padding_no_gradient(place, side, is_causal):
+    """Forward and backward; against exact attention as far off as INT8 is."""
+    where = {"device": place.device, "dtype": place.dtype}
+    qkv, mask = random_tensors(place.head_dim, **where), mask_of(side, is_causal).to(place.device)
+    weights = torch.randn(len(LENGTHS), 4, N, place.head_dim, **where)
     weights[~keys_of(side)[:, None].expand(-1, 4, -1)] = 0  # nobody looks at what comes out of padding
-    with sdpa(otherwise="error", **REFERENCE) as routed:
-        found = with_gradients(
-            lambda *x: F.scaled_dot_product_attention(*x, mask_of(side, is_causal), enable_gqa=True), qkv, weights
-        )
+    with sdpa(otherwise="error", backend=place.backend) as routed:
+        found = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, mask, enable_gqa=True), qkv, weights)
     assert routed.taken == 1
     options = {"is_causal": is_causal, "enable_gqa": True}
     for i, span in enumerate(spans(side)):
         alone = [x[i : i + 1, :, span].detach().requires_grad_() for x in qkv]
-        same = with_gradients(lambda *x: sagebwd_attention(*x, **options, **REFERENCE), alone, weights[i, :, span])
+        same = with_gradients(
+            lambda *x: sagebwd_attention(*x, **options, backend=place.backend), alone, weights[i, :, span]
+        )
         exact = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, **options), alone, weights[i, :, span])
         for of_batch, of_same, of_exact in zip(found, same, exact, strict=True):
             assert torch.equal(of_batch[i : i + 1, :, span], of_same)
-            assert 1e-3 < relative(of_same, of_exact) < 0.03
+            assert 1e-3 < relative(of_same, of_exact) < place.error
         outside = torch.ones(N, dtype=torch.bool)
         outside[span] = False
         assert not any(gradient[i, :, outside].any() for gradient in found[1:])
