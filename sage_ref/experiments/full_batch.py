@@ -435,9 +435,11 @@ def run(options: argparse.Namespace) -> None:
     def write() -> None:
         if options.json:
             unfinished = [run.name for run in planned(plan, runs.finished) if run not in runs.finished]
-            write_record(
-                options.json, list(runs.finished.values()), command=options.command, unfinished=unfinished, **facts
-            )
+            known = {
+                run.name: [row] for run, row in runs.finished.items()
+            } | parts.parts  # of stages not yet reached, too
+            rows = [row for found in known.values() for row in found]
+            write_record(options.json, rows, command=options.command, unfinished=unfinished, **facts)
 
     with only_writer(parts.path):
         waiting = runs.work(write)

@@ -271,6 +271,17 @@ def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
     assert read_record(tiny / "out.json").provenance["unfinished"] == []
 
 
+def test_runs_beyond_the_one_where_time_was_over_stay_in_the_record(tiny):
+    main(COMMAND)
+    whole = json.loads((tiny / "out.json").read_text())
+    del whole["rows"][1]
+    (tiny / "out.json").write_text(json.dumps(whole))
+    main([*COMMAND, "--folder", "other", "--minutes", "1e-9"])
+    record = read_record(tiny / "out.json")
+    assert record.rows == whole["rows"]
+    assert record.provenance["unfinished"]
+
+
 def test_options_change_the_plan(tiny, capsys):
     main([*COMMAND, "--steps", "1", "--learning-rates", "0.02", "0.01", "--seeds", "3", "--minutes", "1e-9"])
     assert "first exact_plain_lr0.02_seed3_512" in capsys.readouterr().out

@@ -487,5 +487,6 @@ def stored_tokens(pointer, head, first, n, heads_per_row, D: gl.constexpr, DP: g
 @gluon.jit
 def add_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
     """Add x [ROWS, DP] to what `store_tokens` has stored there."""
-    x += stored_tokens(pointer, head, first, n, heads_per_row, D, DP, x.type.layout).to(gl.float32)
+    layout: gl.constexpr = x.type.layout
+    x += stored_tokens(pointer, head, first, n, heads_per_row, D, DP, layout).to(gl.float32)
     store_tokens(pointer, x, head, first, n, heads_per_row, D, DP)
