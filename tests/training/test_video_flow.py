@@ -301,14 +301,32 @@ ON_GPU = replace(CONFIG, frames=4, size=32, cube=(4, 4, 4), width=128, heads=2, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_reference(attention):
-    weights, losses = opened_weights(ON_GPU), {}
+    """bfloat16 alone, without a kernel, moves the first loss by 0.2%, the whole gradient by 1.5%, that of keys and
+    queries, whose blocks the router then chooses differently, by up to 21%, and the losses of later steps by 1.5%."""
+    weights, found = opened_weights(ON_GPU), {}
     for backend, is_fast in (("reference", False), ("triton", True)):
         config = replace(ON_GPU, attention=attention, backend=backend)
         settings = replace(SETTINGS, autocast=is_fast, compile=is_fast)
         place = Processes(device=torch.device("cuda"))
         training = FlowTraining(config, settings, DIGITS, place, start=weights)
-        losses[backend] = [training.advance() for _ in range(4)] + [training.validation_loss()]
-    assert losses["triton"] == pytest.approx(losses["reference"], rel=0.01)
+        first = training.loss(*training.passes()[0])
+        first.backward()
+        gradients = {name: x.grad.clone() for name, x in training.model.named_parameters() if x.grad is not None}
+        training.optimizer.zero_grad()
+        later = [training.advance() for _ in range(4)] + [training.validation_loss()]
+        found[backend] = first.item(), gradients, later
+    (first, gradients, later), (exact_first, exact_gradients, exact_later) = found["triton"], found["reference"]
+    assert first == pytest.approx(exact_first, rel=0.005)
+    assert gradients.keys() == exact_gradients.keys()
+    errors = {name: distance(x, exact_gradients[name]) for name, x in gradients.items()}
+    assert max(errors.values()) < 0.4, errors
+    whole, exact_whole = (torch.cat([x.flatten() for x in y.values()]) for y in (gradients, exact_gradients))
+    assert distance(whole, exact_whole) < 0.03
+    assert later == pytest.approx(exact_later, rel=0.03)
+
+
+def distance(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.gpu

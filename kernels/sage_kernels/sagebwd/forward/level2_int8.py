@@ -10,6 +10,8 @@ import triton.language as tl
 
 from sage_kernels.common.tiles import NO_KEY, integer_dot, is_visible, load_padded, load_transposed, round_to_int8
 
+ROUNDING = tl.constexpr(2.0**-23)  # relative; no product in float32 is off by more
+
 
 @triton.jit
 def key_tile(m, l, o_i, q_hat_i, s_q, query, j, k, vt, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
@@ -21,8 +23,11 @@ def key_tile(m, l, o_i, q_hat_i, s_q, query, j, k, vt, n_k, TILE: tl.constexpr, 
     if IS_MASKED:
         s_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, TILE.IS_CAUSAL), s_ij, -float("inf"))
     m_ij = tl.maximum(tl.max(s_ij, 1), NO_KEY)
+    # A compiler may turn the product and the subtraction below into one multiply-add, which does not round the product.
+    # A very large S_ij would then exceed its rounded maximum, and 127 P~ round to 128, which is -128 in INT8.
+    m_ij += tl.abs(m_ij) * ROUNDING
     m_new = tl.maximum(m, m_ij)
-    # 2^(S_ij - rowmax(S_ij)) = P~ / (127 s_P): the scale cancels m_new.
+    # 2^(S_ij - m_ij) = P~ / (127 s_P): the scale cancels m_new.
     p_ij = tl.math.exp2(s_ij - m_ij[:, None])
     s_p = tl.math.exp2(m_ij - m_new)
     rescale = tl.math.exp2(m - m_new)
