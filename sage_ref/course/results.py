@@ -2,6 +2,7 @@
 
 import itertools
 
+from sage_ref.course import full_batch_results as full_batch
 from sage_ref.course.claims import claims, hypothesis
 from sage_ref.course.pretraining_results import PAPER_LOSSES, loss_summary, pretrain_runs
 from sage_ref.experiments.pretrain_speed import relative_rate, speed_table
@@ -11,6 +12,7 @@ from sage_ref.records import markdown_table, read_record
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
+FULL_BATCH = "full_batch_h200"
 MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
 
 
@@ -58,7 +60,9 @@ def pretraining() -> str:
         cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per step" for size in sizes)), lines)
-    verdicts = markdown_table(("the paper says", "our runs", "verdict"), claims(runs, read_record(LAYERS)))
+    without_noise = full_batch.claim_of(full_batch.conditions(read_record(FULL_BATCH)))
+    found = [*claims(runs, read_record(LAYERS)), without_noise]
+    verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
     bias = hypothesis(runs, read_record(NOISE))
     model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
     data = f"{runs.provenance['plan']['tokens'] / 1e6:.0f}M bytes of Python sources"

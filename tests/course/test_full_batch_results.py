@@ -52,7 +52,10 @@ def test_nothing_is_behind():
         (arm, norm) for arm in PLAN.arms if arm not in (TRUTH, *CONTROLS) for norm in (True, False)
     }
     assert all(x.gaps == pytest.approx([1.5 * CONTROL]) and x.control == pytest.approx(CONTROL) for x in found)
-    assert results.claim_of(found) == CONTRADICTED
+    claim = results.claim_of(found)
+    assert claim.verdict == CONTRADICTED
+    assert "behind in 0 of 6 kinds" in claim.ours  # three arms without a remedy, with QK-norm and without
+    assert "count from 0.002 nats on, the paper's is 0.054" in claim.ours
     assert results.remedied(record) == []
     assert results.crossing(record) is None
 
@@ -70,7 +73,7 @@ def test_an_arm_is_behind_and_its_remedies_and_the_crossing_are_found():
     found = results.conditions(record)
     (behind,) = (x for x in found if x.verdict == results.BEHIND)
     assert (behind.arm, behind.qk_norm, len(behind.gaps)) == ("per tile", False, 3)
-    assert results.claim_of(found) == SUPPORTED
+    assert results.claim_of(found).verdict == SUPPORTED
     assert [row.arm for row in results.remedied(record)] == [
         "per tile: V smoothed", "per tile", "per tile: two terms"
     ]  # fmt: skip
@@ -102,24 +105,24 @@ def test_one_undecided_arm_leaves_the_claim_undecided():
     record = record_of(lambda run: [0.010, -0.008, 0.012][run.seed] if printed_plain(run) else 0.0)
     found = results.conditions(record)
     assert [x.verdict for x in found].count(results.UNDECIDED) == 1
-    assert results.claim_of(found) == results.claim_of([]) == UNDECIDED
+    assert results.claim_of(found).verdict == results.claim_of([]).verdict == UNDECIDED
 
 
 def test_a_remedy_that_is_behind_does_not_support_the_claim():
     found = results.conditions(record_of(lambda run: None if run.arm == "kernels, unbiased" else 0.0))
     assert [x.verdict for x in found].count(results.BEHIND) == 2
-    assert results.claim_of(found) == CONTRADICTED
+    assert results.claim_of(found).verdict == CONTRADICTED
 
 
 def test_where_the_papers_gap_could_not_have_been_seen_nothing_is_decided():
     wide = [x._replace(counts_from=1.01 * results.PAPER_GAP) for x in results.conditions(record_of(lambda run: 0.0))]
-    assert results.claim_of(wide) == UNDECIDED
+    assert results.claim_of(wide).verdict == UNDECIDED
     wide[-2] = wide[-2]._replace(arm="per tile", counts_from=0.99 * results.PAPER_GAP)
-    assert results.claim_of(wide) == CONTRADICTED
+    assert results.claim_of(wide).verdict == CONTRADICTED
     for place in (-2, 0):  # sharp or not
         is_open = wide[:]
         is_open[place] = wide[place]._replace(verdict=results.UNDECIDED)
-        assert results.claim_of(is_open) == UNDECIDED
+        assert results.claim_of(is_open).verdict == UNDECIDED
     assert pytest.approx(0.054) == results.PAPER_GAP
 
 
