@@ -29,7 +29,6 @@ from sage_kernels.sagebwd.forward.program import forward_program
 from sage_kernels.sla2 import ops as sla2_ops
 from sage_kernels.sla2.backward import program as sla2_backward
 from sage_kernels.sla2.forward.program import sparse_forward_program
-from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 from sage_kernels.sla2.prepare import prepare_program
 from sage_kernels.sla2.routing import MASK_BLOCK_Q, sequence_mean_program
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
@@ -58,8 +57,8 @@ def compiled():
             for granularity in ("row", "block")
         ]
         jobs += [
-            (sla2_cases.run_gradients, Sla2.Case(20, 20, "half", head_dim, 2, kv_heads, dtype), level)
-            for head_dim, kv_heads, dtype, level in product((32, 64, 128), (2, 1), DTYPES, sla2_cases.TRAINED)
+            (Sla2(quantize, routed=False).of_the_ladder, Sla2.Case(20, 20, "half", head_dim, 2, kv_heads, dtype))
+            for head_dim, kv_heads, dtype, quantize in product((32, 64, 128), (2, 1), DTYPES, (False, True))
         ]
         fill_cache(jobs)
 
@@ -155,13 +154,17 @@ class Sla2:
 
     def of_the_ladder(self, case):
         """O, dQ, dK, dV, dalpha."""
-        level = LEVEL_INT8 if self.quantize else LEVEL_16BIT
+        level, level_of_backward = self.level(case), sla2_ops.backward_level(DEVICE, case.head_dim)
         result = sla2_cases.run_level(case, level)
-        return result.forward.output, *sla2_cases.run_gradients(case, level, result=result)
+        gradients = sla2_cases.run_gradients(case, level, result=result, level_of_backward=level_of_backward)
+        return result.forward.output, *gradients
+
+    def level(self, case):
+        return sla2_ops.forward_level(DEVICE, case.head_dim, self.quantize)
 
     def backward_arguments(self, case):
         query, key, value, grad_output, block_mask, alpha = sla2_cases.draw(case)
-        prepared, forward = sla2_cases.run_level(case, LEVEL_INT8 if self.quantize else LEVEL_16BIT)
+        prepared, forward = sla2_cases.run_level(case, self.level(case))
         lists, complement = prepared.choice.lists, prepared.choice.complement
         saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *lists, complement
         return grad_output, query, key, value, alpha, block_mask, *saved, prepared.k_mean, 0.125

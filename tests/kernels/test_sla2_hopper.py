@@ -2,10 +2,11 @@
 
 import math
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
-from kernel_cases import DEVICE, MARKS, ON_GPU, all_equal, distance, guarded, guarded_allocations
+from kernel_cases import DEVICE, MARKS, ON_GPU, all_equal, distance, fill_cache, guarded, guarded_allocations
 from layouts import heads_last
 from sla2_cases import (
     Case,
@@ -31,7 +32,7 @@ from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward import level4_hopper
 from sage_kernels.sla2.ladder import prepare, run_backward
 from sage_kernels.sla2.lists import block_lists
-from sage_kernels.sla2.ops import LEVEL_INT8
+from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 
 pytestmark = MARKS
 LEVEL = 4
@@ -43,6 +44,22 @@ PROGRAMS = (
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HERE, reason="needs a Hopper GPU")]
 MULTIPROCESSORS = 2  # of what is a GPU on the CPU
+HEADS = [(40, 8), (64, 2), (96, 8), (128, 1)]  # head size, heads of keys
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """On a Hopper GPU: what the tests below run is compiled beforehand, in parallel."""
+    if IS_HERE:
+        cases = [
+            Case(113, 203, "half", head_dim, 8, kv_heads, dtype)
+            for (head_dim, kv_heads), dtype in product(HEADS, DTYPES)
+        ]
+        fill_cache(
+            [(run_level, case, LEVEL) for case in cases]
+            + [(run_gradients, case, LEVEL_INT8, None, None, 1) for case in cases]
+        )
 
 
 @contextmanager
@@ -211,6 +228,13 @@ def test_source_gives_the_references_gradients(case):
 
 
 @on_the_cpu
+def test_gradients_after_the_16_bit_forward():
+    """K was not smoothed, and L is that of the scores as they are."""
+    case = Case(150, 203, "mixed", 64, 4, 2)
+    assert_gradients(case, LEVEL_16BIT, run_backward_source(case, result=forward_level(case, LEVEL_16BIT)))
+
+
+@on_the_cpu
 def test_gradients_of_long_lists_in_pieces(monkeypatch):
     """Every query block selects the middle block of keys: its program's work is shared, and added up."""
     monkeypatch.setattr(pieces, "LEAST_ENTRIES", 1)
@@ -326,18 +350,18 @@ def test_carelessness_with_tiles_is_noticed(mistake):
 # On a Hopper GPU
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(x, marks=on_hopper) for x in (torch.float16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(x, marks=on_hopper) for x in DTYPES], ids=str)
 @pytest.mark.parametrize("selected", ["none", "one", "half", "mixed", "all but one", "all"])
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 8), (64, 2), (96, 8), (128, 1)])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), HEADS)
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (113, 203), (1000, 1500)])
 def test_program_gives_the_simulations_result(n_q, n_k, head_dim, kv_heads, selected, dtype):
     case = Case(n_q, n_k, selected, head_dim, 8, kv_heads, dtype, batch=2)
     assert_forward(case, LEVEL, forward_level(case, LEVEL).forward.output)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(x, marks=on_hopper) for x in (torch.float16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(x, marks=on_hopper) for x in DTYPES], ids=str)
 @pytest.mark.parametrize("selected", ["none", "half", "mixed", "all", "popular"])
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 8), (64, 2), (96, 8), (128, 1)])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), HEADS)
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (113, 203), (1000, 1500)])
 def test_programs_give_the_references_gradients(n_q, n_k, head_dim, kv_heads, selected, dtype):
     case = Case(n_q, n_k, selected, head_dim, 8, kv_heads, dtype, batch=2)

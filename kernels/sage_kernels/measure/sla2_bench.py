@@ -1,4 +1,4 @@
-"""Time the SLA2 ladder, the module and their peers in turn, and the steps of the INT8 op one by one.
+"""Time the SLA2 ladder, the module and their peers in turn, and the steps of level 3's op one by one.
 
 Peers: PyTorch's SDPA with FlashAttention-2 and with cuDNN (all blocks, in the turns of the highest sparsity);
 FlexAttention and FlashAttention-4 with a block mask (softmax branch only: no router, no linear branch). Scopes:
@@ -25,7 +25,7 @@ from sage_kernels.measure.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
 from sage_kernels.sla2.ladder import LEVELS, obstacle, run, run_backward, sla2_launch
-from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.ops import LEVEL_INT8, forward_level
 from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean, top_blocks
 from sage_kernels.sla2.sums import unselected_sums
@@ -81,7 +81,7 @@ def forward_peer(case: Case, provider: str, block_mask: Tensor) -> Entry:
 
 
 def part_rows(case: Case) -> Iterator[dict]:
-    """The steps of the INT8 op one by one. Their sum exceeds the op's time: each is timed alone."""
+    """The steps of level 3's op one by one. Their sum exceeds the op's time: each is timed alone."""
     query, key, value, _ = case.tensors
     prepared = case.prepare(LEVEL_INT8)
     inputs, scale = prepared.inputs, case.scale
@@ -111,7 +111,7 @@ def module_rows(case: Case, exact: tuple[Tensor, ...], absent: Absent) -> Iterat
     scores = torch.rand(*case.shape[:2], case.rows, triton.cdiv(case.shape.n, PEER_BLOCK_KV), device=case.alpha.device)
     wide_mask = top_blocks(scores, count).block_mask
     dense = DENSE_PEERS if case.sparsity == SPARSITIES[-1] else ()
-    make = {f"{OURS}, level {level}": partial(sla2_module, case, level, exact) for level in (LEVEL_16BIT, LEVEL_INT8)}
+    make = {f"{OURS}, {name}": partial(sla2_module, case, name == "INT8", exact) for name in ("16 bit", "INT8")}
     for provider in absent.present((*dense, *SPARSE_PEERS), case.where):
         make[provider] = partial(case.peer_contender, provider, wide_mask, PEER_BLOCK_KV)
     found = absent.tried(make, case.where)
@@ -126,25 +126,26 @@ def module_rows(case: Case, exact: tuple[Tensor, ...], absent: Absent) -> Iterat
     for direction in OPERATIONS:
         make = {name: partial(contender.entry, direction) for name, contender in found.items()}
         entries = absent.tried(make, case.where | {"direction": direction})
-        if direction == "bwd" and (module := found.get(f"{OURS}, level {LEVEL_INT8}")):
+        if direction == "bwd" and (module := found.get(f"{OURS}, INT8")):
             for level in BACKWARD_LEVELS[: 1 + (obstacle(LEVELS[-1], case.alpha.device, case.shape.head_dim) is None)]:
                 entries[f"kernels, level {level}"] = backward_entry(case, level, module.error)
         yield from turn(entries, partial(row, direction), case.repetitions)
 
 
-def sla2_module(case: Case, level: int, exact: tuple[Tensor, ...]) -> Contender:
+def sla2_module(case: Case, quantize: bool, exact: tuple[Tensor, ...]) -> Contender:
     module = SLA2(
-        case.shape.head_dim, case.shape.heads, sparsity=case.sparsity, quantize=level == LEVEL_INT8,
+        case.shape.head_dim, case.shape.heads, sparsity=case.sparsity, quantize=quantize,
         query_blocks=case.rows, backend="triton",
     ).to(case.alpha.device)  # fmt: skip
     with torch.no_grad():
         module.alpha_logit.copy_(case.alpha[0].logit(eps=1e-6))
     module.requires_grad_(False)  # alpha's gradient comes with dQ, dK and dV whether it is asked for or not
+    level = forward_level(case.alpha.device, case.shape.head_dim, quantize)
     return case.contender(OURS, module, exact, "sla2", level)
 
 
 def backward_entry(case: Case, level: int, error: float) -> Entry:
-    """Our backward kernels alone. error: of the module, which runs level 0; the others are compared with that."""
+    """Our backward kernels alone. error: of the module; level 1 is compared with level 0."""
     prepared = case.prepare(LEVEL_INT8)
     result = run(prepared, LEVEL_INT8, scale=case.scale, save=True)
     *operands, grad_output = case.tensors

@@ -19,7 +19,7 @@ import sage_ref
 from sage_kernels.measure.contenders import OPERATIONS, OURS, Absent, Contender, turn
 from sage_kernels.measure.sla2_case import DENSE_PEERS, Case, Shape
 from sage_kernels.measure.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
-from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.ops import forward_level
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_ref.sla2 import selected_count, top_blocks
 
@@ -49,7 +49,7 @@ def mask_rows(case: Case, kind: str, absent: Absent) -> Iterator[dict]:
     wide_mask = draw_mask(case.shape, kind, case.alpha.device)
     case.count = PEER_BLOCK_KV // MASK_BLOCK_KV * selected_count(SPARSITY, wide_mask.shape[-1])
     where = case.where | {"mask": kind}
-    make = {f"{OURS}, level {level}": partial(ours, case, wide_mask, level) for level in (LEVEL_INT8, LEVEL_16BIT)}
+    make = {f"{OURS}, {name}": partial(ours, case, wide_mask, name == "INT8") for name in ("INT8", "16 bit")}
     for provider in absent.present((*DENSE_PEERS, *SPARSE_PEERS), where):
         make[provider] = partial(case.peer_contender, provider, wide_mask, PEER_BLOCK_KV)
     found = absent.tried(make, where)
@@ -59,10 +59,11 @@ def mask_rows(case: Case, kind: str, absent: Absent) -> Iterator[dict]:
         yield from turn(entries, partial(case.row, "autograd", direction, mask=kind))
 
 
-def ours(case: Case, wide_mask: Tensor, level: int) -> Contender:
+def ours(case: Case, wide_mask: Tensor, quantize: bool) -> Contender:
     """The function with its softmax branch in INT8 or in 16 bit."""
     block_mask = case.narrow(wide_mask, PEER_BLOCK_KV)
-    options = {"quantize": level == LEVEL_INT8, "backend": "triton"}
+    options = {"quantize": quantize, "backend": "triton"}
+    level = forward_level(case.alpha.device, case.shape.head_dim, quantize)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return sage_ref.sparse_linear_attention(query, key, value, block_mask, case.alpha, **options)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from sage_kernels import hopper
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
@@ -26,7 +27,19 @@ from sage_ref.derivatives import gradients_once
 from sage_ref.sla2.blocks import BlockSettings, block_count
 from sage_ref.sla2.router import Routing
 
-LEVEL_16BIT, LEVEL_INT8 = 2, 3
+LEVEL_16BIT, LEVEL_INT8, LEVEL_HOPPER = 2, 3, 4
+
+
+def forward_level(device: torch.device, head_dim: int, quantize: bool) -> int:
+    """The forward level that runs there. quantize: with the softmax branch in INT8."""
+    if not quantize:
+        return LEVEL_16BIT
+    return LEVEL_HOPPER if hopper.obstacle(device, head_dim) is None else LEVEL_INT8
+
+
+def backward_level(device: torch.device, head_dim: int) -> int:
+    """The backward level that runs there: 1 on Hopper if the head size allows it, else 0."""
+    return int(hopper.obstacle(device, head_dim) is None)
 
 
 def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
@@ -62,7 +75,7 @@ def forward(
 
     Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
     """
-    level = LEVEL_INT8 if quantize else LEVEL_16BIT
+    level = forward_level(query.device, query.shape[3], quantize)
     chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
 
     def compute(start: Start) -> list[Tensor]:
@@ -115,18 +128,19 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV, dalpha."""
+    level = backward_level(query.device, query.shape[3])
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
         choice = Choice(block_mask, complement, BlockLists(entries, counts))
-        return run_backward(inputs, choice, start, scale=scale)
+        return run_backward(inputs, choice, start, scale=scale, level=level)
 
     inputs = (
         grad_output, query, key, value, alpha, block_mask, sparse_output, log_sum_exp, sums, entries, counts,
         complement, k_mean,
     )  # fmt: skip
     with torch.cuda.device_of(query), without_autocast(query):
-        return recorded(("sla2_backward", scale), inputs, compute)
+        return recorded(("sla2_backward", level, scale), inputs, compute)
 
 
 def fake_backward(grad_output, query, key, value, alpha, *_):
