@@ -16,7 +16,7 @@ Q^ stays in registers: a matmul of 64 x 64 scores that reads both of its sides f
 memory can deliver. The last listed key block comes first, since it may be the sequence's partial one: only the first
 softmax of a block of queries needs a mask. How a row of O changes its unit is as in SageBwd's level 5.
 
-Expect: a third less than level 3's sparse program. What came is in kernels/NOTES.md.
+Expect: a third less than level 3's sparse program. Came: a sixth; kernels/NOTES.md says where the rest is.
 """
 
 from collections import namedtuple
