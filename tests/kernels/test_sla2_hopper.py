@@ -198,7 +198,7 @@ def test_source_with_blocks_of_values_of_different_size(sizes):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("std", [10.0, 60.0])
+@pytest.mark.parametrize("std", [10.0, 60.0, 300.0])
 def test_source_at_large_scores(std):
     case = Case(150, 140, "mixed", std=std)
     output, expected = run_source(case).forward.output.float(), simulated(case, LEVEL)[0]
