@@ -2,7 +2,7 @@
 
 On Hopper, if the head size allows it, level 4 and backward level 1; else level 3 and backward level 0. With the softmax
 branch in 16 bit the forward level is 2. All are deterministic.
-The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its complement and its lists,
+The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its complement and lists,
 and H_i and Z_i of every query block, which are as large as O_s. O and dQ lie in memory as Q does, dK as K, dV as V.
 """
 
