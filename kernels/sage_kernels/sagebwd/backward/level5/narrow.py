@@ -24,7 +24,7 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
     DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
-    multiplier, p_half, pairs_of, quantize_pairs,
+    multiplier, p_half, pairs_of, quantize_pairs, spread_columns,
 )  # fmt: skip
 
 LAUNCH = Launch(TILE.value, TILE.value, 8, 3, 200)  # the warpgroups of keys and their registers, places of each ring
@@ -143,7 +143,7 @@ def add_part(ds, n, step, kt_tile, stage, dq_descriptor, first_query, H: gl.cons
     mbarrier.arrive(ds.empty.index(H), count=1)
     if H == 0:
         tma.store_wait(0)  # the copy engine has read what lay in the stage
-    stage.slice(H * HALF, HALF).store((product * m + half) >> k)
+    stage.slice(H * HALF, HALF).store(spread_columns((product * m + half) >> k))
     if H == 1:
         fence_async_shared()
         add_to_global(dq_descriptor, [first_query, 0], stage)

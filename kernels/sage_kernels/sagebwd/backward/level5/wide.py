@@ -31,7 +31,7 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
     DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
-    multiplier, p_half, pairs_of, quantize_pairs,
+    multiplier, p_half, pairs_of, quantize_pairs, spread_columns,
 )  # fmt: skip
 
 LAUNCH = Launch(TILE.value, TILE.value, 8, 1, 240)
@@ -85,7 +85,7 @@ def add_part(ds, kt_j, stage, barriers, step, n, zero, dq_descriptor, first_quer
     for part in gl.static_range(DP // HALF):
         product = warpgroup_mma_wait(0, deps=(start_int8(ds_hat_ij, kt_j.slice(part * HALF, HALF), HALF),))
         tma.store_wait(0)  # the copy engine has read what lay in the stage
-        stage.store((product * m + half) >> k)
+        stage.store(spread_columns((product * m + half) >> k))
         fence_async_shared()
         add_to_global(dq_descriptor, [first_query + W * HALF, part * HALF], stage)
 
