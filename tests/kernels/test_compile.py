@@ -188,6 +188,12 @@ CASES += [
 ]
 COMPILE = """
 import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+sys.path.insert(0, "tests/kernels")
+import bank_programs
+from sage_kernels.measure.bank_conflicts import conflicts
 from sage_kernels.measure.compile import (
     SAME_PTX, Case, compile_all, compile_case, compile_kernel, compile_same, compiled_kernel, local_memory_instructions,
     machine_code, same_ptx,
@@ -216,6 +222,12 @@ found["one pass"] = [
     [row["per_score"] for row in case_rows(Case(kernel, 5, 90, head_dim, True)) if row["kind"] == "spill"]
     for kernel, head_dim in (("dqdkdv", 64), ("dqdkdv_wide", 128))
 ]
+# The same numbers stored in two orders.
+found["conflicts"] = {}
+for program in (bank_programs.stored_as_computed, bank_programs.stored_spread):
+    with conflicts() as seen:
+        triton.compile(GluonASTSource(program, {}), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    found["conflicts"][program.__name__] = seen
 # What the assembler says of a program without what separates matmuls.
 make_ptx = CUDABackend.make_ptx
 CUDABackend.make_ptx = lambda *arguments: make_ptx(*arguments).replace("wgmma.fence.sync.aligned;", "")
@@ -259,6 +271,14 @@ def test_for_8_9_there_is_no_other_machine_code_than_for_8_6(compiled):
 
 def test_one_pass_spills_nothing_in_the_loop_that_is_counted(compiled):
     assert compiled["one pass"] == [[0], [0]]
+
+
+def test_stores_that_meet_in_a_bank_are_seen(compiled):
+    """Two numbers of each thread: neighbouring rows, in neighbouring banks, meet."""
+    assert compiled["conflicts"] == {
+        "stored_as_computed": ["store of [64, 64] int32: 2 wavefronts for one"],
+        "stored_spread": [],
+    }
 
 
 def test_matmuls_that_wait_for_one_another_are_seen(compiled):
@@ -336,7 +356,9 @@ def test_a_limit_of_registers_is_the_compilers_too(monkeypatch):
     assert [x["num_stages"] for x in options] == [3, 1]
 
 
-FINE = Compiled(128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=0, serialized=())
+FINE = Compiled(
+    128, spills=3, shared=90 << 10, int8_instructions=8, float16_instructions=0, serialized=(), conflicts=()
+)
 INT8_CASE = Case("forward", 4, 89, 64, True)
 
 
@@ -351,6 +373,7 @@ INT8_CASE = Case("forward", 4, 89, 64, True)
         ({"spills": 2}, None),
         ({"shared": 100 << 10}, "102400 bytes of shared memory, the GPU has 101376"),
         ({"serialized": ["C7510", "C7514"]}, "matmuls wait for one another: C7510, C7514"),
+        ({"conflicts": ["store of [64, 64]"]}, "threads meet in a bank of shared memory: store of [64, 64]"),
     ],
 )
 def test_faults(change, expected):

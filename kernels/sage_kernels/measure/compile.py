@@ -3,7 +3,7 @@
 For each: registers, spills, shared memory and the INT8 and 16-bit tensor-core instructions found in the machine code.
 A kernel fails whose tensor-core instructions aren't those that its level promises, which takes more registers than its
 launch allows, spills more than its record allows or wants more shared memory than the GPU has, and so does a program
-for Hopper in which the assembler made matmuls wait for one another.
+for Hopper in which the assembler made matmuls wait for one another, or threads meet in a bank of shared memory.
 
 Left out for 8.9 is all but what `sagebwd_attention` and SLA2 run by themselves: 8.9 takes the launches of 8.6, and the
 machine code for both has the same instructions in the same order, with another spelling of one conversion.
@@ -37,6 +37,7 @@ from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.signature import Signature, compiler_arguments
+from sage_kernels.measure.bank_conflicts import conflicts
 from sage_kernels.sagebwd import prologue
 from sage_kernels.sagebwd.backward import prepare as before_backward
 from sage_kernels.sagebwd.backward import program as backward
@@ -113,6 +114,7 @@ class Compiled(NamedTuple):
     int8_instructions: int
     float16_instructions: int
     serialized: tuple[str, ...]  # the assembler's warnings of matmuls that wait for one another, on Hopper
+    conflicts: tuple[str, ...]  # of a Hopper program's threads in shared memory, see `bank_conflicts`
 
 
 def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
@@ -328,10 +330,11 @@ def compile_case(case: Case) -> Compiled:
 
 def compile_kernel(case: Case) -> tuple[Any, Compiled]:
     """Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
-    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log:
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         kernel = compiled_kernel(case)
-    return kernel, compiled_from(kernel, kernel.asm["cubin"], log.getvalue())
+    compiled = compiled_from(kernel, kernel.asm["cubin"], log.getvalue())
+    return kernel, compiled._replace(conflicts=tuple(sorted(set(found))))
 
 
 def compile_same(cases: Sequence[Case]) -> list[Compiled]:
@@ -360,6 +363,7 @@ def compiled_from(kernel, cubin: bytes, said: str) -> Compiled:
         int8_instructions=count_int8(kernel.asm["ptx"]),
         float16_instructions=count_float16(kernel.asm["ptx"]),
         serialized=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),  # C7510, C7514 and their like
+        conflicts=(),
     )
 
 
@@ -433,6 +437,8 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
         return f"{compiled.shared} bytes of shared memory, the GPU has {SHARED_MEMORY[case.capability]}"
     if compiled.serialized:
         return f"matmuls wait for one another: {', '.join(compiled.serialized)}"
+    if compiled.conflicts:
+        return f"threads meet in a bank of shared memory: {', '.join(compiled.conflicts)}"
     return None
 
 
