@@ -1,4 +1,4 @@
-"""Notebook 09b: registers, a row's maximum without shared memory, and sums of integers."""
+"""Notebook 09b: registers, a row's maximum without shared memory, sums of integers, and banks of shared memory."""
 
 import torch
 
@@ -18,6 +18,10 @@ def row_maximum(largest):
 def units_per_one(largest_do, largest_v, largest_k, d):
     bound = 2 * d * largest_do * largest_v * largest_k
     return 2 ** torch.floor(30 - torch.log2(bound))
+
+
+def bank(row, column):
+    return 4 * ((column // 4) ^ (row % 8)) + column % 4
 
 
 EXCHANGES = """    for away in (1, 2):
@@ -75,6 +79,17 @@ GAPS = {
                 "torch.floor(30 - torch.log2(bound))", "(30 - torch.log2(bound))", "A power of two: round it down."
             ),
             Mistake("30 - torch.log2(bound)", "torch.log2(bound) - 30", "A large bound leaves few integers for one."),
+        ),
+    ),
+    "bank": Gap(
+        bank,
+        lambda: [(torch.arange(24)[:, None], torch.arange(32))],
+        (
+            Mistake(" ^ (row % 8)", "", "Without the swizzle a whole column lies in one bank."),
+            Mistake(" + column % 4", "", "A group takes four banks: which of its numbers is it?"),
+            Mistake("4 * (", "(", "A place is four banks wide, one for each number of a group."),
+            Mistake("row % 8", "row", "From row 8 on the swizzle begins anew: there are 8 places."),
+            Mistake(" ^ (row % 8)", " + row % 8", "XOR, bit by bit: a sum leaves the 8 places."),
         ),
     ),
 }
