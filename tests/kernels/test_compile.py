@@ -199,6 +199,7 @@ from sage_kernels.measure.compile import (
     machine_code, same_ptx,
 )
 from sage_kernels.measure.instructions import case_rows
+from sage_kernels.measure.profile import shared_memory_rows
 from sage_ref.sla2.router import Routing
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -228,6 +229,7 @@ for program in (bank_programs.stored_as_computed, bank_programs.stored_spread):
     with conflicts() as seen:
         triton.compile(GluonASTSource(program, {}), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     found["conflicts"][program.__name__] = seen
+found["shared memory"] = list(shared_memory_rows([Case("dqdkdv_wide", 5, 90, 128, True)]))
 # What the assembler says of a program without what separates matmuls.
 make_ptx = CUDABackend.make_ptx
 CUDABackend.make_ptx = lambda *arguments: make_ptx(*arguments).replace("wgmma.fence.sync.aligned;", "")
@@ -271,6 +273,14 @@ def test_for_8_9_there_is_no_other_machine_code_than_for_8_6(compiled):
 
 def test_one_pass_spills_nothing_in_the_loop_that_is_counted(compiled):
     assert compiled["one pass"] == [[0], [0]]
+
+
+def test_bytes_of_a_tile_are_those_of_its_matmuls_and_of_what_is_handed_over(compiled):
+    """Of S, dP, dV, dK, dQ; dS^T written, and read twice; parts of dQ written; L and delta, a pair for each thread."""
+    (row,) = compiled["shared memory"]
+    assert row["matmuls"] == 64 + 128 + 32 + 32 + 32
+    assert row["stores"] == 32 + 64
+    assert row["loads"] == 2 * 32 + 64
 
 
 def test_stores_that_meet_in_a_bank_are_seen(compiled):

@@ -53,6 +53,7 @@ def test_matmuls_are_told_apart(instruction, expected):
     [
         ("LDSM.16.M88.4 R4, [R5]", 512),
         ("LDSM.16.MT88.2 R4, [R5]", 256),
+        ("STSM.16.M88.4 [R80+0x10000], R56", 512),
         ("LDS.128 R4, [R5]", 512),
         ("STS.64 [R5], R4", 256),
         ("STS.U16 [R5], R4", 128),

@@ -330,8 +330,8 @@ def compile_case(case: Case) -> Compiled:
 
 def compile_kernel(case: Case) -> tuple[Any, Compiled]:
     """Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
-    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
-        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
+        knobs.nvidia.dump_ptxas_log = True
         kernel = compiled_kernel(case)
     compiled = compiled_from(kernel, kernel.asm["cubin"], log.getvalue())
     return kernel, compiled._replace(conflicts=tuple(sorted(set(found))))

@@ -73,10 +73,10 @@ def bytes_of(instruction: str) -> int:
         left = rows if found[5].startswith("gdesc") else 0  # else the left operand is in registers
         width = 1 if found[1] == "I" else 2
         return (left + columns) * depth * width // 4
-    found = re.match(r"(LDSM|LDS|STS|LDGSTS|LDG|STG|LDL|STL|SHFL)\b(\S*)", instruction)
+    found = re.match(r"(LDSM|STSM|LDS|STS|LDGSTS|LDG|STG|LDL|STL|SHFL)\b(\S*)", instruction)
     if not found:
         return 0
-    if found[1] == "LDSM":
+    if found[1] in ("LDSM", "STSM"):
         return 128 * int(found[2][-1])
     width = re.search(r"\.(64|128)\b", found[2])
     return 4 * int(width[1]) if width else 128

@@ -3,6 +3,8 @@
 A launch that is profiled alone finds the card cool. Trained with, the same kernel follows the one before it without a
 pause, and the card lowers its clock where it reaches its power limit. So every kernel also runs in a loop of SECONDS
 while nvidia-smi is asked what clock and power it sees.
+
+`profile --shared-memory` needs no GPU: it reads from the machine code what a tile moves through shared memory.
 """
 
 import argparse
@@ -12,12 +14,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_kernels.measure.compile import Case, cases, compiled_kernel, hopper_of, launch_of, machine_code
+from sage_kernels.measure.instructions import adding_loop, hot_loop
+from sage_kernels.measure.machine_loop import bytes_of
 from sage_kernels.measure.options import add_record, require_gpu
 from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
@@ -46,6 +51,8 @@ METRICS = {
 }
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats")
 LAUNCH = re.compile(r"^  \S+ \(\d+, \d+, \d+\)x\(\d+, \d+, \d+\)", re.MULTILINE)
+# What an instruction that goes to shared memory is for. The copy engine's bytes are on no instruction.
+SHARED = {"matmuls": "[IH]GMMA", "stores": "STS", "loads": "LDS"}  # STSM and LDSM, too
 POWER_CAP = 0x4  # nvidia-smi's bit for a clock lowered by the power limit
 
 
@@ -157,12 +164,40 @@ def rows() -> Iterator[Row]:
             yield {"kernel": name, "head_dim": head_dim, "n": LENGTH} | profile | sustained(run)
 
 
+def shared_memory_rows(wanted: Iterable[Case]) -> Iterator[Row]:
+    """KB through shared memory for a tile, all warps together, of programs for Hopper; not causal.
+
+    In dqdkdv the warpgroup of dQ has a loop of its own, which is added.
+    """
+    for case in wanted:
+        launch = launch_of(case)
+        code = machine_code(compiled_kernel(case._replace(is_causal=False)))
+        loops = [(hot_loop(code, launch.block_q * launch.block_kv // (32 * launch.num_warps)), launch.num_warps)]
+        if case.kernel == "dqdkdv":
+            loops.append((adding_loop(code), 4))
+        moved = {
+            name: sum(warps * bytes_of(x) for loop, warps in loops for x in loop if re.match(pattern, x)) // 1024
+            for name, pattern in SHARED.items()
+        }
+        tile = f"{launch.block_q} x {launch.block_kv}"
+        yield {"kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, "tile": tile} | moved
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_record(parser)
+    parser.add_argument(
+        "--shared-memory", action="store_true", help="KB of a tile, from the machine code; no GPU is needed"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """What limits the Hopper kernels; needs Nsight Compute."""
+    if options.shared_memory:
+        found = list(shared_memory_rows(case for case in cases(capabilities=(90,)) if hopper_of(case)))
+        print(markdown_table(found[0], [row.values() for row in found]))
+        if options.record:
+            write_record(options.record, found, command=options.command)
+        return
     require_gpu()
     found = list(rows())
     print(markdown_table(found[0], [row.values() for row in found]))
