@@ -36,6 +36,7 @@ def parallel_sagebwd_attention(
     smooth_k: bool = True,
     smooth_q: bool = False,
     granularity: str = "row",
+    unbiased: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """`sage_ref.sagebwd_attention` of sequences whose tokens lie in the P processes of `group`.
@@ -47,6 +48,7 @@ def parallel_sagebwd_attention(
     group: None means all processes.
     method: "ulysses", each process computes H/P heads of whole sequences, so P must divide H; "ring", each computes all
         heads of its queries while keys and values go round; "auto": "ulysses" where P divides H, else "ring".
+    unbiased: with "ulysses" only: the ring rounds P to nearest.
 
     Returns O, [B, H, Nq/P, D] in the dtype of query, differentiable once in query, key and value.
 
@@ -60,14 +62,15 @@ def parallel_sagebwd_attention(
     dK and dV in float32. With is_causal Nq is Nk, and processes are not equally busy: the last one visits all keys.
 
     torch.compile breaks its graph at what is sent. TypeError or ValueError name the argument as in `sagebwd_attention`;
-    also: no process group, a P that doesn't divide H, shapes that differ between processes. Processes compare shapes
-    when one comes for the first time.
+    also: no process group, a P that doesn't divide H, an unbiased ring, shapes that differ between processes. Processes
+    compare shapes when one comes for the first time.
     """
     check_each(query=query, key=key, value=value)
     check_reverse_mode(query=query, key=key, value=value)
     query, key, value = autocast(query, key, value)
     check_together(query, key, value, enable_gqa)
-    check_options(scale, backend, is_causal=is_causal, enable_gqa=enable_gqa, smooth_k=smooth_k, smooth_q=smooth_q)
+    switches = {"is_causal": is_causal, "enable_gqa": enable_gqa, "unbiased": unbiased}
+    check_options(scale, backend, smooth_k=smooth_k, smooth_q=smooth_q, **switches)
     check_choice("granularity", granularity, GRANULARITIES)
     check_choice("method", method, METHODS)
     ranks = ranks_of(group)
@@ -75,6 +78,8 @@ def parallel_sagebwd_attention(
         method = "ring" if query.shape[1] % ranks.count else "ulysses"
     if method == "ulysses":
         check_heads_divide(query.shape[1], ranks)
+    elif unbiased:
+        raise ValueError("unbiased: expected False in a ring, which rounds P to nearest, got True")
     elif is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"key: expected as many keys as queries for a causal ring, {query.shape[2]}, got {key.shape[2]}"
@@ -87,6 +92,7 @@ def parallel_sagebwd_attention(
         return ring_attention(query, key, value, ranks, RingOptions(scale=scale, **options), backend)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return sagebwd_attention(query, key, value, scale=scale, enable_gqa=True, backend=backend, **options)
+        switches = {"enable_gqa": True, "unbiased": unbiased}
+        return sagebwd_attention(query, key, value, scale=scale, backend=backend, **switches, **options)
 
     return exchanged(attention, query, key, value, ranks)

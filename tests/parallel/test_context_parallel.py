@@ -65,6 +65,7 @@ ULYSSES = {
     "blocks across processes": Case(300, 300, options=CAUSAL),
     "other lengths": Case(132, 204, batch=2, options={"smooth_q": True}),
     "printed scales": Case(260, 260, heads=8, options={"granularity": "block", "scale": 0.3, "smooth_k": False}),
+    "unbiased": Case(260, 260, options=CAUSAL | {"unbiased": True}),
     "one key head for all": Case(132, 132, kv_heads=1, options=CAUSAL),
     "three key heads for twelve": Case(132, 132, heads=12, kv_heads=3, batch=2),
 }
@@ -156,6 +157,7 @@ def errors():
         "causal ring": lambda: parallel_sagebwd_attention(
             q[:, :1], q[:, :1, :1], q[:, :1, :1], **CAUSAL, method="ring"
         ),
+        "unbiased ring": lambda: parallel_sagebwd_attention(q[:, :1], k[:, :1], v[:, :1], unbiased=True),
         "method": lambda: parallel_sagebwd_attention(q, k, v, method="spiral"),
         "NaN": lambda: ParallelSLA2(16, 4).initialize_alpha(q * (math.nan if rank == 0 else 1), k),
         "member": lambda: ranks_of(first),
@@ -362,6 +364,7 @@ def test_every_process_is_told_of_a_mistake(found):
         "dimension": "ValueError: dim: expected a dimension of x, of shape (4, 4), got 2",
         "lengths": "ValueError: query, key: expected as many queries in every process, got 1 in process 0 and 2 in",
         "causal ring": f"ValueError: key: expected as many keys as queries for a causal ring, {8 // count}, got 1",
+        "unbiased ring": "ValueError: unbiased: expected False in a ring, which rounds P to nearest, got True",
         "method": "ValueError: method: expected one of ('auto', 'ulysses', 'ring'), got 'spiral'",
         "NaN": "ValueError: query: expected finite numbers",
         "member": "ValueError: group: expected one with this process, got one without process ",
