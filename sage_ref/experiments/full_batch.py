@@ -6,8 +6,8 @@ can't memorise it. All is float32 (TF32 off), except attention in the arms that 
 
     exact       the truth: exact attention in float32
     bf16        a control: exact attention in bfloat16, what everybody trains with
-    random error    a control: the truth, and in every step a new random error of 0.3% of each weight's gradient. As
-                large as INT8's, it is no bias. Trajectories part for any error: only what exceeds both controls counts
+    random error    a control: the truth, and in every step a new random error of 0.3% of each weight's gradient. It is
+                smaller than INT8's, and no bias. Runs part for any error: only what exceeds both controls counts
     per tile    SageBwd as printed, simulated in float32: one scale per tile of 64 x 64 of P and dS. The bias of INT8
     per row     the kernels' choice, simulated in float32: one scale per row, tiles of 128 x 128. What finer scales gain
     kernels     our Triton kernels: the arm before, with attention's inputs and outputs in bfloat16
