@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -54,16 +53,20 @@ def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth:
     return "reference"
 
 
-def warn_once(message: str, depth: int) -> None:
-    """Warn, unless the same was said before. depth: calls between this one and the code that the warning points at."""
-    _warn_once(message, depth)
+_said: set[str] = set()  # kinds of warnings
+
+
+def warn_once(message: str, depth: int, kind: str = "") -> None:
+    """Warn, unless the same was said before. depth: calls between this one and the code that the warning points at.
+
+    kind: what counts as the same; without it, the message.
+    """
+    kind = kind or message
+    if kind not in _said:
+        _said.add(kind)
+        warnings.warn(f"sage_ref: {message}", stacklevel=2 + depth)
 
 
 # torch.compile can't trace a warning. It calls what is marked so (torch.compiler.assume_constant_result, whose import
 # takes seconds) while it compiles: that says it once, too.
 warn_once._dynamo_marked_constant = True
-
-
-@cache
-def _warn_once(message: str, depth: int) -> None:
-    warnings.warn(f"sage_ref: {message}", stacklevel=3 + depth)

@@ -18,7 +18,7 @@ On a CPU the reference computes, on a GPU the kernels where they can: as `sage_r
 | integration | padding (test_padding) | other masks, dropout | under torch.compile |
 | --- | --- | --- | --- |
 | `with sage_ref.sdpa()` | honoured | exact, said once; or error | no mask is read, each is one of the others |
-| transformers | honoured, also in a static cache | error; or exact, said once | the same: hand over no attention_mask |
+| transformers | honoured, also in a static cache | error; or exact, said once | no attention_mask, use_cache=True |
 | diffusers, SageBwd | honoured | error; or native, said once | the same |
 | diffusers, SLA2 | error | error | error |
 

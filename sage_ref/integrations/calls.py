@@ -6,12 +6,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_ref.backend import warn_once
-from sage_ref.checks import autocast, check_choice, check_each, check_options, check_together
+from sage_ref.checks import (
+    autocast,
+    check_choice,
+    check_each,
+    check_options,
+    check_reverse_mode,
+    check_scale,
+    check_together,
+)
 from sage_ref.integrations.padding import Parts, by_parts, can_be_read, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sagebwd.settings import GRANULARITIES
 
 OTHERWISE = ("error", "exact")
+UNREADABLE = "mask: expected None under torch.compile and torch.func, where no mask can be read"
 
 
 class Call(NamedTuple):
@@ -68,6 +77,8 @@ def obstacle(call: Call) -> str | None:
         return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
     try:
         check_each(query=call.query, key=call.key, value=call.value)
+        check_reverse_mode(query=call.query, key=call.key, value=call.value)
+        check_scale(call.scale)
         check_together(*autocast(call.query, call.key, call.value), call.enable_gqa)
     except (TypeError, ValueError) as error:
         return str(error)
@@ -78,7 +89,7 @@ def obstacle_of_mask(call: Call) -> str | None:
     """`obstacle` of a call with a mask."""
     got = f"got one of {call.attn_mask.dtype}"
     if not can_be_read(call.attn_mask):
-        return f"mask: expected None under torch.compile and torch.func, where no mask can be read, {got}"
+        return f"{UNREADABLE}, {got}"
     if call.is_causal:
         return f"mask: expected None beside is_causal, {got}"
     if call.parts() is None:
@@ -114,7 +125,8 @@ def refuse(reason: str, options: Options, depth: int) -> None:
     """Raise, or say once that attention stays exact. depth: calls between this one and the code that is warned."""
     if options.otherwise == "error":
         raise ValueError(reason)
-    warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth)
+    kind, _, _ = reason.partition(", got ")  # what came may differ from call to call
+    warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth, kind)
 
 
 def not_installed(package: str, error: ImportError) -> ImportError:

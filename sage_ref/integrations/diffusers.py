@@ -161,7 +161,7 @@ def install_sla2(
 ) -> list[SLA2]:  # fmt: skip
     """Give each self-attention of a diffusers model an SLA2 of its own. Returns them, in the model's order.
 
-    names: keys of `model.attn_processors`, to choose others than all that are no cross-attention.
+    names: keys of `model.attn_processors`, or one, to choose others than all that are no cross-attention.
     The other arguments: as in `sage_ref.SLA2`.
 
     Router and alpha are parameters of the model: of `model.parameters()`, and in `state_dict` under
@@ -176,7 +176,7 @@ def install_sla2(
     if names is None:
         chosen = [name for name, layer in layers.items() if not getattr(layer, "is_cross_attention", False)]
     else:
-        chosen = list(names)
+        chosen = [names] if isinstance(names, str) else list(names)
     for name in chosen:
         if name not in layers:
             raise ValueError(f"names: expected keys of attn_processors, {shown(list(layers))}, got {shown(name)}")
@@ -260,9 +260,18 @@ def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
 
 
 def stage(model: nn.Module, number: int) -> None:
-    """`SLA2.stage` of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha."""
-    for module in sla2_modules(model):
+    """`SLA2.stage` of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha.
+
+    A saved model doesn't say in which stage it was: it loads in stage 2. ValueError for a model without SLA2.
+    """
+    for module in _some_sla2(model):
         module.stage(number)
+
+
+def _some_sla2(model: nn.Module) -> list[SLA2]:
+    if found := list(sla2_modules(model)):
+        return found
+    raise ValueError("model: expected one with SLA2 (install_sla2, load_sla2), got one without")
 
 
 @torch.no_grad()
@@ -270,7 +279,7 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
     """`SLA2.initialize_alpha` of every SLA2 in a model, on what it gets in model(*inputs, **options)."""
     hooks = [
         module.register_forward_pre_hook(lambda module, qkv: module.initialize_alpha(*qkv[:2]))
-        for module in sla2_modules(model)
+        for module in _some_sla2(model)
     ]
     try:
         model(*inputs, **options)

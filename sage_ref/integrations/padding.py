@@ -24,12 +24,12 @@ class Part(NamedTuple):
 
 Parts = tuple[tuple[Part, ...], ...]  # of every sequence of a batch; other queries see no key
 
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> its version, the batch's sizes, its parts
+_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> (its version and place, the sizes), its parts
 
 
 def can_be_read(mask: Tensor) -> bool:
-    """Whether Python may look at the numbers: not under torch.compile, torch.func or torch.vmap, nor on meta."""
-    if torch.compiler.is_compiling() or mask.device.type == "meta":
+    """Whether Python may look at the numbers: not under torch.compile, torch.func or torch.vmap, nor where are none."""
+    if torch.compiler.is_compiling() or mask.device.type == "meta" or isinstance(mask, torch._subclasses.FakeTensor):
         return False
     return not torch._C._are_functorch_transforms_active()
 
@@ -45,14 +45,21 @@ def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
     is padding, too, and gets no part. If it isn't, nothing tells queries of the same sequence from those of another
     one that happens to be as long (cross-attention): they get a part of their own.
 
-    On a GPU reading a mask waits for it, once as long as that tensor lives: the layers of a model share theirs.
+    On a GPU reading a mask waits for it. There it is read once for as long as that tensor lives, since the layers of a
+    model share theirs, and again when PyTorch has changed it. A change that PyTorch doesn't count goes unseen.
     """
-    if mask.is_inference():  # whose changes nobody counts
+    if mask.is_inference() or not _waits(mask):  # of an inference tensor nobody counts the changes
         return _read(mask, sizes)
+    key = mask._version, mask.data_ptr(), sizes
     known = _found.get(mask)
-    if known is None or known[:2] != (mask._version, sizes):
-        known = _found[mask] = (mask._version, sizes, _read(mask, sizes))
-    return known[2]
+    if known is None or known[0] != key:
+        known = _found[mask] = key, _read(mask, sizes)
+    return known[1]
+
+
+def _waits(mask: Tensor) -> bool:
+    """Whether reading it waits for a device."""
+    return mask.device.type != "cpu"
 
 
 @torch.no_grad()

@@ -57,14 +57,17 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
 
     A mask is taken if it is padding, before or after the tokens of each sequence, with causality or without: each
     sequence is computed on its own tokens, those of one length together. A query that sees no key gets zeros; so does
-    one in the padding of a causal mask. On a GPU that waits for each new mask, to read it. torch.compile, torch.func
+    one in the padding of a causal mask. On a GPU that waits for each new mask, to read it, and for one that PyTorch has
+    changed; a change by a kernel of somebody else goes unseen. torch.compile, torch.func
     and torch.vmap can't read a mask: there it is one that SageBwd can't compute.
 
     Nested: the innermost takes what it can, and hands the others to the next one out. Threads: it holds in the thread
     that entered it; another one enters its own. torch.compile: around the compiled function or inside it, without a
-    graph break, but for torch.nn.MultiheadAttention, which then stays exact. Activation checkpointing computes the
-    forward pass again during the backward pass, on a GPU in another thread: give `torch.utils.checkpoint`
-    context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors fails.
+    graph break, but for torch.nn.MultiheadAttention, which then stays exact. So does nn.TransformerEncoderLayer without
+    gradients, of whose fast path (torch.backends.mha.set_fastpath_enabled) compiled code says nothing. Activation
+    checkpointing computes the forward pass again during the backward pass, outside of this: give
+    `torch.utils.checkpoint` context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors
+    fails. With use_reentrant=True it checks nothing: enter this inside the function that is checkpointed.
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """

@@ -10,10 +10,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from sage_ref.checks import shown
-from sage_ref.integrations.calls import Call, Options, by_sagebwd, not_installed, obstacle, refuse
+from sage_ref.integrations.calls import UNREADABLE, Call, Options, by_sagebwd, not_installed, obstacle, refuse
 
 # What some models hand to their attention, and what changes its result. A sliding window stands in the mask.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
+NOR_BY_SDPA = ("softcap", "s_aux")  # transformers' "sdpa" has neither, and leaves sinks, `s_aux`, out without a word
 
 
 def register(
@@ -30,13 +31,16 @@ def register(
 
     smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
     otherwise: what happens to a call that SageBwd can't compute: "error", a ValueError that says why; "exact",
-        transformers' "sdpa" for that call, with one warning for each reason.
+        transformers' "sdpa" for that call, with one warning for each reason. Soft caps and sinks, which "sdpa" hasn't
+        either, are an error always.
 
     Causal or not, grouped queries and `scaling` as the model has them. Padding on either side: each sequence is
     computed on its own tokens, those of one length together. generate() with a dynamic or a static cache, whose empty
-    places are padding, too. On a GPU a batch's mask is read once, for all layers; torch.compile can't read it, and
-    transformers makes a mask of every attention_mask there: compile without one, and give generate() with a static
-    cache, which compiles on a GPU, disable_compile=True.
+    places are padding, too. On a GPU a batch's mask is read once, for all layers, and again when PyTorch has changed
+    it: what somebody else's kernel writes into it goes unseen. torch.compile can't read a mask, and transformers makes
+    one there of every attention_mask, and for a decoder without a cache: compile without an attention_mask and with
+    use_cache=True (Trainer: TrainingArguments(use_cache=True)), and give generate() with a static cache, which compiles
+    on a GPU, disable_compile=True.
 
     SageBwd can't compute packed sequences, a sliding window shorter than the sequence, several new tokens behind cached
     ones, dropout of probabilities (set `attention_dropout`, in other models `attention_probs_dropout_prob`, to 0), soft
@@ -51,7 +55,7 @@ def register(
         raise not_installed("transformers", error) from error
 
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name: expected a string, got {shown(name)}")
+        raise TypeError(f"name: expected a string that is not empty, got {shown(name)}")
     options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
     AttentionInterface.register(name, partial(attention, options=options))
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -81,9 +85,13 @@ def attention(
     if causal and n_k > n_q:  # the rest of a static cache is empty: no query sees it, but the mean key would
         key, value = key[:, :, :n_q], value[:, :, :n_q]
     call = Call(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=query.shape[1] != key.shape[1])
-    reason = obstacle(call) or unsupported(model_specific)
+    reason = obstacle(call) or unsupported(model_specific, UNSUPPORTED)
     if reason is None:
         return by_sagebwd(call, options).transpose(1, 2), None
+    if reason.startswith(UNREADABLE):
+        reason += "; transformers makes none without an attention_mask and with use_cache=True"
+    if nobodys := unsupported(model_specific, NOR_BY_SDPA):
+        raise ValueError(nobodys)
     refuse(reason, options, depth=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -91,11 +99,12 @@ def attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
 
 
-def unsupported(model_specific: dict) -> str | None:
-    """The first argument that SageBwd doesn't know, as an error says it, if there is one."""
-    for name in UNSUPPORTED:
-        if model_specific.get(name) is not None:
-            return f"{name}: expected None, since SageBwd has nothing of the kind, got {name}"
+def unsupported(model_specific: dict, names: tuple[str, ...]) -> str | None:
+    """The first of these arguments that a model hands over, as an error says it, if there is one."""
+    for name in names:
+        if (x := model_specific.get(name)) is not None:
+            got = shown(x) if isinstance(x, int | float) else type(x).__name__
+            return f"{name}: expected None, since SageBwd has nothing of the kind, got {got}"
     if model_specific.get("output_attentions"):
         return "output_attentions: expected False, since SageBwd never has the weights, got True"
     return None

@@ -63,7 +63,8 @@ def parallel_sagebwd_attention(
 
     torch.compile breaks its graph at what is sent. TypeError or ValueError name the argument as in `sagebwd_attention`;
     also: no process group, a P that doesn't divide H, an unbiased ring, shapes that differ between processes. Processes
-    compare shapes when one comes for the first time.
+    compare shapes when one comes for the first time. Shapes that each has seen before, but not the same ones now, are
+    not noticed: the call waits for ever or computes nonsense. So let all processes cut or pad alike.
     """
     check_each(query=query, key=key, value=value)
     check_reverse_mode(query=query, key=key, value=value)

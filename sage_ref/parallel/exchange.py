@@ -65,7 +65,8 @@ def local_tokens(x: Tensor, dim: int = -2, *, group: dist.ProcessGroup | None = 
 def check_alike(ranks: Ranks, query: Tensor, key: Tensor) -> None:
     """ValueError in all processes if one has other shapes than the first: the exchange would mix up tokens, or wait.
 
-    Processes compare when a shape comes for the first time, which costs a small all-gather.
+    A process compares when a shape comes for the first time, which costs a small all-gather. So all must see a new
+    shape in the same call: one that is new in some of them alone makes them wait for the others.
     """
     shape = (*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3])
     known = (ranks.group.group_name, shape)

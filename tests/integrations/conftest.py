@@ -11,6 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(autouse=True)
 def _each_test_is_warned_anew():
-    backend._warn_once.cache_clear()
+    backend._said.clear()
     yield
-    backend._warn_once.cache_clear()
+    backend._said.clear()

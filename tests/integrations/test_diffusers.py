@@ -313,6 +313,9 @@ def test_both_together_and_only_where_asked(video):
     module.register_forward_hook(lambda *_: calls.append(1))
     assert relative(model(**video).sample, of_sla2) > 1e-5
     assert calls == [1]
+    for call in (lambda: stage(wan(), 1), lambda: initialize_alpha(wan(), **video)):
+        with pytest.raises(ValueError, match=r"^model: expected one with SLA2 .*, got one without$"):
+            call()
     with pytest.raises(ValueError, match=r"^names: expected keys of attn_processors, .*, got 'attn1'$"):
         install_sla2(model, ["attn1"])
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,6 +196,7 @@ def test_layers_that_share_a_mask_read_it_once_and_a_change_is_seen(monkeypatch)
     reads = []
     read = padding._read
     monkeypatch.setattr(padding, "_read", lambda *arguments: reads.append(1) or read(*arguments))
+    monkeypatch.setattr(padding, "_waits", lambda mask: True)  # as on a GPU
     q, k, v = torch.randn(3, 2, 1, 9, 8)
     mask = keys_of("right", (9, 4), 9)[:, None, None]
     with sdpa(otherwise="error", **REFERENCE):
@@ -207,6 +209,22 @@ def test_layers_that_share_a_mask_read_it_once_and_a_change_is_seen(monkeypatch)
         expected = F.scaled_dot_product_attention(q, k, v, mask)
         with torch.inference_mode():  # where changes are not counted
             assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask.clone()), expected)
+
+
+def test_on_a_cpu_a_change_that_pytorch_does_not_count_is_seen_too():
+    q, k, v = torch.randn(3, 1, 1, 9, 8)
+    numbers = np.ones((1, 1, 1, 9), dtype=bool)
+    mask = torch.from_numpy(numbers)
+    with sdpa(otherwise="error", **REFERENCE):
+        F.scaled_dot_product_attention(q, k, v, mask)
+        numbers[..., 4:] = False
+        found = F.scaled_dot_product_attention(q, k, v, mask)
+        assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, mask.clone()))
+
+
+def test_a_fake_mask_is_not_read():
+    with torch._subclasses.FakeTensorMode():
+        assert not padding.can_be_read(torch.ones(1, 1, 1, 9, dtype=torch.bool))
 
 
 def test_a_transformer_of_pytorch_is_taken_with_its_padding_mask():

@@ -1,6 +1,7 @@
 """`with sage_ref.sdpa():` in models that nobody wrote for it."""
 
 import contextlib
+import math
 import threading
 import warnings
 
@@ -139,6 +140,21 @@ def test_a_call_that_asks_for_more_stays_exact_and_says_why_once(qkv, options, m
     assert routed.taken == 0
     with sdpa(otherwise="error"), pytest.raises(ValueError, match=f"^{message}$"):
         F.scaled_dot_product_attention(*qkv, **options)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.25), math.inf], ids=str)
+def test_a_scale_that_only_sdpa_takes_stays_exact(qkv, scale):
+    expected = F.scaled_dot_product_attention(*qkv, scale=scale)
+    with sdpa(**REFERENCE), pytest.warns(UserWarning, match=r"stays exact .*: scale: expected"):
+        found = F.scaled_dot_product_attention(*qkv, scale=scale)
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_a_reason_is_said_once_whatever_came():
+    sequences = [torch.randn(4, n, 16) for n in (20, 21, 22)]
+    with sdpa(**REFERENCE), pytest.warns(UserWarning, match="query: expected 4 dimensions") as caught:
+        _ = [F.scaled_dot_product_attention(x, x, x) for x in sequences]
+    assert len(caught) == 1
 
 
 def test_shapes_that_only_sdpa_takes_stay_exact(qkv):

@@ -175,7 +175,7 @@ def test_scaling_and_options_reach_sagebwd(llama, tokens):
             assert 1e-4 < relative(llama(tokens).logits, before) < 0.02
     with pytest.raises(ValueError, match="^otherwise: expected one of .*, got 'fallback'$"):
         register(otherwise="fallback")
-    with pytest.raises(TypeError, match="^name: expected a string, got None$"):
+    with pytest.raises(TypeError, match="^name: expected a string that is not empty, got None$"):
         register(None)
 
 
@@ -248,6 +248,22 @@ def test_what_a_model_hands_over_and_sagebwd_does_not_know_is_an_error(llama, to
     with pytest.raises(ValueError, match=f"^{name}: expected"):
         llama(tokens, **{name: True})
     llama(tokens, **{name: None})
+
+
+@pytest.mark.parametrize(("name", "value", "got"), [("softcap", 30.0, "30.0"), ("s_aux", torch.zeros(4), "Tensor")])
+def test_what_transformers_sdpa_does_not_know_either_is_an_error_always(llama, tokens, name, value, got):
+    register(backend="reference", otherwise="exact")
+    with pytest.raises(ValueError, match=f"^{name}: expected None, .*, got {got}$"):
+        llama(tokens, **{name: value})
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_without_a_cache_the_error_says_what_transformers_needs(tokens):
+    torch._dynamo.reset()
+    compiled = torch.compile(llama_of(layers=1), backend="eager")
+    with pytest.raises(ValueError, match=r"^mask: expected None under torch\.compile .* and with use_cache=True$"):
+        compiled(tokens, labels=tokens, use_cache=False)
+    assert compiled(tokens, labels=tokens, use_cache=True).loss.isfinite()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -747,7 +747,7 @@ def test_what_the_kernels_cannot_do_is_an_error_if_asked_for_and_else_the_refere
 
     with pytest.raises(ValueError, match=re.escape(f"backend: expected 'triton' to be usable, but {reason}")):
         call("triton")
-    ops._warn_once.cache_clear()
+    ops._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outputs = [call("auto") for _ in range(2)]

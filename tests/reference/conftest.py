@@ -24,6 +24,6 @@ def stand_in(monkeypatch):
         monkeypatch.setattr(backend, "MISSING_PACKAGE", None)
         return package
 
-    backend._warn_once.cache_clear()
+    backend._said.clear()
     yield installed
-    backend._warn_once.cache_clear()
+    backend._said.clear()

@@ -342,7 +342,7 @@ def test_what_triton_can_not_do_auto_says_once_and_the_reference_does(
 def test_compiled_auto_says_once_what_it_takes_and_has_no_graph_break(inputs):
     """In float64, which no kernel takes."""
     torch._dynamo.reset()
-    ops._warn_once.cache_clear()
+    ops._said.clear()
     compiled, tensors = torch.compile(sagebwd_attention, fullgraph=True, backend="eager"), inputs(4, 4, 8)[:3]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
