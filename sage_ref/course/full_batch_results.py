@@ -164,7 +164,8 @@ def gaps_figure(found: Sequence[Condition], *, title: str, caption: str) -> Figu
     names = [f"{x.arm}, {'QK-norm' if x.qk_norm else 'plain'}, rate {x.learning_rate:g}" for x in found]
     ax.set_yticks(range(len(found)), names, fontsize=9)
     ax.axvline(0, color=BLACK, linewidth=0.8)
-    ax.set(xlabel="loss less exact attention's, thousandths of a nat (grey: too small to count)")
+    ax.set_xscale("symlog", linthresh=10)  # trainings differ a hundredfold in what counts
+    ax.set(xlabel="loss less exact attention's, thousandths of a nat, linear up to 10\n(grey: too small to count)")
     ax.invert_yaxis()
     figure.supxlabel(caption, fontsize=9)
     return figure

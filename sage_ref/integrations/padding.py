@@ -28,7 +28,10 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> (its vers
 
 
 def can_be_read(mask: Tensor) -> bool:
-    """Whether Python may look at the numbers: not under torch.compile, torch.func or torch.vmap, nor where are none."""
+    """Whether Python may look at the numbers: not under torch.compile, torch.func or torch.vmap.
+
+    On meta and in a FakeTensor there are none.
+    """
     if torch.compiler.is_compiling() or mask.device.type == "meta" or isinstance(mask, torch._subclasses.FakeTensor):
         return False
     return not torch._C._are_functorch_transforms_active()

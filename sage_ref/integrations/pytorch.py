@@ -58,8 +58,8 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     A mask is taken if it is padding, before or after the tokens of each sequence, with causality or without: each
     sequence is computed on its own tokens, those of one length together. A query that sees no key gets zeros; so does
     one in the padding of a causal mask. On a GPU that waits for each new mask, to read it, and for one that PyTorch has
-    changed; a change by a kernel of somebody else goes unseen. torch.compile, torch.func
-    and torch.vmap can't read a mask: there it is one that SageBwd can't compute.
+    changed; a change by somebody else's kernel goes unseen. torch.compile, torch.func and torch.vmap can't read a mask:
+    there it is one that SageBwd can't compute.
 
     Nested: the innermost takes what it can, and hands the others to the next one out. Threads: it holds in the thread
     that entered it; another one enters its own. torch.compile: around the compiled function or inside it, without a

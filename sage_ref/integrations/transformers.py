@@ -85,13 +85,13 @@ def attention(
     if causal and n_k > n_q:  # the rest of a static cache is empty: no query sees it, but the mean key would
         key, value = key[:, :, :n_q], value[:, :, :n_q]
     call = Call(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=query.shape[1] != key.shape[1])
-    reason = obstacle(call) or unsupported(model_specific, UNSUPPORTED)
+    reason = obstacle(call) or unsupported(model_specific)
     if reason is None:
         return by_sagebwd(call, options).transpose(1, 2), None
     if reason.startswith(UNREADABLE):
         reason += "; transformers makes none without an attention_mask and with use_cache=True"
-    if nobodys := unsupported(model_specific, NOR_BY_SDPA):
-        raise ValueError(nobodys)
+    if unknown_to_both := handed_over(model_specific, NOR_BY_SDPA):
+        raise ValueError(unknown_to_both)
     refuse(reason, options, depth=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -99,12 +99,17 @@ def attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
 
 
-def unsupported(model_specific: dict, names: tuple[str, ...]) -> str | None:
+def unsupported(model_specific: dict) -> str | None:
+    """The first argument that SageBwd doesn't know, as an error says it, if there is one."""
+    if model_specific.get("output_attentions"):
+        return "output_attentions: expected False, since SageBwd never has the weights, got True"
+    return handed_over(model_specific, UNSUPPORTED)
+
+
+def handed_over(model_specific: dict, names: tuple[str, ...]) -> str | None:
     """The first of these arguments that a model hands over, as an error says it, if there is one."""
     for name in names:
         if (x := model_specific.get(name)) is not None:
             got = shown(x) if isinstance(x, int | float) else type(x).__name__
             return f"{name}: expected None, since SageBwd has nothing of the kind, got {got}"
-    if model_specific.get("output_attentions"):
-        return "output_attentions: expected False, since SageBwd never has the weights, got True"
     return None

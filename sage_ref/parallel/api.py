@@ -93,7 +93,8 @@ def parallel_sagebwd_attention(
         return ring_attention(query, key, value, ranks, RingOptions(scale=scale, **options), backend)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        switches = {"enable_gqa": True, "unbiased": unbiased}
-        return sagebwd_attention(query, key, value, scale=scale, backend=backend, **switches, **options)
+        return sagebwd_attention(
+            query, key, value, scale=scale, enable_gqa=True, unbiased=unbiased, backend=backend, **options
+        )
 
     return exchanged(attention, query, key, value, ranks)

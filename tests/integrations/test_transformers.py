@@ -257,6 +257,14 @@ def test_what_transformers_sdpa_does_not_know_either_is_an_error_always(llama, t
         llama(tokens, **{name: value})
 
 
+def test_weights_that_are_asked_for_leave_attention_exact(llama, tokens):
+    register(backend="reference", otherwise="exact")
+    with torch.no_grad(), attention_of(llama, "sdpa"):
+        expected = llama(tokens).logits
+    with torch.no_grad(), pytest.warns(UserWarning, match="output_attentions: expected False"):
+        assert torch.equal(llama(tokens, output_attentions=True).logits, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_without_a_cache_the_error_says_what_transformers_needs(tokens):
     torch._dynamo.reset()

@@ -42,7 +42,7 @@ from sage_ref.sla2.router import Routing
 from sage_ref.smoothing import key_mean_scores
 
 FORWARD = [level for level, chosen in enumerate(LEVELS) if chosen.hopper is None]
-TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # the levels that the registered operation runs, and so the backward pass follows
+TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # portable levels that the registered operation runs, and the backward pass follows
 
 
 class Case(NamedTuple):

@@ -16,6 +16,7 @@ from video_cases import CONFIG, PLAN, SETTINGS, made_up_digits, opened_weights, 
 from sage_ref.experiments.video.plan import Run
 from sage_ref.experiments.video.runs import tune
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiT, is_of_core
+from sage_ref.tracing import relative_l2
 from sage_ref.training import video_flow
 from sage_ref.training.loop import Diverged
 from sage_ref.training.processes import Processes, processes, run_training
@@ -301,8 +302,8 @@ ON_GPU = replace(CONFIG, frames=4, size=32, cube=(4, 4, 4), width=128, heads=2, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_reference(attention):
-    """bfloat16 alone, without a kernel, moves the first loss by 0.2%, the whole gradient by 1.5%, that of keys and
-    queries, whose blocks the router then chooses differently, by up to 21%, and the losses of later steps by 1.5%."""
+    """bfloat16 alone, without a kernel, moves the first loss by 0.2%, the whole gradient by 1.5%, and in SLA and SLA2,
+    where other blocks are chosen then, that of keys and queries by up to 21% and the losses of later steps by 1.5%."""
     weights, found = opened_weights(ON_GPU), {}
     for backend, is_fast in (("reference", False), ("triton", True)):
         config = replace(ON_GPU, attention=attention, backend=backend)
@@ -318,15 +319,11 @@ def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_re
     (first, gradients, later), (exact_first, exact_gradients, exact_later) = found["triton"], found["reference"]
     assert first == pytest.approx(exact_first, rel=0.005)
     assert gradients.keys() == exact_gradients.keys()
-    errors = {name: distance(x, exact_gradients[name]) for name, x in gradients.items()}
+    errors = {name: relative_l2(x, exact_gradients[name]) for name, x in gradients.items()}
     assert max(errors.values()) < 0.4, errors
     whole, exact_whole = (torch.cat([x.flatten() for x in y.values()]) for y in (gradients, exact_gradients))
-    assert distance(whole, exact_whole) < 0.03
-    assert later == pytest.approx(exact_later, rel=0.03)
-
-
-def distance(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
+    assert relative_l2(whole, exact_whole) < 0.03
+    assert later == pytest.approx(exact_later, rel=0.03 if attention.startswith("sla") else 0.01)
 
 
 @pytest.mark.gpu
