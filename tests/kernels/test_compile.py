@@ -41,7 +41,10 @@ from sage_ref import Prologue
 from sage_ref.records import REPOSITORY
 from sage_ref.sla2.router import Routing
 
-EVERY = [*compiling.cases(), *compiling.around_cases(), *compiling.unbiased_cases(), *compiling.sla2_cases()]
+EVERY = [
+    *compiling.cases(), *compiling.around_cases(), *compiling.unbiased_cases(),
+    *compiling.sla2_cases(),
+]  # fmt: skip
 LAUNCHED = [case for case in EVERY if case.capability == (80 if compiling.hopper_of(case) is None else 90)]
 AFTER_FORWARD = ("prepare_backward", "finish", "rotate_back")
 LAUNCHED += [case for case in compiling.around_cases((90,)) if case.kernel in AFTER_FORWARD]
@@ -304,7 +307,8 @@ def test_the_command_compiles_every_kernel_of_every_level_for_every_gpu():
     before_forward = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")
     for capability, forward_level, backward in ((80, 4, ("prepare_backward", "rotate_back")), (90, 5, AFTER_FORWARD)):
         expected = [(kernel, forward_level, capability) for kernel in before_forward]
-        expected += [(kernel, 3 if capability == 80 else 5, capability) for kernel in backward]
+        of_hopper = {"finish": 5}
+        expected += [(kernel, 3 if capability == 80 else of_hopper.get(kernel, 6), capability) for kernel in backward]
         assert [case for case in around if case[2] == capability] == expected
     for capability in (80, 86, 90, 100, 120):
         for head_dim in (64, 128):

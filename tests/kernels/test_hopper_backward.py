@@ -1,4 +1,4 @@
-"""Backward levels 4 and 5, Hopper's: their source on the CPU against the simulation, and what that GPU alone shows."""
+"""Backward levels 4 to 6, Hopper's: their source on the CPU against the simulation, and what that GPU alone shows."""
 
 import functools
 import math
@@ -30,8 +30,9 @@ from sage_kernels.common.tiles import TINY
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, plain
 from sage_kernels.measure import tuning
-from sage_kernels.sagebwd import ops
+from sage_kernels.sagebwd import ladder, ops
 from sage_kernels.sagebwd.backward import level4, level5
+from sage_kernels.sagebwd.backward import level6_apart as apart
 from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
 from sage_kernels.sagebwd.forward import level5_hopper
@@ -40,9 +41,11 @@ from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
 from sage_ref import sagebwd_attention
 
 pytestmark = MARKS
-LEVELS = {4: level4, 5: level5}
-PROGRAMS = {queries: "query_program", keys: "key_program", narrow: "narrow_program", wide: "wide_program"}
-LAST = max(LEVELS)
+LEVELS = {4: level4, 5: level5, 6: apart}
+PROGRAMS = {
+    queries: "query_program", keys: "key_program", narrow: "narrow_program", wide: "wide_program",
+    apart: "pairs_program",
+}  # fmt: skip
 WRONG = "from what the reference computes|^$"  # numbers: what `assert_backward` says
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 
@@ -75,6 +78,8 @@ def prepared(level, case, tensors=None, forward=None):
 
 def run_source(level, case, tensors=None, forward=None, seed=None, **names):
     """dQ, dK, dV of a level, after forward level 4."""
+    if not LEVELS[level].kernels(case.head_dim):
+        pytest.skip(f"level {level} has no program for a head size of {case.head_dim}")
     with pytest.MonkeyPatch.context() as patch:
         on_the_cpu_instead(patch, seed or case.n_q, **names)
         return LEVELS[level].run(prepared(level, case, tensors, forward), **case.options)
@@ -114,6 +119,8 @@ SOURCE_CASES = [
     Case(257, 384, 128, 1, 1),
     Case(20, 400, 64, 1, 1, is_causal=True),  # keys that no query sees
     Case(400, 20, 33, 1, 1, is_causal=True),
+    Case(20, 300, 128, 4, 2, is_causal=True),
+    Case(200, 140, 72, 4, 2),
     *(
         case._replace(heads=1, kv_heads=1)
         for case in (
@@ -133,13 +140,14 @@ def test_source_gives_the_simulations_result(level, case):
 
 
 @on_the_cpu
+@pytest.mark.parametrize(("head_dim", "levels"), [(64, (4, 5)), (128, (6,))])
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad_output"])
-def test_source_with_blocks_of_zeros(name):
-    case = Case(140, 150, 64, 2, 1, is_causal=True)
+def test_source_with_blocks_of_zeros(name, head_dim, levels):
+    case = Case(140, 150, head_dim, 2, 1, is_causal=True)
     tensors = altered(case, **{name: times(0, ALL, ALL, slice(128, None))})
     forward = run_forward_level(case, 4, tensors)
     level3 = run_backward_level(case, 3, tensors, forward)
-    for level in LEVELS:
+    for level in levels:
         assert_near(run_source(level, case, tensors, forward), level3, 4e-3)
 
 
@@ -157,10 +165,11 @@ def test_source_does_not_lose_an_overflow_nor_spread_it_to_other_heads(level, ba
 
 
 @on_the_cpu
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["key", "value", "grad_output"])
-def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name):
+def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name, head_dim):
     """They lie behind this head's last tokens, in its last tiles, and are beyond the float16 that fits this head."""
-    case = Case(30, 20, 64)
+    case = Case(30, 20, head_dim)
     found = []
     for factor in (1, 1e4):
         sizes = torch.tensor([1 / 64] + [factor] * (case.heads - 1))[:, None, None].half()
@@ -202,9 +211,19 @@ def test_source_repeats_whoever_is_ahead(level, head_dim):
     assert_same(*(run_source(level, case, seed=seed) for seed in (1, 2, 3)))
 
 
+@on_the_cpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_of_pairs_are_the_same_whether_dq_is_apart(is_causal):
+    case = Case(300, 260, 128, 2, 1, is_causal)
+    one_pass, apart = (run_source(level, case) for level in (5, 6))
+    assert_same(apart[1:], one_pass[1:])
+    assert_same(apart[:1], run_source(4, case)[:1])
+
+
 # What the CPU run would notice: programs with one place of their source changed
 
 READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
+UNENDED = "a matmul's result is used before its end"
 EARLY = f"{READ}|more arrivals|nobody has waited|deadlock|{WRONG}"
 ACQUIRE = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
 RELEASE = "mbarrier.arrive(ring.empty.index(n % places), count=1)"
@@ -219,12 +238,16 @@ def mistakes(levels, case, *changes):
 
 LONG_CAUSAL = Case(700, 700, 64, 2, 1, is_causal=True)
 MISTAKES = (
-    *mistakes(
-        LEVELS, Case(500, 300, 64),
-        (Changed(toolbox.acquire, ACQUIRE), EARLY),
-        (Changed(toolbox.release, RELEASE), "deadlock"),
-        (Changed(toolbox.release, RELEASE, f"{RELEASE}; {RELEASE.replace('n %', '(n + 1) %')}"), EARLY),
-        (Changed(toolbox.claim, FETCH), EARLY),
+    *(
+        mistake
+        for levels, case in (((4, 5), Case(500, 300, 64)), ((6,), Case(500, 300, 128, 1, 1)))
+        for mistake in mistakes(
+            levels, case,
+            (Changed(toolbox.acquire, ACQUIRE), EARLY),
+            (Changed(toolbox.release, RELEASE), "deadlock"),
+            (Changed(toolbox.release, RELEASE, f"{RELEASE}; {RELEASE.replace('n %', '(n + 1) %')}"), EARLY),
+            (Changed(toolbox.claim, FETCH), EARLY),
+        )
     ),
     *mistakes(
         (4,), LONG_CAUSAL,
@@ -267,7 +290,28 @@ MISTAKES = (
         (Changed(wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
         (Changed(wide.load_tiles, "mbarrier.wait(barriers.full, (n & 1) ^ 1)"), EARLY),
         (Changed(wide.load_tiles, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), EARLY),
-        (Changed(wide.store_halves, "pointers + HALF", "pointers"), WRONG),
+        (Changed(toolbox.store_halves, "pointers + HALF", "pointers"), WRONG),
+    ),
+    *mistakes(
+        (6,), Case(500, 300, 128, 2, 1),
+        (Changed(apart.query_tile, "release(rings.q, n)"), "deadlock"),
+        (Changed(apart.query_tile, "release(rings.do, n)"), "deadlock"),
+        (Changed(apart.query_tile, "release(rings.dot, n)", "release(rings.qt, n)"), EARLY),
+        (Changed(apart.query_tile, "do_i = acquire(rings.do, n)", "do_i = rings.do.tiles.index(n % 2)"), EARLY),
+        (Changed(apart.query_tile, "delta.slice(HALF, HALF)", "delta.slice(0, HALF)"), WRONG),
+        (Changed(apart.query_tile, "log_sum_exp.slice(HALF, HALF)", "log_sum_exp.slice(0, HALF)"), WRONG),
+        (Changed(apart.query_tile, "join_pairs(dst_0, dst_1)", "join_pairs(dst_1, dst_0)"), WRONG),
+        (Changed(apart.query_tile, "s_p *= factor_v", "s_p *= factor_k"), WRONG),
+        (Changed(apart.key_rows, "at -= 1"), WRONG),
+        (Changed(apart.key_rows, "dk_1 * scale", "dk_1"), WRONG),
+    ),
+    *mistakes(
+        (6,), LONG_CAUSAL._replace(head_dim=128),
+        (Changed(apart.query_tile, "_wait(1, deps=(st_0,))", "_wait(2, deps=(st_0,))"), UNENDED),
+        (Changed(apart.query_tile, "_wait(0, deps=(st_1,))", "_wait(1, deps=(st_1,))"), UNENDED),
+        (Changed(apart.query_tile, "_wait(0, deps=(dpt_0,))", "_wait(1, deps=(dpt_0,))"), UNENDED),
+        (Changed(apart.query_tile, "first_query + HALF", "first_query"), WRONG),
+        (Changed(apart.key_rows, "RAGGED, IS_CAUSAL, W", "RAGGED, False, W"), WRONG),
     ),
 )  # fmt: skip
 
@@ -462,8 +506,6 @@ contiguous_source = functools.lru_cache(maxsize=2)(run_source)
 @pytest.mark.parametrize("shape", [(130, 150, 64, 4, 2), (150, 130, 128, 2, 2, True)], ids=str)
 def test_heads_of_a_token_side_by_side(level, shape, name):
     """As a model has them: the same bits, and results that lie so too."""
-    if level != 5:
-        pytest.skip("level 4 copies such tensors")
     case = Case(*shape, batch=2)
     query, key, value, grad_output = draw(case)
     expected = contiguous_source(level, case)
@@ -551,13 +593,16 @@ def test_asked_for_where_it_cannot_run_it_is_an_error(level):
 
 @pytest.mark.parametrize(("head_dim", "size"), [(33, 64), (64, 64), (65, 128), (128, 128)])
 def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
-    expected = {4: {64: ("dq", "dkdv"), 128: ("dq", "dk", "dv")}, 5: {64: ("dqdkdv",), 128: ("dqdkdv_wide",)}}
+    expected = {
+        4: {64: ("dq", "dkdv"), 128: ("dq", "dk", "dv")}, 5: {64: ("dqdkdv",), 128: ("dqdkdv_wide",)},
+        6: {64: (), 128: ("dq", "dkdv_pairs")},
+    }  # fmt: skip
     for level, names in expected.items():
         assert BACKWARD_LEVELS[level].kernels(size) == LEVELS[level].kernels(head_dim) == names[size]
         assert set(names[size]) <= set(LEVELS[level].LAUNCHES)
 
 
-@pytest.mark.parametrize("module", [level5_hopper, level4, level5])
+@pytest.mark.parametrize("module", [level5_hopper, *LEVELS.values()])
 def test_every_parameter_of_a_program_is_declared_once(module):
     for kernel in module.LAUNCHES:
         program, constants, _ = module.program_of(kernel)
@@ -574,19 +619,42 @@ def test_they_have_no_other_launch():
     assert not LEVELS.keys() & {kernel.level for kernel in tuning.kernels() if kernel.kernel != "forward"}
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "level"),
-    [((9, 0), 128, LAST), ((9, 0), 33, LAST), ((9, 0), 32, 3), ((8, 0), 64, 3), ((10, 0), 128, 3)],
-)
-def test_the_operation_takes_the_last_on_hopper_if_the_head_size_allows(monkeypatch, capability, head_dim, level):
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Sets the compute capability of the GPU that is said to be there."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert ops.backward_level(torch.device("cuda"), head_dim) == level
+    return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+# (compute capability, head size) -> the level that runs without a mask, and in causal attention
+BY_ITSELF = {
+    ((9, 0), 128): (5, 6), ((9, 0), 65): (5, 6), ((9, 0), 64): (5, 5), ((9, 0), 33): (5, 5), ((9, 0), 32): (3, 3),
+    ((8, 0), 64): (3, 3), ((10, 0), 128): (3, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "levels"), BY_ITSELF.items())
+def test_the_operation_takes_hoppers_if_the_head_size_allows(on_a_gpu, where, levels):
+    capability, head_dim = where
+    on_a_gpu(*capability)
+    for is_causal, level in zip((False, True), levels, strict=True):
+        assert ops.backward_level(torch.device("cuda"), head_dim, is_causal) == level
+        assert ops.backward_level(torch.device("cuda"), head_dim, is_causal, "block") == 2
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "why"),
+    [(64, "it has no program for a head size of 64"), (65, None), (128, None), (129, "33 to 128, and query has 129")],
+)
+def test_the_head_sizes_of_level_6(on_a_gpu, head_dim, why):
+    on_a_gpu(9, 0)
+    found = ladder.obstacle(BACKWARD_LEVELS[6], torch.device("cuda"), head_dim)
+    assert found is None if why is None else why in found
 
 
 @on_the_cpu
 def test_operation_with_it(monkeypatch, level):
-    case = Case(140, 30, heads=2, kv_heads=1, is_causal=True)
+    case = Case(140, 30, 128, heads=2, kv_heads=1, is_causal=True)
     query, key, value, grad_output = draw(case)
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     output = sagebwd_attention(*leaves, is_causal=True, enable_gqa=True, backend="triton")
@@ -598,7 +666,7 @@ def test_operation_with_it(monkeypatch, level):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(LAST not in BACKWARD, reason="needs a Hopper GPU")
+@pytest.mark.skipif(max(LEVELS) not in BACKWARD, reason="needs a Hopper GPU")
 class TestOnHopper:
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("is_causal", [False, True])
@@ -610,5 +678,6 @@ class TestOnHopper:
             assert_same(run_backward_level(case, level), first)
         assert_backward(case, level, first)
 
-    def test_the_operation_takes_the_last(self):
-        assert [ops.backward_level(DEVICE, head_dim) for head_dim in (32, 33, 64, 128)] == [3, LAST, LAST, LAST]
+    def test_the_operation_takes_it(self):
+        for (_, head_dim), levels in list(BY_ITSELF.items())[:5]:
+            assert tuple(ops.backward_level(DEVICE, head_dim, is_causal) for is_causal in (False, True)) == levels

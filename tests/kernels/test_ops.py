@@ -22,6 +22,7 @@ from sage_kernels.sagebwd.backward.level4.queries import query_program
 from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
 from sage_kernels.sagebwd.backward.level5.units import finish_program
 from sage_kernels.sagebwd.backward.level5.wide import wide_program
+from sage_kernels.sagebwd.backward.level6_apart import pairs_program
 from sage_kernels.sagebwd.forward import prepare as forward_prepare
 from sage_kernels.sagebwd.forward.key_mean import key_mean_program, key_sums_program
 from sage_kernels.sagebwd.forward.level5_hopper import hopper_program
@@ -50,8 +51,9 @@ HEAD_DIM = kernel_cases.SMALL.head_dim
 def compiled():
     """On a GPU: what the tests below run is compiled beforehand, in parallel."""
     if ON_GPU:
+        run_level = kernel_cases.run_backward_level
         jobs = [
-            (kernel_cases.run_backward_level, case, sagebwd_ops.backward_level(DEVICE, case.head_dim, granularity))
+            (run_level, case, sagebwd_ops.backward_level(DEVICE, head_dim, is_causal, granularity))
             for head_dim, kv_heads, is_causal, dtype in product((32, 64, 96, 128), (2, 1), (False, True), DTYPES)
             for case in [SageBwd.Case(20, 20, head_dim, 2, kv_heads, is_causal, dtype)]
             for granularity in ("row", "block")
@@ -95,7 +97,7 @@ class SageBwd:
 
     def of_the_ladder(self, case):
         """O, dQ, dK, dV."""
-        row = sagebwd_ops.backward_level(DEVICE, kernel_cases.SMALL.head_dim)
+        row = sagebwd_ops.backward_level(DEVICE, kernel_cases.SMALL.head_dim, case.is_causal)
         level = PER_BLOCK if self.granularity == "block" else row
         forward = kernel_cases.run_forward_level(case, kernel_cases.feeding(level, case))
         return forward.output, *kernel_cases.run_backward_level(case, level, forward=forward)
@@ -292,8 +294,9 @@ def test_results_are_the_ladders(operation, options, dtype):
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_one_scale_per_tile_has_one_level_everywhere(head_dim):
-    level = functools.partial(sagebwd_ops.backward_level, DEVICE, head_dim)
-    assert level("block") == PER_BLOCK != level()
+    for is_causal in (False, True):
+        level = functools.partial(sagebwd_ops.backward_level, DEVICE, head_dim, is_causal)
+        assert level("block") == PER_BLOCK != level()
 
 
 @ALL
@@ -629,7 +632,7 @@ def kernels_compiled(operation) -> int:
         programs += (sla2_backward.join_program,)
     else:
         programs = (forward_program, hopper_program, backward_programs.dq_program, backward_programs.dkdv_program)
-        programs += (query_program, key_program, narrow_program, wide_program, finish_program)
+        programs += (query_program, key_program, narrow_program, wide_program, finish_program, pairs_program)
         programs += (
             key_sums_program,
             key_mean_program,

@@ -26,6 +26,11 @@ LAUNCH = """  {name} (2752, 1, 1)x(512, 1, 1), Context 1, Stream 7, Device 0, CC
     Stall Wait                      inst         1.03
     Stall Not Selected              inst         0.81
     Stall Long Scoreboard           inst         0.54
+    Section: Command line profiler metrics
+    l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum                                           0
+    l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum                                 138,412,032
+    l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed            %        57.25
+    l1tex__data_pipe_lsu_wavefronts_mem_shared.sum                                         1,258,291,200
 """
 
 
@@ -40,6 +45,8 @@ def test_every_launch_of_a_report_is_read_in_order():
     assert (first["tensor"], first["issue"], first["exp2"], first["l2"]) == (46.86, 52.18, 49.92, 23.38)
     assert (first["alu"], first["fma"], first["profiled_ms"], first["profiled_ghz"]) == (38.59, 20.08, 1002.42, 1.79)
     assert [first[name] for name in profile.METRICS if name.startswith("stall")] == [2.51, 1.03, 0.81, 0.54]
+    assert (first["clocks"], first["shared"]) == (4355254, 57.25)
+    assert (first["shared_wavefronts"], first["store_conflicts"], first["load_conflicts"]) == (1258291200, 138412032, 0)
     assert second["issue"] == 49.29
 
 

@@ -9,12 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 import triton.language as tl
+from sage_kernels.common import recording
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.recording import kept, kind_of, recorded
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def numbers(pointer) -> numpy.ndarray:
@@ -61,14 +65,31 @@ class Descriptor:
         self.base, self.shape = base, [64]
 
 
+class Launcher:
+    """As Triton's: its `launch` takes descriptors apart, if there are any, and hands on what the program takes."""
+
+    def __init__(self, noting, source, metadata):
+        def launch(*arguments):
+            noting.launches.append((*arguments[:-1], *arguments[-1]))
+
+        self.launch = wrap_handle_tensordesc(launch, source.signature, metadata.tensordesc_meta)
+
+    def __call__(self, *arguments):
+        self.launch(*arguments[:9], arguments[9:])
+
+
 class Driver:
     """Triton compiles for a Hopper GPU; a launch is noted and not made."""
 
     def __init__(self):
-        self.launches, self.utils = [], self
+        self.launches, self.maps, self.utils = [], [], self
 
     def launcher_cls(self, source, metadata):
-        return lambda *launch: self.launches.append(launch)
+        return Launcher(self, source, metadata)
+
+    def fill_tma_descriptor_tiled(self, address, *_):
+        self.maps.append(address)
+        return f"map of {address}"
 
     def load_binary(self, *_):
         return "module", "function", 32, 0, 1024  # registers, spills, most threads
@@ -329,3 +350,84 @@ def test_triton_s_programs_get_what_triton_gave_them(noting, monkeypatch):
     assert first[:6] == second[:6] == (2, 1, 1, 77, "function", first[5])
     assert [first[-7] is x, first[-5] is y, *first[-4:]] == [True, True, 64, 3.0, 32, True]
     assert second[-7:] == (other.data_ptr(), None, other_y.data_ptr(), 64, 3.0, 32, True)
+
+
+def copying_program(x_descriptor, factor, y_descriptor, y_ptr, ROWS: tl.constexpr):
+    x = x_descriptor.load([0, 0])
+    y_descriptor.store([0, 0], x * factor)
+    tl.store(y_ptr + tl.arange(0, ROWS), 0.0)
+
+
+@pytest.fixture
+def copied(noting):
+    """copied(x) -> twice x, by a program that takes descriptors, of an input and of a result, and its address."""
+    kept.cache_clear()
+    program = JITFunction(copying_program)
+
+    def copied(x):
+        def compute(start):
+            y = torch.empty_like(x)
+            descriptors = [TensorDescriptor.from_tensor(z, [16, 32]) for z in (x, y)]
+            start(program, (1,), (descriptors[0], 2.0, descriptors[1], y), {"ROWS": 16}, {"num_warps": 1})
+            return (y,)
+
+        return recorded(program, (x,), compute)[0]
+
+    return copied
+
+
+def test_descriptors_are_what_triton_makes_of_them(noting, copied):
+    tensors = [torch.zeros(64, 32) for _ in range(2)]
+    results = [copied(x) for x in tensors]
+    first, second = noting.launches
+    for launch, x, y in zip(noting.launches, tensors, results, strict=True):
+        expected = [f"map of {x.data_ptr()}", 64, 32, 32, 1, 2.0, f"map of {y.data_ptr()}", 64, 32, 32, 1]
+        assert list(launch[-13:-2]) == expected
+    assert (first[-2] is results[0], second[-2], second[-1]) == (True, results[1].data_ptr(), 16)
+    assert first[:6] == second[:6]
+    assert second[6:9] == (None, None, None)  # no hooks
+
+
+def test_maps_of_known_addresses_are_not_made_again(noting, copied):
+    x, other = torch.zeros(64, 32), torch.zeros(64, 32)
+    copied(x)
+    results = [copied(z) for z in (other, x, other)]
+    made = noting.maps.copy()
+    for number, result in enumerate(results):
+        assert noting.launches[1 + number][-2] == result.data_ptr()
+    del results, result
+    copied(x), copied(other)
+    assert noting.maps.count(x.data_ptr()) <= 3  # by Triton, to learn the rest, once more for the first repetition
+    assert noting.maps.count(other.data_ptr()) == made.count(other.data_ptr()) == 1
+
+
+def test_a_recording_with_descriptors_holds_no_memory(noting, copied):
+    x = torch.zeros(64, 32)
+    alive = [weakref.ref(tensor) for tensor in (x, copied(x), copied(x))]
+    del x
+    noting.launches.clear()
+    assert [tensor() for tensor in alive] == [None] * 3
+
+
+def test_hooks_of_a_profiler_see_every_launch(noting, copied):
+    seen = []
+    x = torch.zeros(64, 32)
+    copied(x), copied(x)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        copied(x)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    copied(x)
+    *_, watched, after = noting.launches
+    assert (watched[7] is knobs.runtime.launch_enter_hook, after[7]) == (True, None)
+
+
+def test_a_triton_that_is_built_otherwise_is_asked_itself(noting, copied, monkeypatch):
+    monkeypatch.setattr(recording, "direct_start", lambda compiled, grid: None)
+    x = torch.zeros(64, 32)
+    copied(x)
+    y = copied(x)
+    launch = noting.launches[1]
+    assert list(launch[-13:-8]) == [f"map of {x.data_ptr()}", 64, 32, 32, 1]
+    assert launch[-7] == f"map of {y.data_ptr()}"

@@ -3,7 +3,8 @@
 A function that allocates memory and starts programs does the same for all tensors of the same shapes; only addresses
 differ. So its first call is watched: each launch with its arguments, each PyTorch operation, each allocation. Later
 calls repeat the list. Memory that never leaves the call is one allocation then, and programs are started without
-Triton's bookkeeping.
+Triton's bookkeeping. A training step finds its memory where the step before had it: so the copy engine's maps, which
+depend on addresses, are kept, too.
 
     outputs = recorded(("forward", is_causal), (query, key, value), lambda start: ...)
 
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton import knobs
 from triton.runtime import driver
 
-from sage_kernels.common.launcher import start_with_triton
+from sage_kernels.common.launcher import direct_start, start_with_triton
 
 ALIGNMENT = 512  # bytes: what PyTorch's own allocations begin at
+MAPS_KEPT = 512  # of the copy engine's, for each descriptor of a recorded launch: a few for every layer of a model
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
@@ -72,20 +75,19 @@ class Allocation(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A program's start. Where an argument is a tensor or a descriptor, `arguments` has a gap."""
+    """A program's start. Where an argument depends on addresses, `arguments` has a gap."""
 
-    run: Callable[..., None]  # Triton's compiled program with its grid
+    run: Callable[..., None]  # the compiled program with its grid
     arguments: list
     pointers: list[tuple[int, Place]]  # (position, where it points)
-    descriptors: list[tuple[int, type, dict, Place]]  # (position, its type, its fields but for the tensor, that one)
+    descriptors: list[tuple[int, Place, Callable[[int], object]]]  # (position, its tensor, the argument of an address)
 
     def repeat(self, tensors: list[Tensor | None], addresses: list[int], stream: int) -> None:
         arguments = self.arguments.copy()
-        for position, place in self.pointers:
-            arguments[position] = addresses[place.memory] + place.offset
-        for position, kind, fields, place in self.descriptors:
-            arguments[position] = made = object.__new__(kind)  # without its checks, which the first has passed
-            made.__dict__.update(fields, base=Address(addresses[place.memory] + place.offset))
+        for position, (memory, offset) in self.pointers:
+            arguments[position] = addresses[memory] + offset
+        for position, (memory, offset), argument_at in self.descriptors:
+            arguments[position] = argument_at(addresses[memory] + offset)
         self.run(*arguments, stream=stream)
 
 
@@ -113,6 +115,24 @@ class Address:
         return self.address
 
 
+def descriptor_maker(descriptor) -> Callable[[int], object]:
+    """A function of an address: a descriptor like this one, of a tensor that begins there."""
+    kind, fields = type(descriptor), {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+    def descriptor_at(address: int):
+        made = object.__new__(kind)  # without its checks, which the first has passed
+        made.__dict__.update(fields, base=Address(address))
+        return made
+
+    return descriptor_at
+
+
+def map_maker(descriptor, take_apart: Callable) -> Callable[[int], object]:
+    """A function of an address: the copy engine's map of a descriptor like this one, of a tensor that begins there."""
+    descriptor_at = descriptor_maker(descriptor)
+    return lru_cache(maxsize=MAPS_KEPT)(lambda address: take_apart(descriptor_at(address))[0])
+
+
 class Recorder(TorchDispatchMode):
     """Watches a call. `obstacle` says why it can't be repeated, if it can't."""
 
@@ -130,17 +150,25 @@ class Recorder(TorchDispatchMode):
         if compiled is None:
             self.obstacle = "Triton's interpreter leaves no compiled program"
             return
-        fixed, pointers, descriptors = list(arguments), [], []
-        for position, argument in enumerate(arguments):
+        grid = (*grid, 1, 1)[:3]
+        run, take_apart = direct_start(compiled, grid) or (compiled[grid], None)
+        fixed, pointers, descriptors = [], [], []
+        for argument in arguments:
             if isinstance(argument, Tensor):
-                fixed[position] = None
-                pointers.append((position, self.place(argument)))
-            elif isinstance(getattr(argument, "base", None), Tensor):
-                fixed[position] = None
-                fields = {field: value for field, value in vars(argument).items() if field != "base"}
-                descriptors.append((position, type(argument), fields, self.place(argument.base)))
+                pointers.append((len(fixed), self.place(argument)))
+                fixed.append(None)
+            elif not isinstance(getattr(argument, "base", None), Tensor):
+                fixed.append(argument)
+            elif take_apart is None:
+                descriptors.append((len(fixed), self.place(argument.base), descriptor_maker(argument)))
+                fixed.append(None)
+            else:
+                function = take_apart[len(descriptors)]
+                descriptors.append((len(fixed), self.place(argument.base), map_maker(argument, function)))
+                _, *shape_and_strides = function(argument)
+                fixed += [None, *shape_and_strides]
         fixed += (constants[x] for x in program.arg_names[len(arguments) :])
-        self.steps.append(Launch(compiled[(*grid, 1, 1)[:3]], fixed, pointers, descriptors))
+        self.steps.append(Launch(run, fixed, pointers, descriptors))
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
@@ -199,7 +227,7 @@ class Recording:
         operands = [x for step in self.steps if isinstance(step, Operation) for x in step.arguments]
         tensors = {x.memory for x in (*operands, *views) if isinstance(x, View)}
         launches = [step for step in self.steps if isinstance(step, Launch)]
-        pointed = {place.memory for x in launches for *_, place in (*x.pointers, *x.descriptors)}
+        pointed = {place.memory for x in launches for _, place, *_ in (*x.pointers, *x.descriptors)}
         self.allocations = [x for x in recorder.allocations if x.memory in tensors]
         # Memory that only programs see is part of one allocation: (number of the memory, where in it).
         self.scratch, self.scratch_bytes, self.device = [], 0, None
@@ -243,6 +271,8 @@ def recorded(key: Hashable, inputs: tuple[Tensor | None, ...], function: Functio
 
     key: all else that decides what it does.
     """
+    if is_watched():
+        return function(start_with_triton)
     earlier = kept((key, kind_of(inputs)))
     if earlier.recording is not None:
         return earlier.recording.repeat(inputs)
@@ -254,6 +284,12 @@ def recorded(key: Hashable, inputs: tuple[Tensor | None, ...], function: Functio
         earlier.recording = recording if earlier.is_repeatable else None
         return outputs
     return function(start_with_triton)
+
+
+def is_watched() -> bool:
+    """Whether a profiler wants to see Triton's launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)  # a chain of hooks, or one
 
 
 def kind_of(inputs: tuple[Tensor | None, ...]) -> tuple:

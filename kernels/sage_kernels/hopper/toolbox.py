@@ -161,18 +161,24 @@ def signature_of(
     return fetched | pointed | dict.fromkeys(sizes, "i32") | numbers
 
 
-def fetched_rows(x: Tensor) -> tuple[Tensor, int]:
-    """16-bit x [B, H, N, D] as a matrix that the copy engine can fetch, and how many heads lie in each of its rows.
+class Fetched(NamedTuple):
+    """16-bit x [B, H, N, D] as a matrix that the copy engine can fetch."""
 
-    [B H N, D], or without a copy [B N, H D] of an x whose heads of a token lie side by side. Then the column after a
-    head's last is the next head's, so no padding can be fetched: D must be one of HEAD_DIMS.
+    rows: Tensor
+    heads_per_row: int
+
+
+def fetched_rows(x: Tensor) -> Fetched:
+    """[B H N, D], or without a copy [B N, H D] of an x whose heads of a token lie side by side.
+
+    Then the column after a head's last is the next head's, so no padding can be fetched: D must be one of HEAD_DIMS.
     """
     batch, heads, n, head_dim = x.shape
     fits = x.stride(3) == 1 and x.stride(1) == head_dim in HEAD_DIMS and x.stride(2) >= heads * head_dim
     fits = fits and (batch == 1 or x.stride(0) == n * x.stride(2))
     if is_heads_last(x) and fits and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x.as_strided((batch * n, heads * head_dim), (x.stride(2), 1)), heads
-    return rows_of_16_bytes(x).flatten(0, 2), 1
+        return Fetched(x.as_strided((batch * n, heads * head_dim), (x.stride(2), 1)), heads)
+    return Fetched(rows_of_16_bytes(x).flatten(0, 2), 1)
 
 
 def fetched_tokens(x: Tensor) -> tuple[Tensor, int]:
@@ -456,6 +462,16 @@ def add_scaled(gradient, product, s, DP: gl.constexpr):
 
 
 @gluon.jit
+def add_scaled_half(gradient, product, s):
+    """gradient + product * s of half its columns, where it stands: `add_scaled` might come later."""
+    s = gl.convert_layout(s, gl.SliceLayout(1, accumulator(HALF)))
+    product, s = gl.broadcast(product.to(gl.float32), s[:, None])
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, s, gradient], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tokens_from(pointer, head, first, n, heads_per_row, D: gl.constexpr):
     """(where the first of some tokens of a head lies in a result [B, H, N, D], how far the next one is)."""
     stride = heads_per_row * D
@@ -472,6 +488,17 @@ def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP:
     mask = (first + row < n)[:, None] & (d < D)[None, :]
     rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
     gl.store(rows + row[:, None] * stride + d[None, :], x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_halves(pointer, left, right, head, first, n, heads_per_row, D: gl.constexpr):
+    """`store_tokens` of a gradient in halves of its columns."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
+    d = gl.arange(0, HALF, gl.SliceLayout(0, accumulator(HALF)))
+    rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
+    pointers, is_token = rows + row[:, None] * stride + d[None, :], (first + row < n)[:, None]
+    gl.store(pointers, left.to(pointer.dtype.element_ty), mask=is_token)
+    gl.store(pointers + HALF, right.to(pointer.dtype.element_ty), mask=is_token & (HALF + d < D)[None, :])
 
 
 @gluon.jit

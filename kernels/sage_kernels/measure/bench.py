@@ -86,8 +86,8 @@ class Case:
         }  # fmt: skip
 
     def ours(self, *, unbiased: bool = False) -> Contender:
-        level = f"{forward_level(self.tensors[0].device, self.shape.head_dim)}"
-        level += f"/{backward_level(self.tensors[0].device, self.shape.head_dim)}"
+        where = self.tensors[0].device, self.shape.head_dim
+        level = f"{forward_level(*where)}/{backward_level(*where, self.shape.causal)}"
         attention = partial(_sagebwd, unbiased=unbiased)
         return self._contender(UNBIASED if unbiased else OURS, attention, op="sagebwd", level=level)
 

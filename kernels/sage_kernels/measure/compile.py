@@ -39,6 +39,7 @@ from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.signature import Signature, compiler_arguments
 from sage_kernels.measure.bank_conflicts import conflicts
 from sage_kernels.sagebwd import prologue
+from sage_kernels.sagebwd.backward import level5
 from sage_kernels.sagebwd.backward import prepare as before_backward
 from sage_kernels.sagebwd.backward import program as backward
 from sage_kernels.sagebwd.backward.level5 import units
@@ -67,7 +68,7 @@ SLA2_AROUND = {
     "sla2_sequence_mean": 4, "sla2_pieces": pieces.WARPS,
 }  # fmt: skip
 SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")  # they hardly depend on the head size
-# Likewise of SageBwd's: what runs before both passes, and after the last level of the backward one. With "rotary" in
+# Likewise of SageBwd's: what runs before both passes, and after the backward one. With "rotary" in
 # front: as a prologue with QK-norm has it.
 SAGEBWD_AROUND = {
     "key_sums": key_mean.WARPS, "rotary_key_sums": key_mean.WARPS, "key_mean": 4,
@@ -128,15 +129,16 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
 
 
 def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
-    """The programs that run before and after SageBwd's best levels, for the head size that takes more registers."""
+    """The programs that run before and after SageBwd's last levels, for the head size that takes more registers."""
     for capability in capabilities:
         if capability not in SAME_CODE:
             last = {levels: compiled_levels(levels, capability)[-1] for levels in (FORWARD_LEVELS, BACKWARD_LEVELS)}
             for kernel in BEFORE_FORWARD:
                 yield Case(kernel, last[FORWARD_LEVELS], capability, 128, True)
             yield Case("prepare_backward", last[BACKWARD_LEVELS], capability, 128, True)
-            if BACKWARD_LEVELS[last[BACKWARD_LEVELS]].integer_sums:
-                yield Case("finish", last[BACKWARD_LEVELS], capability, 128, True)
+            for level in compiled_levels(BACKWARD_LEVELS, capability):
+                if BACKWARD_LEVELS[level].hopper is level5:
+                    yield Case("finish", level, capability, 128, True)
             yield Case("rotate_back", last[BACKWARD_LEVELS], capability, 128, True)
 
 
@@ -236,7 +238,7 @@ def _around_source(case: Case) -> Source:
         signature = prologue.signature()
         return Source(prologue.rotate_back_program, signature, prologue.constants(head_dim), options)
     if case.kernel == "prepare_backward":
-        signature = before_backward.signature(with_units=level.integer_sums)
+        signature = before_backward.signature(with_units=level.pairs)
         constants = before_backward.constants(head_dim, level.grouped, case.is_causal)
         return Source(before_backward.prepare_program, signature, constants, options)
     return Source(units.finish_program, units.finish_signature(), units.finish_constants(head_dim), options)

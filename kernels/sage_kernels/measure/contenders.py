@@ -11,7 +11,7 @@ from sage_kernels.measure.peers import PEERS
 
 OURS = "sage_kernels"
 UNBIASED = f"{OURS}, unbiased"  # the same with the option of that name
-REPETITIONS = 30
+REPETITIONS = 16
 # Operations of a direction over those of the forward pass: two matmuls, five, and both.
 OPERATIONS = {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}
 

@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_kernels.hopper.toolbox import fetched_rows
 from sage_kernels.measure.compile import Case, cases, compiled_kernel, hopper_of, launch_of, machine_code
 from sage_kernels.measure.instructions import adding_loop, hot_loop
 from sage_kernels.measure.machine_loop import bytes_of
 from sage_kernels.measure.options import add_record, require_gpu
-from sage_kernels.sagebwd.backward import level4, level5
+from sage_kernels.sagebwd.backward import level4, level5, level6_apart
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
 from sage_ref.command_line import Failed
 from sage_ref.records import Row, markdown_table, write_record
@@ -34,7 +35,13 @@ HEAD_DIMS = (128, 64)
 LEVEL = {"forward": 5, "backward": 5}
 SECONDS = 1.5
 # Column of the record -> line of the report of Nsight Compute. Per cent of what the unit could do; cycles per issued
-# instruction that a warp waits; milliseconds and GHz.
+# instruction that a warp waits; milliseconds and GHz; how often.
+SHARED_METRICS = {
+    "shared": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "store_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    "load_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+}
 METRICS = {
     "tensor": "SM: Pipe Tensor Cycles Active",
     "issue": "SM: Issue Active",
@@ -48,6 +55,8 @@ METRICS = {
     "stall_long_scoreboard": "Stall Long Scoreboard",
     "profiled_ms": "Duration",
     "profiled_ghz": "SM Frequency",
+    "clocks": "Elapsed Cycles",
+    **SHARED_METRICS,
 }
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats")
 LAUNCH = re.compile(r"^  \S+ \(\d+, \d+, \d+\)x\(\d+, \d+, \d+\)", re.MULTILINE)
@@ -64,6 +73,7 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     output, log_sum_exp = run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale)
     hats = {name: getattr(forward, name) for name in ("q_hat", "k_hat", "v_range")}
     backward = prepare_backward(grad_output, query, key, value, output, log_sum_exp, LEVEL["backward"], **hats)
+    fetched, options = (fetched_rows(grad_output), fetched_rows(value)), {"is_causal": False, "scale": scale}
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         peer = F.scaled_dot_product_attention(*leaves)
@@ -75,10 +85,15 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     return {
         "forward": lambda: run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale),
         **{
-            name: lambda name=name: level4.run_kernel(name, backward, is_causal=False, scale=scale)
+            name: lambda name=name: level4.run_kernel(name, backward, *fetched, **options)
             for name in level4.kernels(head_dim)
         },
-        **{name: lambda: level5.run(backward, is_causal=False, scale=scale) for name in level5.kernels(head_dim)},
+        **{
+            name: lambda: level6_apart.run_keys(backward, *fetched, is_causal=False)
+            for name in set(level6_apart.kernels(head_dim)) - {"dq"}
+        },
+        # The last of ours: a second program follows it.
+        **{name: lambda: level5.run(backward, **options) for name in level5.kernels(head_dim)},
         "cuDNN forward": peer_forward,
         "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),
     }
@@ -101,6 +116,7 @@ def report(head_dim: int) -> str:
     """Nsight Compute's text on `launch_once`, clocks left alone. `Failed` with its last words if it fails."""
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", "regex:_program$"]
     command += [word for section in SECTIONS for word in ("--section", section)] + ["--print-details", "all"]
+    command += ["--metrics", ",".join(SHARED_METRICS.values())]
     code = f"from sage_kernels.measure.profile import launch_once; launch_once({head_dim})"
     done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -118,7 +134,8 @@ def parsed(text: str) -> list[dict[str, float]]:
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         values = {}
         for name, label in METRICS.items():
-            line = re.search(rf"^ +{re.escape(label)} +(\S+) +([\d.,]+)\s*$", text[start:end], re.MULTILINE)
+            # A count has no unit.
+            line = re.search(rf"^ +{re.escape(label)} +(?:(\S+) +)?([\d.,]+)\s*$", text[start:end], re.MULTILINE)
             if line is None or (name == "profiled_ms" and line[1] != "ms"):
                 raise ValueError(f"text: expected a line {label!r} of every launch, got {line and line[0]!r}")
             values[name] = float(line[2].replace(",", ""))

@@ -5,7 +5,6 @@ benchmark walks from FlashAttention to the fastest INT8 kernel by changing one n
 """
 
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
-from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5
+from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5, level6_apart
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
 from sage_kernels.sagebwd.backward.prepare import prepare
 from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq
@@ -66,7 +65,8 @@ class BackwardLevel(NamedTuple):
     hopper: ModuleType | None = None
     per_block: bool = False  # one scale per tile of P and dS, as in the paper, instead of one per row
     split_from: int = 256  # padded head size from which dK and dV take a program each
-    integer_sums: bool = False  # dQ is added up in integers, whose units are computed before
+    pairs: bool = False  # P and dS are kept in float16, by units that are computed before
+    causal_alone: bool = False  # without a mask it runs only if asked for
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """As in ForwardLevel. The start of a name says what the program computes."""
@@ -97,20 +97,36 @@ BACKWARD_LEVELS = (
         grouped=True, split_from=128,
     ),
     BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4),
+    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5, pairs=True),
     BackwardLevel(
-        "Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5, integer_sums=True
+        "Hopper: dK and dV in one pass, dQ apart", None, None, grouped=True, hopper=level6_apart, pairs=True,
+        causal_alone=True,
     ),
 )  # fmt: skip
 
 
 def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim: int) -> str | None:
     """Why a level can't run there, or None if it can."""
-    return None if level.hopper is None else hopper.obstacle(device, head_dim)
+    if level.hopper is None:
+        return None
+    why = hopper.obstacle(device, head_dim)
+    if why is None and not level.kernels(padded_head_dim(head_dim)):
+        return f"it has no program for a head size of {head_dim}"
+    return why
 
 
-def best_level(levels: Sequence[ForwardLevel | BackwardLevel], device: torch.device, head_dim: int) -> int:
-    """The last level of a ladder that can run there."""
-    return max(i for i, level in enumerate(levels) if obstacle(level, device, head_dim) is None)
+def best_forward_level(device: torch.device, head_dim: int) -> int:
+    """The last forward level that can run there."""
+    return max(i for i, level in enumerate(FORWARD_LEVELS) if obstacle(level, device, head_dim) is None)
+
+
+def best_backward_level(device: torch.device, head_dim: int, is_causal: bool, *, per_block: bool = False) -> int:
+    """The backward level that runs there by itself. per_block: with one scale per tile of P and dS."""
+    fits = (level.per_block == per_block and (is_causal or not level.causal_alone) for level in BACKWARD_LEVELS)
+    return max(
+        i for i, (level, fit) in enumerate(zip(BACKWARD_LEVELS, fits, strict=True))
+        if fit and obstacle(level, device, head_dim) is None
+    )  # fmt: skip
 
 
 def prepare_forward(
@@ -186,8 +202,8 @@ def prepare_backward(
 ) -> BackwardInputs:
     """What backward level `level` reads: delta, dO and its copies, and the transposes of the forward's Q^ and K^.
 
-    An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Level 5
-    alone needs the forward's v_range and is_causal, for its units.
+    An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Levels of
+    pairs alone, 5 and 6, need the forward's v_range and is_causal, for their units.
     """
     chosen = BACKWARD_LEVELS[level]
     grad_output, query, key, value = (last_axis_contiguous(x) for x in (grad_output, query, key, value))
@@ -195,9 +211,9 @@ def prepare_backward(
         delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
         delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
         return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None, None)
-    if chosen.integer_sums and v_range is None:
+    if chosen.pairs and v_range is None:
         raise ValueError(f"v_range: expected the forward's for backward level {level}, got None")
-    v_range = v_range if chosen.integer_sums else None
+    v_range = v_range if chosen.pairs else None
     options = {"grouped": chosen.grouped, "is_causal": is_causal}
     prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_range, start, **options)
     q_hat, k_hat, do_hat, delta, units = prepared

@@ -1,7 +1,7 @@
 """SageBwd as a registered PyTorch operation: autograd, torch.compile, CUDA graphs, autocast.
 
-Level 5 of both ladders on Hopper if the head size allows it, else forward level 4 and backward level 3. With
-granularity "block" the backward level is 2, everywhere.
+On Hopper, if the head size allows it: forward level 5, and backward level 5, or 6 in causal attention above a head size
+of 64. Elsewhere forward level 4 and backward level 3. With granularity "block" the backward level is 2, everywhere.
 All are deterministic. Saved for the backward pass, per token and head: Q^ and K^ in INT8, V and O in 16 bit, one
 float32 log-sum-exp. That is 6 D + 4 bytes and the block scales; FlashAttention saves 8 D + 4. A prologue with QK-norm
 saves Q and K in 16 bit as well: 4 D more.
@@ -19,15 +19,13 @@ from sage_kernels.common.operations import register
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd.ladder import (
-    BACKWARD_LEVELS,
-    FORWARD_LEVELS,
-    best_level,
+    best_backward_level,
+    best_forward_level,
     prepare_backward,
     prepare_forward,
     run_backward,
     run_forward,
 )
-from sage_kernels.sagebwd.ladder import obstacle as level_obstacle
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 from sage_ref.derivatives import gradients_once
 from sage_ref.prologue import Prologue
@@ -62,16 +60,12 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
 
 def forward_level(device: torch.device, head_dim: int) -> int:
     """The forward level that runs there."""
-    return best_level(FORWARD_LEVELS, device, head_dim)
+    return best_forward_level(device, head_dim)
 
 
-def backward_level(device: torch.device, head_dim: int, granularity: str = "row") -> int:
-    """The last backward level with these scales of P and dS that can run there."""
-    return max(
-        number
-        for number, level in enumerate(BACKWARD_LEVELS)
-        if level.per_block == (granularity == "block") and level_obstacle(level, device, head_dim) is None
-    )
+def backward_level(device: torch.device, head_dim: int, is_causal: bool, granularity: str = "row") -> int:
+    """The backward level with these scales of P and dS that runs there."""
+    return best_backward_level(device, head_dim, is_causal, per_block=granularity == "block")
 
 
 def forward(
@@ -139,7 +133,7 @@ def backward(
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ in O's layout, dK and dV in V's."""
-    level = backward_level(value.device, value.shape[3], granularity)
+    level = backward_level(value.device, value.shape[3], is_causal, granularity)
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}

@@ -5,7 +5,8 @@ Of Q^ and K^ the forward pass keeps one copy, to save memory; the matmuls that c
 NaN: a GPU's maximum passes over it, and INT8 has none. So a query whose L or delta is NaN spoils the scales of its
 block, of Q^ and of dO^, and through them every gradient that the block reaches.
 
-Units, for level 5. It keeps P and dS in float16 and dQ in sums of integers, and both need bounds that are known before:
+Units, for levels 5 and 6. They keep P and dS in float16, and level 5 keeps dQ in sums of integers. Both need bounds
+that are known before:
 - P is stretched by 2^15 and dP - delta by `fit`, the power of two that makes it just fit: |dP - delta| is at most
   2 D max|dO| max|V|, and |dS| = P (1 - P) |dP - its mean over the other keys| at most a quarter of that.
 - The parts of dQ are rounded to integers, in a unit per block of queries that keeps the sums within 31 bits: rows of P
@@ -40,7 +41,7 @@ WARPS = 8
 
 
 class Units(NamedTuple):
-    """What level 5 reads besides: see `store_units`."""
+    """What levels 5 and 6 read besides: see `store_units`. Level 6 needs neither step nor unit."""
 
     log_sum_exp: Tensor  # [B, H, Nq padded]: L - 15
     delta: Tensor  # [B, H, Nq padded]: delta fit

@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.hopper import HEAD_DIMS
-from sage_kernels.hopper.toolbox import rows_of_16_bytes
+from sage_kernels.hopper.toolbox import Fetched, fetched_rows
 from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 
@@ -38,22 +38,28 @@ def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bflo
 
 
 def run_kernel(
-    kernel: str, inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
+    kernel: str,
+    inputs: BackwardInputs,
+    do: Fetched,
+    v: Fetched,
+    start: Start = start_with_triton,
+    *,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, ...]:
-    """dQ [B, H, Nq, D]; dK, dV or both [B, Hkv, Nk, D]: what the program of that name computes."""
-    do, v = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
-    inputs = inputs._replace(grad_output=do, value=v)
+    """dQ [B, H, Nq, D]; dK, dV or both [B, Hkv, Nk, D]: what the program of that name computes.
+
+    do, v: the inputs' dO and V, fetched once for all programs where it takes a copy.
+    """
     if kernel == "dq":
-        return queries.run(inputs, start, is_causal=is_causal, scale=scale)
-    return keys.run(kernel, inputs, start, is_causal=is_causal)
+        return queries.run(inputs, do, v, start, is_causal=is_causal, scale=scale)
+    return keys.run(kernel, inputs, do, v, start, is_causal=is_causal)
 
 
 def run(
     inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
-    # Once for all programs, where it takes a copy.
-    do, v = rows_of_16_bytes(inputs.grad_output), rows_of_16_bytes(inputs.value)
-    inputs = inputs._replace(grad_output=do, value=v)
-    names = kernels(inputs.query.shape[3])
-    return tuple(x for name in names for x in run_kernel(name, inputs, start, is_causal=is_causal, scale=scale))
+    do, v = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
+    names, options = kernels(inputs.query.shape[3]), {"is_causal": is_causal, "scale": scale}
+    return tuple(x for name in names for x in run_kernel(name, inputs, do, v, start, **options))

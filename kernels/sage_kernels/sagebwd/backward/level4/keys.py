@@ -23,13 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, accumulator_16bit,
-    acquire, add_scaled, allocate, barrier, copy_own, count_query_tiles, descriptors, fast_exp2, fetch,
-    fetch_with_lines, key_work_item, release, ring, row_and_column, signature_of, sizes_of, skip,
-    start_16bit, start_int8, store_tokens,
+    HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Fetched, Sizes, Tiles, accumulator,
+    accumulator_16bit, acquire, add_scaled, allocate, barrier, copy_own, count_query_tiles, descriptors, fast_exp2,
+    fetch, fetch_with_lines, key_work_item, release, ring, row_and_column, signature_of, sizes_of, skip, start_16bit,
+    start_int8, store_tokens,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level4.queries import add_product, launch_options, quantize_by_row, start_scores
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
@@ -319,17 +320,22 @@ def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
     return signature_of(tile_shapes(padded_head_dim, dtype), pointers, scale="fp32")
 
 
-def run(kernel: str, inputs: BackwardInputs, start: Start, *, is_causal: bool) -> tuple[Tensor, ...]:
-    """dK, dV or both [B, Hkv, Nk, D]. The inputs' dO and V are such that the copy engine can fetch them."""
+def run(
+    kernel: str, inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """dK, dV or both [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
     key, q_hat, k_hat, do_hat = inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     head_dim, launch = key.shape[3], LAUNCHES[kernel]
     program, constants, options = program_of(kernel)
-    bytes_per_number = BYTES_PER_NUMBER[kernel]
-    sizes = sizes_of(inputs.query, key, launch.block_kv, of_keys=True, bytes_per_number=bytes_per_number)
-    gradients = tuple(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(len(kernel) // 2))
+    sizes = sizes_of(
+        inputs.query, key, launch.block_kv, of_keys=True, bytes_per_number=BYTES_PER_NUMBER[kernel],
+        v_heads_per_row=v.heads_per_row, do_heads_per_row=do.heads_per_row,
+        out_heads_per_row=heads_per_row(inputs.value),
+    )  # fmt: skip
+    gradients = tuple(empty_in_layout_of(inputs.value) for _ in range(len(kernel) // 2))
     tensors = (
-        k_hat.values, inputs.value, q_hat.values, inputs.grad_output, q_hat.transposed, do_hat.transposed,
-        inputs.log_sum_exp, inputs.delta,
+        k_hat.values, v.rows, q_hat.values, do.rows, q_hat.transposed, do_hat.transposed, inputs.log_sum_exp,
+        inputs.delta,
     )  # fmt: skip
     arguments = (
         *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), key.dtype)),

@@ -21,12 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, add_scaled, allocate, barrier,
-    copy_own, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Fetched, Sizes, Tiles, accumulator, acquire, add_scaled, allocate,
+    barrier, copy_own, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
     row_and_column, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import BackwardInputs
@@ -220,14 +221,19 @@ def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
     return signature_of(tile_shapes(padded_head_dim, dtype), pointers | {"dq_ptr": dtype}, scale="fp32")
 
 
-def run(inputs: BackwardInputs, start: Start, *, is_causal: bool, scale: float) -> tuple[Tensor]:
-    """dQ [B, H, Nq, D]. The inputs' dO and V are such that the copy engine can fetch them."""
+def run(
+    inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool, scale: float
+) -> tuple[Tensor]:
+    """dQ [B, H, Nq, D], in Q's layout. do, v: the inputs' dO and V."""
     query, q_hat, k_hat = inputs.query, inputs.q_hat, inputs.k_hat
     head_dim, launch = query.shape[3], LAUNCHES["dq"]
     constants, options = launch_options(launch)
-    sizes = sizes_of(query, inputs.key, launch.block_q, of_keys=False, bytes_per_number=4)
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    tensors = (q_hat.values, inputs.grad_output, k_hat.values, inputs.value, k_hat.transposed)
+    sizes = sizes_of(
+        query, inputs.key, launch.block_q, of_keys=False, bytes_per_number=4, v_heads_per_row=v.heads_per_row,
+        do_heads_per_row=do.heads_per_row, out_heads_per_row=heads_per_row(query),
+    )  # fmt: skip
+    dq = empty_in_layout_of(query)
+    tensors = (q_hat.values, do.rows, k_hat.values, v.rows, k_hat.transposed)
     arguments = (
         *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), query.dtype)),
         q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, dq, *sizes, scale,

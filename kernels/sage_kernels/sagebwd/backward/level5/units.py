@@ -1,4 +1,4 @@
-"""What both programs of level 5 share: their types of numbers, and the program after them.
+"""What both programs of level 5 share: their types of numbers, which are level 6's too, and the program after them.
 
 - P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
   largest. Two lie in one register, a *pair*, and one instruction multiplies, compares or rounds both.

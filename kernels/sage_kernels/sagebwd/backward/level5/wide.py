@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sage_kernels.common.launch import Launch
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, allocate, barrier,
-    count_query_tiles, key_work_item, row_and_column, start_16bit, start_int8, tokens_from,
+    HALF, LOADING_REGISTERS, ROWS, SIZES, TILE, Sizes, accumulator, accumulator_16bit, add_scaled_half, allocate,
+    barrier, count_query_tiles, key_work_item, row_and_column, start_16bit, start_int8, store_halves,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level5.units import (  # isort: skip
     DS_LAYOUT, Descriptors, Pointers, add_to_global, columns_of, copy_keys, ds_half, join_pairs, load_factors,
@@ -44,16 +44,6 @@ Keys = namedtuple("Keys", "k v kt")  # a program's K^, V and K^T
 Tiles = namedtuple("Tiles", "q do dot qt log_sum_exp delta")  # one place each
 Barriers = namedtuple("Barriers", "queries dot qt full empty")
 Memory = namedtuple("Memory", "keys keys_ready tiles barriers ds stages")  # stages: parts of dQ on their way
-
-
-@gluon.jit
-def add_scaled_half(gradient, product, s):
-    """gradient + product * s of half its columns, where it stands: `add_scaled` might come later."""
-    s = gl.convert_layout(s, gl.SliceLayout(1, accumulator(HALF)))
-    product, s = gl.broadcast(product.to(gl.float32), s[:, None])
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, s, gradient], dtype=gl.float32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -133,17 +123,6 @@ def query_tile(
     step = gl.load(pointers.step + at) * s_k
     add_part(ds, kt_j, memory.stages.index(W + zero), barriers, step, n, zero, dq_descriptor, at * TILE, DP, W)
     return dk_0, dk_1, dv_0, dv_1
-
-
-@gluon.jit
-def store_halves(pointer, left, right, head, first, n, heads_per_row, D: gl.constexpr):
-    """`store_tokens` of a gradient in halves of its columns."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
-    d = gl.arange(0, HALF, gl.SliceLayout(0, accumulator(HALF)))
-    rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
-    pointers, is_token = rows + row[:, None] * stride + d[None, :], (first + row < n)[:, None]
-    gl.store(pointers, left.to(pointer.dtype.element_ty), mask=is_token)
-    gl.store(pointers + HALF, right.to(pointer.dtype.element_ty), mask=is_token & (HALF + d < D)[None, :])
 
 
 @gluon.jit
