@@ -5,6 +5,7 @@ import itertools
 from sage_ref.course import full_batch_results as full_batch
 from sage_ref.course.claims import claims, hypothesis
 from sage_ref.course.pretraining_results import PAPER_LOSSES, loss_summary, pretrain_runs
+from sage_ref.experiments.context_parallel import MEMORY_SHARE, scaling_table
 from sage_ref.experiments.pretrain_speed import relative_rate, speed_table
 from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
 from sage_ref.experiments.table2 import PAPER_TABLE2, most_error_prone
@@ -12,7 +13,7 @@ from sage_ref.records import markdown_table, read_record
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
-FULL_BATCH = "full_batch_h200"
+FULL_BATCH, CONTEXT_PARALLEL = "full_batch_h200", "context_parallel_h200"
 MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
 
 
@@ -86,3 +87,15 @@ def pretraining_speed() -> str:
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
     described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
     return "\n\n".join([title, markdown_table(*speed_table(record.rows)), *sentences, described])
+
+
+def parallel() -> str:
+    """Time and memory of one long sequence on one GPU and on several."""
+    record = read_record(CONTEXT_PARALLEL)
+    plan, memory = (record.provenance[name] for name in ("plan", "memory_bytes"))
+    title = f"Forward and backward, of the slowest process, {record.timed}:"
+    # A pass that was timed once had its programs compiled in that time.
+    table = markdown_table(*scaling_table([row for row in record.rows if row["repetitions"] > 1], memory))
+    sizes = "{heads} heads of {head_dim}, no mask, bfloat16, SLA2 at {sparsity:.0%}".format(**plan)
+    fits = f'"fits up to": N that would take {MEMORY_SHARE:.0%} of a GPU\'s memory, if bytes grow as counted'
+    return f"{title}\n\n{table}\n\n{sizes}; {fits}; {record.caption}."

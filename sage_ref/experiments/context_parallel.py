@@ -136,17 +136,17 @@ def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: 
 
 
 def _rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, *, is_first: bool) -> list[Row]:
-    """is_first: run everything once before, and compare what several devices compute with one device's."""
+    """Everything runs once before it is timed, to compile programs. is_first: compare it with one device's then."""
     errors: dict[Pass, Row] = {one: {} for one in passes}
-    if is_first:
-        alone: dict[str, tuple[Tensor, ...]] = {}
-        for one in sorted(passes, key=lambda one: one.members.size):
-            *_, tensors = run_pass(one, n, plan, world)
-            name = one.attention.removesuffix("_ring")
-            if one.members.size == 1:
-                alone[name] = tuple(x.cpu() for x in tensors)
-            elif name in alone:
-                errors[one] = compared(tensors, alone[name], one.members, world)
+    alone: dict[str, tuple[Tensor, ...]] = {}
+    for one in sorted(passes, key=lambda one: one.members.size):
+        *_, tensors = run_pass(one, n, plan, world)
+        name = one.attention.removesuffix("_ring")
+        if is_first and one.members.size == 1:
+            alone[name] = tuple(x.cpu() for x in tensors)
+        elif name in alone:
+            errors[one] = compared(tensors, alone[name], one.members, world)
+        del tensors
     times: dict[Pass, list[float]] = {one: [] for one in passes}
     peaks: dict[Pass, float] = {}
     for repetition, order in enumerate(orders(len(passes), plan.repetitions)):
@@ -302,7 +302,9 @@ def run(options: argparse.Namespace) -> None:
             if n % (world.count * BLOCK):
                 raise ValueError(f"lengths: expected multiples of {BLOCK} tokens for each of {world.count}, got {n}")
         rows: list[Row] = []
-        facts: dict[str, Any] = {"plan": asdict(plan), "devices": world.count}
+        on_gpu = world.device.type == "cuda"
+        memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None
+        facts: dict[str, Any] = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
         if options.json and world.is_first:
             held.enter_context(only_writer(options.json))
             rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
@@ -321,6 +323,4 @@ def run(options: argparse.Namespace) -> None:
             if options.json and found.rows:
                 write_record(options.json, rows, command=options.command.replace("python -m", launcher), **facts)
         if world.is_first:
-            on_gpu = world.device.type == "cuda"
-            memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None
             print(markdown_table(*scaling_table(rows, memory)))
