@@ -94,7 +94,8 @@ def pictures() -> list[Figure | Films]:
     record = record_of(ARMS)
     videos = {arm: _small_video(path) for arm, path in _drawn(record).items()}
     strips = film_strips_figure(videos, title="From equal noise, after fine-tuning", frames=2)
-    films = films_of({arm: video for arm, video in videos.items() if arm in (FULL, "SLA2")})
+    # Every second frame: a notebook is not to weigh too much.
+    films = films_of({arm: video[:, ::2] for arm, video in videos.items() if arm in (FULL, "SLA2")})
     return [_closed(strips), films, _closed(selection(record))]
 
 
@@ -126,7 +127,7 @@ def arms(record: Record) -> Text:
         lines.append((arm, len(found), cells[0], above, *cells[1:], score))
     header = ("arm", "seeds", SHOWN[0], "loss above full's, 1/1000 (95%)", *SHOWN[1:], "VisionReward in the paper")
     left = record.provenance.get("unfinished")
-    unfinished = f" Not run yet: {', '.join(left)}." if left else ""
+    unfinished = f" {len(left)} of the plan's runs left; the record names them." if left else ""
     return Text(f"{markdown_table(header, lines)}\n\n{record.caption}.{unfinished}")
 
 
@@ -143,7 +144,7 @@ def claims(record: Record) -> Text:
 
 
 def selection(record: Record) -> Figure:
-    """What one block of queries selected, by the first head of the first and the last layer."""
+    """What one block of queries selected, by the first head of the last layer."""
     row = record.select(arm="SLA2")[0]
     tensors = load_file(recorded_file(PICTURES) / "selected.safetensors")
     frames = tensors["video"] / 127.5 - 1
@@ -153,7 +154,7 @@ def selection(record: Record) -> Figure:
     cubes = (frames.shape[1], side, side)
     block = tm // 2 + side // 4  # in the middle of the video
     queries = (torch.arange(tn) // (tn // tm) == block).view(cubes)
-    chosen = {f"layer {layer}": masks[layer, 0, block].view(cubes) for layer in (0, layers - 1)}
+    chosen = {f"layer {layers - 1}": masks[-1, 0, block].view(cubes)}
     return selected_figure(frames, chosen, queries, title="What one block of queries selected, first head")
 
 

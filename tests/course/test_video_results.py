@@ -84,7 +84,7 @@ def test_every_arm_has_its_difference_to_full_attention_and_the_papers_score(rec
     assert difference.mean == pytest.approx(sum(by_seed[0]) / 2 - sum(by_seed[1]) / 2, abs=1e-5)  # rows have six digits
     assert difference.low <= difference.mean <= difference.high
     assert lines["SLA2"][3].startswith(f"{1000 * difference.mean:+.3f} ({1000 * difference.low:+.3f} to")
-    assert "Not run yet: later_seed0." in text
+    assert "1 of the plan's runs left; the record names them." in text
     shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert shown == ["SLA2", "SLA2, 16 bit", AFTERWARDS, "sparse only", "SLA2 at 90%"]
 
@@ -110,9 +110,9 @@ def test_pictures_are_those_of_the_runs(recorded):
     assert films._repr_html_().count("<img") == 2
     assert repr(films) == "films: full, SLA2"
     assert isinstance(selected, Figure)
-    # Two of 8 blocks, in both slices of the video together, for each of two layers.
+    # Two of 8 blocks, in both slices of the video together, of the last layer.
     light = [ax.images[0].get_array().shape for ax in selected.axes]
-    assert light == [(8, 8, 3)] * 4
+    assert light == [(8, 8, 3)] * 2
 
 
 def test_times_are_those_of_the_record(recorded):
