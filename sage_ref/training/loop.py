@@ -1,5 +1,6 @@
 """A training run that can be killed: everything a checkpoint holds, and the loop that writes one now and then."""
 
+import io
 import math
 import time
 from abc import ABC, abstractmethod
@@ -136,13 +137,11 @@ class ResumableTraining(ABC):
         """In one step; what earlier saves left half written, because the run was killed, is removed."""
         state = self.state()
         remove_leftovers(checkpoint)
-        with replaced(checkpoint) as temporary, temporary.open("wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:  # on a full disk torch says this while it handles what the file said
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
+        # Into memory first: torch calls a file back from C++, and there Ctrl-C or a full disk may end the process.
+        checkpoint_bytes = io.BytesIO()
+        torch.save(state, checkpoint_bytes)
+        with replaced(checkpoint) as temporary:
+            temporary.write_bytes(checkpoint_bytes.getbuffer())
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved; ValueError if that was a run with other arguments."""

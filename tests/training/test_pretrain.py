@@ -1,13 +1,16 @@
 """A step reads its own batch in passes of any size, a stopped run goes on bit for bit, divergence is a result."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import signal
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pretrain_cases as cases
 import pytest
 import torch
@@ -339,13 +342,14 @@ def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, m
     training.save(checkpoint)
     before = checkpoint.read_bytes()
 
-    def killed(state, file):
-        file.write(b"half")
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killed(path, content):
+        with path.open("wb") as file:
+            file.write(content[:100])
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", killed)
+        patch.setattr(Path, "write_bytes", killed)
         child = os.fork()
         if child == 0:
             try:
@@ -359,6 +363,32 @@ def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, m
         temporary.write_text("of the other run")
         training.save(checkpoint)
     assert sorted(tmp_path.iterdir()) == [checkpoint, other]
+
+
+def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt_and_leaves_a_whole_checkpoint(tmp_path):
+    """In a process of its own, which it ended when torch wrote to the file: five hundred moments of a save."""
+    checkpoint, training = tmp_path / "run.pt", new_training()
+    started = time.perf_counter()
+    for _ in range(10):
+        training.save(checkpoint)
+    moments = np.random.default_rng(0).uniform(1e-5, (time.perf_counter() - started) / 10, 500)
+    child = os.fork()
+    if child == 0:
+        outcome = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            for moment in moments:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, moment)
+                    training.save(checkpoint)
+                    time.sleep(0.001)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            outcome = 0
+        finally:
+            os._exit(outcome)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    training.load(checkpoint)
+    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
