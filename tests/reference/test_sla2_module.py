@@ -19,7 +19,6 @@ from sage_ref.sla2 import (
     Relaxation,
     block_count,
     heuristic_scores,
-    router,
     selected_count,
     soft_top_k,
     top_blocks,
@@ -395,8 +394,7 @@ def test_state_dict_and_deepcopy_keep_what_was_learned(kind):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
 @EVERY
-def test_a_compiled_module_is_one_graph_with_the_same_numbers(kind, monkeypatch):
-    monkeypatch.setattr(router, "BISECTIONS", 2)  # every one is compiled
+def test_a_compiled_module_is_one_graph_with_the_same_numbers(kind):
     torch._dynamo.reset()
     leaves = [x.requires_grad_() for x in drawn_qkv(20, 40)]
     model = build(kind)

@@ -53,6 +53,17 @@ def test_it_is_a_sigmoid_with_one_shift_per_row(key_blocks, temperature, dtype):
     assert_close(soft.double(), torch.sigmoid(p_c.double() / temperature + one_shift), atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize(("key_blocks", "count"), [(2, 1), (9, 1), (9, 8), (256, 8), (256, 250), (4096, 123)])
+def test_the_shift_is_exact_up_to_rounding(key_blocks, count, size):
+    """Scores from a bell curve, from its cube, and in two groups far apart, one of which the count divides."""
+    bell = drawn(20, key_blocks)
+    groups = bell / size + (torch.arange(key_blocks) < (count + 1) // 2).double()
+    x = torch.cat([bell, bell**3, groups]) * size
+    soft = soft_top_k(x, count, 1.0)
+    assert_close(soft.sum(-1), torch.full((60,), float(count)).double(), atol=2e-14 * key_blocks, rtol=0)
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("temperature", [0.05, 0.1, 2.0])
 def test_the_gradient_passes_gradcheck_and_keeps_the_rows_sum(count, temperature):
