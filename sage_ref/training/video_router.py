@@ -1,6 +1,6 @@
 """Stage 1 of fine-tuning with SLA2: router and alpha of every layer, fitted to the pre-trained model's full attention.
 
-minimise |O_M - O|^2 / |O|^2, mean over layers:  O full attention of that layer, O_M SLA2 with a stand-in for its mask.
+minimise |O_M - O|^2 / |O|^2, mean over videos and layers:  O full attention, O_M SLA2 with a stand-in for its mask.
 
 The model itself stays as it is: it runs on made-up videos and lends its Q, K, V and O. All queries would take a matrix
 [N, N] in float32, so a step looks at a few blocks of queries, drawn anew each time, and at all keys.
@@ -89,7 +89,7 @@ def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SL
 
 
 def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor) -> Tensor:
-    """|O_M - O|^2 / |O|^2 over the queries of blocks `rows`. Q, K, V, O [B, H, N, D]; in float32."""
+    """|O_M - O|^2 / |O|^2 over the queries of blocks `rows`, mean over videos. Q, K, V, O [B, H, N, D]; in float32."""
     block_q = core.settings.block_q
     blocks = block_count(query.shape[-2], block_q)
     q, o = (into_blocks(x, block_q)[:, :, rows].flatten(2, 3).float() for x in (query, output))
@@ -97,7 +97,7 @@ def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: 
     weights = core.soft_block_mask(q, k)
     alpha = core.alpha(len(q), blocks)[:, :, rows]
     found = soft_sparse_linear_attention(q, k, v, weights, alpha, core.settings)
-    return (found - o).square().sum() / o.square().sum()
+    return ((found - o).square().sum((1, 2, 3)) / o.square().sum((1, 2, 3))).mean()
 
 
 class RouterTraining(ParallelTraining):

@@ -53,6 +53,7 @@ from sage_ref.records import read_record
 from sage_ref.sla2 import SLA2
 from sage_ref.training.video_clips import write_clips
 from sage_ref.training.video_flow import FlowTraining, flow_batch, started_model, write_weights
+from sage_ref.training.video_router import RouterTraining
 from sage_ref.training.video_scenes import draw_scenes, render
 
 DIGITS = made_up_digits()
@@ -128,6 +129,25 @@ def test_each_arm_trains_and_is_what_it_is_called(tmp_path, arm):
     expected = sparsity.get(arm[-3:-1], 0.75)
     assert arm == "SLA at 97%" or config.sparsity == expected
     assert config.cube == ((1, 1, 1) if arm == "rows in order" else (2, 2, 2))
+
+
+def test_int8_arms_and_16_bit_ones_share_a_stage_1(tmp_path, monkeypatch):
+    """It runs once, its checkpoint stays until the last of them is done, and a 16-bit arm alone fits its own."""
+    assert Run("SLA2, 16 bit", 1).stage1 == Run("SLA2", 1).stage1 == Run("SLA2", 1)
+    same = {arm: Run(arm, 0).stage1.arm for arm in ARMS if ARMS[arm].stage1}
+    assert {arm for arm, of in same.items() if arm != of} == {"SLA2, 16 bit", AFTERWARDS}
+    monkeypatch.setattr(plan_module, "DECISIVE", ("SLA2", "SLA2, 16 bit"))
+    monkeypatch.setattr(plan_module, "SINGLE", ())
+    quick = replace(PLAN, steps=1, stage1_steps=2, reports=1, seeds=(0,))
+    steps, original = [], RouterTraining.advance
+    monkeypatch.setattr(RouterTraining, "advance", lambda self: steps.append(self.step) or original(self))
+    runs, checkpoints = VideoRuns(quick, start_in(tmp_path), None), []
+    runs.work(planned(quick), lambda: checkpoints.append([path.name for path in tmp_path.glob("*.pt")]))
+    assert steps == [0, 1]
+    assert checkpoints == [["SLA2_seed0_stage1.pt"], []]
+    alone = tune(quick, Run("SLA2, 16 bit", 0), start_in(tmp_path / "alone"))
+    assert steps == [0, 1, 0, 1]
+    assert alone.row["stage1_error"] == all_rows(runs)[0]["stage1_error"] == all_rows(runs)[1]["stage1_error"]
 
 
 # What is measured

@@ -67,6 +67,17 @@ class Run(NamedTuple):
         plain = self.arm.replace("%", "")
         return "".join(letter if letter.isalnum() else "_" for letter in plain) + f"_seed{self.seed}"
 
+    @property
+    def stage1(self) -> "Run":
+        """The run whose stage 1 serves this one, too: INT8 is of stage 2 alone."""
+        fit = _fit(ARMS[self.arm])
+        return Run(next(name for name, other in ARMS.items() if _fit(other) == fit), self.seed)
+
+
+def _fit(arm: Arm) -> tuple:
+    """All that stage 1 depends on."""
+    return {name: x for name, x in arm.changes.items() if name != "quantize"}, arm.router, arm.alpha, arm.stage1
+
 
 @dataclass(frozen=True)
 class VideoPlan:
@@ -112,6 +123,7 @@ class VideoPlan:
         arm = ARMS[run.arm]
         return RouterSettings(
             steps=self.stage1_steps,
+            micro_batch_size=RouterSettings.batch_size,
             warmup_steps=self.stage1_steps // 10,
             report_every=max(1, self.stage1_steps // 2),
             query_blocks=self.query_blocks,
@@ -204,7 +216,7 @@ def step_seconds(config: VideoDiTConfig, videos: int, rates: Rates = Rates()) ->
     else:
         selected = selected_count(config.sparsity, block_count(config.tokens, config.block_kv))
         each = 1e-9 * (rates.sla2_linear_ns + rates.sla2_block_ns * selected)
-        attention = tokens * config.heads * config.layers * each * (2 if config.attention == "sla" else 1)
+        attention = tokens * config.heads * config.layers * each
     return linear + elementwise + attention
 
 
@@ -215,7 +227,8 @@ def run_seconds(plan: VideoPlan, model: VideoDiTConfig, arm: str, clips: int = 6
     judged += plan.restored * round(plan.restored_level * plan.sampling_steps)
     twins = 1 + sum(other.judged_as == arm for other in ARMS.values())
     seconds = rates.per_run_seconds + twins * judged * rates.forward * step_seconds(config, 1)
-    seconds += traits.stage1 * plan.stage1_steps * rates.stage1_seconds
+    has_own_stage1 = traits.stage1 and Run(arm, 0).stage1.arm == arm
+    seconds += has_own_stage1 * plan.stage1_steps * rates.stage1_seconds
     return seconds + traits.tuned * plan.steps * step_seconds(config, plan.batch_size)
 
 

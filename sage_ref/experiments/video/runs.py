@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -28,10 +28,11 @@ from sage_ref.training.full_batch import OutOfTime
 from sage_ref.training.processes import ParallelTraining, Processes, run_training
 from sage_ref.training.video import noisy
 from sage_ref.training.video_clips import clips_from, write_clips
-from sage_ref.training.video_flow import FlowTraining, Weights, digest, fast_arithmetic, started_model
-from sage_ref.training.video_router import RouterTraining
+from sage_ref.training.video_flow import FlowSettings, FlowTraining, Weights, digest, fast_arithmetic, started_model
+from sage_ref.training.video_router import RouterSettings, RouterTraining
 
 UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
+Settings = TypeVar("Settings", RouterSettings, FlowSettings)
 DRAWN = (FULL, NOT_TUNED, "SLA2", "SLA at 90%", "sparse only", "random router")  # pictures of all: below 3 MB
 
 
@@ -62,9 +63,10 @@ def tune(plan: VideoPlan, run: Run, start: Start) -> Tuned:
     arm, config = ARMS[run.arm], plan.config(start.model, run.arm)
     weights, row = start.weights, {}
     if arm.stage1:
-        stage1 = RouterTraining(config, plan.stage1(run), start.digits, weights, start.group)
+        fitted = plan.config(start.model, run.stage1.arm)
+        stage1 = RouterTraining(fitted, shared_out(plan.stage1(run), start), start.digits, weights, start.group)
         if stage1.settings.learns:
-            finish(stage1, start, f"{run.name}_stage1")
+            finish(stage1, start, stage1_name(run))
         weights = weights | stage1.core_weights()
         row = {"stage1_error": stage1.losses[-1]["validation_loss"], "stage1_seconds": round(stage1.seconds, 2)}
         row["diverged"] = stage1.diverged
@@ -73,15 +75,23 @@ def tune(plan: VideoPlan, run: Run, start: Start) -> Tuned:
     on_gpu = start.group.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    settings = plan.stage2(run)
-    settings = replace(settings, micro_batch_size=max(1, settings.batch_size // start.group.count))
-    stage2 = FlowTraining(config, settings, start.digits, start.group, start=weights)
+    stage2 = FlowTraining(config, shared_out(plan.stage2(run), start), start.digits, start.group, start=weights)
     finish(stage2, start, run.name)
     row |= {"steps": stage2.step, "diverged": stage2.diverged, "seconds": round(stage2.seconds, 2)}
     row["step_ms"] = median_step_ms(start.folder / f"{run.name}.jsonl")
     row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None
     row["curve"] = [[x["step"], x["validation_loss"]] for x in stage2.losses]
     return Tuned(config, stage2.averaged(), row)
+
+
+def shared_out(settings: Settings, start: Start) -> Settings:
+    """With a process's share of a step's videos as one pass."""
+    return replace(settings, micro_batch_size=max(1, settings.batch_size // start.group.count))
+
+
+def stage1_name(run: Run) -> str:
+    """Of the checkpoint of its stage 1, without an ending."""
+    return f"{run.stage1.name}_stage1"
 
 
 def finish(training: ParallelTraining, start: Start, name: str) -> None:
@@ -145,8 +155,12 @@ class VideoRuns:
         if not self.is_finished(run):
             self.parts.parts.pop(run.name, None)
         rows = self.parts.rows(run.name, partial(self.measured, run))
-        for stage in ("", "_stage1"):
-            (self.start.folder / f"{run.name}{stage}.pt").unlink(missing_ok=True)
+        checkpoints = [run.name]
+        left = (other for other in planned(self.plan) if other.name not in self.parts.parts)
+        if all(other.stage1 != run.stage1 for other in left):
+            checkpoints.append(stage1_name(run))
+        for name in checkpoints:
+            (self.start.folder / f"{name}.pt").unlink(missing_ok=True)
         return rows
 
     def samples_path(self, seed: int) -> Path:
