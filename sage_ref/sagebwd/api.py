@@ -64,8 +64,7 @@ def sagebwd_attention(
     NaN and infinity: a scale is shared by a block, so a NaN in a query gives NaN in that query's block, and a NaN in
     a value NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
     (batch, key head), since the mean does; without, every query that sees a key of its block. With unbiased a NaN in a
-    value does as one in a key with smooth_k. Other heads and
-    batches never notice.
+    value does as one in a key with smooth_k. Other heads and batches never notice.
 
     Magnitudes: sums are in float32, in float64 for float64. On the reference float16 of any size and other dtypes up to
     1e15 don't overflow; a result that its dtype can't hold is infinite, as O may be within 1% of the dtype's largest

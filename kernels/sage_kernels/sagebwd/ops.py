@@ -88,9 +88,9 @@ def forward(
     """
     prologue = Prologue(cos, sin, query_gain, key_gain, eps)
     options = {"scale": scale, "smooth_k": smooth_k, "unbiased": unbiased, "prologue": prologue}
-    level = forward_level(query.device, query.shape[3])
 
     def compute(start: Start) -> tuple[Tensor, ...]:
+        level = forward_level(query.device, query.shape[3])
         inputs = prepare_forward(query, key, value, level, start, **options)
         output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
         q_hat, k_hat = inputs.q_hat, inputs.k_hat
@@ -98,7 +98,7 @@ def forward(
 
     inputs = query, key, value, cos, sin, query_gain, key_gain
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        return recorded(("forward", level, is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
+        return recorded(("forward", is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
 
 
 def fake_forward(
@@ -133,9 +133,9 @@ def backward(
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ in O's layout, dK and dV in V's."""
-    level = backward_level(value.device, value.shape[3], is_causal, granularity)
 
     def compute(start: Start) -> tuple[Tensor, ...]:
+        level = backward_level(value.device, value.shape[3], is_causal, granularity)
         hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
         # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
         tensors = grad_output, output, value, value, output, log_sum_exp
@@ -144,7 +144,7 @@ def backward(
 
     inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range
     with torch.cuda.device_of(value):
-        return recorded(("backward", level, is_causal, scale), inputs, compute)
+        return recorded(("backward", is_causal, scale, granularity), inputs, compute)
 
 
 def fake_backward(

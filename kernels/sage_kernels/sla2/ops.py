@@ -76,10 +76,10 @@ def forward(
 
     Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
     """
-    level = forward_level(query.device, query.shape[3], quantize)
     chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
 
     def compute(start: Start) -> list[Tensor]:
+        level = forward_level(query.device, query.shape[3], quantize)
         prepared = prepare(query, key, value, chooser, alpha, level, start, scale=scale)
         result = run(prepared, level, start, scale=scale, save=save)
         if not save:
@@ -91,7 +91,7 @@ def forward(
 
     inputs = query, key, value, alpha, block_mask, proj_q, proj_k, protected
     with torch.cuda.device_of(query), without_autocast(query):  # Triton launches on the current device
-        return list(recorded(("sla2_forward", level, count, scale, save), inputs, compute))
+        return list(recorded(("sla2_forward", count, quantize, scale, save), inputs, compute))
 
 
 def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
@@ -129,9 +129,9 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV, dalpha."""
-    level = backward_level(query.device, query.shape[3])
 
     def compute(start: Start) -> tuple[Tensor, ...]:
+        level = backward_level(query.device, query.shape[3])
         inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
         choice = Choice(block_mask, complement, BlockLists(entries, counts))
         return run_backward(inputs, choice, start, scale=scale, level=level)
@@ -141,7 +141,7 @@ def backward(
         complement, k_mean,
     )  # fmt: skip
     with torch.cuda.device_of(query), without_autocast(query):
-        return recorded(("sla2_backward", level, scale), inputs, compute)
+        return recorded(("sla2_backward", scale), inputs, compute)
 
 
 def fake_backward(grad_output, query, key, value, alpha, *_):
