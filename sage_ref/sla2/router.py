@@ -79,9 +79,9 @@ def row_shift(logits: Tensor, count: int) -> Tensor:
     Then lambda lies between -log(n - count) and log(count), whatever the temperature. Say k = count, and the last of
     the largest is h above zero, the first of the others h below. At log(k) each of the k largest lacks at most
     1 / (1 + k e^h) of 1, and the next one alone is 1 / (1 + e^h / k), at least as much as they lack together: the row
-    sums to k or more. At the lower end likewise, to k or less. Bisection makes this bracket NARROW. Newton's method does
-    the rest: a sigmoid's slope changes by a factor of at most e^d over a distance d, so an error e < NARROW / 2 becomes
-    less than e^2 e^e / 2, and 4e-11 after four steps.
+    sums to k or more. At the lower end likewise, to k or less. Bisection makes this bracket NARROW. Newton's method
+    does the rest: a sigmoid's slope changes by a factor of at most e^d over a distance d, so an error e < NARROW / 2
+    becomes less than e^2 e^e / 2, and 4e-11 after four steps.
     """
     n = logits.shape[-1]
     lowest, highest = -math.log(n - count), math.log(count)
