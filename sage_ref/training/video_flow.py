@@ -10,7 +10,7 @@ A model can start from the weights of another: one that learned smaller videos, 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,6 +33,7 @@ from sage_ref.training.video_scenes import moving_scenes, seed_of
 # First numbers of the seeds, so that no scene is drawn for two purposes.
 PURPOSES = ("train", "finetune", "route", "validate", "judge", "sample", "restore", "watch")
 PART_BYTES = 15 * 2**20
+BEFORE_CAPTURE = 3  # passes that compile and choose their programs, which a graph must not
 WORSE_THAN_NONE = 1.1  # times the loss of answering 0: a run there has diverged
 # cuDNN's attention is the fastest that PyTorch has for a Hopper GPU.
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -282,3 +283,39 @@ def sample(model: nn.Module, noisy_video: Tensor, steps: int, noise_level: float
         velocity = model(x, torch.full((len(x),), t, device=x.device))
         x = x + (following - t) * velocity.to(x.dtype)
     return x
+
+
+@torch.no_grad()
+def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """model(video, noise_level) as a CUDA graph: the host starts one graph for a pass, and not each of its programs.
+
+    It is for videos of the shape and place of `video`, [B, 3, T, size, size], whose values don't count, and for the
+    autocast of this moment. A call overwrites the velocity that the call before it returned. There are no gradients.
+    ValueError for a video that is on no GPU.
+    """
+    if video.device.type != "cuda":
+        raise ValueError(f"video: expected a tensor on a CUDA device, got one on {video.device}")
+    inputs = torch.zeros_like(video), torch.ones(len(video), device=video.device)
+    caches_casts = torch.is_autocast_cache_enabled()
+    # The graph would go on reading casts of weights that autocast frees.
+    torch.set_autocast_cache_enabled(False)
+    try:
+        beside = torch.cuda.Stream(video.device)
+        beside.wait_stream(torch.cuda.current_stream(video.device))
+        with torch.cuda.stream(beside):
+            for _ in range(BEFORE_CAPTURE):
+                model(*inputs)
+        torch.cuda.current_stream(video.device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            velocity = model(*inputs)
+    finally:
+        torch.set_autocast_cache_enabled(caches_casts)
+
+    def replay(video: Tensor, noise_level: Tensor) -> Tensor:
+        for held, given in zip(inputs, (video, noise_level), strict=True):
+            held.copy_(given)
+        graph.replay()
+        return velocity
+
+    return replay

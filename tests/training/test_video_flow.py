@@ -20,7 +20,16 @@ from sage_ref.tracing import relative_l2
 from sage_ref.training import video_flow
 from sage_ref.training.loop import Diverged
 from sage_ref.training.processes import Processes, processes, run_training
-from sage_ref.training.video_flow import FlowTraining, flow_batch, read_weights, sample, started_model, write_weights
+from sage_ref.training.video_flow import (
+    FlowTraining,
+    fast_arithmetic,
+    flow_batch,
+    graphed,
+    read_weights,
+    sample,
+    started_model,
+    write_weights,
+)
 from sage_ref.training.video_router import RouterTraining
 
 DIGITS = made_up_digits()
@@ -54,6 +63,11 @@ def test_who_knows_the_velocity_has_no_loss_and_samples_the_video_in_any_number_
     assert torch.allclose(sample(model, noise, steps), video, atol=1e-5)
     partly = 0.6 * noise + 0.4 * video
     assert torch.allclose(sample(model, partly, steps, noise_level=0.6), video, atol=1e-5)
+
+
+def test_a_graph_is_asked_for_on_a_gpu():
+    with pytest.raises(ValueError, match="video: expected a tensor on a CUDA device, got one on cpu"):
+        graphed(Velocity(torch.zeros(1)), torch.zeros(1, 3, 1, 8, 8))
 
 
 def test_a_batch_is_a_function_of_its_seed_and_its_levels_fill_the_range():
@@ -324,6 +338,24 @@ def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_re
     whole, exact_whole = (torch.cat([x.flatten() for x in y.values()]) for y in (gradients, exact_gradients))
     assert relative_l2(whole, exact_whole) < 0.03
     assert later == pytest.approx(exact_later, rel=0.03 if attention.startswith("sla") else 0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_on_a_gpu_a_graph_samples_what_the_model_does_for_every_noise(attention):
+    config = replace(ON_GPU, attention=attention, backend="triton")
+    settings = replace(SETTINGS, autocast=True, compile=True)
+    training = FlowTraining(config, settings, DIGITS, Processes(device=torch.device("cuda")))
+    for _ in range(3):  # at the start the velocity is zero
+        training.advance()
+    with fast_arithmetic(torch.device("cuda"), autocast=True):
+        draws = [torch.randn(2, 3, config.frames, config.size, config.size, device="cuda") for _ in range(3)]
+        graph = graphed(training.average, draws[0])
+        found = [sample(graph, noise, 3) for noise in draws]
+        expected = [sample(training.average, noise, 3) for noise in draws]
+    for x, wanted in zip(found, expected, strict=True):
+        assert torch.equal(x, wanted)
+    assert not torch.equal(found[1] - draws[1], found[2] - draws[2])
 
 
 @pytest.mark.gpu

@@ -399,9 +399,9 @@ def time_attentions(options: argparse.Namespace) -> None:
         if reason and options.attentions:
             raise ValueError(f"attentions: expected those that can run here, got {name}: {reason}")
     here = [name for name, reason in missing.items() if reason is None]
-    rows = speed_rows(plan, model, digit_images(), device, here)
-    print(speed_table(rows))
     left_out = {name: reason for name, reason in missing.items() if reason}
+    rows = speed_rows(plan, model, digit_images(), device, here, left_out)
+    print(speed_table(rows))
     for name, reason in left_out.items():
         print(f"not timed: {name}: {reason}")
     write_if_asked(options, rows, plan=asdict(plan), model=asdict(model), not_timed=left_out)

@@ -1,7 +1,8 @@
 """A training step, and the sampling of a whole video, with SLA2 and with the attentions that it competes with.
 
 Every repetition takes one step with each in turn, so that all share one clock; sampling likewise. A step is all of it:
-the scenes made, both passes, AdamW, the moving average. Sampling is `sampling_steps` forward passes.
+the scenes made, both passes, AdamW, the moving average. Sampling is `sampling_steps` forward passes. On a GPU it is also
+timed with each pass as one CUDA graph: a short video's many small programs take longer to start than to run.
 
 FlexAttention has the same share of selected keys, in blocks of 128 x 128 that are drawn once: its backward pass needs
 such blocks. It has no router and no linear branch.
@@ -10,6 +11,7 @@ such blocks. It has no router and no linear branch.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,9 +28,10 @@ from sage_ref.models.video_dit import VideoDiTConfig
 from sage_ref.records import Row, markdown_table
 from sage_ref.sla2 import block_count, selected_count
 from sage_ref.training.processes import Processes
-from sage_ref.training.video_flow import FlowSettings, FlowTraining, fast_arithmetic, sample
+from sage_ref.training.video_flow import FlowSettings, FlowTraining, fast_arithmetic, graphed, sample
 
 FLEX_BLOCK = 128
+Velocity = Callable[[Tensor, Tensor], Tensor]  # of a noisy video at a noise level
 
 
 class SdpaCore(nn.Module):
@@ -122,9 +125,17 @@ def why_missing(name: str, device: torch.device) -> str | None:
 
 
 def speed_rows(
-    plan: VideoSpeedPlan, model: VideoDiTConfig, digits: Tensor, device: torch.device, names: Sequence[str]
+    plan: VideoSpeedPlan,
+    model: VideoDiTConfig,
+    digits: Tensor,
+    device: torch.device,
+    names: Sequence[str],
+    not_timed: dict[str, str],
 ) -> list[Row]:
-    """Of each length of a video: a row for a step and one for sampling, of every contender. All take turns."""
+    """Of each length of a video: a row for a step and one or two for sampling, of every contender. All take turns.
+
+    not_timed: takes what could not be captured as a CUDA graph, and why.
+    """
     rows = []
     for frames in plan.frames:
         config = replace(model, frames=frames)
@@ -133,19 +144,40 @@ def speed_rows(
         def step(name: str, trainings: dict[str, FlowTraining] = trainings) -> None:
             trainings[name].advance()
 
-        def sampled(name: str, trainings: dict[str, FlowTraining] = trainings, config=config) -> None:
-            shape = (1, 3, config.frames, config.size, config.size)
-            noise = torch.randn(shape, device=device)
-            with torch.no_grad(), fast_arithmetic(device, plan.autocast):
-                sample(trainings[name].average, noise, plan.sampling_steps)
+        models = {name: training.average for name, training in trainings.items()}
+        noise = torch.randn(1, 3, config.frames, config.size, config.size, device=device)
+
+        def sampled(name: str, models: dict[str, Velocity] = models, noise: Tensor = noise) -> None:
+            with fast_arithmetic(device, plan.autocast):
+                sample(models[name], noise, plan.sampling_steps)
 
         place = {"frames": frames, "tokens": config.tokens, "sparsity": config.sparsity}
         step_place = place | {"what": "step", "videos": plan.videos_of(frames), "sampling_steps": None}
         rows += [step_place | row for row in in_turn(step, names, plan.warmup, plan.repetitions, device)]
         sample_place = place | {"what": "sampling", "videos": 1, "sampling_steps": plan.sampling_steps}
         rows += [sample_place | row for row in in_turn(sampled, names, 1, plan.sampled, device)]
-        del trainings, step, sampled
+        graphs = captured(models, noise, plan.autocast, not_timed) if device.type == "cuda" else {}
+        if graphs:
+            # Their memory is kept from one replay to the next, of all contenders: no row's own.
+            graph_place = {"what": "sampling, CUDA graph", "memory_gb": None}
+            timed = in_turn(partial(sampled, models=graphs), list(graphs), 1, plan.sampled, device)
+            rows += [sample_place | row | graph_place for row in timed]
+        del trainings, models, graphs, step, sampled
     return rows
+
+
+def captured(
+    models: dict[str, nn.Module], noise: Tensor, autocast: bool, not_timed: dict[str, str]
+) -> dict[str, Velocity]:
+    """Each model's pass as a CUDA graph, without those that PyTorch can't capture: they go into not_timed."""
+    graphs: dict[str, Velocity] = {}
+    for name, model in models.items():
+        try:
+            with fast_arithmetic(noise.device, autocast):
+                graphs[name] = graphed(model, noise)
+        except RuntimeError as error:
+            not_timed[f"{name}, CUDA graph"] = str(error).splitlines()[0]
+    return graphs
 
 
 def new_training(
