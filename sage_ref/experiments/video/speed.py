@@ -1,8 +1,8 @@
 """A training step, and the sampling of a whole video, with SLA2 and with the attentions that it competes with.
 
 Every repetition takes one step with each in turn, so that all share one clock; sampling likewise. A step is all of it:
-the scenes made, both passes, AdamW, the moving average. Sampling is `sampling_steps` forward passes. On a GPU it is also
-timed with each pass as one CUDA graph: a short video's many small programs take longer to start than to run.
+the scenes made, both passes, AdamW, the moving average. Sampling is `sampling_steps` forward passes. On a GPU it is
+also timed with each pass as one CUDA graph: a short video's many small programs take longer to start than to run.
 
 FlexAttention has the same share of selected keys, in blocks of 128 x 128 that are drawn once: its backward pass needs
 such blocks. It has no router and no linear branch.
