@@ -7,7 +7,7 @@ Minutes: 60
 MEASURED_MS holds times of one H200: this repository's INT8 attention and cuDNN's 16-bit attention, timed in turn. At
 every length N there are 32,768 tokens (a batch of 32,768 / N sequences) and 2,048 numbers per token (16 heads of D =
 128, or 32 of D = 64). INT8 tensor cores are twice as fast. In the forward pass, cuDNN's time over ours is 0.61 at one
-end of the row and 1.18 at the other.
+end of the row and 1.19 at the other.
 
 First write small models that predict such numbers, then answer what the numbers say, and what they don't. Look at a
 prediction's error before you believe its explanation.
@@ -22,25 +22,25 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 # Medians in ms, bfloat16; D = 128 and no mask where nothing else is said.
 MEASURED_MS = {
     "forward": {
-        "ours": (0.72192, 1.01872, 1.66717, 2.90898, 5.52709),
-        "cudnn": (0.4396, 0.83411, 1.63933, 3.26629, 6.5277),
+        "ours": (0.71958, 1.00344, 1.66314, 2.88368, 5.46254),
+        "cudnn": (0.44205, 0.83666, 1.63666, 3.23715, 6.48539),
     },
     "forward, causal": {
-        "ours": (0.60928, 0.72949, 1.04214, 1.63234, 2.83502),
-        "cudnn": (0.29862, 0.50656, 0.92963, 1.76282, 3.40838),
+        "ours": (0.61555, 0.73315, 1.03781, 1.62717, 2.8107),
+        "cudnn": (0.29954, 0.5112, 0.92869, 1.75917, 3.40605),
     },
     "forward, D = 64": {
-        "ours": (0.96032, 1.40739, 2.36421, 4.25016, 8.18499),
-        "cudnn": (0.60699, 1.17594, 2.30525, 4.58477, 9.13758),
+        "ours": (0.9703, 1.37914, 2.31714, 4.20069, 8.10787),
+        "cudnn": (0.61248, 1.15536, 2.26158, 4.51613, 8.98549),
     },
     "both passes": {
-        "ours": (2.59208, 4.16498, 7.2624, 13.1613, 25.57075),
-        "cudnn": (1.96907, 3.53486, 6.61765, 12.97976, 25.84949),
-        "fa4": (1.82379, 3.24238, 5.85728, 11.14525, 22.04984),  # FlashAttention-4, 16 bit
+        "ours": (2.5271, 4.04152, 7.12163, 12.9137, 24.73253),
+        "cudnn": (1.96232, 3.51602, 6.64398, 12.86693, 25.75376),
+        "fa4": (1.82538, 3.19078, 5.88045, 11.16598, 21.95683),  # FlashAttention-4, 16 bit
     },
     "both passes, CUDA graph": {  # the same work without the host's time
-        "ours": (2.54083, 4.07, 7.18813, 13.18869, 25.40706),
-        "cudnn": (1.94166, 3.45818, 6.58781, 13.10086, 25.71326),
+        "ours": (2.49814, 3.94141, 6.95963, 12.83853, 24.87176),
+        "cudnn": (1.94955, 3.48216, 6.58816, 12.71286, 25.8068),
     },
 }
 # Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units.
@@ -76,8 +76,8 @@ def quantization_bytes(batch: int, heads: int, kv_heads: int, n_q: int, n_k: int
 def share_of_time(bytes_moved: float, terabytes_per_second: float, ms: float) -> float:
     """The share of `ms` milliseconds that moving so many bytes takes at this rate; a terabyte is 10^12 bytes.
 
-    >>> round(share_of_time(738_246_656, 4.8, 0.72192), 3)  # quantisation in the first number of the first row
-    0.213
+    >>> round(share_of_time(738_246_656, 4.8, 0.71958), 3)  # quantisation in the first number of the first row
+    0.214
     """
     raise NotImplementedError("share_of_time: time for the bytes over the time measured")
 
@@ -88,9 +88,9 @@ def line(n_1: int, ms_1: float, n_2: int, ms_2: float) -> tuple[float, float]:
     With a fixed number of tokens, work per token (reading, rounding, launching) is the same at every N, and work per
     score grows with N.
 
-    >>> fixed, per_key = line(2048, 1.01872, 8192, 2.90898)
-    >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.53
-    (0.389, 5.43)
+    >>> fixed, per_key = line(2048, 1.00344, 8192, 2.88368)
+    >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.46
+    (0.377, 5.39)
     """
     raise NotImplementedError("line: slope, then what is left at N = 0")
 
@@ -136,13 +136,13 @@ def clocks_per_score(
 def answers() -> dict[str, str]:
     """{"why_short": letter, "why_not_twice": letter, ...}: for each question, the reason that the numbers support.
 
-    why_short: "forward" at N = 1024 takes us 1.64 times as long as cuDNN, although our matmuls are faster. Why?
+    why_short: "forward" at N = 1024 takes us 1.63 times as long as cuDNN, although our matmuls are faster. Why?
         a  Python and PyTorch start our kernels more slowly.
         b  With N = 1024 there are too few programs to fill the GPU.
         c  We have work per token that cuDNN hasn't, and at N = 1024 there are few scores per token to save it back.
         d  INT8 tensor cores are slow for small matrices.
 
-    why_not_twice: `line` through "forward" at 2048 and 8192 says that a further key costs cuDNN 1.29 times as much as
+    why_not_twice: `line` through "forward" at 2048 and 8192 says that a further key costs cuDNN 1.28 times as much as
         us. Why not 2?
         a  A score also needs an exponential, a maximum and a rounding, which INT8 doesn't make faster.
         b  Quantisation takes the rest of the gain.
@@ -150,7 +150,7 @@ def answers() -> dict[str, str]:
         d  Keys and values must be read from memory.
 
     why_causal: The causal mask removes nearly half of the scores. At N = 16384 our "forward" takes 49% less time with
-        it, at N = 1024 only 16% less. Why?
+        it, at N = 1024 only 14% less. Why?
         a  Masked scores are computed all the same, and set to -infinity.
         b  Tiles on the diagonal are computed whole.
         c  A causal mask makes programs of different length, so that some multiprocessors wait.
@@ -164,10 +164,10 @@ def answers() -> dict[str, str]:
         d  Twice as many heads are twice as many kernel launches.
 
     which_claim: Which sentence may stand in a report?
-        a  INT8 attention is 1.18 times as fast as 16-bit attention on an H200.
-        b  From 4,141 tokens on, INT8 attention makes training faster than 16-bit attention.
-        c  At N = 16,384, D = 128, without a mask, cuDNN takes 1.18 times as long as we do in the forward pass, and 1.01
+        a  INT8 attention is 1.19 times as fast as 16-bit attention on an H200.
+        b  From 4,018 tokens on, INT8 attention makes training faster than 16-bit attention.
+        c  At N = 16,384, D = 128, without a mask, cuDNN takes 1.19 times as long as we do in the forward pass, and 1.04
            times in both passes; FlashAttention-4 is faster than either in both passes.
-        d  Tensor cores of twice the rate make the forward pass 1.18 times as fast.
+        d  Tensor cores of twice the rate make the forward pass 1.19 times as fast.
     """
     raise NotImplementedError("answers: a letter for each question")

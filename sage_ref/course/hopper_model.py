@@ -33,7 +33,7 @@ class Work(NamedTuple):
 FORWARD_WORK = {0: Work(0, 2, 4), 1: Work(1, 1, 3)}  # S and O = P V; later levels have both in INT8
 BACKWARD_WORK = {
     "dq_16bit": Work(0, 3, 4), "dkdv_16bit": Work(0, 4, 4),
-    "dq": Work(2, 1, 4), "dk": Work(2, 1, 4), "dv": Work(2, 0, 2), "dkdv": Work(3, 1, 5),
+    "dq": Work(2, 1, 4), "dk": Work(2, 1, 4), "dv": Work(2, 0, 2), "dkdv": Work(3, 1, 5), "dkdv_pairs": Work(3, 1, 5),
     "dqdkdv": Work(4, 1, 13), "dqdkdv_wide": Work(4, 1, 13),  # 8 of them for an addition to dQ: a read and a write
 }  # fmt: skip
 

@@ -52,15 +52,18 @@ def limits() -> str:
     """Busy units, stalls, clock and power of every Hopper kernel."""
     record = read_record(PROFILE)
     percent = {"tensor": "tensor cores", "exp2": "exp2", "alu": "ALU", "fma": "FMA", "issue": "issue slots", "l2": "L2"}
+    percent |= {"shared": "shared memory"}
     lines = []
     for row in record.rows:
-        profiled = [""] * (len(percent) + 2)  # of a peer only clock and power are known
+        profiled = [""] * (len(percent) + 4)  # of a peer only clock and power are known
         if row["tensor"] is not None:
             stalls = (row["stall_barrier"], row["stall_wait"], row["stall_not_selected"])
             profiled = [
                 *(f"{row[name]:.0f}%" for name in percent),
                 " / ".join(f"{stall:.1f}" for stall in stalls),
-                f"{row['profiled_ms']:.2f} at {row['profiled_ghz']:.2f}",
+                f"{row['clocks'] / 1e6:.2f}",
+                f"{row['shared_wavefronts'] / 1e6:.0f}",
+                f"{(row['store_conflicts'] + row['load_conflicts']) / 1e6:.1f}",
             ]
         lines.append(
             (
@@ -70,10 +73,12 @@ def limits() -> str:
                 f"{row['sustained_watts']:.0f}{', capped' if row['power_capped'] else ''}",
             )
         )
-    header = ("kernel", *percent.values(), "stalls", "ms at GHz, alone", "in a loop", "watts")
+    counts = ("clocks, M", "wavefronts, M", "bank conflicts, M")
+    header = ("kernel", *percent.values(), "stalls", *counts, "ms at GHz, in a loop", "watts")
     described = (
         "Per cent of what a unit could do, in one launch under Nsight Compute; stalls: clocks per issued instruction "
-        "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for a turn"
+        "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for a "
+        "turn; M: millions; a wavefront: 128 bytes of shared memory, one clock of a multiprocessor's"
     )
     return f"{markdown_table(header, lines)}\n\n{described}. N={MAIN_N}, not causal; {record.caption}."
 

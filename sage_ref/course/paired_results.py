@@ -7,7 +7,6 @@ from sage_ref.experiments.pretrain_speed import relative_rate
 from sage_ref.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
-PAIRED_NOW = "paired_now_h200"  # the kernels as they are, at most shapes, without FlashAttention-4
 PAIRED_PINNED = "paired_triton371_h200"  # with the Triton that our pins install; the others: with their machine's
 OURS, UNBIASED = "sage_kernels", "sage_kernels, unbiased"
 OUR_NAMES = {OURS: "ours", UNBIASED: "ours, unbiased"}
@@ -57,13 +56,11 @@ def ratio_lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
 def headline() -> str:
     """For the first page: what INT8 gains and loses, on its own, in a training step, and sparse."""
     both = {"scope": "autograd", "direction": "fwd+bwd", "cuda_graph": False}
-    dense = newest_ratios(**both).values()
+    dense = [peer_ratios(of) for _, of in turns(read_record(PAIRED).select(**both))]
     spans = {}
     for peer in PEER_NAMES:
         found = [ratios[peer] for ratios in dense if peer in ratios]
         spans[peer] = f"{min(found):.2f} to {max(found):.2f}"
-    before, now = (dict(_cudnn(name, **both)) for name in (PAIRED, PAIRED_NOW))
-    gain = max(ratio / before[place] for place, ratio in now.items()) - 1
     steps = read_record(PRETRAIN_SPEED)
     trained = sorted(steps.select(attention="sagebwd", devices=1), key=lambda row: row["context"])
     exact, fa4 = (
@@ -76,11 +73,10 @@ def headline() -> str:
     speed = (
         f"- **Speed.** On an H200, all timed in turn, quantisation included, both passes of attention alone: "
         f"FlashAttention-2 takes {spans['sdpa_flash']} times as long as we do, cuDNN {spans['sdpa_cudnn']}, cuDNN "
-        f"in FP8 {spans['cudnn_fp8']} (with three times our error), FlashAttention-4 in bf16 {spans['fa4']} (beside "
-        f"our kernels before their last change, up to {gain:.0%} slower): it is the fastest everywhere. We lose most "
-        f"at short lengths and with a causal mask: INT8 makes matmuls cheaper, not exponentials and rounding, and dP "
-        f"stays in 16 bit. A training step (our kernels do its QK-norm and rotation, too) is {exact} times as fast "
-        f"({contexts} tokens) as with cuDNN, {fa4} with FlashAttention-4."
+        f"in FP8 {spans['cudnn_fp8']} (with three times our error), FlashAttention-4 in bf16 {spans['fa4']}: it is the "
+        f"fastest everywhere. We lose most at short lengths and with a causal mask: INT8 makes matmuls cheaper, not "
+        f"exponentials and rounding, and dP stays in 16 bit. A training step (our kernels do its QK-norm and rotation, "
+        f"too) is {exact} times as fast ({contexts} tokens) as with cuDNN, {fa4} with FlashAttention-4."
     )
     sla2 = (
         f"- **Sparse.** At 97% and {n:,} tokens FlashAttention-2 takes {sparse['sdpa_flash']:.0f} times as long "
@@ -88,40 +84,6 @@ def headline() -> str:
         f"{sparse['fa4']:.2f}: it is faster, but computes the softmax branch alone."
     )
     return "\n".join(textwrap.fill(text, 128, subsequent_indent="  ", break_on_hyphens=False) for text in (speed, sla2))
-
-
-def _cudnn(name: str, **wanted) -> Iterator[tuple[tuple, float]]:
-    """(turn, cuDNN's time over ours) of the turns of a record that have both."""
-    for where, of in turns(read_record(name).select(**wanted)):
-        if "sdpa_cudnn" in (ratios := peer_ratios(of)):
-            yield tuple(where.values()), ratios["sdpa_cudnn"]
-
-
-def newest_ratios(**wanted) -> dict[tuple, dict[str, float]]:
-    """Peers' times over ours by turn: with the kernels as they are, else, and for peers missing there, those before."""
-    found: dict[tuple, dict[str, float]] = {}
-    for name in (PAIRED, PAIRED_NOW):
-        for where, of in turns(read_record(name).select(**wanted)):
-            place = tuple(where.values())
-            found[place] = found.get(place, {}) | peer_ratios(of)
-    return found
-
-
-def paired_now() -> str:
-    """What changed since: peers' times over ours with the kernels before and with those that run now."""
-    both = {"scope": "autograd", "direction": "fwd+bwd", "layout": "bhnd", "cuda_graph": False}
-    before, record = read_record(PAIRED), read_record(PAIRED_NOW)
-    peers = [name for name in PEER_NAMES if record.select(provider=name)]
-    earlier = {_shape(where): peer_ratios(of) for where, of in turns(before.select(**both))}
-    lines, rows = [], record.select(**both)
-    for where, of in turns(rows):
-        old, new = earlier[_shape(where)], peer_ratios(of)
-        if new:
-            level = next(row["level"] for row in of if row["provider"] == OURS)
-            cells = (f"{old[peer]:.2f} → {new[peer]:.2f}" if peer in old and peer in new else "" for peer in peers)
-            lines.append((_shape(where), level, *cells))
-    table = markdown_table(("before → now", "levels", *(PEER_NAMES[peer] for peer in peers)), lines)
-    return f"{table}\n\n{COMPARED}, forward and backward; bfloat16; now {record.caption}.{_absent(record)}"
 
 
 def paired_speed(direction: str) -> str:
@@ -132,9 +94,10 @@ def paired_speed(direction: str) -> str:
     for where, of in turns(rows):
         ratios, host = peer_ratios(of), {row["provider"]: row["host_us"] for row in of}
         cells = [f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES]
-        cells += [f"{host[provider]:.0f}" if provider in host else "" for provider in (OURS, "sdpa_cudnn")]
+        cells += [f"{host[provider]:.0f}" if provider in host else "" for provider in (OURS, "sdpa_cudnn", "fa4")]
         lines.append((_shape(where), *cells))
-    table = markdown_table(("", *PEER_NAMES.values(), "our host time, us", "cuDNN's"), lines)
+    host_times = ("our host time, us", "cuDNN's", "FlashAttention-4's")
+    table = markdown_table(("", *PEER_NAMES.values(), *host_times), lines)
     described = f"{COMPARED}, {DIRECTIONS[direction]}; bfloat16; {record.caption}.{_absent(record)}"
     return f"{table}\n\n{described}\n\n{_errors(rows)}"
 
@@ -149,34 +112,34 @@ def _errors(rows: Sequence[Row]) -> str:
 
 
 def paired_ways() -> str:
-    """What layout and a CUDA graph change: cuDNN's time over ours, forward and backward."""
+    """What layout and a CUDA graph change: cuDNN's time over ours, both passes; and what an unbiased O costs."""
     record = read_record(PAIRED)
     ways = {(layout, graph): {} for layout, graph in (("bhnd", False), ("bnhd", False), ("bhnd", True))}
+    unbiased = {}
     for where, of in turns(record.select(scope="autograd", direction="fwd+bwd")):
         ways[where["layout"], where["cuda_graph"]][_shape(where)] = peer_ratios(of).get("sdpa_cudnn")
+        if (where["layout"], where["cuda_graph"]) == ("bhnd", False):
+            times = {row["provider"]: row["ms_median"] for row in of}
+            unbiased[_shape(where)] = f"{times[UNBIASED] / times[OURS] - 1:+.1%}" if UNBIASED in times else ""
     lines = []
     for shape in ways["bhnd", False]:
         ratios = (found.get(shape) for found in ways.values())
-        lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
-    table = markdown_table(("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph"), lines)
-    return f"{table}\n\nForward and backward; bfloat16; {record.caption}."
+        lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios), unbiased[shape]))
+    header = ("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph", "an unbiased O takes")
+    return f"{markdown_table(header, lines)}\n\nForward and backward; bfloat16; {record.caption}."
 
 
 def paired_pinned() -> str:
-    """What the pinned Triton changes: cuDNN's time over ours with each; and what an unbiased O costs."""
+    """cuDNN's time over ours with the Triton that is pinned, beside that of the machine."""
     both = {"scope": "autograd", "direction": "fwd+bwd", "layout": "bhnd", "cuda_graph": False}
-    before, record = read_record(PAIRED), read_record(PAIRED_PINNED)
-    usual = {_shape(where): peer_ratios(of).get("sdpa_cudnn") for where, of in turns(before.select(**both))}
-    lines = []
-    for where, of in turns(record.select(**both)):
-        shape, times = _shape(where), {row["provider"]: row["ms_median"] for row in of}
-        ratio = f"{usual[shape]:.2f}" if usual.get(shape) else ""
-        lines.append(
-            (shape, ratio, f"{times['sdpa_cudnn'] / times[OURS]:.2f}", f"{times[UNBIASED] / times[OURS] - 1:+.1%}")
-        )
-    versions = (f"Triton {found.provenance['triton']}" for found in (before, record))
-    table = markdown_table(("cuDNN's time over ours", *versions, "an unbiased O takes"), lines)
-    return f"{table}\n\nForward and backward; bfloat16; {record.caption}."
+    records = [read_record(name) for name in (PAIRED, PAIRED_PINNED)]
+    usual, pinned = (
+        {_shape(where): peer_ratios(of).get("sdpa_cudnn") for where, of in turns(x.select(**both))} for x in records
+    )
+    lines = [(shape, f"{usual[shape]:.2f}", f"{ratio:.2f}") for shape, ratio in pinned.items()]
+    names = (f"Triton {x.provenance['triton']}, {x.provenance['date'][:10]}" for x in records)
+    table = markdown_table(("cuDNN's time over ours", *names), lines)
+    return f"{table}\n\nForward and backward; bfloat16; the older one {records[1].caption}."
 
 
 def paired_sparse() -> str:

@@ -25,7 +25,7 @@ from sage_ref.course.kernel_results import (
 )
 from sage_ref.course.notebook_frame import rewrite_notebooks
 from sage_ref.course.outline import notebooks
-from sage_ref.course.paired_results import headline, paired_now, paired_pinned, paired_sparse, paired_speed, paired_ways
+from sage_ref.course.paired_results import headline, paired_pinned, paired_sparse, paired_speed, paired_ways
 from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
 from sage_ref.course.results import TABLE2, parallel, pretraining, pretraining_speed, table1, table2
 from sage_ref.records import markdown_table, read_record, replaced, repository
@@ -53,7 +53,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "pretraining_speed": pretraining_speed,
         "parallel": parallel,
         "paired": lambda: paired_speed("fwd+bwd"),
-        "paired_now": paired_now,
         "paired_forward": lambda: paired_speed("fwd"),
         "paired_ways": paired_ways,
         "paired_pinned": paired_pinned,

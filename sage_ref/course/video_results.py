@@ -34,7 +34,9 @@ from sage_ref.experiments.video.verdicts import (
 )
 from sage_ref.records import Record, how_timed, markdown_table, read_record, recorded_file
 
-ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
+# In the folder of records. Lengths that SPEED lacks are shown from LONG_SPEED.
+ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"
+LONG_SPEED = "video_speed_long_h200.json"
 COMMANDS = {
     ARMS: "python -m sage_ref video finetune --all",
     SPEED: "python -m sage_ref video speed",
@@ -102,10 +104,18 @@ def pictures() -> list[Figure | Films]:
 @if_there(SPEED)
 def speed() -> list[Text]:
     """To be displayed: a training step and sampling at every length, with SLA2 and what it competes with."""
-    record = record_of(SPEED)
-    left_out = record.provenance.get("not_timed", {})
-    more = "".join(f" Not timed: {name}, {reason}." for name, reason in left_out.items())
-    return [Text(f"{speed_table(record.rows)}\n\nMedians, {how_timed(record.rows)}; {record.caption}.{more}")]
+    shown, lengths = [], set()
+    for name in (SPEED, LONG_SPEED):
+        if not recorded_file(name).exists():
+            continue
+        record = record_of(name)
+        rows = [row for row in record.rows if row["tokens"] not in lengths]
+        lengths |= {row["tokens"] for row in rows}
+        left_out = record.provenance.get("not_timed", {})
+        more = "".join(f" Not timed: {name}, {reason}." for name, reason in left_out.items())
+        if rows:
+            shown.append(Text(f"{speed_table(rows)}\n\nMedians, {how_timed(rows)}; {record.caption}.{more}"))
+    return shown
 
 
 def above_full(record: Record, arm: str) -> Difference | None:

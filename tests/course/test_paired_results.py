@@ -21,7 +21,7 @@ def times(ours, cudnn, **changed):
 
 
 ROWS = [
-    *times(2.0, 1.0), row("fa4", 3.0), *times(4.0, 6.0, **GROUPED),
+    *times(2.0, 1.0), row("fa4", 3.0, 22.2), row("sage_kernels, unbiased", 2.1), *times(4.0, 6.0, **GROUPED),
     *times(2.0, 5.0, direction="fwd"), *times(2.0, 1.5, layout="bnhd"), *times(1.0, 2.5, cuda_graph=True),
 ]  # fmt: skip
 
@@ -38,7 +38,7 @@ def recorded(tmp_path, monkeypatch):
 
 
 def test_each_turn_is_compared_with_ours_of_the_same_turn():
-    assert [len(of) for _, of in turns(ROWS)] == [3, 2, 2, 2, 2]
+    assert [len(of) for _, of in turns(ROWS)] == [4, 2, 2, 2, 2]
     header, lines = ratio_lines(ROWS)
     columns = dict(zip(header, zip(*lines, strict=True), strict=True))
     assert columns["cuDNN"] == ("0.50", "1.50", "2.50", "0.75", "2.50")
@@ -57,31 +57,37 @@ def test_who_is_alone_is_compared_with_nobody():
 def test_the_table_of_speed_has_a_line_per_shape(recorded):
     recorded(PAIRED, ROWS, [{"provider": "cudnn_fp8", "missing": "not installed"}])
     header, _, *lines = paired_results.paired_speed("fwd+bwd").split("\n\n")[0].splitlines()
-    assert cells(header)[1:] == [*paired_results.PEER_NAMES.values(), "our host time, us", "cuDNN's"]
+    assert cells(header)[1:] == [
+        *paired_results.PEER_NAMES.values(),
+        "our host time, us",
+        "cuDNN's",
+        "FlashAttention-4's",
+    ]
     assert [cells(line) for line in lines] == [
-        ["N=1,024, D=128", "", "0.50", "1.50", "", "", "333", "44"],
-        ["N=8,192, D=128, causal, 64 / 8 heads", "", "1.50", "", "", "", "333", "44"],
+        ["N=1,024, D=128", "", "0.50", "1.50", "", "", "333", "44", "22"],
+        ["N=8,192, D=128, causal, 64 / 8 heads", "", "1.50", "", "", "", "333", "44", ""],
     ]
     assert "| 2.50 |" in paired_results.paired_speed("fwd")
     _, described, errors = paired_results.paired_speed("fwd+bwd").split("\n\n")
     assert described.endswith("that the record gives: cuDNN, FP8.")
-    assert errors.endswith(": cuDNN 0.0100 to 0.0600, ours 0.0200 to 0.0400, FlashAttention-4 0.0300 to 0.0300.")
+    ours = "ours 0.0200 to 0.0400, FlashAttention-4 0.0300 to 0.0300, ours, unbiased 0.0210 to 0.0210."
+    assert errors.endswith(f": cuDNN 0.0100 to 0.0600, {ours}")
 
 
 def test_layouts_and_graphs_stand_beside_each_other(recorded):
     recorded(PAIRED, ROWS)
     _, _, *lines = paired_results.paired_ways().split("\n\n")[0].splitlines()
-    assert [cells(line)[1:] for line in lines] == [["0.50", "0.75", "2.50"], ["1.50", "", ""]]
+    assert [cells(line)[1:] for line in lines] == [
+        ["0.50", "0.75", "2.50", "+5.0%"],
+        ["1.50", "", "", ""],
+    ]
 
 
-def test_the_pinned_triton_stands_beside_the_other_and_unbiased_beside_the_default(recorded):
-    longer = {"n_q": 2048}  # which the other record lacks
+def test_the_pinned_triton_stands_beside_the_other(recorded):
     recorded(PAIRED, ROWS)
-    unbiased = "sage_kernels, unbiased"
-    pinned = [*times(2.0, 1.5), row(unbiased, 2.1), *times(4.0, 2.0, **longer), row(unbiased, 3.8, **longer)]
-    recorded(PAIRED_PINNED, pinned)
+    recorded(PAIRED_PINNED, times(2.0, 1.6))
     _, _, *lines = paired_results.paired_pinned().split("\n\n")[0].splitlines()
-    assert [cells(line)[1:] for line in lines] == [["0.50", "0.75", "+5.0%"], ["", "0.50", "-5.0%"]]
+    assert [cells(line)[1:] for line in lines] == [["0.50", "0.80"]]
 
 
 def test_the_sparse_table_has_a_line_per_mask_and_direction(recorded):

@@ -10,12 +10,22 @@ from matplotlib.figure import Figure
 from video_cases import CONFIG, PLAN, made_up_digits, start_in
 
 from sage_ref.course import figures, video_results
-from sage_ref.course.video_results import ARMS, PICTURES, SPEED, above_full, comparison, pictures, record_of, speed
+from sage_ref.course.video_results import (
+    ARMS,
+    LONG_SPEED,
+    PICTURES,
+    SPEED,
+    above_full,
+    comparison,
+    pictures,
+    record_of,
+    speed,
+)
 from sage_ref.experiments.video import plan as plan_module
 from sage_ref.experiments.video.plan import AFTERWARDS, FULL, facts_of, planned
 from sage_ref.experiments.video.runs import VideoRuns, all_rows
 from sage_ref.experiments.video.speed import VideoSpeedPlan, speed_rows
-from sage_ref.records import write_record
+from sage_ref.records import read_record, write_record
 
 RUNS = (FULL, "SLA2", "SLA2, 16 bit", "sparse only")
 
@@ -35,7 +45,7 @@ def written(tmp_path_factory):
     write_record(folder / ARMS, rows, command="none", unfinished=["later_seed0"], **facts_of(plan))
     shutil.copytree(folder / "work" / "pictures", folder / PICTURES)
     speed_plan = VideoSpeedPlan((4,), 1, 1, 2, 2, 1, autocast=False, compile=False)
-    rows = speed_rows(speed_plan, CONFIG, made_up_digits(), torch.device("cpu"), ("sla2", "exact"))
+    rows = speed_rows(speed_plan, CONFIG, made_up_digits(), torch.device("cpu"), ("sla2", "exact"), {})
     write_record(folder / SPEED, rows, command="none", plan=asdict(speed_plan), not_timed={"flex": "no GPU"})
     return folder
 
@@ -120,6 +130,15 @@ def test_times_are_those_of_the_record(recorded):
     assert [line[0] for line in cells(text)[2:]] == ["step", "step", "sampling", "sampling"]
     assert "Not timed: flex, no GPU." in text
     assert "timed in turn" in text
+
+
+def test_lengths_that_one_record_of_times_lacks_come_from_the_other(recorded):
+    rows = read_record(recorded / SPEED).rows
+    long = [row | {"tokens": tokens, "ms_median": 7.5} for row in rows for tokens in (rows[0]["tokens"], 9999)]
+    write_record(recorded / LONG_SPEED, long, command="none")
+    first, second = speed()
+    assert "| 7.5 |" not in first
+    assert {line[1] for line in cells(second)[2:]} == {"9999"}
 
 
 def test_dimmed_is_what_is_not_selected():
