@@ -48,7 +48,7 @@ def busy_figure(
                 if counted:
                     label = None if x or i else "by counting"
                     ax.plot(place, by_counting[unit], "D", color=RED, mec="white", markersize=6, label=label)
-        ax.set_xticks(range(len(found)), [row["kernel"] for row in found])
+        ax.set_xticks(range(len(found)), [row["kernel"].replace("_", "\n_") for row in found])
         ax.set_xlim(-0.6, len(found) - 0.4)
         ax.set_title(f"D = {head_dim}", fontsize=10)
     axes[0].set(ylabel="% of the time", ylim=(0, 100))
