@@ -78,7 +78,7 @@ def limits() -> str:
     described = (
         "Per cent of what a unit could do, in one launch under Nsight Compute; stalls: clocks per issued instruction "
         "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for a "
-        "turn; M: millions; a wavefront: 128 bytes of shared memory, one clock of a multiprocessor's"
+        "turn; M: millions; a wavefront: the 128 bytes that shared memory moves in one clock of a multiprocessor"
     )
     return f"{markdown_table(header, lines)}\n\n{described}. N={MAIN_N}, not causal; {record.caption}."
 

@@ -112,9 +112,11 @@ def speed() -> list[Text]:
         rows = [row for row in record.rows if row["tokens"] not in lengths]
         lengths |= {row["tokens"] for row in rows}
         left_out = record.provenance.get("not_timed", {})
-        more = "".join(f" Not timed: {name}, {reason}." for name, reason in left_out.items())
+        more = "".join(f" Not timed: {contender}, {reason}." for contender, reason in left_out.items())
+        plan = record.provenance["plan"]
+        counts = f"Medians of {plan['repetitions']} steps and {plan['sampled']} samplings"
         if rows:
-            shown.append(Text(f"{speed_table(rows)}\n\nMedians, {how_timed(rows)}; {record.caption}.{more}"))
+            shown.append(Text(f"{speed_table(rows)}\n\n{counts}, {how_timed(rows)}; {record.caption}.{more}"))
     return shown
 
 

@@ -289,9 +289,9 @@ def sample(model: nn.Module, noisy_video: Tensor, steps: int, noise_level: float
 def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """model(video, noise_level) as a CUDA graph: the host starts one graph for a pass, and not each of its programs.
 
-    It is for videos of the shape and place of `video`, [B, 3, T, size, size], whose values don't count, and for the
-    autocast of this moment. A call overwrites the velocity that the call before it returned. There are no gradients.
-    ValueError for a video that is on no GPU.
+    It takes videos of the shape, type and device of `video`, [B, 3, T, size, size], of which no value is used, and it
+    computes with the autocast that is on now. A call overwrites the velocity that the call before it returned. There
+    are no gradients. ValueError for a video that is on no GPU, and, when called, for one of another shape.
     """
     if video.device.type != "cuda":
         raise ValueError(f"video: expected a tensor on a CUDA device, got one on {video.device}")
@@ -300,20 +300,24 @@ def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tenso
     # The graph would go on reading casts of weights that autocast frees.
     torch.set_autocast_cache_enabled(False)
     try:
-        beside = torch.cuda.Stream(video.device)
-        beside.wait_stream(torch.cuda.current_stream(video.device))
-        with torch.cuda.stream(beside):
-            for _ in range(BEFORE_CAPTURE):
-                model(*inputs)
-        torch.cuda.current_stream(video.device).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            velocity = model(*inputs)
+        with torch.cuda.device(video.device):
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                for _ in range(BEFORE_CAPTURE):
+                    model(*inputs)
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                velocity = model(*inputs)
     finally:
         torch.set_autocast_cache_enabled(caches_casts)
 
+    @torch.no_grad()
     def replay(video: Tensor, noise_level: Tensor) -> Tensor:
-        for held, given in zip(inputs, (video, noise_level), strict=True):
+        for name, held, given in zip(("video", "noise_level"), inputs, (video, noise_level), strict=True):
+            if given.shape != held.shape:
+                raise ValueError(f"{name}: expected {list(held.shape)} as captured, got {list(given.shape)}")
             held.copy_(given)
         graph.replay()
         return velocity

@@ -70,7 +70,7 @@ def test_the_table_of_speed_has_a_line_per_shape(recorded):
     assert "| 2.50 |" in paired_results.paired_speed("fwd")
     _, described, errors = paired_results.paired_speed("fwd+bwd").split("\n\n")
     assert described.endswith("that the record gives: cuDNN, FP8.")
-    ours = "ours 0.0200 to 0.0400, FlashAttention-4 0.0300 to 0.0300, ours, unbiased 0.0210 to 0.0210."
+    ours = "ours 0.0200 to 0.0400, FlashAttention-4 0.0300 to 0.0300, ours with an unbiased O 0.0210 to 0.0210."
     assert errors.endswith(f": cuDNN 0.0100 to 0.0600, {ours}")
 
 

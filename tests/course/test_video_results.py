@@ -135,7 +135,7 @@ def test_times_are_those_of_the_record(recorded):
 def test_lengths_that_one_record_of_times_lacks_come_from_the_other(recorded):
     rows = read_record(recorded / SPEED).rows
     long = [row | {"tokens": tokens, "ms_median": 7.5} for row in rows for tokens in (rows[0]["tokens"], 9999)]
-    write_record(recorded / LONG_SPEED, long, command="none")
+    write_record(recorded / LONG_SPEED, long, command="none", plan=read_record(recorded / SPEED).provenance["plan"])
     first, second = speed()
     assert "| 7.5 |" not in first
     assert {line[1] for line in cells(second)[2:]} == {"9999"}

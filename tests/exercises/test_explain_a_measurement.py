@@ -66,6 +66,9 @@ def test_numbers_in_the_text_follow_from_the_table(master):
     assert f"measured: {forward['ours'][4]:.2f}." in page
     assert "{:.3f} ms + {:.6f} ms · N, the forward passes".format(*lines["cudnn"]) in page
     assert f"break even at {master.break_even(lines['ours'], lines['cudnn']):,.0f} tokens" in page
+    assert f"at one end of the first row and {forward['cudnn'][4] / forward['ours'][4]:.2f} times as fast" in page
+    below = 1 - master.causal_ms(lines["ours"], 1024, 128, 128) / causal[0]
+    assert f"`causal_ms` is {below:.0%} below what was measured at N = 1024" in page
     in_ms = master.share_of_time(moved, 4.8, 1.0)
     shares = in_ms / forward["ours"][0], in_ms / fixed
     assert "take {:.3f} ms at 4.8 TB/s: {:.0%} of the time at 1024, and {:.0%} of".format(in_ms, *shares) in page
@@ -92,7 +95,7 @@ def test_the_right_answers_are_what_the_models_say(master):
     ours = master.line(2048, forward[1], 8192, forward[3])
     for n, measured, unmasked in zip(master.LENGTHS, causal, forward, strict=True):
         predicted = master.causal_ms(ours, n, 128, 128)
-        assert n == 1024 or predicted == pytest.approx(measured, rel=0.08)  # 10% off there, the alternative more
+        assert predicted == pytest.approx(measured, rel=0.11 if n == 1024 else 0.08)  # as the page says
         diagonal_alone = unmasked * (predicted - ours[0]) / (ours[1] * n)
         assert n > 2048 or abs(predicted - measured) < abs(diagonal_alone - measured)
     # why_short: the CUDA graph leaves the ratio as it was. why_d64: cuDNN is slower with D = 64, too.

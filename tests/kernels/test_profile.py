@@ -48,9 +48,12 @@ def test_every_launch_of_a_report_is_read_in_order():
     assert (first["clocks"], first["shared"]) == (4355254, 57.25)
     assert (first["shared_wavefronts"], first["store_conflicts"], first["load_conflicts"]) == (1258291200, 138412032, 0)
     assert second["issue"] == 49.29
+    assert profile.parsed(launch(unit="us"))[0]["profiled_ms"] == pytest.approx(1.00242)
+    megahertz = launch().replace("Ghz         1.79", "Mhz         990.5")
+    assert profile.parsed(megahertz)[0]["profiled_ghz"] == pytest.approx(0.9905)
 
 
-@pytest.mark.parametrize("text", [launch().replace("Stall Wait", "Stall Else"), launch(unit="us")])
+@pytest.mark.parametrize("text", [launch().replace("Stall Wait", "Stall Else"), launch(unit="hour")])
 def test_a_report_that_lacks_something_is_an_error(text):
     with pytest.raises(ValueError, match=r"text: expected a line .* of every launch"):
         profile.parsed(launch() + text)

@@ -353,6 +353,8 @@ def test_on_a_gpu_a_graph_samples_what_the_model_does_for_every_noise(attention)
         graph = graphed(training.average, draws[0])
         found = [sample(graph, noise, 3) for noise in draws]
         expected = [sample(training.average, noise, 3) for noise in draws]
+        with pytest.raises(ValueError, match=r"video: expected \[2, 3, .* as captured, got \[1, 3"):
+            graph(draws[0][:1], torch.ones(2, device="cuda"))
     for x, wanted in zip(found, expected, strict=True):
         assert torch.equal(x, wanted)
     assert not torch.equal(found[1] - draws[1], found[2] - draws[2])

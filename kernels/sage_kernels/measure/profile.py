@@ -62,7 +62,7 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats")
 LAUNCH = re.compile(r"^  \S+ \(\d+, \d+, \d+\)x\(\d+, \d+, \d+\)", re.MULTILINE)
 # What an instruction that goes to shared memory is for. The copy engine's bytes are on no instruction.
 SHARED = {"matmuls": "[IH]GMMA", "stores": "STS", "loads": "LDS"}  # STSM and LDSM, too
-MILLISECONDS = {"us": 1e-3, "ms": 1, "s": 1e3}
+UNITS = {"profiled_ms": {"us": 1e-3, "ms": 1, "s": 1e3}, "profiled_ghz": {"Mhz": 1e-3, "Ghz": 1}}  # the others: none
 POWER_CAP = 0x4  # nvidia-smi's bit for a clock lowered by the power limit
 
 
@@ -128,7 +128,7 @@ def report(head_dim: int) -> str:
 def parsed(text: str) -> list[dict[str, float]]:
     """METRICS of every launch in a report, in the order of the launches.
 
-    ValueError if a launch lacks one, or if a time is not in milliseconds.
+    ValueError if a launch lacks one, or if a time or a clock has a unit that UNITS lacks.
     """
     starts = [match.start() for match in LAUNCH.finditer(text)]
     found = []
@@ -137,9 +137,9 @@ def parsed(text: str) -> list[dict[str, float]]:
         for name, label in METRICS.items():
             # A count has no unit.
             line = re.search(rf"^ +{re.escape(label)} +(?:(\S+) +)?([\d.,]+)\s*$", text[start:end], re.MULTILINE)
-            if line is None or (name == "profiled_ms" and line[1] not in MILLISECONDS):
+            factor = line and UNITS[name].get(line[1]) if name in UNITS else 1
+            if line is None or factor is None:
                 raise ValueError(f"text: expected a line {label!r} of every launch, got {line and line[0]!r}")
-            factor = MILLISECONDS[line[1]] if name == "profiled_ms" else 1
             values[name] = float(line[2].replace(",", "")) * factor
         found.append(values)
     return found

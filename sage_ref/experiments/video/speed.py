@@ -202,7 +202,10 @@ def new_training(
 def in_turn(
     work: Callable[[str], None], names: Sequence[str], warmup: int, repetitions: int, device: torch.device
 ) -> list[Row]:
-    """Milliseconds of work(name): median, 20th and 80th percentile, and the most memory that it held, in GB."""
+    """Milliseconds of work(name): median, 20th and 80th percentile, and the most memory in use meanwhile, in GB.
+
+    All contenders' weights are among it, since they take turns.
+    """
     times: dict[str, list[float]] = {name: [] for name in names}
     memory = dict.fromkeys(names, 0)
     for name in names:
