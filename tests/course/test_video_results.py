@@ -24,7 +24,7 @@ from sage_ref.course.video_results import (
 from sage_ref.experiments.video import plan as plan_module
 from sage_ref.experiments.video.plan import AFTERWARDS, FULL, facts_of, planned
 from sage_ref.experiments.video.runs import VideoRuns, all_rows
-from sage_ref.experiments.video.speed import VideoSpeedPlan, speed_rows
+from sage_ref.experiments.video.speed import VideoSpeedPlan, length_rows
 from sage_ref.records import read_record, write_record
 
 RUNS = (FULL, "SLA2", "SLA2, 16 bit", "sparse only")
@@ -45,7 +45,7 @@ def written(tmp_path_factory):
     write_record(folder / ARMS, rows, command="none", unfinished=["later_seed0"], **facts_of(plan))
     shutil.copytree(folder / "work" / "pictures", folder / PICTURES)
     speed_plan = VideoSpeedPlan((4,), 1, 1, 2, 2, 1, autocast=False, compile=False)
-    rows = speed_rows(speed_plan, CONFIG, made_up_digits(), torch.device("cpu"), ("sla2", "exact"), {})
+    rows = length_rows(speed_plan, replace(CONFIG, frames=4), made_up_digits(), torch.device("cpu"), ("sla2", "exact"))
     write_record(folder / SPEED, rows, command="none", plan=asdict(speed_plan), not_timed={"flex": "no GPU"})
     return folder
 

@@ -451,6 +451,30 @@ def test_speed_takes_turns_and_says_what_is_missing(here, capsys, monkeypatch):
     assert all(row["protocol"] == "paired" and row["ms_median"] > 0 for row in record.rows)
     assert record.provenance["not_timed"] == {"cudnn": "it needs a CUDA device"}
     assert "| step | 64 | SLA2 |" in capsys.readouterr().out
+    assert not list(here.glob("speed.*.partial"))
+
+
+def test_speed_that_was_stopped_goes_on_with_the_length_it_was_at(here, monkeypatch):
+    monkeypatch.setattr(command, "MODEL", replace(CONFIG, attention="exact", block_q=16, block_kv=8))
+    measured, original = [], command.length_rows
+
+    def stopped_once(plan, config, *rest):
+        measured.append(config.frames)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return [*original(plan, config, *rest), {"provider": "flex", "what": "graph", "tokens": 1, "missing": "why"}]
+
+    monkeypatch.setattr(command, "length_rows", stopped_once)
+    options = "--attentions sla2 exact --frames 4 8 --size 8 --layers 1 --width 16 --heads 1 --videos 2"
+    call = f"video speed {options} --warmup 1 --repetitions 2 --sampling-steps 1 --device cpu --json speed.json".split()
+    with pytest.raises(SystemExit):
+        main(call)
+    assert {row["frames"] for row in read_record(here / "speed.json").rows} == {4}
+    main(call)
+    assert measured == [4, 8, 8]
+    record = read_record(here / "speed.json")
+    assert [row["frames"] for row in record.rows] == 4 * [4] + 4 * [8]
+    assert record.provenance["not_timed"] == {"flex, graph, 1 tokens": "why"}
 
 
 def test_flex_attention_is_given_as_many_keys_in_blocks_that_are_drawn_once():

@@ -13,6 +13,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,10 @@ from sage_ref.experiments.video.plan import (
     run_seconds,
 )
 from sage_ref.experiments.video.runs import Start, VideoRuns, all_rows, tune
-from sage_ref.experiments.video.speed import CONTENDERS, VideoSpeedPlan, speed_rows, speed_table, why_missing
+from sage_ref.experiments.video.speed import CONTENDERS, VideoSpeedPlan, length_rows, speed_table, why_missing
 from sage_ref.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
 from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
-from sage_ref.records import Row, markdown_table, only_writer, provenance, write_record
+from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, provenance, write_record
 from sage_ref.training.full_batch import OutOfTime
 from sage_ref.training.processes import Processes, processes, run_training
 from sage_ref.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
@@ -399,12 +400,22 @@ def time_attentions(options: argparse.Namespace) -> None:
         if reason and options.attentions:
             raise ValueError(f"attentions: expected those that can run here, got {name}: {reason}")
     here = [name for name, reason in missing.items() if reason is None]
-    left_out = {name: reason for name, reason in missing.items() if reason}
-    rows = speed_rows(plan, model, digit_images(), device, here, left_out)
+    not_timed = {name: reason for name, reason in missing.items() if reason}
+    digits, rows = digit_images(), []
+    measured_by = [provenance(options.command)[name] for name in ("gpu", "driver", "torch", "triton", "commit")]
+    with only_writer(options.json) if options.json else nullcontext():
+        parts = FinishedParts(options.json or Path("runs/video/speed.json"), (plan, model, here, measured_by))
+        for frames in plan.frames:
+            config = replace(model, frames=frames)
+            found = parts.rows(str(frames), lambda config=config: length_rows(plan, config, digits, device, here))
+            for row in (row for row in found if "missing" in row):
+                not_timed[f"{row['provider']}, {row['what']}, {row['tokens']} tokens"] = row["missing"]
+            rows += [row for row in found if "missing" not in row]
+            write_if_asked(options, rows, plan=asdict(plan), model=asdict(model), not_timed=not_timed)
+        parts.remove()
     print(speed_table(rows))
-    for name, reason in left_out.items():
+    for name, reason in not_timed.items():
         print(f"not timed: {name}: {reason}")
-    write_if_asked(options, rows, plan=asdict(plan), model=asdict(model), not_timed=left_out)
 
 
 ACTIONS = {

@@ -9,7 +9,7 @@ such blocks. It has no router and no linear branch.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -124,60 +124,52 @@ def why_missing(name: str, device: torch.device) -> str | None:
     return why_not_importable(fa4.PACKAGE, fa4.MODULE) if name == "flash_attention_4" else None
 
 
-def speed_rows(
-    plan: VideoSpeedPlan,
-    model: VideoDiTConfig,
-    digits: Tensor,
-    device: torch.device,
-    names: Sequence[str],
-    not_timed: dict[str, str],
+def length_rows(
+    plan: VideoSpeedPlan, config: VideoDiTConfig, digits: Tensor, device: torch.device, names: Sequence[str]
 ) -> list[Row]:
-    """Of each length of a video: a row for a step and one or two for sampling, of every contender. All take turns.
+    """Of videos as config has them: a row for a step and one or two for sampling, of every contender. All take turns.
 
-    not_timed: takes what could not be captured as a CUDA graph, and why.
+    What PyTorch can't capture as a CUDA graph has a row that says why, under "missing".
     """
-    rows = []
-    for frames in plan.frames:
-        config = replace(model, frames=frames)
-        trainings = {name: new_training(plan, config, name, digits, device) for name in names}
+    trainings = {name: new_training(plan, config, name, digits, device) for name in names}
+    models = {name: training.average for name, training in trainings.items()}
+    noise = torch.randn(1, 3, config.frames, config.size, config.size, device=device)
 
-        def step(name: str, trainings: dict[str, FlowTraining] = trainings) -> None:
-            trainings[name].advance()
+    def step(name: str) -> None:
+        trainings[name].advance()
 
-        models = {name: training.average for name, training in trainings.items()}
-        noise = torch.randn(1, 3, config.frames, config.size, config.size, device=device)
+    def sampled(name: str, models: Mapping[str, Velocity] = models) -> None:
+        with fast_arithmetic(device, plan.autocast):
+            sample(models[name], noise, plan.sampling_steps)
 
-        def sampled(name: str, models: dict[str, Velocity] = models, noise: Tensor = noise) -> None:
-            with fast_arithmetic(device, plan.autocast):
-                sample(models[name], noise, plan.sampling_steps)
-
-        place = {"frames": frames, "tokens": config.tokens, "sparsity": config.sparsity}
-        step_place = place | {"what": "step", "videos": plan.videos_of(frames), "sampling_steps": None}
-        rows += [step_place | row for row in in_turn(step, names, plan.warmup, plan.repetitions, device)]
-        sample_place = place | {"what": "sampling", "videos": 1, "sampling_steps": plan.sampling_steps}
-        rows += [sample_place | row for row in in_turn(sampled, names, 1, plan.sampled, device)]
-        graphs = captured(models, noise, plan.autocast, not_timed) if device.type == "cuda" else {}
-        if graphs:
-            # Their memory is kept from one replay to the next, of all contenders: no row's own.
-            graph_place = {"what": "sampling, CUDA graph", "memory_gb": None}
-            timed = in_turn(partial(sampled, models=graphs), list(graphs), 1, plan.sampled, device)
-            rows += [sample_place | row | graph_place for row in timed]
-        del trainings, models, graphs, step, sampled
-    return rows
+    place = {"frames": config.frames, "tokens": config.tokens, "sparsity": config.sparsity}
+    step_place = place | {"what": "step", "videos": plan.videos_of(config.frames), "sampling_steps": None}
+    rows = [step_place | row for row in in_turn(step, names, plan.warmup, plan.repetitions, device)]
+    sample_place = place | {"what": "sampling", "videos": 1, "sampling_steps": plan.sampling_steps}
+    rows += [sample_place | row for row in in_turn(sampled, names, 1, plan.sampled, device)]
+    if device.type != "cuda":
+        return rows
+    graphs, missing = captured(models, noise, plan.autocast)
+    # Their memory is kept from one replay to the next, of all contenders: no row's own.
+    graph_place = sample_place | {"what": "sampling, CUDA graph"}
+    timed = in_turn(partial(sampled, models=graphs), list(graphs), 1, plan.sampled, device) if graphs else []
+    rows += [graph_place | row | {"memory_gb": None} for row in timed]
+    return rows + [graph_place | {"provider": name, "missing": reason} for name, reason in missing.items()]
 
 
 def captured(
-    models: dict[str, nn.Module], noise: Tensor, autocast: bool, not_timed: dict[str, str]
-) -> dict[str, Velocity]:
-    """Each model's pass as a CUDA graph, without those that PyTorch can't capture: they go into not_timed."""
+    models: Mapping[str, nn.Module], noise: Tensor, autocast: bool
+) -> tuple[dict[str, Velocity], dict[str, str]]:
+    """Each model's pass as a CUDA graph; and of those that PyTorch can't capture, why."""
     graphs: dict[str, Velocity] = {}
+    missing: dict[str, str] = {}
     for name, model in models.items():
         try:
             with fast_arithmetic(noise.device, autocast):
                 graphs[name] = graphed(model, noise)
         except RuntimeError as error:
-            not_timed[f"{name}, CUDA graph"] = str(error).splitlines()[0]
-    return graphs
+            missing[name] = str(error).splitlines()[0]
+    return graphs, missing
 
 
 def new_training(
