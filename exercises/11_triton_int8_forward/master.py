@@ -9,7 +9,7 @@ values. For each it computes the scores as integers, updates the running maximum
 tile of P~ = 2^(S_ij - m) to INT8 with one scale per row, multiplies it with V^_j as integers, and adds. At the end it
 divides once. S never leaves the program.
 
-Scores are kept in units of log2(e): a GPU computes 2^x, not e^x.
+Scores are kept multiplied by log2(e): a GPU computes 2^x, not e^x.
 
 Afterwards you know how FlashAttention and INT8 fit into one loop, and what each line of the repository's forward
 levels does.

@@ -86,6 +86,7 @@ def sagebwd_backward(
     q, k, q_mean, k_mean, offset = smooth(query, key, settings)
     v, v_mean = smoothed_v(value, q.dtype, settings)
     do, o = (x.to(q.dtype) for x in (grad_output, output))
+    # The kernels take V and O themselves here: where dP isn't quantised, dP - delta is the same.
     o = o if v_mean is None else o - v_mean
     s = whole_scores("S_backward", q, k, q_mean, settings)
     seen = visited(s, settings)

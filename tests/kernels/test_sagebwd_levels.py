@@ -481,6 +481,25 @@ def test_before_the_backward_pass(head_dim):
     assert torch.equal(ungrouped.q_hat.transposed, forward.inputs.q_hat.values.mT)
 
 
+@pytest.mark.parametrize(("level", "missing"), [(1, "q_hat"), (3, "k_hat"), (5, "k_hat"), (6, "v_range")])
+def test_what_the_forward_pass_should_have_left_is_asked_for(level, missing):
+    x, key, value, grad_output = draw(SMALL)
+    forward = forward_level(SMALL, 4)
+    left = {name: getattr(forward.inputs, name) for name in ("q_hat", "k_hat", "v_range")} | {missing: None}
+    with pytest.raises(ValueError, match=f"{missing}: expected the forward's for backward level {level}, got None"):
+        prepare_backward(grad_output, x, key, value, x, forward.log_sum_exp, level, **left)
+
+
+def test_levels_of_pairs_ask_for_inputs_with_units(monkeypatch):
+    x, key, value, grad_output = draw(SMALL)
+    forward = forward_level(SMALL, 4)
+    hats = {"q_hat": forward.inputs.q_hat, "k_hat": forward.inputs.k_hat}
+    inputs = prepare_backward(grad_output, x, key, value, x, forward.log_sum_exp, 4, **hats)
+    monkeypatch.setattr(ladder, "obstacle", lambda *_: None)
+    with pytest.raises(ValueError, match="inputs: expected those of prepare_backward for level 5, with units, got"):
+        ladder.run_backward(inputs, 5, is_causal=False, scale=1.0)
+
+
 @pytest.mark.parametrize("which", ["log_sum_exp", "output"])
 def test_a_query_that_is_no_number_spoils_its_blocks_scales(which):
     """So that no gradient that it reaches can pass for a number."""

@@ -24,13 +24,14 @@ from sla2_cases import (
 
 pytest.importorskip("triton")
 from sage_kernels import hopper
+from sage_kernels.common.launch import Launch
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, OnCPU
 from sage_kernels.sla2 import pieces
 from sage_kernels.sla2.backward import keys_hopper, linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward import level4_hopper
-from sage_kernels.sla2.ladder import prepare, run_backward
+from sage_kernels.sla2.ladder import prepare, run, run_backward
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 
@@ -90,6 +91,15 @@ def run_backward_source(case, tensors=None, result=None, **options):
     )  # fmt: skip
     with on_cpu(case.n_q, **options):
         return run_backward(inputs, prepared.choice, scale=case.c, level=1)
+
+
+@on_the_cpu
+def test_it_has_no_other_launch():
+    case = Case(3, 3, "all")
+    query, key, value, _, block_mask, alpha = draw(case)
+    prepared = prepare(query, key, value, block_mask, alpha, LEVEL_INT8, scale=case.c)
+    with pytest.raises(ValueError, match=r"launch: expected None for forward level 4, .*, got Launch\(block_q=128"):
+        run(prepared, LEVEL, scale=case.c, launch=Launch(128, 64, 4, 1))
 
 
 SOURCE_CASES = [

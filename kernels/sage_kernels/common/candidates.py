@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
+    """Of a Hopper program: warps that compute, places of a ring, registers of a computing thread; without `options`."""
+
     block_q: int
     block_kv: int
     num_warps: int
@@ -18,7 +20,7 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """What Triton's compiler is told besides the tile's size."""
+        """What Triton's compiler is told besides the tile's size, of a program in plain Triton."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 

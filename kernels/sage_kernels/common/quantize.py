@@ -16,7 +16,7 @@ from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.tiles import Operand, group_columns, load_tokens, low_byte
 
-SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values
+SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values; of SLA2's keys and values 64
 
 
 class Quantized(NamedTuple):

@@ -234,7 +234,7 @@ def ring(descriptor, PLACES: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def claim(ring, n, BYTES: gl.constexpr):
-    """The loading warp: wait until the n-th tile's place is empty. (Its barrier, which expects so many bytes; it)."""
+    """The loading warp: wait until the n-th tile's place is empty; its barrier, which now expects BYTES, its number."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
     ready = ring.ready.index(n % places)
@@ -322,7 +322,7 @@ def skip(ring, n):
 
 @gluon.jit
 def copy_own(tiles, ready, descriptor, row, column, WARPGROUPS: gl.constexpr):
-    """The loading warp: each warpgroup's own 64 rows. Past a head's end lie the next: computed, not stored."""
+    """The loading warp: each warpgroup's own 64 rows. Rows past a head's end are the next head's: not stored."""
     for w in gl.static_range(WARPGROUPS):
         tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, column], ready, tiles.index(w))
 
@@ -463,7 +463,7 @@ def add_scaled(gradient, product, s, DP: gl.constexpr):
 
 @gluon.jit
 def add_scaled_half(gradient, product, s):
-    """gradient + product * s of half its columns, where it stands: `add_scaled` might come later."""
+    """`add_scaled` for half the columns, in assembly that the compiler doesn't move. The product is free then."""
     s = gl.convert_layout(s, gl.SliceLayout(1, accumulator(HALF)))
     product, s = gl.broadcast(product.to(gl.float32), s[:, None])
     return gl.inline_asm_elementwise(

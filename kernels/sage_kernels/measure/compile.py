@@ -72,8 +72,8 @@ SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces"
 # front: as a prologue with QK-norm has it.
 SAGEBWD_AROUND = {
     "key_sums": key_mean.WARPS, "rotary_key_sums": key_mean.WARPS, "key_mean": 4,
-    "prepare_forward": before_forward.launch(128, with_prologue=False),
-    "rotary_prepare_forward": before_forward.launch(128, with_prologue=True),
+    "prepare_forward": before_forward.launch(128),
+    "rotary_prepare_forward": before_forward.launch(128),
     "prepare_backward": before_backward.WARPS, "finish": 4, "rotate_back": prologue.WARPS,
 }  # fmt: skip
 BEFORE_FORWARD = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")

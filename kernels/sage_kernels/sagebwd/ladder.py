@@ -211,8 +211,10 @@ def prepare_backward(
         delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
         delta[..., : query.shape[2]] = (grad_output.float() * output.float()).sum(-1)
         return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, None, None, None, None)
-    if chosen.pairs and v_range is None:
-        raise ValueError(f"v_range: expected the forward's for backward level {level}, got None")
+    needed = {"q_hat": q_hat, "k_hat": k_hat} | ({"v_range": v_range} if chosen.pairs else {})
+    for name, tensor in needed.items():
+        if tensor is None:
+            raise ValueError(f"{name}: expected the forward's for backward level {level}, got None")
     v_range = v_range if chosen.pairs else None
     options = {"grouped": chosen.grouped, "is_causal": is_causal}
     prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_range, start, **options)
@@ -227,6 +229,8 @@ def run_backward(
     chosen, device, head_dim = BACKWARD_LEVELS[level], inputs.query.device, padded_head_dim(inputs.query.shape[3])
     if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
         raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
+    if chosen.pairs and inputs.units is None:
+        raise ValueError(f"inputs: expected those of prepare_backward for level {level}, with units, got units=None")
     if chosen.hopper is not None:
         return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
     options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}

@@ -132,7 +132,11 @@ def backward(
     scale: float,
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ in O's layout, dK and dV in V's."""
+    """dQ in O's layout, dK and dV in V's.
+
+    From the forward pass: log_sum_exp float32 [B, H, Np]; Q^ and K^, int8 [B, H or Hkv, Np, Dp], with float32 scales
+    [B, H or Hkv, blocks]; v_range float32 [B, Hkv, blocks], max|V| / 127. Np, Dp: padded as in `Quantized`.
+    """
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         level = backward_level(value.device, value.shape[3], is_causal, granularity)
@@ -208,7 +212,7 @@ class SageBwdOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 13
+            return (None,) * 13  # one for each argument of forward
         *saved, query, key, cos, sin, query_gain, key_gain = ctx.saved_tensors
 
         def compute(grad_output, *saved):
@@ -220,6 +224,7 @@ class SageBwdOperation(torch.autograd.Function):
             return dq, dk, dv, *gains
 
         dq, dk, dv, *gains = gradients_once("sagebwd_attention", compute, grad_output, *saved)
+        # Nothing for the options, cos and sin; then the gains', and nothing for eps.
         return dq, dk, dv, *[None] * 7, *(gains or [None] * 2), None
 
 

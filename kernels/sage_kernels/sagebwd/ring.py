@@ -1,6 +1,6 @@
 """One shard of keys in the ring of `sage_ref.parallel`, by the same programs as one process's attention.
 
-K and V are quantised once, where they are, and go round in INT8. L is in units of log2(e), of the smoothed scores.
+K and V are quantised once, where they are, and go round in INT8. L is log2(sum 2^x), x = S log2(e), K smoothed.
 """
 
 import torch

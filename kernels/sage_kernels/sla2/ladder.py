@@ -32,13 +32,15 @@ class Level(NamedTuple):
     name: str
     key_tile: object  # as in the SageBwd ladder; None for a level with a program of its own
     int8: str = ""  # which tensors are read in INT8
-    kernel: str = "sla2_forward_16bit"  # its sparse program in DEFAULTS of common/candidates.py
+    kernel: str = (
+        "sla2_forward_16bit"  # its sparse program in DEFAULTS of common/candidates.py, or in LAUNCHES of `hopper`
+    )
     fused: bool = True  # the linear branch and the mix in the sparse program
     hopper: ModuleType | None = None  # of a level that is Hopper's alone: program_of, signature, LAUNCHES and run
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Its programs after the preparation, by their names in `DEFAULTS`."""
+        """Its programs after the preparation, by their names in `DEFAULTS` or `LAUNCHES`."""
         return (self.kernel,) if self.fused else (self.kernel, "sla2_mix")
 
 
@@ -108,6 +110,8 @@ def run(
     """O of level `level`; save: O_s and L too, which level 0 doesn't have. launch: of the sparse program."""
     chosen, inputs = LEVELS[level], prepared.inputs
     if chosen.hopper is not None:
+        if launch is not None:
+            raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
         return chosen.hopper.run(inputs, start, save=save)
     launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:

@@ -128,7 +128,7 @@ def backward(
     k_mean: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV, dalpha."""
+    """dQ, dK, dV, dalpha; shapes as in the backward pass's `BackwardInputs`, entries and counts as in `BlockLists`."""
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         level = backward_level(query.device, query.shape[3])
@@ -171,12 +171,12 @@ class Sla2Operation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 12
+            return (None,) * 12  # one for each argument of forward
         tensors = grad_output, *ctx.saved_tensors
         gradients = gradients_once(
             "sparse_linear_attention", lambda *x: torch.ops.sage_kernels.sla2_backward.default(*x, ctx.scale), *tensors
         )
-        return *gradients, *([None] * 8)
+        return *gradients, *([None] * 8)  # nothing for the mask, the router and the options
 
 
 def attention(

@@ -1,12 +1,13 @@
 """Long lists in pieces: a key block that every query selects would keep its program busy when all others are done.
 
-A list of more than L query blocks is split into equal pieces of at most L, each with a program of its own; what these
-leave of dK and dV, in float32, is added up in the order of the pieces. So results don't depend on who is done first.
+A list of more than `longest` query blocks is split into equal pieces of at most that many, each with a program of its
+own; what these leave of dK and dV, in float32, is added up in the order of the pieces. So results don't depend on who
+is done first.
 
 The host doesn't know how long the lists are, but must make room for the pieces: one place per KEY_BLOCKS_PER_PLACE key
-blocks of a head. A program chooses L on the device so that the places suffice. A list that is split is longer than L,
-so it has fewer than 2 length / L pieces, and all lists have fewer than 2 sum(lengths) / L. So L = 2 sum(lengths) /
-places is enough: 2 KEY_BLOCKS_PER_PLACE, eight, times the mean length.
+blocks of a head. A program chooses `longest` on the device so that the places suffice. A list that is split is longer,
+so it has fewer than 2 length / longest pieces, and all lists have fewer than 2 sum(lengths) / longest. So longest = 2
+sum(lengths) / places is enough: 2 KEY_BLOCKS_PER_PLACE, eight, times the mean length.
 
 Shorter pieces would need more places, of 64 x 2 x Dp numbers each: with four key blocks per place they take a quarter
 of dK and dV in float32.
@@ -31,7 +32,7 @@ WARPS = 4
 class Pieces(NamedTuple):
     """Where the pieces of the long lists of a key head are, block by block, piece by piece."""
 
-    first: Tensor  # int32 [B, Hkv, Tn + 1]: place of a key block's first piece; a whole list's is the next block's, too
+    first: Tensor  # int32 [B, Hkv, Tn + 1]: place of a key block's first piece; without pieces, the next block's
     blocks: Tensor  # int32 [B, Hkv, places]: the key block whose piece is there, or -1
 
 

@@ -1,8 +1,8 @@
 """The linear branch's sums H_i and Z_i of all query blocks, and their gradients' way back, as matrix products.
 
-h_j and z_j of a key block (`prepare.py`) lie side by side in one row of D (D + 1) numbers. H_i = sum_j (1 - M_ij) h_j
-for all query blocks is then one matrix product, complement mask times rows, which reads each h_j once where adding them
-up block by block would read it Tm times.
+h_j and z_j of a key block (`prepare.py`) lie side by side in one row of W = Dp (Dp + 1) numbers. H_i = sum_j (1 - M_ij)
+h_j for all query blocks is then one matrix product, complement mask times rows, which reads each h_j once where adding
+them up block by block would read it Tm times.
 
 Fast matrix products want rows that start every 16 bytes. So the complement has zeros after its last column, up to a
 multiple of COLUMNS, and there are as many rows of zeros after the last h_j: 0 times what memory held may be NaN.
@@ -28,14 +28,17 @@ def padded_columns(key_blocks: int) -> int:
 
 
 def unselected_sums(complement: Tensor, sums: Tensor) -> Tensor:
-    """H_i and Z_i: sums of the rows of the unselected key blocks. [B, H, Tm, Tn] x [B, Hkv, Tn, W] -> [B, H, Tm, W]."""
+    """H_i and Z_i: sums of the rows of the unselected key blocks.
+
+    complement [B, H, Tm, Tn padded] x sums [B, Hkv, Tn padded, W] -> [B, H, Tm, W].
+    """
     batch, heads, query_blocks, columns = complement.shape
     complement = complement.view(batch * sums.shape[1], -1, columns)
     return torch.bmm(complement, sums.flatten(0, 1)).view(batch, heads, query_blocks, -1)
 
 
 def unselected_sums_by_key(complement: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
-    """The transposed product, for gradients: [B, H, Tm, Tn] x [B, H, Tm, W] -> [B, Hkv, Tn, W].
+    """The transposed product, for gradients: [B, H, Tm, Tn padded] x [B, H, Tm, W] -> [B, Hkv, Tn padded, W].
 
     Tm needs no padding: in neither matrix are the query blocks what lies side by side.
     """

@@ -46,12 +46,12 @@ class Units(NamedTuple):
     log_sum_exp: Tensor  # [B, H, Nq padded]: L - 15
     delta: Tensor  # [B, H, Nq padded]: delta fit
     factors: Tensor  # [B, H, blocks, 4]: s_Q, fit, s_Q 2^-15 / fit, s_dO 2^-15
-    step: Tensor  # [B, H, blocks]: integers of a dQ that is one, times 2^-15 / fit
-    unit: Tensor  # [B, H, blocks]: the dQ that is one integer
+    step: Tensor  # [B, H, blocks]: what turns dS K, stretched and fitted as it is, into integers of dQ
+    unit: Tensor  # [B, H, blocks]: what turns such an integer back into dQ / c
 
 
 class Prepared(NamedTuple):
-    q_hat: Quantized  # with its transpose; scales as said above
+    q_hat: Quantized  # with its transpose; its scale is NaN in blocks whose L or delta is
     k_hat: Quantized
     do_hat: Quantized
     delta: Tensor  # float32 [B, H, Nq padded]: rowsum(dO * O)

@@ -34,12 +34,12 @@ class BackwardInputs(NamedTuple):
     key: Tensor  # [B, Hkv, Nk, D]
     value: Tensor
     grad_output: Tensor  # [B, H, Nq, D]
-    log_sum_exp: Tensor  # [B, H, Nq padded], as the forward left it
+    log_sum_exp: Tensor  # float32 [B, H, Nq padded], of the forward: log2 of the sum of 2^x, x = S log2(e), K smoothed
     delta: Tensor  # [B, H, Nq padded]
     q_hat: Quantized | None
     k_hat: Quantized | None
     do_hat: Quantized | None
-    units: Units | None  # of level 5
+    units: Units | None  # of levels 5 and 6
 
 
 class QueryTile(NamedTuple):

@@ -30,16 +30,13 @@ from sage_kernels.common.tiles import Operand, load_tokens
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
 from sage_ref.prologue import Prologue
 
-NARROW = Launch(0, 0, 4, 1, 128)
-WIDE = Launch(0, 0, 8, 1, 128)
-WIDE_WITH_PROLOGUE = Launch(0, 0, 8, 1, 128)
+# No tile: blocks have SCALE_BLOCK tokens.
+NARROW, WIDE = Launch(0, 0, 4, 1, 128), Launch(0, 0, 8, 1, 128)
 
 
-def launch(head_dim: int, *, with_prologue: bool) -> Launch:
+def launch(head_dim: int) -> Launch:
     """As it was fastest on an H200: with 128 registers a thread, so that several programs share a multiprocessor."""
-    if padded_head_dim(head_dim) <= 64:
-        return NARROW
-    return WIDE_WITH_PROLOGUE if with_prologue else WIDE
+    return NARROW if padded_head_dim(head_dim) <= 64 else WIDE
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
@@ -178,6 +175,6 @@ def quantize_inputs(
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
-    options = launch(head_dim, with_prologue=prologue.cos is not None).options
+    options = launch(head_dim).options
     start(prepare_program, grid, arguments, constants(head_dim, grouped), options)
     return q_hat, k_hat, v_hat, v_hat.scale if with_values and v_mean is None else v_range

@@ -3,7 +3,7 @@
 Inputs come prepared by `prepare_forward`: a level says which of Q, K, V it reads in INT8. What differs between levels
 is the loop's body, the function KEY_TILE: (m, l, o_i) after key tile j from (m, l, o_i) before it.
 
-Scores are kept in units of log2(e), so that exp becomes exp2, the instruction the GPU has: s_q holds c log2(e).
+Scores are kept multiplied by log2(e), so that exp becomes exp2, the instruction the GPU has: s_q holds c log2(e).
 """
 
 from typing import NamedTuple
@@ -105,7 +105,7 @@ def constants(key_tile, head_dim: int, launch: Launch, is_causal: bool) -> dict:
 def run(
     inputs: ForwardInputs, key_tile, launch: Launch, start: Start, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, Nq, D] and L [B, H, Nq padded], the log2-sum-exp2 of the (smoothed) scores in units of log2(e).
+    """O [B, H, Nq, D] and L [B, H, Nq padded], log2(sum 2^x) with x = S log2(e), S of the smoothed K if it is smoothed.
 
     scale: c log2(e), for levels that read Q in 16 bit; the INT8 copy of Q carries it in its scale.
     """

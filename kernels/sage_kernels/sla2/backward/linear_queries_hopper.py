@@ -10,8 +10,7 @@ warpgroups have 64 queries each, one warp loads the next block's tiles, and matm
 dH_i sums over all 128 queries: each warpgroup makes half of its rows, from both warpgroups' queries. dZ_i and dalpha
 are sums of 64 queries each, which the first warpgroup adds up.
 
-Expect: limited by memory, which moves 194 KB for each block of queries. Not measured yet: it has run in the emulator
-alone.
+Expect: limited by memory, which moves 194 KB for each block of queries. What came is in kernels/NOTES.md.
 """
 
 from collections import namedtuple
@@ -119,7 +118,7 @@ def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl
 
 @gluon.jit
 def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """All of warpgroup W's half of each block of queries. Alg. 3, lines 4 to 8, and dalpha."""
+    """All of warpgroup W's half of each block of queries. Alg. 3, as `linear_query_program` says."""
     layout: gl.constexpr = accumulator_16bit(DP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))

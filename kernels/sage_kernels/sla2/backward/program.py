@@ -4,6 +4,9 @@ The linear branch comes first for queries: its program leaves dH_i and dZ_i, of 
 keys need, dh_j = sum_i (1 - M_ij) dH_i. The sparse programs then add their share; their loop bodies KEY_TILE and
 QUERY_TILE are the SageBwd ladder's in 16 bit. A key block with a long list gets several programs (`pieces.py`), and one
 more that adds up what they leave.
+
+Algorithm 3 multiplies dO by alpha first. Here dO and delta stay without it: dQ is multiplied by alpha at the end, and
+for dK and dV alpha comes with P, as 2^(S - (L - log2 alpha)).
 """
 
 import math
@@ -52,7 +55,7 @@ class QueryGradients(NamedTuple):
     grad_sums: Tensor  # [B, H, Tm, Dp (Dp + 1)]: dH_i, then dZ_i
     delta: Tensor  # float32 [B, H, Nq padded]: rowsum(dO * O_s)
     log_sum_exp: Tensor  # L of the scores as they are
-    alpha_log_sum_exp: Tensor  # L - log2(alpha): 2^(S - it) is alpha P
+    alpha_log_sum_exp: Tensor  # L - log2(alpha): 2^(S - this) is alpha P
 
 
 @triton.jit(do_not_specialize=["n_q"])
@@ -62,7 +65,10 @@ def linear_query_program(
     dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, groups, n_q, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of queries of one head. Alg. 3, lines 4 to 8, and dalpha. COLUMNS: at a time."""
+    """One program: one block of queries of one head. COLUMNS: of H_i at a time.
+
+    Alg. 3, steps 1, 2, 5, 6, the divisor of step 4, and of step 11 dQ's part and dalpha; H_i and Z_i are the forward's.
+    """
     i, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     block = head * tl.num_programs(0) + i
@@ -168,9 +174,12 @@ class KeyGradients(NamedTuple):
 
 @triton.jit
 def store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D: tl.constexpr, DP: tl.constexpr):
-    """Add the linear branch's share (Alg. 3, lines 16 to 18) to the sparse one's sums, and write dK_j and dV_j.
+    """Add the linear branch's share to the sparse one's sums, and write dK_j and dV_j.
 
-    out: KeyGradients. K_j and V_j are loaded here, since it takes registers to keep them through a loop.
+    Alg. 3, steps 9 and 10, and dK's part of step 11. K_j and V_j are loaded here, since it takes registers to keep them
+    through a loop.
+
+    out: KeyGradients.
     """
     dtype = out.dsums.dtype.element_ty
     d = tl.arange(0, DP)
@@ -248,8 +257,8 @@ def key_program(
         rows = head * n_q_padded
         queries = QueryHead(q, None, do, None, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
         for step in range(tl.maximum(begin, 0) * STEPS, tl.minimum(end, count) * STEPS):
-            block = tl.load(entries_ptr + list_number * width + step // STEPS)
-            i = block * STEPS + step % STEPS
+            query_block = tl.load(entries_ptr + list_number * width + step // STEPS)
+            i = query_block * STEPS + step % STEPS
             dk_j, dv_j = QUERY_TILE(dk_j, dv_j, keys, i, queries, n_q, n_k, TILE, False, False, True, True)
         begin -= count
         end -= count
@@ -301,7 +310,7 @@ def linear_key_program(
     dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
     kv_heads, n_k, sums_rows, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of keys of one head. Alg. 3, lines 16 to 18, for a program that adds the sparse share."""
+    """One program: one block of keys of one head. Alg. 3, steps 9, 10, dK's part of 11, read and added to later."""
     j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = kv_head // kv_heads, kv_head % kv_heads
     k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)

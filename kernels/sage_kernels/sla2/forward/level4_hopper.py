@@ -75,7 +75,7 @@ SIZES = Sizes._fields
 Descriptors = namedtuple("Descriptors", "q_hat k vt q h")
 Rings = namedtuple("Rings", "q_hat k v q h")
 Pointers = namedtuple("Pointers", "q_scale k_scale v_scale alpha entries counts sums o o_s log_sum_exp")
-Item = namedtuple("Item", "block i head kv_head entries count steps alpha")
+Item = namedtuple("Item", "block i head kv_head entries count steps alpha")  # block: of all heads; i: of this one
 Opening = namedtuple("Opening", "j following s_q s_k s_v")  # what the first key block of a list takes
 
 

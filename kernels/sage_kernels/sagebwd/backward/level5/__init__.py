@@ -46,6 +46,6 @@ def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bflo
 def run(
     inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
+    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from what `prepare_backward` makes for level 5."""
     (kernel,) = kernels(inputs.query.shape[3])
     return units.run(inputs, *program_of(kernel), queries_added(kernel), start, is_causal=is_causal, scale=scale)

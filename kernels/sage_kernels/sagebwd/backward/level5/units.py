@@ -121,7 +121,7 @@ def row_maximum_of_pairs(pairs):
 
 @gluon.jit
 def quantize_pairs(pairs, COLUMNS: gl.constexpr):
-    """`quantize_by_row` of pairs [ROWS, TILE / 2]."""
+    """`level4.queries.quantize_by_row` of pairs [ROWS, TILE / 2]."""
     largest = gl.maximum(row_maximum_of_pairs(pairs), 2.0**-15)  # 127 / 64 of its inverse is a float16
     # 1 / (64 s) twice, and once in float32: s is the scale of what has been rounded with it, not of what was meant.
     inverse, inverse_32 = gl.inline_asm_elementwise(
@@ -263,7 +263,7 @@ def run(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs, by one of the two programs."""
+    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] by one of the two programs, from inputs with units."""
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     (grad_output, do_per_row), (value, v_per_row) = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
     (batch, heads, n_q, head_dim), n_k, dp = query.shape, key.shape[2], padded_head_dim(query.shape[3])
