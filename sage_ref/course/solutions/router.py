@@ -9,11 +9,11 @@ def router_logits(q_bar, k_bar, w_q, w_k, c):
     return c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT
 
 
-def find_shift(x, count):
-    low, high = -20 - x.amax(-1, keepdim=True), 20 - x.amin(-1, keepdim=True)
+def find_shift(scaled, count):
+    low, high = -20 - scaled.amax(-1, keepdim=True), 20 - scaled.amin(-1, keepdim=True)
     for _ in range(60):
         middle = (low + high) / 2
-        too_much = torch.sigmoid(x + middle).sum(-1, keepdim=True) > count
+        too_much = torch.sigmoid(scaled + middle).sum(-1, keepdim=True) > count
         low = torch.where(too_much, low, middle)
         high = torch.where(too_much, middle, high)
     return middle
@@ -122,9 +122,11 @@ GAPS = {
             Mistake(
                 "sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "The row must sum to `count`; you took its mean."
             ),
-            Mistake("torch.sigmoid(x + middle)", "torch.sigmoid(x * middle)", "lambda is added."),
-            Mistake("torch.sigmoid(x + middle)", "torch.sigmoid(x)", "Which lambda do you try? It is the middle."),
-            Mistake("torch.sigmoid(x + middle)", "(x + middle)", "The sigmoid is missing."),
+            Mistake("torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled * middle)", "lambda is added."),
+            Mistake(
+                "torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled)", "Which lambda do you try? It is the middle."
+            ),
+            Mistake("torch.sigmoid(scaled + middle)", "(scaled + middle)", "The sigmoid is missing."),
         ),
     ),
     "soft_top_k_backward": Gap(
