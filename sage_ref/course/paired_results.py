@@ -141,8 +141,10 @@ def paired_pinned() -> str:
     usual, pinned = (
         {_shape(where): peer_ratios(of).get("sdpa_cudnn") for where, of in turns(x.select(**both))} for x in records
     )
-    in_both = [shape for shape in pinned if usual.get(shape) and pinned[shape]]
-    lines = [(shape, f"{usual[shape]:.2f}", f"{pinned[shape]:.2f}") for shape in in_both]
+    lines = []
+    for shape in pinned:
+        ratios = (found.get(shape) for found in (usual, pinned))
+        lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
     names = (f"Triton {x.provenance['triton']}, {x.provenance['date'][:10]}" for x in records)
     table = markdown_table(("cuDNN's time over ours", *names), lines)
     return f"{table}\n\nForward and backward; bfloat16; {', then '.join(x.caption for x in records)}."

@@ -415,8 +415,7 @@ class TestHopper:
 
     def test_power_holds_down_the_clock(self, profile):
         ours = {(row["kernel"], row["head_dim"]): row for row in profile.rows if row["tensor"]}
-        assert all(row["power_capped"] for (kernel, _), row in ours.items() if kernel != "forward")
-        assert not ours["forward", 64]["power_capped"]
+        assert all(row["power_capped"] == (kernel != "forward") for (kernel, _), row in ours.items())
         slowest = sorted(ours, key=lambda name: ours[name]["sustained_ghz"])[:2]
         assert set(slowest) == {("dq", 128), ("dk", 128)}
 

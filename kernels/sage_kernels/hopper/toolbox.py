@@ -463,7 +463,7 @@ def add_scaled(gradient, product, s, DP: gl.constexpr):
 
 @gluon.jit
 def add_scaled_half(gradient, product, s):
-    """`add_scaled` for half the columns, in assembly that the compiler doesn't move. The product is free then."""
+    """`add_scaled` for half the columns, in assembly that stays here: after it the product's registers are free."""
     s = gl.convert_layout(s, gl.SliceLayout(1, accumulator(HALF)))
     product, s = gl.broadcast(product.to(gl.float32), s[:, None])
     return gl.inline_asm_elementwise(

@@ -32,9 +32,7 @@ class Level(NamedTuple):
     name: str
     key_tile: object  # as in the SageBwd ladder; None for a level with a program of its own
     int8: str = ""  # which tensors are read in INT8
-    kernel: str = (
-        "sla2_forward_16bit"  # its sparse program in DEFAULTS of common/candidates.py, or in LAUNCHES of `hopper`
-    )
+    kernel: str = "sla2_forward_16bit"  # its sparse program, by its name in DEFAULTS or in LAUNCHES of `hopper`
     fused: bool = True  # the linear branch and the mix in the sparse program
     hopper: ModuleType | None = None  # of a level that is Hopper's alone: program_of, signature, LAUNCHES and run
 

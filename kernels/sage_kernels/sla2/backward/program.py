@@ -310,7 +310,7 @@ def linear_key_program(
     dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
     kv_heads, n_k, sums_rows, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of keys of one head. Alg. 3, steps 9, 10, dK's part of 11, read and added to later."""
+    """One program: one block of keys of one head. Alg. 3, steps 9, 10, dK's part of 11; others add to it."""
     j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = kv_head // kv_heads, kv_head % kv_heads
     k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)

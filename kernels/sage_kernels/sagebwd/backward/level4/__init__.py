@@ -18,7 +18,7 @@ from sage_kernels.hopper.toolbox import Fetched, fetched_rows
 from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 
-# num_warps / 4 warpgroups compute; num_stages: places of a ring; a computing thread has 240 registers, of three 160.
+# num_warps / 4 warpgroups compute; num_stages: places of a ring; a computing thread has 240 registers, 160 with three.
 LAUNCHES = queries.LAUNCHES | keys.LAUNCHES
 
 
