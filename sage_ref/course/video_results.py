@@ -7,7 +7,6 @@ is shown of it is a sentence that says so, and which command writes it.
 import math
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,9 +33,8 @@ from sage_ref.experiments.video.verdicts import (
 )
 from sage_ref.records import Record, how_timed, markdown_table, read_record, recorded_file
 
-# In the folder of records. Lengths that SPEED lacks are shown from LONG_SPEED.
+# In the folder of records.
 ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"
-LONG_SPEED = "video_speed_long_h200.json"
 COMMANDS = {
     ARMS: "python -m sage_ref video finetune --all",
     SPEED: "python -m sage_ref video speed",
@@ -92,32 +90,25 @@ def comparison() -> list[Text | Figure]:
 
 @if_there(ARMS, PICTURES)
 def pictures() -> list[Figure | Films]:
-    """To be displayed: samples from equal noise as strips and as films, and what the router selected."""
+    """To be displayed: a scene as each model restored it, films from equal noise, what the router selected."""
     record = record_of(ARMS)
-    videos = {arm: _small_video(path) for arm, path in _drawn(record).items()}
-    strips = film_strips_figure(videos, title="From equal noise, after fine-tuning", frames=2)
-    # Every second frame: a notebook is not to weigh too much.
-    films = films_of({arm: video[:, ::2] for arm, video in videos.items() if arm in (FULL, "SLA2")})
-    return [_closed(strips), films, _closed(selection(record))]
+    drawn, level = _drawn(record), record.provenance["plan"]["restored_level"]
+    scenes = {"truth": _strip("restored_truth")} | {arm: _strip(f"{name}_restored") for arm, name in drawn.items()}
+    title, columns = f"A scene with noise at t = {level:g}, restored", ("first frame", "last frame")
+    restored = film_strips_figure(scenes, title=title, columns=columns)
+    films = films_of({arm: _film(name) for arm, name in drawn.items()})
+    return [_closed(restored), films, _closed(selection(record))]
 
 
 @if_there(SPEED)
 def speed() -> list[Text]:
     """To be displayed: a training step and sampling at every length, with SLA2 and what it competes with."""
-    shown, lengths = [], set()
-    for name in (SPEED, LONG_SPEED):
-        if not recorded_file(name).exists():
-            continue
-        record = record_of(name)
-        rows = [row for row in record.rows if row["tokens"] not in lengths]
-        lengths |= {row["tokens"] for row in rows}
-        left_out = record.provenance.get("not_timed", {})
-        more = "".join(f" Not timed: {contender}, {reason}." for contender, reason in left_out.items())
-        plan = record.provenance["plan"]
-        counts = f"Medians of {plan['repetitions']} steps and {plan['sampled']} samplings"
-        if rows:
-            shown.append(Text(f"{speed_table(rows)}\n\n{counts}, {how_timed(rows)}; {record.caption}.{more}"))
-    return shown
+    record = record_of(SPEED)
+    left_out = record.provenance.get("not_timed", {})
+    more = "".join(f" Not timed: {contender}, {reason}." for contender, reason in left_out.items())
+    plan = record.provenance["plan"]
+    counts = f"Medians of {plan['repetitions']} steps and {plan['sampled']} samplings"
+    return [Text(f"{speed_table(record.rows)}\n\n{counts}, {how_timed(record.rows)}; {record.caption}.{more}")]
 
 
 def above_full(record: Record, arm: str) -> Difference | None:
@@ -176,18 +167,30 @@ def _closed(figure: Figure) -> Figure:
     return figure
 
 
-def _drawn(record: Record) -> dict[str, Path]:
-    """Arm -> the film of its sample, of those that were drawn."""
+def _drawn(record: Record) -> dict[str, str]:
+    """Arm -> the name of its run, of those that were drawn."""
     seed = record.provenance["plan"]["seeds"][0]
-    paths = {arm: recorded_file(PICTURES) / f"{Run(arm, seed).name}.gif" for arm in DRAWN}
-    return {arm: path for arm, path in paths.items() if path.exists()}
+    names = {arm: Run(arm, seed).name for arm in DRAWN}
+    return {arm: name for arm, name in names.items() if (recorded_file(PICTURES) / f"{name}.gif").exists()}
 
 
-def _small_video(path: Path) -> Tensor:
-    """[3, T, size, size] in [-1, 1] of a film at half its size: a notebook is not to weigh too much."""
-    with Image.open(path) as film:
+def _film(name: str) -> Tensor:
+    """[3, T, size, size] in [-1, 1] of every second frame of a GIF, at half its size: a notebook is to be light."""
+    with Image.open(recorded_file(PICTURES) / f"{name}.gif") as film:
         frames = [np.array(frame.convert("RGB").reduce(2)) for frame in ImageSequence.Iterator(film)]
-    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2) / 127.5 - 1
+    return _video(np.stack(frames[::2]))
+
+
+def _strip(name: str) -> Tensor:
+    """[3, frames, size, size] in [-1, 1] of a PNG with square frames side by side."""
+    with Image.open(recorded_file(PICTURES) / f"{name}.png") as strip:
+        pixels = np.array(strip.convert("RGB"))
+    return _video(np.stack(np.split(pixels, pixels.shape[1] // pixels.shape[0], axis=1)))
+
+
+def _video(frames: np.ndarray) -> Tensor:
+    """uint8 [T, size, size, 3] as [3, T, size, size] in [-1, 1]."""
+    return torch.from_numpy(frames).permute(3, 0, 1, 2) / 127.5 - 1
 
 
 def _unpacked(bits: Tensor, count: int) -> Tensor:

@@ -33,7 +33,6 @@ from sage_ref.training.video_scenes import moving_scenes, seed_of
 # First numbers of the seeds, so that no scene is drawn for two purposes.
 PURPOSES = ("train", "finetune", "route", "validate", "judge", "sample", "restore", "watch")
 PART_BYTES = 15 * 2**20
-BEFORE_CAPTURE = 3  # passes that compile and choose their programs, which a graph must not
 WORSE_THAN_NONE = 1.1  # times the loss of answering 0: a run there has diverged
 # cuDNN's attention is the fastest that PyTorch has for a Hopper GPU.
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -301,15 +300,8 @@ def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tenso
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.cuda.device(video.device):
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                for _ in range(BEFORE_CAPTURE):
-                    model(*inputs)
-            torch.cuda.current_stream().wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                velocity = model(*inputs)
+            # A function, since of a module its own forward would be replaced.
+            graph = torch.cuda.make_graphed_callables(lambda *given: model(*given), inputs)
     finally:
         torch.set_autocast_cache_enabled(caches_casts)
 
@@ -318,8 +310,6 @@ def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tenso
         for name, held, given in zip(("video", "noise_level"), inputs, (video, noise_level), strict=True):
             if given.shape != held.shape:
                 raise ValueError(f"{name}: expected {list(held.shape)} as captured, got {list(given.shape)}")
-            held.copy_(given)
-        graph.replay()
-        return velocity
+        return graph(video, noise_level)
 
     return replay

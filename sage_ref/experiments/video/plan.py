@@ -1,7 +1,7 @@
 """The arms that are compared, the runs of the plan in the order of what they decide, and what they should cost.
 
 Every arm starts from the same pre-trained weights, sees the same videos and makes as many steps; its row says what it
-changes. Those that decide a claim of the paper run with every seed, first; the others with the first seed alone.
+changes. Those that decide a claim run with every seed, first; the others with the first seed alone.
 
 Costs are predicted from counted arithmetic and rates that an H200 showed in other measurements of this project
 (`Rates`). They are there to plan with: records hold what was measured.
@@ -53,7 +53,9 @@ ARMS = {
     "SageBwd": Arm({"attention": "sagebwd"}, stage1=False),
 }
 # In the order of what they decide. An arm that is judged as another comes with that one.
-DECISIVE = (FULL, "SLA2", "SLA2, 16 bit", "router at its start", "SLA at 90%", "sparse only", "no stage 1")
+DECISIVE = (
+    FULL, "SLA2", "SLA2, 16 bit", "router at its start", "SLA at 90%", "sparse only", "no stage 1", "rows in order",
+)  # fmt: skip
 SINGLE = tuple(name for name, arm in ARMS.items() if name not in DECISIVE and arm.judged_as is None)
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from sage_ref.experiments.video.measures import Answers, Questions, answers, questions
 from sage_ref.experiments.video.pictures import write_film, write_strip
-from sage_ref.experiments.video.plan import ARMS, FULL, NOT_TUNED, Run, VideoPlan, planned
+from sage_ref.experiments.video.plan import ARMS, FULL, Run, VideoPlan, planned
 from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_ref.records import FinishedParts, Row, replaced
 from sage_ref.sla2 import SLA2
@@ -33,7 +33,7 @@ from sage_ref.training.video_router import RouterSettings, RouterTraining
 
 UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
 Settings = TypeVar("Settings", RouterSettings, FlowSettings)
-DRAWN = (FULL, NOT_TUNED, "SLA2", "SLA at 90%", "sparse only", "random router")  # pictures of all: below 3 MB
+DRAWN = (FULL, "SLA2", "SLA at 90%", "sparse only", "rows in order")  # pictures of all: below 3 MB
 
 
 class Start(NamedTuple):
@@ -211,10 +211,9 @@ class VideoRuns:
         return self.asked[key]
 
     def draw(self, run: Run, found: Answers, model: VideoDiT) -> None:
-        """One sample as a film and a strip, a restored scene as a strip, and the blocks that the router selected."""
+        """One sample as a film, a restored scene as a strip, and the blocks that the router selected."""
         folder = self.start.folder / "pictures"
         write_film(folder / f"{run.name}.gif", found.samples[0])
-        write_strip(folder / f"{run.name}.png", found.samples[0])
         write_strip(folder / f"{run.name}_restored.png", found.restored[0])
         if run.arm == FULL:
             write_strip(folder / "restored_truth.png", self.questions(model.config).restored[0])

@@ -41,6 +41,8 @@ CLAIMS = (
     Claim("SLA2 at 97% beats SLA at 90%", "SLA2", "SLA at 90%", (0.1039, 0.0872)),
     Claim("alpha matters", "SLA2", "sparse only"),
     Claim("stage 1 matters", "SLA2", "no stage 1"),
+    Claim("SLA2 beats SLA, both at 90%", "SLA2 at 90%", "SLA at 90%", (0.1093, 0.0872)),
+    Claim("SLA2 beats SLA, both at 97%", "SLA2", "SLA at 97%"),
     Claim("full attention beats SLA2 at 97%", "full", "SLA2", (0.1084, 0.1039)),
     Claim("less sparsity is better", "SLA2 at 90%", "SLA2", (0.1093, 0.1039)),
     Claim("a learned router beats a random one", "SLA2", "random router"),
