@@ -7,6 +7,7 @@ from sage_ref.experiments.pretrain_speed import relative_rate
 from sage_ref.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
+VIDEO = "video_speed_h200"
 PAIRED_PINNED = "paired_triton371_h200"  # with the Triton that our pins install; the others: with their machine's
 OURS, UNBIASED = "sage_kernels", "sage_kernels, unbiased"
 OUR_NAMES = {OURS: "ours", UNBIASED: "ours with an unbiased O"}
@@ -86,9 +87,26 @@ def headline() -> str:
     sla2 = (
         f"- **Sparse.** At {n:,} tokens FlashAttention-2 takes {sparse['sdpa_flash']:.0f} times as long for all keys "
         f"as SLA2 at 97% with a given, random mask, cuDNN {sparse['sdpa_cudnn']:.0f}. FlashAttention-4 with the same "
-        f"mask takes {sparse['fa4']:.2f} times as long: it is faster, but computes the softmax branch alone."
+        f"mask takes {sparse['fa4']:.2f} times as long: it is faster, but computes the softmax branch alone. "
+        f"{video_times()}"
     )
     return "\n".join(textwrap.fill(text, 128, subsequent_indent="  ", break_on_hyphens=False) for text in (speed, sla2))
+
+
+def video_times() -> str:
+    """A sentence with what all of a video model takes longer with FlashAttention-4 than with SLA2, by length."""
+    rows = read_record(VIDEO).rows
+    tokens = list(dict.fromkeys(row["tokens"] for row in rows))
+    ms = {(row["what"], row["tokens"], row["provider"]): row["ms_median"] for row in rows}
+    step, sampling = (
+        " and ".join(f"{ms[what, n, 'flash_attention_4'] / ms[what, n, 'sla2']:.1f}" for n in tokens)
+        for what in ("step", "sampling, CUDA graph")
+    )
+    return (
+        f"A small video model with full attention by FlashAttention-4 takes {step} times as long for a training step "
+        f"({' and '.join(f'{n:,}' for n in tokens)} tokens) as with SLA2 at 97%, router and all; "
+        f"{sampling} for a sample, each pass a CUDA graph."
+    )
 
 
 def paired_speed(direction: str) -> str:

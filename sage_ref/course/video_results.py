@@ -96,8 +96,16 @@ def pictures() -> list[Figure | Films]:
     scenes = {"truth": _strip("restored_truth")} | {arm: _strip(f"{name}_restored") for arm, name in drawn.items()}
     title, columns = f"A scene with noise at t = {level:g}, restored", ("first frame", "last frame")
     restored = film_strips_figure(scenes, title=title, columns=columns)
-    films = films_of({arm: _film(name) for arm, name in drawn.items()})
+    # Every second frame: a notebook is not to weigh too much.
+    films = films_of({arm: video[:, ::2] for arm, video in samples().items()})
     return [_closed(restored), films, _closed(selection(record))]
+
+
+def samples() -> dict[str, Tensor]:
+    """Arm -> its sample [3, T, size, size] in [-1, 1], at half its size; all from equal noise. Empty: none recorded."""
+    if not all(recorded_file(name).exists() for name in (ARMS, PICTURES)):
+        return {}
+    return {arm: _film(name) for arm, name in _drawn(record_of(ARMS)).items()}
 
 
 @if_there(SPEED)
@@ -175,10 +183,10 @@ def _drawn(record: Record) -> dict[str, str]:
 
 
 def _film(name: str) -> Tensor:
-    """[3, T, size, size] in [-1, 1] of every second frame of a GIF, at half its size: a notebook is to be light."""
+    """[3, T, size, size] in [-1, 1] of a GIF, at half its size."""
     with Image.open(recorded_file(PICTURES) / f"{name}.gif") as film:
         frames = [np.array(frame.convert("RGB").reduce(2)) for frame in ImageSequence.Iterator(film)]
-    return _video(np.stack(frames[::2]))
+    return _video(np.stack(frames))
 
 
 def _strip(name: str) -> Tensor:

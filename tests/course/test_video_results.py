@@ -21,6 +21,7 @@ from sage_ref.course.video_results import (
     comparison,
     pictures,
     record_of,
+    samples,
     speed,
 )
 from sage_ref.experiments.video import plan as plan_module
@@ -79,6 +80,7 @@ def test_what_is_missing_is_said_in_place_of_it(recorded, show, name, others):
     (recorded / name).rename(recorded / "elsewhere")
     (said,) = show()
     assert said.startswith(f"Nothing is recorded yet: there is no {name}.")
+    assert (samples() == {}) == (name in (ARMS, PICTURES))
     assert "python -m sage_ref video" in said._repr_markdown_()
 
 
@@ -127,6 +129,7 @@ def test_pictures_are_those_of_the_runs(recorded):
     with Image.open(recorded / PICTURES / "restored_truth.png") as strip:
         first = np.array(strip.convert("RGB"))[:, :8] / 255
     assert np.allclose(frames[0], first, atol=1e-6)
+    assert {arm: tuple(video.shape) for arm, video in samples().items()} == dict.fromkeys(drawn, (3, 4, 4, 4))
     assert films._repr_html_().count("<img") == len(drawn)
     assert repr(films) == f"films: {', '.join(drawn)}"
     assert isinstance(selected, Figure)
