@@ -16,7 +16,7 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sage_ref.course.figures.video import Films, arms_figure, film_strips_figure, films_of, selected_figure
+from sage_ref.course.figures.video import Films, arms_figure, films_of, selected_figure
 from sage_ref.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, Run
 from sage_ref.experiments.video.runs import DRAWN
 from sage_ref.experiments.video.speed import speed_table
@@ -92,13 +92,11 @@ def comparison() -> list[Text | Figure]:
 def pictures() -> list[Figure | Films]:
     """To be displayed: a scene as each model restored it, films from equal noise, what the router selected."""
     record = record_of(ARMS)
-    drawn, level = _drawn(record), record.provenance["plan"]["restored_level"]
-    scenes = {"truth": _strip("restored_truth")} | {arm: _strip(f"{name}_restored") for arm, name in drawn.items()}
-    title, columns = f"A scene with noise at t = {level:g}, restored", ("first frame", "last frame")
-    restored = film_strips_figure(scenes, title=title, columns=columns)
-    # Every second frame: a notebook is not to weigh too much.
-    films = films_of({arm: video[:, ::2] for arm, video in samples().items()})
-    return [_closed(restored), films, _closed(selection(record))]
+    names = {"truth": "restored_truth"} | {arm: f"{name}_restored" for arm, name in _drawn(record).items()}
+    # Every second frame, and two samples: a notebook is not to weigh too much.
+    restored = films_of({arm: _strip(name)[:, ::2] for arm, name in names.items()})
+    films = films_of({arm: video[:, ::2] for arm, video in samples().items() if arm in (FULL, "SLA2")})
+    return [restored, films, _closed(selection(record))]
 
 
 def samples() -> dict[str, Tensor]:
@@ -185,20 +183,20 @@ def _drawn(record: Record) -> dict[str, str]:
 def _film(name: str) -> Tensor:
     """[3, T, size, size] in [-1, 1] of a GIF, at half its size."""
     with Image.open(recorded_file(PICTURES) / f"{name}.gif") as film:
-        frames = [np.array(frame.convert("RGB").reduce(2)) for frame in ImageSequence.Iterator(film)]
-    return _video(np.stack(frames))
+        return _halved([frame.convert("RGB") for frame in ImageSequence.Iterator(film)])
 
 
 def _strip(name: str) -> Tensor:
-    """[3, frames, size, size] in [-1, 1] of a PNG with square frames side by side."""
+    """[3, frames, size, size] in [-1, 1] of a PNG with square frames side by side, at half its size."""
     with Image.open(recorded_file(PICTURES) / f"{name}.png") as strip:
-        pixels = np.array(strip.convert("RGB"))
-    return _video(np.stack(np.split(pixels, pixels.shape[1] // pixels.shape[0], axis=1)))
+        size, starts = strip.height, range(0, strip.width, strip.height)
+        return _halved([strip.convert("RGB").crop((x, 0, x + size, size)) for x in starts])
 
 
-def _video(frames: np.ndarray) -> Tensor:
-    """uint8 [T, size, size, 3] as [3, T, size, size] in [-1, 1]."""
-    return torch.from_numpy(frames).permute(3, 0, 1, 2) / 127.5 - 1
+def _halved(frames: list[Image.Image]) -> Tensor:
+    """[3, T, size, size] in [-1, 1] of T pictures of twice that size."""
+    pixels = np.stack([frame.reduce(2) for frame in frames])
+    return torch.from_numpy(pixels).permute(3, 0, 1, 2) / 127.5 - 1
 
 
 def _unpacked(bits: Tensor, count: int) -> Tensor:
