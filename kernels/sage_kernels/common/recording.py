@@ -74,7 +74,7 @@ class Allocation(NamedTuple):
         return 0 if 0 in self.shape else (1 + last) * self.dtype.itemsize
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A program's start. Where an argument depends on addresses, `arguments` has a gap."""
 
     run: Callable[..., None]  # the compiled program with its grid
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
                 _, *shape_and_strides = function(argument)
                 fixed += [None, *shape_and_strides]
         fixed += (constants[x] for x in program.arg_names[len(arguments) :])
-        self.steps.append(Launch(run, fixed, pointers, descriptors))
+        self.steps.append(RecordedLaunch(run, fixed, pointers, descriptors))
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
@@ -226,7 +226,7 @@ class Recording:
         self.outputs = [x.memory if x[1:] == whole.get(x.memory) else x for x in views]
         operands = [x for step in self.steps if isinstance(step, Operation) for x in step.arguments]
         tensors = {x.memory for x in (*operands, *views) if isinstance(x, View)}
-        launches = [step for step in self.steps if isinstance(step, Launch)]
+        launches = [step for step in self.steps if isinstance(step, RecordedLaunch)]
         pointed = {place.memory for x in launches for _, place, *_ in (*x.pointers, *x.descriptors)}
         self.allocations = [x for x in recorder.allocations if x.memory in tensors]
         # Memory that only programs see is part of one allocation: (number of the memory, where in it).

@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     blocks: int  # of rows in one head: a program each
     heads_total: int  # of all batches: of queries, or of keys in a program of keys
     heads_together: int  # worked on at a time
-    groups: int  # query heads that share a head of keys
+    group_size: int  # query heads that share a head of keys
     n_q: int
     n_k: int
     q_blocks: int  # tiles of queries in one head, the last one padded
@@ -60,13 +60,13 @@ def sizes_of(
     """Of a launch whose programs have `rows` queries each, or keys, and fetch so many bytes per token and column."""
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k = key.shape[1:3]
-    groups, own, visited = heads // kv_heads, padded_length(n_q), padded_length(n_k)
+    group_size, own, visited = heads // kv_heads, padded_length(n_q), padded_length(n_k)
     q_blocks, kv_blocks = own // SCALE_Q.value, visited // SCALE_KV.value
     if of_keys:
-        heads, own, visited = kv_heads, visited, own * groups
+        heads, own, visited = kv_heads, visited, own * group_size
     together = heads_at_a_time(bytes_per_number * visited * padded_head_dim(head_dim))
     heads_per_row = v_heads_per_row, do_heads_per_row, out_heads_per_row
-    return Sizes(-(-own // rows), batch * heads, together, groups, n_q, n_k, q_blocks, kv_blocks, *heads_per_row)
+    return Sizes(-(-own // rows), batch * heads, together, group_size, n_q, n_k, q_blocks, kv_blocks, *heads_per_row)
 
 
 def heads_at_a_time(bytes_per_head: int) -> int:

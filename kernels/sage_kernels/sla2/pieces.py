@@ -37,12 +37,12 @@ class Pieces(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["columns", "places", "least"])
-def pieces_program(counts_ptr, first_ptr, blocks_ptr, groups, columns, places, least, WIDTH: tl.constexpr):
-    """One program: one key head. counts: of the lists by key of the `groups` query heads that share it."""
+def pieces_program(counts_ptr, first_ptr, blocks_ptr, group_size, columns, places, least, WIDTH: tl.constexpr):
+    """One program: one key head. counts: of the lists by key of the `group_size` query heads that share it."""
     kv_head, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     length = tl.zeros([WIDTH], tl.int32)
-    for g in range(groups):
-        length += tl.load(counts_ptr + (kv_head * groups + g) * columns + column, mask=column < columns, other=0)
+    for g in range(group_size):
+        length += tl.load(counts_ptr + (kv_head * group_size + g) * columns + column, mask=column < columns, other=0)
     longest = tl.maximum(least, tl.cdiv(2 * tl.sum(length, 0), places))
     pieces = tl.where(length > longest, tl.cdiv(length, longest), 0)
     first = tl.cumsum(pieces, 0) - pieces
@@ -56,7 +56,7 @@ def pieces_program(counts_ptr, first_ptr, blocks_ptr, groups, columns, places, l
 def signature() -> Signature:
     """Triton's types of the parameters of `pieces_program`."""
     tensors = dict.fromkeys(("counts_ptr", "first_ptr", "blocks_ptr"), POINTERS[torch.int32])
-    return tensors | dict.fromkeys(("groups", "columns", "places", "least"), SIZE)
+    return tensors | dict.fromkeys(("group_size", "columns", "places", "least"), SIZE)
 
 
 def pieces_of(counts: Tensor, kv_heads: int, start: Start = start_with_triton) -> Pieces:

@@ -118,9 +118,9 @@ def key_rows(
     gradients = (zeros, zeros, zeros, zeros)
     mbarrier.wait(keys.ready, 0)
     n = 0
-    for g in range(0, sizes.groups):
+    for g in range(0, sizes.group_size):
         i = sizes.q_blocks - 1
-        at = (kv_head * sizes.groups + g) * sizes.q_blocks + i
+        at = (kv_head * sizes.group_size + g) * sizes.q_blocks + i
         for _ in range(1, tiles):
             gradients = query_tile(
                 gradients, keys, rings, lines, pointers, s_k, n, at, first_key, i * TILE, sizes.n_k,
@@ -150,8 +150,8 @@ def load_tiles(descriptors, keys, rings, lines, sizes, DP: gl.constexpr, IS_CAUS
     row, column = row_and_column(kv_head, first_key, sizes.n_k, sizes.v_heads_per_row, DP)
     copy_own(keys.v, keys.ready, descriptors.v, row, column, 2)
     n = 0
-    for g in range(0, sizes.groups):
-        head = kv_head * sizes.groups + g
+    for g in range(0, sizes.group_size):
+        head = kv_head * sizes.group_size + g
         i = sizes.q_blocks - 1
         for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
             token = (head * sizes.q_blocks + i) * TILE
@@ -170,7 +170,7 @@ def load_tiles(descriptors, keys, rings, lines, sizes, DP: gl.constexpr, IS_CAUS
 def pairs_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, factors_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
@@ -186,7 +186,7 @@ def pairs_program(
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, factors_ptr, dk_ptr, dv_ptr)
     sizes = Sizes(
-        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(

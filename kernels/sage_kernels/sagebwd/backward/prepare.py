@@ -121,7 +121,7 @@ def prepare_program(
     q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr,
     qt_hat_ptr, marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr,
     stretched_ptr, fitted_ptr, factors_ptr, step_ptr, unit_ptr,
-    heads, groups, n_q, n_q_padded, n_k_padded, query_programs,
+    heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, or after those of keys. unit_ptr None: without units."""
@@ -146,7 +146,7 @@ def prepare_program(
         tl.store(marked_q_scale_ptr + t, s_q)
         tl.store(do_scale_ptr + t, s_do)
         if unit_ptr is not None:
-            rows, first, kv_head = head * n_q_padded, head * q_blocks, head // groups
+            rows, first, kv_head = head * n_q_padded, head * q_blocks, head // group_size
             units = UnitPointers(
                 stretched_ptr + rows, fitted_ptr + rows, factors_ptr + 4 * first, step_ptr + first, unit_ptr + first
             )  # fmt: skip
@@ -166,7 +166,7 @@ def signature(*, with_units: bool, dtype: torch.dtype = torch.bfloat16) -> Signa
     scales = ("q_scale_ptr", "k_scale_ptr", "marked_q_scale_ptr", "do_scale_ptr", "log_sum_exp_ptr", "delta_ptr")
     units = ("v_range_ptr", "stretched_ptr", "fitted_ptr", "factors_ptr", "step_ptr", "unit_ptr")
     units = dict.fromkeys(units, FLOATS if with_units else None)
-    sizes = dict.fromkeys(("heads", "groups", "n_q", "query_programs"), SIZE)
+    sizes = dict.fromkeys(("heads", "group_size", "n_q", "query_programs"), SIZE)
     sizes |= {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
     tensors = strided("do", POINTERS[dtype]) | strided("o", POINTERS[dtype])
     return tensors | hats | dict.fromkeys(scales, FLOATS) | units | sizes

@@ -87,7 +87,7 @@ def dq_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, kt_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     log_sum_exp_ptr, delta_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
-    heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
+    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
     KEY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def dq_program(
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
-    kv_head, h_kv = head // groups, h // groups
+    kv_head, h_kv = head // group_size, h // group_size
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
@@ -129,7 +129,7 @@ def dkdv_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n, dot_ptr, do_scale_ptr,
     log_sum_exp_ptr, delta_ptr, dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr,
-    heads, groups, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
+    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
     QUERY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
@@ -138,7 +138,7 @@ def dkdv_program(
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     j = tl.program_id(0)  # the first keys, which most queries see, first
     kv_head = tl.program_id(1).to(tl.int64)
-    kv_heads = heads // groups
+    kv_heads = heads // group_size
     batch, h_kv = kv_head // kv_heads, kv_head % kv_heads
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
@@ -153,8 +153,8 @@ def dkdv_program(
     if IS_CAUSAL:
         first = tl.minimum(j * BLOCK_KV // BLOCK_Q, end)
         full = tl.minimum(tl.cdiv((j + 1) * BLOCK_KV - 1, BLOCK_Q), end)
-    for g in range(groups):  # the query heads that share this key head
-        h = h_kv * groups + g
+    for g in range(group_size):  # the query heads that share this key head
+        h = h_kv * group_size + g
         head = batch * heads + h
         s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
         s_do_ptr = None if do_scale_ptr is None else do_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
@@ -181,7 +181,7 @@ def dkdv_program(
 
 
 SIZES = {
-    "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
+    "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
     "log2_scale": NUMBER,
 }  # fmt: skip
 

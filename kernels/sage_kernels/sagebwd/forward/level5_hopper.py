@@ -180,8 +180,8 @@ def query_rows(
     last = gl.where(first_query < sizes.n_q, last, 0)
     all_tiles = count_key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)
     q_scale, k_scale, v_scale, v_mean, o, log_sum_exp = pointers
-    k_scale += (head // sizes.groups) * sizes.kv_blocks
-    v_scale += (head // sizes.groups) * sizes.kv_blocks
+    k_scale += (head // sizes.group_size) * sizes.kv_blocks
+    v_scale += (head // sizes.group_size) * sizes.kv_blocks
     pointers = Pointers(q_scale, k_scale, v_scale, v_mean, o, log_sum_exp)
     s_q = gl.load(q_scale + head * sizes.q_blocks + gl.minimum(first_query // SCALE_Q, sizes.q_blocks - 1))
     s_k, s_v = gl.load(k_scale), gl.load(v_scale)
@@ -203,7 +203,7 @@ def query_rows(
     o_i = state.o_i * gl.convert_layout(state.unit / l, gl.SliceLayout(1, accumulator(DP)))[:, None]
     if IS_UNBIASED:
         d = gl.arange(0, DP, gl.SliceLayout(0, accumulator(DP)))
-        o_i += gl.load(v_mean + head // sizes.groups * D + d, mask=d < D, other=0.0)[None, :]
+        o_i += gl.load(v_mean + head // sizes.group_size * D + d, mask=d < D, other=0.0)[None, :]
     store_tokens(o, o_i, head, first_query, sizes.n_q, sizes.out_heads_per_row, D, DP)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     query = first_query + gl.arange(0, ROWS, row)
@@ -216,7 +216,7 @@ def query_rows(
 def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The loading warp: Q^, then K^ and V^T tiles as their places become free."""
     i, head = work_item(gl.program_id(0), sizes)
-    first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
+    first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.group_size
     mbarrier.expect(queries.ready, WARPGROUPS * descriptors.q.block_type.nbytes)
     row = head * (sizes.q_blocks * SCALE_Q) + first_query
     copy_own(queries.tiles, queries.ready, descriptors.q, row, 0, WARPGROUPS)
@@ -229,7 +229,7 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: 
 def hopper_program(
     q_descriptor, k_descriptor, vt_descriptor, q_scale_ptr, k_scale_ptr, v_scale_ptr, v_mean_ptr, o_ptr,
     log_sum_exp_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def hopper_program(
     descriptors = Descriptors(q_descriptor, k_descriptor, vt_descriptor)
     pointers = Pointers(q_scale_ptr, k_scale_ptr, v_scale_ptr, v_mean_ptr, o_ptr, log_sum_exp_ptr)
     sizes = Sizes(
-        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
     )  # fmt: skip
     # Constants must be named in each call: a variable would make numbers of the program of them.

@@ -40,7 +40,7 @@ def forward_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
     v_mean_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
-    heads, groups, n_q, n_k, n_q_padded, n_k_padded, scale,
+    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def forward_program(
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
-    kv_head, h_kv = head // groups, h // groups
+    kv_head, h_kv = head // group_size, h // group_size
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
@@ -89,7 +89,7 @@ def signature(int8: str, dtype: torch.dtype = torch.bfloat16, *, is_unbiased: bo
         types |= strided(name, HAT if is_int8 else POINTERS[dtype])
         types[f"{name}_scale_ptr"] = FLOATS if is_int8 else None
     return types | {"v_mean_ptr": FLOATS if is_unbiased else None} | strided("o", POINTERS[dtype]) | {
-        "log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE,
+        "log_sum_exp_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE,
         "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": NUMBER,
     }  # fmt: skip
 

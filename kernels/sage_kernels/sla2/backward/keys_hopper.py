@@ -49,7 +49,7 @@ LAUNCHES = {"sla2_key_hopper": Launch(ROWS.value, MASK_BLOCK_KV, 4, PLACES.value
 
 class Sizes(NamedTuple):
     heads: int
-    groups: int  # query heads that share a head of keys
+    group_size: int  # query heads that share a head of keys
     n_q: int
     n_k: int
     n_q_padded: int
@@ -93,11 +93,11 @@ def work_of(pointers, sizes):
     first_pieces = pointers.first_pieces + kv_head * (sizes.key_blocks + 1) + j
     first_piece = gl.load(first_pieces)
     pieces = gl.load(first_pieces + 1) - first_piece
-    kv_heads = sizes.heads // sizes.groups
-    first_head = kv_head // kv_heads * sizes.heads + kv_head % kv_heads * sizes.groups
+    kv_heads = sizes.heads // sizes.group_size
+    first_head = kv_head // kv_heads * sizes.heads + kv_head % kv_heads * sizes.group_size
     first_list = first_head * sizes.key_blocks + j
     length = 0
-    for g in range(0, sizes.groups):
+    for g in range(0, sizes.group_size):
         length += gl.load(pointers.counts + first_list + g * sizes.key_blocks)
     share = (length + gl.maximum(pieces, 1) - 1) // gl.maximum(pieces, 1)
     begin = gl.where(is_piece, t % sizes.places - first_piece, 0) * share
@@ -115,7 +115,7 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
         fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
         fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
         begin, end, n = work.begin, work.end, 0
-        for g in range(0, sizes.groups):
+        for g in range(0, sizes.group_size):
             head = work.first_head + g
             this_list = work.first_list + g * sizes.key_blocks
             count = gl.load(pointers.counts + this_list)
@@ -194,7 +194,7 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
 def key_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
     entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr,
-    heads, groups, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
+    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
     k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     log2_scale, scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
@@ -212,7 +212,7 @@ def key_program(
     )
     pointers = Pointers(entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr)
     sizes = Sizes(
-        heads, groups, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
+        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
         k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(

@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
     items: int  # blocks of queries of all heads and batches
     programs: int  # which share them
     q_blocks: int  # of queries in one head
-    groups: int  # query heads that share a head of keys
+    group_size: int  # query heads that share a head of keys
     n_q: int
     # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     q_heads_per_row: int
@@ -109,7 +109,7 @@ def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl
     log_sum_exp_i = gl.load(pointers.log_sum_exp + rows)
     if pointers.k_mean is not None:  # give back what smoothing K took from every score of a row
         d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
-        k_mean = gl.load(pointers.k_mean + head // sizes.groups * D + d, mask=d < D, other=0.0)
+        k_mean = gl.load(pointers.k_mean + head // sizes.group_size * D + d, mask=d < D, other=0.0)
         log_sum_exp_i += gl.sum(x * k_mean[None, :], 1) * log2_scale
     gl.store(pointers.unsmoothed + rows, log_sum_exp_i)
     log2_alpha = gl.log2(gl.where(alpha_i == 0.0, TINY, alpha_i))
@@ -203,7 +203,7 @@ def linear_query_program(
     q_descriptor, do_descriptor, o_s_descriptor, h_descriptor,
     k_mean_ptr, alpha_ptr, sums_ptr, log_sum_exp_ptr, dq_ptr, dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr,
     alpha_log_sum_exp_ptr,
-    items, programs, q_blocks, groups, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row,
+    items, programs, q_blocks, group_size, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row,
     log2_scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
     """k_mean_ptr None: K wasn't smoothed."""
@@ -226,7 +226,7 @@ def linear_query_program(
         alpha_log_sum_exp_ptr,
     )  # fmt: skip
     sizes = Sizes(
-        items, programs, q_blocks, groups, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row
+        items, programs, q_blocks, group_size, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row
     )
     # Constants must be named in each call: a variable would make numbers of the program of them.
     gl.warp_specialize(

@@ -62,7 +62,7 @@ class QueryGradients(NamedTuple):
 def linear_query_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     k_mean_ptr, alpha_ptr, sums_ptr, o_s_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
-    dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, groups, n_q, log2_scale,
+    dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, group_size, n_q, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of queries of one head. COLUMNS: of H_i at a time.
@@ -80,7 +80,7 @@ def linear_query_program(
     q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + block * MASK_BLOCK_Q + row)
     if k_mean_ptr is not None:  # give back what smoothing K took from every score of a row
-        k_mean = tl.load(k_mean_ptr + (head // groups) * D + d, mask=d < D, other=0.0)
+        k_mean = tl.load(k_mean_ptr + (head // group_size) * D + d, mask=d < D, other=0.0)
         log_sum_exp_i += tl.sum(q_i.to(tl.float32) * k_mean[None, :], 1) * log2_scale
     tl.store(unsmoothed_ptr + block * MASK_BLOCK_Q + row, log_sum_exp_i)
     log2_alpha = tl.math.log2(tl.where(alpha_i == 0.0, TINY, alpha_i))
@@ -130,7 +130,7 @@ def query_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
-    heads, groups, n_q, n_k, n_q_padded, width, log2_scale, scale,
+    heads, group_size, n_q, n_k, n_q_padded, width, log2_scale, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -146,8 +146,8 @@ def query_program(
     do_i = load_tokens(Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n), query, n_q, D, DP, True)
     delta_i = tl.load(delta_ptr + head * n_q_padded + query)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + head * n_q_padded + query)
-    k = Operand(k_ptr + batch * k_stride_b + (h // groups) * k_stride_h, k_stride_n)
-    v = Operand(v_ptr + batch * v_stride_b + (h // groups) * v_stride_h, v_stride_n)
+    k = Operand(k_ptr + batch * k_stride_b + (h // group_size) * k_stride_h, k_stride_n)
+    v = Operand(v_ptr + batch * v_stride_b + (h // group_size) * v_stride_h, v_stride_n)
     entries_ptr += list_number * width
     full, count = list_range(entries_ptr, counts_ptr + list_number, n_k, MASK_BLOCK_KV)
     s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
@@ -207,7 +207,7 @@ def key_program(
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr, delta_ptr, alpha_log_sum_exp_ptr,
     dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n, partial_ptr,
-    heads, groups, n_q, n_k, n_q_padded, width, sums_rows, places, log2_scale, scale,
+    heads, group_size, n_q, n_k, n_q_padded, width, sums_rows, places, log2_scale, scale,
     QUERY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +217,7 @@ def key_program(
     """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_Q, False)
     STEPS: tl.constexpr = MASK_BLOCK_Q // BLOCK_Q  # per entry
-    t, key_blocks, kv_heads = tl.program_id(0), tl.cdiv(n_k, MASK_BLOCK_KV), heads // groups
+    t, key_blocks, kv_heads = tl.program_id(0), tl.cdiv(n_k, MASK_BLOCK_KV), heads // group_size
     all_places = tl.num_programs(0) // (key_blocks + places) * places
     is_piece = t < all_places
     if is_piece:
@@ -232,9 +232,9 @@ def key_program(
     if (block < 0) | ((t >= all_places) & (pieces > 0)):
         return
     batch, h_kv = kv_head // kv_heads, kv_head % kv_heads
-    first_list = (batch * heads + h_kv * groups) * key_blocks + j
+    first_list = (batch * heads + h_kv * group_size) * key_blocks + j
     length = 0
-    for g in range(groups):  # the query heads that share this key head: their lists, one after another
+    for g in range(group_size):  # the query heads that share this key head: their lists, one after another
         length += tl.load(counts_ptr + first_list + g * key_blocks)
     share = tl.cdiv(length, tl.maximum(pieces, 1))
     begin = tl.where(is_piece, t % places - first_piece, 0) * share
@@ -247,8 +247,8 @@ def key_program(
     keys = KeyTile(key, load_tokens(k, key, n_k, D, DP, True), s_k, load_tokens(v, key, n_k, D, DP, True))
     dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     dv_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
-    for g in range(groups):
-        h = h_kv * groups + g
+    for g in range(group_size):
+        h = h_kv * group_size + g
         head = batch * heads + h
         list_number = first_list + g * key_blocks
         count = tl.load(counts_ptr + list_number)
@@ -331,7 +331,7 @@ def linear_query_signature(*, smoothed: bool, dtype: torch.dtype = torch.bfloat1
     return strided("q", x) | strided("do", x) | strided("dq", x) | {
         "k_mean_ptr": FLOATS if smoothed else None, "alpha_ptr": FLOATS, "sums_ptr": sums, "o_s_ptr": x,
         "log_sum_exp_ptr": FLOATS, "dalpha_ptr": FLOATS, "dsums_ptr": sums, "delta_ptr": FLOATS,
-        "unsmoothed_ptr": FLOATS, "alpha_log_sum_exp_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE,
+        "unsmoothed_ptr": FLOATS, "alpha_log_sum_exp_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE,
         "log2_scale": NUMBER,
     }  # fmt: skip
 
@@ -340,7 +340,7 @@ def sparse_signature(dtype: torch.dtype) -> Signature:
     """Triton's types of the parameters that both sparse programs have."""
     x, lists = POINTERS[dtype], POINTERS[torch.int32]
     return strided("q", x) | strided("k", x) | strided("v", x) | strided("do", x) | {
-        "entries_ptr": lists, "counts_ptr": lists, "delta_ptr": FLOATS, "heads": SIZE, "groups": SIZE, "n_q": SIZE,
+        "entries_ptr": lists, "counts_ptr": lists, "delta_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE,
         "n_k": SIZE, "n_q_padded": PADDED_SIZE, "width": SIZE, "log2_scale": NUMBER, "scale": NUMBER,
     }  # fmt: skip
 

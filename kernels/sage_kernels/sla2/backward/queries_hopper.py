@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
     items: int  # blocks of queries of all heads and batches
     programs: int  # which share them
     q_blocks: int  # of queries in one head
-    groups: int  # query heads that share a head of keys
+    group_size: int  # query heads that share a head of keys
     n_q: int
     n_k: int
     width: int  # places for key blocks in a list
@@ -170,7 +170,7 @@ def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: g
 def query_program(
     q_descriptor, do_descriptor, k_descriptor, v_descriptor,
     entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr,
-    items, programs, q_blocks, groups, n_q, n_k, width,
+    items, programs, q_blocks, group_size, n_q, n_k, width,
     q_heads_per_row, do_heads_per_row, k_heads_per_row, v_heads_per_row, dq_heads_per_row, log2_scale, scale,
     D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def query_program(
     descriptors = Descriptors(q_descriptor, do_descriptor, k_descriptor, v_descriptor)
     pointers = Pointers(entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr)
     sizes = Sizes(
-        items, programs, q_blocks, groups, n_q, n_k, width,
+        items, programs, q_blocks, group_size, n_q, n_k, width,
         q_heads_per_row, do_heads_per_row, k_heads_per_row, v_heads_per_row, dq_heads_per_row,
     )  # fmt: skip
     # Constants must be named in each call: a variable would make numbers of the program of them.

@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
     programs: int  # which share them
     q_blocks: int  # of queries in one head
     kv_blocks: int  # of keys in one head of the INT8 copies, the last ones padded
-    groups: int  # query heads that share a head of keys
+    group_size: int  # query heads that share a head of keys
     n_q: int
     n_k: int
     width: int  # places for key blocks in a list
@@ -106,7 +106,7 @@ def work_item(turn, pointers, sizes):
     alpha_i = gl.load(pointers.alpha + block, mask=block < sizes.items, other=0.0)
     entries = pointers.entries + block.to(gl.int64) * sizes.width
     steps = gl.maximum(count, 1)
-    return Item(block, block % sizes.q_blocks, head, head // sizes.groups, entries, count, steps, alpha_i)
+    return Item(block, block % sizes.q_blocks, head, head // sizes.group_size, entries, count, steps, alpha_i)
 
 
 @gluon.jit
@@ -270,7 +270,7 @@ def hopper_program(
     q_hat_descriptor, k_descriptor, vt_descriptor, q_descriptor, h_descriptor,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_s_ptr,
     log_sum_exp_ptr,
-    items, programs, q_blocks, kv_blocks, groups, n_q, n_k, width, q_heads_per_row, out_heads_per_row,
+    items, programs, q_blocks, kv_blocks, group_size, n_q, n_k, width, q_heads_per_row, out_heads_per_row,
     D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
     """o_s_ptr, log_sum_exp_ptr None: O alone."""
@@ -284,7 +284,7 @@ def hopper_program(
         q_scale_ptr, k_scale_ptr, v_scale_ptr, alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_s_ptr,
         log_sum_exp_ptr,
     )  # fmt: skip
-    sizes = Sizes(items, programs, q_blocks, kv_blocks, groups, n_q, n_k, width, q_heads_per_row, out_heads_per_row)
+    sizes = Sizes(items, programs, q_blocks, kv_blocks, group_size, n_q, n_k, width, q_heads_per_row, out_heads_per_row)
     # Constants must be named in each call: a variable would make numbers of the program of them.
     gl.warp_specialize(
         [

@@ -61,7 +61,7 @@ def sparse_forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_hat_ptr, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
     alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, o_s_ptr, log_sum_exp_ptr,
-    heads, groups, n_q, n_k, n_q_padded, n_k_padded, width, scale,
+    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, width, scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def sparse_forward_program(
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
-    kv_head, h_kv = head // groups, h // groups
+    kv_head, h_kv = head // group_size, h // group_size
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     entries_ptr += block * width
@@ -118,8 +118,8 @@ def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch
     return tensors | strided("o", x if fused else None) | {
         "alpha_ptr": FLOATS, "entries_ptr": lists, "counts_ptr": lists, "sums_ptr": POINTERS[SUMS_DTYPE],
         "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
-        "heads": SIZE, "groups": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
-        "width": SIZE, "scale": NUMBER,
+        "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE,
+        "n_k_padded": PADDED_SIZE, "width": SIZE, "scale": NUMBER,
     }  # fmt: skip
 
 

@@ -175,9 +175,9 @@ def key_rows(
     mbarrier.wait(keys.ready, 0)
     own = Own(keys.k.index(W), keys.v.index(W) if WITH_DK else None, s_k, first_key)
     n = 0
-    for g in range(0, sizes.groups):
+    for g in range(0, sizes.group_size):
         i = sizes.q_blocks - 1
-        scale_at = (kv_head * sizes.groups + g) * sizes.q_blocks + i
+        scale_at = (kv_head * sizes.group_size + g) * sizes.q_blocks + i
         s_q, s_do = gl.load(pointers.q_scale + scale_at), gl.load(pointers.do_scale + scale_at)
         if WITH_DK:
             st_ij, dpt_ij = start_scores((own.k_hat_j, own.v_j), (rings.q, rings.do), n, HALF if WITH_DV else TILE)
@@ -229,8 +229,8 @@ def load_tiles(
         mbarrier.expect(keys.ready, WARPGROUPS * nbytes)
     copy_own(keys.k, keys.ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 0, WARPGROUPS)
     n = 0
-    for g in range(0, sizes.groups):
-        head = kv_head * sizes.groups + g
+    for g in range(0, sizes.group_size):
+        head = kv_head * sizes.group_size + g
         i = sizes.q_blocks - 1
         for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
             token = (head * sizes.q_blocks + i) * TILE
@@ -252,7 +252,7 @@ def load_tiles(
 def key_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
@@ -275,7 +275,7 @@ def key_program(
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr)
     sizes = Sizes(
-        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
     )  # fmt: skip
     if WARPGROUPS == 2:

@@ -126,7 +126,7 @@ def query_rows(
     last = count_key_tiles(first_query, ROWS, sizes.kv_blocks, IS_CAUSAL) - 1
     last = gl.where(first_query < sizes.n_q, last, 0)
     all_tiles = count_key_tiles(i * (ROWS * WARPGROUPS), ROWS * WARPGROUPS, sizes.kv_blocks, IS_CAUSAL)
-    k_scale = pointers.k_scale + (head // sizes.groups) * sizes.kv_blocks
+    k_scale = pointers.k_scale + (head // sizes.group_size) * sizes.kv_blocks
     s_q = gl.load(pointers.q_scale + head * sizes.q_blocks + gl.minimum(first_query // SCALE_Q, sizes.q_blocks - 1))
     s_k = gl.load(k_scale)
     n_q_padded = sizes.q_blocks * SCALE_Q
@@ -155,7 +155,7 @@ def query_rows(
 def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The loading warp: Q^ and dO, then K^, V and K^T tiles as their places become free."""
     i, head = work_item(gl.program_id(0), sizes)
-    first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.groups
+    first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.group_size
     nbytes: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
     mbarrier.expect(queries.ready, WARPGROUPS * nbytes)
     copy_own(queries.q, queries.ready, descriptors.q, head * (sizes.q_blocks * SCALE_Q) + first_query, 0, WARPGROUPS)
@@ -172,7 +172,7 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS:
 def query_program(
     q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor,
     q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
@@ -184,7 +184,7 @@ def query_program(
     descriptors = Descriptors(q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor)
     pointers = Pointers(q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr)
     sizes = Sizes(
-        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(

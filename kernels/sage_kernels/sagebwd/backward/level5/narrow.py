@@ -107,9 +107,9 @@ def key_rows(
     mbarrier.wait(keys.ready, 0)
     own = Own(keys.k.index(W), keys.v.index(W), s_k, first_key)
     n = 0
-    for g in range(0, sizes.groups):
+    for g in range(0, sizes.group_size):
         i = sizes.q_blocks - 1
-        at = (kv_head * sizes.groups + g) * sizes.q_blocks + i
+        at = (kv_head * sizes.group_size + g) * sizes.q_blocks + i
         factors = load_factors(pointers.factors, at)
         for _ in range(1, tiles):
             at -= 1
@@ -156,8 +156,8 @@ def query_rows(kt_tile, ready, ds, stage, dq_descriptor, pointers, sizes, DP: gl
     s_k = gl.load(pointers.k_scale + kv_head * sizes.kv_blocks + block)
     mbarrier.wait(ready, 0)
     n = 0
-    for g in range(0, sizes.groups):
-        i = (kv_head * sizes.groups + g) * sizes.q_blocks + sizes.q_blocks - 1
+    for g in range(0, sizes.group_size):
+        i = (kv_head * sizes.group_size + g) * sizes.q_blocks + sizes.q_blocks - 1
         for _ in range(0, count_query_tiles(block * TILE, sizes.q_blocks, IS_CAUSAL)):
             step = gl.load(pointers.step + i) * s_k
             for half in gl.static_range(2):
@@ -175,8 +175,8 @@ def load_tiles(descriptors, keys, kt_tile, rings, lines, sizes, DP: gl.constexpr
     copy_keys(descriptors, keys.k, keys.v, kt_tile, keys.ready, kv_head, first_key, sizes, DP)
     line_descriptors = (descriptors.log_sum_exp, descriptors.delta)
     n = 0
-    for g in range(0, sizes.groups):
-        head = kv_head * sizes.groups + g
+    for g in range(0, sizes.group_size):
+        head = kv_head * sizes.group_size + g
         i = sizes.q_blocks - 1
         for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
             token = (head * sizes.q_blocks + i) * TILE
@@ -193,7 +193,7 @@ def load_tiles(descriptors, keys, kt_tile, rings, lines, sizes, DP: gl.constexpr
 def narrow_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
@@ -217,7 +217,7 @@ def narrow_program(
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr)
     sizes = Sizes(
-        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(

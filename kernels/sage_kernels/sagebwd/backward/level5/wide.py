@@ -139,9 +139,9 @@ def key_rows(
     gradients = (zeros, zeros, zeros, zeros)
     mbarrier.wait(memory.keys_ready, 0)
     n = 0
-    for g in range(0, sizes.groups):
+    for g in range(0, sizes.group_size):
         i = sizes.q_blocks - 1
-        at = (kv_head * sizes.groups + g) * sizes.q_blocks + i
+        at = (kv_head * sizes.group_size + g) * sizes.q_blocks + i
         for _ in range(1, tiles):
             gradients = query_tile(
                 gradients, memory, pointers, dq_descriptor, s_k, n, at, first_key, i * TILE, sizes.n_k,
@@ -170,8 +170,8 @@ def load_tiles(descriptors, memory, sizes, DP: gl.constexpr, IS_CAUSAL: gl.const
     copy_keys(descriptors, keys.k, keys.v, keys.kt.index(0), memory.keys_ready, kv_head, first_key, sizes, DP)
     of_queries: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
     n = 0
-    for g in range(0, sizes.groups):
-        head = kv_head * sizes.groups + g
+    for g in range(0, sizes.group_size):
+        head = kv_head * sizes.group_size + g
         i = sizes.q_blocks - 1
         for _ in range(0, count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)):
             token, here = (head * sizes.q_blocks + i) * TILE, barriers.queries
@@ -195,7 +195,7 @@ def load_tiles(descriptors, memory, sizes, DP: gl.constexpr, IS_CAUSAL: gl.const
 def wide_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
-    blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+    blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
     v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
     D: gl.constexpr, DP: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -217,7 +217,7 @@ def wide_program(
     )  # fmt: skip
     pointers = Pointers(k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr)
     sizes = Sizes(
-        blocks, heads_total, heads_together, groups, n_q, n_k, q_blocks, kv_blocks,
+        blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
         v_heads_per_row, do_heads_per_row, out_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(
