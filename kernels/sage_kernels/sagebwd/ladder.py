@@ -182,7 +182,7 @@ def run_forward(
         return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
     launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
     key_tile = chosen.key_tile if inputs.v_mean is None else chosen.dithered_key_tile
-    return run(inputs, key_tile, launch, start, is_causal=is_causal, scale=scale * LOG2_E)
+    return run(inputs, key_tile, launch, start, is_causal=is_causal, log2_scale=scale * LOG2_E)
 
 
 def prepare_backward(

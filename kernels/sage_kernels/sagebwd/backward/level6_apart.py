@@ -106,7 +106,7 @@ def query_tile(
 
 @gluon.jit
 def key_rows(
-    keys, rings, lines, pointers, sizes, scale,
+    keys, rings, lines, pointers, sizes, dk_scale,
     D: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
@@ -135,7 +135,8 @@ def key_rows(
         )  # fmt: skip
         n += 1
     dk_0, dk_1, dv_0, dv_1 = gradients
-    store_halves(pointers.dk, dk_0 * scale, dk_1 * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
+    dk_0, dk_1 = dk_0 * dk_scale, dk_1 * dk_scale
+    store_halves(pointers.dk, dk_0, dk_1, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
     store_halves(pointers.dv, dv_0, dv_1, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
 
 
@@ -171,7 +172,7 @@ def pairs_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, factors_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
-    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -191,8 +192,8 @@ def pairs_program(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (key_rows, (keys, rings, lines, pointers, sizes, scale, D, RAGGED, IS_CAUSAL, 0)),
-            (key_rows, (keys, rings, lines, pointers, sizes, scale, D, RAGGED, IS_CAUSAL, 1)),
+            (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, RAGGED, IS_CAUSAL, 0)),
+            (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, RAGGED, IS_CAUSAL, 1)),
             (load_tiles, (descriptors, keys, rings, lines, sizes, DP, IS_CAUSAL)),
         ],
         [4, 1], [REGISTERS, LOADING_REGISTERS],
@@ -224,7 +225,7 @@ def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bflo
     if kernel == "dq":
         return queries.signature(padded_head_dim, dtype)
     pointers = dict.fromkeys(("k_scale_ptr", "factors_ptr"), torch.float32) | {"dk_ptr": dtype, "dv_ptr": dtype}
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, scale="fp32")
+    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, dk_scale="fp32")
 
 
 def run_keys(

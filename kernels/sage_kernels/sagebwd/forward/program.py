@@ -40,7 +40,7 @@ def forward_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
     v_mean_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, scale,
+    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def forward_program(
     v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n, s_v_ptr)
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     # [Bq, D], [Bq]
-    q_i, s_q = load_with_scale(q, query, n_q, scale, TILE)
+    q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
@@ -90,7 +90,7 @@ def signature(int8: str, dtype: torch.dtype = torch.bfloat16, *, is_unbiased: bo
         types[f"{name}_scale_ptr"] = FLOATS if is_int8 else None
     return types | {"v_mean_ptr": FLOATS if is_unbiased else None} | strided("o", POINTERS[dtype]) | {
         "log_sum_exp_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE,
-        "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "scale": NUMBER,
+        "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "log2_scale": NUMBER,
     }  # fmt: skip
 
 
@@ -103,11 +103,11 @@ def constants(key_tile, head_dim: int, launch: Launch, is_causal: bool) -> dict:
 
 
 def run(
-    inputs: ForwardInputs, key_tile, launch: Launch, start: Start, *, is_causal: bool, scale: float
+    inputs: ForwardInputs, key_tile, launch: Launch, start: Start, *, is_causal: bool, log2_scale: float
 ) -> tuple[Tensor, Tensor]:
     """O [B, H, Nq, D] and L [B, H, Nq padded], log2(sum 2^x) with x = S log2(e), S of the smoothed K if it is smoothed.
 
-    scale: c log2(e), for levels that read Q in 16 bit; the INT8 copy of Q carries it in its scale.
+    log2_scale: c log2(e), for levels that read Q in 16 bit; the INT8 copy of Q carries it in its scale.
     """
     query, key, q_hat, k_hat, v_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.v_hat
     batch, heads, n_q, head_dim = query.shape
@@ -120,7 +120,7 @@ def run(
     arguments = (
         q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, inputs.v_mean,
         output, *output.stride()[:3], log_sum_exp,
-        heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, scale,
+        heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, log2_scale,
     )  # fmt: skip
     grid, known = (n_q_padded // launch.block_q, batch * heads), constants(key_tile, head_dim, launch, is_causal)
     start(forward_program, grid, arguments, known, launch.options)

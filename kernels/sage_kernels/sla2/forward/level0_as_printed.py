@@ -26,7 +26,7 @@ from sage_ref.sla2.blocks import block_count
 def as_printed_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr,
-    o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, group_size, n_q, n_k, sums_rows, scale,
+    o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, group_size, n_q, n_k, sums_rows, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one block of one head."""
@@ -38,7 +38,7 @@ def as_printed_program(
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     # [Bq, D]
     q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
-    s_q = tl.zeros([BLOCK_Q], tl.float32) + scale
+    s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
     k = Operand(k_ptr + batch * k_stride_b + (h // group_size) * k_stride_h, k_stride_n)
     v = Operand(v_ptr + batch * v_stride_b + (h // group_size) * v_stride_h, v_stride_n)
     key_sums_ptr += (head // group_size) * sums_rows * DP * (DP + 1)
@@ -68,7 +68,7 @@ def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
     x = POINTERS[dtype]
     return strided("q", x) | strided("k", x) | strided("v", x) | strided("o", x) | {
         "mask_ptr": POINTERS[torch.bool], "alpha_ptr": FLOATS, "key_sums_ptr": POINTERS[SUMS_DTYPE],
-        "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "sums_rows": SIZE, "scale": NUMBER,
+        "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "sums_rows": SIZE, "log2_scale": NUMBER,
     }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def sparse_forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_hat_ptr, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
     alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, o_s_ptr, log_sum_exp_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, width, scale,
+    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, width, log2_scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def sparse_forward_program(
     # [Bq, D]
     if q_hat_ptr is None:
         q_tile = load_tokens(q, query, n_q, D, DP, True)
-        s_q = tl.zeros([BLOCK_Q], tl.float32) + scale
+        s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
     else:
         q_tile = load_padded(Operand(q_hat_ptr, DP), head * n_q_padded + query, DP)
         first_query = head * n_q_padded + tile * BLOCK_Q
@@ -119,7 +119,7 @@ def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch
         "alpha_ptr": FLOATS, "entries_ptr": lists, "counts_ptr": lists, "sums_ptr": POINTERS[SUMS_DTYPE],
         "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
         "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE,
-        "n_k_padded": PADDED_SIZE, "width": SIZE, "scale": NUMBER,
+        "n_k_padded": PADDED_SIZE, "width": SIZE, "log2_scale": NUMBER,
     }  # fmt: skip
 
 

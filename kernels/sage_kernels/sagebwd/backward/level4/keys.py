@@ -160,7 +160,7 @@ def query_tile(
 
 @gluon.jit
 def key_rows(
-    keys, rings, lines, pointers, sizes, scale, D: gl.constexpr, DP: gl.constexpr,
+    keys, rings, lines, pointers, sizes, dk_scale, D: gl.constexpr, DP: gl.constexpr,
     WARPGROUPS: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, or one of them, of warpgroup W's 64 keys, over the query heads that share them."""
@@ -207,7 +207,7 @@ def key_rows(
                 skip(rings.qt, n)
             n += 1
     if WITH_DK:
-        store_tokens(pointers.dk, dk_j * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
+        store_tokens(pointers.dk, dk_j * dk_scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
     if WITH_DV:
         store_tokens(pointers.dv, dv_j, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
 
@@ -253,7 +253,7 @@ def key_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
-    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -281,8 +281,8 @@ def key_program(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (key_rows, (keys, rings, lines, pointers, sizes, scale, D, DP, 2, WITH_DK, WITH_DV, IS_CAUSAL, 0)),
-                (key_rows, (keys, rings, lines, pointers, sizes, scale, D, DP, 2, WITH_DK, WITH_DV, IS_CAUSAL, 1)),
+                (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, DP, 2, WITH_DK, WITH_DV, IS_CAUSAL, 0)),
+                (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, DP, 2, WITH_DK, WITH_DV, IS_CAUSAL, 1)),
                 (load_tiles, (descriptors, keys, rings, lines, sizes, DP, 2, WITH_DK, WITH_DV, IS_CAUSAL)),
             ],
             [4, 1], [REGISTERS, LOADING_REGISTERS],
@@ -290,9 +290,9 @@ def key_program(
     else:
         gl.warp_specialize(
             [
-                (key_rows, (keys, rings, lines, pointers, sizes, scale, D, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL, 0)),
-                (key_rows, (keys, rings, lines, pointers, sizes, scale, D, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL, 1)),
-                (key_rows, (keys, rings, lines, pointers, sizes, scale, D, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL, 2)),
+                (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL, 0)),
+                (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL, 1)),
+                (key_rows, (keys, rings, lines, pointers, sizes, dk_scale, D, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL, 2)),
                 (load_tiles, (descriptors, keys, rings, lines, sizes, DP, 3, WITH_DK, WITH_DV, IS_CAUSAL)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, LOADING_REGISTERS],
@@ -317,7 +317,7 @@ def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
 def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
     pointers = dict.fromkeys(("k_scale_ptr", "q_scale_ptr", "do_scale_ptr"), torch.float32)
     pointers |= {"dk_ptr": dtype, "dv_ptr": dtype}
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, scale="fp32")
+    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, dk_scale="fp32")
 
 
 def run(

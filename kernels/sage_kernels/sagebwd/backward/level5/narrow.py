@@ -94,7 +94,7 @@ def query_tile(
 
 @gluon.jit
 def key_rows(
-    keys, rings, lines, ds, pointers, sizes, scale,
+    keys, rings, lines, ds, pointers, sizes, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
@@ -124,7 +124,7 @@ def key_rows(
             dk_j, dv_j, own, factors, n, i * TILE, sizes.n_k, rings, lines, ds, DP, RAGGED, IS_CAUSAL, W
         )
         n += 1
-    store_tokens(pointers.dk, dk_j * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
+    store_tokens(pointers.dk, dk_j * dk_scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
     store_tokens(pointers.dv, dv_j, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D, DP)
 
 
@@ -194,7 +194,7 @@ def narrow_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
-    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -222,8 +222,8 @@ def narrow_program(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (key_rows, (keys, rings, lines, ds, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 0)),
-            (key_rows, (keys, rings, lines, ds, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 1)),
+            (key_rows, (keys, rings, lines, ds, pointers, sizes, dk_scale, D, DP, RAGGED, IS_CAUSAL, 0)),
+            (key_rows, (keys, rings, lines, ds, pointers, sizes, dk_scale, D, DP, RAGGED, IS_CAUSAL, 1)),
             (query_rows, (kt_tile, keys.ready, ds, stage, dq_descriptor, pointers, sizes, DP, IS_CAUSAL)),
             (load_tiles, (descriptors, keys, kt_tile, rings, lines, sizes, DP, IS_CAUSAL)),
         ],

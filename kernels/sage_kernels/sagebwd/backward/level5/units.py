@@ -249,7 +249,7 @@ def tile_shapes(padded_head_dim: int, queries_added: int, dtype: torch.dtype) ->
 
 def signature(tiles: Tiles, dtype: torch.dtype) -> dict[str, str]:
     pointers = dict.fromkeys(("k_scale_ptr", "factors_ptr", "step_ptr"), torch.float32)
-    return signature_of(tiles, pointers | {"dk_ptr": dtype, "dv_ptr": dtype}, scale="fp32")
+    return signature_of(tiles, pointers | {"dk_ptr": dtype, "dv_ptr": dtype}, dk_scale="fp32")
 
 
 def run(

@@ -127,7 +127,7 @@ def query_tile(
 
 @gluon.jit
 def key_rows(
-    memory, dq_descriptor, pointers, sizes, scale,
+    memory, dq_descriptor, pointers, sizes, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of warpgroup W's 64 keys, over the query heads that share them, and what they add to dQ."""
@@ -156,7 +156,8 @@ def key_rows(
         )  # fmt: skip
         n += 1
     dk_0, dk_1, dv_0, dv_1 = gradients
-    store_halves(pointers.dk, dk_0 * scale, dk_1 * scale, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
+    dk_0, dk_1 = dk_0 * dk_scale, dk_1 * dk_scale
+    store_halves(pointers.dk, dk_0, dk_1, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
     store_halves(pointers.dv, dv_0, dv_1, kv_head, first_key, sizes.n_k, sizes.out_heads_per_row, D)
     tma.store_wait(0)
 
@@ -196,7 +197,7 @@ def wide_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
-    v_heads_per_row, do_heads_per_row, out_heads_per_row, scale,
+    v_heads_per_row, do_heads_per_row, out_heads_per_row, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, REGISTERS: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     keys, keys_ready = (
@@ -222,8 +223,8 @@ def wide_program(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (key_rows, (memory, dq_descriptor, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 0)),
-            (key_rows, (memory, dq_descriptor, pointers, sizes, scale, D, DP, RAGGED, IS_CAUSAL, 1)),
+            (key_rows, (memory, dq_descriptor, pointers, sizes, dk_scale, D, DP, RAGGED, IS_CAUSAL, 0)),
+            (key_rows, (memory, dq_descriptor, pointers, sizes, dk_scale, D, DP, RAGGED, IS_CAUSAL, 1)),
             (load_tiles, (descriptors, memory, sizes, DP, IS_CAUSAL)),
         ],
         [4, 1], [REGISTERS, LOADING_REGISTERS],
