@@ -80,7 +80,7 @@ def record_of(name: str) -> Record:
 
 @if_there(ARMS)
 def comparison() -> list[Text | Figure]:
-    """To be displayed: the table of arms, their losses beside full attention's, and the paper's claims."""
+    """To be displayed: the table of arms, their losses beside full attention's, and the claims."""
     record = record_of(ARMS)
     more = {arm: above_full(record, arm) for arm in dict.fromkeys(row["arm"] for row in record.rows)}
     found = {arm: difference for arm, difference in more.items() if difference is not None}
@@ -161,7 +161,7 @@ def selection(record: Record) -> Figure:
     layers, _, tm, tn = masks.shape
     side = math.isqrt(tn // frames.shape[1])
     cubes = (frames.shape[1], side, side)
-    block = tm // 2 + side // 4  # in the middle of the video
+    block = tm // 2 + tm // frames.shape[1] // 2 + side // 4  # in the middle of the video
     queries = (torch.arange(tn) // (tn // tm) == block).view(cubes)
     chosen = {f"layer {layers - 1}": masks[-1, 0, block].view(cubes)}
     return selected_figure(frames, chosen, queries, title="What one block of queries selected, first head")

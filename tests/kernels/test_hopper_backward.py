@@ -303,7 +303,7 @@ MISTAKES = (
         (Changed(apart.query_tile, "join_pairs(dst_0, dst_1)", "join_pairs(dst_1, dst_0)"), WRONG),
         (Changed(apart.query_tile, "s_p *= factor_v", "s_p *= factor_k"), WRONG),
         (Changed(apart.key_rows, "at -= 1"), WRONG),
-        (Changed(apart.key_rows, "dk_1 * scale", "dk_1"), WRONG),
+        (Changed(apart.key_rows, "dk_1 * dk_scale", "dk_1"), WRONG),
     ),
     *mistakes(
         (6,), LONG_CAUSAL._replace(head_dim=128),

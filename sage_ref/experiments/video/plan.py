@@ -1,7 +1,7 @@
 """The arms that are compared, the runs of the plan in the order of what they decide, and what they should cost.
 
 Every arm starts from the same pre-trained weights, sees the same videos and makes as many steps; its row says what it
-changes. Those that decide a claim run with every seed, first; the others with the first seed alone.
+changes. The decisive ones run with every seed, first; the others with the first seed alone.
 
 Costs are predicted from counted arithmetic and rates that an H200 showed in other measurements of this project
 (`Rates`). They are there to plan with: records hold what was measured.

@@ -33,7 +33,7 @@ from sage_ref.training.video_router import RouterSettings, RouterTraining
 
 UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
 Settings = TypeVar("Settings", RouterSettings, FlowSettings)
-DRAWN = (FULL, "SLA2", "SLA at 90%", "sparse only", "rows in order")  # pictures of all: below 3 MB
+DRAWN = (FULL, "SLA2", "SLA at 90%", "sparse only", "rows in order")  # pictures of all are below 3 MB
 
 
 class Start(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which claims of the SLA2 paper the rows support: differences of paired arms, with intervals by the bootstrap.
+"""Which claims of the SLA2 paper, and of ours, the rows support: paired arms, differences, intervals by the bootstrap.
 
 Two arms are paired twice: they saw equal videos in training, seed by seed, and are judged on equal (video, noise, t).
 The bootstrap draws seeds and videos with replacement, 10,000 times: both are a sample of what they stand for, and all
@@ -24,7 +24,7 @@ SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided
 
 
 class Claim(NamedTuple):
-    """That `better` has the lower loss, or the higher PSNR.
+    """That `better` has the lower loss, or is higher on another measure.
 
     paper: VisionReward of both, (better, worse), None where it has none.
     """
@@ -47,7 +47,7 @@ CLAIMS = (
     Claim("less sparsity is better", "SLA2 at 90%", "SLA2", (0.1093, 0.1039)),
     Claim("a learned router beats a random one", "SLA2", "random router"),
     Claim("blocks that are cubes help", "SLA2", "rows in order"),
-    Claim("fine-tuning itself changes the full model", "full", "full, not fine-tuned"),
+    Claim("fine-tuning itself helps the full model", "full", "full, not fine-tuned"),
 )
 
 
