@@ -145,7 +145,7 @@ def run_level(level):
     def launch(key_tile, q, k, v):
         c = 1 / math.sqrt(q.shape[-1])
         inputs = prepare_forward(*(x.to(triton_device()) for x in (q, k, v)), level, scale=c, smooth_k=True)
-        o, log_sum_exp = run(inputs, key_tile, SMALL, start_with_triton, is_causal=False, scale=c * LOG2_E)
+        o, log_sum_exp = run(inputs, key_tile, SMALL, start_with_triton, is_causal=False, log2_scale=c * LOG2_E)
         return o.cpu(), log_sum_exp[..., : q.shape[2]].cpu()
 
     return launch
