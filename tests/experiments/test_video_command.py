@@ -307,7 +307,7 @@ def test_seeds_are_paired_and_a_divergence_decides():
 @pytest.fixture
 def few_arms(monkeypatch):
     monkeypatch.setattr(plan_module, "DECISIVE", (FULL, "SLA2, 16 bit"))
-    monkeypatch.setattr(plan_module, "SINGLE", ("random router",))
+    monkeypatch.setattr(plan_module, "SINGLE", ("sparse only",))
     return replace(PLAN, steps=1, stage1_steps=1, reports=1, seeds=(0, 1))
 
 
@@ -327,7 +327,7 @@ def test_the_plan_is_worked_off_in_its_order_and_what_is_finished_is_not_done_ag
     rows = all_rows(whole)
     assert [(row["arm"], row["seed"]) for row in rows] == [
         (FULL, 0), ("SLA2, 16 bit", 0), (AFTERWARDS, 0), (FULL, 1), ("SLA2, 16 bit", 1), (AFTERWARDS, 1),
-        ("random router", 0),
+        ("sparse only", 0),
     ]  # fmt: skip
     assert [row["compared_with"] for row in rows] == [
         None, *["full, seed 0"] * 3, *["full, seed 1"] * 2, "full, seed 0",
@@ -342,7 +342,7 @@ def test_the_plan_is_worked_off_in_its_order_and_what_is_finished_is_not_done_ag
         assert len(row["attention_error"]) == CONFIG.layers
     json.dumps(rows, allow_nan=False)
     drawn = {path.stem for path in (tmp_path / "pictures").glob("*.gif")}
-    assert drawn == {"full_seed0"}
+    assert drawn == {"full_seed0", "sparse_only_seed0"}
     assert not list(tmp_path.glob("*.pt"))
     # The samples of the full model are asked for as long as a run is left that is compared with them.
     trained.clear()
@@ -421,11 +421,11 @@ def test_the_whole_plan_by_its_command(here, few_arms, capsys, monkeypatch):
     (start,) = write_weights(here / "start", opened_weights(), CONFIG, {"steps": 9})
     main(f"video finetune --start {start.name} --plan cpu --all --device cpu --folder f --json record.json".split())
     record = read_record(here / "record.json")
-    assert [row["arm"] for row in record.rows] == [FULL, "SLA2, 16 bit", AFTERWARDS, "random router"]
+    assert [row["arm"] for row in record.rows] == [FULL, "SLA2, 16 bit", AFTERWARDS, "sparse only"]
     assert record.provenance["unfinished"] == []
     assert record.provenance["start"] == {"steps": 9}
     assert record.provenance["plan"]["steps"] == 1
-    assert "| random router |" in capsys.readouterr().out
+    assert "| sparse only |" in capsys.readouterr().out
 
 
 def test_plan_shows_what_would_be_cut_first(capsys):
