@@ -30,7 +30,7 @@ test: .venv/integrations
 
 # Says nothing but its last line, or everything if a kernel is at fault.
 compiled:
-	@log=$$(nice $(BIN)/python -m sage_kernels compile --workers $(WORKERS) 2>&1) \
+	@log=$$(nice $(BIN)/python -m sage_lab compile --workers $(WORKERS) 2>&1) \
 		&& echo "$$log" | tail -n 1 || { echo "$$log"; exit 1; }
 
 # In the order of the folders: tests/browser, where a few tests take long, begins, and small modules end.
@@ -42,11 +42,11 @@ executed: tests
 
 # What runs on a GPU, on one of them. Needs PyTorch, Triton, pytest, pytest-xdist and hypothesis, no notebooks.
 test-gpu: $(if $(PYTHON_GPU),,.venv/installed)
-	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \
+	PYTHONPATH=.:kernels:lab:course OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \
 		-m gpu -n $(WORKERS_GPU) --dist loadgroup $(GPU_TESTS)
 
 bench: .venv/installed
-	$(BIN)/python -m sage_kernels bench
+	$(BIN)/python -m sage_lab bench
 
 grade: .venv/installed
 	$(BIN)/python -m exercises grade --all
@@ -58,19 +58,19 @@ notebooks: .venv/installed
 		--ClearMetadataPreprocessor.clear_cell_metadata=False \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='[("kernelspec",), ("language_info", "name")]' $(NOTEBOOKS)
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml lab/pyproject.toml course/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[course]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --editable lab --editable course
 	touch $@
 
 # What tests/integrations needs beside the course: about 360 MB.
 .venv/integrations: .venv/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[transformers,diffusers,pretrained]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[transformers,diffusers] --editable lab[pretrained]
 	touch $@
 
 .venv/book: .venv/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[book,browser]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable course[book,browser]
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build *.egg-info */*.egg-info

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from sage_ref.course.outline import BRANCH, public_address  # noqa: E402 (after the path)
+from sage_course.outline import BRANCH, public_address  # noqa: E402 (after the path)
 
 project = "sage_ref"
 author = "the sage_ref authors"

@@ -12,6 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from docutils import nodes
+from sage_course.notebook_frame import INSTALL, ON_COLAB
+from sage_course.outline import colab_address, file_address, notebooks
+from sage_lab.records import REPOSITORY, markdown_table
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
@@ -19,9 +22,6 @@ from sphinx.util.docutils import SphinxDirective
 
 from exercises import exercise_names
 from exercises.stubs import header_of, read_master
-from sage_ref.course.notebook_frame import INSTALL, ON_COLAB
-from sage_ref.course.outline import colab_address, file_address, notebooks
-from sage_ref.records import markdown_table, repository
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SLIDER_NOTE = '<p class="slider-note">Here the notebook has a slider. Run the notebook to move it.</p>'
@@ -45,7 +45,7 @@ def notebook_head(path: Path) -> str:
 def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
     """Event source-read: the notebook's JSON with its head for the cell for Colab, and notes in place of sliders."""
     path = Path(f"{docname}.ipynb")
-    if not (repository() / path).exists():
+    if not (REPOSITORY / path).exists():
         return
     notebook = json.loads(content[0])
     for cell in notebook["cells"]:
@@ -88,13 +88,13 @@ class LinksToTheRepository(SphinxTransform):
 
 def _named(text: str) -> Path | None:
     """The file or folder that `text` names: from the root, or from the kernels' folder, as their pages do."""
-    folders = [repository(), repository() / "kernels" / "sage_kernels"] if "/" in text.lstrip("/.") else []
+    folders = [REPOSITORY, REPOSITORY / "kernels" / "sage_kernels"] if "/" in text.lstrip("/.") else []
     return next((folder / text for folder in folders if (folder / text).exists() and not text.startswith("/")), None)
 
 
 def _into_link(node: nodes.Element, path: Path, keep: bool = False) -> None:
     """Replace `node` by a link to the repository's file `path`, around `node` itself or its children."""
-    address = file_address(path.resolve().relative_to(repository()))
+    address = file_address(path.resolve().relative_to(REPOSITORY))
     link = nodes.reference("", "", refuri=address, internal=False)
     node.replace_self(link)
     link += node if keep else node.children

@@ -4,9 +4,10 @@ import json
 import sys
 from pathlib import Path
 
+from sage_lab.command_line import Parser, finish, input_path, output_file
+
 from exercises import ROOT, exercise_names, grading
 from exercises.isolation import Sandbox
-from sage_ref.command_line import Parser, finish, input_path, output_file
 
 
 def main(arguments: list[str] | None = None) -> int:

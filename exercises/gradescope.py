@@ -14,9 +14,10 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from sage_lab.records import replaced
+
 from exercises import ROOT, exercise_names, grading
 from exercises.isolation import Sandbox
-from sage_ref.records import replaced
 
 FRAMEWORK = (
     *("__init__.py", "__main__.py", "confinement.py", "grading.py", "isolation.py", "leftovers.py", "wire.py"),

@@ -10,8 +10,9 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+from sage_lab.records import markdown_table, replaced
+
 from exercises import ROOT, exercise_names
-from sage_ref.records import markdown_table, replaced
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 MARKER = re.compile(r"(?P<indent> *)### (?P<kind>BEGIN|END) SOLUTION(?:: (?P<task>.+))?")

@@ -2,7 +2,7 @@
 
 A notebook begins with `fill_in = lesson("sagebwd_forward")`. Its cells to fill in end with
 `psi = fill_in("psi", psi)`. While `...` stands in the function, the course's solution is used, so that a notebook runs
-from top to bottom. `sage_ref/course/solutions` has the solutions, with what readers get wrong and a hint for each.
+from top to bottom. `course/sage_course/lessons` has the solutions, with what readers get wrong and a hint for each.
 """
 
 import ast
@@ -60,8 +60,8 @@ class Raised:
 
 
 def lesson(name: str) -> Callable[[str, Callable], Callable]:
-    """The notebook's `fill_in`. name: a module of `sage_ref.course.solutions`."""
-    return partial(fill_in, gaps=import_module(f"sage_ref.course.solutions.{name}").GAPS)
+    """The notebook's `fill_in`. name: a module of `sage_course.lessons`."""
+    return partial(fill_in, gaps=import_module(f"sage_course.lessons.{name}").GAPS)
 
 
 def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap]) -> Callable:

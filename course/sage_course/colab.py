@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECTS = (ROOT, ROOT / "lab", ROOT / "course")
 FROM_COLAB = {"ipywidgets", "jupyterlab"}
 
 
@@ -26,18 +27,18 @@ import sys
 if "google.colab" in sys.modules:
     %cd -q /content
     !test -d {folder} || git clone --quiet --depth 1 {address}
-    !{{sys.executable}} {folder}/sage_ref/course/colab.py
-    sys.path[:0] = ["/content/{folder}", "/content/{folder}/kernels"]
+    !{{sys.executable}} {folder}/course/sage_course/colab.py
+    sys.path[:0] = [f"/content/{folder}/{{part}}" for part in ("", "kernels", "lab", "course")]
     %cd -q {folder}/notebooks
 """
 
 
 def pinned() -> list[str]:
-    """What notebooks import, as in "torch==2.13.0": names from pyproject.toml, versions from constraints.txt."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["kernels"], *extras["training"], *extras["notebooks"]]
-    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in wanted} - FROM_COLAB
+    """Return what notebooks import, as in "torch==2.13.0", with versions from constraints.txt."""
+    projects = [tomllib.loads((path / "pyproject.toml").read_text())["project"] for path in PROJECTS]
+    wanted = [x for project in projects for x in project["dependencies"]]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in wanted} | {"triton"}
+    names -= FROM_COLAB | {"sage-ref", "sage-lab"}
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.partition("==")[0] in names]
     if missing := names - {pin.partition("==")[0] for pin in pins}:
         raise ValueError(f"constraints.txt: expected a version of each of {sorted(missing)}, got none")
@@ -48,7 +49,7 @@ def main() -> None:
     """Install the pinned versions, then the course from its folder, without more."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *pinned()], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
+    subprocess.run([*pip, "--no-deps", *(x for path in PROJECTS for x in ("--editable", str(path)))], check=True)
     print("Installed. If Colab asks to restart the session, do so, and run this cell again.")
 
 

@@ -4,7 +4,7 @@ import difflib
 import html
 from collections.abc import Callable, Iterator
 
-from sage_ref.course.fill_in import source
+from sage_course.check import source
 
 COLORS = {"-": "#fbe3d6", "+": "#dcebf7", " ": "transparent"}  # what goes, what comes: also said by a sign
 

@@ -1,15 +1,16 @@
 """What all notebooks have alike: a link and a cell for Colab at the top, a link to the answers below the exercises.
 
-`python -m sage_ref readme` writes them: the address of the public repository stands in each.
+`python -m sage_lab readme` writes them: the address of the public repository stands in each.
 """
 
 import json
 import re
 from pathlib import Path
 
-from sage_ref.course.colab import install_cell
-from sage_ref.course.outline import colab_address, public_address
-from sage_ref.records import repository
+from sage_lab.records import REPOSITORY
+
+from sage_course.colab import install_cell
+from sage_course.outline import colab_address, public_address
 
 INSTALL = "install-on-colab"  # the cell's id
 ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
@@ -34,7 +35,7 @@ def framed(path: Path) -> str:
     Nothing else changes: the cells' other text, their outputs and ids stay. Code cells are counted from 1 again if
     they were counted.
     """
-    notebook = json.loads((repository() / path).read_text())
+    notebook = json.loads((REPOSITORY / path).read_text())
     first, *cells = notebook["cells"]
     _rewrite(first, ON_COLAB.sub("", "".join(first["source"])) + f"\n\n{colab_link(path)}")
     cells = [cell for cell in cells if cell.get("id") != INSTALL]
@@ -60,8 +61,8 @@ def _rewrite(cell: dict, text: str) -> None:
 def rewrite_notebooks() -> list[Path]:
     """Bring every notebook's frame up to date; returns those that changed."""
     changed = []
-    for file in sorted((repository() / "notebooks").glob("[0-9][0-9]*_*.ipynb")):
-        text = framed(file.relative_to(repository()))
+    for file in sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]*_*.ipynb")):
+        text = framed(file.relative_to(REPOSITORY))
         if text != file.read_text():
             file.write_text(text)
             changed.append(file)

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from sage_ref.records import repository
+from sage_lab.records import REPOSITORY
 
 BRANCH = "main"
 
@@ -27,22 +27,22 @@ def notebook_facts(path: Path) -> Notebook:
     minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)
     if not (title and minutes):
         raise ValueError(f"{path.name}: expected '# NN · Title' and '**Time** about N minutes' in the first cell")
-    return Notebook(path.relative_to(repository()), title[1], title[2], int(minutes[1]))
+    return Notebook(path.relative_to(REPOSITORY), title[1], title[2], int(minutes[1]))
 
 
 def notebooks() -> list[Notebook]:
     """All notebooks, in the order of the course."""
-    return [notebook_facts(path) for path in sorted((repository() / "notebooks").glob("[0-9][0-9]*_*.ipynb"))]
+    return [notebook_facts(path) for path in sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]*_*.ipynb"))]
 
 
 def public_address() -> str:
     """The address of the repository in public: project.urls in pyproject.toml, the one place that holds it."""
-    return tomllib.loads((repository() / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 
 def file_address(path: Path) -> str:
     """Where the repository's file or folder `path`, given from the root, can be read in public."""
-    kind = "tree" if (repository() / path).is_dir() else "blob"
+    kind = "tree" if (REPOSITORY / path).is_dir() else "blob"
     return f"{public_address()}/{kind}/{BRANCH}/{path.as_posix()}"
 
 

@@ -1,6 +1,6 @@
 """What the records say in README.md, RESULTS.md and the kernels' pages, the README's figure, and the notebooks' frame.
 
-`python -m sage_ref readme` writes them.
+`python -m sage_lab readme` writes them.
 
 It rewrites what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; all else there is written by hand. In the
 notebooks it writes what `notebook_frame` says.
@@ -11,8 +11,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from sage_ref.course.figures import overview_figure
-from sage_ref.course.kernel_results import (
+from sage_lab.records import REPOSITORY, markdown_table, read_record, replaced
+
+from sage_course.figures import overview_figure
+from sage_course.notebook_frame import rewrite_notebooks
+from sage_course.outline import notebooks
+from sage_course.results.kernels import (
     BENCH,
     accuracy,
     instructions,
@@ -23,12 +27,9 @@ from sage_ref.course.kernel_results import (
     sla2_ladder,
     sla2_parts,
 )
-from sage_ref.course.notebook_frame import rewrite_notebooks
-from sage_ref.course.outline import notebooks
-from sage_ref.course.paired_results import headline, paired_pinned, paired_sparse, paired_speed, paired_ways
-from sage_ref.course.prediction_results import gains, predicted, predicted_check, spills
-from sage_ref.course.results import TABLE2, parallel, pretraining, pretraining_speed, table1, table2
-from sage_ref.records import markdown_table, read_record, replaced, repository
+from sage_course.results.paired import headline, paired_pinned, paired_sparse, paired_speed, paired_ways
+from sage_course.results.prediction import gains, predicted, predicted_check, spills
+from sage_course.results.tables import TABLE2, parallel, pretraining, pretraining_speed, table1, table2
 
 OVERVIEW = Path("notebooks", "figures", "overview.png")
 
@@ -76,7 +77,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 
 def rewritten(name: str) -> str:
     """The text of SECTIONS' file `name` with its measured parts as the records have them now."""
-    text = (repository() / name).read_text()
+    text = (REPOSITORY / name).read_text()
     for section, write in SECTIONS[name].items():
         begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
@@ -90,7 +91,7 @@ def rewrite() -> list[Path]:
     """Bring every file of SECTIONS up to date; returns those that changed."""
     changed = []
     for name in SECTIONS:
-        path, text = repository() / name, rewritten(name)
+        path, text = REPOSITORY / name, rewritten(name)
         if text != path.read_text():
             path.write_text(text)
             changed.append(path)
@@ -102,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    overview = repository() / OVERVIEW
+    overview = REPOSITORY / OVERVIEW
     overview.parent.mkdir(exist_ok=True)
     overview_figure(read_record(TABLE2), read_record(BENCH)).savefig(overview)
     changed = [str(path) for path in (*rewrite(), *rewrite_notebooks())]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata, util
 
 import torch
-
-from sage_ref.records import Record, provenance, repository
+from sage_lab.records import REPOSITORY, Record, provenance
 
 _guesses: dict[str, tuple[object, dict[str, str]]] = {}
 
@@ -56,7 +55,7 @@ def grade(exercise: str) -> None:
     RuntimeError if it was the grader that broke, or there is no such exercise.
     """
     command = [sys.executable, "-m", "exercises", "grade", exercise]
-    done = subprocess.run(command, cwd=repository(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     print(done.stdout, end="")
     if done.returncode:
         raise RuntimeError(
@@ -80,10 +79,10 @@ def triton_device() -> str | None:
 
 
 def measured_here() -> Record | None:
-    """What `python -m sage_kernels bench --levels` measures at N=8192, on this machine's GPU; None without one."""
+    """What `python -m sage_lab bench --levels` measures at N=8192, on this machine's GPU; None without one."""
     if triton_device() != "cuda":
         return None
-    from sage_kernels.measure.ladder_bench import SHAPES, bench_shape
+    from sage_lab.bench.ladder_bench import SHAPES, bench_shape
 
     shapes = [shape for shape in SHAPES if shape.n == 8192 and not shape.causal]
     rows = [row for shape in shapes for row in bench_shape(shape) if "missing" not in row]

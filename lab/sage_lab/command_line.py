@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 if TYPE_CHECKING:
-    from sage_ref.training.corpus import Corpus
+    from sage_lab.training.corpus import Corpus
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
@@ -211,7 +211,7 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
 
 def corpus_of(options: argparse.Namespace) -> Corpus:
     """The corpus that --corpus and --vocabulary name."""
-    from sage_ref.training.corpus import BYTES, byte_pairs, read_corpus
+    from sage_lab.training.corpus import BYTES, byte_pairs, read_corpus
 
     corpus = read_corpus(options.corpus)
     has_its_own_tokens = options.vocabulary == BYTES or corpus.vocab_size != BYTES

@@ -1,4 +1,4 @@
-"""`python -m sage_kernels hub FOLDER`: the kernels as Hugging Face's kernel hub wants them.
+"""`python -m sage_lab hub FOLDER`: the kernels as Hugging Face's kernel hub wants them.
 
 A hub kernel is one package that may be loaded from any path, several versions at once, and imports nothing but torch,
 triton and itself. So the modules that attention needs, of both packages, go below one, with relative imports, and
@@ -16,7 +16,7 @@ import re
 from importlib import metadata, resources
 from pathlib import Path
 
-from sage_ref.command_line import Failed, positive
+from sage_lab.command_line import Failed, positive
 
 NAME = "sage-ref"
 FOLDERS = {"sage_ref": "reference", "sage_kernels": "kernels"}
@@ -86,7 +86,7 @@ tags: [kernels]
 {description}. Pure Triton: nothing is compiled before it runs.
 
 Functions and modules: `sagebwd_attention`, `sparse_linear_attention`, `SLA`, `SLA2`, `QKNorm`, `Prologue`. Their
-docstrings give shapes, dtypes and errors. Made from {name} {version} by `python -m sage_kernels hub`: change it there.
+docstrings give shapes, dtypes and errors. Made from {name} {version} by `python -m sage_lab hub`: change it there.
 """
 
 

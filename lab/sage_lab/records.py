@@ -3,9 +3,7 @@
 A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
 Only the program that measured something writes one; prose, figures and tables read it.
 
-RECORDED is the folder of records: that of an installed package, which has its own, else the checkout's. REPOSITORY is
-the checkout of this project, which only what writes the course's pages needs. Both are looked for when they are asked
-for: a package that was installed from a wheel works without a checkout as long as nobody asks for that.
+REPOSITORY is the checkout that this file is part of, RECORDED its folder of records.
 """
 
 import glob
@@ -29,58 +27,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-RECORDED_FOLDER = Path("notebooks", "recorded")  # in the checkout
-INSTALLED_FOLDER = Path("sage_ref", "recorded")  # in site-packages, where setup.py puts them
+REPOSITORY = Path(os.environ.get("SAGE_REF_REPOSITORY") or Path(__file__).resolve().parents[2])
+RECORDED = REPOSITORY / "notebooks" / "recorded"
 Row = dict[str, Any]
-
-
-def repository() -> Path:
-    """The checkout: what SAGE_REF_REPOSITORY names, else where this file lies, else the current folder or one above it.
-
-    FileNotFoundError if none of them has the folder of records.
-    """
-    if named := os.environ.get("SAGE_REF_REPOSITORY"):
-        if not _is_checkout(Path(named)):
-            raise FileNotFoundError(f"SAGE_REF_REPOSITORY: expected a folder with {RECORDED_FOLDER}, got {named}")
-        return Path(named).resolve()
-    here = Path.cwd()
-    for folder in (_package_parent(), here, *here.parents):
-        if _is_checkout(folder):
-            return folder
-    raise FileNotFoundError(
-        f"repository: expected a checkout of sage_ref (a folder with {RECORDED_FOLDER}) at {_package_parent()}, {here} "
-        "or above it, found none: run from a checkout, or name one in the environment variable SAGE_REF_REPOSITORY"
-    )
-
-
-def recorded_folder() -> Path:
-    """The records: of the checkout that SAGE_REF_REPOSITORY names, else those installed with this package, else those
-    of the checkout that `repository` finds."""
-    installed = _package_parent() / INSTALLED_FOLDER
-    if installed.is_dir() and not os.environ.get("SAGE_REF_REPOSITORY"):
-        return installed
-    return repository() / RECORDED_FOLDER
-
-
-def recorded_file(name: str) -> Path:
-    """The file of that name in the folder of records."""
-    return recorded_folder() / name
-
-
-def __getattr__(name: str) -> Path:
-    if name == "REPOSITORY":
-        return repository()
-    if name == "RECORDED":
-        return recorded_folder()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _package_parent() -> Path:
-    return Path(__file__).resolve().parent.parent
-
-
-def _is_checkout(folder: Path) -> bool:
-    return (folder / RECORDED_FOLDER).is_dir()
 
 
 class Record(NamedTuple):
@@ -120,7 +69,7 @@ def listed(value: str | list[str]) -> list[str]:
 def read_record(name: str | Path) -> Record:
     """A record by its name in the folder of records ("table1_sweep") or by its path, a Path or a text with a suffix."""
     is_path = isinstance(name, Path) or Path(name).suffix
-    path = Path(name) if is_path else recorded_file(f"{name}.json")
+    path = Path(name) if is_path else RECORDED / f"{name}.json"
     if not path.exists():
         raise FileNotFoundError(f"name: expected a record at {path}, found none")
     content = _read_json(path, "a record")
@@ -247,7 +196,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=_package_parent(), check=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -260,16 +209,11 @@ def _driver() -> str | None:
 
 
 def _commit() -> str:
-    """The commit that measured: SAGE_REF_COMMIT, for copies of a commit; else git's, marked -dirty if sources differ.
-
-    Only of the package's own checkout: the folder it was installed into may belong to some other repository.
-    """
+    """Return SAGE_REF_COMMIT, for copies of a commit; else git's commit, with -dirty if sources differ."""
     if named := os.environ.get("SAGE_REF_COMMIT"):
         return named
-    if not _is_checkout(_package_parent()):
-        return "unknown"
     commit = _output("git", "rev-parse", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "sage_ref", "kernels")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "sage_ref", "kernels", "lab")
     return (commit or "unknown") + ("-dirty" if changed else "")
 
 

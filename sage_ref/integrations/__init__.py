@@ -24,6 +24,6 @@ On a CPU the reference computes, on a GPU the kernels where they can: as `sage_r
 
 Under torch.compile `nn.MultiheadAttention` stays exact. Tests compile with the backends eager and aot_eager: on a CPU
 the default, inductor, has minutes of C++ to compile for the reference's steps. Tried by hand it gives the same numbers.
-Tests are in tests/integrations; `make test` installs what they need. `python -m sage_ref drop-in` measures a pretrained
+Tests are in tests/integrations; `make test` installs what they need. `python -m sage_lab drop-in` measures a pretrained
 encoder with exact and with INT8 attention; notebooks/recorded/drop_in_cpu.json is what it found.
 """

@@ -10,7 +10,7 @@ the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and 
 Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat. Where a soft M weighs e^S, as
 `branches` reads softmax(S * M), a flat one cancels: the loss is near 0 whatever the hard mask would choose, and alpha
 ends far too large for it. Where M multiplies S it does not cancel, and stage 1 does not get anywhere either
-(`sage_ref/experiments/router_fit.py`, READINGS).
+(`lab/sage_lab/experiments/router_fit.py`, READINGS).
 
 With the identity for both projections this is SLA's heuristic router.
 """

@@ -12,8 +12,7 @@ import time
 import urllib.request
 
 import pytest
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = ("notebooks/00_start_here.ipynb", "notebooks/04_sagebwd_forward.ipynb")
 SETTINGS = {

@@ -8,8 +8,7 @@ import threading
 from urllib.parse import unquote, urldefrag
 
 import pytest
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 # What is wrong with a page once its mathematics is set, and what it offers and wants: [complaints, ids, links].
 LOOK = """async () => {

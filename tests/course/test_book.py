@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
-
-from sage_ref.course import colab, notebook_frame, outline
-from sage_ref.course.notebook_frame import INSTALL, framed, rewrite_notebooks
-from sage_ref.course.outline import colab_address, file_address, notebooks, public_address
-from sage_ref.records import REPOSITORY
+from sage_course import colab, notebook_frame, outline
+from sage_course.notebook_frame import INSTALL, framed, rewrite_notebooks
+from sage_course.outline import colab_address, file_address, notebooks, public_address
+from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
@@ -79,7 +78,7 @@ def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves
     assert done == [
         "cd -q /content",
         "test -d name || git clone --quiet --depth 1 https://example.org/owner/name",
-        "{sys.executable} name/sage_ref/course/colab.py",
+        "{sys.executable} name/course/sage_course/colab.py",
         "cd -q name/notebooks",
     ]
     assert sys.path == ["/content/name", "/content/name/kernels", *before]
@@ -88,7 +87,7 @@ def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_what_colab_needs_and_a_link_to_its_answers(path):
     up_to_date = path.read_text() == framed(path.relative_to(REPOSITORY))
-    assert up_to_date, "run `python -m sage_ref readme`"
+    assert up_to_date, "run `python -m sage_lab readme`"
 
 
 def test_a_frame_is_written_once_and_follows_the_address(tmp_path, monkeypatch):

@@ -7,11 +7,10 @@ import re
 
 import pytest
 import torch
-
-from sage_ref.course import solutions
-from sage_ref.course.difference import Difference
-from sage_ref.course.fill_in import Gap, Mistake, NotYetError, fill_in, first_difference, is_gap, mistaken, source
-from sage_ref.records import REPOSITORY
+from sage_course import lessons as solutions
+from sage_course.check import Gap, Mistake, NotYetError, fill_in, first_difference, is_gap, mistaken, source
+from sage_course.difference import Difference
+from sage_lab.records import REPOSITORY
 
 
 def lessons():

@@ -5,11 +5,10 @@ from dataclasses import asdict
 
 import matplotlib.pyplot as plt
 import pytest
-
-from sage_ref.course import full_batch_results as results
-from sage_ref.course.claims import CONTRADICTED, SUPPORTED, UNDECIDED
-from sage_ref.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
-from sage_ref.records import Record
+from sage_course.results import full_batch as results
+from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
+from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
+from sage_lab.records import Record
 
 PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1, 2), halvings=2, remedies=("two terms", "V smoothed"))
 PROVENANCE = {"plan": asdict(PLAN) | {"seeds": [0, 1, 2]}, "gpu": "a GPU", "commit": "0123456789", "date": "2026-01-01"}

@@ -8,13 +8,13 @@ from statistics import mean
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from sage_course import figures
+from sage_course.figures import panels
+from sage_lab.records import read_record
 from torch.testing import assert_close
 
 from sage_ref import sla2
-from sage_ref.course import figures
-from sage_ref.course.figures import panels
 from sage_ref.quantization import fake_quantize
-from sage_ref.records import read_record
 from sage_ref.sla2 import BlockSettings, block_mass, soft_top_k
 from sage_ref.tracing import relative_l2
 

@@ -7,10 +7,9 @@ from statistics import mean, stdev
 import matplotlib.pyplot as plt
 import pytest
 import torch
-
-from sage_ref.course import claims
-from sage_ref.course import figures as plotting
-from sage_ref.course.pretraining_results import (
+from sage_course import figures as plotting
+from sage_course.results import claims
+from sage_course.results.pretraining import (
     PAPER_LOSSES,
     RUN_KINDS,
     Interval,
@@ -28,9 +27,9 @@ from sage_ref.course.pretraining_results import (
     score_groups,
     t_quantile,
 )
-from sage_ref.experiments.gradient_noise import VARIANTS
-from sage_ref.experiments.table2 import PAPER_TABLE2
-from sage_ref.records import Record, read_record
+from sage_lab.experiments.gradient_noise import VARIANTS
+from sage_lab.experiments.table2 import PAPER_TABLE2
+from sage_lab.records import Record, read_record
 
 RUNS, LAYERS = read_record("pretrain_h200"), read_record("layers_h200")
 PLAN = RUNS.provenance["plan"]

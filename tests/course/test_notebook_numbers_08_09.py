@@ -10,10 +10,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from torch.testing import assert_close
-
-from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.course.figures import (
+from sage_course.figures import (
     KIND_COLORS,
     PEAK,
     TERA_SLOTS,
@@ -30,8 +27,11 @@ from sage_ref.course.figures import (
     roofline_figure,
     unit_clocks,
 )
+from sage_lab.records import REPOSITORY, Record, read_record
+from torch.testing import assert_close
+
+from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.quantization import fake_quantize, integer_matmul, quantize, quantized_matmul
-from sage_ref.records import REPOSITORY, Record, read_record
 from sage_ref.tracing import relative_l2
 
 SIZES = (1024, 2048, 4096, 8192, 16384)
@@ -142,8 +142,8 @@ CODE = """
 
 COUNT = """
 import json
-from sage_kernels.measure.compile import Case
-from sage_kernels.measure.instructions import case_rows
+from sage_lab.bench.compile import Case
+from sage_lab.bench.instructions import case_rows
 print(json.dumps([list(case_rows(Case("forward", level, 90, 64, False))) for level in (4, 5)]))
 """
 
@@ -152,7 +152,7 @@ class TestInstructionCounter:
     @pytest.fixture(autouse=True)
     def counter(self):
         pytest.importorskip("triton")
-        from sage_kernels.measure import instructions
+        from sage_lab.bench import instructions
 
         self.counter = instructions
 

@@ -6,9 +6,7 @@ from statistics import mean
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from torch.testing import assert_close
-
-from sage_ref.course.figures import (
+from sage_course.figures import (
     dense_time,
     list_lengths_figure,
     quantization_aware_figure,
@@ -18,8 +16,9 @@ from sage_ref.course.figures import (
     sla2_parts_figure,
     sla2_time,
 )
-from sage_ref.experiments.quantization_aware import WAYS
-from sage_ref.records import Record, read_record
+from sage_lab.experiments.quantization_aware import WAYS
+from sage_lab.records import Record, read_record
+from torch.testing import assert_close
 
 N, SPARSITY = 32760, 0.97
 

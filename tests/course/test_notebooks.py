@@ -12,10 +12,9 @@ import textwrap
 
 import pytest
 from matplotlib.figure import Figure
-
-from sage_ref.course import figures as plotting
-from sage_ref.course.notebook_frame import INSTALL
-from sage_ref.records import REPOSITORY
+from sage_course import figures as plotting
+from sage_course.notebook_frame import INSTALL
+from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}

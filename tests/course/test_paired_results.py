@@ -1,10 +1,9 @@
 """The tables of times that were taken in turn, from made-up records."""
 
 import pytest
-
-from sage_ref.course import paired_results
-from sage_ref.course.paired_results import PAIRED, PAIRED_PINNED, PAIRED_SPARSE, peer_ratios, ratio_lines, turns
-from sage_ref.records import how_timed, read_record, write_record
+from sage_course.results import paired as paired_results
+from sage_course.results.paired import PAIRED, PAIRED_PINNED, PAIRED_SPARSE, peer_ratios, ratio_lines, turns
+from sage_lab.records import how_timed, read_record, write_record
 
 SHAPE = {"n_q": 1024, "heads": 16, "kv_heads": 16, "head_dim": 128, "causal": False, "layout": "bhnd"}
 SHAPE |= {"scope": "autograd", "direction": "fwd+bwd", "cuda_graph": False, "protocol": "paired"}

@@ -10,12 +10,12 @@ import torch
 from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
+from sage_course import figures
+from sage_course.figures import memory, precision, tile_loop, time_line
+from sage_course.figures.diagrams import Box
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.course import figures
-from sage_ref.course.figures import memory, precision, tile_loop, time_line
-from sage_ref.course.figures.diagrams import Box
 from sage_ref.sagebwd import SageBwdSettings
 from sage_ref.sagebwd.settings import MATMULS
 

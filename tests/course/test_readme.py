@@ -5,22 +5,24 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
-
-from sage_ref.course import kernel_results, outline, prediction_results, readme, results
-from sage_ref.course.claims import claims, hypothesis
-from sage_ref.course.figures import overview_figure
-from sage_ref.course.kernel_results import BENCH
-from sage_ref.course.pretraining_results import final_losses, pretrain_runs
-from sage_ref.course.readme import SECTIONS, rewritten
-from sage_ref.course.results import LAYERS, NOISE, PRETRAIN, TABLE2
-from sage_ref.experiments.table2 import PAPER_TABLE2
-from sage_ref.records import REPOSITORY, Record, read_record, write_record
+from sage_course import outline, readme
+from sage_course.figures import overview_figure
+from sage_course.readme import SECTIONS, rewritten
+from sage_course.results import kernels as kernel_results
+from sage_course.results import prediction as prediction_results
+from sage_course.results import tables as results
+from sage_course.results.claims import claims, hypothesis
+from sage_course.results.kernels import BENCH
+from sage_course.results.pretraining import final_losses, pretrain_runs
+from sage_course.results.tables import LAYERS, NOISE, PRETRAIN, TABLE2
+from sage_lab.experiments.table2 import PAPER_TABLE2
+from sage_lab.records import REPOSITORY, Record, read_record, write_record
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_measured_parts_are_in_step_and_a_stale_one_is_noticed(name, monkeypatch):
     text = (REPOSITORY / name).read_text()
-    assert rewritten(name) == text, "run `python -m sage_ref readme`"
+    assert rewritten(name) == text, "run `python -m sage_lab readme`"
     for section in SECTIONS[name]:
         monkeypatch.setitem(readme.SECTIONS, name, {section: lambda: "something else"})
         assert rewritten(name) != text

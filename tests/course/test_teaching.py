@@ -8,9 +8,8 @@ import types
 
 import pytest
 import torch
-
-from sage_ref.course import teaching
-from sage_ref.course.teaching import compare, grade, predict, triton_device
+from sage_course import teaching
+from sage_course.teaching import compare, grade, predict, triton_device
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from video_cases import CONFIG, PLAN, made_up_digits, start_in
-
-from sage_ref.course import figures, video_results
-from sage_ref.course.video_results import (
+from sage_course import figures
+from sage_course.results import video as video_results
+from sage_course.results.video import (
     ARMS,
     PICTURES,
     SPEED,
@@ -24,11 +23,12 @@ from sage_ref.course.video_results import (
     samples,
     speed,
 )
-from sage_ref.experiments.video import plan as plan_module
-from sage_ref.experiments.video.plan import AFTERWARDS, FULL, facts_of, planned
-from sage_ref.experiments.video.runs import VideoRuns, all_rows
-from sage_ref.experiments.video.speed import VideoSpeedPlan, length_rows
-from sage_ref.records import write_record
+from sage_lab.experiments.video import plan as plan_module
+from sage_lab.experiments.video.plan import AFTERWARDS, FULL, facts_of, planned
+from sage_lab.experiments.video.runs import VideoRuns, all_rows
+from sage_lab.experiments.video.speed import VideoSpeedPlan, length_rows
+from sage_lab.records import write_record
+from video_cases import CONFIG, PLAN, made_up_digits, start_in
 
 RUNS = (FULL, "SLA2", "SLA2, 16 bit", "sparse only")
 
@@ -81,7 +81,7 @@ def test_what_is_missing_is_said_in_place_of_it(recorded, show, name, others):
     (said,) = show()
     assert said.startswith(f"Nothing is recorded yet: there is no {name}.")
     assert (samples() == {}) == (name in (ARMS, PICTURES))
-    assert "python -m sage_ref video" in said._repr_markdown_()
+    assert "python -m sage_lab video" in said._repr_markdown_()
 
 
 def test_every_arm_has_its_difference_to_full_attention_and_the_papers_score(recorded):

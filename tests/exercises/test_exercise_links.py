@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 READMES = sorted((REPOSITORY / "exercises").glob("[0-9][0-9]_*/README.md"))
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))

@@ -3,10 +3,10 @@
 import re
 
 import pytest
+from sage_lab.records import read_record
 
 from exercises import ROOT
 from exercises.worker import load
-from sage_ref.records import read_record
 
 NAME = "19_explain_a_measurement"
 PROGRAMS = {"ours": "sage_kernels", "cudnn": "sdpa_cudnn", "fa4": "fa4"}

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import torch
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 PAGES = sorted((REPOSITORY / "exercises" / "solutions").glob("[0-9][0-9]*.md"))
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]*.ipynb"))

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 import triton
-from sage_kernels.measure import contenders, paired
-from sage_kernels.measure.paired import Captured
+from sage_lab.bench import contenders, paired
+from sage_lab.bench.paired import Captured
 
 
 class Clock:

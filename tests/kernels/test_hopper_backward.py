@@ -29,7 +29,6 @@ from sage_kernels.common.memory import is_heads_last
 from sage_kernels.common.tiles import TINY
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, Machine, OnCPU, plain
-from sage_kernels.measure import tuning
 from sage_kernels.sagebwd import ladder, ops
 from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.backward import level6_apart as apart
@@ -37,6 +36,7 @@ from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
 from sage_kernels.sagebwd.forward import level5_hopper
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
+from sage_lab.bench import tuning
 
 from sage_ref import sagebwd_attention
 

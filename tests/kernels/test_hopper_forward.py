@@ -32,9 +32,9 @@ from sage_kernels import hopper
 from sage_kernels.common.launch import Launch
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, OnCPU, plain
-from sage_kernels.measure import tuning
 from sage_kernels.sagebwd import ops
 from sage_kernels.sagebwd.forward import level5_hopper
+from sage_lab.bench import tuning
 
 from sage_ref import sagebwd_attention
 

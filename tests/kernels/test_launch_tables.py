@@ -13,7 +13,7 @@ from sage_kernels.common import launch_tables
 from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, Launch
 from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.launch_tables import Case, measured_launches, table_for, users_table
-from sage_kernels.measure import bench_command, sla2_tuning, tuning
+from sage_lab.bench import bench_command, sla2_tuning, tuning
 
 CUDA = torch.device("cuda", 0)
 RTX = "NVIDIA GeForce RTX 4090"
@@ -158,7 +158,7 @@ def timed(gpu, monkeypatch):
         monkeypatch.setattr(module, "compile_candidates", lambda _, kernels, workers: compiled.extend(kernels))
     monkeypatch.setattr(tuning, "prepare", lambda *_: None)
     monkeypatch.setattr(sla2_tuning, "Case", lambda *_: None)
-    monkeypatch.setattr("sage_ref.records.provenance", lambda command: {"gpu": RTX, "triton": triton.__version__})
+    monkeypatch.setattr("sage_lab.records.provenance", lambda command: {"gpu": RTX, "triton": triton.__version__})
     gpu(RTX, (8, 9))
     return compiled, seen, seen_before_interrupt
 

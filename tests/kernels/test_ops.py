@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import DEVICE, MARKS, ON_GPU, PER_BLOCK, Calls, Constant, all_equal, fill_cache
 from layouts import heads_last
+from sage_course.teaching import bytes_kept_for_backward
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length, quantize_program
 from sage_kernels.sagebwd import ops as sagebwd_ops
 from sage_kernels.sagebwd.backward import prepare as backward_prepare
@@ -37,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
-from sage_ref.course.teaching import bytes_kept_for_backward
 from sage_ref.shapes import in_working_dtype
 from sage_ref.sla2.router import Routing
 from sage_ref.tracing import relative_l2

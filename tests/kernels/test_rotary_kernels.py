@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, MARKS, ON_GPU, Calls, Case, all_equal, draw, fill_cache, guarded_allocations
 from layouts import LAYOUTS, heads_last
+from sage_course.teaching import bytes_kept_for_backward
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.sagebwd.forward.key_mean import LEAST_STEPS, PARTS, STEP, key_mean
@@ -15,7 +16,6 @@ from sage_kernels.sagebwd.ladder import prepare_forward
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 
 from sage_ref import Prologue, sagebwd_attention
-from sage_ref.course.teaching import bytes_kept_for_backward
 from sage_ref.quantization import quantize
 from sage_ref.tracing import relative_l2
 

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from sage_ref import records
-from sage_ref.command_line import written
-from sage_ref.records import Record, markdown_table, provenance, read_record, replaced, write_record
+from sage_lab import records
+from sage_lab.command_line import written
+from sage_lab.records import Record, markdown_table, provenance, read_record, replaced, write_record
 
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
 
@@ -53,9 +52,9 @@ def test_a_record_reads_back_as_it_was_written_and_one_that_json_cannot_hold_lea
 
 def test_a_record_names_files_not_folders_of_the_machine_that_wrote_it():
     arguments = ["noise", "--json", "/somewhere/out.json", "--corpus=/a b/text.txt", "--folder", "runs/one", "--x=1/2"]
-    expected = "python -m sage_ref noise --json out.json --corpus=text.txt --folder runs/one --x=1/2"
+    expected = "python -m sage_lab noise --json out.json --corpus=text.txt --folder runs/one --x=1/2"
     assert written("sage_ref", arguments) == expected
-    for path in records.recorded_folder().glob("*.json"):
+    for path in records.RECORDED.glob("*.json"):
         assert not re.search(r" /|=/", str(read_record(path).provenance["command"])), path.name
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from sage_kernels import __main__ as kernels_main
-from sage_kernels import hub
+from sage_lab import __main__ as kernels_main
+from sage_lab import hub
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import re
 import tomllib
 
 import yaml
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 GITHUB = REPOSITORY / ".github"

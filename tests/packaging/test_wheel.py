@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 BUILT_FROM = ("sage_ref", "kernels", "notebooks/recorded")
@@ -93,10 +92,10 @@ def test_its_metadata_names_the_extras_and_the_pythons(wheel):
 PROGRAM = """
 import json, pathlib, sys
 import torch
-import sage_ref, sage_ref.records, sage_kernels
-from sage_ref.course import figures
-from sage_ref.records import RECORDED, read_record
-from sage_ref.training.capture import read_capture
+import sage_ref, sage_lab.records, sage_kernels
+from sage_course import figures
+from sage_lab.records import RECORDED, read_record
+from sage_lab.training.capture import read_capture
 q, k, v = (torch.randn(1, 4, 200, 32, requires_grad=True) for _ in range(3))
 for attention in (sage_ref.sagebwd_attention, sage_ref.SLA2(32, 4, sparsity=0.5, backend="reference")):
     options = {} if isinstance(attention, torch.nn.Module) else {"backend": "reference"}
@@ -127,7 +126,7 @@ def test_attention_records_captures_and_figures_work_far_from_the_repository(ins
 
 @pytest.mark.parametrize(
     ("command", "expected"),
-    [("sage_ref info", "| backend chosen by auto |"), ("sage_kernels --help", "usage: python -m sage_kernels")],
+    [("sage_ref info", "| backend chosen by auto |"), ("sage_kernels --help", "usage: python -m sage_lab")],
 )
 def test_commands_run_far_from_the_repository(installed, command, expected):
     python, folder = installed
@@ -138,7 +137,7 @@ def test_what_needs_the_repository_says_so_in_one_line(installed):
     """`readme` writes the course's pages, which are no part of the wheel."""
     python, folder = installed
     (line,) = run(python, "-m", "sage_ref", "readme", cwd=folder, status=2).splitlines()
-    assert line.startswith("python -m sage_ref readme: repository: expected a checkout of sage_ref")
+    assert line.startswith("python -m sage_lab readme: repository: expected a checkout of sage_ref")
 
 
 def python_of(version):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_cases import run_together
+from sage_lab.training.processes import processes
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_ref import SLA2, sagebwd_attention
@@ -21,7 +22,6 @@ from sage_ref.parallel import ParallelSLA2, local_tokens, parallel_sagebwd_atten
 from sage_ref.parallel.exchange import ranks_of
 from sage_ref.parallel.shards import RingOptions
 from sage_ref.tracing import relative_l2
-from sage_ref.training.processes import processes
 
 COUNTS = (2, 4)
 NAMES = ("O", "dQ", "dK", "dV")

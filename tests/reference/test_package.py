@@ -14,13 +14,13 @@ import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from sage_lab.__main__ import COMMANDS, main
+from sage_lab.records import REPOSITORY
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_ref.__main__ import COMMANDS, main
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.records import REPOSITORY
 from sage_ref.sagebwd import SageBwdSettings, sagebwd_backward, sagebwd_forward
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -53,13 +53,13 @@ import sys, time, torch
 before, start = set(sys.modules), time.process_time()
 import sage_ref
 print(time.process_time() - start, *{name.partition(".")[0] for name in set(sys.modules) - before}, sep=",")
-import importlib, pkgutil, sage_ref.records
-sage_ref.records._is_checkout = lambda folder: False
+import importlib, pkgutil, sage_lab.records
+sage_lab.records._is_checkout = lambda folder: False
 for module in pkgutil.walk_packages(sage_ref.__path__, "sage_ref."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # of the course's solutions some are programs in Triton
-        assert "'triton'" in str(error) and module.name.startswith("sage_ref.course.solutions."), module.name
+        assert "'triton'" in str(error) and module.name.startswith("sage_course.lessons."), module.name
     print(module.name)
 """
     for _ in range(3):  # processor time, and the least of three: something else may run on the machine
@@ -77,7 +77,7 @@ def test_attention_and_the_list_of_commands_need_torch_alone():
     """torch itself imports numpy where it finds it, so absence is tested by taking everything else away."""
     program = """
 import contextlib, sys, torch, sage_ref
-from sage_ref.__main__ import COMMANDS, main
+from sage_lab.__main__ import COMMANDS, main
 q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 sage_ref.sagebwd_attention(*sage_ref.QKNorm(8)(q, k), v, backend="reference").sum().backward()
 for model in (sage_ref.SLA(8, 2), sage_ref.SLA2(8, 2, backend="reference"), sage_ref.SLA2(8, 2).stage(1)):

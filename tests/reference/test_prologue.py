@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from sage_lab.models.rotary import Rotation
 from torch.testing import assert_close
 
 from sage_ref import Prologue, QKNorm, sagebwd_attention
-from sage_ref.models.rotary import Rotation
 from sage_ref.tracing import relative_l2
 
 TOKENS = 40

@@ -3,8 +3,7 @@
 import ast
 
 import pytest
-
-from sage_ref.records import REPOSITORY
+from sage_lab.records import REPOSITORY
 
 FLOORS = {
     "sage_ref": (
@@ -27,7 +26,7 @@ BACKENDS = {
     "sage_ref/sagebwd/api.py",
     "sage_ref/sla2/api.py",
     "sage_ref/parallel/ring.py",
-    "sage_ref/course/teaching.py",
+    "course/sage_course/teaching.py",
 }
 SOLUTIONS = REPOSITORY / "sage_ref" / "course" / "solutions"  # some in Triton; nothing imports them at once
 
@@ -72,7 +71,7 @@ def test_the_reference_imports_the_kernels_only_within_a_call():
     for path in (REPOSITORY / "sage_ref").rglob("*.py"):
         for name, at_once in imports(path):
             if path.parent != SOLUTIONS:
-                assert not (at_once and name.startswith("sage_ref.course.solutions.")), path
+                assert not (at_once and name.startswith("sage_course.lessons.")), path
             if name.startswith("sage_kernels") and path.parent != SOLUTIONS:
                 assert not at_once, path
                 assert str(path.relative_to(REPOSITORY)) in BACKENDS, path

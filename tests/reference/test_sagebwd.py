@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS
 from sage_ref.quantization import fake_quantize, quantize, quantized_matmul
 from sage_ref.sagebwd import (
     MATMULS,

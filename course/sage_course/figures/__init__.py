@@ -1,7 +1,7 @@
 """Figures the notebooks and the README share. A function that makes a Figure returns it; others draw on given axes."""
 
 # ruff: noqa: F401 (what notebooks import from here)
-from sage_ref.course.figures.errors import (
+from sage_course.figures.errors import (
     draw_block_sizes,
     draw_cumulative,
     draw_probabilities,
@@ -9,8 +9,8 @@ from sage_ref.course.figures.errors import (
     error_map,
     sigma_figure,
 )
-from sage_ref.course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, draw_units, power_figure
-from sage_ref.course.figures.kernels import (
+from sage_course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, draw_units, power_figure
+from sage_course.figures.kernels import (
     KIND_COLORS,
     LEVEL_NAMES,
     draw_instructions,
@@ -18,19 +18,19 @@ from sage_ref.course.figures.kernels import (
     overview_figure,
     roofline_figure,
 )
-from sage_ref.course.figures.layers import layer_errors_figure, layer_training_figure
-from sage_ref.course.figures.memory import memory_hierarchy
-from sage_ref.course.figures.noise import (
+from sage_course.figures.layers import layer_errors_figure, layer_training_figure
+from sage_course.figures.memory import memory_hierarchy
+from sage_course.figures.noise import (
     VARIANT_STYLES,
     draw_gradients,
     gradients_figure,
     noise_figure,
     tokens_at_bias_figure,
 )
-from sage_ref.course.figures.precision import precision_map
-from sage_ref.course.figures.pretraining import MAIN_KINDS, final_losses_figure, gap_figure, pretrain_curves_figure
-from sage_ref.course.figures.sla2_flow import sla2_flow
-from sage_ref.course.figures.sla2_kernels import (
+from sage_course.figures.precision import precision_map
+from sage_course.figures.pretraining import MAIN_KINDS, final_losses_figure, gap_figure, pretrain_curves_figure
+from sage_course.figures.sla2_flow import sla2_flow
+from sage_course.figures.sla2_kernels import (
     DENSE_PEERS,
     SLA2_LEVEL_NAMES,
     dense_time,
@@ -40,7 +40,7 @@ from sage_ref.course.figures.sla2_kernels import (
     sla2_parts_figure,
     sla2_time,
 )
-from sage_ref.course.figures.sparse import (
+from sage_course.figures.sparse import (
     block_choices_figure,
     draw_block_mass,
     list_lengths_figure,
@@ -49,7 +49,7 @@ from sage_ref.course.figures.sparse import (
     soft_mask_figure,
     sparsity_figure,
 )
-from sage_ref.course.figures.style import (
+from sage_course.figures.style import (
     BLACK,
     BLUE,
     COLORS,
@@ -64,8 +64,8 @@ from sage_ref.course.figures.style import (
     show_letters,
     show_matrix,
 )
-from sage_ref.course.figures.table1 import table1_choices_figure, table1_figure
-from sage_ref.course.figures.tile_loop import (
+from sage_course.figures.table1 import table1_choices_figure, table1_figure
+from sage_course.figures.tile_loop import (
     backward_film,
     backward_order,
     backward_step_figure,
@@ -76,12 +76,12 @@ from sage_ref.course.figures.tile_loop import (
     sparse_owner_figure,
     sparse_owners,
 )
-from sage_ref.course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
-from sage_ref.course.figures.video import (
+from sage_course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
+from sage_course.figures.video import (
     Films,
     arms_figure,
     film_strips_figure,
     films_of,
     selected_figure,
 )
-from sage_ref.course.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks
+from sage_course.results.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks

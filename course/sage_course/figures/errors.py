@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from sage_lab.experiments.table1 import table1_inputs
 from torch import Tensor
 
-from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
-from sage_ref.experiments.table1 import table1_inputs
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates

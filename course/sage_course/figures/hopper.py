@@ -5,10 +5,10 @@ from itertools import groupby
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from sage_lab.records import Record
 
-from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
-from sage_ref.course.hopper_model import UNIT_NAMES, busy
-from sage_ref.records import Record
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
+from sage_course.results.hopper_model import UNIT_NAMES, busy
 
 UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2": PURPLE}
 

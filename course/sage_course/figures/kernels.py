@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from sage_lab.experiments.table2 import most_error_prone
+from sage_lab.records import Record, Row
 
-from sage_ref.course.figures.errors import error_map
-from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, panels
-from sage_ref.course.hopper_model import PEAK, TERA_SLOTS
-from sage_ref.experiments.table2 import most_error_prone
-from sage_ref.records import Record, Row
+from sage_course.figures.errors import error_map
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, panels
+from sage_course.results.hopper_model import PEAK, TERA_SLOTS
 
 
 def overview_figure(table2: Record, bench: Record) -> Figure:
     """The course in one picture: where INT8's error grows in a trained model, and what each kernel idea gains.
 
-    table2: rows of `python -m sage_ref table2`, of which the most error-prone layer with QK-norm is drawn; bench: rows
-    of `python -m sage_kernels bench`, of which the forward kernels at the README's size are.
+    table2: rows of `python -m sage_lab table2`, of which the most error-prone layer with QK-norm is drawn; bench: rows
+    of `python -m sage_lab bench`, of which the forward kernels at the README's size are.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", width_ratios=(1.15, 1))
     errors = {row["tensor"]: row["rel_l2"] for row in most_error_prone(table2.select(qk_norm=True))}
@@ -50,7 +50,7 @@ LEVEL_NAMES = {
 def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | None = None) -> Figure:
     """TOPS of every level at N=8192, kernel alone and with quantisation, for head sizes 128 and 64; peers as lines.
 
-    bench: rows of `python -m sage_kernels bench`; direction "fwd" or "bwd"; here: rows measured on this machine.
+    bench: rows of `python -m sage_lab bench`; direction "fwd" or "bwd"; here: rows measured on this machine.
     """
     figure, axes = panels(2, width=5.2, height=3.9, sharey=True, title=title)
     size = {"n_q": 8192, "causal": False, "direction": direction}
@@ -77,7 +77,7 @@ def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | N
     return figure
 
 
-# The kinds of `python -m sage_kernels instructions`, in the order they are stacked.
+# The kinds of `python -m sage_lab instructions`, in the order they are stacked.
 KIND_COLORS = {
     "matmul": BLACK, "exp2": ORANGE, "maximum": GREEN, "arithmetic": BLUE, "conversion": RED, "move": PURPLE,
     "spill": YELLOW, "rest": "0.8",

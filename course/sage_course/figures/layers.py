@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from statistics import mean
 
 from matplotlib.figure import Figure
+from sage_lab.experiments.table2 import PAPER_TABLE2
+from sage_lab.records import Record
 
-from sage_ref.course.figures.errors import error_heatmap
-from sage_ref.course.figures.style import BLACK, TENSOR_COLORS, panels
-from sage_ref.course.pretraining_results import last_errors
-from sage_ref.experiments.table2 import PAPER_TABLE2
-from sage_ref.records import Record
+from sage_course.figures.errors import error_heatmap
+from sage_course.figures.style import BLACK, TENSOR_COLORS, panels
+from sage_course.results.pretraining import last_errors
 
 
 def layer_errors_figure(record: Record, tokens_per_step: int, *, title: str) -> Figure:

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from sage_ref.course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
-from sage_ref.course.figures.style import BLUE, GREEN, ORANGE, SKY
-from sage_ref.course.hopper_model import INT8_RATE, L2_RATE, MULTIPROCESSORS, PEAK
+from sage_course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
+from sage_course.figures.style import BLUE, GREEN, ORANGE, SKY
+from sage_course.results.hopper_model import INT8_RATE, L2_RATE, MULTIPROCESSORS, PEAK
 
 CLOCK = PEAK["INT8"] * 1e12 / (2 * INT8_RATE * MULTIPROCESSORS)  # Hz at which the data sheet's peak is reached
 SHARED_RATE = 128  # bytes per clock of one multiprocessor: 32 banks of 4 bytes

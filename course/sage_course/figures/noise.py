@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from sage_lab.records import Row
 
-from sage_ref.course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, SKY, panels
-from sage_ref.course.pretraining_results import noise_of
-from sage_ref.records import Row
+from sage_course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, SKY, panels
+from sage_course.results.pretraining import noise_of
 
-# What `python -m sage_ref noise` compares with exact attention in float32, as far as figures show it.
+# What `python -m sage_lab noise` compares with exact attention in float32, as far as figures show it.
 VARIANT_STYLES = {
     "per block, nearest": ("o", RED), "per block, stochastic": ("s", ORANGE), "per row, nearest": ("^", BLUE),
     "per row, stochastic": ("v", SKY), "bf16": ("D", GREEN),

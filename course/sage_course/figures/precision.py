@@ -5,8 +5,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sage_ref.course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
-from sage_ref.course.figures.style import BLACK, BLUE, ORANGE
+from sage_course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
+from sage_course.figures.style import BLACK, BLUE, ORANGE
 from sage_ref.sagebwd.settings import MATMULS, SageBwdSettings
 
 FORMAT_COLORS = {"INT8": BLUE, "16 bit": ORANGE}

@@ -4,9 +4,10 @@ from statistics import mean
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from sage_lab.records import Record
 
-from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, panels
-from sage_ref.course.pretraining_results import (
+from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
+from sage_course.results.pretraining import (
     PAPER_LOSSES,
     RUN_KINDS,
     final_losses,
@@ -14,7 +15,6 @@ from sage_ref.course.pretraining_results import (
     pretrain_runs,
     relative_gaps,
 )
-from sage_ref.records import Record
 
 MAIN_KINDS = {"exact": BLACK, "SageBwd, K smoothed": ORANGE}
 
@@ -22,7 +22,7 @@ MAIN_KINDS = {"exact": BLACK, "SageBwd, K smoothed": ORANGE}
 def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
     """Validation loss over training, with QK-norm: mean and range over seeds; below, the differences seed by seed.
 
-    record: rows of `python -m sage_ref pretrain-grid`. Drawn from the end of the warm-up on.
+    record: rows of `python -m sage_lab pretrain-grid`. Drawn from the end of the warm-up on.
     """
     plan = record.provenance["plan"]
     sizes, warm = plan["tokens_per_step"], plan["warmup"] * plan["tokens"]

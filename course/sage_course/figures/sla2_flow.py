@@ -5,8 +5,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from sage_ref.course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
-from sage_ref.course.figures.style import BLUE, GREEN, ORANGE, YELLOW
+from sage_course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
+from sage_course.figures.style import BLUE, GREEN, ORANGE, YELLOW
 
 SPARSE, LINEAR = BLUE, ORANGE
 ROUTER_BOXES = {

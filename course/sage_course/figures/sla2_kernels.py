@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from sage_lab.records import Record
 
-from sage_ref.course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, YELLOW, panels
-from sage_ref.course.paired_results import peer_ratios, turns
-from sage_ref.records import Record
+from sage_course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, YELLOW, panels
+from sage_course.results.paired import peer_ratios, turns
 
 SLA2_LEVEL_NAMES = ("0\nas printed", "1\nlists, one\nproduct", "2\nlinear branch\nin the kernel", "3\nINT8")
 DENSE_PEERS = (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN))
@@ -16,7 +16,7 @@ PAIRED_PEERS = (*DENSE_PEERS, ("flex", "FlexAttention", ORANGE), ("fa4", "FlashA
 
 
 def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **changed: Any) -> float | None:
-    """Milliseconds of one row of `python -m sage_kernels bench --op sla2`; None where nothing was measured.
+    """Milliseconds of one row of `python -m sage_lab bench --op sla2`; None where nothing was measured.
 
     The whole forward op of one of our levels, or the row whose columns have the values in `changed`.
     """
@@ -87,7 +87,7 @@ def sla2_parts_figure(bench: Record, lengths: Sequence[int], sparsity: float, *,
 def sla2_paired_figure(paired: Record, *, title: str) -> Figure:
     """Each peer's time over ours against N, forward and both passes; masks of both kinds. Ours is the line at 1.
 
-    paired: rows of `python -m sage_kernels bench --op sla2` that were timed in turn.
+    paired: rows of `python -m sage_lab bench --op sla2` that were timed in turn.
     """
     figure, axes = panels(2, width=4.6, height=3.9, sharey=True, title=title)
     for ax, (direction, name) in zip(axes, (("fwd", "forward"), ("fwd+bwd", "forward and backward")), strict=True):

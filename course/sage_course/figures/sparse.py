@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from sage_lab.records import Record
 from torch import Tensor
 
+from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
 from sage_ref.attention import attention_forward
-from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, panels
-from sage_ref.records import Record
 from sage_ref.sla2 import (
     BlockSettings,
     block_mass,
@@ -148,7 +148,7 @@ def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
 def quantization_aware_figure(record: Record, *, title: str) -> Figure:
     """Error of the quantised layer against the outlier in V, by way of training: mean and standard deviation.
 
-    record: rows of `sage_ref.experiments.quantization_aware.study_rows`. One panel per layer and video.
+    record: rows of `sage_lab.experiments.quantization_aware.study_rows`. One panel per layer and video.
     """
     layers, ways, outliers = (
         list(dict.fromkeys(row[name] for row in record.rows)) for name in ("layer", "way", "value_outlier")

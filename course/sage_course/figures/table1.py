@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from statistics import geometric_mean
 
 from matplotlib.figure import Figure
+from sage_lab.experiments.table1 import PAPER_TABLE1
+from sage_lab.records import Record, Row
 
-from sage_ref.course.figures.style import BLACK, COLORS, TENSOR_COLORS, panels
-from sage_ref.experiments.table1 import PAPER_TABLE1
-from sage_ref.records import Record, Row
+from sage_course.figures.style import BLACK, COLORS, TENSOR_COLORS, panels
 
 
 def table1_figure(record: Record, setting: dict) -> Figure:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from sage_ref.course.figures.diagrams import LETTERS
-from sage_ref.course.figures.style import BLUE, GREEN, ORANGE, YELLOW, panels
+from sage_course.figures.diagrams import LETTERS
+from sage_course.figures.style import BLUE, GREEN, ORANGE, YELLOW, panels
 from sage_ref.shapes import tiles
 
 FORGOTTEN, TO_COME = "0.8", "white"

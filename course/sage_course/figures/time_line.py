@@ -6,7 +6,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sage_ref.course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
 
 
 class Step(NamedTuple):

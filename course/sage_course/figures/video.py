@@ -8,11 +8,11 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from sage_lab.experiments.video.pictures import film
 from torch import Tensor
 
-from sage_ref.course.figures.sparse import outline_blocks
-from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, SKY
-from sage_ref.experiments.video.pictures import film
+from sage_course.figures.sparse import outline_blocks
+from sage_course.figures.style import BLACK, BLUE, ORANGE, SKY
 
 FILM_WIDTH = 160  # pixels
 DIMMED = 0.35  # of the brightness, where nothing is selected
@@ -50,7 +50,7 @@ def film_strips_figure(
 class Films:
     """Films side by side, each over its name. A notebook shows them as GIFs that play; as text, their names.
 
-    gifs: bytes by name, as `sage_ref.experiments.video.pictures.film` makes them.
+    gifs: bytes by name, as `sage_lab.experiments.video.pictures.film` makes them.
     """
 
     def __init__(self, gifs: Mapping[str, bytes]):

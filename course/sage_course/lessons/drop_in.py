@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from sage_course.check import Gap, Mistake
 from sage_ref import sagebwd_attention
-from sage_ref.course.fill_in import Gap, Mistake
 from sage_ref.integrations.calls import Call
 
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sage_ref.course.fill_in import Gap, Mistake
-from sage_ref.course.teaching import triton_device
+from sage_course.check import Gap, Mistake
+from sage_course.teaching import triton_device
 
 GUARD = 777.0  # a number that no computation here produces
 ROOM = 64 * 64  # of guards behind a tensor

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 
 
 def held(gradients, scores, d):

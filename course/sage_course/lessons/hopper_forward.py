@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 
 HEAD_DIM, TILES = 64, 7
 PLACES = gl.constexpr(3)

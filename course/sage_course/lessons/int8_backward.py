@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from sage_kernels.common.tiles import round_to_int8
 
+from sage_course.check import Gap, Mistake
 from sage_ref.attention import attention_forward
-from sage_ref.course.fill_in import Gap, Mistake
 from sage_ref.sagebwd.algorithm import psi
 
 N, HEAD_DIM, BLOCK = 96, 32, 32

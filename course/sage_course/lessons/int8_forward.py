@@ -26,8 +26,8 @@ from sage_kernels.common.tiles import (
 from sage_kernels.sagebwd.forward.program import run
 from sage_kernels.sagebwd.ladder import LOG2_E, prepare_forward
 
-from sage_ref.course.fill_in import Gap, Mistake, source
-from sage_ref.course.teaching import triton_device
+from sage_course.check import Gap, Mistake, source
+from sage_course.teaching import triton_device
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 from sage_ref.quantization import integer_matmul
 
 

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 from sage_ref.quantization import fake_quantize
 
 BLOCK_Q, BLOCK_KV = 128, 64

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 
 
 def offset_share(v):

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 
 
 def router_logits(q_bar, k_bar, w_q, w_k, c):

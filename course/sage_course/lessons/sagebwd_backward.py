@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_ref.course.fill_in import Gap, Mistake
-from sage_ref.course.solutions.sagebwd_forward import score_tile
+from sage_course.check import Gap, Mistake
+from sage_course.lessons.sagebwd_forward import score_tile
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 

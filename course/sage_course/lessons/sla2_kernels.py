@@ -13,8 +13,8 @@ import triton.language as tl
 from sage_kernels.common.tiles import LOG2_E, softmax_features
 from torch import Tensor
 
-from sage_ref.course.fill_in import Gap, Mistake
-from sage_ref.course.teaching import triton_device
+from sage_course.check import Gap, Mistake
+from sage_course.teaching import triton_device
 
 
 class Blocks(NamedTuple):

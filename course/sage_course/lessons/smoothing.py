@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 
 HEAD_DIM = 8
 C = HEAD_DIM**-0.5

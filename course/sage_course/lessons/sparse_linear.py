@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from sage_ref.course.fill_in import Gap, Mistake
+from sage_course.check import Gap, Mistake
 
 BLOCK_Q, BLOCK_KV = 16, 8
 

@@ -9,7 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sage_ref.course.pretraining_results import (
+from sage_lab.records import Record
+
+from sage_course.results.pretraining import (
     PAPER_LOSSES,
     Interval,
     bias_to_noise,
@@ -23,7 +25,6 @@ from sage_ref.course.pretraining_results import (
     relative_gaps,
     score_groups,
 )
-from sage_ref.records import Record
 
 SUPPORTED, PARTLY, UNDECIDED = "supported", "supported in part", "cannot be decided"
 CONTRADICTED, UNTESTED = "contradicted at our size", "not tested at our size"

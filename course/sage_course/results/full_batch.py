@@ -1,4 +1,4 @@
-"""What recorded runs on a whole fixed corpus say (`python -m sage_ref full-batch`): gaps, their verdict, T*, remedies.
+"""What recorded runs on a whole fixed corpus say (`python -m sage_lab full-batch`): gaps, their verdict, T*, remedies.
 
 A gap is by how many nats an arm ends behind exact attention, both judged by exact attention. Training is so sensitive
 that any small error parts two runs. So a gap counts where it is larger than the controls': of exact attention in
@@ -11,11 +11,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
-
-from sage_ref.course.claims import CONTRADICTED, LARGEST_GAP, SUPPORTED, UNDECIDED, Claim
-from sage_ref.course.figures.style import BLACK, BLUE, ORANGE, RED, panels
-from sage_ref.course.pretraining_results import Interval, mean_interval
-from sage_ref.experiments.full_batch import (
+from sage_lab.experiments.full_batch import (
     ARMS,
     CONTROLS,
     CURVE,
@@ -29,7 +25,11 @@ from sage_ref.experiments.full_batch import (
     remedy_runs,
     screening,
 )
-from sage_ref.records import Record, Row, read_record, recorded_file
+from sage_lab.records import RECORDED, Record, Row, read_record
+
+from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
+from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, SUPPORTED, UNDECIDED, Claim
+from sage_course.results.pretraining import Interval, mean_interval
 
 BEHIND, NOT_BEHIND = "behind", "not behind"
 RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "recommended": BLUE}
@@ -71,7 +71,7 @@ class Crossing(NamedTuple):
 
 def recorded(name: str) -> Record | None:
     """The record of that name; None if nothing is recorded."""
-    return read_record(name) if recorded_file(f"{name}.json").exists() else None
+    return read_record(name) if (RECORDED / f"{name}.json").exists() else None
 
 
 def plan_of(record: Record) -> FullBatchPlan:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sage_ref.records import Record, Row
+from sage_lab.records import Record, Row
 
 MULTIPROCESSORS = 132
 # Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units. The
@@ -47,7 +47,7 @@ def work_of(kernel: str, level: int) -> Work:
 def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
     """Clocks of a multiprocessor that each unit needs for one score of a program, if nothing holds it up.
 
-    rows: one program's rows of `python -m sage_kernels instructions`. "turns" is the time if no two units ever worked
+    rows: one program's rows of `python -m sage_lab instructions`. "turns" is the time if no two units ever worked
     at once: tensor cores, exp2, ALU, then all other instructions.
     """
     kernel, level, head_dim = (rows[0][name] for name in ("kernel", "level", "head_dim"))

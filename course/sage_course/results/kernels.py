@@ -1,7 +1,7 @@
 """The tables of RESULTS.md about the kernels, from the records."""
 
-from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS
-from sage_ref.records import Record, Row, markdown_table, read_record
+from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS
+from sage_lab.records import Record, Row, markdown_table, read_record
 
 BENCH, PROFILE, ACCURACY, INSTRUCTIONS = "bench_h200", "profile_h200", "accuracy_h200", "instructions_sm90"
 SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"

@@ -1,10 +1,10 @@
-"""The tables of RESULTS.md about times that were taken in turn, from records of `python -m sage_kernels bench`."""
+"""The tables of RESULTS.md about times that were taken in turn, from records of `python -m sage_lab bench`."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from sage_ref.experiments.pretrain_speed import relative_rate
-from sage_ref.records import Record, Row, markdown_table, read_record
+from sage_lab.experiments.pretrain_speed import relative_rate
+from sage_lab.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
 VIDEO = "video_speed_h200"

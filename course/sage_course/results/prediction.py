@@ -1,4 +1,4 @@
-"""The tables about GPUs that we don't have: what `python -m sage_kernels predict` and `choose` recorded.
+"""The tables about GPUs that we don't have: what `python -m sage_lab predict` and `choose` recorded.
 
 Nothing here was timed, so every table says that it is a prediction, or what a compiler made.
 """
@@ -6,7 +6,7 @@ Nothing here was timed, so every table says that it is a prediction, or what a c
 from importlib import resources
 from pathlib import Path
 
-from sage_ref.records import Record, Row, markdown_table, read_record
+from sage_lab.records import Record, Row, markdown_table, read_record
 
 PREDICTED, BEFORE = "predicted", "launch_defaults"
 PEER, INT8 = "FlashAttention-2", "INT8"

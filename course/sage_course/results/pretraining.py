@@ -1,6 +1,6 @@
 """What recorded pre-training runs and gradients say: losses by seed and their intervals, bias against noise, claims.
 
-Records are those of `python -m sage_ref pretrain-grid` (runs, and traces of their layers) and of `noise`.
+Records are those of `python -m sage_lab pretrain-grid` (runs, and traces of their layers) and of `noise`.
 """
 
 import math
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
+from sage_lab.records import Record, Row
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
-from sage_ref.records import Record, Row
 from sage_ref.sagebwd.settings import SageBwdSettings
 
 # Figure 1 of the SageBwd paper: tokens per step -> final loss of its 325M model with QK-norm, in nats per GPT-2 token.
 PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
-# The kinds of runs of `python -m sage_ref pretrain-grid`: attention, smoothing, granularity.
+# The kinds of runs of `python -m sage_lab pretrain-grid`: attention, smoothing, granularity.
 RUN_KINDS = {
     "exact": ("exact", None, None),
     "SageBwd, K smoothed": ("sagebwd", "k", None),

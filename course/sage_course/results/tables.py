@@ -2,14 +2,15 @@
 
 import itertools
 
-from sage_ref.course import full_batch_results as full_batch
-from sage_ref.course.claims import claims, hypothesis
-from sage_ref.course.pretraining_results import PAPER_LOSSES, loss_summary, pretrain_runs
-from sage_ref.experiments.context_parallel import MEMORY_SHARE, scaling_table
-from sage_ref.experiments.pretrain_speed import relative_rate, speed_table
-from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
-from sage_ref.experiments.table2 import PAPER_TABLE2, most_error_prone
-from sage_ref.records import markdown_table, read_record
+from sage_lab.experiments.context_parallel import MEMORY_SHARE, scaling_table
+from sage_lab.experiments.pretrain_speed import relative_rate, speed_table
+from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
+from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
+from sage_lab.records import markdown_table, read_record
+
+from sage_course.results import full_batch
+from sage_course.results.claims import claims, hypothesis
+from sage_course.results.pretraining import PAPER_LOSSES, loss_summary, pretrain_runs
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"

@@ -1,6 +1,6 @@
 """What the recorded fine-tuning of a video model says: its arms, the paper's claims, times, pictures (notebook 13).
 
-They come from `python -m sage_ref video finetune --all` and `video speed` on a GPU. While a file is missing, all that
+They come from `python -m sage_lab video finetune --all` and `video speed` on a GPU. While a file is missing, all that
 is shown of it is a sentence that says so, and which command writes it.
 """
 
@@ -14,13 +14,10 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
-from torch import Tensor
-
-from sage_ref.course.figures.video import Films, arms_figure, films_of, selected_figure
-from sage_ref.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, Run
-from sage_ref.experiments.video.runs import DRAWN
-from sage_ref.experiments.video.speed import speed_table
-from sage_ref.experiments.video.verdicts import (
+from sage_lab.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, Run
+from sage_lab.experiments.video.runs import DRAWN
+from sage_lab.experiments.video.speed import speed_table
+from sage_lab.experiments.video.verdicts import (
     ALL_COLUMNS,
     COLUMNS,
     LOSS,
@@ -31,14 +28,17 @@ from sage_ref.experiments.video.verdicts import (
     verdict_rows,
     verdict_table,
 )
-from sage_ref.records import Record, how_timed, markdown_table, read_record, recorded_file
+from sage_lab.records import RECORDED, Record, how_timed, markdown_table, read_record
+from torch import Tensor
+
+from sage_course.figures.video import Films, arms_figure, films_of, selected_figure
 
 # In the folder of records.
 ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"
 COMMANDS = {
-    ARMS: "python -m sage_ref video finetune --all",
-    SPEED: "python -m sage_ref video speed",
-    PICTURES: "python -m sage_ref video finetune --all",
+    ARMS: "python -m sage_lab video finetune --all",
+    SPEED: "python -m sage_lab video speed",
+    PICTURES: "python -m sage_lab video finetune --all",
 }
 # VisionReward at 97% sparsity, if the arm doesn't say otherwise. The paper's full model was not fine-tuned.
 PAPER_SCORES = {
@@ -62,7 +62,7 @@ def if_there(*names: str) -> Callable:
     def decorate(make: Callable[[], list]) -> Callable[[], list]:
         @wraps(make)
         def made() -> list:
-            missing = [name for name in names if not recorded_file(name).exists()]
+            missing = [name for name in names if not (RECORDED / name).exists()]
             return [nothing(missing[0])] if missing else make()
 
         return made
@@ -75,7 +75,7 @@ def nothing(name: str) -> Text:
 
 
 def record_of(name: str) -> Record:
-    return read_record(recorded_file(name))
+    return read_record(RECORDED / name)
 
 
 @if_there(ARMS)
@@ -101,7 +101,7 @@ def pictures() -> list[Figure | Films]:
 
 def samples() -> dict[str, Tensor]:
     """Arm -> its sample [3, T, size, size] in [-1, 1], at half its size; all from equal noise. Empty: none recorded."""
-    if not all(recorded_file(name).exists() for name in (ARMS, PICTURES)):
+    if not all((RECORDED / name).exists() for name in (ARMS, PICTURES)):
         return {}
     return {arm: _film(name) for arm, name in _drawn(record_of(ARMS)).items()}
 
@@ -155,7 +155,7 @@ def claims(record: Record) -> Text:
 def selection(record: Record) -> Figure:
     """What one block of queries selected, by the first head of the last layer."""
     row = record.select(arm="SLA2")[0]
-    tensors = load_file(recorded_file(PICTURES) / "selected.safetensors")
+    tensors = load_file(RECORDED / PICTURES / "selected.safetensors")
     frames = tensors["video"] / 127.5 - 1
     masks = _unpacked(tensors["selected"], row["tokens"] // math.prod(row["cube"]))
     layers, _, tm, tn = masks.shape
@@ -177,18 +177,18 @@ def _drawn(record: Record) -> dict[str, str]:
     """Arm -> the name of its run, of those that were drawn."""
     seed = record.provenance["plan"]["seeds"][0]
     names = {arm: Run(arm, seed).name for arm in DRAWN}
-    return {arm: name for arm, name in names.items() if (recorded_file(PICTURES) / f"{name}.gif").exists()}
+    return {arm: name for arm, name in names.items() if (RECORDED / PICTURES / f"{name}.gif").exists()}
 
 
 def _film(name: str) -> Tensor:
     """[3, T, size, size] in [-1, 1] of a GIF, at half its size."""
-    with Image.open(recorded_file(PICTURES) / f"{name}.gif") as film:
+    with Image.open(RECORDED / PICTURES / f"{name}.gif") as film:
         return _halved([frame.convert("RGB") for frame in ImageSequence.Iterator(film)])
 
 
 def _strip(name: str) -> Tensor:
     """[3, frames, size, size] in [-1, 1] of a PNG with square frames side by side, at half its size."""
-    with Image.open(recorded_file(PICTURES) / f"{name}.png") as strip:
+    with Image.open(RECORDED / PICTURES / f"{name}.png") as strip:
         size, starts = strip.height, range(0, strip.width, strip.height)
         return _halved([strip.convert("RGB").crop((x, 0, x + size, size)) for x in starts])
 

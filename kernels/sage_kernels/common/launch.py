@@ -1,7 +1,7 @@
 """Which launch settings a kernel gets: tile sizes, warps and pipeline stages.
 
-They come from tables (`launch_tables`): what the user measured with `python -m sage_kernels bench --tune`, what we
-measured on Hopper, what `python -m sage_kernels choose` compiled for the GPU's compute capability. DEFAULTS are for the
+They come from tables (`launch_tables`): what the user measured with `python -m sage_lab bench --tune`, what we
+measured on Hopper, what `python -m sage_lab choose` compiled for the GPU's compute capability. DEFAULTS are for the
 rest. Nothing is tuned at import or at the first call.
 """
 

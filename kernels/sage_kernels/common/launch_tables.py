@@ -3,23 +3,23 @@
 In this order: the user's own, measured by `bench --tune` on a GPU of this very name; the packaged ones, measured on
 Hopper; the packaged one that `choose` compiled for the GPU's compute capability. What no table has gets DEFAULTS.
 
-A table is a record (`sage_ref.records.write_record`). A user's table may be damaged or old: then a warning says so
+A table is a record, {"provenance": {...}, "rows": [...]}. A user's table may be damaged or old: then a warning says so
 once, and the next table is taken. One of another Triton version is old: the compiler decides what is fast and right.
 """
 
+import json
 import os
 import re
 import warnings
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from sage_kernels.common.candidates import Launch, candidates
-from sage_ref.records import Row, read_record
 
 PACKAGED = ("launch_hopper.json", "launch_hopper_sla2.json")
 COMPILED = "launch_compiled.json"
@@ -36,6 +36,7 @@ class Case(NamedTuple):
     causal: bool
 
 
+Row = dict[str, Any]
 Table = dict[Case, Launch]
 
 
@@ -68,7 +69,7 @@ def compiled_launches(capability: int) -> Table:
 
 def _packaged_rows(name: str) -> list[Row]:
     path = Path(str(resources.files(__package__) / name))
-    return read_record(path).rows if path.is_file() else []
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
 
 
 def launch_of(row: Row) -> Launch:
@@ -84,7 +85,7 @@ def users_table(gpu: str, operation: str) -> Path:
 
 def users_launches(gpu: str, operation: str) -> Table:
     """The user's table for this GPU; an empty one, after a warning, if it can't be used."""
-    again = f"python -m sage_kernels bench --tune{' --op sla2' if operation == 'sla2' else ''}"
+    again = f"python -m sage_lab bench --tune{' --op sla2' if operation == 'sla2' else ''}"
     path = None
     try:
         path = users_table(gpu, operation)
@@ -98,12 +99,16 @@ def users_launches(gpu: str, operation: str) -> Table:
 
 def read_users_table(path: Path, gpu: str) -> Table:
     """ValueError says what is wrong with it: every launch must be one that the tests know to be right."""
-    record = read_record(path)
+    try:
+        record = json.loads(path.read_text())
+        provenance, rows = record["provenance"], record["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"path: expected a record with provenance and rows, got {path}") from None
     for name, expected in (("gpu", gpu), ("triton", triton.__version__)):
-        if record.provenance.get(name) != expected:
-            raise ValueError(f"{name}: expected {expected}, got {record.provenance.get(name)}")
+        if provenance.get(name) != expected:
+            raise ValueError(f"{name}: expected {expected}, got {provenance.get(name)}")
     table = {}
-    for row in record.rows:
+    for row in rows:
         missing = [name for name in (*Case._fields, *Launch._fields) if not isinstance(row, dict) or name not in row]
         if missing:
             raise ValueError(f"rows: expected the columns {', '.join(missing)}, got {row}")

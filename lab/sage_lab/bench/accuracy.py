@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import sage_ref
-from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
+from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2
 

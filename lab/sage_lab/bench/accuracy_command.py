@@ -2,13 +2,12 @@
 
 import argparse
 
-from sage_kernels.measure import accuracy, sla2_accuracy
-from sage_kernels.measure.options import add_record, require_gpu
-from sage_ref.records import markdown_table, write_record
+from sage_lab.bench import accuracy, sla2_accuracy
+from sage_lab.bench.options import require_gpu
+from sage_lab.records import markdown_table, write_record
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_record(parser)
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
 
 
@@ -31,6 +30,6 @@ def run(options: argparse.Namespace) -> None:
         rows += table1
     equal = measured.repeats_are_equal()
     print(f"\n100 repeats bitwise equal: {equal}")
-    if options.record:
+    if options.json:
         facts = {"seeds": [0], "repeats_bitwise_equal": equal}
-        write_record(options.record, rows, command=options.command, **facts)
+        write_record(options.json, rows, command=options.command, **facts)

@@ -14,14 +14,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from sage_kernels.sagebwd.ops import backward_level, forward_level
 from torch import Tensor
 
 import sage_ref
-from sage_kernels.measure.contenders import OPERATIONS, OURS, UNBIASED, Absent, Contender, Entry, measured_columns, turn
-from sage_kernels.measure.judge import LARGEST_ERROR, RESULTS, exact_head, peer_head, require_close
-from sage_kernels.measure.paired import Timing
-from sage_kernels.measure.peers import PEERS
-from sage_kernels.sagebwd.ops import backward_level, forward_level
+from sage_lab.bench.contenders import OPERATIONS, OURS, UNBIASED, Absent, Contender, Entry, measured_columns, turn
+from sage_lab.bench.judge import LARGEST_ERROR, RESULTS, exact_head, peer_head, require_close
+from sage_lab.bench.paired import Timing
+from sage_lab.bench.peers import PEERS
 
 TOKENS = 32768  # batch times N
 LAYOUTS = ("bhnd", "bnhd")

@@ -8,16 +8,16 @@ from types import ModuleType
 
 import torch
 import triton
-
+from sage_course.results.paired import ratio_lines
 from sage_kernels.common.candidates import CANDIDATES
 from sage_kernels.common.launch_tables import users_table
-from sage_kernels.measure import bench, ladder_bench, sla2_bench, sla2_tuning, sparse_bench, tuning
-from sage_kernels.measure.contenders import OURS, Absent
-from sage_kernels.measure.options import add_record, require_gpu
-from sage_kernels.measure.peers import PEERS
-from sage_ref.command_line import Failed, positive
-from sage_ref.course.paired_results import ratio_lines
-from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, provenance, write_record
+
+from sage_lab.bench import bench, ladder_bench, sla2_bench, sla2_tuning, sparse_bench, tuning
+from sage_lab.bench.contenders import OURS, Absent
+from sage_lab.bench.options import require_gpu
+from sage_lab.bench.peers import PEERS
+from sage_lab.command_line import Failed, positive
+from sage_lab.records import FinishedParts, Row, markdown_table, only_writer, provenance, write_record
 
 # By --op and --levels. Each has SHAPES and bench_shape(shape, absent), the rows of one shape.
 MEASUREMENTS = {
@@ -30,7 +30,6 @@ COLUMNS = ("provider", "level", "scope", "direction", "cuda_graph", "ms_median",
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_record(parser)
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
     parser.add_argument("--levels", action="store_true", help="every level of the ladder and its parts")
     parser.add_argument("--tune", action="store_true", help="time launch settings instead, for this GPU")
@@ -48,8 +47,8 @@ def run(options: argparse.Namespace) -> None:
     if options.tune:
         tune(options)
         return
-    with only_writer(options.record) if options.record else nullcontext():
-        rows = timed(measurement, shapes, options.record, options.command, options.without)
+    with only_writer(options.json) if options.json else nullcontext():
+        rows = timed(measurement, shapes, options.json, options.command, options.without)
     timed_rows = [row for row in rows if "missing" not in row]
     print(f"\nTimes over ours, above 1 where ours is faster:\n\n{markdown_table(*ratio_lines(timed_rows))}")
     if ours := [row for row in rows if "missing" in row and row["provider"].startswith(OURS)]:
@@ -120,7 +119,7 @@ def tune(options: argparse.Namespace) -> None:
     Triton's version decides what a table is worth, and the candidates what was tried: a run that was interrupted goes
     on only with the same ones.
     """
-    path = options.record or users_table(torch.cuda.get_device_name(), options.op)
+    path = options.json or users_table(torch.cuda.get_device_name(), options.op)
     with only_writer(path):
         parts = FinishedParts(path, (torch.cuda.get_device_name(), triton.__version__, CANDIDATES))
         rows = list((sla2_tuning if options.op == "sla2" else tuning).rows(options.workers, parts))

@@ -25,12 +25,12 @@ from importlib import resources
 from pathlib import Path
 
 import triton
-
 from sage_kernels.common.candidates import DEFAULTS, Launch, candidates
 from sage_kernels.common.launch_tables import SAME_CODE
 from sage_kernels.common.launch_tables import launch_of as table_launch
-from sage_kernels.measure import instructions
-from sage_kernels.measure.compile import (
+
+from sage_lab.bench import instructions
+from sage_lab.bench.compile import (
     SHARED_MEMORY,
     Case,
     cases,
@@ -40,10 +40,10 @@ from sage_kernels.measure.compile import (
     named,
     sla2_cases,
 )
-from sage_kernels.measure.machine_loop import Demand, demand
-from sage_kernels.measure.timing_model import Kernel, gpus, milliseconds
-from sage_ref.command_line import output_file, positive
-from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, read_record, write_record
+from sage_lab.bench.machine_loop import Demand, demand
+from sage_lab.bench.timing_model import Kernel, gpus, milliseconds
+from sage_lab.command_line import output_file, positive
+from sage_lab.records import FinishedParts, Row, markdown_table, only_writer, read_record, write_record
 
 # The GPU whose rates rank the candidates of a compute capability; of 100 none is listed: fewest spills decide.
 RANKED_FOR = {80: "A100-SXM-80GB", 86: "RTX 3090", 90: "H200", 120: "RTX 5090"}
@@ -170,7 +170,7 @@ def table(asked: list[Case], options: argparse.Namespace, parts: FinishedParts) 
     """The rows of the kernels that were asked for, and those of others that the table had."""
     if options.defaults:
         return compiled([x._replace(launch=DEFAULTS[x.kernel]) for x in asked], parts, options.workers)
-    rows = {key_of(row): row for row in (read_record(options.record).rows if options.record.exists() else [])}
+    rows = {key_of(row): row for row in (read_record(options.table).rows if options.table.exists() else [])}
     for capability in options.capability:
         if mine := [case for case in asked if case.capability == capability]:
             rows |= {key_of(row): row for row in chosen(mine, parts, options.workers)}
@@ -183,7 +183,7 @@ def key_of(row: Row) -> tuple:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
-    parser.add_argument("--record", "--json", type=output_file, default=TABLE, metavar="FILE", help="the table")
+    parser.add_argument("--table", "--json", type=output_file, default=TABLE, metavar="FILE", help="the table")
     parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
     parser.add_argument("--defaults", action="store_true", help="compile DEFAULTS alone: what was before choosing")
     parser.add_argument("--workers", type=positive, default=2, help="processes")
@@ -191,13 +191,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
-    if options.defaults and options.record == TABLE:
+    if options.defaults and options.table == TABLE:
         raise ValueError("record: expected another file than the table for --defaults, got none")
     asked = wanted(options)
-    with only_writer(options.record):
-        parts = FinishedParts(options.record, (triton.__version__, sources()))
+    with only_writer(options.table):
+        parts = FinishedParts(options.table, (triton.__version__, sources()))
         rows = table(asked, options, parts)
-        write_record(options.record, rows, command=options.command)
+        write_record(options.table, rows, command=options.command)
         parts.remove()
     header = ("capability", "kernel", "level", "head_dim", *Launch._fields, "registers", "spills", "spills_in_loops")
     print(markdown_table(header, [[row[name] for name in header] for row in rows]))

@@ -27,17 +27,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
 from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
 from sage_kernels.common.signature import Signature, compiler_arguments
-from sage_kernels.measure.bank_conflicts import conflicts
 from sage_kernels.sagebwd import prologue
 from sage_kernels.sagebwd.backward import level5
 from sage_kernels.sagebwd.backward import prepare as before_backward
@@ -54,8 +47,15 @@ from sage_kernels.sla2.forward import level0_as_printed, level1_lists
 from sage_kernels.sla2.forward import program as sla2_forward
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, HOPPER_BACKWARD, LEVELS
 from sage_kernels.sla2.ladder import Level as Sla2Level
-from sage_ref.command_line import Failed, add_json_option, positive
-from sage_ref.records import markdown_table, replaced, write_record
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from sage_lab.bench.bank_conflicts import conflicts
+from sage_lab.command_line import Failed, positive
+from sage_lab.records import markdown_table, replaced, write_record
 
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
 # Compute capability -> shared memory that one program may use, in bytes.
@@ -448,7 +448,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, nargs="+", choices=SHARED_MEMORY, help="only these")
     parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
     parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
-    add_json_option(parser)
     parser.add_argument("--workers", type=positive, default=2, help="processes")
 
 

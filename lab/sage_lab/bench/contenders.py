@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sage_kernels.measure.paired import Timing, captured, host_microseconds, paired
-from sage_kernels.measure.peers import PEERS
+from sage_lab.bench.paired import Timing, captured, host_microseconds, paired
+from sage_lab.bench.peers import PEERS
 
 OURS = "sage_kernels"
 UNBIASED = f"{OURS}, unbiased"  # the same with the option of that name

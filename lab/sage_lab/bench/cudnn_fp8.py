@@ -16,9 +16,8 @@ import functools
 import math
 
 import torch
-from torch import Tensor
-
 from sage_kernels.common.memory import is_heads_last
+from torch import Tensor
 
 PACKAGE, MODULE = "nvidia-cudnn-frontend", "cudnn"
 HEAD_DIM = 128

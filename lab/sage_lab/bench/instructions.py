@@ -12,9 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from sage_kernels.measure.compile import Case, cases, compiled_kernel, launch_of, machine_code
-from sage_kernels.measure.options import add_record
-from sage_ref.records import markdown_table, write_record
+from sage_lab.bench.compile import Case, cases, compiled_kernel, launch_of, machine_code
+from sage_lab.records import markdown_table, write_record
 
 # The first kind whose pattern matches the start of an instruction's name is its kind.
 KINDS = {
@@ -106,13 +105,9 @@ def kind_of(instruction: str) -> str:
     return next(kind for kind, pattern in KINDS.items() if re.match(pattern, instruction))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_record(parser)
-
-
 def run(options: argparse.Namespace) -> None:
     """Count what the loop of every level executes."""
     found = list(rows())
     print(markdown_table(found[0], [row.values() for row in found]))
-    if options.record:
-        write_record(options.record, found, command=options.command)
+    if options.json:
+        write_record(options.json, found, command=options.command)

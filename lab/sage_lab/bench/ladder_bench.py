@@ -10,10 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-
-from sage_kernels.measure.bench import LONG, Case, Shape, contenders, user_rows
-from sage_kernels.measure.contenders import OURS, Absent, Entry, turn
-from sage_kernels.measure.judge import require_close
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
@@ -24,6 +20,10 @@ from sage_kernels.sagebwd.ladder import (
     run_forward,
 )
 from sage_kernels.sagebwd.ops import forward_level
+
+from sage_lab.bench.bench import LONG, Case, Shape, contenders, user_rows
+from sage_lab.bench.contenders import OURS, Absent, Entry, turn
+from sage_lab.bench.judge import require_close
 
 
 def _shapes() -> Iterator[Shape]:

@@ -8,7 +8,7 @@ of the slots in which a scheduler issues. `Demand` counts what one warp asks for
 import re
 from typing import NamedTuple
 
-from sage_kernels.measure.instructions import kind_of, tile_loops
+from sage_lab.bench.instructions import kind_of, tile_loops
 
 FLOAT = r"F(?:ADD|MUL|FMA)|IMAD|H(?:FMA|MUL|ADD)2"
 SPECIAL = r"MUFU|F2I|I2F(?!P)|F2F(?!P)|FRND"

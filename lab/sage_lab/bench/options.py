@@ -1,14 +1,8 @@
 """Options and checks that several commands share."""
 
-import argparse
-
 import torch
 
-from sage_ref.command_line import Failed, output_file
-
-
-def add_record(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", "--json", type=output_file, metavar="FILE", help="write the rows to FILE")
+from sage_lab.command_line import Failed
 
 
 def require_gpu() -> None:

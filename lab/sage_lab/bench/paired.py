@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sage_ref.experiments.turns import orders
+from sage_lab.experiments.turns import orders
 
 WARM_UPS = 3
 FLUSHED_BYTES = 256 << 20  # more than the L2 cache of any GPU: 60 MB on an H200, 126 MB on Blackwell

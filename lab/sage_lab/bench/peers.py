@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from sage_kernels.measure import cudnn_fp8
-from sage_kernels.measure.judge import LARGEST_ERROR
+from sage_lab.bench import cudnn_fp8
+from sage_lab.bench.judge import LARGEST_ERROR
+from sage_lab.models import flash_attention_4 as fa4
 from sage_ref.backend import why_not_importable
-from sage_ref.models import flash_attention_4 as fa4
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from functools import cache
 
 from sage_kernels.common.launch_tables import SAME_CODE
-from sage_kernels.measure.choose import TABLE, kernel_of
-from sage_kernels.measure.options import add_record
-from sage_kernels.measure.timing_model import Gpu, gpus, milliseconds
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
-from sage_ref.command_line import positive
-from sage_ref.records import Row, markdown_table, read_record, write_record
+
+from sage_lab.bench.choose import TABLE, kernel_of
+from sage_lab.bench.timing_model import Gpu, gpus, milliseconds
+from sage_lab.command_line import positive
+from sage_lab.records import Row, markdown_table, read_record, write_record
 
 TOKENS = 4 * 2048  # heads times head size, of all samples, as in `bench`
 # Read and written once per number, in bytes. Forward: Q and V read and their copies written; K read twice, its mean
@@ -119,12 +119,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=positive, default=8192, help="tokens")
     parser.add_argument("--list", action="store_true", help="the GPUs whose data sheets are known")
     parser.add_argument("--check", action="store_true", help="compare predictions with what was measured")
-    add_record(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     """Predict what INT8 attention brings on a GPU that needn't be there."""
-    from sage_kernels.measure import predict_check  # which predicts
+    from sage_lab.bench import predict_check  # which predicts
 
     known = gpus()
     if unknown := sorted(set(options.gpu or ()) - set(known)):
@@ -144,5 +143,5 @@ def run(options: argparse.Namespace) -> None:
             mine = [x for x in checked if x["part"] == part]
             print(markdown_table(mine[0], [x.values() for x in mine]), "\n")
         found += checked
-    if options.record:
-        write_record(options.record, found, command=options.command)
+    if options.json:
+        write_record(options.json, found, command=options.command)

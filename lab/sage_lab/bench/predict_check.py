@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from importlib import resources
 
-from sage_kernels.measure.choose import kernel_of
-from sage_kernels.measure.predict import (
+from sage_lab.bench.choose import kernel_of
+from sage_lab.bench.predict import (
     INT8,
     PEER,
     PORTABLE,
@@ -21,8 +21,8 @@ from sage_kernels.measure.predict import (
     op_ms,
     tops,
 )
-from sage_kernels.measure.timing_model import Gpu, gpus, milliseconds
-from sage_ref.records import Row, read_record
+from sage_lab.bench.timing_model import Gpu, gpus, milliseconds
+from sage_lab.records import Row, read_record
 
 MEASURED = "bench_h200"
 N = 8192
@@ -47,7 +47,7 @@ def against_the_h200() -> Iterator[Row]:
 
 def against_others() -> Iterator[Row]:
     """What others published, each with its source."""
-    path = resources.files("sage_kernels.measure") / "published.json"
+    path = resources.files("sage_lab.bench") / "published.json"
     for row in json.loads(path.read_text())["rows"]:
         predicted = QUANTITIES[row["quantity"]](gpus()[row["gpu"]], row)
         yield {

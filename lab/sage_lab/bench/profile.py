@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from sage_kernels.hopper.toolbox import fetched_rows
-from sage_kernels.measure.compile import Case, cases, compiled_kernel, hopper_of, launch_of, machine_code
-from sage_kernels.measure.instructions import adding_loop, hot_loop
-from sage_kernels.measure.machine_loop import bytes_of
-from sage_kernels.measure.options import add_record, require_gpu
 from sage_kernels.sagebwd.backward import level4, level5, level6_apart
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
-from sage_ref.command_line import Failed
-from sage_ref.records import Row, markdown_table, write_record
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_lab.bench.compile import Case, cases, compiled_kernel, hopper_of, launch_of, machine_code
+from sage_lab.bench.instructions import adding_loop, hot_loop
+from sage_lab.bench.machine_loop import bytes_of
+from sage_lab.bench.options import require_gpu
+from sage_lab.command_line import Failed
+from sage_lab.records import Row, markdown_table, write_record
 
 BATCH, WIDTH, LENGTH = 4, 2048, 8192
 HEAD_DIMS = (128, 64)
@@ -118,7 +118,7 @@ def report(head_dim: int) -> str:
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", "regex:_program$"]
     command += [word for section in SECTIONS for word in ("--section", section)] + ["--print-details", "all"]
     command += ["--metrics", ",".join(SHARED_METRICS.values())]
-    code = f"from sage_kernels.measure.profile import launch_once; launch_once({head_dim})"
+    code = f"from sage_lab.bench.profile import launch_once; launch_once({head_dim})"
     done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failed(f"ncu ended with exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
@@ -203,7 +203,6 @@ def shared_memory_rows(wanted: Iterable[Case]) -> Iterator[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_record(parser)
     parser.add_argument(
         "--shared-memory", action="store_true", help="KB of a tile, from the machine code; no GPU is needed"
     )
@@ -214,11 +213,11 @@ def run(options: argparse.Namespace) -> None:
     if options.shared_memory:
         found = list(shared_memory_rows(case for case in cases(capabilities=(90,)) if hopper_of(case)))
         print(markdown_table(found[0], [row.values() for row in found]))
-        if options.record:
-            write_record(options.record, found, command=options.command)
+        if options.json:
+            write_record(options.json, found, command=options.command)
         return
     require_gpu()
     found = list(rows())
     print(markdown_table(found[0], [row.values() for row in found]))
-    if options.record:
-        write_record(options.record, found, command=options.command)
+    if options.json:
+        write_record(options.json, found, command=options.command)

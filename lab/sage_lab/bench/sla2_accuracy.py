@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from torch import Tensor
 
-from sage_kernels.measure.accuracy import HEADS, LENGTHS, SMALLEST_KEYS
-from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
+from sage_lab.bench.accuracy import HEADS, LENGTHS, SMALLEST_KEYS
 from sage_ref import sparse_linear_attention
 from sage_ref.sla2 import block_count, selected_count, top_blocks
 from sage_ref.tracing import relative_l2

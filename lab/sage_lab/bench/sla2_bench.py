@@ -14,14 +14,7 @@ from functools import partial
 
 import torch
 import triton
-from torch import Tensor
-
 from sage_kernels.common.quantize import quantize
-from sage_kernels.measure.contenders import OPERATIONS, OURS, Absent, Contender, Entry, turn
-from sage_kernels.measure.judge import require_close
-from sage_kernels.measure.paired import Timing, measure
-from sage_kernels.measure.sla2_case import DENSE_PEERS, Case, Shape, judged
-from sage_kernels.measure.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_forward
 from sage_kernels.sla2.ladder import LEVELS, obstacle, run, run_backward, sla2_launch
@@ -29,6 +22,13 @@ from sage_kernels.sla2.ops import LEVEL_INT8, forward_level
 from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean, top_blocks
 from sage_kernels.sla2.sums import unselected_sums
+from torch import Tensor
+
+from sage_lab.bench.contenders import OPERATIONS, OURS, Absent, Contender, Entry, turn
+from sage_lab.bench.judge import require_close
+from sage_lab.bench.paired import Timing, measure
+from sage_lab.bench.sla2_case import DENSE_PEERS, Case, Shape, judged
+from sage_lab.bench.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
 from sage_ref import SLA2
 
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)

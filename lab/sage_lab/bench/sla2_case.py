@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 import triton
-from torch import Tensor
-
-from sage_kernels.measure.contenders import OPERATIONS, REPETITIONS, Contender, Entry, measured_columns
-from sage_kernels.measure.judge import require_close
-from sage_kernels.measure.paired import Timing
-from sage_kernels.measure.peers import PEERS
-from sage_kernels.measure.sparse_peers import SPARSE_PEERS
 from sage_kernels.sla2.ladder import Prepared, prepare
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
+from torch import Tensor
+
+from sage_lab.bench.contenders import OPERATIONS, REPETITIONS, Contender, Entry, measured_columns
+from sage_lab.bench.judge import require_close
+from sage_lab.bench.paired import Timing
+from sage_lab.bench.peers import PEERS
+from sage_lab.bench.sparse_peers import SPARSE_PEERS
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.sla2 import BlockSettings, selected_count, sla2_backward, sla2_forward
 from sage_ref.sla2.router import Routing

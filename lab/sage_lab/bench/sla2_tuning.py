@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 
 from sage_kernels.common.candidates import Launch
-from sage_kernels.measure.sla2_bench import Case, Shape, judged
-from sage_kernels.measure.tuning import Kernel, compile_candidates, fastest
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward import level1_lists
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS, run, sla2_launch
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.sums import unselected_sums_by_key
-from sage_ref.records import FinishedParts
+
+from sage_lab.bench.sla2_bench import Case, Shape, judged
+from sage_lab.bench.tuning import Kernel, compile_candidates, fastest
+from sage_lab.records import FinishedParts
 
 SPARSITY = 0.97
 

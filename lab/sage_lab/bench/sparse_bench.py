@@ -13,14 +13,14 @@ from functools import partial
 
 import torch
 import triton
+from sage_kernels.sla2.ops import forward_level
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from torch import Tensor
 
 import sage_ref
-from sage_kernels.measure.contenders import OPERATIONS, OURS, Absent, Contender, turn
-from sage_kernels.measure.sla2_case import DENSE_PEERS, Case, Shape
-from sage_kernels.measure.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
-from sage_kernels.sla2.ops import forward_level
-from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
+from sage_lab.bench.contenders import OPERATIONS, OURS, Absent, Contender, turn
+from sage_lab.bench.sla2_case import DENSE_PEERS, Case, Shape
+from sage_lab.bench.sparse_peers import PEER_BLOCK_KV, SPARSE_PEERS
 from sage_ref.sla2 import selected_count, top_blocks
 
 SPARSITY = 0.97

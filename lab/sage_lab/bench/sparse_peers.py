@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from sage_kernels.measure.peers import compiled_flex
-from sage_kernels.sla2.routing import MASK_BLOCK_Q
-from sage_ref.models import flash_attention_4 as fa4
+from sage_lab.bench.peers import compiled_flex
+from sage_lab.models import flash_attention_4 as fa4
 
 PEER_BLOCK_KV = 128  # keys of a block in the backward passes
 

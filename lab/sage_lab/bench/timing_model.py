@@ -19,7 +19,7 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from sage_kernels.measure.machine_loop import Demand
+from sage_lab.bench.machine_loop import Demand
 
 SCHEDULERS = 4
 WARP = 32  # threads
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 @cache
 def gpus() -> dict[str, Gpu]:
     """The GPUs of gpus.json by name."""
-    content = json.loads((resources.files("sage_kernels.measure") / "gpus.json").read_text())
+    content = json.loads((resources.files("sage_lab.bench") / "gpus.json").read_text())
     architectures = {row["capability"]: row for row in content["architectures"]}
     return {row["name"]: _gpu(row, architectures[row["capability"]]) for row in content["gpus"]}
 

@@ -8,15 +8,15 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from sage_kernels.common.candidates import Launch, candidates
-from sage_kernels.measure.judge import exact_head, require_close
-from sage_kernels.measure.paired import measure
 from sage_kernels.sagebwd.backward.program import run_dkdv, run_dq
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
 from sage_kernels.sagebwd.ops import forward_level
-from sage_ref.records import FinishedParts
+from torch import Tensor
+
+from sage_lab.bench.judge import exact_head, require_close
+from sage_lab.bench.paired import measure
+from sage_lab.records import FinishedParts
 
 
 class Kernel(NamedTuple):

@@ -1,10 +1,10 @@
-"""`python -m sage_ref capture`: save what enters the attention of a pre-trained model on one validation sequence."""
+"""`python -m sage_lab capture`: save what enters the attention of a pre-trained model on one validation sequence."""
 
 import argparse
 
 import torch
 
-from sage_ref.command_line import (
+from sage_lab.command_line import (
     add_corpus_options,
     add_device_option,
     corpus_of,
@@ -13,10 +13,10 @@ from sage_ref.command_line import (
     output_file,
     positive,
 )
-from sage_ref.records import provenance, write_record
+from sage_lab.records import provenance, write_record
+from sage_lab.training.capture import Capture, attention_tensors, write_capture
+from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 from sage_ref.tracing import rms
-from sage_ref.training.capture import Capture, attention_tensors, write_capture
-from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`python -m sage_ref capture-video`: train a small video diffusion transformer and save what enters its attention."""
+"""`python -m sage_lab capture-video`: train a small video diffusion transformer and save what enters its attention."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_ref.command_line import add_device_option, from_zero, output_file, positive, zero_to_one
-from sage_ref.models.video_dit import VideoDiTConfig
-from sage_ref.records import Row, markdown_table, provenance, write_record
+from sage_lab.command_line import add_device_option, from_zero, output_file, positive, zero_to_one
+from sage_lab.models.video_dit import VideoDiTConfig
+from sage_lab.records import Row, markdown_table, provenance, write_record
+from sage_lab.training.capture import Capture, watched_attention, write_capture
+from sage_lab.training.loop import TrainingSettings, train
+from sage_lab.training.video import CAPTURED, VideoTraining, training_batch
 from sage_ref.sla2 import BlockSettings, block_mass, selected_count
-from sage_ref.training.capture import Capture, watched_attention, write_capture
-from sage_ref.training.loop import TrainingSettings, train
-from sage_ref.training.video import CAPTURED, VideoTraining, training_batch
 
 TENSORS = ("query", "key", "value")
 # What `concentration` looks at: block_q x block_kv, and shares of the blocks of keys.

@@ -1,4 +1,4 @@
-"""`python -m sage_ref context-parallel`: forward and backward of one long sequence on 1, 2, 4, ... devices.
+"""`python -m sage_lab context-parallel`: forward and backward of one long sequence on 1, 2, 4, ... devices.
 
 Under torchrun, one process per device:
 `torchrun --standalone --nproc-per-node 4 -m sage_ref context-parallel`.
@@ -21,15 +21,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_ref.command_line import add_device_option, percentage, positive, positive_number
-from sage_ref.experiments.pretrain_speed import interrupted
-from sage_ref.experiments.turns import orders
+from sage_lab.command_line import add_device_option, percentage, positive, positive_number
+from sage_lab.experiments.pretrain_speed import interrupted
+from sage_lab.experiments.turns import orders
+from sage_lab.records import Record, Row, markdown_table, only_writer, provenance, write_record
+from sage_lab.training.processes import Processes, processes
 from sage_ref.parallel import ParallelSLA2, parallel_sagebwd_attention, ulysses
-from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, write_record
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sla2 import SLA2
 from sage_ref.tracing import relative_l2
-from sage_ref.training.processes import Processes, processes
 
 ATTENTIONS = {
     "exact": "exact (PyTorch's pick), Ulysses",

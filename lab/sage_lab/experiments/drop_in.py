@@ -1,4 +1,4 @@
-"""`python -m sage_ref drop-in`: a pretrained encoder of transformers with exact and with INT8 attention.
+"""`python -m sage_lab drop-in`: a pretrained encoder of transformers with exact and with INT8 attention.
 
 The encoder, all-MiniLM-L6-v2, comes with its weights in a package of the extra `pretrained`. It embeds passages from
 the documentation of Python's standard library, two from each of `MODULES`, and is trained on them a little more: a
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_lab.command_line import Failed, positive
+from sage_lab.records import Row, markdown_table, write_record
 from sage_ref.backend import why_not_importable
-from sage_ref.command_line import Failed, positive
 from sage_ref.integrations.transformers import register
-from sage_ref.records import Row, markdown_table, write_record
 from sage_ref.tracing import relative_l2
 
 MODULES = (

@@ -1,4 +1,4 @@
-"""`python -m sage_ref full-batch`: does SageBwd fall behind where a step has no noise, and do remedies help?
+"""`python -m sage_lab full-batch`: does SageBwd fall behind where a step has no noise, and do remedies help?
 
 The paper says that at large steps quantisation's bias exceeds the gradient's noise, and SageBwd falls behind. Here
 every step sees a whole fixed corpus, so the noise is zero and the bias is all there is. Models are small, so that they
@@ -18,7 +18,7 @@ can't memorise it. All is float32 (TF32 off), except attention in the arms that 
 Five stages, each begun when the one before it has ended. The first seed of every arm with K smoothed, with and without
 QK-norm, at every learning rate; the other seeds, of arms whose gap to exact attention exceeds the controls'; remedies,
 where an arm fell furthest behind; K not smoothed, at the first rate; and, where an arm fell furthest behind, smaller
-batches, beside the T* that runs on the whole corpus predict (`sage_ref.training.full_batch`).
+batches, beside the T* that runs on the whole corpus predict (`sage_lab.training.full_batch`).
 
 Losses that are compared are those of exact attention at an arm's weights: what it learned, not how it rounds.
 """
@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, from_zero, positive, positive_number
-from sage_ref.models.llama import LlamaConfig
-from sage_ref.records import (
+from sage_lab.command_line import add_corpus_options, add_device_option, corpus_of, from_zero, positive, positive_number
+from sage_lab.models.llama import LlamaConfig
+from sage_lab.records import (
     FinishedParts,
     Record,
     Row,
@@ -49,9 +49,9 @@ from sage_ref.records import (
     read_record,
     write_record,
 )
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, OutOfTime, train_full_batch
 from sage_ref.sagebwd.settings import REMEDIES, UNBIASED
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, OutOfTime, train_full_batch
 
 
 class Arm(NamedTuple):

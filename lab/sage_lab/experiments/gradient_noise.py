@@ -1,4 +1,4 @@
-"""`python -m sage_ref noise`: gradient noise against quantisation bias, measured on checkpoints of `pretrain`.
+"""`python -m sage_lab noise`: gradient noise against quantisation bias, measured on checkpoints of `pretrain`.
 
 The papers say that bias is why SageBwd falls behind at many tokens per step.
 
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.command_line import add_corpus_options, add_device_option, corpus_of, input_path, positive
-from sage_ref.models.llama import Llama
-from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, write_record
+from sage_lab.command_line import add_corpus_options, add_device_option, corpus_of, input_path, positive
+from sage_lab.models.llama import Llama
+from sage_lab.records import FinishedParts, Row, markdown_table, only_writer, write_record
+from sage_lab.training.capture import next_token_loss
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 from sage_ref.sagebwd.settings import REMEDIES
-from sage_ref.training.capture import next_token_loss
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.pretrain import VALIDATION_SHARE, load_model
 
 # All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
 SAGEBWD = {

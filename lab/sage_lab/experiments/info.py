@@ -1,12 +1,12 @@
-"""`python -m sage_ref info`: this machine, the versions, and the backend that "auto" would choose."""
+"""`python -m sage_lab info`: this machine, the versions, and the backend that "auto" would choose."""
 
 import argparse
 import json
 
 import torch
 
+from sage_lab.records import markdown_table, provenance, replaced
 from sage_ref.backend import why_not_triton
-from sage_ref.records import markdown_table, provenance, replaced
 from sage_ref.sagebwd.api import triton_obstacle
 
 

@@ -1,11 +1,10 @@
-"""`python -m sage_ref pretrain`: a Llama with exact attention or SageBwd, on one device or, under torchrun, on many."""
+"""`python -m sage_lab pretrain`: a Llama with exact attention or SageBwd, on one device or, under torchrun, on many."""
 
 import argparse
 
 import torch
 
-from sage_ref.checks import BACKENDS
-from sage_ref.command_line import (
+from sage_lab.command_line import (
     add_corpus_options,
     add_device_option,
     corpus_of,
@@ -16,13 +15,14 @@ from sage_ref.command_line import (
     tile_size,
     zero_to_one,
 )
-from sage_ref.experiments.table2 import with_paper
-from sage_ref.models.llama import ATTENTIONS, LlamaConfig
+from sage_lab.experiments.table2 import with_paper
+from sage_lab.models.llama import ATTENTIONS, LlamaConfig
+from sage_lab.records import write_record
+from sage_lab.training.pretrain import Pretraining, PretrainSettings, result_row
+from sage_lab.training.processes import processes, run_training
+from sage_ref.checks import BACKENDS
 from sage_ref.quantization import ROUNDINGS
-from sage_ref.records import write_record
 from sage_ref.sagebwd.settings import GRANULARITIES, REMEDIES
-from sage_ref.training.pretrain import Pretraining, PretrainSettings, result_row
-from sage_ref.training.processes import processes, run_training
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
-"""`python -m sage_ref pretrain-grid`: the plans of runs behind notebooks 06b and 14, worked off by all GPUs there are.
+"""`python -m sage_lab pretrain-grid`: the plans of runs behind notebooks 06b and 14, worked off by all GPUs there are.
 
-Every run is a `python -m sage_ref pretrain` of its own, with its own checkpoint. A run is finished when its result file
+Every run is a `python -m sage_lab pretrain` of its own, with its own checkpoint. A run is finished when its result file
 is there; so whatever kills the program or a run, starting it again goes on where it was.
 
 For notebook 06b the learning rate of each number of tokens per step is chosen first, on exact attention alone. Then all
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sage_ref.command_line import PARENT, Failed, add_corpus_options, corpus_of, output_file, positive
-from sage_ref.records import Record, Row, markdown_table, only_writer, read_record, write_record
+from sage_lab.command_line import PARENT, Failed, add_corpus_options, corpus_of, output_file, positive
+from sage_lab.records import Record, Row, markdown_table, only_writer, read_record, write_record
+from sage_lab.training.corpus import write_tokens
 from sage_ref.sagebwd.settings import UNBIASED
-from sage_ref.training.corpus import write_tokens
 
 # What a SageBwd run may smooth, and on which backend with which granularity, None: the default. Only the reference
 # smooths Q.
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `python -m sage_ref pretrain`."""
+        """Of `python -m sage_lab pretrain`."""
         numbers = {"tokens-per-step": self.tokens_per_step, "learning-rate": self.learning_rate, "seed": self.seed}
         found = ["--attention", self.attention] + [str(x) for name, x in numbers.items() for x in (f"--{name}", x)]
         found += ["--qk-norm"] * self.qk_norm

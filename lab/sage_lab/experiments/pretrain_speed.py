@@ -1,4 +1,4 @@
-"""`python -m sage_ref pretrain-speed`: time of a training step with exact attention and SageBwd, on one device and all.
+"""`python -m sage_lab pretrain-speed`: time of a training step with exact attention and SageBwd, on one device and all.
 
 Exact attention is timed with the kernel that PyTorch picks for the device, with FlashAttention-2, which the paper
 compares with, and with FlashAttention-4 where it is installed. All take their steps in turn.
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_lab.command_line import add_device_option, positive
+from sage_lab.experiments.turns import orders
+from sage_lab.models import flash_attention_4 as fa4
+from sage_lab.models.llama import LlamaConfig
+from sage_lab.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.pretrain import Pretraining, PretrainSettings
+from sage_lab.training.processes import Processes, processes
 from sage_ref.backend import why_not_importable
-from sage_ref.command_line import add_device_option, positive
-from sage_ref.experiments.turns import orders
-from sage_ref.models import flash_attention_4 as fa4
-from sage_ref.models.llama import LlamaConfig
 from sage_ref.prologue import before_attention
-from sage_ref.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.pretrain import Pretraining, PretrainSettings
-from sage_ref.training.processes import Processes, processes
 
 VOCABULARY = 32768
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sage_lab.records import RECORDED, Record, Row, write_record
+from sage_lab.training.capture import read_capture
 from sage_ref.attention import attention_forward
 from sage_ref.checks import check_count
-from sage_ref.records import Record, Row, recorded_file, write_record
 from sage_ref.sla2 import SLA2, sparse_linear_attention
 from sage_ref.tracing import relative_l2
-from sage_ref.training.capture import read_capture
 
 WAYS = ("afterwards", "algorithm 3", "straight-through")
 
@@ -158,5 +158,5 @@ def effect(record: Record, column: str, way: str, **where: Any) -> tuple[float, 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rows = list(study_rows(Study(), read_capture(recorded_file("capture_video.safetensors")).layers))
-    write_record(recorded_file("quantization_aware_cpu.json"), rows, command=f"python -m {__spec__.name}")
+    rows = list(study_rows(Study(), read_capture(RECORDED / "capture_video.safetensors").layers))
+    write_record(RECORDED / "quantization_aware_cpu.json", rows, command=f"python -m {__spec__.name}")

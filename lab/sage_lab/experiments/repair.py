@@ -1,4 +1,4 @@
-"""`python -m sage_ref repair`: what each remedy of `REMEDIES` does to the errors of dS, dQ and dK, and what it costs.
+"""`python -m sage_lab repair`: what each remedy of `REMEDIES` does to the errors of dS, dQ and dK, and what it costs.
 
 Measured on the recorded captures of two trained models, and on hard cases: Gaussian inputs with one thing wrong. Inputs
 are float64 numbers that bfloat16 holds, and O is rounded to bfloat16, as the kernels' O is; all else that errs is INT8.
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.command_line import from_zero, input_path, positive
-from sage_ref.experiments.repair_cost import cost
-from sage_ref.experiments.table2 import CAPTURES
-from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, recorded_file, write_record
+from sage_lab.command_line import from_zero, input_path, positive
+from sage_lab.experiments.repair_cost import cost
+from sage_lab.experiments.table2 import CAPTURES
+from sage_lab.records import RECORDED, FinishedParts, Row, markdown_table, only_writer, write_record
+from sage_lab.training.capture import TENSORS, read_capture
 from sage_ref.sagebwd.settings import MATMULS, REMEDIES, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
-from sage_ref.training.capture import TENSORS, read_capture
 
 BASES = {
     "as printed": SageBwdSettings.printed(is_causal=True),
@@ -105,7 +105,7 @@ def repair_cases(captures: Sequence[Path], options: argparse.Namespace) -> Itera
     for path in captures:
         capture = read_capture(path)
         if "run" not in capture.provenance:
-            raise ValueError(f"capture: expected a file of `python -m sage_ref capture`, got {path}")
+            raise ValueError(f"capture: expected a file of `python -m sage_lab capture`, got {path}")
         for layer, tensors in capture.layers.items():
             names = {"source": CAPTURE, "case": path.stem, "layer": layer}
             yield names, lambda tensors=tensors: tuple(tensors[name] for name in TENSORS)
@@ -164,7 +164,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    captures = options.capture or [recorded_file(f"{name}.safetensors") for name in CAPTURES.values()]
+    captures = options.capture or [RECORDED / f"{name}.safetensors" for name in CAPTURES.values()]
     arguments = (captures, options.tokens, options.head_dim, options.draws, options.seed)
     parts = FinishedParts(options.json or Path("runs/repair.json"), arguments)
     rows = []

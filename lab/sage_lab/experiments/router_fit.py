@@ -1,4 +1,4 @@
-"""`python -m sage_ref train-router`: stage 1 of SLA2, the router and alpha of a layer fitted to full attention.
+"""`python -m sage_lab train-router`: stage 1 of SLA2, the router and alpha of a layer fitted to full attention.
 
 minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 with a stand-in for the hard mask M.
 
@@ -25,18 +25,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.attention import attention_forward, softmax_scale
-from sage_ref.checks import check_choice
-from sage_ref.command_line import add_device_option, input_path, number_from_zero, percentage, positive
-from sage_ref.records import (
+from sage_lab.command_line import add_device_option, input_path, number_from_zero, percentage, positive
+from sage_lab.records import (
+    RECORDED,
     FinishedParts,
     Record,
     Row,
     markdown_table,
     only_writer,
-    recorded_file,
     write_record,
 )
+from sage_lab.training.capture import read_capture
+from sage_lab.training.video_like import VideoLike, video_like
+from sage_ref.attention import attention_forward, softmax_scale
+from sage_ref.checks import check_choice
 from sage_ref.sla2 import (
     PRINTED,
     SLA,
@@ -56,8 +58,6 @@ from sage_ref.sla2 import (
     spread_blocks,
     top_blocks,
 )
-from sage_ref.training.capture import read_capture
-from sage_ref.training.video_like import VideoLike, video_like
 
 SLA_LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FITTED, HELD_OUT = "fitted", "held out"
@@ -494,7 +494,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if options.outlier is None:
-        capture = options.capture or recorded_file("capture_video.safetensors")
+        capture = options.capture or RECORDED / "capture_video.safetensors"
         layers = read_capture(capture).layers
         source = {"capture": capture.name, "sha256": sha256(capture.read_bytes()).hexdigest()}
     else:

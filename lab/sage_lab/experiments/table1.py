@@ -1,4 +1,4 @@
-"""`python -m sage_ref table1`: the SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
+"""`python -m sage_lab table1`: the SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
 
 Queries and keys have standard deviation sigma. The paper names neither N, D, the tiles nor which entries of P and dS
 share a scale, so `table1_sweep` tries them all.
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_ref.command_line import add_device_option, positive, tile_size
-from sage_ref.records import FinishedParts, Record, Row, markdown_table, only_writer, write_record
+from sage_lab.command_line import add_device_option, positive, tile_size
+from sage_lab.records import FinishedParts, Record, Row, markdown_table, only_writer, write_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 

@@ -1,4 +1,4 @@
-"""`python -m sage_ref table2`: the SageBwd paper's Table 2, errors of every intermediate on captured activations.
+"""`python -m sage_lab table2`: the SageBwd paper's Table 2, errors of every intermediate on captured activations.
 
 They are those of two trained models: one has QK-norm, the other has not.
 """
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from sage_ref.command_line import input_path
-from sage_ref.records import Row, markdown_table, recorded_file, write_record
+from sage_lab.command_line import input_path
+from sage_lab.records import RECORDED, Row, markdown_table, write_record
+from sage_lab.training.capture import attention_errors, read_capture
 from sage_ref.sagebwd.settings import SageBwdSettings
-from sage_ref.training.capture import attention_errors, read_capture
 
 # Layer 11 of the paper's 325M model, 2.1M tokens per step, QK-norm, N = 4096.
 PAPER_TABLE2 = {
@@ -55,11 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     settings = SageBwdSettings.printed(is_causal=True, granularity=options.granularity)
     header, columns, rows, facts = ["tensor"], [list(PAPER_TABLE2)], [], []
-    recorded = (recorded_file(f"{name}.safetensors") for name in CAPTURES.values())
+    recorded = (RECORDED / f"{name}.safetensors" for name in CAPTURES.values())
     for path in options.capture or recorded:
         capture = read_capture(path)
         if "run" not in capture.provenance:
-            raise ValueError(f"capture: expected a file of `python -m sage_ref capture`, got {path}")
+            raise ValueError(f"capture: expected a file of `python -m sage_lab capture`, got {path}")
         model = {"capture": path.stem, "qk_norm": capture.provenance["run"]["qk_norm"]}
         found = [model | row for row in table2_rows(capture.layers, settings)]
         worst = most_error_prone(found)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_ref.models.rotary import Rotation
+from sage_lab.models.rotary import Rotation
 from sage_ref.prologue import Prologue, before_attention
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.settings import UNBIASED, SageBwdSettings

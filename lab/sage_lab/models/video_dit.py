@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_lab.models.rotary import Rotation
 from sage_ref.checks import check_options, check_share
-from sage_ref.models.rotary import Rotation
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sla2 import SLA, SLA2, BlockSettings
 from sage_ref.smoothing import QKNorm

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from sage_ref.models.llama import Llama
+from sage_lab.models.llama import Llama
+from sage_lab.records import Row, replaced
 from sage_ref.prologue import before_attention
-from sage_ref.records import Row, replaced
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
 
@@ -124,7 +124,7 @@ def read_capture(path: Path) -> Capture:
     """What `write_capture` wrote. FileNotFoundError if there is no file, ValueError if it is no capture."""
     if not Path(path).exists():
         raise FileNotFoundError(
-            f"path: expected a capture at {path}, found none; `python -m sage_ref capture` makes one"
+            f"path: expected a capture at {path}, found none; `python -m sage_lab capture` makes one"
         )
     layers: dict[int, dict[str, Tensor]] = {}
     try:

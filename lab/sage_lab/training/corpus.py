@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_ref.records import replaced
+from sage_lab.records import replaced
 
 # Site packages are not the standard library, its tests are half of it and hold oddities on purpose, and the
 # sysconfig data names the machine that Python was built on.

@@ -3,7 +3,7 @@
 The gradient of a step is then G + b: G that of the corpus, b what the attention in use gets wrong. Along the run both
 are known, since G is computed as well, by exact attention in float32 at the same weights. The noise that smaller
 batches would have is known, too: passes over parts of the corpus differ by it. So a run measures without sampling what
-`python -m sage_ref noise` estimates: |b|^2, tr(Sigma), and the tokens per step T* = tr(Sigma) / |b|^2 where they meet.
+`python -m sage_lab noise` estimates: |b|^2, tr(Sigma), and the tokens per step T* = tr(Sigma) / |b|^2 where they meet.
 
 With batch_size below the number of sequences, a step sees as many, drawn without replacement. Their mean has the noise
 tr(Sigma) (1/T - 1/T_all), which reaches |b|^2 already at T = T* T_all / (T* + T_all).
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_ref.models.llama import Llama, LlamaConfig
-from sage_ref.records import Row, only_writer
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings
+from sage_lab.models.llama import Llama, LlamaConfig
+from sage_lab.records import Row, only_writer
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 
 # Columns of a curve: what each report says.
 CURVE = (

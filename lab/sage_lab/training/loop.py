@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from sage_ref.records import Row, only_writer, remove_leftovers, replaced
+from sage_lab.records import Row, only_writer, remove_leftovers, replaced
 
 
 @dataclass(frozen=True)

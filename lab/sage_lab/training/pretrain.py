@@ -1,6 +1,6 @@
 """Pre-train the Llama: gradient accumulation up to a number of tokens per step, one device or many, killed and resumed.
 
-Which sequences a step reads is a function of (seed, step), `sage_ref.training.processes` says how they are dealt out.
+Which sequences a step reads is a function of (seed, step), `sage_lab.training.processes` says how they are dealt out.
 """
 
 import math
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_ref.models.llama import Llama, LlamaConfig
-from sage_ref.records import Row
-from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.loop import Diverged, TrainingSettings, read_checkpoint
-from sage_ref.training.processes import ParallelTraining, Processes
+from sage_lab.models.llama import Llama, LlamaConfig
+from sage_lab.records import Row
+from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.loop import Diverged, TrainingSettings, read_checkpoint
+from sage_lab.training.processes import ParallelTraining, Processes
 
 VALIDATION_SHARE = 0.02
 
@@ -167,7 +167,7 @@ def load_model(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Ll
     arguments = state["arguments"]
     names = {field.name for field in fields(LlamaConfig)}
     if "vocab_size" not in arguments:
-        raise ValueError(f"checkpoint: expected one of `python -m sage_ref pretrain`, {checkpoint} has another model")
+        raise ValueError(f"checkpoint: expected one of `python -m sage_lab pretrain`, {checkpoint} has another model")
     # A choice that an older checkpoint doesn't know, or left open as None, is the default.
     model = Llama(LlamaConfig(**{k: x for k, x in arguments.items() if k in names and x is not None}))
     model.load_state_dict(state["model"])

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from sage_ref.records import Row, only_writer, replaced
-from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings
+from sage_lab.records import Row, only_writer, replaced
+from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

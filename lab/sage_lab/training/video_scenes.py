@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_ref.training.packaged import packaged_file
+from sage_lab.training.packaged import packaged_file
 
 OBJECTS = 5  # at most, in a scene
 NUMBERS = 16  # drawn for each object, and for the background

@@ -10,17 +10,16 @@ import torch.nn.functional as F
 from fake_gpu import fake_gpu
 
 pytest.importorskip("triton")
+from sage_course.results.paired import ratio_lines, turns
 from sage_kernels.__main__ import main
-from sage_kernels.measure import bench, bench_command, contenders, ladder_bench, sla2_bench, sla2_case, sparse_bench
-from sage_kernels.measure import paired as paired_module
-from sage_kernels.measure.bench import Case, Shape
-from sage_kernels.measure.contenders import Absent
-from sage_kernels.measure.judge import exact_head, require_close
-from sage_kernels.measure.paired import host_microseconds, paired, timing
-from sage_kernels.measure.peers import PEERS, Peer
-
-from sage_ref.course.paired_results import ratio_lines, turns
-from sage_ref.records import read_record
+from sage_lab.bench import bench, bench_command, contenders, ladder_bench, sla2_bench, sla2_case, sparse_bench
+from sage_lab.bench import paired as paired_module
+from sage_lab.bench.bench import Case, Shape
+from sage_lab.bench.contenders import Absent
+from sage_lab.bench.judge import exact_head, require_close
+from sage_lab.bench.paired import host_microseconds, paired, timing
+from sage_lab.bench.peers import PEERS, Peer
+from sage_lab.records import read_record
 
 # What a row of times has.
 COLUMNS = [

@@ -20,8 +20,6 @@ from sage_kernels.common.launch_tables import compiled_launches
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.common.signature import NUMBER, PADDED_SIZE, POINTERS, SIZE, compiler_arguments
-from sage_kernels.measure import compile as compiling
-from sage_kernels.measure.compile import Case, Compiled, complaint, count_float16, count_int8, named, source_of
 from sage_kernels.sagebwd import ladder
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
@@ -33,12 +31,14 @@ from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward import level4_hopper
 from sage_kernels.sla2.ladder import LEVELS
 from sage_kernels.sla2.sums import SUMS_DTYPE
+from sage_lab.bench import compile as compiling
+from sage_lab.bench.compile import Case, Compiled, complaint, count_float16, count_int8, named, source_of
+from sage_lab.records import REPOSITORY
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
 from sage_ref import Prologue
-from sage_ref.records import REPOSITORY
 from sage_ref.sla2.router import Routing
 
 EVERY = [
@@ -196,13 +196,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 sys.path.insert(0, "tests/kernels")
 import bank_programs
-from sage_kernels.measure.bank_conflicts import conflicts
-from sage_kernels.measure.compile import (
+from sage_lab.bench.bank_conflicts import conflicts
+from sage_lab.bench.compile import (
     SAME_PTX, Case, compile_all, compile_case, compile_kernel, compile_same, compiled_kernel, local_memory_instructions,
     machine_code, same_ptx,
 )
-from sage_kernels.measure.instructions import case_rows
-from sage_kernels.measure.profile import shared_memory_rows
+from sage_lab.bench.instructions import case_rows
+from sage_lab.bench.profile import shared_memory_rows
 from sage_ref.sla2.router import Routing
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -444,7 +444,7 @@ def test_instructions_are_told_apart():
 
 def test_the_record_names_every_kernel_and_nothing_else():
     difference = set(json.loads(compiling.RECORD.read_text())) ^ set(map(named, EVERY))
-    assert not difference, f"python -m sage_kernels compile --update records them: {sorted(difference)}"
+    assert not difference, f"python -m sage_lab compile --update records them: {sorted(difference)}"
 
 
 def compiled_by_the_command(monkeypatch, capsys, tmp_path, *arguments):

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 from fake_gpu import fake_gpu
-from sage_kernels.measure import bench
-from sage_kernels.measure import paired as timing
-from sage_kernels.measure.paired import REPETITIONS, WARM_UPS, host_microseconds, measure, orders, paired
+from sage_lab.bench import bench
+from sage_lab.bench import paired as timing
+from sage_lab.bench.paired import REPETITIONS, WARM_UPS, host_microseconds, measure, orders, paired
 
 
 @pytest.fixture

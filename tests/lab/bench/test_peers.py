@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from layouts import heads_last
-from sage_kernels.measure import cudnn_fp8, sparse_peers
-from sage_kernels.measure.cudnn_fp8 import E4M3, LARGEST, dequantise, quantise
-from sage_kernels.measure.peers import PEERS
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
+from sage_lab.bench import cudnn_fp8, sparse_peers
+from sage_lab.bench.cudnn_fp8 import E4M3, LARGEST, dequantise, quantise
+from sage_lab.bench.peers import PEERS
+from sage_lab.models.flash_attention_4 import flash_attention_4
 
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.models.flash_attention_4 import flash_attention_4
 from sage_ref.tracing import relative_l2
 
 

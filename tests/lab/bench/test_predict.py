@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 from sage_kernels.common.candidates import Launch
-from sage_kernels.measure import choose, predict, predict_check
-from sage_kernels.measure.compile import Case
-from sage_kernels.measure.instructions import tile_loops
-from sage_kernels.measure.machine_loop import Demand, bytes_of, demand, multiply_adds_of
-from sage_kernels.measure.timing_model import (
+from sage_lab.bench import choose, predict, predict_check
+from sage_lab.bench.compile import Case
+from sage_lab.bench.instructions import tile_loops
+from sage_lab.bench.machine_loop import Demand, bytes_of, demand, multiply_adds_of
+from sage_lab.bench.timing_model import (
     Gpu,
     Kernel,
     clocks,
@@ -23,8 +23,7 @@ from sage_kernels.measure.timing_model import (
     tiles_per_clock,
     warps_per_scheduler,
 )
-
-from sage_ref.records import FinishedParts, read_record, recorded_file
+from sage_lab.records import RECORDED, FinishedParts, read_record
 
 NOTHING = Demand(*[0] * len(Demand._fields))
 # One clock per multiply-add, result and byte of each scheduler, and per warp's instruction where 32 threads share it.
@@ -316,5 +315,5 @@ def test_every_listed_gpu_and_check_is_recorded(tmp_path, capsys):
     others = [x for x in rows if x["part"] == "published"]
     assert len(others) == len(list(predict_check.against_others()))
     assert all(x["source"] for x in others)
-    committed = read_record(recorded_file("predicted.json")).rows
+    committed = read_record(RECORDED / "predicted.json").rows
     assert committed == rows, "the launches that `choose` has compiled have changed: record `predict --check` again"

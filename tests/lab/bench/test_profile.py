@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 pytest.importorskip("triton")
-from sage_kernels.measure import profile
+from sage_lab.bench import profile
 
 LAUNCH = """  {name} (2752, 1, 1)x(512, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
     Section: GPU Speed Of Light Throughput

@@ -1,8 +1,7 @@
 """What the tests of the commands share: a text to train on, and a checkpoint of a run on it."""
 
 import pytest
-
-from sage_ref.__main__ import main
+from sage_lab.__main__ import main
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments.table2 import CAPTURES, table2_rows
+from sage_lab.records import RECORDED, read_record
+from sage_lab.training.capture import TENSORS, attention_tensors, read_capture
+from sage_lab.training.corpus import read_corpus
+from sage_lab.training.pretrain import load_model
 
-from sage_ref.__main__ import main
-from sage_ref.experiments.table2 import CAPTURES, table2_rows
-from sage_ref.records import RECORDED, read_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import rms
-from sage_ref.training.capture import TENSORS, attention_tensors, read_capture
-from sage_ref.training.corpus import read_corpus
-from sage_ref.training.pretrain import load_model
 
 
 def capture(options):

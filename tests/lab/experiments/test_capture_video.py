@@ -6,15 +6,15 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments.capture_video import TENSORS, concentration, video_attention_tensors
+from sage_lab.models.video_dit import VideoDiTConfig
+from sage_lab.records import RECORDED, read_record
+from sage_lab.training.capture import read_capture
+from sage_lab.training.loop import TrainingSettings
+from sage_lab.training.video import VideoTraining, flow_matching_loss, training_batch
 
-from sage_ref.__main__ import main
 from sage_ref.attention import attention_forward
-from sage_ref.experiments.capture_video import TENSORS, concentration, video_attention_tensors
-from sage_ref.models.video_dit import VideoDiTConfig
-from sage_ref.records import RECORDED, read_record
-from sage_ref.training.capture import read_capture
-from sage_ref.training.loop import TrainingSettings
-from sage_ref.training.video import VideoTraining, flow_matching_loss, training_batch
 
 CONFIG = VideoDiTConfig(frames=2, size=16, cube=(2, 4, 4), layers=2, width=32, heads=2)
 

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sage_kernels import __main__ as kernels_main
-
-from sage_ref import __main__ as reference_main
-from sage_ref.command_line import BAD_INPUT, FAILED, INTERRUPTED, PARENT, Failed, Parser, finish
-from sage_ref.course import readme
-from sage_ref.experiments import (
+from sage_course import readme
+from sage_lab import __main__ as lab_main
+from sage_lab.command_line import BAD_INPUT, FAILED, INTERRUPTED, PARENT, Failed, Parser, finish
+from sage_lab.experiments import (
     capture,
     capture_video,
     context_parallel,
@@ -34,10 +32,10 @@ from sage_ref.experiments import (
     table1,
     table2,
 )
-from sage_ref.experiments.video import command as video
-from sage_ref.records import FinishedParts, only_writer
+from sage_lab.experiments.video import command as video
+from sage_lab.records import FinishedParts, only_writer
 
-PROGRAMS = {"sage_ref": reference_main.main, "sage_kernels": kernels_main.main}
+PROGRAMS = {"sage_lab": lab_main.main, "sage_ref": lab_main.main, "sage_kernels": lab_main.main}
 TRAIN = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 1 --width 16 --heads 2 --kv-heads 2 --tokens 256"
     " --tokens-per-step 32 --micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
@@ -64,7 +62,7 @@ def spoilt_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoilt")
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     with contextlib.chdir(folder):
-        reference_main.main(DEEP.split()[1:])
+        lab_main.main(DEEP.split()[1:])
     (folder / "junk").write_bytes(b"\x80\x02junk" * 20)
     (folder / "empty").touch()
     (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:5000])
@@ -129,13 +127,13 @@ BAD = {  # the command line: what its one line says
     "sage_ref video clips --videos none": "argument --videos: expected a file that can be read, got 'none'",
     "sage_ref video train --size 30": "size: expected a multiple of patch=4, got 30",
     "sage_ref video train --cube 3 4 4": "cube: expected three numbers that divide the grid (16, 32, 32), got (3, 4",
-    "sage_ref video train --start junk": "weights: expected what `python -m sage_ref video train` wrote, got junk",
+    "sage_ref video train --start junk": "weights: expected what `python -m sage_lab video train` wrote, got junk",
     "sage_ref video finetune --start junk": "one of the arguments --all --arm is required",
-    "sage_ref video finetune --start junk --all --plan cpu": "weights: expected what `python -m sage_ref video train`",
+    "sage_ref video finetune --start junk --all --plan cpu": "weights: expected what `python -m sage_lab video train`",
     "sage_ref video finetune --start junk --arm nope": "argument --arm: invalid choice: 'nope'",
     "sage_ref video finetune --start junk --all --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
     "sage_ref video evaluate": "the following arguments are required: --start",
-    "sage_ref video sample --start text.txt": "weights: expected what `python -m sage_ref video train` wrote",
+    "sage_ref video sample --start text.txt": "weights: expected what `python -m sage_lab video train` wrote",
     "sage_ref pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "sage_ref pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "sage_ref pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
@@ -146,7 +144,7 @@ BAD = {  # the command line: what its one line says
     "sage_ref noise none": "argument CHECKPOINT: expected a file that can be read, got 'none'",
     "sage_ref noise junk --corpus text.txt": "checkpoint: expected one that a run saved, whole, got junk",
     "sage_ref noise cut.pt --corpus text.txt": "checkpoint: expected one that a run saved, whole, got cut.pt",
-    "sage_ref noise other.pt --corpus text.txt": "checkpoint: expected one of `python -m sage_ref pretrain`",
+    "sage_ref noise other.pt --corpus text.txt": "checkpoint: expected one of `python -m sage_lab pretrain`",
     "sage_ref noise run.pt --folds 2": "folds: expected at least 3",
     "sage_ref noise run.pt --corpus junk": "corpus: expected run.pt's, sha256",
     "sage_ref capture run.pt": "arguments are required: --layers",
@@ -216,7 +214,7 @@ def test_the_help_of_every_option_has_its_default(capsys):
             assert status_of(f"{program} {command} --help", capsys)[0] == 0
     assert status_of("sage_ref table1 --help", capsys)[0] == 0
     with pytest.raises(SystemExit):
-        reference_main.main(["table1", "--help"])
+        lab_main.main(["table1", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for text in ("(default: 1024 2048 4096)", "(default: 32x32 64x64 128x64 128x128)", "number of seeds (default: 5)"):
         assert text in shown
@@ -273,19 +271,19 @@ def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
     wait_for(text / "run.pt")
     status, last = status_of(["sage_ref", *LONG], capsys)
     assert (status, last) == (
-        BAD_INPUT, "python -m sage_ref pretrain: path: expected a file that no other process is writing, got run.pt"
+        BAD_INPUT, "python -m sage_lab pretrain: path: expected a file that no other process is writing, got run.pt"
     )  # fmt: skip
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == INTERRUPTED
-    assert errors.splitlines()[-1] == "python -m sage_ref pretrain: interrupted"
+    assert errors.splitlines()[-1] == "python -m sage_lab pretrain: interrupted"
     assert "Traceback" not in errors
     assert torch.load(text / "run.pt", weights_only=True)["step"] > 0
     assert sorted(path.name for path in text.iterdir()) == ["run.jsonl", "run.pt", "text.txt"]
 
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
-    reference_main.main(TRAIN)
+    lab_main.main(TRAIN)
     before = contents(text)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -293,7 +291,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
         found = status_of(["sage_ref", *TRAIN, "--checkpoint", "new.pt"], capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert found == (BAD_INPUT, "python -m sage_ref pretrain: new.pt: File too large")
+    assert found == (BAD_INPUT, "python -m sage_lab pretrain: new.pt: File too large")
     after = contents(text)
     assert after.pop(text / "new.jsonl")
     assert after == before
@@ -404,7 +402,7 @@ def random_line(generator, command):
     """A command line with one or two odd options, some with too few or too many values."""
     options = []
     parser = Parser()
-    reference_main.importlib.import_module(reference_main.COMMANDS[command].module).add_options(parser)
+    lab_main.importlib.import_module(lab_main.COMMANDS[command].module).add_options(parser)
     names = {action.option_strings[-1] for action in parser._actions if action.option_strings} | {"--json"}
     names = sorted(names - {"--compile", "--help"})
     for name in generator.sample(names, k=min(len(names), generator.choice((1, 1, 2)))):
@@ -430,6 +428,6 @@ def test_no_command_line_ends_in_a_traceback(spoilt, capsys, monkeypatch):
             status, last = "started", ""
         except Exception as error:
             pytest.fail(f"{line}: {error!r}")
-        assert status in (0, "started") or (status == BAD_INPUT and last.startswith("python -m sage_ref")), (line, last)
+        assert status in (0, "started") or (status == BAD_INPUT and last.startswith("python -m sage_lab")), (line, last)
         ends[status] = ends.get(status, 0) + 1
     assert min(ends[BAD_INPUT], ends["started"]) > 8, ends

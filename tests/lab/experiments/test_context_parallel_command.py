@@ -6,12 +6,11 @@ import functools
 import pytest
 import torch
 from process_cases import run_together
-
-from sage_ref.__main__ import main
-from sage_ref.experiments import context_parallel as command
-from sage_ref.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, scaling_table, why_left_out
-from sage_ref.records import read_record
-from sage_ref.training.processes import Processes, processes
+from sage_lab.__main__ import main
+from sage_lab.experiments import context_parallel as command
+from sage_lab.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, scaling_table, why_left_out
+from sage_lab.records import read_record
+from sage_lab.training.processes import Processes, processes
 
 LINE = "context-parallel --lengths 256 512 --heads 2 --head-dim 16 --repetitions 2 --sparsity 50 --device cpu --json"  # noqa: SIM905
 

@@ -1,10 +1,9 @@
 """`drop-in`: its rows, its record, and what it says where its packages are missing."""
 
 import pytest
-
-from sage_ref.__main__ import main
-from sage_ref.experiments import drop_in
-from sage_ref.records import read_record
+from sage_lab.__main__ import main
+from sage_lab.experiments import drop_in
+from sage_lab.records import read_record
 
 KINDS = {"embedding": 16, "state": 6, "gradient": 38, "loss": 20}
 

@@ -5,10 +5,9 @@ import math
 from dataclasses import replace
 
 import pytest
-
-from sage_ref.__main__ import main
-from sage_ref.experiments import full_batch
-from sage_ref.experiments.full_batch import (
+from sage_lab.__main__ import main
+from sage_lab.experiments import full_batch
+from sage_lab.experiments.full_batch import (
     ARMS,
     CONTROLS,
     CPU_PLAN,
@@ -24,10 +23,11 @@ from sage_ref.experiments.full_batch import (
     screening,
     tokens_at_bias,
 )
-from sage_ref.models.llama import Llama
-from sage_ref.records import read_record
+from sage_lab.models.llama import Llama
+from sage_lab.records import read_record
+from sage_lab.training.full_batch import FullBatchTraining
+
 from sage_ref.sagebwd.settings import UNBIASED
-from sage_ref.training.full_batch import FullBatchTraining
 
 PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1), halvings=2, remedies=("two terms", "seven"))
 
@@ -197,7 +197,7 @@ COMMAND = ["full-batch", "--corpus", "text.txt", "--device", "cpu", "--folder", 
 @pytest.fixture
 def tiny(text, monkeypatch):
     monkeypatch.setattr(full_batch, "CPU_PLAN", TINY)
-    monkeypatch.setattr("sage_ref.records._commit", lambda: "0" * 40)
+    monkeypatch.setattr("sage_lab.records._commit", lambda: "0" * 40)
     return text
 
 
@@ -246,7 +246,7 @@ def test_a_record_of_the_same_plan_is_gone_on_with(tiny, monkeypatch):
     """Its folder is gone; another commit goes on, and a plan of more runs. One of other runs is written anew."""
     main([*COMMAND, "--json", "whole.json"])
     whole = json.loads((tiny / "whole.json").read_text())
-    monkeypatch.setattr("sage_ref.records._commit", lambda: "1" * 40)
+    monkeypatch.setattr("sage_lab.records._commit", lambda: "1" * 40)
     train, trained = full_batch.FullBatchRuns.train, []
     monkeypatch.setattr(full_batch.FullBatchRuns, "train", lambda runs, run: trained.append(run) or train(runs, run))
     for changed, kept in (({}, 3), ({"learning_rates": [0.5], "seeds": [7]}, 3), ({"steps": 7}, 0)):

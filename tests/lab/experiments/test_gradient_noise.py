@@ -8,10 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, pretrained, sixteen_letters
-
-from sage_ref.__main__ import main
-from sage_ref.experiments import gradient_noise as noise_module
-from sage_ref.experiments.gradient_noise import (
+from sage_lab.__main__ import main
+from sage_lab.experiments import gradient_noise as noise_module
+from sage_lab.experiments.gradient_noise import (
     KNOWN_VARIANTS,
     REMEDY_VARIANTS,
     VARIANTS,
@@ -21,12 +20,13 @@ from sage_ref.experiments.gradient_noise import (
     gradient_noise,
     noise_row,
 )
-from sage_ref.models.llama import Llama
-from sage_ref.records import FinishedParts, markdown_table, read_record
+from sage_lab.models.llama import Llama
+from sage_lab.records import FinishedParts, markdown_table, read_record
+from sage_lab.training.capture import next_token_loss
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.pretrain import load_model
+
 from sage_ref.sagebwd import REMEDIES
-from sage_ref.training.capture import next_token_loss
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.pretrain import load_model
 
 SMALL = NoiseSettings(batches=6, sequences=2, folds=3, variants=("per block, nearest",))
 

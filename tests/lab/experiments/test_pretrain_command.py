@@ -1,14 +1,14 @@
-"""`python -m sage_ref pretrain`: options arrive, the record says what ran, a stopped run goes on."""
+"""`python -m sage_lab pretrain`: options arrive, the record says what ran, a stopped run goes on."""
 
 import math
 
 import pytest
 from pretrain_cases import log_rows, poisoned, stopped
+from sage_lab.__main__ import main
+from sage_lab.records import read_record
+from sage_lab.training.loop import ResumableTraining
 
-from sage_ref.__main__ import main
-from sage_ref.records import read_record
 from sage_ref.tracing import INTERMEDIATES
-from sage_ref.training.loop import ResumableTraining
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --tokens 512"

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.command_line import PARENT
+from sage_lab.experiments import pretrain_grid as grid_module
+from sage_lab.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, RepairPlan, chosen_rates
+from sage_lab.records import Record, read_record, write_record
+from sage_lab.training.corpus import read_corpus, write_tokens
 
-from sage_ref.__main__ import main
-from sage_ref.command_line import PARENT
-from sage_ref.experiments import pretrain_grid as grid_module
-from sage_ref.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, RepairPlan, chosen_rates
-from sage_ref.records import Record, read_record, write_record
 from sage_ref.sagebwd.settings import UNBIASED
-from sage_ref.training.corpus import read_corpus, write_tokens
 
 PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN}
 SMALL = {"context": 16, "layers": 1, "width": 16, "heads": 1, "validation_sequences": 2}
@@ -161,7 +161,7 @@ class FakeRuns:
 @pytest.fixture
 def fake(monkeypatch):
     """fake(...) -> FakeRuns, from then on in the place of every run."""
-    monkeypatch.setattr("sage_ref.records._commit", lambda: "0" * 40)  # it would start git
+    monkeypatch.setattr("sage_lab.records._commit", lambda: "0" * 40)  # it would start git
 
     def replace_runs(**options):
         runs = FakeRuns(**options)
@@ -380,7 +380,7 @@ def test_every_cell_trains(text, monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(grid_module.subprocess, "run", run_here)
-    monkeypatch.setattr("sage_ref.records._commit", lambda: "0" * 40)
+    monkeypatch.setattr("sage_lab.records._commit", lambda: "0" * 40)
     write_tokens(read_corpus(text / "text.txt").tokens.numpy(), text / "corpus.bin")
     search, cells = all_cells(TINY)
     kinds = list(dict.fromkeys(replace(cell, learning_rate=0.001, seed=0) for cell in (*search, *cells)))

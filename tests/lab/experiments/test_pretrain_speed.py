@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from process_cases import run_together
+from sage_lab.__main__ import main
+from sage_lab.experiments import pretrain_speed as speed
+from sage_lab.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
+from sage_lab.models.llama import Llama, LlamaConfig
+from sage_lab.records import provenance, read_record, write_record
+from sage_lab.training.pretrain import Pretraining
+from sage_lab.training.processes import Processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_ref.__main__ import main
-from sage_ref.experiments import pretrain_speed as speed
-from sage_ref.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
-from sage_ref.models.llama import Llama, LlamaConfig
 from sage_ref.prologue import before_attention
-from sage_ref.records import provenance, read_record, write_record
-from sage_ref.training.pretrain import Pretraining
-from sage_ref.training.processes import Processes
 
 # Once per process, in whichever test comes first.
 pytestmark = pytest.mark.filterwarnings("ignore:sage_ref. backend='auto' uses the reference:UserWarning")

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from sage_lab.experiments import quantization_aware
+from sage_lab.experiments.quantization_aware import WAYS, MappedSLA2, Study, TuningSettings, effect, errors, fine_tune
+from sage_lab.records import Record
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_forward
-from sage_ref.experiments import quantization_aware
-from sage_ref.experiments.quantization_aware import WAYS, MappedSLA2, Study, TuningSettings, effect, errors, fine_tune
-from sage_ref.records import Record
 from sage_ref.sla2 import BlockSettings, sla2_backward, sla2_forward
 from sage_ref.tracing import relative_l2
 

@@ -5,16 +5,16 @@ import shutil
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments import repair
+from sage_lab.experiments.repair import BASES, HARD_CASES, OF_EXACT, hard_case, relative_errors, repair_table
+from sage_lab.experiments.repair_cost import RANDOM_NUMBER, Cost, cost
+from sage_lab.records import RECORDED, read_record
+from sage_lab.training.capture import Capture, write_capture
 
-from sage_ref.__main__ import main
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.experiments import repair
-from sage_ref.experiments.repair import BASES, HARD_CASES, OF_EXACT, hard_case, relative_errors, repair_table
-from sage_ref.experiments.repair_cost import RANDOM_NUMBER, Cost, cost
-from sage_ref.records import read_record, recorded_file
 from sage_ref.sagebwd import MATMULS, REMEDIES, Repair, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
-from sage_ref.training.capture import Capture, write_capture
 
 
 @pytest.mark.parametrize("name", HARD_CASES)
@@ -113,13 +113,13 @@ def test_a_capture_of_something_else_is_refused(tmp_path, capsys):
     write_capture(tmp_path / "video.safetensors", Capture({"model": {}}, {0: {"query": torch.zeros(1, 1, 1, 1)}}))
     with pytest.raises(SystemExit):
         main(["repair", "--capture", str(tmp_path / "video.safetensors"), "--json", str(tmp_path / "r.json")])
-    assert "capture: expected a file of `python -m sage_ref capture`, got " in capsys.readouterr().err
+    assert "capture: expected a file of `python -m sage_lab capture`, got " in capsys.readouterr().err
 
 
 def test_the_command_records_every_case_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = "repair --tokens 20 --head-dim 8 --draws 2 --json repair.json --capture".split()  # noqa: SIM905
-    shutil.copy(recorded_file("capture_plain_h200.safetensors"), "plain.safetensors")
+    shutil.copy(RECORDED / "capture_plain_h200.safetensors", "plain.safetensors")
     calls, rows_of = [], repair.case_rows
 
     def counted(inputs, draws, seed):

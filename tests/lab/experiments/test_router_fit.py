@@ -7,17 +7,17 @@ from functools import partial
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments import router_fit
+from sage_lab.experiments.router_fit import FITTED, HELD_OUT, FitSettings, RouterSweep, fit_router, mask_rows, samples
+from sage_lab.records import FinishedParts, Record, read_record
+from sage_lab.training.capture import Capture, write_capture
+from sage_lab.training.video_like import VideoLike, video_like
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing import assert_close
 
-from sage_ref.__main__ import main
-from sage_ref.experiments import router_fit
-from sage_ref.experiments.router_fit import FITTED, HELD_OUT, FitSettings, RouterSweep, fit_router, mask_rows, samples
-from sage_ref.records import FinishedParts, Record, read_record
 from sage_ref.sla2 import PRINTED, SLA, Relaxation, block_count, soft_sparse_linear_attention, soft_top_k, top_blocks
 from sage_ref.sla2.router import LEAST_WEIGHT
-from sage_ref.training.capture import Capture, write_capture
-from sage_ref.training.video_like import VideoLike, video_like
 
 # Outliers among the queries put their block's mean where the block has no mass: the heuristic is wrong on purpose.
 DATA = VideoLike(grid=(4, 8, 8), cube=(1, 4, 4), heads=2, head_dim=16, outlier=120.0)
@@ -349,7 +349,7 @@ def test_the_command_fits_prints_and_records(tmp_path, monkeypatch, capsys):
     assert printed.out.count("| 90% |") == printed.out.count("| 95% |") == 10
     assert "12/12" in printed.err
     assert {file.name for file in tmp_path.iterdir()} == {"c.safetensors", "out.json"}
-    assert record.provenance["command"] == f"python -m sage_ref train-router {options}"
+    assert record.provenance["command"] == f"python -m sage_lab train-router {options}"
     assert record.provenance["data"]["capture"] == "c.safetensors"
     assert re.fullmatch("[0-9a-f]{64}", record.provenance["data"]["sha256"])
     assert record.provenance["seeds"] == [0]

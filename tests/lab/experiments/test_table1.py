@@ -4,11 +4,11 @@ import statistics
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments import table1
+from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep
+from sage_lab.records import FinishedParts, Record, read_record
 
-from sage_ref.__main__ import main
-from sage_ref.experiments import table1
-from sage_ref.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep
-from sage_ref.records import FinishedParts, Record, read_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
 
@@ -93,7 +93,7 @@ def test_table1_goes_on_after_a_kill_prints_a_table_and_records_where_it_comes_f
     printed, record = capsys.readouterr().out, read_record(tmp_path / "table1.json")
     assert len(record.rows) == 2 * 2 * len(PAPER_TABLE1) * len(TENSORS)
     facts = record.provenance
-    assert facts["command"] == f"python -m sage_ref {' '.join(TABLE1)} table1.json"
+    assert facts["command"] == f"python -m sage_lab {' '.join(TABLE1)} table1.json"
     assert (facts["seeds"], facts["torch"]) == ([0, 1], torch.__version__)
     best = table1.closest_setting(record)
     assert f"Closest to the paper over all rows: {table1.describe(best)}" in printed

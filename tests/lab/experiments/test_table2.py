@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments import table2
+from sage_lab.experiments.table2 import MEASURES, PAPER_TABLE2, table2_rows
+from sage_lab.records import RECORDED, Record, read_record
+from sage_lab.training.capture import Capture, read_capture, write_capture
 
-from sage_ref.__main__ import main
-from sage_ref.experiments import table2
-from sage_ref.experiments.table2 import MEASURES, PAPER_TABLE2, table2_rows
-from sage_ref.records import RECORDED, Record, read_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import INTERMEDIATES, exact_intermediates, rms
-from sage_ref.training.capture import Capture, read_capture, write_capture
 
 
 def test_table2_has_a_row_per_layer_and_intermediate(inputs):
@@ -89,4 +89,4 @@ def test_table2_refuses_a_capture_of_something_else(tmp_path, capsys):
     write_capture(tmp_path / "video.safetensors", Capture({"model": {}}, {0: {"query": torch.zeros(1, 1, 1, 1)}}))
     with pytest.raises(SystemExit):
         main(["table2", "--capture", str(tmp_path / "video.safetensors")])
-    assert "capture: expected a file of `python -m sage_ref capture`, got " in capsys.readouterr().err
+    assert "capture: expected a file of `python -m sage_lab capture`, got " in capsys.readouterr().err

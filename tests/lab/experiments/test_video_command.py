@@ -6,12 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from video_cases import CONFIG, PLAN, made_up_digits, opened_weights, start_in
-
-from sage_ref.__main__ import main
-from sage_ref.experiments.video import command, measures, runs
-from sage_ref.experiments.video import plan as plan_module
-from sage_ref.experiments.video.measures import (
+from sage_lab.__main__ import main
+from sage_lab.experiments.video import command, measures, runs
+from sage_lab.experiments.video import plan as plan_module
+from sage_lab.experiments.video.measures import (
     Answers,
     attention_errors,
     found_objects,
@@ -21,8 +19,8 @@ from sage_ref.experiments.video.measures import (
     ssim,
     truth_row,
 )
-from sage_ref.experiments.video.pictures import write_film, write_strip
-from sage_ref.experiments.video.plan import (
+from sage_lab.experiments.video.pictures import write_film, write_strip
+from sage_lab.experiments.video.plan import (
     AFTERWARDS,
     ARMS,
     DECISIVE,
@@ -37,9 +35,9 @@ from sage_ref.experiments.video.plan import (
     run_seconds,
     step_seconds,
 )
-from sage_ref.experiments.video.runs import VideoRuns, all_rows, median_step_ms, tune
-from sage_ref.experiments.video.speed import CONTENDERS, FlexCore
-from sage_ref.experiments.video.verdicts import (
+from sage_lab.experiments.video.runs import VideoRuns, all_rows, median_step_ms, tune
+from sage_lab.experiments.video.speed import CONTENDERS, FlexCore
+from sage_lab.experiments.video.verdicts import (
     CLAIMS,
     CONTRADICTED,
     NOT_DECIDED,
@@ -48,13 +46,15 @@ from sage_ref.experiments.video.verdicts import (
     verdict_rows,
     verdict_table,
 )
-from sage_ref.models.video_dit import VideoDiT
-from sage_ref.records import read_record
+from sage_lab.models.video_dit import VideoDiT
+from sage_lab.records import read_record
+from sage_lab.training.video_clips import write_clips
+from sage_lab.training.video_flow import FlowTraining, flow_batch, started_model, write_weights
+from sage_lab.training.video_router import RouterTraining
+from sage_lab.training.video_scenes import draw_scenes, render
+from video_cases import CONFIG, PLAN, made_up_digits, opened_weights, start_in
+
 from sage_ref.sla2 import SLA2
-from sage_ref.training.video_clips import write_clips
-from sage_ref.training.video_flow import FlowTraining, flow_batch, started_model, write_weights
-from sage_ref.training.video_router import RouterTraining
-from sage_ref.training.video_scenes import draw_scenes, render
 
 DIGITS = made_up_digits()
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from sage_lab.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
 from torch.testing import assert_close
 
 from sage_ref import Prologue
-from sage_ref.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
 from sage_ref.sagebwd.settings import UNBIASED, SageBwdSettings
 
 SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
@@ -148,7 +148,7 @@ def test_the_settings_of_the_reference_are_the_configurations():
 def test_the_kernels_get_what_the_configuration_says(monkeypatch):
     calls = []
     kernels = lambda query, key, value, **options: calls.append(options) or query  # noqa: E731
-    monkeypatch.setattr("sage_ref.models.llama.sagebwd_attention", kernels)
+    monkeypatch.setattr("sage_lab.models.llama.sagebwd_attention", kernels)
     for remedy in ("none", UNBIASED):
         calls.clear()
         chosen = {"smooth_k": False, "granularity": "block", "backend": "triton"}

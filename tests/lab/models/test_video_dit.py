@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from sage_lab.models import video_dit as module
+from sage_lab.models.video_dit import Patches, VideoDiT, VideoDiTConfig, raster_order
 from torch import nn
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_forward
-from sage_ref.models import video_dit as module
-from sage_ref.models.video_dit import Patches, VideoDiT, VideoDiTConfig, raster_order
 
 SMALL = VideoDiTConfig(frames=2, size=12, patch=2, cube=(2, 2, 3), layers=2, width=32, heads=2)
 SHAPE = ("frames", "size", "patch", "layers", "width", "heads", "block_q", "block_kv")

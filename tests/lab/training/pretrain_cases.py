@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from sage_ref.models.llama import LlamaConfig
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.pretrain import Pretraining, PretrainSettings
-from sage_ref.training.processes import run_training
+from sage_lab.models.llama import LlamaConfig
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.pretrain import Pretraining, PretrainSettings
+from sage_lab.training.processes import run_training
 
 CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, kv_heads=2, qk_norm=True)
 STOCHASTIC = replace(CONFIG, attention="sagebwd", backend="reference", ds_rounding="stochastic")

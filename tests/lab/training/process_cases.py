@@ -10,7 +10,7 @@ import torch
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last two are what a first step of training imports.
 CONTEXT.set_forkserver_preload(
-    ["pytest", "sage_ref.parallel", "sage_ref.training.pretrain", "numpy.random", "torch._dynamo"]
+    ["pytest", "sage_ref.parallel", "sage_lab.training.pretrain", "numpy.random", "torch._dynamo"]
 )
 LIMIT = 120  # seconds
 

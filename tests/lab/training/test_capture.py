@@ -6,10 +6,10 @@ import pytest
 import torch
 from pretrain_cases import CONFIG, sixteen_letters
 from safetensors.torch import save_file
+from sage_lab.models.llama import Llama
+from sage_lab.training.capture import TENSORS, Capture, attention_tensors, next_token_loss, read_capture, write_capture
 
 from sage_ref.attention import attention_forward
-from sage_ref.models.llama import Llama
-from sage_ref.training.capture import TENSORS, Capture, attention_tensors, next_token_loss, read_capture, write_capture
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-
-from sage_ref.training import corpus as corpus_module
-from sage_ref.training.corpus import Corpus, byte_pairs, read_corpus, write_tokens
+from sage_lab.training import corpus as corpus_module
+from sage_lab.training.corpus import Corpus, byte_pairs, read_corpus, write_tokens
 
 
 def text_of(corpus):

@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from pretrain_cases import CONFIG, Stopped, assert_same_bits, sixteen_letters, stopped
-from torch import nn
-
-from sage_ref.models.llama import Llama
-from sage_ref.training import full_batch
-from sage_ref.training.capture import next_token_loss
-from sage_ref.training.full_batch import (
+from sage_lab.models.llama import Llama
+from sage_lab.training import full_batch
+from sage_lab.training.capture import next_token_loss
+from sage_lab.training.full_batch import (
     CURVE,
     FullBatchSettings,
     FullBatchTraining,
@@ -18,6 +16,7 @@ from sage_ref.training.full_batch import (
     train_full_batch,
     windows,
 )
+from torch import nn
 
 EXACT = replace(CONFIG, layers=1, fused_prologue=False)
 SAGEBWD = replace(EXACT, attention="sagebwd", backend="reference", granularity="block", block_q=8, block_kv=8)
@@ -118,7 +117,7 @@ def test_the_kernels_get_what_the_core_is_given_in_bfloat16(monkeypatch):
         seen.append((query.dtype, key.dtype, value.dtype, options["backend"], options["prologue"]))
         return query * value
 
-    monkeypatch.setattr("sage_ref.models.llama.sagebwd_attention", kernels)
+    monkeypatch.setattr("sage_lab.models.llama.sagebwd_attention", kernels)
     config = replace(EXACT, attention="sagebwd", backend="triton", kv_heads=4)
     training = new_training(config, attention_in_bfloat16=True)
     training.accumulate_gradients()

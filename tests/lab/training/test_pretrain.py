@@ -15,16 +15,16 @@ import pretrain_cases as cases
 import pytest
 import torch
 from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, log_rows, new_training, pretrained, saved, sixteen_letters
+from sage_lab.models.llama import Llama
+from sage_lab.records import replaced
+from sage_lab.training import pretrain as pretrain_module
+from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
+from sage_lab.training.corpus import Corpus
+from sage_lab.training.loop import ResumableTraining
+from sage_lab.training.pretrain import Pretraining, load_model, result_row
+from sage_lab.training.processes import Processes, processes, snapshot_path
 
-from sage_ref.models.llama import Llama
-from sage_ref.records import replaced
 from sage_ref.tracing import INTERMEDIATES
-from sage_ref.training import pretrain as pretrain_module
-from sage_ref.training.capture import attention_errors, attention_tensors, next_token_loss
-from sage_ref.training.corpus import Corpus
-from sage_ref.training.loop import ResumableTraining
-from sage_ref.training.pretrain import Pretraining, load_model, result_row
-from sage_ref.training.processes import Processes, processes, snapshot_path
 
 SNAPSHOTS = (3, 8)
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from pretrain_cases import SETTINGS, STOCHASTIC, assert_same_bits, log_rows, pretrained, saved
 from process_cases import run_forked, run_together
+from sage_lab.__main__ import main
+from sage_lab.experiments import pretrain as pretrain_command
+from sage_lab.records import read_record
+from sage_lab.training.pretrain import Pretraining
+from sage_lab.training.processes import processes
 from torch.utils._pytree import tree_leaves
-
-from sage_ref.__main__ import main
-from sage_ref.experiments import pretrain as pretrain_command
-from sage_ref.records import read_record
-from sage_ref.training.pretrain import Pretraining
-from sage_ref.training.processes import processes
 
 # Killed
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from pretrain_cases import Stopped, assert_same_bits, stopped
-
-from sage_ref.experiments.capture_video import video_attention_tensors
-from sage_ref.models.video_dit import VideoDiTConfig
-from sage_ref.training import video as video_module
-from sage_ref.training.loop import Diverged, ResumableTraining, TrainingSettings, train
-from sage_ref.training.video import VideoTraining, flow_matching_loss, noisy, training_batch, videos
+from sage_lab.experiments.capture_video import video_attention_tensors
+from sage_lab.models.video_dit import VideoDiTConfig
+from sage_lab.training import video as video_module
+from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings, train
+from sage_lab.training.video import VideoTraining, flow_matching_loss, noisy, training_batch, videos
 
 CONFIG = VideoDiTConfig(frames=2, size=16, cube=(2, 4, 4), layers=2, width=32, heads=2)
 SETTINGS = TrainingSettings(steps=20, batch_size=4, learning_rate=1e-2, warmup_steps=5, report_every=5)

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
-from sage_ref.training import video_clips
-from sage_ref.training.video_clips import bundled_clips, clips_from, read_clips, small_square, write_clips
+from sage_lab.training import video_clips
+from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, small_square, write_clips
 
 
 def write_video(path, frames, *, height=16, width=24):
@@ -112,5 +111,5 @@ def test_clips_come_back_from_their_file_in_8_bits(tmp_path):
     ):
         clips_from(tmp_path / "clips.npz", 4, 9)
     (tmp_path / "junk").write_bytes(b"junk" * 10)
-    with pytest.raises(ValueError, match="^path: expected clips that `python -m sage_ref video clips` wrote, got"):
+    with pytest.raises(ValueError, match="^path: expected clips that `python -m sage_lab video clips` wrote, got"):
         clips_from(tmp_path / "junk", 4, 8)

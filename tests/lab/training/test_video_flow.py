@@ -10,17 +10,13 @@ import pytest
 import torch
 from pretrain_cases import assert_same_bits, log_rows, saved
 from process_cases import run_forked, run_together
-from torch import nn
-from video_cases import CONFIG, PLAN, SETTINGS, made_up_digits, opened_weights, start_in
-
-from sage_ref.experiments.video.plan import Run
-from sage_ref.experiments.video.runs import tune
-from sage_ref.models.video_dit import ATTENTIONS, VideoDiT, is_of_core
-from sage_ref.tracing import relative_l2
-from sage_ref.training import video_flow
-from sage_ref.training.loop import Diverged
-from sage_ref.training.processes import Processes, processes, run_training
-from sage_ref.training.video_flow import (
+from sage_lab.experiments.video.plan import Run
+from sage_lab.experiments.video.runs import tune
+from sage_lab.models.video_dit import ATTENTIONS, VideoDiT, is_of_core
+from sage_lab.training import video_flow
+from sage_lab.training.loop import Diverged
+from sage_lab.training.processes import Processes, processes, run_training
+from sage_lab.training.video_flow import (
     FlowTraining,
     fast_arithmetic,
     flow_batch,
@@ -30,7 +26,11 @@ from sage_ref.training.video_flow import (
     started_model,
     write_weights,
 )
-from sage_ref.training.video_router import RouterTraining
+from sage_lab.training.video_router import RouterTraining
+from torch import nn
+from video_cases import CONFIG, PLAN, SETTINGS, made_up_digits, opened_weights, start_in
+
+from sage_ref.tracing import relative_l2
 
 DIGITS = made_up_digits()
 
@@ -196,7 +196,7 @@ def test_weights_travel_in_bfloat16_and_in_parts_that_must_all_be_there(tmp_path
         with pytest.raises(ValueError, match=f"^weights: {message}"):
             read_weights(given)
     (tmp_path / "junk").write_bytes(b"junk" * 10)
-    with pytest.raises(ValueError, match="^weights: expected what `python -m sage_ref video train` wrote, got"):
+    with pytest.raises(ValueError, match="^weights: expected what `python -m sage_lab video train` wrote, got"):
         read_weights([tmp_path / "junk"])
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sage_lab.training.video_like import VideoLike, video_like
 from torch.testing import assert_close
 
 from sage_ref.sla2 import BlockSettings, block_mass, heuristic_scores, top_blocks
 from sage_ref.smoothing import smooth_key
-from sage_ref.training.video_like import VideoLike, video_like
 
 SMALL = VideoLike(grid=(2, 8, 12), cube=(1, 4, 4), heads=2, head_dim=16)
 CUBE = BlockSettings(block_q=16, block_kv=16)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sage_lab.training.video_router import RouterSettings, RouterTraining, new_core, stage1_error
 from torch.testing import assert_close
 from video_cases import CONFIG, made_up_digits, opened_weights
 
 from sage_ref.attention import attention_forward
 from sage_ref.sla2 import SLA2, sparse_linear_attention
-from sage_ref.training.video_router import RouterSettings, RouterTraining, new_core, stage1_error
 
 DIGITS = made_up_digits()
 SLA2_CONFIG = replace(CONFIG, attention="sla2", sparsity=0.5)

@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.testing import assert_close
-from video_cases import made_up_digits
-
-from sage_ref.training import packaged
-from sage_ref.training.video_scenes import (
+from sage_lab.training import packaged
+from sage_lab.training.video_scenes import (
     KINDS,
     OBJECTS,
     RADIUS,
@@ -21,6 +18,8 @@ from sage_ref.training.video_scenes import (
     part_of,
     render,
 )
+from torch.testing import assert_close
+from video_cases import made_up_digits
 
 DIGITS = made_up_digits()
 

@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import torch
-
-from sage_ref.experiments.video.plan import CPU_PLAN
-from sage_ref.experiments.video.runs import Start
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_ref.training.processes import Processes
-from sage_ref.training.video_flow import FlowSettings
+from sage_lab.experiments.video.plan import CPU_PLAN
+from sage_lab.experiments.video.runs import Start
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.training.processes import Processes
+from sage_lab.training.video_flow import FlowSettings
 
 # 64 tokens: 8 blocks of 8, cubes of 2 x 2 x 2, and 4 blocks of 16 queries.
 CONFIG = VideoDiTConfig(

@@ -6,5 +6,5 @@ runs       works off the plan, killed and resumed
 verdicts   which of the paper's claims the rows support
 speed      a step and sampling, beside other attentions
 pictures   film strips and GIFs of samples
-command    `python -m sage_ref video ...`
+command    `python -m sage_lab video ...`
 """

@@ -1,4 +1,4 @@
-"""`python -m sage_ref video ACTION`: pre-train a video model, fine-tune it with SLA2, sample from it, judge it.
+"""`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2, sample from it, judge it.
 
 clips      decode real clips into one small file, for machines without a decoder
 train      pre-train with any attention; under torchrun on several devices
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sage_ref.command_line import (
+from sage_lab.command_line import (
     add_device_option,
     from_zero,
     input_path,
@@ -31,9 +31,9 @@ from sage_ref.command_line import (
     positive_number,
     zero_to_one,
 )
-from sage_ref.experiments.video.measures import answers, questions
-from sage_ref.experiments.video.pictures import write_film, write_strip
-from sage_ref.experiments.video.plan import (
+from sage_lab.experiments.video.measures import answers, questions
+from sage_lab.experiments.video.pictures import write_film, write_strip
+from sage_lab.experiments.video.plan import (
     ARMS,
     FULL,
     PLANS,
@@ -44,15 +44,15 @@ from sage_ref.experiments.video.plan import (
     planned,
     run_seconds,
 )
-from sage_ref.experiments.video.runs import Start, VideoRuns, all_rows, tune
-from sage_ref.experiments.video.speed import CONTENDERS, VideoSpeedPlan, length_rows, speed_table, why_missing
-from sage_ref.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
-from sage_ref.models.video_dit import ATTENTIONS, VideoDiTConfig
-from sage_ref.records import FinishedParts, Row, markdown_table, only_writer, provenance, write_record
-from sage_ref.training.full_batch import OutOfTime
-from sage_ref.training.processes import Processes, processes, run_training
-from sage_ref.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
-from sage_ref.training.video_flow import (
+from sage_lab.experiments.video.runs import Start, VideoRuns, all_rows, tune
+from sage_lab.experiments.video.speed import CONTENDERS, VideoSpeedPlan, length_rows, speed_table, why_missing
+from sage_lab.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
+from sage_lab.models.video_dit import ATTENTIONS, VideoDiTConfig
+from sage_lab.records import FinishedParts, Row, markdown_table, only_writer, provenance, write_record
+from sage_lab.training.full_batch import OutOfTime
+from sage_lab.training.processes import Processes, processes, run_training
+from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
+from sage_lab.training.video_flow import (
     PURPOSES,
     FlowSettings,
     FlowTraining,
@@ -62,7 +62,7 @@ from sage_ref.training.video_flow import (
     started_model,
     write_weights,
 )
-from sage_ref.training.video_scenes import digit_images, seed_of
+from sage_lab.training.video_scenes import digit_images, seed_of
 
 # 16,384 tokens; a block of 64 is a cube of 4 x 4 x 4.
 MODEL = VideoDiTConfig(frames=16, size=128, patch=4, cube=(4, 4, 4), layers=6, width=384, heads=3)

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_ref.experiments.video.plan import VideoPlan
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_ref.records import Row
+from sage_lab.experiments.video.plan import VideoPlan
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.records import Row
+from sage_lab.training.capture import watched_attention
+from sage_lab.training.video import noisy
+from sage_lab.training.video_flow import PURPOSES, fast_arithmetic, flow_batch, sample
+from sage_lab.training.video_scenes import Scenes, draw_scenes, render, seed_of
 from sage_ref.tracing import relative_l2
-from sage_ref.training.capture import watched_attention
-from sage_ref.training.video import noisy
-from sage_ref.training.video_flow import PURPOSES, fast_arithmetic, flow_batch, sample
-from sage_ref.training.video_scenes import Scenes, draw_scenes, render, seed_of
 
 HALF_WINDOW = 18  # pixels around an object's centre, in each direction: the largest object's radius
 REACH = 4  # pixels around its true place in which an object is looked for

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from sage_ref.models.video_dit import VideoDiTConfig
-from sage_ref.records import markdown_table
+from sage_lab.models.video_dit import VideoDiTConfig
+from sage_lab.records import markdown_table
+from sage_lab.training.video_flow import FlowSettings
+from sage_lab.training.video_router import RouterSettings
 from sage_ref.sla2 import block_count, selected_count
-from sage_ref.training.video_flow import FlowSettings
-from sage_ref.training.video_router import RouterSettings
 
 
 class Arm(NamedTuple):

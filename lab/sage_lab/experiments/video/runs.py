@@ -17,19 +17,19 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_ref.experiments.video.measures import Answers, Questions, answers, questions
-from sage_ref.experiments.video.pictures import write_film, write_strip
-from sage_ref.experiments.video.plan import ARMS, FULL, Run, VideoPlan, planned
-from sage_ref.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_ref.records import FinishedParts, Row, replaced
+from sage_lab.experiments.video.measures import Answers, Questions, answers, questions
+from sage_lab.experiments.video.pictures import write_film, write_strip
+from sage_lab.experiments.video.plan import ARMS, FULL, Run, VideoPlan, planned
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.records import FinishedParts, Row, replaced
+from sage_lab.training.capture import watched_attention
+from sage_lab.training.full_batch import OutOfTime
+from sage_lab.training.processes import ParallelTraining, Processes, run_training
+from sage_lab.training.video import noisy
+from sage_lab.training.video_clips import clips_from, write_clips
+from sage_lab.training.video_flow import FlowSettings, FlowTraining, Weights, digest, fast_arithmetic, started_model
+from sage_lab.training.video_router import RouterSettings, RouterTraining
 from sage_ref.sla2 import SLA2
-from sage_ref.training.capture import watched_attention
-from sage_ref.training.full_batch import OutOfTime
-from sage_ref.training.processes import ParallelTraining, Processes, run_training
-from sage_ref.training.video import noisy
-from sage_ref.training.video_clips import clips_from, write_clips
-from sage_ref.training.video_flow import FlowSettings, FlowTraining, Weights, digest, fast_arithmetic, started_model
-from sage_ref.training.video_router import RouterSettings, RouterTraining
 
 UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
 Settings = TypeVar("Settings", RouterSettings, FlowSettings)

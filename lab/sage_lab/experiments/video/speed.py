@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from sage_lab.experiments.turns import orders
+from sage_lab.experiments.video.measures import synchronized_time
+from sage_lab.models import flash_attention_4 as fa4
+from sage_lab.models.video_dit import VideoDiTConfig
+from sage_lab.records import Row, markdown_table
+from sage_lab.training.processes import Processes
+from sage_lab.training.video_flow import FlowSettings, FlowTraining, fast_arithmetic, graphed, sample
 from sage_ref.backend import why_not_importable
-from sage_ref.experiments.turns import orders
-from sage_ref.experiments.video.measures import synchronized_time
-from sage_ref.models import flash_attention_4 as fa4
-from sage_ref.models.video_dit import VideoDiTConfig
-from sage_ref.records import Row, markdown_table
 from sage_ref.sla2 import block_count, selected_count
-from sage_ref.training.processes import Processes
-from sage_ref.training.video_flow import FlowSettings, FlowTraining, fast_arithmetic, graphed, sample
 
 FLEX_BLOCK = 128
 Velocity = Callable[[Tensor, Tensor], Tensor]  # of a noisy video at a noise level

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sage_ref.experiments.video.plan import AFTERWARDS
-from sage_ref.records import Row, markdown_table
+from sage_lab.experiments.video.plan import AFTERWARDS
+from sage_lab.records import Row, markdown_table
 
 DRAWS = 10_000
 LOSS = "loss_by_video"

@@ -1,0 +1,1 @@
+"""Tables and numbers that pages and notebooks read from the records."""
