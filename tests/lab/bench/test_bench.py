@@ -11,7 +11,7 @@ from fake_gpu import fake_gpu
 
 pytest.importorskip("triton")
 from sage_course.results.paired import ratio_lines, turns
-from sage_kernels.__main__ import main
+from sage_lab.__main__ import main
 from sage_lab.bench import bench, bench_command, contenders, ladder_bench, sla2_bench, sla2_case, sparse_bench
 from sage_lab.bench import paired as paired_module
 from sage_lab.bench.bench import Case, Shape
