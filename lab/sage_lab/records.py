@@ -7,13 +7,12 @@ REPOSITORY is the checkout that this file is part of, RECORDED its folder of rec
 """
 
 import glob
-import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -72,13 +71,14 @@ def read_record(name: str | Path) -> Record:
     path = Path(name) if is_path else RECORDED / f"{name}.json"
     if not path.exists():
         raise FileNotFoundError(f"name: expected a record at {path}, found none")
-    content = _read_json(path, "a record")
+    content = read_json(path, "a record")
     if not isinstance(content.get("provenance"), dict) or not isinstance(content.get("rows"), list):
         raise ValueError(f"name: expected a record with provenance and rows, got {path}")
     return Record(content["provenance"], content["rows"])
 
 
-def _read_json(path: Path, what: str) -> dict[str, Any]:
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Return the object in a JSON file; `what` names what was expected in the error."""
     try:
         content = json.loads(path.read_text())
     except ValueError:
@@ -161,31 +161,6 @@ def only_writer(path: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
-
-
-class FinishedParts:
-    """The finished parts of a long measurement, in a file, so that one that was killed goes on where it was.
-
-    path: its end is replaced by a digest of `arguments` and .partial, so that a measurement with other arguments
-    neither reads nor removes them.
-    """
-
-    def __init__(self, path: Path, arguments: Any):
-        digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
-        self.path = Path(path).with_suffix(f".{digest}.partial")
-        self.parts = _read_json(self.path, "finished parts of a measurement") if self.path.exists() else {}
-
-    def rows(self, name: str, measure: Callable[[], list[Row]]) -> list[Row]:
-        """The rows of one part: from the file, or measured now and kept there."""
-        if name not in self.parts:
-            self.parts[name] = measure()
-            with replaced(self.path) as temporary:
-                temporary.write_text(json.dumps(self.parts))
-        return self.parts[name]
-
-    def remove(self) -> None:
-        """All is recorded elsewhere."""
-        self.path.unlink(missing_ok=True)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -17,7 +17,8 @@ from sage_lab.bench.contenders import OURS, Absent
 from sage_lab.bench.options import require_gpu
 from sage_lab.bench.peers import PEERS
 from sage_lab.command_line import Failed, positive
-from sage_lab.records import FinishedParts, Row, markdown_table, only_writer, provenance, write_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Row, markdown_table, only_writer, provenance, write_record
 
 # By --op and --levels. Each has SHAPES and bench_shape(shape, absent), the rows of one shape.
 MEASUREMENTS = {

@@ -43,7 +43,8 @@ from sage_lab.bench.compile import (
 from sage_lab.bench.machine_loop import Demand, demand
 from sage_lab.bench.timing_model import Kernel, gpus, milliseconds
 from sage_lab.command_line import output_file, positive
-from sage_lab.records import FinishedParts, Row, markdown_table, only_writer, read_record, write_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Row, markdown_table, only_writer, read_record, write_record
 
 # The GPU whose rates rank the candidates of a compute capability; of 100 none is listed: fewest spills decide.
 RANKED_FOR = {80: "A100-SXM-80GB", 86: "RTX 3090", 90: "H200", 120: "RTX 5090"}

@@ -11,7 +11,7 @@ from sage_kernels.sla2.sums import unselected_sums_by_key
 
 from sage_lab.bench.sla2_bench import Case, Shape, judged
 from sage_lab.bench.tuning import Kernel, compile_candidates, fastest
-from sage_lab.records import FinishedParts
+from sage_lab.plan import FinishedParts
 
 SPARSITY = 0.97
 

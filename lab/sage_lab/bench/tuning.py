@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sage_lab.bench.judge import exact_head, require_close
 from sage_lab.bench.paired import measure
-from sage_lab.records import FinishedParts
+from sage_lab.plan import FinishedParts
 
 
 class Kernel(NamedTuple):

@@ -38,17 +38,8 @@ from tqdm import tqdm
 
 from sage_lab.command_line import add_corpus_options, add_device_option, corpus_of, from_zero, positive, positive_number
 from sage_lab.models.llama import LlamaConfig
-from sage_lab.records import (
-    FinishedParts,
-    Record,
-    Row,
-    listed,
-    markdown_table,
-    only_writer,
-    provenance,
-    read_record,
-    write_record,
-)
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Record, Row, listed, markdown_table, only_writer, provenance, read_record, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, OutOfTime, train_full_batch
 from sage_ref.sagebwd.settings import REMEDIES, UNBIASED

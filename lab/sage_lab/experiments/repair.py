@@ -24,7 +24,8 @@ from tqdm import tqdm
 from sage_lab.command_line import from_zero, input_path, positive
 from sage_lab.experiments.repair_cost import cost
 from sage_lab.experiments.table2 import CAPTURES
-from sage_lab.records import RECORDED, FinishedParts, Row, markdown_table, only_writer, write_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import RECORDED, Row, markdown_table, only_writer, write_record
 from sage_lab.training.capture import TENSORS, read_capture
 from sage_ref.sagebwd.settings import MATMULS, REMEDIES, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates

@@ -26,15 +26,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_lab.command_line import add_device_option, input_path, number_from_zero, percentage, positive
-from sage_lab.records import (
-    RECORDED,
-    FinishedParts,
-    Record,
-    Row,
-    markdown_table,
-    only_writer,
-    write_record,
-)
+from sage_lab.plan import FinishedParts
+from sage_lab.records import RECORDED, Record, Row, markdown_table, only_writer, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.video_like import VideoLike, video_like
 from sage_ref.attention import attention_forward, softmax_scale

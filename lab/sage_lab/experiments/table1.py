@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sage_lab.command_line import add_device_option, positive, tile_size
-from sage_lab.records import FinishedParts, Record, Row, markdown_table, only_writer, write_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Record, Row, markdown_table, only_writer, write_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 

@@ -23,7 +23,8 @@ from sage_lab.bench.timing_model import (
     tiles_per_clock,
     warps_per_scheduler,
 )
-from sage_lab.records import RECORDED, FinishedParts, read_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import RECORDED, read_record
 
 NOTHING = Demand(*[0] * len(Demand._fields))
 # One clock per multiply-add, result and byte of each scheduler, and per warp's instruction where 32 threads share it.

@@ -33,7 +33,8 @@ from sage_lab.experiments import (
     table2,
 )
 from sage_lab.experiments.video import command as video
-from sage_lab.records import FinishedParts, only_writer
+from sage_lab.plan import FinishedParts
+from sage_lab.records import only_writer
 
 PROGRAMS = {"sage_lab": lab_main.main, "sage_ref": lab_main.main, "sage_kernels": lab_main.main}
 TRAIN = (  # noqa: SIM905 (as it is typed)

@@ -21,7 +21,8 @@ from sage_lab.experiments.gradient_noise import (
     noise_row,
 )
 from sage_lab.models.llama import Llama
-from sage_lab.records import FinishedParts, markdown_table, read_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import markdown_table, read_record
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import load_model

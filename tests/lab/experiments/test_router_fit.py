@@ -10,7 +10,8 @@ import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import router_fit
 from sage_lab.experiments.router_fit import FITTED, HELD_OUT, FitSettings, RouterSweep, fit_router, mask_rows, samples
-from sage_lab.records import FinishedParts, Record, read_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Record, read_record
 from sage_lab.training.capture import Capture, write_capture
 from sage_lab.training.video_like import VideoLike, video_like
 from torch.optim.optimizer import register_optimizer_step_pre_hook

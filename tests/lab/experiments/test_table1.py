@@ -7,7 +7,8 @@ import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import table1
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep
-from sage_lab.records import FinishedParts, Record, read_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Record, read_record
 
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates

@@ -1,0 +1,182 @@
+"""A plan: every run is measured once, in its order, however often the work is killed, stopped or broken."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+from sage_lab.command_line import Failed
+from sage_lab.plan import FinishedParts, OutOfTime, Plan, Run, Work, deadline, opened
+
+
+@dataclass(frozen=True)
+class Draw(Run):
+    arm: str
+    seed: int
+    rate: float = 0.5
+
+
+RUNS = [Draw(arm, seed) for seed in (0, 1) for arm in ("exact", "INT8, K smoothed")]
+PLAN = Plan("draws", [RUNS], seconds=lambda run: 60.0 * (1 + run.seed))
+
+
+def drawn(run, device=None):
+    return [{"name": run.name, "value": random.Random(run.name).random()}]
+
+
+def test_a_name_has_every_field_and_is_a_files():
+    assert RUNS[1].name == "INT8_K_smoothed_seed0_rate0.5"
+    assert Draw("a/b: 5%", 0, 1e-3).name == "a_b_5_seed0_rate0.001"
+    with pytest.raises(ValueError, match="runs: expected a different name for each, got a_seed0_rate0.5 twice"):
+        Plan("x", [[Draw("a", 0), Draw("a%", 0)]]).known({})
+
+
+def test_a_stage_begins_when_all_before_it_is_finished_and_sees_its_rows(tmp_path):
+    def best(finished):
+        return [Draw("winner", round(100 * max(rows[0]["value"] for rows in finished.values())))]
+
+    plan = Plan("staged", [RUNS[:1], RUNS[1:3], best])
+    assert plan.known({}) == RUNS[:1]
+    assert plan.known({RUNS[0]: [], RUNS[2]: []}) == RUNS[:3]
+    with opened(plan, tmp_path, None) as work:
+        assert work.finish(drawn) == []
+    assert [run.arm for run in work.finished] == ["exact", "INT8, K smoothed", "exact", "winner"]
+    assert work.rows == [row for run in work.finished for row in drawn(run)]
+    assert Work(plan, tmp_path, None).finished == work.finished
+
+
+def test_the_table_predicts_when_each_run_ends():
+    lines = PLAN.table({RUNS[0]: []}).splitlines()
+    assert lines[2:] == [
+        "| 1 | exact_seed0_rate0.5 | 60 | 1.0 | done |",
+        "| 2 | INT8_K_smoothed_seed0_rate0.5 | 60 | 2.0 |  |",
+        "| 3 | exact_seed1_rate0.5 | 120 | 4.0 |  |",
+        "| 4 | INT8_K_smoothed_seed1_rate0.5 | 120 | 6.0 |  |",
+    ]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sage_lab.plan import opened
+from test_plan import PLAN, drawn
+folder, kills_in = Path(sys.argv[1]), sys.argv[2]
+def measure(run, device):
+    (folder / "measured").open("a").write(run.name + "\\n")
+    work.checkpoint(run).touch()
+    if run.name == kills_in:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return drawn(run)
+with opened(PLAN, folder, ("arguments", 1)) as work:
+    work.finish(measure)
+"""
+
+
+def test_after_kill_9_only_what_is_not_finished_is_measured(tmp_path):
+    command = [sys.executable, "-c", KILLED, tmp_path]
+    path = {"PYTHONPATH": ":".join(sys.path)}
+    killed = subprocess.run([*command, RUNS[2].name], env=path, stderr=subprocess.DEVNULL, check=False)
+    assert killed.returncode == -9
+    work = Work(PLAN, tmp_path, ("arguments", 1))
+    assert list(work.finished) == RUNS[:2]
+    assert work.checkpoint(RUNS[2]).exists()  # which the run goes on from
+    subprocess.run([*command, "none"], env=path, stderr=subprocess.DEVNULL, check=True)
+    names = [run.name for run in RUNS]
+    assert (tmp_path / "measured").read_text().splitlines() == [*names[:3], *names[2:]]
+    work = Work(PLAN, tmp_path, ("arguments", 1))
+    assert work.rows == [row for run in RUNS for row in drawn(run)]
+    assert {path.name for path in tmp_path.iterdir()} == {"measured", work.parts.path.name}
+    assert Work(PLAN, tmp_path, ("arguments", 2)).rows == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "devices"), [(KeyboardInterrupt, 1), (OutOfTime, 1), (OutOfTime, 2), (ValueError, 1), (ValueError, 2)]
+)
+def test_a_stop_keeps_what_is_finished(tmp_path, stop, devices):
+    """A deadline ends a run alone; Ctrl-C and errors end the work at once."""
+
+    def stopped(run, device):
+        if run == RUNS[1]:
+            raise stop
+        return drawn(run)
+
+    with opened(PLAN, tmp_path, None, range(devices)) as work:
+        if stop is OutOfTime:
+            assert work.finish(stopped) == [RUNS[1]]
+        else:
+            with pytest.raises(stop):
+                work.finish(stopped)
+    assert RUNS[0] in Work(PLAN, tmp_path, None).finished
+    with opened(PLAN, tmp_path, None) as work:
+        assert work.finish(drawn) == []
+    assert work.rows == [row for run in RUNS for row in drawn(run)]
+
+
+def test_a_broken_run_is_reported_after_all_others(tmp_path):
+    def broken(run, device):
+        if run == RUNS[0]:
+            raise Failed("see its log")
+        return drawn(run)
+
+    with opened(PLAN, tmp_path, None) as work, pytest.raises(Failed, match="see its log"):
+        work.finish(broken)
+    assert list(work.finished) == RUNS[1:]
+
+
+def test_when_the_time_is_over_no_run_begins_and_finished_ones_cost_nothing(tmp_path):
+    assert not deadline(None)()
+    assert not deadline(60)()
+    is_over = deadline(1e-9)
+    time.sleep(0.001)
+    with opened(PLAN, tmp_path, None, is_over=lambda: len(work.rows) == 3) as work:
+        assert work.finish(drawn) == RUNS[3:]
+    with opened(PLAN, tmp_path, None, is_over=is_over) as work:
+        assert work.finish(drawn) == RUNS[3:]
+    assert len(work.rows) == 3
+
+
+def test_every_device_works_on_one_run_at_a_time(tmp_path):
+    busy, order, both = set(), [], threading.Barrier(2)
+
+    def measure(run, device):
+        assert device not in busy
+        busy.add(device)
+        both.wait(10)  # two runs are under way, always
+        order.append(device)
+        busy.remove(device)
+        return drawn(run)
+
+    seen = []
+    with opened(PLAN, tmp_path, None, devices=("first", "second")) as work:
+        assert work.finish(measure, seen.append) == []
+    assert sorted(order) == ["first"] * 2 + ["second"] * 2
+    assert set(seen) == set(RUNS)
+    assert work.rows == [row for run in RUNS for row in drawn(run)]
+
+
+def test_two_do_not_work_off_the_same_plan(tmp_path):
+    expected = "path: expected a file that no other process is writing"
+    with opened(PLAN, tmp_path, 1), pytest.raises(ValueError, match=expected), opened(PLAN, tmp_path, 1):
+        pass
+    with opened(PLAN, tmp_path, 1):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unfinished_parts_belong_to_their_arguments(tmp_path):
+    """Another call neither reads nor removes them."""
+    measured = []
+    measure = lambda: measured.append(0) or [{"n": len(measured)}]  # noqa: E731
+    first, other = (FinishedParts(tmp_path / "x.json", arguments) for arguments in ((1, "a"), (2, "a")))
+    assert first.rows("part", measure) == first.rows("part", measure) == [{"n": 1}]
+    assert other.rows("part", measure) == [{"n": 2}]
+    other.remove()
+    assert FinishedParts(tmp_path / "x.json", (1, "a")).rows("part", measure) == [{"n": 1}]
+    for content in ("", "[]", '{"part": [{"n": 1'):
+        first.path.write_text(content)
+        with pytest.raises(ValueError, match="path: expected finished parts of a measurement in JSON, got .*partial"):
+            FinishedParts(tmp_path / "x.json", (1, "a"))
+        assert first.path.read_text() == content
