@@ -3,7 +3,7 @@
 Every candidate of every portable kernel is compiled for a GPU that needn't be there. A candidate that wants more shared
 memory than the GPU has is out. Of the others, those with the fewest spills in their loops over tiles stay (none, if any
 has none). A spill outside these loops runs once per program and is recorded only. Then the one is kept that
-`timing_model` expects to be the fastest. Where it sees hardly a difference (TIE), the fewest instructions per score
+`cost_model` expects to be the fastest. Where it sees hardly a difference (TIE), the fewest instructions per score
 decide: what the model leaves out grows with them.
 
 Pipeline stages are not ranked so: what they hide, latency, the model can't see. Tiles are compared with two stages, and
@@ -40,16 +40,15 @@ from sage_lab.bench.compile import (
     named,
     sla2_cases,
 )
-from sage_lab.bench.machine_loop import Demand, demand
-from sage_lab.bench.timing_model import Kernel, gpus, milliseconds
-from sage_lab.command_line import output_file, positive
+from sage_lab.bench.cost_model import TABLE, gpus, kernel_of, milliseconds
+from sage_lab.bench.machine_loop import demand
+from sage_lab.command_line import positive
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row, markdown_table, only_writer, read_record, write_record
 
 # The GPU whose rates rank the candidates of a compute capability; of 100 none is listed: fewest spills decide.
 RANKED_FOR = {80: "A100-SXM-80GB", 86: "RTX 3090", 90: "H200", 120: "RTX 5090"}
 CAPABILITIES = tuple(capability for capability in SHARED_MEMORY if capability not in SAME_CODE)
-TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
 STAGES = (2, 1, 3)  # in the order in which they are tried
 TIE = 0.03  # predicted times that differ by less are equal
 
@@ -80,14 +79,6 @@ def counted(case: Case) -> Row:
     if asked is not None:
         row |= {"instructions_per_score": round(asked.instructions / scores, 3)} | asked._asdict()
     return row
-
-
-def kernel_of(row: Row) -> Kernel | None:
-    """A row's kernel for `timing_model`; None of one without a loop with exponentials."""
-    if row.get("instructions") is None:
-        return None
-    sizes = (row[name] for name in ("block_q", "block_kv", "num_warps", "registers", "shared"))
-    return Kernel(*sizes, Demand(*map(row.get, Demand._fields)))
 
 
 def predicted(row: Row) -> float:
@@ -167,11 +158,11 @@ def wanted(options: argparse.Namespace) -> list[Case]:
     return found
 
 
-def table(asked: list[Case], options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
+def table(path: Path, asked: list[Case], options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
     """The rows of the kernels that were asked for, and those of others that the table had."""
     if options.defaults:
         return compiled([x._replace(launch=DEFAULTS[x.kernel]) for x in asked], parts, options.workers)
-    rows = {key_of(row): row for row in (read_record(options.table).rows if options.table.exists() else [])}
+    rows = {key_of(row): row for row in (read_record(path).rows if path.exists() else [])}
     for capability in options.capability:
         if mine := [case for case in asked if case.capability == capability]:
             rows |= {key_of(row): row for row in chosen(mine, parts, options.workers)}
@@ -184,7 +175,6 @@ def key_of(row: Row) -> tuple:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
-    parser.add_argument("--table", "--json", type=output_file, default=TABLE, metavar="FILE", help="the table")
     parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
     parser.add_argument("--defaults", action="store_true", help="compile DEFAULTS alone: what was before choosing")
     parser.add_argument("--workers", type=positive, default=2, help="processes")
@@ -192,13 +182,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
-    if options.defaults and options.table == TABLE:
-        raise ValueError("record: expected another file than the table for --defaults, got none")
+    path = options.json or TABLE
+    if options.defaults and path == TABLE:
+        raise ValueError("json: expected a different file than the table for --defaults, got none")
     asked = wanted(options)
-    with only_writer(options.table):
-        parts = FinishedParts(options.table, (triton.__version__, sources()))
-        rows = table(asked, options, parts)
-        write_record(options.table, rows, command=options.command)
+    with only_writer(path):
+        parts = FinishedParts(path, (triton.__version__, sources()))
+        rows = table(path, asked, options, parts)
+        write_record(path, rows, command=options.command)
         parts.remove()
     header = ("capability", "kernel", "level", "head_dim", *Launch._fields, "registers", "spills", "spills_in_loops")
     print(markdown_table(header, [[row[name] for name in header] for row in rows]))

@@ -6,26 +6,13 @@ of the slots in which a scheduler issues. `Demand` counts what one warp asks for
 """
 
 import re
-from typing import NamedTuple
 
+from sage_lab.bench.cost_model import Demand
 from sage_lab.bench.instructions import kind_of, tile_loops
 
 FLOAT = r"F(?:ADD|MUL|FMA)|IMAD|H(?:FMA|MUL|ADD)2"
 SPECIAL = r"MUFU|F2I|I2F(?!P)|F2F(?!P)|FRND"
 INTEGER = r"FMNMX|VIMNMX|FSEL|SEL|[FI]SETP|I?ADD|VIADD|IADD3|LOP3|PLOP3|PRMT|SHF|LEA|MOV|I2FP|F2FP|I2IP|SGXT|CS2R|IABS"
-
-
-class Demand(NamedTuple):
-    """Of one warp, for one tile."""
-
-    instructions: int  # issue slots
-    float32: int  # float arithmetic, and integer multiplications, which run on the same units
-    integer: int  # comparisons, logic, additions of integers, conversions that only move bits
-    special: int  # exponentials, reciprocals, conversions of a number
-    other: int  # neither of these three: loads, stores, matmuls, branches, addresses that all threads share
-    bytes: int  # to and from shared memory or the L1 cache, which is the same memory
-    int8: int  # multiply-adds of the tensor cores
-    float16: int
 
 
 def demand(code: str, scores: int) -> Demand | None:
