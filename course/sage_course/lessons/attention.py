@@ -1,8 +1,11 @@
 """Notebook 01: the backward pass of attention, one matmul after the other."""
 
+from functools import partial
+
 import torch
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 
 
 def through_the_output(p, v, do):
@@ -31,9 +34,7 @@ def probabilities_again(q, k, log_sum_exp, c):
     return torch.exp(s - log_sum_exp)
 
 
-def _draw(seed: int, *shapes: tuple[int, ...]) -> tuple:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+_draw = partial(draws, dtype=torch.float64)
 
 
 def _probabilities(seed: int) -> torch.Tensor:
@@ -45,84 +46,52 @@ def _of_a_product() -> list[tuple]:
 
 
 def _queries_keys_and_l() -> list[tuple]:
-    """All keys, and a tile of them."""
+    """Return trials with all keys and with one tile of them."""
     q, k = _draw(4, (3, 4), (5, 4))
     log_sum_exp = (0.5 * q @ k.mT).logsumexp(-1, keepdim=True)
     return [(q, k, log_sum_exp, 0.5), (q, k[:2], log_sum_exp, 0.5)]
 
 
 GAPS = {
-    "through_the_output": Gap(
-        through_the_output,
-        _of_a_product,
-        (
-            Mistake("p.mT @ do", "do.mT @ p", "That is dV transposed. Which product has the shape of V, [Nk, D]?"),
-            Mistake("do @ v.mT", "v @ do.mT", "That is dP transposed. Which product has the shape of P, [Nq, Nk]?"),
-            Mistake("do @ v.mT", "p * (do @ v.mT)", "That goes on to dS. The gradient of O = P V has no P in it."),
-            Mistake("return dv, dp", "return dp, dv", "dV first, then dP."),
-        ),
-    ),
-    "through_the_softmax": Gap(
-        through_the_softmax,
-        lambda: [(_probabilities(2), *_draw(3, (3, 5)))],
-        (
-            Mistake("(p * dp).sum(-1, keepdim=True)", "dp.sum(-1, keepdim=True)", "Each dP counts with its P."),
-            Mistake(
-                "(p * dp).sum(-1, keepdim=True)",
-                "(p * dp).sum(-2, keepdim=True)",
-                "One number per row, not per column.",
-            ),
-            Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
-            Mistake("(dp - delta)", "(delta - dp)", "The sign is the other way round."),
-            Mistake("p * (dp - delta)", "dp - delta", "The factor P in front is missing."),
-            Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "delta is a sum."),
-            Mistake("p * (dp - delta)", "p * (1 - p) * dp", "That is the diagonal of the Jacobian alone."),
-            Mistake("p * (dp - delta)", "p * dp", "delta is missing: rows would not sum to zero."),
-        ),
-    ),
-    "delta_of": Gap(
-        delta_of,
-        lambda: [_draw(5, (3, 4), (3, 4))],
-        (
-            Mistake("sum(-1, keepdim=True)", "sum(-1)", "Keep the dimension: [queries, 1]."),
-            Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "It is a sum."),
-            Mistake("(do * o).sum(-1, keepdim=True)", "(do @ o.mT).sum(-1, keepdim=True)", "Entry by entry: dO * O."),
-        ),
-    ),
-    "through_the_scores": Gap(
-        through_the_scores,
-        lambda: [(*_draw(6, (3, 5), (3, 4), (5, 4)), 0.5)],
-        (
-            Mistake("ds @ k * c", "ds @ k", "c is missing from dQ."),
-            Mistake("ds.mT @ q * c", "ds.mT @ q", "c is missing from dK."),
-            Mistake(
-                "ds @ k * c\n    dk = ds.mT @ q * c",
-                "ds @ k\n    dk = ds.mT @ q",
-                "S = c Q K^T: c is missing from both gradients.",
-            ),
-            Mistake("ds @ k * c\n    dk = ds.mT @ q * c", "ds @ k / c\n    dk = ds.mT @ q / c", "Times c, not over c."),
-            Mistake("ds.mT @ q * c", "q.mT @ ds * c", "That is dK transposed."),
-            Mistake("return dq, dk", "return dk, dq", "dQ first, then dK."),
-        ),
-    ),
-    "probabilities_again": Gap(
-        probabilities_again,
-        _queries_keys_and_l,
-        (
-            Mistake("q @ k.mT * c", "q @ k.mT", "c is missing from S."),
-            Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s)", "Divide by the row's sum: subtract L."),
-            Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s) / log_sum_exp", "L is the logarithm of the sum."),
-            Mistake(
-                "torch.exp(s - log_sum_exp)",
-                "torch.softmax(s, -1)",
-                "Wrong for a tile: a softmax divides by the sum over the keys it sees, L knows the sum over all.",
-            ),
-            Mistake("torch.exp(s - log_sum_exp)", "s - log_sum_exp", "That is the logarithm of P."),
-            Mistake(
-                "torch.exp(s - log_sum_exp)",
-                "torch.exp(s - s.amax(-1, keepdim=True))",
-                "Subtract L instead of the largest score: then nothing is left to divide by.",
-            ),
-        ),
-    ),
-}
+    "through_the_output": Gap(through_the_output, _of_a_product, (
+        Mistake("p.mT @ do", "do.mT @ p", "That is dV transposed. Which product has the shape of V, [Nk, D]?"),
+        Mistake("do @ v.mT", "v @ do.mT", "That is dP transposed. Which product has the shape of P, [Nq, Nk]?"),
+        Mistake("do @ v.mT", "p * (do @ v.mT)", "That goes on to dS. The gradient of O = P V has no P in it."),
+        Mistake("return dv, dp", "return dp, dv", "dV first, then dP."),
+    )),
+    "through_the_softmax": Gap(through_the_softmax, lambda: [(_probabilities(2), *_draw(3, (3, 5)))], (
+        Mistake("(p * dp).sum(-1, keepdim=True)", "dp.sum(-1, keepdim=True)", "Each dP counts with its P."),
+        Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-2, keepdim=True)",
+                "One number per row, not per column."),
+        Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
+        Mistake("(dp - delta)", "(delta - dp)", "The sign is the other way round."),
+        Mistake("p * (dp - delta)", "dp - delta", "The factor P in front is missing."),
+        Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "delta is a sum."),
+        Mistake("p * (dp - delta)", "p * (1 - p) * dp", "That is the diagonal of the Jacobian alone."),
+        Mistake("p * (dp - delta)", "p * dp", "delta is missing: rows would not sum to zero."),
+    )),
+    "delta_of": Gap(delta_of, lambda: [_draw(5, (3, 4), (3, 4))], (
+        Mistake("sum(-1, keepdim=True)", "sum(-1)", "Keep the dimension: [queries, 1]."),
+        Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "It is a sum."),
+        Mistake("(do * o).sum(-1, keepdim=True)", "(do @ o.mT).sum(-1, keepdim=True)", "Entry by entry: dO * O."),
+    )),
+    "through_the_scores": Gap(through_the_scores, lambda: [(*_draw(6, (3, 5), (3, 4), (5, 4)), 0.5)], (
+        Mistake("ds @ k * c", "ds @ k", "c is missing from dQ."),
+        Mistake("ds.mT @ q * c", "ds.mT @ q", "c is missing from dK."),
+        Mistake("ds @ k * c\n    dk = ds.mT @ q * c", "ds @ k\n    dk = ds.mT @ q",
+                "S = c Q K^T: c is missing from both gradients."),
+        Mistake("ds @ k * c\n    dk = ds.mT @ q * c", "ds @ k / c\n    dk = ds.mT @ q / c", "Times c, not over c."),
+        Mistake("ds.mT @ q * c", "q.mT @ ds * c", "That is dK transposed."),
+        Mistake("return dq, dk", "return dk, dq", "dQ first, then dK."),
+    )),
+    "probabilities_again": Gap(probabilities_again, _queries_keys_and_l, (
+        Mistake("q @ k.mT * c", "q @ k.mT", "c is missing from S."),
+        Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s)", "Divide by the row's sum: subtract L."),
+        Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s) / log_sum_exp", "L is the logarithm of the sum."),
+        Mistake("torch.exp(s - log_sum_exp)", "torch.softmax(s, -1)",
+                "Wrong for a tile: a softmax divides by the sum over the keys it sees, L knows the sum over all."),
+        Mistake("torch.exp(s - log_sum_exp)", "s - log_sum_exp", "That is the logarithm of P."),
+        Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s - s.amax(-1, keepdim=True))",
+                "Subtract L instead of the largest score: then nothing is left to divide by."),
+    )),
+}  # fmt: skip

@@ -8,9 +8,9 @@ import math
 import torch
 import triton
 import triton.language as tl
+from sage_kernels.common.device import triton_device
 
 from sage_course.check import Gap, Mistake
-from sage_course.teaching import triton_device
 
 GUARD = 777.0  # a number that no computation here produces
 ROOM = 64 * 64  # of guards behind a tensor
@@ -71,14 +71,14 @@ def range_program(out_ptr, n, RANGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_
 
 
 def guarded(x):
-    """(a copy of x, the memory that it lies in: behind it there is room, filled with GUARD)."""
+    """Return a copy of x, and the memory that holds it: the room behind the copy is filled with GUARD."""
     memory = torch.full((x.numel() + ROOM,), GUARD, dtype=x.dtype, device=triton_device())
     memory[: x.numel()] = x.flatten()
     return memory[: x.numel()].view(x.shape), memory
 
 
 def run_scores(program, q, k, block):
-    """S [n, n], and how many numbers behind it were overwritten."""
+    """Return S [n, n], and how many numbers behind it were overwritten."""
     n, head_dim = q.shape
     s, memory = guarded(torch.zeros(n, n))
     grid = (math.ceil(n / block), math.ceil(n / block))
@@ -96,7 +96,7 @@ def run_flash(program, q, k, v, block):
 
 
 def run_range(function, n, block_q, block_kv):
-    """int32 [tiles of queries, 2]: full and end of each."""
+    """Return int32 [tiles of queries, 2]: full and end of each tile."""
     tiles = math.ceil(n / block_q)
     out = torch.zeros(tiles, 2, dtype=torch.int32, device=triton_device())
     range_program[(tiles,)](out, n, RANGE=function, BLOCK_Q=block_q, BLOCK_KV=block_kv)
@@ -127,114 +127,51 @@ ROUND_DOWN = "A tile of which the first query sees only a part needs a mask: rou
 ROUND_UP = "The last tile of keys may be a part of one: round up."
 
 GAPS = {
-    "scores": Gap(
-        scores,
-        _scores,
-        (
-            Mistake(STORE, "mask=query[:, None] < n", "A key that doesn't exist is stored into the row below."),
-            Mistake(
-                STORE,
-                "mask=key[None, :] < n",
-                "Queries that don't exist are stored behind the matrix. (Masks are joined with `&`: `and` keeps one.)",
-            ),
-            Mistake(
-                STORE, "mask=query[:, None] < n & key[None, :] < n", "`&` binds before `<`: put brackets around each."
-            ),
-            Mistake(
-                "mask=key[:, None] < n, other",
-                "mask=key[None, :] < n, other",
-                "In k_j keys are the rows, so their mask is a column: key[:, None].",
-            ),
-            Mistake(
-                "mask=key[:, None] < n, other",
-                "mask=query[:, None] < n, other",
-                "Which of these keys exist does not depend on the queries.",
-            ),
-            Mistake(
-                STORE, "mask=(query[:, None] <= n) & (key[None, :] < n)", "Query n doesn't exist: they count from 0."
-            ),
-            Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
-        ),
-        run_scores,
-    ),
-    "flash": Gap(
-        flash,
-        _attention,
-        (
-            Mistake(
-                'tl.where(key[None, :] < n, s_ij, -float("inf"))',
-                "s_ij",
-                "Keys that don't exist are zeros and have score 0: hide them with -inf.",
-            ),
-            Mistake(
-                "key[None, :] < n, s_ij", "key[:, None] < n, s_ij", "In s_ij keys are the columns: key[None, :] < n."
-            ),
-            Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale holds log2(e) already: exp2."),
-            Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale holds log2(e) already: exp2."),
-            Mistake(
-                "s_ij - m_new[:, None]",
-                "s_ij - m_new",
-                "m_new has one number per query, a row of s_ij: m_new[:, None].",
-            ),
-            Mistake("s_ij - m_new[:, None]", "s_ij - m[:, None]", BOTH_MAXIMA),
-            Mistake("exp2(m - m_new)", "exp2(m_new - m)", BOTH_MAXIMA),
-            Mistake(
-                "o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."
-            ),
-            Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij, 0)", "Sum over the keys: axis 1."),
-            Mistake(
-                "l * rescale + tl.sum(p_ij, 1)",
-                "(l + tl.sum(p_ij, 1)) * rescale",
-                "p_ij belongs to the new maximum already: only the old l shrinks.",
-            ),
-            Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "l belongs to the old maximum."),
-            Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
-            Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum."),
-        ),
-        run_flash,
-    ),
-    "key_tile_range": Gap(
-        key_tile_range,
-        lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)],
-        (
-            Mistake(FULL, "tl.cdiv(first_query + 1, BLOCK_KV)", ROUND_DOWN),
-            Mistake(FULL, "tl.cdiv(first_query, BLOCK_KV)", ROUND_DOWN),
-            Mistake(
-                "(first_query + 1) // BLOCK_KV",
-                "(first_query + BLOCK_Q) // BLOCK_KV",
-                "Without a mask only if the *first* query sees all keys of the tile: it sees the fewest.",
-            ),
-            Mistake(END, "tl.minimum(first_query + BLOCK_Q, n) // BLOCK_KV", ROUND_UP),
-            Mistake(
-                END,
-                "(tl.minimum(first_query + BLOCK_Q, n) - 1) // BLOCK_KV",
-                "That is the last tile; end is one more, as in range(0, end).",
-            ),
-            Mistake(
-                END, "tl.cdiv(n, BLOCK_KV)", "No query of the tile sees keys after the last query's own: skip them."
-            ),
-            Mistake(
-                "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)",
-                "tl.cdiv(first_query + 1, BLOCK_KV)",
-                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself.",
-            ),
-            Mistake(
-                "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)",
-                "tl.cdiv(first_query, BLOCK_KV)",
-                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself.",
-            ),
-            Mistake(
-                END,
-                "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)",
-                "There are only cdiv(n, BLOCK_KV) tiles of keys.",
-            ),
-            Mistake(
-                FULL,
-                "n // BLOCK_KV",
-                "A tile needs no mask if even the first query sees all of its keys.",
-            ),
-            Mistake("tl.cdiv(n, BLOCK_KV)", "n // BLOCK_KV", ROUND_UP),
-        ),
-        run_range,
-    ),
-}
+    "scores": Gap(scores, _scores, (
+        Mistake(STORE, "mask=query[:, None] < n", "A key that doesn't exist is stored into the row below."),
+        Mistake(STORE, "mask=key[None, :] < n",
+                "Queries that don't exist are stored behind the matrix. (Masks are joined with `&`: `and` keeps one.)"),
+        Mistake(STORE, "mask=query[:, None] < n & key[None, :] < n", "`&` binds before `<`: put brackets around each."),
+        Mistake("mask=key[:, None] < n, other", "mask=key[None, :] < n, other",
+                "In k_j keys are the rows, so their mask is a column: key[:, None]."),
+        Mistake("mask=key[:, None] < n, other", "mask=query[:, None] < n, other",
+                "Which of these keys exist does not depend on the queries."),
+        Mistake(STORE, "mask=(query[:, None] <= n) & (key[None, :] < n)", "Query n doesn't exist: they count from 0."),
+        Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
+    ), run_scores),
+    "flash": Gap(flash, _attention, (
+        Mistake('tl.where(key[None, :] < n, s_ij, -float("inf"))', "s_ij",
+                "Keys that don't exist are zeros and have score 0: hide them with -inf."),
+        Mistake("key[None, :] < n, s_ij", "key[:, None] < n, s_ij", "In s_ij keys are the columns: key[None, :] < n."),
+        Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale holds log2(e) already: exp2."),
+        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale holds log2(e) already: exp2."),
+        Mistake("s_ij - m_new[:, None]", "s_ij - m_new",
+                "m_new has one number per query, a row of s_ij: m_new[:, None]."),
+        Mistake("s_ij - m_new[:, None]", "s_ij - m[:, None]", BOTH_MAXIMA),
+        Mistake("exp2(m - m_new)", "exp2(m_new - m)", BOTH_MAXIMA),
+        Mistake("o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."),
+        Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij, 0)", "Sum over the keys: axis 1."),
+        Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
+                "p_ij belongs to the new maximum already: only the old l shrinks."),
+        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "l belongs to the old maximum."),
+        Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
+        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum."),
+    ), run_flash),
+    "key_tile_range": Gap(key_tile_range, lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)], (
+        Mistake(FULL, "tl.cdiv(first_query + 1, BLOCK_KV)", ROUND_DOWN),
+        Mistake(FULL, "tl.cdiv(first_query, BLOCK_KV)", ROUND_DOWN),
+        Mistake("(first_query + 1) // BLOCK_KV", "(first_query + BLOCK_Q) // BLOCK_KV",
+                "Without a mask only if the *first* query sees all keys of the tile: it sees the fewest."),
+        Mistake(END, "tl.minimum(first_query + BLOCK_Q, n) // BLOCK_KV", ROUND_UP),
+        Mistake(END, "(tl.minimum(first_query + BLOCK_Q, n) - 1) // BLOCK_KV",
+                "That is the last tile; end is one more, as in range(0, end)."),
+        Mistake(END, "tl.cdiv(n, BLOCK_KV)", "No query of the tile sees keys after the last query's own: skip them."),
+        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + 1, BLOCK_KV)",
+                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
+        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query, BLOCK_KV)",
+                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
+        Mistake(END, "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "There are only cdiv(n, BLOCK_KV) tiles of keys."),
+        Mistake(FULL, "n // BLOCK_KV", "A tile needs no mask if even the first query sees all of its keys."),
+        Mistake("tl.cdiv(n, BLOCK_KV)", "n // BLOCK_KV", ROUND_UP),
+    ), run_range),
+}  # fmt: skip

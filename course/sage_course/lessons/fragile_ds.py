@@ -3,9 +3,9 @@
 import math
 
 import torch
-from torch import Tensor
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 
@@ -29,108 +29,66 @@ def round_up_or_down(x, scale, noise):
     return torch.floor(x / scale + noise)
 
 
-def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
 def _rows_of_dp() -> list[tuple]:
     dp = torch.tensor([[1.0, 2.0, 3.0, -9.0], [0.5, -0.5, 1.5, 2.5]])
     return [(dp, torch.tensor([[2.0], [1.0]])), (dp.repeat(1, 4), torch.tensor([[1.5], [0.5]]))]
 
 
 def _tiles_of_ds() -> list[tuple]:
-    q, k, ds = _draw(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, TILE))
+    q, k, ds = draws(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, TILE))
     sizes = torch.logspace(-3, -1, TILE)
     return [(*psi(3 * q), *psi(k), sizes[:, None] * ds, C), (*psi(q), *psi(2 * k), sizes * ds, C)]
 
 
 def _numbers_to_round() -> list[tuple]:
-    (x,) = _draw(1, (TILE, TILE))
+    (x,) = draws(1, (TILE, TILE))
     noise = torch.rand(TILE, TILE, generator=torch.Generator().manual_seed(2))
     return [(x, 0.1, noise)]
 
 
 GAPS = {
-    "ds_bound": Gap(
-        ds_bound,
-        _rows_of_dp,
-        (
-            Mistake(
-                "math.sqrt(dp.shape[-1])", "dp.shape[-1]", "P's rows add up to one, so its RMS is at most 1 / sqrt(N)."
-            ),
-            Mistake(".abs()", "", "The largest size: negative differences count, too."),
-            Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
-            Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
-            Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
-            Mistake(".max()", ".mean()", "A bound on all entries needs the largest."),
-        ),
-    ),
-    "dq_dk_by_row": Gap(
-        dq_dk_by_row,
-        _tiles_of_ds,
-        (
-            Mistake(
-                "s_key.mT", "s_key", "s_key lies along a row, dK has its keys along a column: transpose the scale, too."
-            ),
-            Mistake("ds_by_key.mT", "ds_by_key", "dK has a row per key: dS transposed."),
-            Mistake("psi(ds_ij, (None, 1))", "psi(ds_ij)", "That is one scale for the tile. dK may have one per key."),
-            Mistake(
-                "psi(ds_ij, (1, None))", "psi(ds_ij)", "That is one scale for the tile. dQ may have one per query."
-            ),
-            Mistake(
-                "psi(ds_ij, (1, None))",
-                "psi(ds_ij, (None, 1))",
-                "dQ sums over keys, so a scale per key can't wait outside. Per query it can.",
-            ),
-            Mistake("c * dq_part, c * dk_part", "dq_part, dk_part", "S = c Q K^T, so both need c."),
-            Mistake(
-                "psi(ds_ij, (None, 1))",
-                "psi(ds_ij, (1, None))",
-                "dK sums over queries, so a scale per query can't wait outside. Per key it can.",
-            ),
-            Mistake(
-                "integer_matmul(ds_by_key.mT, q_hat) * s_key.mT",
-                "integer_matmul(ds_by_query.mT, q_hat) * s_query",
-                "dK sums over queries, so a scale per query can't wait outside. Per key it can.",
-            ),
-            Mistake(" * s_key.mT", "", "dS^ stands for s_dS dS^, in dK too: one scale per key."),
-            Mistake(" * s_query", "", "dS^ stands for s_dS dS^, in dQ too: one scale per query."),
-            Mistake(" * s_query * s_k", " * s_query", "K^ stands for s_K K^: dQ needs s_K."),
-            Mistake(" * s_key.mT * s_q", " * s_key.mT", "Q^ stands for s_Q Q^: dK needs s_Q."),
-            Mistake("dq_part = integer", "dq_part = c * integer", "The last line multiplies by c."),
-        ),
-    ),
-    "round_up_or_down": Gap(
-        round_up_or_down,
-        _numbers_to_round,
-        (
-            Mistake("torch.floor", "torch.round", "On average that is half a step too high: noise is 1/2 on average."),
-            Mistake("torch.floor", "torch.ceil", "On average that is a whole step too high."),
-            Mistake(" / scale", "", "Integers count steps: divide by the scale."),
-            Mistake(" + noise", "", "That always rounds down. The noise decides."),
-            Mistake("+ noise", "- noise", "On average that is a whole step too low."),
-            Mistake(
-                "torch.floor(x / scale + noise)",
-                "torch.ceil(x / scale - noise)",
-                "Right on average, too, but with other draws than the library's: add the noise, then round down.",
-            ),
-            Mistake(
-                "torch.floor", "torch.trunc", "trunc cuts towards zero: negative numbers would be too large on average."
-            ),
-            Mistake(
-                "x / scale + noise", "(x + noise) / scale", "The noise is a part of a step, not of x: divide first."
-            ),
-            Mistake(
-                "torch.floor(x / scale + noise)",
-                "torch.floor(x / scale + noise) * scale",
-                "The integers are wanted, before the scale comes back.",
-            ),
-            Mistake(
-                "torch.floor(x / scale + noise)",
-                "torch.floor(x / scale + noise).to(torch.int8)",
-                "Whole numbers as floats are wanted here: no cast.",
-            ),
-        ),
-    ),
-}
+    "ds_bound": Gap(ds_bound, _rows_of_dp, (
+        Mistake("math.sqrt(dp.shape[-1])", "dp.shape[-1]",
+                "P's rows add up to one, so its RMS is at most 1 / sqrt(N)."),
+        Mistake(".abs()", "", "The largest size: negative differences count, too."),
+        Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
+        Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
+        Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
+        Mistake(".max()", ".mean()", "A bound on all entries needs the largest."),
+    )),
+    "dq_dk_by_row": Gap(dq_dk_by_row, _tiles_of_ds, (
+        Mistake("s_key.mT", "s_key",
+                "s_key lies along a row, dK has its keys along a column: transpose the scale, too."),
+        Mistake("ds_by_key.mT", "ds_by_key", "dK has a row per key: dS transposed."),
+        Mistake("psi(ds_ij, (None, 1))", "psi(ds_ij)", "That is one scale for the tile. dK may have one per key."),
+        Mistake("psi(ds_ij, (1, None))", "psi(ds_ij)", "That is one scale for the tile. dQ may have one per query."),
+        Mistake("psi(ds_ij, (1, None))", "psi(ds_ij, (None, 1))",
+                "dQ sums over keys, so a scale per key can't wait outside. Per query it can."),
+        Mistake("c * dq_part, c * dk_part", "dq_part, dk_part", "S = c Q K^T, so both need c."),
+        Mistake("psi(ds_ij, (None, 1))", "psi(ds_ij, (1, None))",
+                "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
+        Mistake("integer_matmul(ds_by_key.mT, q_hat) * s_key.mT", "integer_matmul(ds_by_query.mT, q_hat) * s_query",
+                "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
+        Mistake(" * s_key.mT", "", "dS^ stands for s_dS dS^, in dK too: one scale per key."),
+        Mistake(" * s_query", "", "dS^ stands for s_dS dS^, in dQ too: one scale per query."),
+        Mistake(" * s_query * s_k", " * s_query", "K^ stands for s_K K^: dQ needs s_K."),
+        Mistake(" * s_key.mT * s_q", " * s_key.mT", "Q^ stands for s_Q Q^: dK needs s_Q."),
+        Mistake("dq_part = integer", "dq_part = c * integer", "The last line multiplies by c."),
+    )),
+    "round_up_or_down": Gap(round_up_or_down, _numbers_to_round, (
+        Mistake("torch.floor", "torch.round", "On average that is half a step too high: noise is 1/2 on average."),
+        Mistake("torch.floor", "torch.ceil", "On average that is a whole step too high."),
+        Mistake(" / scale", "", "Integers count steps: divide by the scale."),
+        Mistake(" + noise", "", "That always rounds down. The noise decides."),
+        Mistake("+ noise", "- noise", "On average that is a whole step too low."),
+        Mistake("torch.floor(x / scale + noise)", "torch.ceil(x / scale - noise)",
+                "Right on average, too, but with other draws than the library's: add the noise, then round down."),
+        Mistake("torch.floor", "torch.trunc",
+                "trunc cuts towards zero: negative numbers would be too large on average."),
+        Mistake("x / scale + noise", "(x + noise) / scale", "The noise is a part of a step, not of x: divide first."),
+        Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise) * scale",
+                "The integers are wanted, before the scale comes back."),
+        Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise).to(torch.int8)",
+                "Whole numbers as floats are wanted here: no cast."),
+    )),
+}  # fmt: skip

@@ -40,118 +40,58 @@ def _measured() -> list[tuple]:
 
 
 GAPS = {
-    "bias_of": Gap(
-        bias_of,
-        _rounded_numbers,
-        (
-            Mistake(
-                "(rounded - x)",
-                "(rounded - x).abs()",
-                "That is the size of the error. A bias may cancel: keep the sign.",
-            ),
-            Mistake("rounded - x", "x - rounded", "The error is what rounding adds: rounded - x."),
-            Mistake(".mean(0)", ".mean(-1)", "One bias per number: average over the tokens, the first dimension."),
-            Mistake(".mean(0)", ".mean()", "One bias per number, not one for all of them."),
-            Mistake(".mean(0)", ".sum(0)", "A mean does not grow with the number of tokens; a sum does."),
-            Mistake(".mean(0)", "", "Those are the errors of all tokens. A bias is their mean."),
-            Mistake("(rounded - x).mean(0)", "(rounded - x).mean(0).abs()", "A bias has a sign: keep it."),
-            Mistake("(rounded - x)", "((rounded - x) / x)", "In the units of x: don't divide."),
-        ),
-    ),
-    "noise_square": Gap(
-        noise_square,
-        _gradients,
-        (
-            Mistake(
-                ".var(0)",
-                ".var(0, correction=0)",
-                "Divide by m - 1, not by m: the mean was taken from the same batches. (var does so by default.)",
-            ),
-            Mistake(
-                ".var(0)",
-                ".square().mean(0)",
-                "That is the square of the whole gradient. The noise is around the mean.",
-            ),
-            Mistake(".sum()", ".mean()", "The square of a length is the sum over all parameters, not their mean."),
-            Mistake(".var(0)", ".var(1)", "Batches are compared with one another: dimension 0."),
-            Mistake(".var(0)", ".std(0)", "Squares add up over the parameters, standard deviations don't: var."),
-            Mistake(".sum()", ".sum().sqrt()", "The square of the length is wanted: no root."),
-            Mistake(
-                ".var(0).sum()", ".var()", "First the variance of each parameter, over the batches; then their sum."
-            ),
-            Mistake(".var(0).sum()", ".var(0)", "The variances of all parameters, added up: one number."),
-            Mistake(
-                ".var(0)", ".sub(gradients.mean(0)).square()", "A mean over the batches is missing: divide by m - 1."
-            ),
-            Mistake(
-                ".sum()",
-                ".sum() / len(gradients)",
-                "That is the noise of the mean of all batches. Wanted: of one batch.",
-            ),
-            Mistake(".sum()", ".sum().item()", "A tensor with one number is wanted: no .item()."),
-        ),
-    ),
-    "common_square": Gap(
-        common_square,
-        _gradients,
-        (
-            Mistake(
-                "(products.sum() - products.trace()) / (count * (count - 1))",
-                "products.mean()",
-                "That is the square of the mean vector. Leave out the products of a vector with itself.",
-            ),
-            Mistake(
-                "(products.sum() - products.trace()) / (count * (count - 1))",
-                "products.trace() / count",
-                "Those are the products of each vector with itself. Wanted: of two different ones.",
-            ),
-            Mistake(
-                "(count * (count - 1))", "count**2", "How many pairs of different vectors are there? Not count squared."
-            ),
-            Mistake(
-                "(count * (count - 1))",
-                "(count * (count - 1) / 2)",
-                "The sum holds every pair twice, (a, b) and (b, a).",
-            ),
-            Mistake(
-                "products.sum() - products.trace()",
-                "products.sum()",
-                "The products of a vector with itself, on the diagonal, must go.",
-            ),
-            Mistake(
-                "(products.sum() - products.trace())",
-                "products.triu(1).sum()",
-                "Above the diagonal every pair stands once: there are count (count - 1) / 2.",
-            ),
-            Mistake(" / (count * (count - 1))", "", "A mean: divide by the number of pairs."),
-        ),
-    ),
-    "tokens_at_bias": Gap(
-        tokens_at_bias,
-        _measured,
-        (
-            Mistake(
-                "tokens * noise / bias",
-                "noise / bias",
-                "noise is that of a batch of `tokens` tokens: tr Sigma is missing.",
-            ),
-            Mistake(
-                "tokens * noise / bias",
-                "noise / (tokens * bias)",
-                "tr Sigma = T E|n|^2: the noise of one token is larger.",
-            ),
-            Mistake("tokens * noise / bias", "tokens * bias / noise", "Upside down: a smaller bias is reached later."),
-            Mistake(
-                "tokens * noise / bias",
-                "tokens * (noise / bias) ** 0.5",
-                "Both are squares of lengths already, and the square of the noise falls as 1/T.",
-            ),
-            Mistake(
-                "tokens * noise / bias",
-                "tokens * (noise / bias) ** 2",
-                "noise and bias are squares already: no second square.",
-            ),
-            Mistake("noise / bias", "noise / bias**2", "bias is |b|^2 already: no second square."),
-        ),
-    ),
-}
+    "bias_of": Gap(bias_of, _rounded_numbers, (
+        Mistake("(rounded - x)", "(rounded - x).abs()",
+                "That is the size of the error. A bias may cancel: keep the sign."),
+        Mistake("rounded - x", "x - rounded", "The error is what rounding adds: rounded - x."),
+        Mistake(".mean(0)", ".mean(-1)", "One bias per number: average over the tokens, the first dimension."),
+        Mistake(".mean(0)", ".mean()", "One bias per number, not one for all of them."),
+        Mistake(".mean(0)", ".sum(0)", "A mean does not grow with the number of tokens; a sum does."),
+        Mistake(".mean(0)", "", "Those are the errors of all tokens. A bias is their mean."),
+        Mistake("(rounded - x).mean(0)", "(rounded - x).mean(0).abs()", "A bias has a sign: keep it."),
+        Mistake("(rounded - x)", "((rounded - x) / x)", "In the units of x: don't divide."),
+    )),
+    "noise_square": Gap(noise_square, _gradients, (
+        Mistake(".var(0)", ".var(0, correction=0)",
+                "Divide by m - 1, not by m: the mean was taken from the same batches. (var does so by default.)"),
+        Mistake(".var(0)", ".square().mean(0)",
+                "That is the square of the whole gradient. The noise is around the mean."),
+        Mistake(".sum()", ".mean()", "The square of a length is the sum over all parameters, not their mean."),
+        Mistake(".var(0)", ".var(1)", "Batches are compared with one another: dimension 0."),
+        Mistake(".var(0)", ".std(0)", "Squares add up over the parameters, standard deviations don't: var."),
+        Mistake(".sum()", ".sum().sqrt()", "The square of the length is wanted: no root."),
+        Mistake(".var(0).sum()", ".var()", "First the variance of each parameter, over the batches; then their sum."),
+        Mistake(".var(0).sum()", ".var(0)", "The variances of all parameters, added up: one number."),
+        Mistake(".var(0)", ".sub(gradients.mean(0)).square()", "A mean over the batches is missing: divide by m - 1."),
+        Mistake(".sum()", ".sum() / len(gradients)",
+                "That is the noise of the mean of all batches. Wanted: of one batch."),
+        Mistake(".sum()", ".sum().item()", "A tensor with one number is wanted: no .item()."),
+    )),
+    "common_square": Gap(common_square, _gradients, (
+        Mistake("(products.sum() - products.trace()) / (count * (count - 1))", "products.mean()",
+                "That is the square of the mean vector. Leave out the products of a vector with itself."),
+        Mistake("(products.sum() - products.trace()) / (count * (count - 1))", "products.trace() / count",
+                "Those are the products of each vector with itself. Wanted: of two different ones."),
+        Mistake("(count * (count - 1))", "count**2",
+                "How many pairs of different vectors are there? Not count squared."),
+        Mistake("(count * (count - 1))", "(count * (count - 1) / 2)",
+                "The sum holds every pair twice, (a, b) and (b, a)."),
+        Mistake("products.sum() - products.trace()", "products.sum()",
+                "The products of a vector with itself, on the diagonal, must go."),
+        Mistake("(products.sum() - products.trace())", "products.triu(1).sum()",
+                "Above the diagonal every pair stands once: there are count (count - 1) / 2."),
+        Mistake(" / (count * (count - 1))", "", "A mean: divide by the number of pairs."),
+    )),
+    "tokens_at_bias": Gap(tokens_at_bias, _measured, (
+        Mistake("tokens * noise / bias", "noise / bias",
+                "noise is that of a batch of `tokens` tokens: tr Sigma is missing."),
+        Mistake("tokens * noise / bias", "noise / (tokens * bias)",
+                "tr Sigma = T E|n|^2: the noise of one token is larger."),
+        Mistake("tokens * noise / bias", "tokens * bias / noise", "Upside down: a smaller bias is reached later."),
+        Mistake("tokens * noise / bias", "tokens * (noise / bias) ** 0.5",
+                "Both are squares of lengths already, and the square of the noise falls as 1/T."),
+        Mistake("tokens * noise / bias", "tokens * (noise / bias) ** 2",
+                "noise and bias are squares already: no second square."),
+        Mistake("noise / bias", "noise / bias**2", "bias is |b|^2 already: no second square."),
+    )),
+}  # fmt: skip

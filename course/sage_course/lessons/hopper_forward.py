@@ -59,7 +59,7 @@ def score_maxima(q_hat_i, ring, tiles):
 
 @gluon.jit
 def warpgroup(queries, q_ready, k_ring, out_ptr, n_q, tiles, W: gl.constexpr):
-    """A warpgroup: 64 queries against every tile of keys."""
+    """Compare 64 queries with every tile of keys: the work of one warpgroup."""
     mbarrier.wait(q_ready, 0)
     m = score_maxima(queries.index(W), k_ring, tiles)
     row = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
@@ -68,7 +68,7 @@ def warpgroup(queries, q_ready, k_ring, out_ptr, n_q, tiles, W: gl.constexpr):
 
 @gluon.jit
 def loading_warp(q_descriptor, k_descriptor, queries, q_ready, k_ring, tiles):
-    """The loading warp: three tiles of queries, then the keys, tile by tile."""
+    """Load three tiles of queries, then the keys, tile by tile."""
     mbarrier.expect(q_ready, WARPGROUPS * q_descriptor.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         tma.async_copy_global_to_shared(q_descriptor, [w * ROWS, 0], q_ready, queries.index(w))
@@ -94,7 +94,10 @@ def ring_program(q_descriptor, k_descriptor, out_ptr, n_q, tiles):
 
 
 def run_ring(q_hat, k_hat, seed=0, **functions):
-    """int32 [192], the largest score of every query, or what went wrong. functions: by name, instead of those above."""
+    """Return the largest score of every query, int32 [192], or what went wrong.
+
+    functions: those that take the place of the functions above, by name.
+    """
     out = torch.zeros(len(q_hat), dtype=torch.int32)
     tiles = len(k_hat) // TILE.value
     arguments = (
@@ -112,12 +115,12 @@ def run_ring(q_hat, k_hat, seed=0, **functions):
 
 
 def run_as(name):
-    """run(function, q_hat, k_hat, seed), with that one for the function of this name."""
+    """Return run(function, q_hat, k_hat, seed), which puts `function` in the place of the one with this name."""
     return lambda function, *arguments: run_ring(*arguments, **{name: function})
 
 
 def integers(seed=0):
-    """Q^ [192, 64] and K^ [7 * 128, 64], int8."""
+    """Draw Q^ [192, 64] and K^ [7 * 128, 64], int8."""
     generator = torch.Generator().manual_seed(seed)
     count = WARPGROUPS.value * ROWS.value, TILES * TILE.value
     return [torch.randint(-127, 128, (n, HEAD_DIM), generator=generator, dtype=torch.int8) for n in count]
@@ -131,65 +134,33 @@ READY = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
 EMPTY = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
 
 GAPS = {
-    "acquire": Gap(
-        acquire,
-        _trials,
-        (
-            Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
-            Mistake(
-                "(n // places) & 1",
-                "0",
-                "In the second round of the ring that phase is over long ago: you read the tile before.",
-            ),
-            Mistake("(n // places) & 1", "n // places", "Phases are 0 and 1 only: of the round take & 1."),
-            Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
-            Mistake(
-                "return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are `places` places only."
-            ),
-        ),
-        run_as("acquire"),
-    ),
-    "fetch": Gap(
-        fetch,
-        _trials,
-        (
-            Mistake(
-                " ^ 1", "", "In the first round every place is empty, and no one says so: wait for the phase before."
-            ),
-            Mistake(
-                "((n // places) & 1) ^ 1",
-                "1",
-                "That is right for the first round. In each later one the place must be released again.",
-            ),
-            Mistake(
-                "ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are `places` places only."
-            ),
-            Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
-            Mistake(
-                "ready, ring.tiles.index(n % places)",
-                "ready, ring.tiles.index(0)",
-                "The n-th tile belongs in place n % places.",
-            ),
-        ),
-        run_as("fetch"),
-    ),
-    "score_maxima": Gap(
-        score_maxima,
-        _trials,
-        (
-            Mistake("        release(ring, n)\n", "", "No place is ever given back: when the ring is full, all wait."),
-            Mistake(
-                """        s_ij = warpgroup_mma_wait(0, deps=(product,))
+    "acquire": Gap(acquire, _trials, (
+        Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
+        Mistake("(n // places) & 1", "0",
+                "In the second round of the ring that phase is over long ago: you read the tile before."),
+        Mistake("(n // places) & 1", "n // places", "Phases are 0 and 1 only: of the round take & 1."),
+        Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
+        Mistake("return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are `places` places only."),
+    ), run_as("acquire")),
+    "fetch": Gap(fetch, _trials, (
+        Mistake(" ^ 1", "", "In the first round every place is empty, and no one says so: wait for the phase before."),
+        Mistake("((n // places) & 1) ^ 1", "1",
+                "That is right for the first round. In each later one the place must be released again."),
+        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are `places` places only."),
+        Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
+        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(0)",
+                "The n-th tile belongs in place n % places."),
+    ), run_as("fetch")),
+    "score_maxima": Gap(score_maxima, _trials, (
+        Mistake("        release(ring, n)\n", "", "No place is ever given back: when the ring is full, all wait."),
+        Mistake("""        s_ij = warpgroup_mma_wait(0, deps=(product,))
         release(ring, n)
 """,
                 """        release(ring, n)
         s_ij = warpgroup_mma_wait(0, deps=(product,))
 """,
-                "The place is released before the matmul has read it: wait for the matmul first.",
-            ),
-            Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the largest of the last tile."),
-            Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)[:64]", "The largest of every query: over keys, axis 1."),
-        ),
-        run_as("score_maxima"),
-    ),
-}
+                "The place is released before the matmul has read it: wait for the matmul first."),
+        Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the largest of the last tile."),
+        Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)[:64]", "The largest of every query: over keys, axis 1."),
+    ), run_as("score_maxima")),
+}  # fmt: skip

@@ -102,7 +102,7 @@ def dk_dv_int8(
 
 @triton.jit
 def store_psi(x_ptr, s_ptr, hat_ptr, PSI: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program that calls PSI on a tile: a Triton function can't be called from Python."""
+    """Call PSI on a tile: Python can't call a Triton function, but it can launch this program."""
     row = tl.arange(0, ROWS)
     places = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     s, hat = PSI(tl.load(x_ptr + places))
@@ -111,21 +111,21 @@ def store_psi(x_ptr, s_ptr, hat_ptr, PSI: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 def run_psi(function, x):
-    """(s [rows], 1 for a row of zeros; X^; whether s is above 0) of float32 x."""
+    """Return s [rows] (1 for a row of zeros), X^, and whether s is above 0, of float32 x."""
     s, hat = torch.empty_like(x[:, 0]), torch.empty_like(x, dtype=torch.int8)
     store_psi[(1,)](x, s, hat, function, *x.shape)
     return torch.where(x.any(1), s, 1.0), hat, s > 0
 
 
 def run_dq_16bit(program, q, k, v, do, log_sum_exp, delta):
-    """dQ, float32 [N, D]."""
+    """Return dQ, float32 [N, D]."""
     dq = torch.empty(q.shape, device=q.device)
     program[(len(q) // BLOCK,)](q, k, v, do, log_sum_exp, delta, dq, *sizes(q))
     return dq
 
 
 def run_dq_int8(program, q, k, v, do, log_sum_exp, delta):
-    """dQ, float32 [N, D]; Q and K are quantised here, in blocks of BLOCK tokens."""
+    """Quantise Q and K in blocks of BLOCK tokens; return dQ, float32 [N, D]."""
     dq = torch.empty(q.shape, device=q.device)
     (q_hat, s_q), (k_hat, s_k) = quantized_blocks(q), quantized_blocks(k)
     program[(len(q) // BLOCK,)](q_hat, s_q, k_hat, s_k, v, do, log_sum_exp, delta, dq, *sizes(q))
@@ -133,7 +133,7 @@ def run_dq_int8(program, q, k, v, do, log_sum_exp, delta):
 
 
 def run_dk_dv_int8(program, q, k, v, do, log_sum_exp, delta):
-    """dK and dV, float32 [N, D]; Q, K and dO are quantised here."""
+    """Quantise Q, K and dO; return dK and dV, float32 [N, D]."""
     dk, dv = torch.empty(k.shape, device=k.device), torch.empty(v.shape, device=v.device)
     hats = [x for tensor in (q, k) for x in quantized_blocks(tensor)]
     program[(len(k) // BLOCK,)](*hats, v, do, *quantized_blocks(do), log_sum_exp, delta, dk, dv, *sizes(q))
@@ -141,12 +141,12 @@ def run_dk_dv_int8(program, q, k, v, do, log_sum_exp, delta):
 
 
 def sizes(q) -> tuple[int, float, int, int]:
-    """n, c, D and BLOCK of a program's arguments."""
+    """Return the arguments n, c, D and BLOCK of a program."""
     return len(q), 1 / math.sqrt(q.shape[1]), q.shape[1], BLOCK
 
 
 def quantized_blocks(x):
-    """(X^ [N, D], s [N / BLOCK]): psi of each block of tokens."""
+    """Apply psi to each block of tokens; return X^ [N, D] and s [N / BLOCK]."""
     scales, hats = zip(*(psi(block.float()) for block in x.split(BLOCK)), strict=True)
     return torch.cat(hats), torch.cat([s.flatten() for s in scales])
 
@@ -166,88 +166,53 @@ def _tiles_with_a_row_of_zeros() -> list[tuple]:
 
 
 GAPS = {
-    "delta_of": Gap(
-        delta_of,
-        lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())],
-        (
-            Mistake(
-                "(grad_output.float() * output.float())",
-                "(grad_output * output)",
-                "In 16 bit the products are rounded already: .float() before you multiply.",
-            ),
-            Mistake(".sum(-1)", ".sum(-1, keepdim=True)", "One number per query, [N]: no keepdim."),
-            Mistake(".sum(-1)", ".sum(-2)", "One number per query: the sum runs over the features."),
-            Mistake(".sum(-1)", ".mean(-1)", "It is a sum."),
-            Mistake(" * output.float()", "", "delta is rowsum(dO * O)."),
-        ),
-    ),
-    "dq_16bit": Gap(
-        dq_16bit,
-        _heads,
-        (
-            Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij)", "P = exp(S - L): L is one number per query."),
-            Mistake("l_i[:, None])", "l_i[None, :])", "L is one number per query: it changes along the rows."),
-            Mistake(
-                "tl.exp(s_ij", "tl.math.exp2(s_ij", "L is a natural logarithm here, and S is not times log2(e): exp."
-            ),
-            Mistake(
-                "delta_i[:, None]", "delta_i[None, :]", "delta is one number per query, a row of the tile: [:, None]."
-            ),
-            Mistake("k_j.dtype), k_j)", "k_j.dtype), k_j) * c", "c is multiplied once, at the end."),
-            Mistake(
-                "k_j.dtype), k_j)", "k_j.dtype), tl.trans(k_j))", "dS K: keys are the columns of dS, the rows of K."
-            ),
-            Mistake("dp_ij - delta_i[:, None]", "dp_ij", "dS = P (dP - delta)."),
-            Mistake("(dp_ij - delta_i[:, None])", "dp_ij - delta_i[:, None]", "P multiplies the whole difference."),
-            Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys."),
-            Mistake("k_j.dtype), k_j)", "k_j.dtype), v_j)", "dQ = dS K."),
-        ),
-        run_dq_16bit,
-    ),
-    "psi_of_rows": Gap(
-        psi_of_rows,
-        _tiles_with_a_row_of_zeros,
-        (
-            Mistake("tl.max(tl.abs(x), 1)", "tl.max(x, 1)", "The largest number without its sign."),
-            Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30)", "tl.max(tl.abs(x), 1)", "A row of zeros: 0 / 0."),
-            Mistake(
-                "tl.max(tl.abs(x), 1)",
-                "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
-                "One scale per row: the maximum over axis 1.",
-            ),
-            Mistake(" / 127", " / 128", "INT8 here is -127 to 127."),
-            Mistake("x / s[:, None]", "x * s[:, None]", "X^ = round(X / s)."),
-        ),
-        run_psi,
-    ),
-    "dq_int8": Gap(
-        dq_int8,
-        _heads,
-        (
-            Mistake(" * (s_q * s_k * c)", " * (s_q * s_k)", "c = 1 / sqrt(D) is missing from S."),
-            Mistake(" * (s_q * s_k * c)", " * c", "The scales of Q and K are missing from S."),
-            Mistake("psi_of_rows(ds_ij)", "psi_of_rows(p_ij)", "dS is rounded for dQ, not P."),
-            Mistake("(s_ds * s_k)[:, None]", "s_ds[:, None]", "K^ stands for s_K K^."),
-            Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)", "s_dS is one number per query, a row of dQ_i: [:, None]."),
-            Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_q)[:, None]", "dQ = dS K: the scales of dS and of K."),
-            Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)[:, None] * c", "c is multiplied once more, at the end."),
-            Mistake("(s_ds * s_k)[:, None]", "s_k", "dS^ stands for s_dS dS^, a scale per row."),
-        ),
-        run_dq_int8,
-    ),
-    "dk_dv_int8": Gap(
-        dk_dv_int8,
-        _heads,
-        (
-            Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns."),
-            Mistake("- delta_i[None, :]", "- delta_i[:, None]", "Everything is transposed here, delta, too."),
-            Mistake("(s_p * s_do)[:, None]", "(s_p * s_q)[:, None]", "dV = P^T dO: the scales of P and of dO."),
-            Mistake("(s_p * s_do)[:, None]", "s_p[:, None]", "dO^ stands for s_dO dO^."),
-            Mistake("(s_p * s_do)[:, None]", "(s_p * s_do)", "s_P is one number per key, a row of dV_j: [:, None]."),
-            Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_q)[:, None] * c", "c is multiplied once more, at the end."),
-            Mistake("psi_of_rows(dst_ij)", "psi_of_rows(pt_ij)", "dS^T is rounded for dK, not P^T."),
-            Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_k)[:, None]", "dK = dS^T Q: the scales of dS and of Q."),
-        ),
-        run_dk_dv_int8,
-    ),
-}
+    "delta_of": Gap(delta_of,
+        lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())], (
+        Mistake("(grad_output.float() * output.float())", "(grad_output * output)",
+                "In 16 bit the products are rounded already: .float() before you multiply."),
+        Mistake(".sum(-1)", ".sum(-1, keepdim=True)", "One number per query, [N]: no keepdim."),
+        Mistake(".sum(-1)", ".sum(-2)", "One number per query: the sum runs over the features."),
+        Mistake(".sum(-1)", ".mean(-1)", "It is a sum."),
+        Mistake(" * output.float()", "", "delta is rowsum(dO * O)."),
+    )),
+    "dq_16bit": Gap(dq_16bit, _heads, (
+        Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij)", "P = exp(S - L): L is one number per query."),
+        Mistake("l_i[:, None])", "l_i[None, :])", "L is one number per query: it changes along the rows."),
+        Mistake("tl.exp(s_ij", "tl.math.exp2(s_ij", "L is a natural logarithm here, and S is not times log2(e): exp."),
+        Mistake("delta_i[:, None]", "delta_i[None, :]", "delta is one number per query, a row of the tile: [:, None]."),
+        Mistake("k_j.dtype), k_j)", "k_j.dtype), k_j) * c", "c is multiplied once, at the end."),
+        Mistake("k_j.dtype), k_j)", "k_j.dtype), tl.trans(k_j))", "dS K: keys are the columns of dS, the rows of K."),
+        Mistake("dp_ij - delta_i[:, None]", "dp_ij", "dS = P (dP - delta)."),
+        Mistake("(dp_ij - delta_i[:, None])", "dp_ij - delta_i[:, None]", "P multiplies the whole difference."),
+        Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys."),
+        Mistake("k_j.dtype), k_j)", "k_j.dtype), v_j)", "dQ = dS K."),
+    ), run_dq_16bit),
+    "psi_of_rows": Gap(psi_of_rows, _tiles_with_a_row_of_zeros, (
+        Mistake("tl.max(tl.abs(x), 1)", "tl.max(x, 1)", "The largest number without its sign."),
+        Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30)", "tl.max(tl.abs(x), 1)", "A row of zeros: 0 / 0."),
+        Mistake("tl.max(tl.abs(x), 1)", "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
+                "One scale per row: the maximum over axis 1."),
+        Mistake(" / 127", " / 128", "INT8 here is -127 to 127."),
+        Mistake("x / s[:, None]", "x * s[:, None]", "X^ = round(X / s)."),
+    ), run_psi),
+    "dq_int8": Gap(dq_int8, _heads, (
+        Mistake(" * (s_q * s_k * c)", " * (s_q * s_k)", "c = 1 / sqrt(D) is missing from S."),
+        Mistake(" * (s_q * s_k * c)", " * c", "The scales of Q and K are missing from S."),
+        Mistake("psi_of_rows(ds_ij)", "psi_of_rows(p_ij)", "dS is rounded for dQ, not P."),
+        Mistake("(s_ds * s_k)[:, None]", "s_ds[:, None]", "K^ stands for s_K K^."),
+        Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)", "s_dS is one number per query, a row of dQ_i: [:, None]."),
+        Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_q)[:, None]", "dQ = dS K: the scales of dS and of K."),
+        Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)[:, None] * c", "c is multiplied once more, at the end."),
+        Mistake("(s_ds * s_k)[:, None]", "s_k", "dS^ stands for s_dS dS^, a scale per row."),
+    ), run_dq_int8),
+    "dk_dv_int8": Gap(dk_dv_int8, _heads, (
+        Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns."),
+        Mistake("- delta_i[None, :]", "- delta_i[:, None]", "Everything is transposed here, delta, too."),
+        Mistake("(s_p * s_do)[:, None]", "(s_p * s_q)[:, None]", "dV = P^T dO: the scales of P and of dO."),
+        Mistake("(s_p * s_do)[:, None]", "s_p[:, None]", "dO^ stands for s_dO dO^."),
+        Mistake("(s_p * s_do)[:, None]", "(s_p * s_do)", "s_P is one number per key, a row of dV_j: [:, None]."),
+        Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_q)[:, None] * c", "c is multiplied once more, at the end."),
+        Mistake("psi_of_rows(dst_ij)", "psi_of_rows(pt_ij)", "dS^T is rounded for dK, not P^T."),
+        Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_k)[:, None]", "dK = dS^T Q: the scales of dS and of Q."),
+    ), run_dk_dv_int8),
+}  # fmt: skip

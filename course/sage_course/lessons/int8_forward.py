@@ -8,6 +8,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from sage_kernels.common.device import triton_device
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.tiles import (
@@ -27,7 +28,6 @@ from sage_kernels.sagebwd.forward.program import run
 from sage_kernels.sagebwd.ladder import LOG2_E, prepare_forward
 
 from sage_course.check import Gap, Mistake, source
-from sage_course.teaching import triton_device
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401
@@ -140,7 +140,7 @@ def group_program(x_ptr, out_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUM
 
 
 def run_level(level):
-    """run(key_tile, q, k, v) -> O and L, of a loop's body in the library's program, with that level's inputs."""
+    """Return run(key_tile, q, k, v) -> O, L: the library's program with this body of its loop, on a level's inputs."""
 
     def launch(key_tile, q, k, v):
         c = 1 / math.sqrt(q.shape[-1])
@@ -159,13 +159,13 @@ def run_dot(dot, a, b):
 
 
 def run_byte(to_byte, x):
-    out = torch.empty_like(x, dtype=torch.int32, device=triton_device())  # so that an int32 is not made int8 here
+    out = torch.empty_like(x, dtype=torch.int32, device=triton_device())  # a store must not turn an int32 into int8
     byte_program[(1,)](x.to(triton_device()), out, TO_BYTE=to_byte, COUNT=len(x))
     return out.cpu(), reads_bits(to_byte)
 
 
 def reads_bits(function):
-    """A conversion may give the same numbers; it is what these two are there to save."""
+    """Tell whether a function reads bits: a conversion may give the same numbers, but is what it should save."""
     return "it reads bits" if "bitcast=True" in source(function) else "it converts"
 
 
@@ -191,7 +191,7 @@ def run_group(group, x):
 
 
 def _attention() -> list[tuple]:
-    """Two full tiles of keys and one that needs a mask, which has larger keys and values: scales differ."""
+    """Return two full tiles of keys, and one that needs a mask and has larger keys and values: scales differ."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, HEAD_DIM, generator=generator) for n in (20, 140, 140))
     k[:, :, 128:] *= 1.2
@@ -210,7 +210,7 @@ def _numbers() -> list[tuple]:
 
 
 def _integer_scores() -> list[tuple]:
-    """Scales without and with `room`."""
+    """Return integer scores with scales that need no `room`, and with scales that do."""
     generator = torch.Generator().manual_seed(2)
     s_hat = torch.round(4_000 * torch.randn(32, 32, generator=generator))
     m, l = torch.linspace(-5, 40, 32), torch.linspace(1, 50, 32)
@@ -234,158 +234,80 @@ ROUNDED_TWICE = """t = s_qk * ROUNDER + m_ij - LOG2_INT8_MAX + room
 P = "tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"
 
 GAPS = {
-    "level1": Gap(
-        level1,
-        _attention,
-        (
-            Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q"), "The integers of K stand for numbers s_K as large."),
-            Mistake(SCORES, SCORES.replace("s_q * s_k", "s_k + 0 * s_q"), "s_Q is missing. It holds c log2(e), too."),
-            Mistake(
-                SCORES,
-                SCORES.replace("s_q * s_k", "s_q * s_k * 1.4426950408889634"),
-                "c log2(e) is in s_Q already.",
-            ),
-            Mistake(
-                "tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)",
-                "tl.load(k.scale)",
-                "That is the scale of the first keys. Each SCALE_BLOCK tokens have their own.",
-            ),
-            Mistake(SCORES, "integer_dot(q_hat_i, tl.trans(k_hat_j)) + 0 * s_q[:, None]", "Both scales are missing."),
-        ),
-        run_level(1),
-    ),
-    "level2": Gap(
-        level2,
-        _attention,
-        (
-            Mistake(
-                "tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_new)", "127 of its steps are s_P's 1."
-            ),
-            Mistake(
-                "127.0 * tl.math.exp2(s_ij - m_ij[:, None])",
-                "127.0 * tl.math.exp2(s_ij - m_new[:, None])",
-                "In P~ / s_P m_new cancels: its largest entry is 127 in every tile.",
-            ),
-            Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "P~ / s_P: dividing by s_P brings a factor 127."),
-            Mistake(
-                "tl.math.exp2(m_ij - m_new) / 127.0",
-                "tl.math.exp2(m_ij - m_ij) / 127.0",
-                "1/127 fits a tile that holds the row's maximum. In others the largest P~ is e^(m_ij - m_new).",
-            ),
-            Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are times log2(e) already: exp2."),
-            Mistake(
-                "tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1) / 127.0", "l is the sum of P~ relative to m_new: p_ij s_P."
-            ),
-            Mistake("l = l * rescale", "l = l", "The old l belongs to the old maximum: it shrinks as O does."),
-            Mistake("(s_p * s_v)[:, None]", "(s_p * s_v)", "s_P has one number per query, a row of O: s_p[:, None]."),
-            Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1)", "l is the sum of P~. p_ij is P~ / s_P."),
-            Mistake(
-                "tl.sum(p_ij, 1) * s_p",
-                "tl.sum(round_to_int8(p_ij).to(tl.float32), 1) * s_p",
-                "l is the sum of P~ before rounding.",
-            ),
-            Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry gets too small."),
-            Mistake("(s_p * s_v)", "(s_p + 0 * s_v)", "V^ stands for s_V V^."),
-            Mistake("(s_p * s_v)", "(s_v + 0 * s_p)", "P^ stands for s_P P^."),
-            Mistake("o_i = o_i * rescale[:, None]", "o_i = o_i", "O belongs to the old maximum: it shrinks as l does."),
-        ),
-        run_level(2),
-    ),
-    "offset_dot": Gap(
-        offset_dot,
-        _integers,
-        (
-            Mistake(
-                "ROUNDER_BITS",
-                "12582912",
-                "That is the integer 12582912. Read as a float it is 1.8e-38: start at the float's *bits*.",
-            ),
-            Mistake("ROUNDER_BITS", "0", "Started at 0. The bits of a small integer, read as a float, are nearly 0."),
-            Mistake(", bitcast=True", "", "That is the conversion we want to save: read the same bits, bitcast=True."),
-            Mistake(BITS, f"{BITS} - ROUNDER", "ROUNDER stays in: level 3 takes it out where that costs nothing."),
-            Mistake(
-                f"start, {BITS}",
-                "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
-                "The right numbers, by a conversion: start the dot product at ROUNDER_BITS and read the bits.",
-            ),
-        ),
-        run_dot,
-    ),
-    "low_byte": Gap(
-        low_byte,
-        _numbers,
-        (
-            Mistake(
-                "(x + ROUNDER)", "x", "The low bits of a float are its fraction, not its integer: add ROUNDER first."
-            ),
-            Mistake(
-                "ROUNDER",
-                "8388608.0",
-                "Below 2^23 floats are 1/2 apart, and x may be negative. 1.5 * 2^23 has room on both sides.",
-            ),
-            Mistake(
-                ".to(tl.int8)", "", "That is an int32 with the bits of ROUNDER in it: .to(tl.int8) keeps the low byte."
-            ),
-            Mistake("(x + ROUNDER)", "(x + ROUNDER_BITS)", "Add the *number* ROUNDER to a float, not its bits."),
-            Mistake(", bitcast=True", "", "The right numbers, by a conversion: read the same bits, bitcast=True."),
-            Mistake(
-                "(x + ROUNDER).to(tl.int32, bitcast=True)",
-                "((x + ROUNDER) - ROUNDER)",
-                "The right numbers, by a conversion: read the same bits, bitcast=True.",
-            ),
-            Mistake("ROUNDER", "2 * ROUNDER", "There floats are 2 apart: every odd number is lost."),
-            Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "x", "The conversion truncates, and is what we save."),
-        ),
-        run_byte,
-    ),
-    "folded_softmax": Gap(
-        folded_softmax,
-        _integer_scores,
-        (
-            Mistake(
-                "    m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX\n",
-                "",
-                "m_ij has not moved: t was rounded, and P~ is now relative to another maximum.",
-            ),
-            Mistake("m_ij - LOG2_INT8_MAX + room", "m_ij + room", "p_ij is 127 e^(S - m_ij): where is log2(127)?"),
-            Mistake(
-                "m_ij - LOG2_INT8_MAX + room", "m_ij + LOG2_INT8_MAX + room", "t is taken out: log2(127) with a minus."
-            ),
-            Mistake(" + room", "", "Where scales are large, 127 may become 127.5 and wrap around: add room to t."),
-            Mistake(" + room", " - room", "room makes p_ij smaller: t is taken out, so it gets larger."),
-            Mistake(
-                "t) + LOG2_INT8_MAX", "t) + LOG2_INT8_MAX - room", "m_ij must belong to the t that is used, room in it."
-            ),
-            Mistake(FOLDED, ROUNDED_TWICE, "A product and a sum round twice: tl.fma rounds once."),
-            Mistake(P, f"127.0 * {P}", "The factor 127 is in t already."),
-            Mistake(P, P.replace("exp2", "exp"), "The scores are in base 2: exp2."),
-            Mistake(P, P.replace("-t[:, None]", "-t"), "t has one number per query, a row of p_ij: t[:, None]."),
-            Mistake("-s_qk, ROUNDER, t) + LOG2_INT8_MAX", "-s_qk, ROUNDER, t)", "t = s ROUNDER + m_ij - log2(127)."),
-        ),
-        run_softmax,
-    ),
-    "group_columns": Gap(
-        group_columns,
-        _columns,
-        (
-            Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),
-            Mistake(
-                "permute(0, 1, 3, 2, 4)",
-                "permute(1, 0, 2, 3, 4)",
-                "In front there are now rows and groups, which stay: half and pair are axes 2 and 3.",
-            ),
-            Mistake(
-                "permute(0, 1, 3, 2, 4)",
-                "permute(0, 1, 3, 4, 2)",
-                "The columns of a pair come apart: 0, 8, 1, 9. The pair stays innermost.",
-            ),
-            Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 4, 2, 2)", "16 columns are 2 halves of 4 pairs."),
-            Mistake(
-                "x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
+    "level1": Gap(level1, _attention, (
+        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q"), "The integers of K stand for numbers s_K as large."),
+        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_k + 0 * s_q"), "s_Q is missing. It holds c log2(e), too."),
+        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q * s_k * 1.4426950408889634"), "c log2(e) is in s_Q already."),
+        Mistake("tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)", "tl.load(k.scale)",
+                "That is the scale of the first keys. Each SCALE_BLOCK tokens have their own."),
+        Mistake(SCORES, "integer_dot(q_hat_i, tl.trans(k_hat_j)) + 0 * s_q[:, None]", "Both scales are missing."),
+    ), run_level(1)),
+    "level2": Gap(level2, _attention, (
+        Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_new)", "127 of its steps are s_P's 1."),
+        Mistake("127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "127.0 * tl.math.exp2(s_ij - m_new[:, None])",
+                "In P~ / s_P m_new cancels: its largest entry is 127 in every tile."),
+        Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "P~ / s_P: dividing by s_P brings a factor 127."),
+        Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_ij) / 127.0",
+                "1/127 fits a tile that holds the row's maximum. In others the largest P~ is e^(m_ij - m_new)."),
+        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are times log2(e) already: exp2."),
+        Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1) / 127.0", "l is the sum of P~ relative to m_new: p_ij s_P."),
+        Mistake("l = l * rescale", "l = l", "The old l belongs to the old maximum: it shrinks as O does."),
+        Mistake("(s_p * s_v)[:, None]", "(s_p * s_v)", "s_P has one number per query, a row of O: s_p[:, None]."),
+        Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1)", "l is the sum of P~. p_ij is P~ / s_P."),
+        Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(round_to_int8(p_ij).to(tl.float32), 1) * s_p",
+                "l is the sum of P~ before rounding."),
+        Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry gets too small."),
+        Mistake("(s_p * s_v)", "(s_p + 0 * s_v)", "V^ stands for s_V V^."),
+        Mistake("(s_p * s_v)", "(s_v + 0 * s_p)", "P^ stands for s_P P^."),
+        Mistake("o_i = o_i * rescale[:, None]", "o_i = o_i", "O belongs to the old maximum: it shrinks as l does."),
+    ), run_level(2)),
+    "offset_dot": Gap(offset_dot, _integers, (
+        Mistake("ROUNDER_BITS", "12582912",
+                "That is the integer 12582912. Read as a float it is 1.8e-38: start at the float's *bits*."),
+        Mistake("ROUNDER_BITS", "0", "Started at 0. The bits of a small integer, read as a float, are nearly 0."),
+        Mistake(", bitcast=True", "", "That is the conversion we want to save: read the same bits, bitcast=True."),
+        Mistake(BITS, f"{BITS} - ROUNDER", "ROUNDER stays in: level 3 takes it out where that costs nothing."),
+        Mistake(f"start, {BITS}", "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
+                "The right numbers, by a conversion: start the dot product at ROUNDER_BITS and read the bits."),
+    ), run_dot),
+    "low_byte": Gap(low_byte, _numbers, (
+        Mistake("(x + ROUNDER)", "x", "The low bits of a float are its fraction, not its integer: add ROUNDER first."),
+        Mistake("ROUNDER", "8388608.0",
+                "Below 2^23 floats are 1/2 apart, and x may be negative. 1.5 * 2^23 has room on both sides."),
+        Mistake(".to(tl.int8)", "",
+                "That is an int32 with the bits of ROUNDER in it: .to(tl.int8) keeps the low byte."),
+        Mistake("(x + ROUNDER)", "(x + ROUNDER_BITS)", "Add the *number* ROUNDER to a float, not its bits."),
+        Mistake(", bitcast=True", "", "The right numbers, by a conversion: read the same bits, bitcast=True."),
+        Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "((x + ROUNDER) - ROUNDER)",
+                "The right numbers, by a conversion: read the same bits, bitcast=True."),
+        Mistake("ROUNDER", "2 * ROUNDER", "There floats are 2 apart: every odd number is lost."),
+        Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "x", "The conversion truncates, and is what we save."),
+    ), run_byte),
+    "folded_softmax": Gap(folded_softmax, _integer_scores, (
+        Mistake("    m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX\n", "",
+                "m_ij has not moved: t was rounded, and P~ is now relative to another maximum."),
+        Mistake("m_ij - LOG2_INT8_MAX + room", "m_ij + room", "p_ij is 127 e^(S - m_ij): where is log2(127)?"),
+        Mistake("m_ij - LOG2_INT8_MAX + room", "m_ij + LOG2_INT8_MAX + room",
+                "t is taken out: log2(127) with a minus."),
+        Mistake(" + room", "", "Where scales are large, 127 may become 127.5 and wrap around: add room to t."),
+        Mistake(" + room", " - room", "room makes p_ij smaller: t is taken out, so it gets larger."),
+        Mistake("t) + LOG2_INT8_MAX", "t) + LOG2_INT8_MAX - room",
+                "m_ij must belong to the t that is used, room in it."),
+        Mistake(FOLDED, ROUNDED_TWICE, "A product and a sum round twice: tl.fma rounds once."),
+        Mistake(P, f"127.0 * {P}", "The factor 127 is in t already."),
+        Mistake(P, P.replace("exp2", "exp"), "The scores are in base 2: exp2."),
+        Mistake(P, P.replace("-t[:, None]", "-t"), "t has one number per query, a row of p_ij: t[:, None]."),
+        Mistake("-s_qk, ROUNDER, t) + LOG2_INT8_MAX", "-s_qk, ROUNDER, t)", "t = s ROUNDER + m_ij - log2(127)."),
+    ), run_softmax),
+    "group_columns": Gap(group_columns, _columns, (
+        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),
+        Mistake("permute(0, 1, 3, 2, 4)", "permute(1, 0, 2, 3, 4)",
+                "In front there are now rows and groups, which stay: half and pair are axes 2 and 3."),
+        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 3, 4, 2)",
+                "The columns of a pair come apart: 0, 8, 1, 9. The pair stays innermost."),
+        Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 4, 2, 2)", "16 columns are 2 halves of 4 pairs."),
+        Mistake("x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
                 "x.reshape(ROWS, 2, COLUMNS // 4, 2).permute(0, 2, 1, 3)",
-                "The halves are those of each group of 16, not of the whole row.",
-            ),
-        ),
-        run_group,
-    ),
-}
+                "The halves are those of each group of 16, not of the whole row."),
+    ), run_group),
+}  # fmt: skip

@@ -5,6 +5,7 @@ import math
 import torch
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draw
 
 HEAD_DIM = 16
 
@@ -27,153 +28,85 @@ def grad_through_norm(dy, x, gain):
     return (dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r
 
 
-def _draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _tokens() -> list[tuple]:
-    gain = 1 + 0.3 * _draw(0, HEAD_DIM)
-    return [(3 * _draw(1, 5, HEAD_DIM) + 2, gain), (1e-3 * _draw(2, 2, 5, HEAD_DIM), gain)]
+    gain = 1 + 0.3 * draw(0, HEAD_DIM)
+    return [(3 * draw(1, 5, HEAD_DIM) + 2, gain), (1e-3 * draw(2, 2, 5, HEAD_DIM), gain)]
 
 
 def _gains() -> list[tuple]:
-    gain_q, gain_k = 1 + 0.3 * _draw(3, HEAD_DIM), 1 + 0.3 * _draw(4, HEAD_DIM)
+    gain_q, gain_k = 1 + 0.3 * draw(3, HEAD_DIM), 1 + 0.3 * draw(4, HEAD_DIM)
     gain_q[3], gain_q[7], gain_k[7], gain_k[9] = -3.0, -2.0, 4.0, 5.0
     return [(gain_q, gain_k)]
 
 
 def _gradients() -> list[tuple]:
-    return [(_draw(5, 6, HEAD_DIM), 3 * _draw(6, 6, HEAD_DIM), 1 + 0.3 * _draw(7, HEAD_DIM))]
+    return [(draw(5, 6, HEAD_DIM), 3 * draw(6, 6, HEAD_DIM), 1 + 0.3 * draw(7, HEAD_DIM))]
 
 
 GAPS = {
-    "std_of_score_error": Gap(
-        std_of_score_error,
-        lambda: [(0.03, 1.0, 0.02, 2.0), (0.3, 10.0, 0.4, 5.0)],
-        (
-            Mistake(" / 12", "", "A rounding error of step s has the variance s^2 / 12."),
-            Mistake(
-                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+    "std_of_score_error": Gap(std_of_score_error, lambda: [(0.03, 1.0, 0.02, 2.0), (0.3, 10.0, 0.4, 5.0)], (
+        Mistake(" / 12", "", "A rounding error of step s has the variance s^2 / 12."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
                 "(s_q * rms_k + s_k * rms_q) / math.sqrt(12)",
-                "Two independent errors add as squares.",
-            ),
-            Mistake(
-                "(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2",
-                "(s_q * rms_q) ** 2 + (s_k * rms_k) ** 2",
-                "The rounding error of Q is multiplied by K, and that of K by Q.",
-            ),
-            Mistake(
-                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "Two independent errors add as squares."),
+        Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "(s_q * rms_q) ** 2 + (s_k * rms_k) ** 2",
+                "The rounding error of Q is multiplied by K, and that of K by Q."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
                 "((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12",
-                "That is the variance.",
-            ),
-            Mistake(
-                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "That is the variance."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
                 "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12) / 8",
-                "D terms, times c^2 in the variance: c^2 D = 1, so nothing of either is left.",
-            ),
-            Mistake(
-                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "D terms, times c^2 in the variance: c^2 D = 1, so nothing of either is left."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
                 "8 * math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
-                "D terms, times c^2 in the variance: c^2 D = 1, so nothing of either is left.",
-            ),
-            Mistake(
-                "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
-                "s_q * s_k / 12",
-                "That is the product of the two errors, the small part. Each error also meets the other factor itself.",
-            ),
-            Mistake(
-                "(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2",
-                "s_q ** 2 + s_k ** 2",
-                "The rounding error of Q is multiplied by K, and that of K by Q.",
-            ),
-        ),
-    ),
-    "rms_norm": Gap(
-        rms_norm,
-        _tokens,
-        (
-            Mistake(
-                "mean(-1, keepdim=True)",
-                "mean(-2, keepdim=True)",
-                "Each token is divided by its own size: the mean is over channels.",
-            ),
-            Mistake(
-                "mean(-1, keepdim=True)",
-                "sum(-1, keepdim=True)",
-                "That makes every length 1. RMS is the root of a mean: the length becomes sqrt(D).",
-            ),
-            Mistake("x * gain", "x", "The learned gain is missing."),
-            Mistake(
-                "x * gain / torch.sqrt(x.square()",
-                "(x - x.mean(-1, keepdim=True)) * gain / torch.sqrt(x.square()",
-                "RMS norm subtracts no mean; layer norm does.",
-            ),
-            Mistake(
-                "x * gain / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
+                "D terms, times c^2 in the variance: c^2 D = 1, so nothing of either is left."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)", "s_q * s_k / 12",
+                "That is the product of the two errors, the small part. "
+                "Each error also meets the other factor itself."),
+        Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "s_q ** 2 + s_k ** 2",
+                "The rounding error of Q is multiplied by K, and that of K by Q."),
+    )),
+    "rms_norm": Gap(rms_norm, _tokens, (
+        Mistake("mean(-1, keepdim=True)", "mean(-2, keepdim=True)",
+                "Each token is divided by its own size: the mean is over channels."),
+        Mistake("mean(-1, keepdim=True)", "sum(-1, keepdim=True)",
+                "That makes every length 1. RMS is the root of a mean: the length becomes sqrt(D)."),
+        Mistake("x * gain", "x", "The learned gain is missing."),
+        Mistake("x * gain / torch.sqrt(x.square()", "(x - x.mean(-1, keepdim=True)) * gain / torch.sqrt(x.square()",
+                "RMS norm subtracts no mean; layer norm does."),
+        Mistake("x * gain / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
                 "torch.nn.functional.layer_norm(x, x.shape[-1:], gain, eps=1e-6)",
-                "RMS norm subtracts no mean; layer norm does.",
-            ),
-            Mistake("mean(-1, keepdim=True)", "mean()", "Each token is divided by its own size."),
-            Mistake(
-                "x.square()", "(x * gain).square()", "The gain comes after the norm: divide by the RMS of x alone."
-            ),
-            Mistake(
-                "torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
+                "RMS norm subtracts no mean; layer norm does."),
+        Mistake("mean(-1, keepdim=True)", "mean()", "Each token is divided by its own size."),
+        Mistake("x.square()", "(x * gain).square()", "The gain comes after the norm: divide by the RMS of x alone."),
+        Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
                 "(torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-6)",
-                "1e-6 belongs under the root, added to the mean square.",
-            ),
-            Mistake(" + 1e-6", "", "Small tokens: 1e-6 belongs under the root."),
-            Mistake(
-                "torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
-                "(x.square().mean(-1, keepdim=True) + 1e-6)",
-                "That is the mean square: the root is missing.",
-            ),
-        ),
-    ),
-    "bound_on_scores": Gap(
-        bound_on_scores,
-        _gains,
-        (
-            Mistake(
-                "(gain_q * gain_k).abs().max().item()",
-                "gain_q.abs().max().item() * gain_k.abs().max().item()",
-                "True, too, but it can be tighter: both gains of a channel meet in one product.",
-            ),
-            Mistake(".abs()", "", "A negative product of gains counts, too."),
-            Mistake("math.sqrt(len(gain_q))", "len(gain_q)", "|q| |k| = D without gains, and c = 1 / sqrt(D)."),
-            Mistake(".max()", ".mean()", "All of q and k may lie in the channel with the largest gains."),
-            Mistake("math.sqrt(len(gain_q)) * ", "", "Without gains |q| |k| = D, times c."),
-        ),
-    ),
-    "grad_through_norm": Gap(
-        grad_through_norm,
-        _gradients,
-        (
-            Mistake(
-                "(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True))",
-                "dx_hat",
-                "r depends on x, too: that way is missing.",
-            ),
-            Mistake("dx_hat - x_hat", "dx_hat + x_hat", "A larger x makes a larger r, and so a smaller x_hat: minus."),
-            Mistake(
-                "(x_hat * dx_hat).mean",
-                "(x_hat * dx_hat).sum",
-                "r is the root of a mean: each channel has one D-th of it.",
-            ),
-            Mistake("gain * dy", "dy", "y = gain * x_hat: the gain multiplies the gradient, too."),
-            Mistake("gain * dy", "dy / gain", "y = gain * x_hat, so dx_hat is gain times dy."),
-            Mistake(
-                "(x_hat * dx_hat).mean(-1, keepdim=True)",
-                "(x_hat * dx_hat) / x.shape[-1]",
-                "r is shared by all channels of a token: the gradients of all of them add up in dr.",
-            ),
-            Mistake(
-                "(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
+                "1e-6 belongs under the root, added to the mean square."),
+        Mistake(" + 1e-6", "", "Small tokens: 1e-6 belongs under the root."),
+        Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)", "(x.square().mean(-1, keepdim=True) + 1e-6)",
+                "That is the mean square: the root is missing."),
+    )),
+    "bound_on_scores": Gap(bound_on_scores, _gains, (
+        Mistake("(gain_q * gain_k).abs().max().item()", "gain_q.abs().max().item() * gain_k.abs().max().item()",
+                "True, too, but it can be tighter: both gains of a channel meet in one product."),
+        Mistake(".abs()", "", "A negative product of gains counts, too."),
+        Mistake("math.sqrt(len(gain_q))", "len(gain_q)", "|q| |k| = D without gains, and c = 1 / sqrt(D)."),
+        Mistake(".max()", ".mean()", "All of q and k may lie in the channel with the largest gains."),
+        Mistake("math.sqrt(len(gain_q)) * ", "", "Without gains |q| |k| = D, times c."),
+    )),
+    "grad_through_norm": Gap(grad_through_norm, _gradients, (
+        Mistake("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True))", "dx_hat",
+                "r depends on x, too: that way is missing."),
+        Mistake("dx_hat - x_hat", "dx_hat + x_hat", "A larger x makes a larger r, and so a smaller x_hat: minus."),
+        Mistake("(x_hat * dx_hat).mean", "(x_hat * dx_hat).sum",
+                "r is the root of a mean: each channel has one D-th of it."),
+        Mistake("gain * dy", "dy", "y = gain * x_hat: the gain multiplies the gradient, too."),
+        Mistake("gain * dy", "dy / gain", "y = gain * x_hat, so dx_hat is gain times dy."),
+        Mistake("(x_hat * dx_hat).mean(-1, keepdim=True)", "(x_hat * dx_hat) / x.shape[-1]",
+                "r is shared by all channels of a token: the gradients of all of them add up in dr."),
+        Mistake("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
                 "dx_hat / r - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)",
-                "Divide both ways by r: x_hat = x / r has the derivative -x / r^2 = -x_hat / r with respect to r.",
-            ),
-            Mistake(")) / r", "))", "x_hat = x / r: divide by r."),
-        ),
-    ),
-}
+                "Divide both ways by r: x_hat = x / r has the derivative -x / r^2 = -x_hat / r with respect to r."),
+        Mistake(")) / r", "))", "x_hat = x / r: divide by r."),
+    )),
+}  # fmt: skip

@@ -42,7 +42,7 @@ def paired_effect(trained, baseline):
 
 
 def value_and_gradients(function, exact: Tensor, quantized: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What it gives, and what the exact and the quantised function get back."""
+    """Return the function's value, and the gradients of its exact and of its quantised argument."""
     leaves = [x.requires_grad_() for x in (exact, quantized)]
     found = function(*(1 * x for x in leaves))
     direction = torch.linspace(-1, 1, exact.numel(), dtype=exact.dtype).view(exact.shape)
@@ -78,170 +78,90 @@ def _handed_in() -> list[tuple]:
 
 
 GAPS = {
-    "int8_attention": Gap(
-        int8_attention,
-        _inputs,
-        (
-            Mistake(
-                "fake_quantize(k - k_mean, (BLOCK_KV, None))",
-                "fake_quantize(k, (BLOCK_KV, None))",
-                "K is smoothed before it is rounded: subtract the mean key.",
-            ),
-            Mistake(
-                "fake_quantize(q, (BLOCK_Q, None))",
-                "fake_quantize(q, (1, None))",
-                "Queries of a block share a scale: (BLOCK_Q, None). The same goes for keys and values.",
-            ),
-            Mistake(
-                "q_hat = fake_quantize(q, (BLOCK_Q, None))\n"
+    "int8_attention": Gap(int8_attention, _inputs, (
+        Mistake("fake_quantize(k - k_mean, (BLOCK_KV, None))", "fake_quantize(k, (BLOCK_KV, None))",
+                "K is smoothed before it is rounded: subtract the mean key."),
+        Mistake("fake_quantize(q, (BLOCK_Q, None))", "fake_quantize(q, (1, None))",
+                "Queries of a block share a scale: (BLOCK_Q, None). The same goes for keys and values."),
+        Mistake("q_hat = fake_quantize(q, (BLOCK_Q, None))\n"
                 "    k_hat, v_hat = fake_quantize(k - k_mean, (BLOCK_KV, None)), fake_quantize(v, (BLOCK_KV, None))",
                 "q_hat = fake_quantize(q, (1, None))\n"
                 "    k_hat, v_hat = fake_quantize(k - k_mean, (1, None)), fake_quantize(v, (1, None))",
-                "Tokens of a block share a scale: (BLOCK_Q, None) or (BLOCK_KV, None).",
-            ),
-            Mistake(
-                "q_hat = fake_quantize(q, (BLOCK_Q, None))\n"
+                "Tokens of a block share a scale: (BLOCK_Q, None) or (BLOCK_KV, None)."),
+        Mistake("q_hat = fake_quantize(q, (BLOCK_Q, None))\n"
                 "    k_hat, v_hat = fake_quantize(k - k_mean, (BLOCK_KV, None)), fake_quantize(v, (BLOCK_KV, None))",
                 "q_hat = fake_quantize(q, (None, None))\n"
                 "    k_hat, v_hat = fake_quantize(k - k_mean, (None, None)), fake_quantize(v, (None, None))",
-                "One scale for each block of tokens, not one for all.",
-            ),
-            Mistake(
-                "fake_quantize(k - k_mean, (BLOCK_KV, None)), fake_quantize(v, (BLOCK_KV, None))",
+                "One scale for each block of tokens, not one for all."),
+        Mistake("fake_quantize(k - k_mean, (BLOCK_KV, None)), fake_quantize(v, (BLOCK_KV, None))",
                 "fake_quantize(k - k_mean, (BLOCK_Q, None)), fake_quantize(v, (BLOCK_Q, None))",
-                "Blocks of keys, and of their values, have BLOCK_KV tokens.",
-            ),
-            Mistake(
-                "fake_quantize(v, (BLOCK_KV, None))",
-                "fake_quantize(v, (None, 1))",
-                "That is a scale per channel. Here a block of tokens has one: exercise 3 tries yours.",
-            ),
-            Mistake(
-                "k_mean = k.mean(-2, keepdim=True)",
-                "k_mean = 0 * k.mean(-2, keepdim=True)",
-                "K is smoothed before it is rounded: subtract the mean key.",
-            ),
-            Mistake("fake_quantize(q, (BLOCK_Q, None))", "q", "Q is rounded, too."),
-            Mistake(
-                "fake_quantize(q, (BLOCK_Q, None))",
-                "fake_quantize(q, (None, None))",
-                "One scale for each block of queries, not one for all.",
-            ),
-            Mistake(
-                "fake_quantize(p, (1, BLOCK_KV))",
-                "fake_quantize(p, (1, None))",
-                "A kernel sees one tile at a time: P has a scale per query and block of keys.",
-            ),
-            Mistake(
-                "fake_quantize(p, (1, BLOCK_KV))",
-                "fake_quantize(p, (BLOCK_Q, BLOCK_KV))",
-                "That is a scale per tile. P has one per query and block of keys.",
-            ),
-            Mistake("fake_quantize(p, (1, BLOCK_KV))", "p", "P is rounded, too."),
-            Mistake("+ c * q @ k_mean.mT", "- c * q @ k_mean.mT", "Smoothing took it away: L gets it back."),
-            Mistake("+ c * q @ k_mean.mT", "+ q @ k_mean.mT", "c is missing in what L gets back."),
-            Mistake(
-                "+ c * q @ k_mean.mT",
-                "+ c * q_hat @ k_mean.mT",
-                "L gets back c Q mean(K) with Q itself, not with the rounded one: so does the library.",
-            ),
-            Mistake(
-                " + c * q @ k_mean.mT", "", "The backward pass wants L of c Q K^T; smoothing took c Q mean(K) from it."
-            ),
-            Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to S itself, not to S - m: m is missing."),
-        ),
-    ),
-    "straight_through": Gap(
-        straight_through,
-        _outputs,
-        (
-            Mistake("exact + (quantized - exact).detach()", "quantized", "Right value, but the gradient of rounding."),
-            Mistake(
-                "exact + (quantized - exact).detach()", "quantized.detach()", "Right value, but no gradient at all."
-            ),
-            Mistake(
-                "exact + (quantized - exact).detach()",
-                "quantized + exact - exact.detach()",
-                "Right value, but the gradient of rounding comes along: detach the quantised one.",
-            ),
-            Mistake("exact + (quantized - exact).detach()", "exact", "Right gradient, but training sees no rounding."),
-            Mistake(
-                "exact + (quantized - exact).detach()",
-                "quantized.detach() + exact",
-                "The gradient is right, the value is a sum of both: take the exact one out again, detached.",
-            ),
-            Mistake(
-                "exact + (quantized - exact).detach()",
-                "quantized + (exact - quantized).detach()",
-                "The other way round: this has the value of the exact function and the gradient of rounding.",
-            ),
-        ),
-        value_and_gradients,
-    ),
-    "attention_backward": Gap(
-        attention_backward,
-        _handed_in,
-        (
-            Mistake(
-                "torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)",
+                "Blocks of keys, and of their values, have BLOCK_KV tokens."),
+        Mistake("fake_quantize(v, (BLOCK_KV, None))", "fake_quantize(v, (None, 1))",
+                "That is a scale per channel. Here a block of tokens has one: exercise 3 tries yours."),
+        Mistake("k_mean = k.mean(-2, keepdim=True)", "k_mean = 0 * k.mean(-2, keepdim=True)",
+                "K is smoothed before it is rounded: subtract the mean key."),
+        Mistake("fake_quantize(q, (BLOCK_Q, None))", "q", "Q is rounded, too."),
+        Mistake("fake_quantize(q, (BLOCK_Q, None))", "fake_quantize(q, (None, None))",
+                "One scale for each block of queries, not one for all."),
+        Mistake("fake_quantize(p, (1, BLOCK_KV))", "fake_quantize(p, (1, None))",
+                "A kernel sees one tile at a time: P has a scale per query and block of keys."),
+        Mistake("fake_quantize(p, (1, BLOCK_KV))", "fake_quantize(p, (BLOCK_Q, BLOCK_KV))",
+                "That is a scale per tile. P has one per query and block of keys."),
+        Mistake("fake_quantize(p, (1, BLOCK_KV))", "p", "P is rounded, too."),
+        Mistake("+ c * q @ k_mean.mT", "- c * q @ k_mean.mT", "Smoothing took it away: L gets it back."),
+        Mistake("+ c * q @ k_mean.mT", "+ q @ k_mean.mT", "c is missing in what L gets back."),
+        Mistake("+ c * q @ k_mean.mT", "+ c * q_hat @ k_mean.mT",
+                "L gets back c Q mean(K) with Q itself, not with the rounded one: so does the library."),
+        Mistake(" + c * q @ k_mean.mT", "",
+                "The backward pass wants L of c Q K^T; smoothing took c Q mean(K) from it."),
+        Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to S itself, not to S - m: m is missing."),
+    )),
+    "straight_through": Gap(straight_through, _outputs, (
+        Mistake("exact + (quantized - exact).detach()", "quantized", "Right value, but the gradient of rounding."),
+        Mistake("exact + (quantized - exact).detach()", "quantized.detach()", "Right value, but no gradient at all."),
+        Mistake("exact + (quantized - exact).detach()", "quantized + exact - exact.detach()",
+                "Right value, but the gradient of rounding comes along: detach the quantised one."),
+        Mistake("exact + (quantized - exact).detach()", "exact", "Right gradient, but training sees no rounding."),
+        Mistake("exact + (quantized - exact).detach()", "quantized.detach() + exact",
+                "The gradient is right, the value is a sum of both: take the exact one out again, detached."),
+        Mistake("exact + (quantized - exact).detach()", "quantized + (exact - quantized).detach()",
+                "The other way round: this has the value of the exact function and the gradient of rounding."),
+    ), value_and_gradients),
+    "attention_backward": Gap(attention_backward, _handed_in, (
+        Mistake("torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)",
                 "torch.softmax((c * q @ k.mT).masked_fill(hidden, -math.inf), -1)",
-                "A kernel has no second look at the whole row: P = exp(S - L), with the L that is handed in.",
-            ),
-            Mistake(".masked_fill(hidden, 0)", "", "Keys that are not selected have P = 0."),
-            Mistake(
-                "delta = (do * o).sum(-1, keepdim=True)",
-                "delta = (p * (do @ v.mT)).sum(-1, keepdim=True)",
-                "delta = rowsum(dO * O), with the O that is handed in.",
-            ),
-            Mistake(".masked_fill(hidden, 0)", " * hidden", "hidden is True where a key is not selected."),
-            Mistake("torch.exp(c * q @ k.mT", "torch.exp(q @ k.mT", "c is missing in S."),
-            Mistake(
-                "p = torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)\n"
+                "A kernel has no second look at the whole row: P = exp(S - L), with the L that is handed in."),
+        Mistake(".masked_fill(hidden, 0)", "", "Keys that are not selected have P = 0."),
+        Mistake("delta = (do * o).sum(-1, keepdim=True)", "delta = (p * (do @ v.mT)).sum(-1, keepdim=True)",
+                "delta = rowsum(dO * O), with the O that is handed in."),
+        Mistake(".masked_fill(hidden, 0)", " * hidden", "hidden is True where a key is not selected."),
+        Mistake("torch.exp(c * q @ k.mT", "torch.exp(q @ k.mT", "c is missing in S."),
+        Mistake("p = torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)\n"
                 "    delta = (do * o).sum(-1, keepdim=True)",
                 "p = torch.softmax((c * q @ k.mT).masked_fill(hidden, -math.inf), -1)\n"
                 "    delta = (p * (do @ v.mT)).sum(-1, keepdim=True)",
-                "Use the O and L that are handed in: P = exp(S - L), delta = rowsum(dO * O).",
-            ),
-            Mistake("(do * o).sum(-1, keepdim=True)", "(do * o).sum(-1)", "delta is [..., Nq, 1]: keepdim=True."),
-            Mistake("p * (dp - delta)", "p * dp - delta", "dS = P (dP - delta): first subtract, then multiply."),
-            Mistake("c * ds @ k, c * ds.mT @ q", "c * ds @ q, c * ds.mT @ k", "dQ = c dS K, and dK = c dS^T Q."),
-            Mistake("c * ds @ k, c * ds.mT @ q", "ds @ k, ds.mT @ q", "c is missing in dQ and dK."),
-            Mistake("(dp - delta)", "dp", "dS = P (dP - delta)."),
-            Mistake("return c * ds @ k", "return ds @ k", "c is missing in dQ."),
-            Mistake("c * ds.mT @ q", "ds.mT @ q", "c is missing in dK."),
-        ),
-    ),
-    "paired_effect": Gap(
-        paired_effect,
-        lambda: [([0.31, 0.35, 0.42], [0.3, 0.36, 0.4])],
-        (
-            Mistake("x - y for", "y - x for", "Below zero should mean that training helped: trained minus baseline."),
-            Mistake("stdev(differences)", "stdev(trained)", "The spread of the differences, not of the errors."),
-            Mistake(
-                "stdev(differences)",
-                "math.hypot(stdev(trained), stdev(baseline))",
-                "That is right for two groups that have nothing in common. Here take the spread of the differences.",
-            ),
-            Mistake(
-                "stdev(differences)",
-                "stdev(differences) / math.sqrt(len(differences))",
-                "That is the standard error of the mean. The standard deviation is wanted: stdev as it is.",
-            ),
-            Mistake(
-                "stdev(differences)",
-                "stdev(differences) * math.sqrt(1 - 1 / len(differences))",
-                "Divided by n. Few seeds: divide by n - 1, as stdev does.",
-            ),
-            Mistake("x - y for", "abs(x - y) for", "The sign says who is better: keep it."),
-            Mistake("x - y for", "x / y - 1 for", "Differences, not ratios."),
-            Mistake(
-                "stdev(differences)",
-                "stdev(trained) - stdev(baseline)",
-                "The spread of the differences: seed by seed, what both have in common cancels.",
-            ),
-            Mistake(
-                "mean(differences), stdev(differences)", "mean(differences)", "The mean, and the standard deviation."
-            ),
-        ),
-    ),
-}
+                "Use the O and L that are handed in: P = exp(S - L), delta = rowsum(dO * O)."),
+        Mistake("(do * o).sum(-1, keepdim=True)", "(do * o).sum(-1)", "delta is [..., Nq, 1]: keepdim=True."),
+        Mistake("p * (dp - delta)", "p * dp - delta", "dS = P (dP - delta): first subtract, then multiply."),
+        Mistake("c * ds @ k, c * ds.mT @ q", "c * ds @ q, c * ds.mT @ k", "dQ = c dS K, and dK = c dS^T Q."),
+        Mistake("c * ds @ k, c * ds.mT @ q", "ds @ k, ds.mT @ q", "c is missing in dQ and dK."),
+        Mistake("(dp - delta)", "dp", "dS = P (dP - delta)."),
+        Mistake("return c * ds @ k", "return ds @ k", "c is missing in dQ."),
+        Mistake("c * ds.mT @ q", "ds.mT @ q", "c is missing in dK."),
+    )),
+    "paired_effect": Gap(paired_effect, lambda: [([0.31, 0.35, 0.42], [0.3, 0.36, 0.4])], (
+        Mistake("x - y for", "y - x for", "Below zero should mean that training helped: trained minus baseline."),
+        Mistake("stdev(differences)", "stdev(trained)", "The spread of the differences, not of the errors."),
+        Mistake("stdev(differences)", "math.hypot(stdev(trained), stdev(baseline))",
+                "That is right for two groups that have nothing in common. Here take the spread of the differences."),
+        Mistake("stdev(differences)", "stdev(differences) / math.sqrt(len(differences))",
+                "That is the standard error of the mean. The standard deviation is wanted: stdev as it is."),
+        Mistake("stdev(differences)", "stdev(differences) * math.sqrt(1 - 1 / len(differences))",
+                "Divided by n. Few seeds: divide by n - 1, as stdev does."),
+        Mistake("x - y for", "abs(x - y) for", "The sign says who is better: keep it."),
+        Mistake("x - y for", "x / y - 1 for", "Differences, not ratios."),
+        Mistake("stdev(differences)", "stdev(trained) - stdev(baseline)",
+                "The spread of the differences: seed by seed, what both have in common cancels."),
+        Mistake("mean(differences), stdev(differences)", "mean(differences)", "The mean, and the standard deviation."),
+    )),
+}  # fmt: skip

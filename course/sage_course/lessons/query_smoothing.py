@@ -40,96 +40,49 @@ def _scores() -> list[tuple]:
 
 
 GAPS = {
-    "smooth_query": Gap(
-        smooth_query,
-        lambda: [(_draw(0, 8, HEAD_DIM), BLOCK), (_draw(1, 2, 6, 5), 2)],
-        (
-            Mistake("tiles.mean(-2)", "tiles.mean((-3, -2))[..., None, :] + 0 * tiles.mean(-2)", "One mean per tile."),
-            Mistake("tiles.mean(-2)", "tiles[..., 0, :]", "That is the first query of each tile, not the mean."),
-            Mistake("tiles.mean(-2)", "tiles.sum(-2)", "A sum over queries is no mean."),
-            Mistake("tiles - q_mean", "tiles + q_mean", "Subtract it."),
-            Mistake(
-                "flatten(-3, -2), q_mean", "flatten(-3, -2), q_mean[..., None, :]", "The means are [tiles, channels]."
-            ),
-            Mistake(
-                "tiles.mean(-2)\n    return (tiles - q_mean[..., None, :])",
+    "smooth_query": Gap(smooth_query, lambda: [(_draw(0, 8, HEAD_DIM), BLOCK), (_draw(1, 2, 6, 5), 2)], (
+        Mistake("tiles.mean(-2)", "tiles.mean((-3, -2))[..., None, :] + 0 * tiles.mean(-2)", "One mean per tile."),
+        Mistake("tiles.mean(-2)", "tiles[..., 0, :]", "That is the first query of each tile, not the mean."),
+        Mistake("tiles.mean(-2)", "tiles.sum(-2)", "A sum over queries is no mean."),
+        Mistake("tiles - q_mean", "tiles + q_mean", "Subtract it."),
+        Mistake("flatten(-3, -2), q_mean", "flatten(-3, -2), q_mean[..., None, :]", "The means are [tiles, channels]."),
+        Mistake("tiles.mean(-2)\n    return (tiles - q_mean[..., None, :])",
                 "tiles.mean(-3)\n    return (tiles - q_mean[..., None, :, :])",
-                "That is a mean over tiles. Each tile has its own, over its queries: dimension -2 of `tiles`.",
-            ),
-            Mistake(
-                "(tiles - q_mean[..., None, :]).flatten(-3, -2)",
-                "q - q_mean.repeat(*(1,) * (q.dim() - 2), block, 1)",
-                "Row 0 of the means belongs to the first `block` queries: `repeat_interleave` repeats each row.",
-            ),
-            Mistake(".flatten(-3, -2), q_mean", ", q_mean", "Q_sm has the shape of Q: put the tiles together again."),
-        ),
-    ),
-    "int8_scores": Gap(
-        int8_scores,
-        _scores,
-        (
-            Mistake(
-                "(in_int8 + of_the_mean.repeat_interleave(block, -2))",
-                "in_int8",
-                "The softmax does not cancel it: put the product of the means back.",
-            ),
-            Mistake("c * (in_int8 +", "(c * in_int8 +", "Both products need c."),
-            Mistake("c * (in_int8 +", "(in_int8 + c *", "Both products need c."),
-            Mistake("c * (in_int8 +", "(in_int8 +", "S = c Q K^T: c is missing."),
-            Mistake(
-                "q_mean @ k.mT",
-                "fake_quantize(q_mean, (1, None)) @ fake_quantize(k, (block, None)).mT",
-                "This product stays in 16 bit: nothing in it is rounded to INT8.",
-            ),
-            Mistake(
-                "of_the_mean.repeat_interleave(block, -2)",
-                "of_the_mean.repeat(block, 1)",
-                "Row 0 belongs to the first 4 queries: repeat each row, not the whole.",
-            ),
-            Mistake(
-                "q_mean @ k.mT",
-                "q_mean @ fake_quantize(k, (block, None)).mT",
-                "The mean is large: with rounded keys it would enlarge their errors.",
-            ),
-            Mistake(
-                "q_mean @ k.mT",
-                "fake_quantize(q_mean, (1, None)) @ k.mT",
-                "This product stays in 16 bit: the mean is not rounded to INT8.",
-            ),
-        ),
-    ),
-    "mean_branch": Gap(
-        mean_branch,
-        lambda: [(_draw(5, 8, 10), _draw(6, 2, HEAD_DIM), C, BLOCK), (_draw(7, 6, 5), _draw(8, 3, HEAD_DIM), C, 2)],
-        (
-            Mistake("c * column", "column", "S = c Q K^T, so every branch of dK needs c."),
-            Mistake(".sum(-2)", ".mean(-2)", "Each query of the tile adds its dS: a sum, not a mean."),
-            Mistake(".sum(-2)", ".sum(-1)", "Those are row sums. dK_j gets something from every query: sum columns."),
-            Mistake(
-                "ds.unflatten(-2, (-1, block)).sum(-2)",
-                "ds.sum(-2).expand(len(q_mean), -1) / len(q_mean)",
-                "Each tile has a mean of its own: sum each tile's columns for itself.",
-            ),
-        ),
-    ),
-    "extra_share": Gap(
-        extra_share,
-        lambda: [(64, 64), (128, 32)],
-        (
-            Mistake("2 * block * head_dim / (", "2 * block * block * head_dim / (", "The mean is one row, not a tile."),
-            Mistake(
-                "/ (2 * block * block * head_dim)", "/ (2 * block * block)", "A product of D channels: D terms each."
-            ),
-            Mistake("2 * block * head_dim / (", "2 * head_dim / (", "One row of means meets all keys of the tile."),
-            Mistake("2 * block * head_dim / (", "block * head_dim / (", "Two operations per term here, too."),
-            Mistake(
-                "2 * block * head_dim / (", "2 * block * block / (", "The row has `block` scores, of D terms each."
-            ),
-            Mistake(
-                "(2 * block * block * head_dim)",
-                "(2 * block * block * head_dim + 2 * block * head_dim)",
-                "As a share of the tile without the row.",
-            ),
-        ),
-    ),
-}
+                "That is a mean over tiles. Each tile has its own, over its queries: dimension -2 of `tiles`."),
+        Mistake("(tiles - q_mean[..., None, :]).flatten(-3, -2)", "q - q_mean.repeat(*(1,) * (q.dim() - 2), block, 1)",
+                "Row 0 of the means belongs to the first `block` queries: `repeat_interleave` repeats each row."),
+        Mistake(".flatten(-3, -2), q_mean", ", q_mean", "Q_sm has the shape of Q: put the tiles together again."),
+    )),
+    "int8_scores": Gap(int8_scores, _scores, (
+        Mistake("(in_int8 + of_the_mean.repeat_interleave(block, -2))", "in_int8",
+                "The softmax does not cancel it: put the product of the means back."),
+        Mistake("c * (in_int8 +", "(c * in_int8 +", "Both products need c."),
+        Mistake("c * (in_int8 +", "(in_int8 + c *", "Both products need c."),
+        Mistake("c * (in_int8 +", "(in_int8 +", "S = c Q K^T: c is missing."),
+        Mistake("q_mean @ k.mT", "fake_quantize(q_mean, (1, None)) @ fake_quantize(k, (block, None)).mT",
+                "This product stays in 16 bit: nothing in it is rounded to INT8."),
+        Mistake("of_the_mean.repeat_interleave(block, -2)", "of_the_mean.repeat(block, 1)",
+                "Row 0 belongs to the first 4 queries: repeat each row, not the whole."),
+        Mistake("q_mean @ k.mT", "q_mean @ fake_quantize(k, (block, None)).mT",
+                "The mean is large: with rounded keys it would enlarge their errors."),
+        Mistake("q_mean @ k.mT", "fake_quantize(q_mean, (1, None)) @ k.mT",
+                "This product stays in 16 bit: the mean is not rounded to INT8."),
+    )),
+    "mean_branch": Gap(mean_branch,
+        lambda: [(_draw(5, 8, 10), _draw(6, 2, HEAD_DIM), C, BLOCK), (_draw(7, 6, 5), _draw(8, 3, HEAD_DIM), C, 2)], (
+        Mistake("c * column", "column", "S = c Q K^T, so every branch of dK needs c."),
+        Mistake(".sum(-2)", ".mean(-2)", "Each query of the tile adds its dS: a sum, not a mean."),
+        Mistake(".sum(-2)", ".sum(-1)", "Those are row sums. dK_j gets something from every query: sum columns."),
+        Mistake("ds.unflatten(-2, (-1, block)).sum(-2)", "ds.sum(-2).expand(len(q_mean), -1) / len(q_mean)",
+                "Each tile has a mean of its own: sum each tile's columns for itself."),
+    )),
+    "extra_share": Gap(extra_share, lambda: [(64, 64), (128, 32)], (
+        Mistake("2 * block * head_dim / (", "2 * block * block * head_dim / (", "The mean is one row, not a tile."),
+        Mistake("/ (2 * block * block * head_dim)", "/ (2 * block * block)", "A product of D channels: D terms each."),
+        Mistake("2 * block * head_dim / (", "2 * head_dim / (", "One row of means meets all keys of the tile."),
+        Mistake("2 * block * head_dim / (", "block * head_dim / (", "Two operations per term here, too."),
+        Mistake("2 * block * head_dim / (", "2 * block * block / (", "The row has `block` scores, of D terms each."),
+        Mistake("(2 * block * block * head_dim)", "(2 * block * block * head_dim + 2 * block * head_dim)",
+                "As a share of the tile without the row."),
+    )),
+}  # fmt: skip

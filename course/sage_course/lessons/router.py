@@ -1,8 +1,11 @@
 """Notebook 11: SLA2's router, SoftTop-k and its gradient, a soft mask in the softmax, stage 1's loss."""
 
+from functools import partial
+
 import torch
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 
 
 def router_logits(q_bar, k_bar, w_q, w_k, c):
@@ -40,7 +43,7 @@ def straight_through(hard, soft):
 
 
 def value_and_gradient(function, hard, x):
-    """Of a stand-in for the hard mask: what it is, and what x, the soft mask, gets back."""
+    """Return the value of a stand-in for the hard mask, and the gradient of x, the soft mask."""
     x = x.requires_grad_()
     found = function(hard, 1 * x)
     direction = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
@@ -49,9 +52,7 @@ def value_and_gradient(function, hard, x):
     return found.detach(), torch.autograd.grad((found * direction).sum(), x)[0]
 
 
-def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+_draw = partial(draws, dtype=torch.float64)
 
 
 def _means_and_projections() -> list[tuple]:
@@ -87,166 +88,89 @@ def _hard_and_soft() -> list[tuple]:
 
 
 GAPS = {
-    "router_logits": Gap(
-        router_logits,
-        _means_and_projections,
-        (
-            Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
-            Mistake("q_bar @ w_q.mT", "q_bar @ w_q", "proj(x) = W x of a column; for rows that is x W^T."),
-            Mistake("k_bar @ w_k.mT", "k_bar @ w_k", "proj(x) = W x of a column; for rows that is x W^T."),
-            Mistake(
-                "(q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT",
-                "(q_bar @ w_q) @ (k_bar @ w_k).mT",
-                "proj(x) = W x of a column; for rows that is x W^T.",
-            ),
-            Mistake(
-                "c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT",
+    "router_logits": Gap(router_logits, _means_and_projections, (
+        Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
+        Mistake("q_bar @ w_q.mT", "q_bar @ w_q", "proj(x) = W x of a column; for rows that is x W^T."),
+        Mistake("k_bar @ w_k.mT", "k_bar @ w_k", "proj(x) = W x of a column; for rows that is x W^T."),
+        Mistake("(q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT", "(q_bar @ w_q) @ (k_bar @ w_k).mT",
+                "proj(x) = W x of a column; for rows that is x W^T."),
+        Mistake("c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT",
                 "torch.softmax(c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT, -1)",
-                "These are probabilities. Logits come before the softmax.",
-            ),
-            Mistake("k_bar @ w_k.mT", "k_bar @ w_q.mT", "The keys have a matrix of their own."),
-            Mistake("(q_bar @ w_q.mT)", "q_bar", "The queries are projected, too."),
-            Mistake("(k_bar @ w_k.mT).mT", "k_bar.mT", "The keys are projected, too."),
-        ),
-    ),
-    "find_shift": Gap(
-        find_shift,
-        _rows,
-        (
-            Mistake(
-                "low = torch.where(too_much, low, middle)\n        high = torch.where(too_much, middle, high)",
+                "These are probabilities. Logits come before the softmax."),
+        Mistake("k_bar @ w_k.mT", "k_bar @ w_q.mT", "The keys have a matrix of their own."),
+        Mistake("(q_bar @ w_q.mT)", "q_bar", "The queries are projected, too."),
+        Mistake("(k_bar @ w_k.mT).mT", "k_bar.mT", "The keys are projected, too."),
+    )),
+    "find_shift": Gap(find_shift, _rows, (
+        Mistake("low = torch.where(too_much, low, middle)\n        high = torch.where(too_much, middle, high)",
                 "low = torch.where(too_much, middle, low)\n        high = torch.where(too_much, high, middle)",
-                "If the row sums to too much, lambda must fall: the middle becomes the new upper end.",
-            ),
-            Mistake("sum(-1, keepdim=True)", "sum()", "Every row has its own sum, and its own lambda."),
-            Mistake(
-                "sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "The row must sum to `count`; you took its mean."
-            ),
-            Mistake("torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled * middle)", "lambda is added."),
-            Mistake(
-                "torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled)", "Which lambda do you try? It is the middle."
-            ),
-            Mistake("torch.sigmoid(scaled + middle)", "(scaled + middle)", "The sigmoid is missing."),
-        ),
-    ),
-    "soft_top_k_backward": Gap(
-        soft_top_k_backward,
-        _soft_masks,
-        (
-            Mistake("(grad_soft - shared)", "grad_soft", "That holds lambda fixed, but lambda moves with every score."),
-            Mistake(
-                "grad_soft - shared", "grad_soft + shared", "d lambda has a minus: what one gains, the row must lose."
-            ),
-            Mistake("/ w.sum(-1, keepdim=True)", "", "The mean is weighted: divide by the sum of w."),
-            Mistake(
-                "(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
-                "grad_soft.mean(-1, keepdim=True)",
-                "The mean is weighted, by w.",
-            ),
-            Mistake(
-                "(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
+                "If the row sums to too much, lambda must fall: the middle becomes the new upper end."),
+        Mistake("sum(-1, keepdim=True)", "sum()", "Every row has its own sum, and its own lambda."),
+        Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "The row must sum to `count`; you took its mean."),
+        Mistake("torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled * middle)", "lambda is added."),
+        Mistake("torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled)",
+                "Which lambda do you try? It is the middle."),
+        Mistake("torch.sigmoid(scaled + middle)", "(scaled + middle)", "The sigmoid is missing."),
+    )),
+    "soft_top_k_backward": Gap(soft_top_k_backward, _soft_masks, (
+        Mistake("(grad_soft - shared)", "grad_soft", "That holds lambda fixed, but lambda moves with every score."),
+        Mistake("grad_soft - shared", "grad_soft + shared", "d lambda has a minus: what one gains, the row must lose."),
+        Mistake("/ w.sum(-1, keepdim=True)", "", "The mean is weighted: divide by the sum of w."),
+        Mistake("(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)", "grad_soft.mean(-1, keepdim=True)",
+                "The mean is weighted, by w."),
+        Mistake("(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
                 "(soft * grad_soft).sum(-1, keepdim=True) / soft.sum(-1, keepdim=True)",
-                "The weights of the mean are w = s (1 - s), not s.",
-            ),
-            Mistake(
-                "(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
-                "(w * grad_soft).sum() / w.sum()",
-                "Every row has its own lambda.",
-            ),
-            Mistake(
-                "w * (grad_soft - shared) / tau", "w * (grad_soft / tau - shared)", "d lambda, too, is divided by tau."
-            ),
-            Mistake("w * (grad_soft - shared) / tau", "w * (grad_soft - shared / tau) / tau", "Divided by tau twice."),
-            Mistake(" / tau", "", "The scores are divided by tau: so is the gradient."),
-            Mistake("soft * (1 - soft)", "soft", "The derivative of a sigmoid s is s (1 - s)."),
-            Mistake("/ w.sum(-1, keepdim=True)", "/ w.shape[-1]", "The mean is weighted: divide by the sum of w."),
-            Mistake("(w * grad_soft).sum(-1, keepdim=True)", "(w * grad_soft).sum()", "Every row has its own lambda."),
-        ),
-    ),
-    "weighted_attention": Gap(
-        weighted_attention,
-        _weighted_scores,
-        (
-            Mistake(
-                "m * torch.exp(s - s.amax(-1, keepdim=True))",
-                "torch.exp(s * m - (s * m).amax(-1, keepdim=True))",
-                "That is softmax(S * M), the other reading: at M = 0 it leaves a key the weight e^0.",
-            ),
-            Mistake(
-                "s - s.amax(-1, keepdim=True)",
-                "s",
-                "Right on paper, but e^800 is infinite: subtract first, as in a softmax.",
-            ),
-            Mistake(
-                "s.amax(-1, keepdim=True)",
-                "s.max()",
-                "Each row subtracts its own largest score, or a row far below is 0 / 0.",
-            ),
-            Mistake("p = m * ", "p = ", "M is missing."),
-            Mistake("p = m * ", "p = m.exp() * ", "A weight M in front of e^S is log M beside S, not M."),
-            Mistake("p / p.sum(-1, keepdim=True) @ v", "p @ v", "The weights of a row must sum to one."),
-            Mistake(
-                "m * torch.exp(s - s.amax(-1, keepdim=True))\n    return p / p.sum(-1, keepdim=True) @ v",
+                "The weights of the mean are w = s (1 - s), not s."),
+        Mistake("(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)", "(w * grad_soft).sum() / w.sum()",
+                "Every row has its own lambda."),
+        Mistake("w * (grad_soft - shared) / tau", "w * (grad_soft / tau - shared)",
+                "d lambda, too, is divided by tau."),
+        Mistake("w * (grad_soft - shared) / tau", "w * (grad_soft - shared / tau) / tau", "Divided by tau twice."),
+        Mistake(" / tau", "", "The scores are divided by tau: so is the gradient."),
+        Mistake("soft * (1 - soft)", "soft", "The derivative of a sigmoid s is s (1 - s)."),
+        Mistake("/ w.sum(-1, keepdim=True)", "/ w.shape[-1]", "The mean is weighted: divide by the sum of w."),
+        Mistake("(w * grad_soft).sum(-1, keepdim=True)", "(w * grad_soft).sum()", "Every row has its own lambda."),
+    )),
+    "weighted_attention": Gap(weighted_attention, _weighted_scores, (
+        Mistake("m * torch.exp(s - s.amax(-1, keepdim=True))", "torch.exp(s * m - (s * m).amax(-1, keepdim=True))",
+                "That is softmax(S * M), the other reading: at M = 0 it leaves a key the weight e^0."),
+        Mistake("s - s.amax(-1, keepdim=True)", "s",
+                "Right on paper, but e^800 is infinite: subtract first, as in a softmax."),
+        Mistake("s.amax(-1, keepdim=True)", "s.max()",
+                "Each row subtracts its own largest score, or a row far below is 0 / 0."),
+        Mistake("p = m * ", "p = ", "M is missing."),
+        Mistake("p = m * ", "p = m.exp() * ", "A weight M in front of e^S is log M beside S, not M."),
+        Mistake("p / p.sum(-1, keepdim=True) @ v", "p @ v", "The weights of a row must sum to one."),
+        Mistake("m * torch.exp(s - s.amax(-1, keepdim=True))\n    return p / p.sum(-1, keepdim=True) @ v",
                 "m * torch.softmax(s, -1)\n    return p @ v",
-                "Normalise after weighing, not before.",
-            ),
-            Mistake("p = m * ", "p = (m > 0.5) * ", "The mask is soft: its values are the weights."),
-        ),
-    ),
-    "stage_1_loss": Gap(
-        stage_1_loss,
-        _branches,
-        (
-            Mistake("alpha * o_s + (1 - alpha) * o_l", "o_s + o_l", "The branches are mixed by alpha."),
-            Mistake(
-                "alpha * o_s + (1 - alpha) * o_l", "(1 - alpha) * o_s + alpha * o_l", "alpha is the weight of O_s."
-            ),
-            Mistake(
-                "(mixed - o).square().sum() / o.square().sum()",
+                "Normalise after weighing, not before."),
+        Mistake("p = m * ", "p = (m > 0.5) * ", "The mask is soft: its values are the weights."),
+    )),
+    "stage_1_loss": Gap(stage_1_loss, _branches, (
+        Mistake("alpha * o_s + (1 - alpha) * o_l", "o_s + o_l", "The branches are mixed by alpha."),
+        Mistake("alpha * o_s + (1 - alpha) * o_l", "(1 - alpha) * o_s + alpha * o_l", "alpha is the weight of O_s."),
+        Mistake("(mixed - o).square().sum() / o.square().sum()",
                 "((mixed - o).square().sum() / o.square().sum()).sqrt()",
-                "The squares stay: no root.",
-            ),
-            Mistake(
-                "(mixed - o).square().sum() / o.square().sum()",
-                "(mixed - o).square().mean()",
-                "Relative to the squared length of O.",
-            ),
-            Mistake("/ o.square()", "/ mixed.square()", "Relative to O, what the layer should give."),
-            Mistake(
-                "(mixed - o).square().sum() / o.square().sum()",
+                "The squares stay: no root."),
+        Mistake("(mixed - o).square().sum() / o.square().sum()", "(mixed - o).square().mean()",
+                "Relative to the squared length of O."),
+        Mistake("/ o.square()", "/ mixed.square()", "Relative to O, what the layer should give."),
+        Mistake("(mixed - o).square().sum() / o.square().sum()",
                 "((mixed - o).square().sum(-1) / o.square().sum(-1)).mean()",
-                "One quotient of two sums over all entries, not one for each query.",
-            ),
-            Mistake(" / o.square().sum()", "", "Relative to the squared length of O."),
-            Mistake(
-                "(mixed - o).square().sum()", "(mixed - o).square().mean()", "Sums above and below, not a mean above."
-            ),
-        ),
-    ),
-    "straight_through": Gap(
-        straight_through,
-        _hard_and_soft,
-        (
-            Mistake("hard + (soft - soft.detach())", "soft", "The value must be the hard mask's."),
-            Mistake("hard + (soft - soft.detach())", "hard", "The value is right, but no gradient arrives."),
-            Mistake(
-                "(soft - soft.detach())",
-                "(soft.detach() - soft)",
-                "The value is right; the gradient has the wrong sign.",
-            ),
-            Mistake("hard + (soft - soft.detach())", "soft.detach()", "Hard and soft have changed places."),
-            Mistake(
-                "hard + (soft - soft.detach())",
-                "hard * soft / soft.detach()",
-                "The gradient must go to soft unchanged, at unselected blocks, too.",
-            ),
-            Mistake("hard + (soft - soft.detach())", "hard * soft", "The value must be the hard mask's, 0 or 1."),
-            Mistake(
-                " - soft.detach()",
-                "",
-                "The value is hard + soft: take the soft value away again, without its gradient.",
-            ),
-        ),
-        value_and_gradient,
-    ),
-}
+                "One quotient of two sums over all entries, not one for each query."),
+        Mistake(" / o.square().sum()", "", "Relative to the squared length of O."),
+        Mistake("(mixed - o).square().sum()", "(mixed - o).square().mean()", "Sums above and below, not a mean above."),
+    )),
+    "straight_through": Gap(straight_through, _hard_and_soft, (
+        Mistake("hard + (soft - soft.detach())", "soft", "The value must be the hard mask's."),
+        Mistake("hard + (soft - soft.detach())", "hard", "The value is right, but no gradient arrives."),
+        Mistake("(soft - soft.detach())", "(soft.detach() - soft)",
+                "The value is right; the gradient has the wrong sign."),
+        Mistake("hard + (soft - soft.detach())", "soft.detach()", "Hard and soft have changed places."),
+        Mistake("hard + (soft - soft.detach())", "hard * soft / soft.detach()",
+                "The gradient must go to soft unchanged, at unselected blocks, too."),
+        Mistake("hard + (soft - soft.detach())", "hard * soft", "The value must be the hard mask's, 0 or 1."),
+        Mistake(" - soft.detach()", "",
+                "The value is hard + soft: take the soft value away again, without its gradient."),
+    ), value_and_gradient),
+}  # fmt: skip

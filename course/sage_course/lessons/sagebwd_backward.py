@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 from sage_course.lessons.sagebwd_forward import score_tile
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
@@ -17,7 +18,7 @@ C = 1 / math.sqrt(HEAD_DIM)
 
 
 class QueryTile(NamedTuple):
-    """What the backward pass reads of 64 queries."""
+    """The tensors of 64 queries that the backward pass reads."""
 
     s_q: Tensor  # [1, 1]
     q_hat: Tensor  # int8 [64, D]
@@ -70,227 +71,146 @@ def matching_delta(p, dp_hat):
     return (p * dp_hat).sum(-1, keepdim=True)
 
 
-def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
 def _probabilities(seed: int, keys: int = 4 * TILE) -> Tensor:
-    (scores,) = _draw(seed, (TILE, keys))
+    (scores,) = draws(seed, (TILE, keys))
     return torch.softmax(2 * scores, -1)
 
 
 def _scores_and_log_sums() -> list[tuple]:
-    q, k = _draw(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
+    q, k = draws(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
     trials = [(*psi(q), *psi(k), C), (*psi(3 * q), *psi(k), C)]
     l_i = torch.linspace(3, 6, TILE)[:, None]
     return [(s_q, q_hat, s_k, k_hat, l_i, c) for s_q, q_hat, s_k, k_hat, c in trials]
 
 
 def _probabilities_and_gradients() -> list[tuple]:
-    (do,) = _draw(1, (TILE, HEAD_DIM))
+    (do,) = draws(1, (TILE, HEAD_DIM))
     return [(_probabilities(2)[:, tile], *psi(do)) for tile in (slice(0, TILE), slice(TILE, 2 * TILE))]
 
 
 def _gradients_and_outputs() -> list[tuple]:
-    do, o = _draw(3, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
+    do, o = draws(3, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
     return [(do, o), (do[:, :32], o[:, :32])]
 
 
 def _tiles_of_dp() -> list[tuple]:
-    do, v, delta = _draw(4, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, 1))
+    do, v, delta = draws(4, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, 1))
     return [(_probabilities(5)[:, :TILE], do, v, delta)]
 
 
 def _tiles_of_ds() -> list[tuple]:
-    q, k, ds = _draw(6, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, TILE))
+    q, k, ds = draws(6, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, TILE))
     sizes = torch.logspace(-3, -1, TILE)[:, None]  # rows of different sizes, as they are in dS
     return [(*psi(3 * q), *psi(k), sizes * ds, C)]
 
 
 def _columns() -> list[tuple]:
-    k, v, dq = _draw(7, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (3 * TILE, HEAD_DIM))
+    k, v, dq = draws(7, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (3 * TILE, HEAD_DIM))
     query_tiles = []
     for seed in (8, 9, 10):
-        q, do, delta = _draw(seed, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, 1))
+        q, do, delta = draws(seed, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, 1))
         query_tiles.append(QueryTile(*psi(q), *psi(do), do, torch.full((TILE, 1), 4.5), delta))
     return [(*psi(k), v, query_tiles, list(dq.split(TILE)), C)]  # dQ is not zero: other columns have added to it
 
 
 def _run_column(function: Callable, *inputs) -> tuple:
-    """(what it returns, every dQ_i that it has added to)."""
+    """Return the function's result, and every dQ_i that it has added to."""
     dq_tiles = inputs[4]
     return function(*inputs), dq_tiles
 
 
 def _rows() -> list[tuple]:
-    (dp,) = _draw(11, (TILE, 4 * TILE))
+    (dp,) = draws(11, (TILE, 4 * TILE))
     return [(_probabilities(12), 3 + dp)]
 
 
 GAPS = {
-    "rebuild_p": Gap(
-        rebuild_p,
-        _scores_and_log_sums,
-        (
-            Mistake(" - l_i", "", "That is e^S. Its rows don't add up to one: L_i is missing."),
-            Mistake(
-                "torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)",
+    "rebuild_p": Gap(rebuild_p, _scores_and_log_sums, (
+        Mistake(" - l_i", "", "That is e^S. Its rows don't add up to one: L_i is missing."),
+        Mistake("torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)",
                 "torch.softmax(score_tile(s_q, q_hat, s_k, k_hat, c), -1)",
-                "A tile is not the whole row: its own sum is not the row's. L_i knows the whole row.",
-            ),
-            Mistake(
-                "k_hat, c) - l_i", "k_hat, 1) - l_i", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."
-            ),
-            Mistake("- l_i", "- l_i.mT", "L_i has one number per query: the shape [queries, 1] is right as it is."),
-            Mistake("- l_i", "/ l_i", "e^L is the sum of the row: P = e^S / e^L."),
-            Mistake(
-                "torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)",
-                "score_tile(s_q, q_hat, s_k, k_hat, c) - l_i",
-                "That is the logarithm of P: the exponential is missing.",
-            ),
-            Mistake(
-                "k_hat, c) - l_i)", "k_hat, c)) / l_i", "L is the logarithm of the sum: it belongs into the exponent."
-            ),
-            Mistake("torch.exp(", "torch.exp(c * ", "score_tile has multiplied by c already."),
-        ),
-    ),
-    "dv_part": Gap(
-        dv_part,
-        _probabilities_and_gradients,
-        (
-            Mistake("p_hat.mT", "p_hat", "dV_j has a row per key, and the sum runs over queries: P transposed."),
-            Mistake(" * s_p", "", "P^ stands for s_P P^."),
-            Mistake(" * s_do", "", "dO^ stands for s_dO dO^."),
-            Mistake(
-                "psi(p_ij)", "psi(p_ij, (1, None))", "A scale per query varies along this sum: it can't wait outside."
-            ),
-            Mistake(
-                "psi(p_ij)",
-                "1 / 127, torch.round(127 * p_ij).to(torch.int8)",
-                "That is the constant 1/127. Ask psi for the scale.",
-            ),
-            Mistake(
-                "integer_matmul(p_hat.mT, do_hat)",
-                "(p_hat.mT @ do_hat)",
-                "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits.",
-            ),
-            Mistake(
-                "integer_matmul(p_hat.mT, do_hat) * s_p * s_do",
-                "p_ij.mT @ (s_do * do_hat)",
-                "P is not rounded here: psi makes integers of it.",
-            ),
-            Mistake(
-                "psi(p_ij)",
-                "psi(p_ij, (None, 1))",
-                "A scale per key would have to be a column, [keys, 1]. Algorithm 2 takes one for the tile: psi(p_ij).",
-            ),
-            Mistake(
-                "psi(p_ij)\n",
-                "psi(p_ij, (None, 1))\n    s_p = s_p.mT\n",
-                "A scale per key may wait outside, too. Algorithm 2 takes one for the tile: psi(p_ij).",
-            ),
-        ),
-    ),
-    "row_delta": Gap(
-        row_delta,
-        _gradients_and_outputs,
-        (
-            Mistake(".sum(", ".mean(", "A sum, not a mean."),
-            Mistake("-1", "-2", "One number per query: the sum runs over the channels."),
-            Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
-            Mistake("do * o", "do @ o.mT", "Entry by entry: a query's dO meets its own O only."),
-            Mistake(
-                "(do * o).sum(-1, keepdim=True)", "do @ o.mT", "Entry by entry, then the sum of each row: [queries, 1]."
-            ),
-        ),
-    ),
-    "ds_tile": Gap(
-        ds_tile,
-        _tiles_of_dp,
-        (
-            Mistake(" - delta_i", "", "delta is missing."),
-            Mistake("(dp_ij - delta_i)", "dp_ij - delta_i", "P multiplies the difference: brackets are missing."),
-            Mistake("dp_ij - delta_i", "dp_ij + delta_i", "Minus delta: rows of dS add up to zero."),
-            Mistake("v_j.mT", "v_j", "dP has a column per key: V transposed."),
-            Mistake(
-                "do_i @ v_j.mT",
-                "integer_matmul(psi(do_i)[1], psi(v_j)[1].mT) * psi(do_i)[0] * psi(v_j)[0]",
-                "This matmul stays in 16 bit: neither dO nor V is rounded.",
-            ),
-            Mistake("dp_ij - delta_i", "delta_i - dp_ij", "The other way round: dP minus delta."),
-            Mistake(
-                "- delta_i", "- delta_i.mT", "delta has one number per query: the shape [queries, 1] is right as it is."
-            ),
-            Mistake("p_ij * (", "p_ij @ (", "Entry by entry, not a matmul."),
-            Mistake(
-                "- delta_i",
-                "- (p_ij * dp_ij).sum(-1, keepdim=True)",
-                "That sum has the keys of this tile only; delta_i is of the whole row.",
-            ),
-        ),
-    ),
-    "dq_dk_parts": Gap(
-        dq_dk_parts,
-        _tiles_of_ds,
-        (
-            Mistake(
-                "c * dq_part, c * dk_part",
-                "dq_part, dk_part",
-                "S = c Q K^T, so both need c. The paper's lines lack it.",
-            ),
-            Mistake("c * dq_part", "dq_part", "dQ needs c as well."),
-            Mistake("c * dk_part", "dk_part", "dK needs c as well."),
-            Mistake("ds_hat.mT", "ds_hat", "dK has a row per key: dS transposed."),
-            Mistake(" * s_ds * s_k", " * s_k", "dS^ stands for s_dS dS^, in dQ too."),
-            Mistake(" * s_ds * s_q", " * s_q", "dS^ stands for s_dS dS^, in dK too."),
-            Mistake(" * s_ds * s_k", " * s_ds * s_q", "dQ meets K^: its scale is s_K."),
-            Mistake(" * s_ds * s_q", " * s_ds * s_k", "dK meets Q^: its scale is s_Q."),
-            Mistake(
-                "psi(ds_ij)",
-                "psi(ds_ij, (1, None))",
-                "A scale per query may wait outside dQ, but not outside dK: there the sum runs over queries.",
-            ),
-            Mistake("= psi(ds_ij)", "= 1, psi(ds_ij)[1]", "dS^ stands for s_dS dS^, in both."),
-            Mistake(" * s_ds * s_k", " * s_ds", "K^ stands for s_K K^: dQ needs s_K."),
-            Mistake(" * s_ds * s_q", " * s_ds", "Q^ stands for s_Q Q^: dK needs s_Q."),
-            Mistake("ds_hat.mT, q_hat", "ds_hat.mT, k_hat", "dK meets Q^, not K^."),
-            Mistake("c * dq_part, c * dk_part", "c * dk_part, c * dq_part", "dQ first, then dK."),
-            Mistake(
-                "integer_matmul(ds_hat, k_hat) * s_ds", "ds_ij @ k_hat.float()", "dS is not rounded here: take dS^."
-            ),
-        ),
-    ),
-    "backward_column": Gap(
-        backward_column,
-        _columns,
-        (
-            Mistake("dv_j += ", "dv_j = ", "dV_j is a sum over all tiles of queries."),
-            Mistake("dk_j += ", "dk_j = ", "dK_j is a sum over all tiles of queries."),
-            Mistake(
-                "dq_i += dq_part", "dq_i[:] = dq_part", "dQ_i holds what other tiles of keys have added: add to it."
-            ),
-            Mistake(
-                "dq_i += dq_part",
-                "dq_i = dq_i + dq_part",
-                "Nothing was added to dq_tiles. += adds in place; dq_i = dq_i + ... makes a new tensor.",
-            ),
-            Mistake("dk_j, dv_j\n", "dv_j, dk_j\n", "dK_j first, then dV_j."),
-            Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, do_hat.float()", "dP takes dO_i itself, not its integers."),
-            Mistake("dk_j += dk_part", "dk_j += c * dk_part", "dq_dk_parts has multiplied by c already."),
-            Mistake("dq_part, dk_part = ", "dk_part, dq_part = ", "dq_dk_parts gives the part of dQ first."),
-        ),
-        run=_run_column,
-    ),
-    "matching_delta": Gap(
-        matching_delta,
-        _rows,
-        (
-            Mistake(".sum(", ".mean(", "P is a weight already, its rows add up to one: a sum."),
-            Mistake("(p * dp_hat).sum(", "dp_hat.mean(", "The mean is weighted: with P."),
-            Mistake("-1", "-2", "One number per query: the sum runs over the keys."),
-            Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
-            Mistake("p * dp_hat", "dp_hat", "The mean is weighted: with P."),
-        ),
-    ),
-}
+                "A tile is not the whole row: its own sum is not the row's. L_i knows the whole row."),
+        Mistake("k_hat, c) - l_i", "k_hat, 1) - l_i", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
+        Mistake("- l_i", "- l_i.mT", "L_i has one number per query: the shape [queries, 1] is right as it is."),
+        Mistake("- l_i", "/ l_i", "e^L is the sum of the row: P = e^S / e^L."),
+        Mistake("torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)", "score_tile(s_q, q_hat, s_k, k_hat, c) - l_i",
+                "That is the logarithm of P: the exponential is missing."),
+        Mistake("k_hat, c) - l_i)", "k_hat, c)) / l_i", "L is the logarithm of the sum: it belongs into the exponent."),
+        Mistake("torch.exp(", "torch.exp(c * ", "score_tile has multiplied by c already."),
+    )),
+    "dv_part": Gap(dv_part, _probabilities_and_gradients, (
+        Mistake("p_hat.mT", "p_hat", "dV_j has a row per key, and the sum runs over queries: P transposed."),
+        Mistake(" * s_p", "", "P^ stands for s_P P^."),
+        Mistake(" * s_do", "", "dO^ stands for s_dO dO^."),
+        Mistake("psi(p_ij)", "psi(p_ij, (1, None))", "A scale per query varies along this sum: it can't wait outside."),
+        Mistake("psi(p_ij)", "1 / 127, torch.round(127 * p_ij).to(torch.int8)",
+                "That is the constant 1/127. Ask psi for the scale."),
+        Mistake("integer_matmul(p_hat.mT, do_hat)", "(p_hat.mT @ do_hat)",
+                "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits."),
+        Mistake("integer_matmul(p_hat.mT, do_hat) * s_p * s_do", "p_ij.mT @ (s_do * do_hat)",
+                "P is not rounded here: psi makes integers of it."),
+        Mistake("psi(p_ij)", "psi(p_ij, (None, 1))",
+                "A scale per key would have to be a column, [keys, 1]. Algorithm 2 takes one for the tile: psi(p_ij)."),
+        Mistake("psi(p_ij)\n", "psi(p_ij, (None, 1))\n    s_p = s_p.mT\n",
+                "A scale per key may wait outside, too. Algorithm 2 takes one for the tile: psi(p_ij)."),
+    )),
+    "row_delta": Gap(row_delta, _gradients_and_outputs, (
+        Mistake(".sum(", ".mean(", "A sum, not a mean."),
+        Mistake("-1", "-2", "One number per query: the sum runs over the channels."),
+        Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
+        Mistake("do * o", "do @ o.mT", "Entry by entry: a query's dO meets its own O only."),
+        Mistake("(do * o).sum(-1, keepdim=True)", "do @ o.mT",
+                "Entry by entry, then the sum of each row: [queries, 1]."),
+    )),
+    "ds_tile": Gap(ds_tile, _tiles_of_dp, (
+        Mistake(" - delta_i", "", "delta is missing."),
+        Mistake("(dp_ij - delta_i)", "dp_ij - delta_i", "P multiplies the difference: brackets are missing."),
+        Mistake("dp_ij - delta_i", "dp_ij + delta_i", "Minus delta: rows of dS add up to zero."),
+        Mistake("v_j.mT", "v_j", "dP has a column per key: V transposed."),
+        Mistake("do_i @ v_j.mT", "integer_matmul(psi(do_i)[1], psi(v_j)[1].mT) * psi(do_i)[0] * psi(v_j)[0]",
+                "This matmul stays in 16 bit: neither dO nor V is rounded."),
+        Mistake("dp_ij - delta_i", "delta_i - dp_ij", "The other way round: dP minus delta."),
+        Mistake("- delta_i", "- delta_i.mT",
+                "delta has one number per query: the shape [queries, 1] is right as it is."),
+        Mistake("p_ij * (", "p_ij @ (", "Entry by entry, not a matmul."),
+        Mistake("- delta_i", "- (p_ij * dp_ij).sum(-1, keepdim=True)",
+                "That sum has the keys of this tile only; delta_i is of the whole row."),
+    )),
+    "dq_dk_parts": Gap(dq_dk_parts, _tiles_of_ds, (
+        Mistake("c * dq_part, c * dk_part", "dq_part, dk_part",
+                "S = c Q K^T, so both need c. The paper's lines lack it."),
+        Mistake("c * dq_part", "dq_part", "dQ needs c as well."),
+        Mistake("c * dk_part", "dk_part", "dK needs c as well."),
+        Mistake("ds_hat.mT", "ds_hat", "dK has a row per key: dS transposed."),
+        Mistake(" * s_ds * s_k", " * s_k", "dS^ stands for s_dS dS^, in dQ too."),
+        Mistake(" * s_ds * s_q", " * s_q", "dS^ stands for s_dS dS^, in dK too."),
+        Mistake(" * s_ds * s_k", " * s_ds * s_q", "dQ meets K^: its scale is s_K."),
+        Mistake(" * s_ds * s_q", " * s_ds * s_k", "dK meets Q^: its scale is s_Q."),
+        Mistake("psi(ds_ij)", "psi(ds_ij, (1, None))",
+                "A scale per query may wait outside dQ, but not outside dK: there the sum runs over queries."),
+        Mistake("= psi(ds_ij)", "= 1, psi(ds_ij)[1]", "dS^ stands for s_dS dS^, in both."),
+        Mistake(" * s_ds * s_k", " * s_ds", "K^ stands for s_K K^: dQ needs s_K."),
+        Mistake(" * s_ds * s_q", " * s_ds", "Q^ stands for s_Q Q^: dK needs s_Q."),
+        Mistake("ds_hat.mT, q_hat", "ds_hat.mT, k_hat", "dK meets Q^, not K^."),
+        Mistake("c * dq_part, c * dk_part", "c * dk_part, c * dq_part", "dQ first, then dK."),
+        Mistake("integer_matmul(ds_hat, k_hat) * s_ds", "ds_ij @ k_hat.float()", "dS is not rounded here: take dS^."),
+    )),
+    "backward_column": Gap(backward_column, _columns, (
+        Mistake("dv_j += ", "dv_j = ", "dV_j is a sum over all tiles of queries."),
+        Mistake("dk_j += ", "dk_j = ", "dK_j is a sum over all tiles of queries."),
+        Mistake("dq_i += dq_part", "dq_i[:] = dq_part", "dQ_i holds what other tiles of keys have added: add to it."),
+        Mistake("dq_i += dq_part", "dq_i = dq_i + dq_part",
+                "Nothing was added to dq_tiles. += adds in place; dq_i = dq_i + ... makes a new tensor."),
+        Mistake("dk_j, dv_j\n", "dv_j, dk_j\n", "dK_j first, then dV_j."),
+        Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, do_hat.float()", "dP takes dO_i itself, not its integers."),
+        Mistake("dk_j += dk_part", "dk_j += c * dk_part", "dq_dk_parts has multiplied by c already."),
+        Mistake("dq_part, dk_part = ", "dk_part, dq_part = ", "dq_dk_parts gives the part of dQ first."),
+    ), _run_column),
+    "matching_delta": Gap(matching_delta, _rows, (
+        Mistake(".sum(", ".mean(", "P is a weight already, its rows add up to one: a sum."),
+        Mistake("(p * dp_hat).sum(", "dp_hat.mean(", "The mean is weighted: with P."),
+        Mistake("-1", "-2", "One number per query: the sum runs over the keys."),
+        Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
+        Mistake("p * dp_hat", "dp_hat", "The mean is weighted: with P."),
+    )),
+}  # fmt: skip

@@ -5,6 +5,7 @@ import math
 import torch
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 
@@ -42,13 +43,8 @@ def query_tile(q_i, keys, values, c):
     return o / l, m + torch.log(l)
 
 
-def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
 def _scores_to_multiply() -> list[tuple]:
-    q, k = _draw(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
+    q, k = draws(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
     return [(*psi(q), *psi(k), C), (*psi(3 * q[:, :32]), *psi(k[:48, :32]), 1 / math.sqrt(32))]
 
 
@@ -59,12 +55,12 @@ def _sums_to_update() -> list[tuple]:
 
 
 def _scores_and_maxima() -> list[tuple]:
-    (s_ij,) = _draw(1, (TILE, TILE))
+    (s_ij,) = draws(1, (TILE, TILE))
     return [(s_ij, s_ij.amax(-1, keepdim=True) + torch.arange(TILE)[:, None] / 16)]
 
 
 def _states() -> list[tuple]:
-    s_ij, v, o = _draw(2, (TILE, TILE), (TILE, HEAD_DIM), (TILE, HEAD_DIM))
+    s_ij, v, o = draws(2, (TILE, TILE), (TILE, HEAD_DIM), (TILE, HEAD_DIM))
     s_v, v_hat = psi(v)
     m, l = torch.linspace(-1, 5, TILE)[:, None], torch.linspace(1, 9, TILE)[:, None]
     start = (torch.full_like(m, -math.inf), torch.zeros_like(l), torch.zeros_like(o))
@@ -72,121 +68,76 @@ def _states() -> list[tuple]:
 
 
 def _whole_rows() -> list[tuple]:
-    q, k, v = _draw(3, (TILE, HEAD_DIM), (3 * TILE, HEAD_DIM), (3 * TILE, HEAD_DIM))
+    q, k, v = draws(3, (TILE, HEAD_DIM), (3 * TILE, HEAD_DIM), (3 * TILE, HEAD_DIM))
     k[TILE:] *= 3  # so that later tiles hold the largest scores
     trials = [(q, k), (q + 10, k - 10)]  # the second one: every score is far below zero
     return [(x, *([psi(tile) for tile in y.split(TILE)] for y in (z, v)), C) for x, z in trials]
 
 
 GAPS = {
-    "score_tile": Gap(
-        score_tile,
-        _scores_to_multiply,
-        (
-            Mistake(" * c", "", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
-            Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales are missing."),
-            Mistake(" * s_q", "", "s_Q is missing."),
-            Mistake(" * s_k", "", "s_K is missing."),
-            Mistake("k_hat.mT) * s_q", "k_hat.mT) / s_q", "Q = s_Q Q^: multiply by the scale."),
-            Mistake(" * c", " / c", "c is 1 / sqrt(D): multiply by it."),
-            Mistake(
-                "integer_matmul(q_hat, k_hat.mT)",
-                "(q_hat @ k_hat.mT)",
-                "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits.",
-            ),
-            Mistake(
-                "integer_matmul(q_hat, k_hat.mT)",
-                "integer_matmul(k_hat, q_hat.mT)",
-                "A row per query, a column per key.",
-            ),
-        ),
-    ),
-    "update_sum": Gap(
-        update_sum,
-        _sums_to_update,
-        (
-            Mistake("m - m_new", "m_new - m", "That factor grows. What was summed before must shrink."),
-            Mistake(" * l", "", "The old sum is forgotten. The paper prints it like this; it can't be meant."),
-            Mistake("torch.exp(m - m_new) * ", "", "The old sum belongs to the old maximum: it must shrink."),
-            Mistake("p.sum(-1, keepdim=True)", "p.amax(-1, keepdim=True)", "l is a sum, not a maximum."),
-            Mistake(
-                "torch.exp(m - m_new) * l + p.sum(-1, keepdim=True)",
+    "score_tile": Gap(score_tile, _scores_to_multiply, (
+        Mistake(" * c", "", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
+        Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales are missing."),
+        Mistake(" * s_q", "", "s_Q is missing."),
+        Mistake(" * s_k", "", "s_K is missing."),
+        Mistake("k_hat.mT) * s_q", "k_hat.mT) / s_q", "Q = s_Q Q^: multiply by the scale."),
+        Mistake(" * c", " / c", "c is 1 / sqrt(D): multiply by it."),
+        Mistake("integer_matmul(q_hat, k_hat.mT)", "(q_hat @ k_hat.mT)",
+                "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits."),
+        Mistake("integer_matmul(q_hat, k_hat.mT)", "integer_matmul(k_hat, q_hat.mT)",
+                "A row per query, a column per key."),
+    )),
+    "update_sum": Gap(update_sum, _sums_to_update, (
+        Mistake("m - m_new", "m_new - m", "That factor grows. What was summed before must shrink."),
+        Mistake(" * l", "", "The old sum is forgotten. The paper prints it like this; it can't be meant."),
+        Mistake("torch.exp(m - m_new) * ", "", "The old sum belongs to the old maximum: it must shrink."),
+        Mistake("p.sum(-1, keepdim=True)", "p.amax(-1, keepdim=True)", "l is a sum, not a maximum."),
+        Mistake("torch.exp(m - m_new) * l + p.sum(-1, keepdim=True)",
                 "torch.exp(m - m_new) * (l + p.sum(-1, keepdim=True))",
-                "p is relative to m_new already: only the old l shrinks.",
-            ),
-            Mistake(", keepdim=True", "", "Keep the axis: l is [queries, 1]."),
-            Mistake("p.sum(-1", "p.sum(0", "One sum per query: along the keys, the last axis."),
-            Mistake("p.sum(-1, keepdim=True)", "p.sum()", "One sum per query: along the keys, the last axis."),
-        ),
-    ),
-    "scale_of_p": Gap(
-        scale_of_p,
-        _scores_and_maxima,
-        (
-            Mistake("s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."),
-            Mistake(" - m_new", "", "P~ is relative to m_new."),
-            Mistake(" / 127", "", "The largest entry must become 127."),
-            Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),
-            Mistake(", keepdim=True", "", "Keep the axis: the result is [queries, 1]."),
-            Mistake(
-                "torch.exp(s_ij.amax(-1, keepdim=True) - m_new)",
-                "torch.exp(s_ij - m_new).amax()",
-                "One scale per query: the largest of its row.",
-            ),
-            Mistake(
-                "torch.exp(s_ij.amax(-1, keepdim=True) - m_new)",
-                "(s_ij.amax(-1, keepdim=True) - m_new)",
-                "That is a score. The entry of P~ is its exponential.",
-            ),
-            Mistake(
-                "torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127",
+                "p is relative to m_new already: only the old l shrinks."),
+        Mistake(", keepdim=True", "", "Keep the axis: l is [queries, 1]."),
+        Mistake("p.sum(-1", "p.sum(0", "One sum per query: along the keys, the last axis."),
+        Mistake("p.sum(-1, keepdim=True)", "p.sum()", "One sum per query: along the keys, the last axis."),
+    )),
+    "scale_of_p": Gap(scale_of_p, _scores_and_maxima, (
+        Mistake("s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."),
+        Mistake(" - m_new", "", "P~ is relative to m_new."),
+        Mistake(" / 127", "", "The largest entry must become 127."),
+        Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),
+        Mistake(", keepdim=True", "", "Keep the axis: the result is [queries, 1]."),
+        Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new)", "torch.exp(s_ij - m_new).amax()",
+                "One scale per query: the largest of its row."),
+        Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new)", "(s_ij.amax(-1, keepdim=True) - m_new)",
+                "That is a score. The entry of P~ is its exponential."),
+        Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127",
                 "127 / torch.exp(s_ij.amax(-1, keepdim=True) - m_new)",
-                "The other way round: the integer 127 times s_P is the largest entry.",
-            ),
-        ),
-    ),
-    "forward_tile": Gap(
-        forward_tile,
-        _states,
-        (
-            Mistake("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "s_ij.amax(-1, keepdim=True)", "m never falls."),
-            Mistake("torch.exp(m - m_new) * o", "torch.exp(m_new - m) * o", "O must shrink, not grow: as l does."),
-            Mistake("torch.exp(m - m_new) * o", "o", "O belongs to the old maximum: it shrinks as l does."),
-            Mistake(" * s_p * s_v", " * s_v", "P^ stands for s_P P^."),
-            Mistake(" * s_p * s_v", " * s_p", "V^ stands for s_V V^."),
-            Mistake("p = torch.exp(s_ij - m_new)", "p = torch.exp(s_ij - m)", "P~ is relative to the new maximum."),
-            Mistake(
-                "update_sum(l, m, m_new, p)",
-                "update_sum(l, m, m_new, p_hat * s_p)",
-                "l is the sum of P~ before rounding.",
-            ),
-            Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "Each query has a maximum of its own."),
-            Mistake(", keepdim=True", "", "Keep the axis: m is [queries, 1]."),
-            Mistake("torch.round(p / s_p)", "(p / s_p)", "A cast alone cuts towards zero: round first."),
-            Mistake(
-                "p / s_p",
-                "127 * p",
-                "Divide by s_p of each query. 127 P~, or psi of the whole tile, is the constant 1/127.",
-            ),
-            Mistake("torch.exp(m - m_new) * o + ", "", "What earlier tiles gave is forgotten."),
-            Mistake(
-                "integer_matmul(p_hat, v_hat) * s_p * s_v",
-                "p @ (v_hat * s_v)",
-                "P~ is not rounded here: the matmul takes P^.",
-            ),
-        ),
-    ),
-    "query_tile": Gap(
-        query_tile,
-        _whole_rows,
-        (
-            Mistake("-math.inf", "0.0", "m starts below every score that can come: at minus infinity."),
-            Mistake("return o / l", "return o", "The rows of P~ don't add up to one yet: divide by l."),
-            Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to all of S: m is missing."),
-            Mistake("m + torch.log(l)", "m + l", "L = m + log l."),
-            Mistake("m + torch.log(l)", "l", "L is a logarithm: m + log l."),
-            Mistake("m + torch.log(l)", "torch.log(m + l)", "Take the logarithm of l alone, then add m."),
-            Mistake("o / l, m + torch.log(l)", "o / l, (m + torch.log(l))[:, 0]", "Keep the axis: L is [queries, 1]."),
-        ),
-    ),
-}
+                "The other way round: the integer 127 times s_P is the largest entry."),
+    )),
+    "forward_tile": Gap(forward_tile, _states, (
+        Mistake("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "s_ij.amax(-1, keepdim=True)", "m never falls."),
+        Mistake("torch.exp(m - m_new) * o", "torch.exp(m_new - m) * o", "O must shrink, not grow: as l does."),
+        Mistake("torch.exp(m - m_new) * o", "o", "O belongs to the old maximum: it shrinks as l does."),
+        Mistake(" * s_p * s_v", " * s_v", "P^ stands for s_P P^."),
+        Mistake(" * s_p * s_v", " * s_p", "V^ stands for s_V V^."),
+        Mistake("p = torch.exp(s_ij - m_new)", "p = torch.exp(s_ij - m)", "P~ is relative to the new maximum."),
+        Mistake("update_sum(l, m, m_new, p)", "update_sum(l, m, m_new, p_hat * s_p)",
+                "l is the sum of P~ before rounding."),
+        Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "Each query has a maximum of its own."),
+        Mistake(", keepdim=True", "", "Keep the axis: m is [queries, 1]."),
+        Mistake("torch.round(p / s_p)", "(p / s_p)", "A cast alone cuts towards zero: round first."),
+        Mistake("p / s_p", "127 * p",
+                "Divide by s_p of each query. 127 P~, or psi of the whole tile, is the constant 1/127."),
+        Mistake("torch.exp(m - m_new) * o + ", "", "What earlier tiles gave is forgotten."),
+        Mistake("integer_matmul(p_hat, v_hat) * s_p * s_v", "p @ (v_hat * s_v)",
+                "P~ is not rounded here: the matmul takes P^."),
+    )),
+    "query_tile": Gap(query_tile, _whole_rows, (
+        Mistake("-math.inf", "0.0", "m starts below every score that can come: at minus infinity."),
+        Mistake("return o / l", "return o", "The rows of P~ don't add up to one yet: divide by l."),
+        Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to all of S: m is missing."),
+        Mistake("m + torch.log(l)", "m + l", "L = m + log l."),
+        Mistake("m + torch.log(l)", "l", "L is a logarithm: m + log l."),
+        Mistake("m + torch.log(l)", "torch.log(m + l)", "Take the logarithm of l alone, then add m."),
+        Mistake("o / l, m + torch.log(l)", "o / l, (m + torch.log(l))[:, 0]", "Keep the axis: L is [queries, 1]."),
+    )),
+}  # fmt: skip

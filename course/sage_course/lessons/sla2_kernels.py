@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from sage_kernels.common.device import triton_device
 from sage_kernels.common.tiles import LOG2_E, softmax_features
 from torch import Tensor
 
 from sage_course.check import Gap, Mistake
-from sage_course.teaching import triton_device
 
 
 class Blocks(NamedTuple):
-    """Tokens of a block of queries, and of one of keys."""
+    """Sizes of a block of queries and of a block of keys, in tokens."""
 
     q: int = 32
     kv: int = 16
@@ -138,7 +138,7 @@ def sparse_dk_dv(
 def mix_program(
     q_ptr, o_s_ptr, alpha_ptr, sums_ptr, o_ptr, n, MIXED: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr
 ):
-    """A pass over Q and O_s: MIXED for every block of queries. sums: H_i, then Z_i, a row for each block."""
+    """Call MIXED for every block of queries. sums: H_i, then Z_i, a row for each block."""
     i, d = tl.program_id(0), tl.arange(0, D)
     query, row_ptr = i * BLOCK_Q + tl.arange(0, BLOCK_Q), sums_ptr + i * D * (D + 1)
     h_i, z_i = tl.load(row_ptr + d[:, None] * D + d[None, :]), tl.load(row_ptr + D * D + d)
@@ -147,17 +147,17 @@ def mix_program(
 
 
 def sizes(blocks: Blocks, head_dim: int) -> dict:
-    """The constants of a program."""
+    """Return the constants of a program."""
     return {"D": head_dim, "BLOCK_Q": blocks.q, "BLOCK_KV": blocks.kv}
 
 
 def block_counts(n: int, blocks: Blocks) -> tuple[int, int]:
-    """Tm and Tn."""
+    """Return Tm and Tn."""
     return math.ceil(n / blocks.q), math.ceil(n / blocks.kv)
 
 
 def run_list_row(program, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(table int32 [rows, columns], 0 where nothing was stored; count int32 [rows]) of a bool mask [rows, columns]."""
+    """Return a bool mask's table, int32 of the same shape (0 where nothing was stored), and count, int32 [rows]."""
     rows, columns = mask.shape
     mask = mask.to(triton_device())
     memory = torch.zeros(rows * columns + 2 * ROOM, dtype=torch.int32, device=mask.device)
@@ -169,7 +169,7 @@ def run_list_row(program, mask: Tensor) -> tuple[Tensor, Tensor]:
 def run_sparse(
     program, q: Tensor, k: Tensor, v: Tensor, table: Tensor, count: Tensor, blocks: Blocks = SMALL
 ) -> tuple[Tensor, Tensor]:
-    """O_s [N, D] in 16 bit, L [N]."""
+    """Return O_s [N, D] in 16 bit, and L [N]."""
     q, k, v, table, count = on_device(q, k, v, table, count)
     n, head_dim = q.shape
     o_s, log_sum_exp = torch.empty_like(q), torch.empty(n, device=q.device)
@@ -179,7 +179,7 @@ def run_sparse(
 
 
 def run_key_sums(program, k: Tensor, v: Tensor, blocks: Blocks = SMALL) -> Tensor:
-    """h_j, then z_j, of every block of keys: float32 [Tn, D (D + 1)]."""
+    """Return h_j, then z_j, of every block of keys: float32 [Tn, D (D + 1)]."""
     k, v = on_device(k, v)
     (n, head_dim), key_blocks = k.shape, math.ceil(len(k) / blocks.kv)
     sums = torch.empty(key_blocks, head_dim * (head_dim + 1), device=k.device)
@@ -188,7 +188,7 @@ def run_key_sums(program, k: Tensor, v: Tensor, blocks: Blocks = SMALL) -> Tenso
 
 
 def run_mixed(function, q: Tensor, o_s: Tensor, alpha: Tensor, sums: Tensor, blocks: Blocks = SMALL) -> Tensor:
-    """O [N, D] in 16 bit. alpha [Tm]; sums: H_i, then Z_i, of every block of queries [Tm, D (D + 1)]."""
+    """Return O [N, D] in 16 bit. alpha [Tm]; sums: H_i, then Z_i, of every block of queries [Tm, D (D + 1)]."""
     q, o_s, alpha, sums = on_device(q, o_s, alpha, sums)
     o, (n, head_dim) = torch.empty_like(q), q.shape
     constants = {"D": head_dim, "BLOCK_Q": blocks.q}
@@ -200,7 +200,7 @@ def run_dk_dv(
     program, q: Tensor, k: Tensor, v: Tensor, do: Tensor, log_sum_exp: Tensor, delta: Tensor,
     table: Tensor, count: Tensor, blocks: Blocks = SMALL,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dK and dV, float32 [N, D]. table, count: by block of keys."""
+    """Return dK and dV, float32 [N, D]. table, count: by block of keys."""
     tensors = on_device(q, k, v, do, log_sum_exp, delta, table, count)
     (n, head_dim), device = q.shape, triton_device()
     dk, dv = (torch.empty(n, head_dim, device=device) for _ in range(2))
@@ -214,7 +214,7 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 
 
 def _head(count: int = 4) -> list[Tensor]:
-    """Of 40 tokens and 16 features: two blocks of queries, three of keys, the last ones partial."""
+    """Draw tensors of 40 tokens and 16 features: two blocks of queries, three of keys, the last ones partial."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(40, 16, generator=generator).half() for _ in range(count)]
     tensors[1][16:] *= 2  # so that later blocks hold larger scores
@@ -250,170 +250,85 @@ def _backward() -> list[tuple]:
 
 
 GAPS = {
-    "list_row": Gap(
-        list_row,
-        _masks,
-        (
-            Mistake("tl.cumsum(selected, 0) - 1", "tl.cumsum(selected, 0)", "The first selected block has place 0."),
-            Mistake(
-                "mask=selected != 0",
-                "mask=column < columns",
-                "Blocks that are not selected are stored, too: on the place of the selected one before them.",
-            ),
-            Mistake(
-                "tl.cumsum(selected, 0) - 1",
-                "column",
-                "A list has no gaps: a block's place is how many selected ones stand before it.",
-            ),
-            Mistake(
-                "place, column, mask=selected != 0",
-                "place, column * selected, mask=place >= 0",
-                "Store selected blocks only.",
-            ),
-            Mistake(
-                "tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count less one."
-            ),
-            Mistake("row * columns + place", "place", "Every row has its own line of the table."),
-            Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
-            Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
-        ),
-        run_list_row,
-    ),
-    "sparse": Gap(
-        sparse,
-        _listed,
-        (
-            Mistake("tl.load(count_ptr + i)", "width", "Behind a row's count stands no block: end the loop there."),
-            Mistake(
-                "tl.load(table_ptr + i * width + step)",
-                "step",
-                "That visits the first blocks. The table says which: the number of a step is not the block's.",
-            ),
-            Mistake("tl.load(count_ptr + i)", "tl.load(count_ptr)", "Every line has its own count: count[i]."),
-            Mistake("i * width + step", "i + step", "Line i begins i * width numbers behind the table's beginning."),
-            Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
-            Mistake("table_ptr + i * width + step", "table_ptr + step", "Program i reads line i of the table."),
-            Mistake("o_i / l[:, None]", "o_i", "The weights don't add up to one yet: divide by l."),
-            Mistake("m + tl.math.log2(l)", "tl.math.log2(l)", "L belongs to S itself, not to S - m: m is missing."),
-        ),
-        run_sparse,
-    ),
-    "key_sums": Gap(
-        key_sums,
-        _keys_and_values,
-        (
-            Mistake(
-                "tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",
-                "softmax_features(k_j, D, D)",
-                "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0.",
-            ),
-            Mistake(
-                "tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",
+    "list_row": Gap(list_row, _masks, (
+        Mistake("tl.cumsum(selected, 0) - 1", "tl.cumsum(selected, 0)", "The first selected block has place 0."),
+        Mistake("mask=selected != 0", "mask=column < columns",
+                "Blocks that are not selected are stored, too: on the place of the selected one before them."),
+        Mistake("tl.cumsum(selected, 0) - 1", "column",
+                "A list has no gaps: a block's place is how many selected ones stand before it."),
+        Mistake("place, column, mask=selected != 0", "place, column * selected, mask=place >= 0",
+                "Store selected blocks only."),
+        Mistake("tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count less one."),
+        Mistake("row * columns + place", "place", "Every row has its own line of the table."),
+        Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
+        Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
+    ), run_list_row),
+    "sparse": Gap(sparse, _listed, (
+        Mistake("tl.load(count_ptr + i)", "width", "Behind a row's count stands no block: end the loop there."),
+        Mistake("tl.load(table_ptr + i * width + step)", "step",
+                "That visits the first blocks. The table says which: the number of a step is not the block's."),
+        Mistake("tl.load(count_ptr + i)", "tl.load(count_ptr)", "Every line has its own count: count[i]."),
+        Mistake("i * width + step", "i + step", "Line i begins i * width numbers behind the table's beginning."),
+        Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
+        Mistake("table_ptr + i * width + step", "table_ptr + step", "Program i reads line i of the table."),
+        Mistake("o_i / l[:, None]", "o_i", "The weights don't add up to one yet: divide by l."),
+        Mistake("m + tl.math.log2(l)", "tl.math.log2(l)", "L belongs to S itself, not to S - m: m is missing."),
+    ), run_sparse),
+    "key_sums": Gap(key_sums, _keys_and_values, (
+        Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)", "softmax_features(k_j, D, D)",
+                "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0."),
+        Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",
                 "softmax_features(tl.where(key[:, None] < n, k_j, -float('inf')), D, D)",
-                "A softmax over nothing but -infinity is 0 / 0. Put the zeros in after it.",
-            ),
-            Mistake("softmax_features(k_j, D, D)", "k_j", "phi is missing."),
-            Mistake(
-                "tl.sum(phi_k, 0)", "tl.sum(tl.dot(tl.trans(phi_k), v_j), 1)", "V has no part in z_j: it sums phi(K_j)."
-            ),
-            Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
-            Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
-        ),
-        run_key_sums,
-    ),
-    "mixed_output": Gap(
-        mixed_output,
-        _to_mix,
-        (
-            Mistake("softmax_features(q_i.to(tl.float32), D, D)", "q_i.to(tl.float32)", "phi is missing."),
-            Mistake(
-                " / tl.sum(phi_q * z_i[None, :], 1)[:, None]",
-                "",
-                "The weights don't add up to one yet: divide by phi(Q_i) Z_i.",
-            ),
-            Mistake(
-                "tl.sum(phi_q * z_i[None, :], 1)[:, None]",
-                "z_i[None, :]",
-                "Z_i has a number per feature. Divide by phi(Q_i) Z_i: a number per query.",
-            ),
-            Mistake(
-                "tl.sum(phi_q * z_i[None, :], 1)[:, None]",
-                "tl.sum(phi_q * z_i[None, :], 0)[None, :]",
-                "Sum over features, axis 1: a number per query.",
-            ),
-            Mistake(
-                "tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."
-            ),
-            Mistake(
-                "alpha_i * o_s + (1 - alpha_i) * o_l",
-                "(1 - alpha_i) * o_s + alpha_i * o_l",
-                "alpha is the weight of O_s.",
-            ),
-            Mistake("(1 - alpha_i) * o_l", "o_l", "O_l has the weight 1 - alpha."),
-        ),
-        run_mixed,
-    ),
-    "bytes_read": Gap(
-        bytes_read,
-        lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)],
-        (
-            Mistake("2 * 2 * block_kv * d", "2 * block_kv * d", "Keys and values."),
-            Mistake("2 * d * (d + 1)", "4 * d * (d + 1)", "All in 16 bit, h_j too: two bytes a number."),
-            Mistake("2 * block_q * d, ", "0, ", "Q_i is read, too, once."),
-            Mistake(
-                "+ selected * k_j_and_v_j + unselected",
-                "+ (selected + unselected) * k_j_and_v_j + unselected",
-                "Of a block that is not selected only h_j and z_j are read.",
-            ),
-            Mistake("2 * d * (d + 1)", "2 * d * d", "z_j is read, too: d numbers more."),
-            Mistake(
-                "q_i + selected * k_j_and_v_j + h_and_z",
-                "q_i + selected * k_j_and_v_j",
-                "By list, too, it reads one H_i and Z_i: the sum that was made before.",
-            ),
-            Mistake(
-                "+ selected * k_j_and_v_j + unselected * h_and_z",
-                "+ unselected * h_and_z",
-                "As printed, the selected blocks still go through softmax attention.",
-            ),
-            Mistake(
-                "2 * block_q * d, 2 * 2 * block_kv * d, 2 * d * (d + 1)",
-                "block_q * d, 2 * block_kv * d, d * (d + 1)",
-                "16 bit: two bytes a number.",
-            ),
-        ),
-    ),
-    "sparse_dk_dv": Gap(
-        sparse_dk_dv,
-        _backward,
-        (
-            Mistake(
-                "tl.load(table_ptr + j * width + step)",
-                "step",
-                "That visits the first query blocks. Look them up: who selected j?",
-            ),
-            Mistake("tl.load(count_ptr + j)", "width", "Behind a line's count stands no block: end the loop there."),
-            Mistake("do_i, dv_j)", "do_i)", "dV_j is a sum over all query blocks that selected j."),
-            Mistake(
-                "do_i, dv_j)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
+                "A softmax over nothing but -infinity is 0 / 0. Put the zeros in after it."),
+        Mistake("softmax_features(k_j, D, D)", "k_j", "phi is missing."),
+        Mistake("tl.sum(phi_k, 0)", "tl.sum(tl.dot(tl.trans(phi_k), v_j), 1)",
+                "V has no part in z_j: it sums phi(K_j)."),
+        Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
+        Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
+    ), run_key_sums),
+    "mixed_output": Gap(mixed_output, _to_mix, (
+        Mistake("softmax_features(q_i.to(tl.float32), D, D)", "q_i.to(tl.float32)", "phi is missing."),
+        Mistake(" / tl.sum(phi_q * z_i[None, :], 1)[:, None]", "",
+                "The weights don't add up to one yet: divide by phi(Q_i) Z_i."),
+        Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "z_i[None, :]",
+                "Z_i has a number per feature. Divide by phi(Q_i) Z_i: a number per query."),
+        Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(phi_q * z_i[None, :], 0)[None, :]",
+                "Sum over features, axis 1: a number per query."),
+        Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."),
+        Mistake("alpha_i * o_s + (1 - alpha_i) * o_l", "(1 - alpha_i) * o_s + alpha_i * o_l",
+                "alpha is the weight of O_s."),
+        Mistake("(1 - alpha_i) * o_l", "o_l", "O_l has the weight 1 - alpha."),
+    ), run_mixed),
+    "bytes_read": Gap(bytes_read, lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)], (
+        Mistake("2 * 2 * block_kv * d", "2 * block_kv * d", "Keys and values."),
+        Mistake("2 * d * (d + 1)", "4 * d * (d + 1)", "All in 16 bit, h_j too: two bytes a number."),
+        Mistake("2 * block_q * d, ", "0, ", "Q_i is read, too, once."),
+        Mistake("+ selected * k_j_and_v_j + unselected", "+ (selected + unselected) * k_j_and_v_j + unselected",
+                "Of a block that is not selected only h_j and z_j are read."),
+        Mistake("2 * d * (d + 1)", "2 * d * d", "z_j is read, too: d numbers more."),
+        Mistake("q_i + selected * k_j_and_v_j + h_and_z", "q_i + selected * k_j_and_v_j",
+                "By list, too, it reads one H_i and Z_i: the sum that was made before."),
+        Mistake("+ selected * k_j_and_v_j + unselected * h_and_z", "+ unselected * h_and_z",
+                "As printed, the selected blocks still go through softmax attention."),
+        Mistake("2 * block_q * d, 2 * 2 * block_kv * d, 2 * d * (d + 1)", "block_q * d, 2 * block_kv * d, d * (d + 1)",
+                "16 bit: two bytes a number."),
+    )),
+    "sparse_dk_dv": Gap(sparse_dk_dv, _backward, (
+        Mistake("tl.load(table_ptr + j * width + step)", "step",
+                "That visits the first query blocks. Look them up: who selected j?"),
+        Mistake("tl.load(count_ptr + j)", "width", "Behind a line's count stands no block: end the loop there."),
+        Mistake("do_i, dv_j)", "do_i)", "dV_j is a sum over all query blocks that selected j."),
+        Mistake("do_i, dv_j)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
                 "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)",
                 "do_i)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
                 "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i)",
-                "dK_j and dV_j are sums over all query blocks that selected j: add to what is there.",
-            ),
-            Mistake(
-                "(tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])",
-                "tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :]",
-                "dS = P (dP - delta): first subtract, then multiply.",
-            ),
-            Mistake("q_i, dk_j)", "q_i, dk_j) * c", "The last line but one multiplies by c already, once."),
-            Mistake("j * width + step", "j + step", "Line j begins j * width numbers behind the table's beginning."),
-            Mistake("tl.trans(do_i)) - delta_i[None, :]", "tl.trans(do_i))", "dS = P (dP - delta)."),
-            Mistake(
-                "tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)", "tl.dot(dst_ij.to(q_i.dtype), do_i, dk_j)", "dK = dS^T Q."
-            ),
-            Mistake("dk_j * c", "dk_j", "c = 1 / sqrt(D) belongs to S, and so to dK."),
-        ),
-        run_dk_dv,
-    ),
-}
+                "dK_j and dV_j are sums over all query blocks that selected j: add to what is there."),
+        Mistake("(tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])", "tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :]",
+                "dS = P (dP - delta): first subtract, then multiply."),
+        Mistake("q_i, dk_j)", "q_i, dk_j) * c", "The last line but one multiplies by c already, once."),
+        Mistake("j * width + step", "j + step", "Line j begins j * width numbers behind the table's beginning."),
+        Mistake("tl.trans(do_i)) - delta_i[None, :]", "tl.trans(do_i))", "dS = P (dP - delta)."),
+        Mistake("tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)", "tl.dot(dst_ij.to(q_i.dtype), do_i, dk_j)", "dK = dS^T Q."),
+        Mistake("dk_j * c", "dk_j", "c = 1 / sqrt(D) belongs to S, and so to dK."),
+    ), run_dk_dv),
+}  # fmt: skip

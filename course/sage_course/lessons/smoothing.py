@@ -42,91 +42,53 @@ def _sums() -> list[tuple]:
 
 
 GAPS = {
-    "smooth_key": Gap(
-        smooth_key,
-        _keys,
-        (
-            Mistake("k.mean(-2, keepdim=True)", "k.mean(-1, keepdim=True)", "That is the mean of a key's channels."),
-            Mistake("k.mean(-2, keepdim=True)", "k.mean()", "Each channel has its own mean, over the tokens."),
-            Mistake("k.mean(-2, keepdim=True)", "k.sum(-2, keepdim=True)", "A sum over tokens is no mean."),
-            Mistake("k - k_mean, k_mean", "k + k_mean, k_mean", "Subtract it."),
-            Mistake("k - k_mean, k_mean", "k - k_mean", "The mean is needed later: return it, too."),
-            Mistake("k - k_mean, k_mean", "k_mean, k - k_mean", "K_sm first, then its mean."),
-            Mistake("k - k_mean, k_mean", "k - k_mean, k_mean.squeeze(-2)", "Keep the dimension: [..., 1, channels]."),
-        ),
-    ),
-    "log_sum_exp_of_keys": Gap(
-        log_sum_exp_of_keys,
-        _sums,
-        (
-            Mistake("l_smooth + c", "l_smooth - c", "The smoothed scores lost this number: add it back."),
-            Mistake("c * (q", "(q", "c = 1 / sqrt(D) is missing: L belongs to scores, and they have it."),
-            Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth", "L moves with the scores of its row."),
-            Mistake("(q * k_mean).sum(-1)", "(q * k_mean).mean(-1)", "A product of two vectors is a sum, not a mean."),
-            Mistake("(q * k_mean).sum(-1)", "(q @ k_mean.mT)", "That is [..., queries, 1]: drop the last dimension."),
-            Mistake(
-                "l_smooth + c * (q * k_mean).sum(-1)",
-                "torch.logaddexp(l_smooth, c * (q * k_mean).sum(-1))",
-                "No sum gets a new term: every score of the row moves by the same number, and so does L.",
-            ),
-        ),
-    ),
-    "grad_through_mean": Gap(
-        grad_through_mean,
-        lambda: [(_draw(5, 6, HEAD_DIM),), (_draw(6, 2, 5, HEAD_DIM),)],
-        (
-            Mistake("- dk_smooth.mean", "+ dk_smooth.mean", "K_sm has the mean with a minus sign."),
-            Mistake(".mean(-2, keepdim=True)", ".sum(-2, keepdim=True)", "Each key is 1/N of the mean: divide by N."),
-            Mistake(".mean(-2", ".mean(-1", "The mean was taken over tokens, channel by channel."),
-            Mistake(
-                "dk_smooth - dk_smooth.mean(-2, keepdim=True)", "dk_smooth", "The way through the mean is missing."
-            ),
-            Mistake("dk_smooth - dk", "-dk", "The direct way is missing: K_sm contains K itself, too."),
-            Mistake(
-                "dk_smooth.mean(-2, keepdim=True)",
-                "dk_smooth / dk_smooth.shape[-2]",
-                "Through the mean, a key acts on the rows of all keys, not on its own alone: sum over them.",
-            ),
-            Mistake(
-                "dk_smooth.mean(-2, keepdim=True)",
+    "smooth_key": Gap(smooth_key, _keys, (
+        Mistake("k.mean(-2, keepdim=True)", "k.mean(-1, keepdim=True)", "That is the mean of a key's channels."),
+        Mistake("k.mean(-2, keepdim=True)", "k.mean()", "Each channel has its own mean, over the tokens."),
+        Mistake("k.mean(-2, keepdim=True)", "k.sum(-2, keepdim=True)", "A sum over tokens is no mean."),
+        Mistake("k - k_mean, k_mean", "k + k_mean, k_mean", "Subtract it."),
+        Mistake("k - k_mean, k_mean", "k - k_mean", "The mean is needed later: return it, too."),
+        Mistake("k - k_mean, k_mean", "k_mean, k - k_mean", "K_sm first, then its mean."),
+        Mistake("k - k_mean, k_mean", "k - k_mean, k_mean.squeeze(-2)", "Keep the dimension: [..., 1, channels]."),
+    )),
+    "log_sum_exp_of_keys": Gap(log_sum_exp_of_keys, _sums, (
+        Mistake("l_smooth + c", "l_smooth - c", "The smoothed scores lost this number: add it back."),
+        Mistake("c * (q", "(q", "c = 1 / sqrt(D) is missing: L belongs to scores, and they have it."),
+        Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth", "L moves with the scores of its row."),
+        Mistake("(q * k_mean).sum(-1)", "(q * k_mean).mean(-1)", "A product of two vectors is a sum, not a mean."),
+        Mistake("(q * k_mean).sum(-1)", "(q @ k_mean.mT)", "That is [..., queries, 1]: drop the last dimension."),
+        Mistake("l_smooth + c * (q * k_mean).sum(-1)", "torch.logaddexp(l_smooth, c * (q * k_mean).sum(-1))",
+                "No sum gets a new term: every score of the row moves by the same number, and so does L."),
+    )),
+    "grad_through_mean": Gap(grad_through_mean, lambda: [(_draw(5, 6, HEAD_DIM),), (_draw(6, 2, 5, HEAD_DIM),)], (
+        Mistake("- dk_smooth.mean", "+ dk_smooth.mean", "K_sm has the mean with a minus sign."),
+        Mistake(".mean(-2, keepdim=True)", ".sum(-2, keepdim=True)", "Each key is 1/N of the mean: divide by N."),
+        Mistake(".mean(-2", ".mean(-1", "The mean was taken over tokens, channel by channel."),
+        Mistake("dk_smooth - dk_smooth.mean(-2, keepdim=True)", "dk_smooth", "The way through the mean is missing."),
+        Mistake("dk_smooth - dk", "-dk", "The direct way is missing: K_sm contains K itself, too."),
+        Mistake("dk_smooth.mean(-2, keepdim=True)", "dk_smooth / dk_smooth.shape[-2]",
+                "Through the mean, a key acts on the rows of all keys, not on its own alone: sum over them."),
+        Mistake("dk_smooth.mean(-2, keepdim=True)",
                 "dk_smooth.mean(-2, keepdim=True) + dk_smooth / dk_smooth.shape[-2]",
-                "A key's own row counts in the mean as well.",
-            ),
-        ),
-    ),
-    "with_row_sums_zero": Gap(
-        with_row_sums_zero,
-        lambda: [(_draw(7, 4, 6),), (_draw(8, 2, 5, 7),)],
-        (
-            Mistake(".mean(-1, keepdim=True)", ".mean(-2, keepdim=True)", "That mends the columns. A row is a query."),
-            Mistake(
-                ".mean(-1, keepdim=True)",
-                ".sum(-1, keepdim=True)",
-                "That takes the whole sum from each of N entries: each must give one N-th.",
-            ),
-            Mistake("- ds_hat.mean", "+ ds_hat.mean", "Now the row sum is twice as large."),
-            Mistake(".mean(-1, keepdim=True)", ".mean()", "Each row has a sum of its own."),
-            Mistake(
-                ".mean(-1, keepdim=True)",
-                ".sum(-1, keepdim=True) / ds_hat.shape[-2]",
-                "A row has as many entries as there are keys: the last dimension.",
-            ),
-        ),
-    ),
-    "smooth_key_prefix": Gap(
-        smooth_key_prefix,
-        lambda: [(_draw(9, 6, HEAD_DIM), 2), (_draw(10, 2, 5, HEAD_DIM), 3)],
-        (
-            Mistake("k[..., :length, :].mean", "k.mean", "That mean sees all keys, future ones too."),
-            Mistake("k[..., :length, :]", "k[:length]", "Tokens are the last dimension but one: `k[..., :length, :]`."),
-            Mistake("k - k[", "k[..., :length, :] - k[", "All keys are smoothed, not only the prefix."),
-            Mistake(":length, :", "-length:, :", "Those are the last keys: the future."),
-            Mistake(":length, :", "length:, :", "That is the mean of all keys but the first: the future."),
-            Mistake(
-                "k - k[..., :length, :].mean(-2, keepdim=True)",
+                "A key's own row counts in the mean as well."),
+    )),
+    "with_row_sums_zero": Gap(with_row_sums_zero, lambda: [(_draw(7, 4, 6),), (_draw(8, 2, 5, 7),)], (
+        Mistake(".mean(-1, keepdim=True)", ".mean(-2, keepdim=True)", "That mends the columns. A row is a query."),
+        Mistake(".mean(-1, keepdim=True)", ".sum(-1, keepdim=True)",
+                "That takes the whole sum from each of N entries: each must give one N-th."),
+        Mistake("- ds_hat.mean", "+ ds_hat.mean", "Now the row sum is twice as large."),
+        Mistake(".mean(-1, keepdim=True)", ".mean()", "Each row has a sum of its own."),
+        Mistake(".mean(-1, keepdim=True)", ".sum(-1, keepdim=True) / ds_hat.shape[-2]",
+                "A row has as many entries as there are keys: the last dimension."),
+    )),
+    "smooth_key_prefix": Gap(smooth_key_prefix, lambda: [(_draw(9, 6, HEAD_DIM), 2), (_draw(10, 2, 5, HEAD_DIM), 3)], (
+        Mistake("k[..., :length, :].mean", "k.mean", "That mean sees all keys, future ones too."),
+        Mistake("k[..., :length, :]", "k[:length]", "Tokens are the last dimension but one: `k[..., :length, :]`."),
+        Mistake("k - k[", "k[..., :length, :] - k[", "All keys are smoothed, not only the prefix."),
+        Mistake(":length, :", "-length:, :", "Those are the last keys: the future."),
+        Mistake(":length, :", "length:, :", "That is the mean of all keys but the first: the future."),
+        Mistake("k - k[..., :length, :].mean(-2, keepdim=True)",
                 "torch.cat([k[..., :length, :] - k[..., :length, :].mean(-2, keepdim=True), k[..., length:, :]], -2)",
-                "All keys must lose the same vector, or a row of S no longer moves by one number.",
-            ),
-        ),
-    ),
-}
+                "All keys must lose the same vector, or a row of S no longer moves by one number."),
+    )),
+}  # fmt: skip

@@ -1,10 +1,12 @@
 """Notebook 10: block scores, Top-k, the two branches and their mix, for one head (SLA2, Algorithm 2)."""
 
 import math
+from functools import partial
 
 import torch
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 
 BLOCK_Q, BLOCK_KV = 16, 8
 
@@ -65,9 +67,7 @@ def sparse_linear_head(q, k, v, mask, alpha, c):
     return torch.cat(tiles)
 
 
-def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+_draw = partial(draws, dtype=torch.float64)
 
 
 def _queries_and_keys() -> list[tuple]:
@@ -113,151 +113,89 @@ def _one_head() -> list[tuple]:
 
 
 GAPS = {
-    "block_scores": Gap(
-        block_scores,
-        _queries_and_keys,
-        (
-            Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
-            Mistake("(-1, BLOCK_Q)).mean(-2)", "(-1, BLOCK_Q)).sum(-2)", "The mean of the queries, not their sum."),
-            Mistake("(-1, BLOCK_KV)).mean(-2)", "(-1, BLOCK_KV)).sum(-2)", "The mean of the keys, not their sum."),
-            Mistake(
-                "q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block is neighbouring tokens."
-            ),
-            Mistake("c * ", "c * BLOCK_Q * BLOCK_KV * ", "The means of queries and keys, not their sums."),
-            Mistake(
-                "c * q_bar @ k_bar.mT",
+    "block_scores": Gap(block_scores, _queries_and_keys, (
+        Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
+        Mistake("(-1, BLOCK_Q)).mean(-2)", "(-1, BLOCK_Q)).sum(-2)", "The mean of the queries, not their sum."),
+        Mistake("(-1, BLOCK_KV)).mean(-2)", "(-1, BLOCK_KV)).sum(-2)", "The mean of the keys, not their sum."),
+        Mistake("q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block is neighbouring tokens."),
+        Mistake("c * ", "c * BLOCK_Q * BLOCK_KV * ", "The means of queries and keys, not their sums."),
+        Mistake("c * q_bar @ k_bar.mT",
                 "c * q.unflatten(-2, (-1, BLOCK_Q)).amax(-2) @ k.unflatten(-2, (-1, BLOCK_KV)).amax(-2).mT",
-                "A block is pooled by its mean, not by its maximum.",
-            ),
-            Mistake("k_bar.mT, -1)", "k_bar.mT, -2)", "A row, one block of queries, must sum to one."),
-            Mistake("torch.softmax(c * q_bar @ k_bar.mT, -1)", "c * q_bar @ k_bar.mT", "The softmax is missing."),
-            Mistake(
-                "torch.softmax(c * q_bar @ k_bar.mT, -1)",
+                "A block is pooled by its mean, not by its maximum."),
+        Mistake("k_bar.mT, -1)", "k_bar.mT, -2)", "A row, one block of queries, must sum to one."),
+        Mistake("torch.softmax(c * q_bar @ k_bar.mT, -1)", "c * q_bar @ k_bar.mT", "The softmax is missing."),
+        Mistake("torch.softmax(c * q_bar @ k_bar.mT, -1)",
                 "torch.softmax(c * q @ k.mT, -1).unflatten(-1, (-1, BLOCK_KV)).sum(-1)"
                 ".unflatten(-2, (-1, BLOCK_Q)).mean(-2)",
-                "These are the masses themselves, from all of P. Guess them: pool first.",
-            ),
-            Mistake(
-                "k_bar = k.unflatten(-2, (-1, BLOCK_KV))",
-                "k_bar = k.unflatten(-2, (-1, BLOCK_Q))",
-                "A block of keys has BLOCK_KV rows.",
-            ),
-        ),
-    ),
-    "top_k_mask": Gap(
-        top_k_mask,
-        _scores,
-        (
-            Mistake(", descending=True", "", "These are the smallest ones: argsort counts upwards."),
-            Mistake("argsort(-1", "argsort(-2", "Every row, one block of queries, chooses for itself."),
-            Mistake(":count]", ": count + 1]", "One block too many."),
-            Mistake("[..., :count]", "[...]", "That is every block. The first `count` of the order are wanted."),
-            Mistake("[..., :count]", "[:count]", "That cuts the first axis. The blocks of keys are the last one."),
-            Mistake(
-                "descending=True)", "descending=True).argsort(-1)", "These are ranks. Sort once, and take the indices."
-            ),
-            Mistake(
-                "torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)",
+                "These are the masses themselves, from all of P. Guess them: pool first."),
+        Mistake("k_bar = k.unflatten(-2, (-1, BLOCK_KV))", "k_bar = k.unflatten(-2, (-1, BLOCK_Q))",
+                "A block of keys has BLOCK_KV rows."),
+    )),
+    "top_k_mask": Gap(top_k_mask, _scores, (
+        Mistake(", descending=True", "", "These are the smallest ones: argsort counts upwards."),
+        Mistake("argsort(-1", "argsort(-2", "Every row, one block of queries, chooses for itself."),
+        Mistake(":count]", ": count + 1]", "One block too many."),
+        Mistake("[..., :count]", "[...]", "That is every block. The first `count` of the order are wanted."),
+        Mistake("[..., :count]", "[:count]", "That cuts the first axis. The blocks of keys are the last one."),
+        Mistake("descending=True)", "descending=True).argsort(-1)",
+                "These are ranks. Sort once, and take the indices."),
+        Mistake("torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)",
                 "scores > scores.mean(-1, keepdim=True)",
-                "Each row must select exactly `count` blocks.",
-            ),
-        ),
-    ),
-    "sparse_tile": Gap(
-        sparse_tile,
-        _tiles,
-        (
-            Mistake("in selected", "in range(len(k_tiles))", "That is every tile: full attention."),
-            Mistake("in selected", "in range(len(selected))", "The table says which tiles; you took the first ones."),
-            Mistake(".mT * c", ".mT", "c = 1 / sqrt(D) is missing."),
-            Mistake("l = shrink * l", "l = l", "The old sum belongs to the old maximum: it must shrink."),
-            Mistake("o = shrink * o", "o = o", "O belongs to the old maximum: it shrinks as l does."),
-            Mistake("p.sum(-1, keepdim=True)", "p.sum(-1)", "l is [queries, 1]: keepdim=True."),
-            Mistake(
-                "m + torch.log(l)", "l", "That is the sum itself, of e^(s - m). L is a logarithm, and m is missing."
-            ),
-            Mistake("return o / l", "return o", "The weights don't add up to one yet: divide by l."),
-            Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to S itself, not to S - m: m is missing."),
-        ),
-    ),
-    "mass_held": Gap(
-        mass_held,
-        _log_sums,
-        (
-            Mistake(
-                "l_selected - l_all", "l_all - l_selected", "That is above one. Which sum is the part, which the whole?"
-            ),
-            Mistake("torch.exp", "1 - torch.exp", "That is the mass of the others, 1 - alpha."),
-            Mistake("torch.exp(l_selected - l_all)", "l_selected - l_all", "That is still a logarithm."),
-            Mistake("torch.exp(l_selected - l_all)", "l_selected / l_all", "L is the logarithm of a sum."),
-            Mistake(
-                "torch.exp(l_selected - l_all)",
-                "torch.exp(l_selected) / torch.exp(l_all)",
-                "Right on paper, but e^120 is infinite in float32: subtract first.",
-            ),
-        ),
-    ),
-    "key_tile_sums": Gap(
-        key_tile_sums,
-        _key_tile,
-        (
-            Mistake("torch.softmax(k_j, -1)", "k_j", "phi is missing."),
-            Mistake("k_j, -1)", "k_j, 0)", "phi works on the features of one token; your softmax runs over tokens."),
-            Mistake(
-                "torch.softmax(k_j, -1)",
-                "torch.exp(k_j)",
-                "phi is a softmax: e^x, divided by its sum over the features.",
-            ),
-            Mistake("phi_k.sum(0)", "phi_k.mean(0)", "z_j is a sum over the keys, as h_j is. You have a mean."),
-            Mistake("phi_k.mT @ v_j", "v_j.mT @ phi_k", "That is h_j transposed."),
-            Mistake("phi_k.sum(0)", "phi_k.sum(-1)", "z_j sums over the keys: one number per feature."),
-        ),
-    ),
-    "complement_sums": Gap(
-        complement_sums,
-        _masks_and_sums,
-        (
-            Mistake("(~mask)", "mask", "These are the selected blocks. The linear branch takes the others."),
-            Mistake("(~mask)", "torch.ones_like(mask)", "That is every block. The selected ones would count twice."),
-            Mistake("complement @ z", "z.sum(0).expand(len(mask), -1)", "Z_i, too, leaves out the selected blocks."),
-            Mistake(
-                "(~mask).to(h.dtype)",
-                "(~mask) / (~mask).sum(-1, keepdim=True).to(h.dtype)",
-                "That is a mean. It would cancel in O_l, but H_i and Z_i are sums.",
-            ),
-        ),
-    ),
-    "linear_tile": Gap(
-        linear_tile,
-        _query_tile,
-        (
-            Mistake("torch.softmax(q_i, -1)", "q_i", "phi is missing."),
-            Mistake("q_i, -1)", "q_i, 0)", "phi works on the features of one token; your softmax runs over tokens."),
-            Mistake(" / (phi_q @ z_i)[:, None]", "", "The weights don't add up to one yet: divide by phi(Q_i) Z_i."),
-            Mistake(
-                "phi_q @ h_i / (phi_q @ z_i)[:, None]",
-                "phi_q @ (h_i / z_i[:, None])",
-                "A quotient of sums is no sum of quotients: divide last, by phi(Q_i) Z_i.",
-            ),
-            Mistake("(phi_q @ z_i)[:, None]", "z_i", "Z_i has a number per feature. Multiply it with phi(Q_i) first."),
-            Mistake("(phi_q @ z_i)[:, None]", "z_i.sum()", "Each query has its own sum of weights: phi(Q_i) Z_i."),
-        ),
-    ),
-    "sparse_linear_head": Gap(
-        sparse_linear_head,
-        _one_head,
-        (
-            Mistake("mask[i].nonzero()", "(~mask[i]).nonzero()", "The softmax gets the selected tiles."),
-            Mistake(
-                "mask[i].nonzero().flatten()", "mask[i]", "The row holds True and False. The loop wants block numbers."
-            ),
-            Mistake("h_i[i], z_i[i]", "h[i], z[i]", "h_j belongs to one block of keys. This block of queries has H_i."),
-            Mistake("(1 - alpha[i]) * o_l", "o_l", "O_l has the weight 1 - alpha."),
-            Mistake(
-                "alpha[i] * o_s + (1 - alpha[i])", "(1 - alpha[i]) * o_s + alpha[i]", "alpha is the weight of O_s."
-            ),
-            Mistake("alpha[i] * o_s", "o_s", "That is nearer to SLA. Here O_s has the weight alpha."),
-            Mistake("h_i[i], z_i[i]", "h.sum(0), z.sum(0)", "Each block of queries has its own H_i and Z_i."),
-        ),
-    ),
-}
+                "Each row must select exactly `count` blocks."),
+    )),
+    "sparse_tile": Gap(sparse_tile, _tiles, (
+        Mistake("in selected", "in range(len(k_tiles))", "That is every tile: full attention."),
+        Mistake("in selected", "in range(len(selected))", "The table says which tiles; you took the first ones."),
+        Mistake(".mT * c", ".mT", "c = 1 / sqrt(D) is missing."),
+        Mistake("l = shrink * l", "l = l", "The old sum belongs to the old maximum: it must shrink."),
+        Mistake("o = shrink * o", "o = o", "O belongs to the old maximum: it shrinks as l does."),
+        Mistake("p.sum(-1, keepdim=True)", "p.sum(-1)", "l is [queries, 1]: keepdim=True."),
+        Mistake("m + torch.log(l)", "l", "That is the sum itself, of e^(s - m). L is a logarithm, and m is missing."),
+        Mistake("return o / l", "return o", "The weights don't add up to one yet: divide by l."),
+        Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to S itself, not to S - m: m is missing."),
+    )),
+    "mass_held": Gap(mass_held, _log_sums, (
+        Mistake("l_selected - l_all", "l_all - l_selected",
+                "That is above one. Which sum is the part, which the whole?"),
+        Mistake("torch.exp", "1 - torch.exp", "That is the mass of the others, 1 - alpha."),
+        Mistake("torch.exp(l_selected - l_all)", "l_selected - l_all", "That is still a logarithm."),
+        Mistake("torch.exp(l_selected - l_all)", "l_selected / l_all", "L is the logarithm of a sum."),
+        Mistake("torch.exp(l_selected - l_all)", "torch.exp(l_selected) / torch.exp(l_all)",
+                "Right on paper, but e^120 is infinite in float32: subtract first."),
+    )),
+    "key_tile_sums": Gap(key_tile_sums, _key_tile, (
+        Mistake("torch.softmax(k_j, -1)", "k_j", "phi is missing."),
+        Mistake("k_j, -1)", "k_j, 0)", "phi works on the features of one token; your softmax runs over tokens."),
+        Mistake("torch.softmax(k_j, -1)", "torch.exp(k_j)",
+                "phi is a softmax: e^x, divided by its sum over the features."),
+        Mistake("phi_k.sum(0)", "phi_k.mean(0)", "z_j is a sum over the keys, as h_j is. You have a mean."),
+        Mistake("phi_k.mT @ v_j", "v_j.mT @ phi_k", "That is h_j transposed."),
+        Mistake("phi_k.sum(0)", "phi_k.sum(-1)", "z_j sums over the keys: one number per feature."),
+    )),
+    "complement_sums": Gap(complement_sums, _masks_and_sums, (
+        Mistake("(~mask)", "mask", "These are the selected blocks. The linear branch takes the others."),
+        Mistake("(~mask)", "torch.ones_like(mask)", "That is every block. The selected ones would count twice."),
+        Mistake("complement @ z", "z.sum(0).expand(len(mask), -1)", "Z_i, too, leaves out the selected blocks."),
+        Mistake("(~mask).to(h.dtype)", "(~mask) / (~mask).sum(-1, keepdim=True).to(h.dtype)",
+                "That is a mean. It would cancel in O_l, but H_i and Z_i are sums."),
+    )),
+    "linear_tile": Gap(linear_tile, _query_tile, (
+        Mistake("torch.softmax(q_i, -1)", "q_i", "phi is missing."),
+        Mistake("q_i, -1)", "q_i, 0)", "phi works on the features of one token; your softmax runs over tokens."),
+        Mistake(" / (phi_q @ z_i)[:, None]", "", "The weights don't add up to one yet: divide by phi(Q_i) Z_i."),
+        Mistake("phi_q @ h_i / (phi_q @ z_i)[:, None]", "phi_q @ (h_i / z_i[:, None])",
+                "A quotient of sums is no sum of quotients: divide last, by phi(Q_i) Z_i."),
+        Mistake("(phi_q @ z_i)[:, None]", "z_i", "Z_i has a number per feature. Multiply it with phi(Q_i) first."),
+        Mistake("(phi_q @ z_i)[:, None]", "z_i.sum()", "Each query has its own sum of weights: phi(Q_i) Z_i."),
+    )),
+    "sparse_linear_head": Gap(sparse_linear_head, _one_head, (
+        Mistake("mask[i].nonzero()", "(~mask[i]).nonzero()", "The softmax gets the selected tiles."),
+        Mistake("mask[i].nonzero().flatten()", "mask[i]",
+                "The row holds True and False. The loop wants block numbers."),
+        Mistake("h_i[i], z_i[i]", "h[i], z[i]", "h_j belongs to one block of keys. This block of queries has H_i."),
+        Mistake("(1 - alpha[i]) * o_l", "o_l", "O_l has the weight 1 - alpha."),
+        Mistake("alpha[i] * o_s + (1 - alpha[i])", "(1 - alpha[i]) * o_s + alpha[i]", "alpha is the weight of O_s."),
+        Mistake("alpha[i] * o_s", "o_s", "That is nearer to SLA. Here O_s has the weight alpha."),
+        Mistake("h_i[i], z_i[i]", "h.sum(0), z.sum(0)", "Each block of queries has its own H_i and Z_i."),
+    )),
+}  # fmt: skip
