@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 import torch
-from sage_course.teaching import triton_device
+from sage_kernels.common.device import triton_device
 
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")

@@ -1,6 +1,5 @@
 """What the notebooks share besides figures: versions, predictions, and where Triton runs."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata, util
 
 import torch
+from sage_kernels.common.device import triton_device
 from sage_lab.records import REPOSITORY, Record, provenance
 
 _guesses: dict[str, tuple[object, dict[str, str]]] = {}
@@ -61,21 +61,6 @@ def grade(exercise: str) -> None:
         raise RuntimeError(
             f"grade: expected the grader of {exercise!r} to run, got exit status {done.returncode}: {done.stderr}"
         )
-
-
-def triton_device() -> str | None:
-    """Where this machine runs Triton: "cuda", "cpu" through the interpreter, or None where triton isn't installed.
-
-    The one place that sets TRITON_INTERPRET; call it before triton is imported.
-    """
-    if util.find_spec("triton") is None:
-        return None
-    if torch.cuda.is_available():
-        return "cuda"
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("triton_device: expected to run before triton is imported; restart the kernel")
-    os.environ["TRITON_INTERPRET"] = "1"
-    return "cpu"
 
 
 def measured_here() -> Record | None:
