@@ -42,9 +42,7 @@ COMMANDS = {
     "drop-in": Command(
         "sage_lab.experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"
     ),
-    "pretrain": Command(
-        "sage_lab.experiments.pretrain", "pre-train a Llama, on one device or, under torchrun, on many"
-    ),
+    "pretrain": Command("sage_lab.experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
     "pretrain-grid": Command("sage_lab.experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
     "pretrain-speed": Command(
         "sage_lab.experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"

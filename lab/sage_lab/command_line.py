@@ -200,6 +200,12 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
 
 
+def add_minutes_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes", type=positive_number, help="stop after the first report beyond; the same command goes on"
+    )
+
+
 def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", type=input_path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens"

@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -55,6 +55,20 @@ class Run:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
         parts = [value if isinstance(value, str) else f"{name}{value}" for name, value in values]
         return "_".join(re.sub(r"[^\w.-]+", "_", part).strip("_") for part in parts)
+
+    @property
+    def facts(self) -> Row:
+        """All fields, for a row."""
+        return asdict(self)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the run that differs in these fields."""
+        return replace(self, **changes)
+
+    @classmethod
+    def of_row(cls, row: Row) -> Self:
+        """Return the run whose `facts` are in a row."""
+        return cls(**{field.name: row[field.name] for field in fields(cls)})
 
 
 Finished = Mapping[Run, list[Row]]

@@ -21,7 +21,7 @@ def row_of(run, behind):
     last = loss if loss is not None else math.nan
     curve = [[step, None, last, last, 1.0, 0.02, 0.03, 1e-4, 2.0] for step in range(4)]
     stars = {"tokens_at_bias": 2e4, "tokens_at_bias_here": 1.5e4}
-    return run._asdict() | stars | {"final_loss": loss, "curve": curve, "diverged": None, "seconds": 1.0, "steps": 3}
+    return run.facts | stars | {"final_loss": loss, "curve": curve, "diverged": None, "seconds": 1.0, "steps": 3}
 
 
 def record_of(behind):

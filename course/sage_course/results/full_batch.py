@@ -18,7 +18,7 @@ from sage_lab.experiments.full_batch import (
     TRUTH,
     Finished,
     FullBatchPlan,
-    Run,
+    FullBatchRun,
     furthest_behind,
     gap,
     largest_control,
@@ -80,7 +80,7 @@ def plan_of(record: Record) -> FullBatchPlan:
 
 
 def finished_of(record: Record) -> Finished:
-    return {Run(*(row[name] for name in Run._fields)): row for row in record.rows}
+    return {FullBatchRun.of_row(row): row for row in record.rows}
 
 
 def conditions(record: Record) -> list[Condition]:
@@ -90,19 +90,19 @@ def conditions(record: Record) -> list[Condition]:
     for first in screening(plan):
         if first.arm in (TRUTH, *CONTROLS):
             continue
-        runs = [run for seed in plan.seeds if _with_truth(run := first._replace(seed=seed), finished)]
+        runs = [run for seed in plan.seeds if _with_truth(run := first.replace(seed=seed), finished)]
         if runs:
             gaps = [gap(finished, run) for run in runs]
             control = max(largest_control(finished, run) for run in runs)
             counts_from, verdict = plan.margin * control, verdict_of(gaps, control, plan.margin)
-            exact_loss = mean(finished[run._replace(arm=TRUTH)]["final_loss"] for run in runs)
+            exact_loss = mean(finished[run.replace(arm=TRUTH)]["final_loss"] for run in runs)
             kind = first.arm, first.qk_norm, first.learning_rate
             found.append(Condition(*kind, gaps, control, counts_from, exact_loss, verdict))
     return found
 
 
-def _with_truth(run: Run, finished: Finished) -> bool:
-    return all(run._replace(arm=arm) in finished for arm in (run.arm, TRUTH, *CONTROLS))
+def _with_truth(run: FullBatchRun, finished: Finished) -> bool:
+    return all(run.replace(arm=arm) in finished for arm in (run.arm, TRUTH, *CONTROLS))
 
 
 def verdict_of(gaps: Sequence[float], control: float, margin: float) -> str:
@@ -171,7 +171,7 @@ def gaps_figure(found: Sequence[Condition], *, title: str, caption: str) -> Figu
     return figure
 
 
-def _worst(plan: FullBatchPlan, finished: Finished) -> Run | None:
+def _worst(plan: FullBatchPlan, finished: Finished) -> FullBatchRun | None:
     """The run that is furthest behind; None as long as the screening is not complete."""
     complete = all(run in finished for run in screening(plan))
     return furthest_behind(plan, finished) if complete else None
@@ -203,7 +203,7 @@ def crossing(record: Record) -> Crossing | None:
         return None
     gaps = {}
     for run in sorted(finished, key=lambda run: -run.batch_tokens):
-        if run == worst._replace(batch_tokens=run.batch_tokens) and _with_truth(run, finished):
+        if run == worst.replace(batch_tokens=run.batch_tokens) and _with_truth(run, finished):
             gaps[run.batch_tokens] = gap(finished, run), largest_control(finished, run)
     hidden = [size for size, (ours, control) in gaps.items() if ours <= plan.margin * control]
     return Crossing(finished[worst]["tokens_at_bias_here"], max(hidden, default=None), gaps)

@@ -26,7 +26,6 @@ Losses that are compared are those of exact attention at an arm's weights: what 
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,14 +33,21 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
-from sage_lab.command_line import add_corpus_options, add_device_option, corpus_of, from_zero, positive, positive_number
+from sage_lab.command_line import (
+    add_corpus_options,
+    add_device_option,
+    add_minutes_option,
+    corpus_of,
+    from_zero,
+    positive,
+    positive_number,
+)
 from sage_lab.models.llama import LlamaConfig
-from sage_lab.plan import FinishedParts
-from sage_lab.records import Record, Row, listed, markdown_table, only_writer, provenance, read_record, write_record
-from sage_lab.training.corpus import Corpus
-from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, OutOfTime, train_full_batch
+from sage_lab.plan import Plan, Run, deadline, opened
+from sage_lab.records import Record, Row, listed, markdown_table, provenance, read_record, write_record
+from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining
+from sage_lab.training.loop import train
 from sage_ref.sagebwd.settings import REMEDIES, UNBIASED
 
 
@@ -80,7 +86,8 @@ ARMS = SCREENED | UNSMOOTHED | REPAIRED
 TRUTH, CONTROLS = "exact", ("bf16", "random error")
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class FullBatchRun(Run):
     """batch_tokens: of a step."""
 
     arm: str
@@ -88,12 +95,6 @@ class Run(NamedTuple):
     learning_rate: float
     seed: int
     batch_tokens: int
-
-    @property
-    def name(self) -> str:
-        arm = "".join(letter if letter.isalnum() else "_" for letter in self.arm)
-        norm = "norm" if self.qk_norm else "plain"
-        return f"{arm}_{norm}_lr{self.learning_rate:g}_seed{self.seed}_{self.batch_tokens}"
 
 
 @dataclass(frozen=True)
@@ -135,15 +136,23 @@ class FullBatchPlan:
             sequences = f"whole sequences of {self.context} after {self.halvings} halvings"
             raise ValueError(f"tokens: expected {sequences}, got {self.tokens}")
 
-    def run(self, arm: str, qk_norm: bool, learning_rate: float, seed: int) -> Run:
-        return Run(arm, qk_norm, learning_rate, seed, self.tokens)
+    def run(self, arm: str, qk_norm: bool, learning_rate: float, seed: int) -> FullBatchRun:
+        return FullBatchRun(arm, qk_norm, learning_rate, seed, self.tokens)
 
-    def config(self, run: Run, vocabulary: int) -> LlamaConfig:
+    @property
+    def runs(self) -> Plan:
+        def after(stage: Callable) -> Callable:
+            return lambda finished: stage(self, {run: rows[0] for run, rows in finished.items()})
+
+        stages = (other_seeds, remedy_runs, not_smoothed, smaller_batches)
+        return Plan("full_batch", [screening(self), *map(after, stages)])
+
+    def config(self, run: FullBatchRun, vocabulary: int) -> LlamaConfig:
         shape = {name: getattr(self, name) for name in ("context", "layers", "width", "heads")}
         choice = {"backend": "reference", "fused_prologue": False, "qk_norm": run.qk_norm} | ARMS[run.arm].changes
         return LlamaConfig(vocabulary, **shape, kv_heads=self.heads, **choice)
 
-    def settings(self, run: Run, compile: bool) -> FullBatchSettings:
+    def settings(self, run: FullBatchRun, compile: bool) -> FullBatchSettings:
         return FullBatchSettings(
             steps=self.steps,
             batch_size=run.batch_tokens // self.context,
@@ -174,94 +183,89 @@ CPU_PLAN = FullBatchPlan(
     micro_batch=8,
     validation_sequences=8,
 )
-Finished = dict[Run, Row]
+Finished = dict[FullBatchRun, Row]
 
 
-def planned(plan: FullBatchPlan, finished: Finished) -> list[Run]:
-    """All runs that are known to be needed, in the order of what they decide: a stage begins where the last ended."""
-    runs = screening(plan)
-    for stage in (other_seeds, remedy_runs, not_smoothed, smaller_batches):
-        if any(run not in finished for run in runs):
-            break
-        runs = list(dict.fromkeys(runs + stage(plan, finished)))
-    return runs
+def planned(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
+    """Return all runs that are known to be needed, in the order of what they decide."""
+    return plan.runs.known({run: [row] for run, row in finished.items()})
 
 
-def screening(plan: FullBatchPlan) -> list[Run]:
+def screening(plan: FullBatchPlan) -> list[FullBatchRun]:
     return first_seed(plan, plan.arms)
 
 
-def first_seed(plan: FullBatchPlan, arms: Sequence[str]) -> list[Run]:
+def first_seed(plan: FullBatchPlan, arms: Sequence[str]) -> list[FullBatchRun]:
     """Without QK-norm and at the first learning rate scores are sharpest."""
     conditions = [(norm, rate) for norm in (False, True) for rate in plan.learning_rates]
     return [plan.run(arm, *condition, plan.seeds[0]) for condition in conditions for arm in arms]
 
 
-def gap(finished: Finished, run: Run) -> float:
+def gap(finished: Finished, run: FullBatchRun) -> float:
     """By how many nats the arm is behind exact attention at the end; infinite if it diverged, NaN if the truth did."""
-    ours, truth = (finished[x]["final_loss"] for x in (run, run._replace(arm=TRUTH)))
+    ours, truth = (finished[x]["final_loss"] for x in (run, run.replace(arm=TRUTH)))
     if truth is None:
         return math.nan
     return math.inf if ours is None else ours - truth
 
 
-def largest_control(finished: Finished, run: Run) -> float:
+def largest_control(finished: Finished, run: FullBatchRun) -> float:
     """The largest |gap| of both controls, beside this run, at any report of the second half."""
-    column, truth = CURVE.index("exact_loss"), finished[run._replace(arm=TRUTH)]["curve"]
+    column, truth = CURVE.index("exact_loss"), finished[run.replace(arm=TRUTH)]["curve"]
     gaps = [
         abs(ours[column] - theirs[column])
         for control in CONTROLS
-        for ours, theirs in list(zip(finished[run._replace(arm=control)]["curve"], truth, strict=False))[
+        for ours, theirs in list(zip(finished[run.replace(arm=control)]["curve"], truth, strict=False))[
             len(truth) // 2 :
         ]
     ]
     return max(gaps, default=0.0)
 
 
-def excess(finished: Finished, run: Run) -> float:
+def excess(finished: Finished, run: FullBatchRun) -> float:
     """|gap| over the controls'."""
     return abs(gap(finished, run)) / max(largest_control(finished, run), 1e-12)
 
 
-def deviating(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+def deviating(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
     """The runs of the screening whose gap counts, the largest excess first."""
     found = [(excess(finished, run), run) for run in screening(plan) if run.arm not in (TRUTH, *CONTROLS)]
     return [run for ratio, run in sorted(found, key=lambda pair: -pair[0]) if ratio > plan.margin]
 
 
-def other_seeds(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+def other_seeds(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
     return [
-        run._replace(arm=arm, seed=seed)
+        run.replace(arm=arm, seed=seed)
         for run in deviating(plan, finished)
         for seed in plan.seeds[1:]
         for arm in (TRUTH, *CONTROLS, run.arm)
     ]
 
 
-def furthest_behind(plan: FullBatchPlan, finished: Finished) -> Run | None:
+def furthest_behind(plan: FullBatchPlan, finished: Finished) -> FullBatchRun | None:
     """Of those whose gap counts and who are worse than exact attention."""
     worse = [run for run in deviating(plan, finished) if gap(finished, run) > 0]
     return max(worse, key=lambda run: gap(finished, run), default=None)
 
 
-def remedy_runs(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+def remedy_runs(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
     worst = furthest_behind(plan, finished)
     if worst is None:
         return []
     base = "per tile" if worst.arm == "per tile" else "per row"  # which the kernels have, too
-    return [worst._replace(arm=f"{base}: {remedy}") for remedy in plan.remedies]
+    return [worst.replace(arm=f"{base}: {remedy}") for remedy in plan.remedies]
 
 
-def not_smoothed(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+def not_smoothed(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
     return [run for run in first_seed(plan, plan.unsmoothed) if run.learning_rate == plan.learning_rates[0]]
 
 
-def smaller_batches(plan: FullBatchPlan, finished: Finished) -> list[Run]:
+def smaller_batches(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
     worst = furthest_behind(plan, finished)
     if worst is None:
         return []
     sizes = [plan.tokens >> halving for halving in range(1, plan.halvings + 1)]
-    return [worst._replace(arm=arm, batch_tokens=size) for size in sizes for arm in (TRUTH, *CONTROLS, worst.arm)]
+    return [worst.replace(arm=arm, batch_tokens=size) for size in sizes for arm in (TRUTH, *CONTROLS, worst.arm)]
 
 
 def tokens_at_bias(curve: Sequence[Sequence[float | None]]) -> float | None:
@@ -271,14 +275,14 @@ def tokens_at_bias(curve: Sequence[Sequence[float | None]]) -> float | None:
     return median(found) if found else None
 
 
-def result_row(run: Run, training: FullBatchTraining) -> Row:
+def result_row(run: FullBatchRun, training: FullBatchTraining) -> Row:
     """What became of a run. tokens_at_bias_here: where the noise of batches from this corpus reaches the bias."""
     config, curve, tokens = training.config, training.curve, training.settings.sequences * training.config.context
     is_exact = config.attention == "exact"
     last = None if training.diverged else training.losses[-1]
     at_bias = tokens_at_bias(curve)
     return {
-        **run._asdict(),
+        **run.facts,
         "attention": config.attention,
         "backend": None if is_exact else config.backend,
         "compiled": training.settings.compile and config.backend == "reference" and not is_exact,
@@ -299,59 +303,16 @@ def result_row(run: Run, training: FullBatchTraining) -> Row:
     }
 
 
-class FullBatchRuns:
-    """Runs of a plan, one after the other: a step fills the device.
-
-    parts: rows of finished runs. Checkpoints lie beside them. is_over: whether the time is.
-    """
-
-    def __init__(
-        self, plan: FullBatchPlan, corpus: Corpus, parts: FinishedParts, device: str, compile: bool,
-        is_over: Callable[[], bool],
-    ):  # fmt: skip
-        self.plan, self.corpus, self.parts, self.device, self.compile = plan, corpus, parts, device, compile
-        self.is_over = is_over
-        self.finished: Finished = {}
-
-    def work(self, after_each: Callable[[], None]) -> list[Run]:
-        """Finish runs until none is left or the time is over; those that are left.
-
-        after_each: called after every run.
-        """
-        with tqdm(unit="run") as bar:
-            while waiting := [run for run in planned(self.plan, self.finished) if run not in self.finished]:
-                if self.is_over() and waiting[0].name not in self.parts.parts:
-                    return waiting
-                bar.total = len(self.finished) + len(waiting)
-                bar.set_postfix_str(waiting[0].name)
-                try:
-                    (row,) = self.parts.rows(waiting[0].name, lambda run=waiting[0]: [self.train(run)])
-                except OutOfTime:
-                    return waiting
-                self.finished[waiting[0]] = row
-                bar.update()
-                after_each()
-        return []
-
-    def train(self, run: Run) -> Row:
-        settings = self.plan.settings(run, self.compile)
-        training = FullBatchTraining(self.corpus, self.plan.config(run, self.corpus.vocab_size), settings, self.device)
-        checkpoint = self.parts.path.with_name(f"{self.parts.path.stem}.{run.name}.pt")
-        train_full_batch(training, checkpoint, self.is_over)
-        checkpoint.unlink()
-        return result_row(run, training)
-
-
 def full_batch_table(finished: Finished) -> tuple[tuple[str, ...], list[tuple]]:
     """Header and lines: of every kind of run the mean over seeds; gaps in millinats, each with its range over seeds."""
-    kinds: dict[tuple, list[Run]] = {}
+    kinds: dict[tuple, list[FullBatchRun]] = {}
     for run in finished:
         kinds.setdefault((run.qk_norm, run.learning_rate, run.batch_tokens, run.arm), []).append(run)
     lines = []
     for kind, runs in kinds.items():
         rows = [finished[run] for run in runs]
         losses = [row["final_loss"] for row in rows if row["final_loss"] is not None]
-        gaps = [1000 * gap(finished, run) for run in runs if run._replace(arm=TRUTH) in finished]
+        gaps = [1000 * gap(finished, run) for run in runs if run.replace(arm=TRUTH) in finished]
         errors = [row["curve"][-1][CURVE.index("gradient_error")] for row in rows]
         at_bias = [row["tokens_at_bias"] for row in rows if row["tokens_at_bias"] is not None]
         cells = (
@@ -375,9 +336,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, help=f"of a run; default: the plan's, {default.steps} on a GPU")
     parser.add_argument("--learning-rates", type=positive_number, nargs="+", help="default: the plan's")
     parser.add_argument("--seeds", type=from_zero, nargs="+", help="default: the plan's")
-    parser.add_argument(
-        "--minutes", type=positive_number, help="stop after the first report beyond; go on another time"
-    )
+    add_minutes_option(parser)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
     parser.add_argument("--folder", type=Path, default="runs/full_batch", help="of finished runs and of checkpoints")
     add_device_option(parser)
@@ -414,26 +373,31 @@ def run(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("highest")
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
-    end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
-    parts = FinishedParts(options.folder / "full_batch.json", (plan, corpus.sha256, options.device))
     facts = {"corpus": corpus.facts, "plan": asdict(plan), "curve": CURVE, "compile": options.compile}
-    if earlier := earlier_record(options.json, facts):
-        parts.parts = {Run(*map(row.get, Run._fields)).name: [row] for row in earlier.rows} | parts.parts
+    earlier = earlier_record(options.json, facts)
+    if earlier:
         commits = {provenance(options.command)["commit"], *listed(earlier.provenance["commit"])}
         facts |= {"commit": sorted(commits)} if len(commits) > 1 else {}
-    runs = FullBatchRuns(plan, corpus, parts, options.device, options.compile, lambda: time.monotonic() > end)
 
-    def write() -> None:
-        if options.json:
-            unfinished = [run.name for run in planned(plan, runs.finished) if run not in runs.finished]
-            known = {
-                run.name: [row] for run, row in runs.finished.items()
-            } | parts.parts  # of stages not yet reached, too
-            rows = [row for found in known.values() for row in found]
-            write_record(options.json, rows, command=options.command, unfinished=unfinished, **facts)
+    def trained(run: FullBatchRun, device: str) -> list[Row]:
+        settings = plan.settings(run, options.compile)
+        training = FullBatchTraining(corpus, plan.config(run, corpus.vocab_size), settings, device)
+        train(training, work.checkpoint(run), is_over=work.is_over)
+        return [result_row(run, training)]
 
-    with only_writer(parts.path):
-        waiting = runs.work(write)
-    print(markdown_table(*full_batch_table(runs.finished)))
-    if waiting:
-        print(f"\n{len(waiting)} runs are known to be left, first {waiting[0].name}: the same command goes on")
+    def write(*_) -> None:
+        if options.json and work.parts.parts:
+            unfinished, known = [run.name for run in work.left], {run.name for run in work.finished}
+            later = [row for name, rows in work.parts.parts.items() if name not in known for row in rows]
+            write_record(options.json, work.rows + later, command=options.command, unfinished=unfinished, **facts)
+
+    arguments = plan, corpus.sha256, options.device
+    with opened(plan.runs, options.folder, arguments, [options.device], deadline(options.minutes)) as work:
+        for row in earlier.rows if earlier else ():
+            work.parts.parts.setdefault(FullBatchRun.of_row(row).name, [row])
+        left = work.finish(trained, write)
+        write()
+        finished = {run: rows[0] for run, rows in work.finished.items()}
+    print(markdown_table(*full_batch_table(finished)))
+    if left:
+        print(f"\n{len(left)} runs are known to be left, first {left[0].name}: the same command goes on")

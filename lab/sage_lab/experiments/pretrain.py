@@ -1,4 +1,4 @@
-"""`python -m sage_lab pretrain`: a Llama with exact attention or SageBwd, on one device or, under torchrun, on many."""
+"""`python -m sage_lab pretrain`: a Llama with exact attention or SageBwd."""
 
 import argparse
 
@@ -18,8 +18,8 @@ from sage_lab.command_line import (
 from sage_lab.experiments.table2 import with_paper
 from sage_lab.models.llama import ATTENTIONS, LlamaConfig
 from sage_lab.records import write_record
+from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings, result_row
-from sage_lab.training.processes import processes, run_training
 from sage_ref.checks import BACKENDS
 from sage_ref.quantization import ROUNDINGS
 from sage_ref.sagebwd.settings import GRANULARITIES, REMEDIES
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=tile_size, default=blocks, metavar="BQxBKV", help="reference only")
     parser.add_argument("--tokens", type=positive, default=2**20, help="of the whole run")
     parser.add_argument("--tokens-per-step", type=positive, default=2**13)
-    parser.add_argument("--micro-batch", type=positive, default=8, help="sequences that a process works on at once")
+    parser.add_argument("--micro-batch", type=positive, default=8, help="sequences of one pass")
     parser.add_argument("--learning-rate", type=positive_number, default=2e-3)
     parser.add_argument("--warmup", type=zero_to_one, default=0.05, help="share of the steps")
     parser.add_argument("--seed", type=from_zero, default=0)
@@ -53,9 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=on_gpu, help="bfloat16 matmuls")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
-    parser.add_argument(
-        "--fsdp", action="store_true", help="under torchrun, share out weights (FSDP) instead of copying"
-    )
     add_device_option(parser)
     parser.add_argument(
         "--checkpoint", type=output_file, default="runs/pretrain.pt", metavar="FILE", help="and FILE.jsonl"
@@ -88,18 +85,14 @@ def run(options: argparse.Namespace) -> None:
         autocast=options.autocast,
         compile=options.compile,
     )
-    with processes(options.device) as group:
-        training = Pretraining(corpus, config, settings, group, fsdp=options.fsdp, trace=options.trace)
-        log = options.checkpoint.with_suffix(".jsonl")
-        run_training(training, options.checkpoint, log, options.snapshots)
-        if group.is_first:
-            row = result_row(training)
-            outcome = (
-                f"diverged: {training.diverged}"
-                if training.diverged
-                else f"validation loss {row['final_val_loss']:.4f}"
-            )
-            print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}; {log}")
-            if options.json:
-                facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
-                write_record(options.json, [row], command=options.command, **facts)
+    training = Pretraining(corpus, config, settings, options.device, trace=options.trace)
+    log = options.checkpoint.with_suffix(".jsonl")
+    train(training, options.checkpoint, log, options.snapshots)
+    row = result_row(training)
+    outcome = (
+        f"validation loss {row['final_val_loss']:.4f}" if not training.diverged else f"diverged: {training.diverged}"
+    )
+    print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}; {log}")
+    if options.json:
+        facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
+        write_record(options.json, [row], command=options.command, **facts)

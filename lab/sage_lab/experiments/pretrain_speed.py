@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 from sage_lab.command_line import add_device_option, positive
 from sage_lab.experiments.turns import orders
 from sage_lab.models import flash_attention_4 as fa4
-from sage_lab.models.llama import LlamaConfig
+from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
@@ -153,6 +155,50 @@ class Stepped(NamedTuple):
     parameters: int
 
 
+class SpeedTraining(Pretraining):
+    """Pre-training by one process, or by several together.
+
+    parallel: "none"; "ddp": each process has a copy of the model; "fsdp": each has a part of its weights and of AdamW's
+    averages. The processes deal out the sequences of a step among themselves.
+    """
+
+    def __init__(
+        self, corpus: Corpus, config: LlamaConfig, settings: PretrainSettings, group: Processes, parallel: str
+    ):
+        self.group, self.parallel = group, parallel
+        super().__init__(corpus, config, settings, group.device)
+        if parallel == "ddp":
+            self.called = DistributedDataParallel(self.model)
+
+    def new_model(self) -> Llama:
+        model = super().new_model().to(self.group.device)
+        if self.parallel == "fsdp":
+            for part in (*model.blocks, model):
+                fully_shard(part)
+        return model
+
+    def passes(self) -> list[tuple[Any, ...]]:
+        """Return this process's share of a step, and of each pass whether it is the last one."""
+        size, group = self.settings.micro_batch_size, self.group
+        batch = self.train_corpus.batch(
+            self.settings.batch_size, self.config.context, seed=self.settings.seed, step=self.step
+        )
+        parts = list(zip(*(x[group.rank :: group.count].split(size) for x in batch), strict=True))
+        return [(*part, number == len(parts)) for number, part in enumerate(parts, start=1)]
+
+    def loss(self, inputs: Tensor, targets: Tensor, is_last: bool = True) -> Tensor:
+        """Return the loss of a pass; the gradients are averaged over the processes after the last one alone."""
+        if self.parallel == "ddp":
+            self.called.require_backward_grad_sync = is_last
+        elif self.parallel == "fsdp":
+            self.model.set_requires_gradient_sync(is_last)
+        return super().loss(inputs, targets)
+
+    def clip_gradients(self) -> Tensor:
+        norm = super().clip_gradients()
+        return norm.full_tensor() if self.parallel == "fsdp" else norm
+
+
 class Model:
     """A model with one attention, and the times of its steps in milliseconds."""
 
@@ -168,7 +214,7 @@ class Model:
             micro_batch_size=min(plan.tokens_per_pass, plan.tokens_per_device) // cell.context,
             autocast=group.device.type == "cuda",
         )
-        self.training = Pretraining(cell.corpus, config, settings, group, fsdp=cell.parallel == "fsdp")
+        self.training = SpeedTraining(cell.corpus, config, settings, group, cell.parallel)
         nodes: set[str] = set()
         self.nodes, self.times = nodes, []  # the hook must not hold the model that holds it
         attentions = [block.attention for block in self.training.model.blocks]

@@ -10,11 +10,10 @@ tr(Sigma) (1/T - 1/T_all), which reaches |b|^2 already at T = T* T_all / (T* + T
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_lab.models.llama import Llama, LlamaConfig
-from sage_lab.records import Row, only_writer
+from sage_lab.records import Row
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 
@@ -41,10 +40,6 @@ CURVE = (
     "bias_square",
     "noise_trace",
 )
-
-
-class OutOfTime(RuntimeError):
-    """The run goes on another time, from its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,7 @@ class FullBatchSettings(TrainingSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("sequences", "batch_size"):
-            if getattr(self, name) % self.micro_batch_size:
-                passes = f"a multiple of micro_batch_size={self.micro_batch_size}"
-                raise ValueError(f"{name}: expected {passes}, got {getattr(self, name)}")
+        self.check_whole_passes("sequences")
         if self.batch_size > self.sequences:
             raise ValueError(f"batch_size: expected at most sequences={self.sequences}, got {self.batch_size}")
 
@@ -115,7 +107,7 @@ class FullBatchTraining(ResumableTraining):
     def __init__(
         self, corpus: Corpus, config: LlamaConfig, settings: FullBatchSettings, device: torch.device | str = "cpu"
     ):
-        self.config, self.device = config, torch.device(device)
+        self.config = config
         super().__init__(
             build_of(config, settings), settings, {"corpus_sha256": corpus.sha256} | asdict(config), device
         )
@@ -125,26 +117,12 @@ class FullBatchTraining(ResumableTraining):
         behind = settings.sequences * config.context
         self.validation = windows(corpus, behind, settings.validation_sequences, config.context).to(self.device)
         self.truth = Llama(replace(config, attention="exact")).to(self.device)  # lends its forward, not its weights
-        self.diverged: str | None = None
 
     def accumulate_gradients(self) -> Tensor:
-        self.seed_draws()
-        batch = self.sequences[self.chosen()]
-        total = torch.zeros((), device=self.device)
-        for part in self.passes(batch):
-            loss = self.loss(part) * (len(part) / len(batch))
-            loss.backward()
-            total += loss.detach()
-        if not total.isfinite():
-            raise Diverged(f"the loss of step {self.step} is not finite")
+        loss = super().accumulate_gradients()
         if self.settings.random_error:
             self.add_random_errors()
-        return total
-
-    def seed_draws(self) -> None:
-        """Those of stochastic rounding and of random errors are a function of (seed, step), too."""
-        (seed,) = np.random.SeedSequence((self.settings.seed, self.step)).generate_state(1)
-        torch.manual_seed(int(seed))
+        return loss
 
     def add_random_errors(self) -> None:
         for weight in self.model.parameters():
@@ -159,8 +137,11 @@ class FullBatchTraining(ResumableTraining):
         drawn = np.random.default_rng((settings.seed, self.step)).permutation(settings.sequences)
         return torch.from_numpy(drawn[: settings.batch_size]).to(self.device)
 
-    def passes(self, sequences: Tensor) -> Iterator[Tensor]:
-        yield from sequences.split(self.settings.micro_batch_size)
+    def passes(self) -> list[tuple[Tensor]]:
+        return [(part,) for part in self.parts(self.sequences[self.chosen()])]
+
+    def parts(self, sequences: Tensor) -> tuple[Tensor, ...]:
+        return sequences.split(self.settings.micro_batch_size)
 
     def loss(self, sequences: Tensor) -> Tensor:
         """Mean loss of sequences [B, context + 1], with the attention in use."""
@@ -177,7 +158,7 @@ class FullBatchTraining(ResumableTraining):
     def corpus_gradient(self, loss_of: Callable[[Tensor], Tensor]) -> CorpusGradient:
         parameters = list(self.model.parameters())
         total, losses, squares = 0, [], []
-        for part in self.passes(self.sequences):
+        for part in self.parts(self.sequences):
             loss = loss_of(part)
             gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, parameters)]).double()
             total = total + gradient
@@ -192,7 +173,7 @@ class FullBatchTraining(ResumableTraining):
         return CorpusGradient(sum(losses) / count, mean, trace)
 
     def validation_loss(self) -> float:
-        losses = [self.loss(part) * len(part) for part in self.passes(self.validation)]
+        losses = [self.loss(part) * len(part) for part in self.parts(self.validation)]
         return (sum(losses) / len(self.validation)).item()
 
     def report(self, train_losses: Sequence[float]) -> Row:
@@ -241,13 +222,6 @@ class FullBatchTraining(ResumableTraining):
         ]
         return torch.cat(parts)
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"diverged": self.diverged}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self.diverged = state["diverged"]
-
     @property
     def curve(self) -> list[list[float | None]]:
         """A row of `CURVE` for every report."""
@@ -270,29 +244,3 @@ def build_of(config: LlamaConfig, settings: FullBatchSettings) -> Callable[[], L
 def token_loss(logits: Tensor, sequences: Tensor) -> Tensor:
     """Cross-entropy in nats of the tokens that follow."""
     return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
-
-
-def train_full_batch(training: FullBatchTraining, checkpoint: Path, is_over: Callable[[], bool]) -> None:
-    """To the last step or to divergence, from `checkpoint` if it exists; it is written at every report.
-
-    is_over: asked after each; if it says so, `OutOfTime`.
-    """
-    with only_writer(checkpoint):
-        if checkpoint.exists():
-            training.load(checkpoint)
-        else:
-            training.report([])
-        settings, losses = training.settings, []
-        while training.step < settings.steps and training.diverged is None:
-            try:
-                losses.append(training.advance())
-                is_due = training.step % settings.report_every == 0 or training.step == settings.steps
-                if is_due:
-                    training.report(losses)
-                    losses = []
-            except Diverged as reason:
-                training.diverged, is_due = str(reason), True
-            if is_due:
-                training.save(checkpoint)
-                if is_over() and training.step < settings.steps and training.diverged is None:
-                    raise OutOfTime(f"stopped after step {training.step} of {settings.steps}")

@@ -1,6 +1,12 @@
-"""A training run that can be killed: everything a checkpoint holds, and the loop that writes one now and then."""
+"""Training that can be stopped at any time: all that a checkpoint holds, and the loop that writes one now and then.
+
+Weights are drawn from the seed of the settings, the examples of a step are a function of (seed, step), and so are the
+draws of stochastic rounding: the step number is the state of the random numbers. A run that goes on from its checkpoint
+therefore equals an uninterrupted one bit for bit, given the same machine and number of threads.
+"""
 
 import io
+import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -10,11 +16,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from sage_lab.plan import OutOfTime
 from sage_lab.records import Row, only_writer, remove_leftovers, replaced
 
 
@@ -22,11 +29,13 @@ from sage_lab.records import Row, only_writer, remove_leftovers, replaced
 class TrainingSettings:
     """AdamW with clipped gradients; the learning rate warms up linearly, then follows a cosine to a tenth of its peak.
 
+    micro_batch_size: examples of one pass, of which a step has as many as it needs; None: all of a step at once.
     report_every: steps from one validation loss and checkpoint to the next.
     """
 
     steps: int
     batch_size: int = 4
+    micro_batch_size: int | None = None
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     weight_decay: float = 0.1
@@ -35,9 +44,20 @@ class TrainingSettings:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "report_every"):
+        self.check_at_least_one("steps", "batch_size", "report_every")
+        if self.micro_batch_size is not None:
+            self.check_at_least_one("micro_batch_size")
+            self.check_whole_passes("batch_size")
+
+    def check_at_least_one(self, *names: str) -> None:
+        for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def check_whole_passes(self, name: str) -> None:
+        if getattr(self, name) % self.micro_batch_size:
+            expected = f"a multiple of micro_batch_size={self.micro_batch_size}"
+            raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
 
     def learning_rate_at(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -51,11 +71,10 @@ class Diverged(RuntimeError):
 
 
 class ResumableTraining(ABC):
-    """A model in training: all that a checkpoint holds. Whoever inherits says what the loss of a step is.
+    """A model in training. A subclass says which examples a step reads (`passes`), and what their loss is (`loss`).
 
-    Weights are drawn from settings.seed, every batch is a function of (seed, step), and nothing else is random: the
-    step number is the state of the random numbers. So a resumed run equals an uninterrupted one bit for bit, given
-    the same machine and number of threads. arguments: what else makes two runs the same run.
+    arguments: what else makes two runs the same run; a checkpoint of a run with other arguments is refused.
+    diverged: why the run ended early, if it did.
     """
 
     def __init__(
@@ -66,39 +85,65 @@ class ResumableTraining(ABC):
         device: torch.device | str = "cpu",
     ):
         self.arguments = arguments | asdict(settings)
-        self.settings = settings
+        self.settings, self.device = settings, torch.device(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.model = build().to(device)
+            self.model = build().to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.parameter_groups(), betas=(0.9, 0.95), weight_decay=settings.weight_decay
         )
         self.step = 0
         self.seconds = 0.0
         self.losses: list[Row] = []
+        self.diverged: str | None = None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """AdamW's. A group with a "rate_factor" learns that many times as fast as the others."""
+        """Return AdamW's groups. One with a "rate_factor" learns that many times as fast as the others."""
         matrices = [x for x in self.model.parameters() if x.dim() > 1]
         gains = [x for x in self.model.parameters() if x.dim() == 1]
         return [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
 
-    @abstractmethod
-    def accumulate_gradients(self) -> Tensor:
-        """Add the gradients of the loss of step `self.step` to the parameters'; returns that loss."""
+    def passes(self) -> list[tuple[Any, ...]]:
+        """Return the examples of step `self.step`, in parts of equal size: the arguments of `loss`."""
+        raise NotImplementedError
+
+    def loss(self, *batch: Any) -> Tensor:
+        """Return the mean loss of one part."""
+        raise NotImplementedError
 
     @abstractmethod
     def validation_loss(self) -> float:
-        """The loss of a few examples that are never trained on, the same at every call."""
+        """Return the loss of a few examples that are never trained on, the same at every call."""
+
+    def look_ahead(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Prepare the next step; called when this one is under way on the device, before its loss is waited for."""
+
+    def seed_draws(self) -> None:
+        """Seed the global generator, from which stochastic rounding draws, from (seed, step)."""
+        (seed,) = np.random.SeedSequence((self.settings.seed, self.step)).generate_state(1)
+        torch.manual_seed(int(seed))
+
+    def accumulate_gradients(self) -> Tensor:
+        """Add the gradients of the loss of step `self.step` to the parameters', part by part; return that loss."""
+        self.seed_draws()
+        passes = self.passes()
+        total = torch.zeros((), device=self.device)
+        for batch in passes:
+            loss = self.loss(*batch) / len(passes)
+            loss.backward()
+            total += loss.detach()
+        self.look_ahead()
+        if not total.isfinite():
+            raise Diverged(f"the loss of step {self.step} is not finite")
+        return total
 
     def advance(self) -> float:
-        """One step of training; returns its loss. Raises `Diverged` if a gradient is not finite."""
+        """Make one step and return its loss. Raises `Diverged` if the loss or a gradient is not finite."""
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate_at(self.step) * group.get("rate_factor", 1.0)
         loss = self.accumulate_gradients()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        self.gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self.gradient_norm = float(self.clip_gradients())
         if not math.isfinite(self.gradient_norm):
             raise Diverged(f"the gradient of step {self.step} is not finite")
         self.optimizer.step()
@@ -107,34 +152,45 @@ class ResumableTraining(ABC):
         self.seconds += time.perf_counter() - started
         return loss.item()
 
+    def clip_gradients(self) -> Tensor:
+        """Shorten the gradient to the norm that the settings allow; return its norm before."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+
+    def step_row(self, loss: float) -> Row:
+        """Return the log's line for the step that has just been made."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        row = {"step": self.step, "loss": loss, "gradient_norm": self.gradient_norm}
+        return row | {"learning_rate": rate, "seconds": round(self.seconds, 4)}
+
     @torch.no_grad()
     def report(self, train_losses: Sequence[float]) -> Row:
-        """The mean of the training losses since the last report, and the validation loss."""
+        """Return the mean of the training losses since the last report, and the validation loss."""
         train_loss = mean(train_losses) if train_losses else None
         self.losses.append({"step": self.step, "train_loss": train_loss, "validation_loss": self.validation_loss()})
         return self.losses[-1]
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds."""
-        state = {"arguments": self.arguments, "step": self.step, "seconds": self.seconds, "losses": self.losses}
+        """Return all that a checkpoint holds."""
+        state = {name: getattr(self, name) for name in ("arguments", "step", "seconds", "losses", "diverged")}
         return state | self.weights()
 
     def weights(self) -> dict[str, Any]:
-        """The model's weights and the optimizer's averages."""
+        """Return the model's weights and the optimizer's averages."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The reverse of `state`."""
-        self.step, self.seconds, self.losses = state["step"], state["seconds"], state["losses"]
+        """Take over what `state` returned."""
+        for name in ("step", "seconds", "losses", "diverged"):
+            setattr(self, name, state[name])
         self.restore_weights(state)
 
     def restore_weights(self, state: dict[str, Any]) -> None:
-        """The reverse of `weights`."""
+        """Take over what `weights` returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, checkpoint: Path) -> None:
-        """In one step; what earlier saves left half written, because the run was killed, is removed."""
+        """Write a checkpoint in one step, and remove what earlier calls left half written because they were killed."""
         state = self.state()
         remove_leftovers(checkpoint)
         # Into memory first: torch calls a file back from C++, and there Ctrl-C or a full disk may end the process.
@@ -144,7 +200,7 @@ class ResumableTraining(ABC):
             temporary.write_bytes(checkpoint_bytes.getbuffer())
 
     def load(self, checkpoint: Path) -> None:
-        """Go on where `checkpoint` was saved; ValueError if that was a run with other arguments."""
+        """Go on where `checkpoint` was saved. Raises ValueError if that was a run with other arguments."""
         state = read_checkpoint(checkpoint)
         for name, value in self.arguments.items():
             if (found := state["arguments"].get(name)) != value:
@@ -160,7 +216,7 @@ class ResumableTraining(ABC):
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What `ResumableTraining.save` wrote. ValueError if the file is something else, or was cut off."""
+    """Read what `ResumableTraining.save` wrote. Raises ValueError if the file is something else, or was cut off."""
     path.open("rb").close()  # an OSError if it isn't there
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
@@ -173,25 +229,82 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def train(training: ResumableTraining, checkpoint: Path) -> None:
-    """To the last step, from `checkpoint` if it exists, writing it every settings.report_every steps."""
-    with only_writer(checkpoint):
-        _train(training, checkpoint)
+class Log:
+    """JSON lines on disk, each there as soon as it is written. A resumed run takes back those after its checkpoint.
+
+    path: None for no log. last_step, diverged: of the checkpoint.
+    """
+
+    def __init__(self, path: Path | None, last_step: int, diverged: str | None):
+        self.path = path
+        if path is None:
+            return
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # A kill may have left half a line, and it is the last one: its step was after the checkpoint.
+        rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        # A step that diverges has the number of the one before it, which the checkpoint may be of.
+        kept = [line for line, row in rows if row["step"] <= last_step and row.get("diverged") in (None, diverged)]
+        with replaced(path) as temporary:
+            temporary.write_text("".join(kept))
+
+    def write(self, row: Row) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
-def _train(training: ResumableTraining, checkpoint: Path) -> None:
-    if checkpoint.exists():
-        training.load(checkpoint)
-        print(f"goes on from step {training.step} in {checkpoint}")
-    else:
-        print("step 0: validation loss {validation_loss:.3f}".format(**training.report([])))
-    total, losses = training.settings.steps, []
-    with tqdm(total=total, initial=training.step, unit="step") as bar:
-        while training.step < total:
-            losses.append(training.advance())
-            bar.update()
-            if training.step % training.settings.report_every == 0 or training.step == total:
-                row = training.report(losses)
+def train(
+    training: ResumableTraining,
+    checkpoint: Path,
+    log_path: Path | None = None,
+    snapshots: Sequence[int] = (),
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Train to the last step or to divergence, from `checkpoint` if it exists.
+
+    Args:
+        training: what is trained; its `diverged` says in the end whether it came to the last step.
+        checkpoint: written at every report.
+        log_path: JSON lines, one per step and one per report.
+        snapshots: steps whose checkpoint is kept beside it (`snapshot_path`).
+        is_over: asked after each checkpoint.
+
+    Raises:
+        OutOfTime: `is_over` said so, and steps are left; the same call goes on.
+        ValueError: the checkpoint is of another run, or another process is writing it.
+    """
+    settings = training.settings
+    with only_writer(checkpoint), tqdm(total=settings.steps, unit="step") as bar:
+        is_new, losses = not checkpoint.exists(), []
+        if not is_new:
+            training.load(checkpoint)
+            bar.write(f"goes on from step {training.step} in {checkpoint}")
+            bar.update(training.step)
+        log = Log(log_path, -1 if is_new else training.step, training.diverged)
+        if is_new:
+            log.write(training.report([]))
+        while training.step < settings.steps and training.diverged is None:
+            try:
+                losses.append(training.advance())
+                log.write(training.step_row(losses[-1]))
+                bar.update()
+                is_due = training.step % settings.report_every == 0 or training.step == settings.steps
+                if is_due:
+                    log.write(training.report(losses))
+                    losses = []
+                    bar.set_postfix_str("validation {validation_loss:.3f}".format(**training.losses[-1]))
+            except Diverged as reason:
+                training.diverged, is_due = str(reason), True
+                log.write({"step": training.step, "diverged": training.diverged})
+            # The snapshot first: a run killed between the two would not come back to it.
+            if training.step in snapshots:
+                training.save(snapshot_path(checkpoint, training.step))
+            if is_due:
                 training.save(checkpoint)
-                losses = []
-                bar.write("step {step}: train loss {train_loss:.3f}, validation {validation_loss:.3f}".format(**row))
+                if is_over() and training.step < settings.steps and training.diverged is None:
+                    raise OutOfTime(f"{checkpoint.stem} stopped after step {training.step} of {settings.steps}")
+
+
+def snapshot_path(checkpoint: Path, step: int) -> Path:
+    """NAME.pt -> NAME_stepS.pt."""
+    return checkpoint.with_name(f"{checkpoint.stem}_step{step}{checkpoint.suffix}")

@@ -1,7 +1,4 @@
-"""Pre-train the Llama: gradient accumulation up to a number of tokens per step, one device or many, killed and resumed.
-
-Which sequences a step reads is a function of (seed, step), `sage_lab.training.processes` says how they are dealt out.
-"""
+"""Pre-training of the Llama, with gradients accumulated up to any number of tokens per step."""
 
 import math
 from collections.abc import Sequence
@@ -10,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Row
 from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_lab.training.corpus import Corpus
-from sage_lab.training.loop import Diverged, TrainingSettings, read_checkpoint
-from sage_lab.training.processes import ParallelTraining, Processes
+from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings, read_checkpoint
 
 VALIDATION_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class PretrainSettings(TrainingSettings):
-    """batch_size: sequences per step, over all processes. micro_batch_size: sequences in one pass of one process.
+    """Sequences are the examples of a step.
 
     autocast: run the matmuls in bfloat16; weights, their gradients and AdamW's averages stay in float32.
     compile: hand the model to torch.compile.
@@ -37,17 +33,13 @@ class PretrainSettings(TrainingSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("micro_batch_size", "validation_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        self.check_at_least_one("validation_sequences")
 
 
-class Pretraining(ParallelTraining):
+class Pretraining(ResumableTraining):
     """A Llama that learns to predict the next token of a corpus, whose tail is kept for validation.
 
-    fsdp: every process keeps a part of the weights and of AdamW's averages (FSDP) instead of all of them (DDP).
     trace: at every report, measure the error that SageBwd makes, or would make, in each layer (`traces`).
-    Raises ValueError if the processes and passes don't divide the sequences of a step.
     """
 
     def __init__(
@@ -55,28 +47,23 @@ class Pretraining(ParallelTraining):
         corpus: Corpus,
         config: LlamaConfig,
         settings: PretrainSettings,
-        processes: Processes = Processes(),  # noqa: B008 (immutable)
+        device: torch.device | str = "cpu",
         *,
-        fsdp: bool = False,
         trace: bool = False,
     ):
-        if (fsdp and processes.count == 1) or (trace and processes.count > 1):
-            raise ValueError(
-                f"fsdp, trace: expected fsdp with several processes, trace with one, got {processes.count}"
-            )
         self.config, self.trace = config, trace
-        identity = {"corpus_sha256": corpus.sha256} | asdict(config)
-        super().__init__(lambda: Llama(config), settings, identity, processes, fsdp=fsdp)
+        super().__init__(self.new_model, settings, {"corpus_sha256": corpus.sha256} | asdict(config), device)
+        self.called = torch.compile(self.model) if settings.compile else self.model
         self.train_corpus, self.validation_corpus = corpus.split(VALIDATION_SHARE)
         self.traces: list[Row] = []
 
-    def compiled(self, model: nn.Module) -> nn.Module:
-        return torch.compile(model) if self.settings.compile else model
+    def new_model(self) -> Llama:
+        return Llama(self.config)
 
     def passes(self) -> list[tuple[Tensor, ...]]:
         settings = self.settings
         batch = self.train_corpus.batch(settings.batch_size, self.config.context, seed=settings.seed, step=self.step)
-        return self.dealt(*batch)
+        return list(zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True))
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,9 +73,8 @@ class Pretraining(ParallelTraining):
         return {"tokens": self.step * self.tokens_per_step} | super().step_row(loss)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        device = self.processes.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
-            return next_token_loss(self.parallel, inputs.to(device), targets.to(device))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
+            return next_token_loss(self.called, inputs.to(self.device), targets.to(self.device))
 
     def validation_loss(self) -> float:
         settings = self.settings
@@ -119,9 +105,8 @@ class Pretraining(ParallelTraining):
 
     def attention_errors(self) -> list[Row]:
         """Of every layer, on one validation sequence."""
-        device = self.processes.device
-        batch = (x.to(device) for x in self.validation_corpus.batch(1, self.config.context, seed=0, step=0))
-        with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
+        batch = (x.to(self.device) for x in self.validation_corpus.batch(1, self.config.context, seed=0, step=0))
+        with torch.enable_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
             _, captured = attention_tensors(self.model, *batch, range(self.config.layers))
         return attention_errors(captured, self.config.reference_settings)
 
@@ -155,7 +140,7 @@ def result_row(training: Pretraining) -> Row:
         "tokens": training.step * training.tokens_per_step,
         "final_val_loss": None if training.diverged else training.losses[-1]["validation_loss"],
         "diverged": training.diverged,
-        "devices": training.processes.count,
+        "devices": 1,
         "seconds": round(training.seconds, 2),
         "curve": [[row["step"] * training.tokens_per_step, row["validation_loss"]] for row in training.losses],
     }

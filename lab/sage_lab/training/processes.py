@@ -5,7 +5,6 @@ through its share in passes of `micro_batch_size`. So the number of devices and 
 sum, and nothing else.
 """
 
-import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from sage_lab.records import Row, only_writer, replaced
-from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
+from sage_lab.records import Row, only_writer
+from sage_lab.training.loop import Diverged, Log, ResumableTraining, TrainingSettings, snapshot_path
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -82,7 +81,6 @@ class ParallelTraining(ResumableTraining):
         self.parallel = self.compiled(self.model)
         if processes.count > 1 and not fsdp:
             self.parallel = DistributedDataParallel(self.parallel)
-        self.diverged: str | None = None
 
     def placed(self, model: nn.Module) -> nn.Module:
         """The model on this process's device, or this process's part of it."""
@@ -143,18 +141,9 @@ class ParallelTraining(ResumableTraining):
         with self.parallel.no_sync() if is_copied and not now else nullcontext():
             yield
 
-    def step_row(self, loss: float) -> Row:
-        """What the log says of the step that has just been made."""
-        rate = self.optimizer.param_groups[0]["lr"]
-        row = {"step": self.step, "loss": loss, "gradient_norm": self.gradient_norm}
-        return row | {"learning_rate": rate, "seconds": round(self.seconds, 4)}
-
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"diverged": self.diverged}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self.diverged = state["diverged"]
+    def clip_gradients(self) -> Tensor:
+        norm = super().clip_gradients()
+        return norm.full_tensor() if self.fsdp else norm
 
     def weights(self) -> dict[str, Any]:
         """Whole, also where every process keeps a part: a checkpoint fits any number of processes."""
@@ -170,27 +159,6 @@ class ParallelTraining(ResumableTraining):
             super().save(checkpoint)
         elif self.fsdp:
             self.state()  # to the first process, which writes it
-
-
-class Log:
-    """JSON lines on disk, each there as soon as it is written. A resumed run takes back those after its checkpoint.
-
-    last_step, diverged: of the checkpoint.
-    """
-
-    def __init__(self, path: Path, last_step: int, diverged: str | None):
-        self.path = path
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # A kill may have left half a line, and it is the last one: its step was after the checkpoint.
-        rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
-        # A step that diverges has the number of the one before it, which the checkpoint may be of.
-        kept = [line for line, row in rows if row["step"] <= last_step and row.get("diverged") in (None, diverged)]
-        with replaced(path) as temporary:
-            temporary.write_text("".join(kept))
-
-    def write(self, row: Row) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 class NoLog:
@@ -249,8 +217,3 @@ def _run(
                 training.save(checkpoint)
                 if is_over():
                     return
-
-
-def snapshot_path(checkpoint: Path, step: int) -> Path:
-    """NAME.pt -> NAME_stepS.pt."""
-    return checkpoint.with_name(f"{checkpoint.stem}_step{step}{checkpoint.suffix}")

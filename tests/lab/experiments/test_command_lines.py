@@ -33,7 +33,6 @@ from sage_lab.experiments import (
     table2,
 )
 from sage_lab.experiments.video import command as video
-from sage_lab.plan import FinishedParts
 from sage_lab.records import only_writer
 
 PROGRAMS = {"sage_lab": lab_main.main, "sage_ref": lab_main.main, "sage_kernels": lab_main.main}
@@ -41,7 +40,7 @@ TRAIN = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 1 --width 16 --heads 2 --kv-heads 2 --tokens 256"
     " --tokens-per-step 32 --micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
 ).split()
-DEEP = " ".join(["sage_ref", *TRAIN, "--layers 3 --heads 4 --kv-heads 2"])
+DEEP = " ".join(["sage_lab", *TRAIN, "--layers 3 --heads 4 --kv-heads 2"])
 NOISE = "noise run.pt --corpus text.txt --batches 6 --sequences 2 --folds 3 --device cpu --variants bf16".split()  # noqa: SIM905
 
 
@@ -118,7 +117,7 @@ BAD = {  # the command line: what its one line says
     "sage_ref pretrain --snapshots 1 129": "snapshots: expected steps of the run, 1 to 128, got [1, 129]",
     "sage_ref pretrain --corpus text.txt --heads 3": "width: expected an even number for each of the 3 heads, got 256",
     "sage_ref pretrain --corpus text.txt --kv-heads 3": "kv_heads: expected a number that divides heads=4, got 3",
-    "sage_ref pretrain --corpus text.txt --micro-batch 7": "batch_size: expected a multiple of passes of 7 sequences",
+    "sage_ref pretrain --corpus text.txt --micro-batch 7": "batch_size: expected a multiple of micro_batch_size=7",
     "sage_ref pretrain --corpus text.txt --smooth-q --backend triton": "backend: expected 'auto' or 'reference'",
     f"{DEEP} --checkpoint far.pt": "checkpoint: expected at most step 8, far.pt has 9",
     f"{DEEP} --checkpoint past.pt": "checkpoint: expected one that a run saved, whole, got past.pt",
@@ -246,7 +245,7 @@ def start(arguments, **options):
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "sage_ref", *arguments],
+            [sys.executable, "-m", "sage_lab", *arguments],
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -270,7 +269,7 @@ def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
     """Meanwhile no other process gets the same checkpoint; afterwards it goes on."""
     run = start(LONG)
     wait_for(text / "run.pt")
-    status, last = status_of(["sage_ref", *LONG], capsys)
+    status, last = status_of(["sage_lab", *LONG], capsys)
     assert (status, last) == (
         BAD_INPUT, "python -m sage_lab pretrain: path: expected a file that no other process is writing, got run.pt"
     )  # fmt: skip
@@ -289,7 +288,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        found = status_of(["sage_ref", *TRAIN, "--checkpoint", "new.pt"], capsys)
+        found = status_of(["sage_lab", *TRAIN, "--checkpoint", "new.pt"], capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert found == (BAD_INPUT, "python -m sage_lab pretrain: new.pt: File too large")
@@ -303,7 +302,7 @@ def test_a_run_ends_with_the_process_that_started_it(text):
     parent = (
         "import os, subprocess, sys; subprocess.Popen(sys.argv[1:], env=os.environ | {%r: str(os.getpid())}).wait()"
     )
-    command = [sys.executable, "-c", parent % PARENT, sys.executable, "-m", "sage_ref", *LONG]
+    command = [sys.executable, "-c", parent % PARENT, sys.executable, "-m", "sage_lab", *LONG]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         wait_for(text / "run.pt")
         process.kill()
@@ -315,22 +314,6 @@ def test_a_run_ends_with_the_process_that_started_it(text):
         except ValueError:
             time.sleep(0.1)
     pytest.fail("the run goes on without its parent")
-
-
-def test_unfinished_parts_belong_to_their_arguments(tmp_path):
-    """Another call neither reads nor removes them."""
-    measured = []
-    measure = lambda: measured.append(0) or [{"n": len(measured)}]  # noqa: E731
-    first, other = (FinishedParts(tmp_path / "x.json", arguments) for arguments in ((1, "a"), (2, "a")))
-    assert first.rows("part", measure) == first.rows("part", measure) == [{"n": 1}]
-    assert other.rows("part", measure) == [{"n": 2}]
-    other.remove()
-    assert FinishedParts(tmp_path / "x.json", (1, "a")).rows("part", measure) == [{"n": 1}]
-    for content in ("", "[]", '{"part": [{"n": 1'):
-        first.path.write_text(content)
-        with pytest.raises(ValueError, match="path: expected finished parts of a measurement in JSON, got .*partial"):
-            FinishedParts(tmp_path / "x.json", (1, "a"))
-        assert first.path.read_text() == content
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -361,10 +344,10 @@ WORK = {  # command: a line that works, and what then begins
     "table1": (["--n", "16"], (table1, "_table1_rows")),
     "table2": ([], (table2, "attention_errors")),
     "repair": ([], (repair, "case_rows")),
-    "full-batch": (["--plan", "cpu", "--corpus", "text.txt", "--device", "cpu"], (full_batch.FullBatchRuns, "train")),
+    "full-batch": (["--plan", "cpu", "--corpus", "text.txt", "--device", "cpu"], (full_batch, "train")),
     "drop-in": ([], (drop_in, "missing")),
     "readme": ([], (readme, "run")),
-    "pretrain": (TRAIN[1:], (pretrain, "run_training")),
+    "pretrain": (TRAIN[1:], (pretrain, "train")),
     "pretrain-grid": (["--plan", "cpu", "--corpus", "text.txt"], (pretrain_grid.Grid, "run")),
     "pretrain-speed": ([], (pretrain_speed, "_rows")),
     "context-parallel": ([], (context_parallel, "_rows")),
@@ -424,7 +407,7 @@ def test_no_command_line_ends_in_a_traceback(spoilt, capsys, monkeypatch):
     for _ in range(int(os.environ.get("SAGE_REF_FUZZ", "250"))):
         line = random_line(generator, generator.choice(list(WORK)))
         try:
-            status, last = status_of(["sage_ref", *line], capsys)
+            status, last = status_of(["sage_lab", *line], capsys)
         except Started:
             status, last = "started", ""
         except Exception as error:

@@ -15,7 +15,7 @@ from sage_lab.experiments.full_batch import (
     SCREENED,
     TRUTH,
     FullBatchPlan,
-    Run,
+    FullBatchRun,
     deviating,
     full_batch_table,
     gap,
@@ -76,13 +76,13 @@ def test_an_arm_is_the_model_and_the_training_it_is_described_as(name):
 
 
 def test_a_small_batch_is_one_pass():
-    run = PLAN.run(TRUTH, True, 0.1, 1)._replace(batch_tokens=2**14)
+    run = PLAN.run(TRUTH, True, 0.1, 1).replace(batch_tokens=2**14)
     settings = PLAN.settings(run, compile=False)
     assert (settings.batch_size, settings.micro_batch_size, settings.sequences) == (16, 16, 256)
 
 
 def test_names_are_file_names_and_differ():
-    runs = [Run(arm, norm, 0.001, 0, 4096) for arm in ARMS for norm in (True, False)]
+    runs = [FullBatchRun(arm, norm, 0.001, 0, 4096) for arm in ARMS for norm in (True, False)]
     names = [run.name for run in runs]
     assert len(set(names)) == len(names)
     assert all(name.replace("_", "").replace(".", "").isalnum() for name in names)
@@ -130,7 +130,7 @@ def test_stages_follow_one_another_where_arms_deviate():
     finished |= finished_with(second, gaps)
     third = planned(PLAN, finished)[len(finished) :]
     worst = PLAN.run("per tile", False, 0.1, 0)
-    assert third == [worst._replace(arm=f"per tile: {remedy}") for remedy in PLAN.remedies]
+    assert third == [worst.replace(arm=f"per tile: {remedy}") for remedy in PLAN.remedies]
     finished |= finished_with(third, gaps)
     unsmoothed = planned(PLAN, finished)[len(finished) :]
     assert [(run.arm, run.qk_norm) for run in unsmoothed] == [
@@ -139,7 +139,7 @@ def test_stages_follow_one_another_where_arms_deviate():
     finished |= finished_with(unsmoothed, gaps)
     fourth = planned(PLAN, finished)[len(finished) :]
     arms = (*compared, "per tile")
-    assert fourth == [worst._replace(arm=arm, batch_tokens=size) for size in (2**17, 2**16) for arm in arms]
+    assert fourth == [worst.replace(arm=arm, batch_tokens=size) for size in (2**17, 2**16) for arm in arms]
     finished |= finished_with(fourth, gaps)
     assert planned(PLAN, finished) == list(finished)
 
@@ -158,7 +158,7 @@ def test_who_diverges_is_infinitely_behind_unless_the_truth_diverges():
     finished[broken] = row_of(2.0) | {"final_loss": None}
     assert gap(finished, broken) == math.inf
     assert deviating(PLAN, finished) == [broken]
-    finished[broken._replace(arm=TRUTH)] = finished[broken]
+    finished[broken.replace(arm=TRUTH)] = finished[broken]
     assert math.isnan(gap(finished, broken))
     assert deviating(PLAN, finished) == []
 
@@ -247,8 +247,8 @@ def test_a_record_of_the_same_plan_is_gone_on_with(tiny, monkeypatch):
     main([*COMMAND, "--json", "whole.json"])
     whole = json.loads((tiny / "whole.json").read_text())
     monkeypatch.setattr("sage_lab.records._commit", lambda: "1" * 40)
-    train, trained = full_batch.FullBatchRuns.train, []
-    monkeypatch.setattr(full_batch.FullBatchRuns, "train", lambda runs, run: trained.append(run) or train(runs, run))
+    train, trained = full_batch.train, []
+    monkeypatch.setattr(full_batch, "train", lambda *run, **how: trained.append(run) or train(*run, **how))
     for changed, kept in (({}, 3), ({"learning_rates": [0.5], "seeds": [7]}, 3), ({"steps": 7}, 0)):
         plan = whole["provenance"]["plan"] | changed
         earlier = {"provenance": whole["provenance"] | {"plan": plan}, "rows": whole["rows"][:3]}
@@ -263,9 +263,8 @@ def test_a_record_of_the_same_plan_is_gone_on_with(tiny, monkeypatch):
 
 def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
     main([*COMMAND, "--minutes", "1e-9"])
-    assert "runs are known to be left, first exact_plain_lr0.01_seed0_512: the same command goes on" in (
-        capsys.readouterr().out
-    )
+    first = "exact_qk_normFalse_learning_rate0.01_seed0_batch_tokens512"
+    assert f"runs are known to be left, first {first}: the same command goes on" in capsys.readouterr().out
     assert not (tiny / "out.json").exists()
     main([*COMMAND, "--minutes", "10"])
     assert read_record(tiny / "out.json").provenance["unfinished"] == []
@@ -284,7 +283,7 @@ def test_runs_beyond_the_one_where_time_was_over_stay_in_the_record(tiny):
 
 def test_options_change_the_plan(tiny, capsys):
     main([*COMMAND, "--steps", "1", "--learning-rates", "0.02", "0.01", "--seeds", "3", "--minutes", "1e-9"])
-    assert "first exact_plain_lr0.02_seed3_512" in capsys.readouterr().out
+    assert "first exact_qk_normFalse_learning_rate0.02_seed3_batch_tokens512" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*COMMAND, "--plan", "gpu"])
     assert "plan: expected cpu on device cpu, got gpu" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from sage_lab.experiments import pretrain_speed as speed
 from sage_lab.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import provenance, read_record, write_record
-from sage_lab.training.pretrain import Pretraining
-from sage_lab.training.processes import Processes
+from sage_lab.training.pretrain import Pretraining, PretrainSettings
+from sage_lab.training.processes import Processes, processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_ref.prologue import before_attention
@@ -72,7 +72,7 @@ def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(
         assert (config.qk_norm, config.smooth_k, config.backend) == (True, True, "auto")
         assert not settings.autocast  # that is for a GPU
         assert not settings.compile  # a compiled model may keep a backend that is no longer asked for
-        assert training.processes == Processes()
+        assert training.group == Processes()
     assert {row["protocol"] for row in rows} == {"paired"}
     # Rows that are there are not measured again; those of another way are no such rows.
     left = [rows[1], rows[5]]
@@ -305,15 +305,38 @@ def test_the_command_times_records_and_goes_on_after_an_interruption(tmp_path, m
 
 
 def timed(arguments):
-    """The command as each of two processes runs it, which print whether a model is shared out."""
-    built = speed.Pretraining
-
-    def told(*positional, fsdp):
-        print(f"fsdp={fsdp}")
-        return built(*positional, fsdp=fsdp)
-
-    speed.VOCABULARY, speed.Pretraining = 64, told
+    """The command as each of two processes runs it."""
+    speed.VOCABULARY = 64
     main(arguments)
+
+
+def trained_together(folder):
+    """In each of two processes: the weights after two steps of three passes."""
+    with processes("cpu") as group:
+        for parallel in ("ddp", "fsdp"):
+            weights = stepped(group, parallel).state_dict()
+            whole = {name: x.full_tensor() if parallel == "fsdp" else x for name, x in weights.items()}
+            if group.is_first:
+                torch.save(whole, folder / f"{parallel}.pt")
+
+
+def stepped(group, parallel, micro_batch_size=1):
+    tokens = torch.randint(64, (999,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    config = LlamaConfig(64, context=16, layers=1, width=16, heads=2, kv_heads=2)
+    settings = PretrainSettings(steps=2, batch_size=6, micro_batch_size=micro_batch_size, max_grad_norm=0.1)
+    training = speed.SpeedTraining(speed.Corpus("some", tokens, 64), config, settings, group, parallel)
+    for _ in range(2):
+        training.advance()
+    return training.model
+
+
+def test_two_processes_train_like_one_that_reads_as_many_tokens(tmp_path):
+    run_together(tmp_path, trained_together, tmp_path)
+    expected = stepped(Processes(), "none", micro_batch_size=2).state_dict()
+    for parallel in ("ddp", "fsdp"):
+        found = torch.load(tmp_path / f"{parallel}.pt", weights_only=True)
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found, dict(expected), atol=1e-5, rtol=0)
 
 
 def test_two_processes_go_on_where_they_were_interrupted(tmp_path):
@@ -331,5 +354,3 @@ def test_two_processes_go_on_where_they_were_interrupted(tmp_path):
     found = [((row["devices"], row["parallel"]), row["attention"]) for row in rows[6:]]
     assert found == [places[1], places[4], places[8]]
     assert [row["autograd_node"] for row in rows[6:]] == [ON_CPU[name] for _, name in found]
-    # The first process alone, then both, then both with FSDP.
-    assert (printed.count("fsdp=False"), printed.count("fsdp=True")) == (1 + 2, 2)

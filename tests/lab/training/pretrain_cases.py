@@ -8,8 +8,8 @@ import pytest
 import torch
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.training.corpus import Corpus
+from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
-from sage_lab.training.processes import run_training
 
 CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, kv_heads=2, qk_norm=True)
 STOCHASTIC = replace(CONFIG, attention="sagebwd", backend="reference", ds_rounding="stochastic")
@@ -32,7 +32,7 @@ def pretrained(folder, config=CONFIG, settings=SETTINGS, *, snapshots=(), **opti
     """A run in `folder`: run.pt and run.jsonl."""
     training = Pretraining(sixteen_letters(), config, settings, **options)
     folder.mkdir(exist_ok=True)
-    run_training(training, folder / "run.pt", folder / "run.jsonl", snapshots)
+    train(training, folder / "run.pt", folder / "run.jsonl", snapshots)
     return training
 
 

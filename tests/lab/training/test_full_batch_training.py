@@ -12,10 +12,9 @@ from sage_lab.training.full_batch import (
     CURVE,
     FullBatchSettings,
     FullBatchTraining,
-    OutOfTime,
-    train_full_batch,
     windows,
 )
+from sage_lab.training.loop import train
 from torch import nn
 
 EXACT = replace(CONFIG, layers=1, fused_prologue=False)
@@ -28,10 +27,6 @@ SETTINGS = FullBatchSettings(
 
 def new_training(config=EXACT, **changes):
     return FullBatchTraining(sixteen_letters(), config, replace(SETTINGS, **changes))
-
-
-def never():
-    return False
 
 
 def flat(gradients):
@@ -191,30 +186,20 @@ def test_the_value_offset_is_one_where_all_tokens_are_the_same():
     assert training.value_offset() == pytest.approx(1.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("config", [EXACT, replace(SAGEBWD, ds_rounding="stochastic")])
-@pytest.mark.parametrize("batch_size", [8, 4])
-def test_a_killed_run_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch, config, batch_size):
+def test_a_killed_run_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch):
+    config, batch_size = replace(SAGEBWD, ds_rounding="stochastic"), 4
     whole = new_training(config, batch_size=batch_size)
-    train_full_batch(whole, tmp_path / "whole.pt", never)
+    train(whole, tmp_path / "whole.pt")
     assert [row[0] for row in whole.curve] == [0, 2, 4]
     assert whole.curve[-1][CURVE.index("exact_loss")] < whole.curve[0][CURVE.index("exact_loss")]
     with monkeypatch.context() as patch:
         stopped(patch, FullBatchTraining, "advance", lambda training: training.step == 3)
         with pytest.raises(Stopped):
-            train_full_batch(new_training(config, batch_size=batch_size), tmp_path / "run.pt", never)
+            train(new_training(config, batch_size=batch_size), tmp_path / "run.pt")
     again = new_training(config, batch_size=batch_size)
-    train_full_batch(again, tmp_path / "run.pt", never)
+    train(again, tmp_path / "run.pt")
     assert again.curve == whole.curve
     assert_same_bits(again.model.state_dict(), whole.model.state_dict())
-
-
-def test_a_run_out_of_time_stops_at_a_report_and_goes_on(tmp_path):
-    with pytest.raises(OutOfTime, match="after step 2 of 4"):
-        train_full_batch(new_training(), tmp_path / "run.pt", lambda: True)
-    again, whole = new_training(), new_training()
-    train_full_batch(again, tmp_path / "run.pt", lambda: True)  # it was the last one
-    train_full_batch(whole, tmp_path / "whole.pt", never)
-    assert again.curve == whole.curve
 
 
 def test_a_run_that_diverges_says_so_and_stays_so(tmp_path, monkeypatch):
@@ -222,10 +207,10 @@ def test_a_run_that_diverges_says_so_and_stays_so(tmp_path, monkeypatch):
     monkeypatch.setattr(full_batch, "token_loss", lambda logits, sequences: logits.sum() * float("nan"))
     with monkeypatch.context() as patch:
         patch.setattr(FullBatchTraining, "report", lambda training, losses: training.losses.append({"step": 0}))
-        train_full_batch(training, tmp_path / "run.pt", never)
+        train(training, tmp_path / "run.pt")
     assert training.diverged == "the loss of step 0 is not finite"
     again = new_training()
-    train_full_batch(again, tmp_path / "run.pt", never)
+    train(again, tmp_path / "run.pt")
     assert (again.diverged, again.step) == (training.diverged, 0)
 
 

@@ -4,8 +4,10 @@ import contextlib
 import json
 import math
 import os
+import random
 import shutil
 import signal
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,14 +17,15 @@ import pretrain_cases as cases
 import pytest
 import torch
 from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, log_rows, new_training, pretrained, saved, sixteen_letters
+from process_cases import run_forked
 from sage_lab.models.llama import Llama
+from sage_lab.plan import OutOfTime
 from sage_lab.records import replaced
 from sage_lab.training import pretrain as pretrain_module
 from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_lab.training.corpus import Corpus
-from sage_lab.training.loop import ResumableTraining
+from sage_lab.training.loop import ResumableTraining, snapshot_path, train
 from sage_lab.training.pretrain import Pretraining, load_model, result_row
-from sage_lab.training.processes import Processes, processes, snapshot_path
 
 from sage_ref.tracing import INTERMEDIATES
 
@@ -62,10 +65,13 @@ def gradients(config=CONFIG, **changes):
     return training.accumulate_gradients(), [x.grad for x in training.model.parameters()]
 
 
-def test_the_gradients_of_a_step_are_those_of_its_batch():
-    training = new_training(seed=3)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_gradients_of_a_step_are_those_of_its_batch_in_passes_of_any_size(size, passes):
+    training = new_training(seed=3, micro_batch_size=size)
     training.step = 2
     loss = training.accumulate_gradients()
+    training.validation_loss()
+    assert [count for count, _ in passes] == [size] * (4 // size + 8 // size)
     train_corpus, _ = sixteen_letters().split(0.02)
     torch.manual_seed(3)
     model = Llama(CONFIG)
@@ -75,21 +81,9 @@ def test_the_gradients_of_a_step_are_those_of_its_batch():
     expected = next_token_loss(model, *train_corpus.batch(4, CONFIG.context, seed=3, step=2))
     expected.backward()
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     for (name, found), x in zip(training.model.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, x.grad, msg=name)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_pass_holds_as_many_sequences_as_asked_for_which_changes_nothing_but_the_order_of_sums(size, passes):
-    whole_loss, whole = gradients(micro_batch_size=4)
-    passes.clear()
-    loss, found = gradients(micro_batch_size=size)
-    torch.testing.assert_close(loss, whole_loss, rtol=1e-6, atol=0)
-    for parts, at_once in zip(found, whole, strict=True):
-        assert (parts - at_once).norm() < 1e-6 * at_once.norm()
-    new_training(micro_batch_size=size).validation_loss()
-    assert [count for count, _ in passes] == [size] * (4 // size + 8 // size)
+        assert (found.grad - x.grad).norm() < 1e-6 * x.grad.norm(), name
 
 
 def test_every_step_reads_its_own_batch_and_validation_the_tail_alone(monkeypatch):
@@ -188,28 +182,8 @@ def test_impossible_settings_are_refused():
     for name in ("steps", "batch_size", "report_every", "micro_batch_size", "validation_sequences"):
         with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
             replace(SETTINGS, **{name: 0})
-
-
-@pytest.mark.parametrize(
-    ("count", "micro", "options", "message"),
-    [
-        (1, 3, {}, "batch_size: expected a multiple of passes of 3 sequences in each of 1 processes, got 4"),
-        (2, 4, {}, "batch_size: expected a multiple of passes of 4 sequences in each of 2 processes, got 4"),
-        (1, 1, {"fsdp": True}, "fsdp, trace: expected fsdp with several processes, trace with one, got 1"),
-        (2, 1, {"fsdp": True, "trace": True}, "fsdp, trace: expected .*, trace with one, got 2"),
-    ],
-)
-def test_processes_and_passes_that_cannot_be_are_refused(count, micro, options, message):
-    settings = replace(SETTINGS, micro_batch_size=micro)
-    with pytest.raises(ValueError, match=message):
-        Pretraining(sixteen_letters(), CONFIG, settings, Processes(0, count), **options)
-
-
-def test_without_torchrun_one_process_trains_alone(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with processes("cpu") as group:
-        assert group == Processes(0, 1, torch.device("cpu"))
-        assert not torch.distributed.is_initialized()
+    with pytest.raises(ValueError, match="batch_size: expected a multiple of micro_batch_size=3, got 4"):
+        replace(SETTINGS, micro_batch_size=3)
 
 
 # A run
@@ -244,6 +218,16 @@ def test_a_run_ends_at_its_last_step_whatever_the_reports(tmp_path):
     assert [row["step"] for row in training.losses] == [0, 4, 5]
 
 
+def test_when_time_is_over_a_run_stops_at_a_checkpoint_and_goes_on(tmp_path, uninterrupted):
+    for step in (4, 8):
+        with pytest.raises(OutOfTime, match=f"run stopped after step {step} of 12"):
+            train(new_training(STOCHASTIC), tmp_path / "run.pt", is_over=lambda: True)
+        assert saved(tmp_path / "run.pt")["step"] == step
+    training = new_training(STOCHASTIC)
+    train(training, tmp_path / "run.pt", is_over=lambda: True)  # nothing is left to stop
+    assert training.losses == uninterrupted.losses
+
+
 def test_checkpoints_and_snapshots_hold_the_model_of_their_step_and_what_made_it(uninterrupted, folder):
     assert {x.name for x in folder.iterdir()} == {"run.pt", "run.jsonl", "run_step3.pt", "run_step8.pt"}
     made_by = asdict(STOCHASTIC) | asdict(SETTINGS) | {"corpus_sha256": sixteen_letters().sha256}
@@ -275,6 +259,35 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, folder, monk
     pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
     assert log_rows(tmp_path) == log_rows(folder)
     assert {x.name for x in tmp_path.iterdir()} == {x.name for x in folder.iterdir()}
+    for file in folder.glob("*.pt"):
+        cases.assert_same_bits(saved(tmp_path / file.name), saved(file))
+
+
+def killed_run(folder, events):
+    """A run that is over after so many calls and returns of Python functions, counted from its first step."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars
+    left = iter(range(events))
+
+    def watch(frame, event, argument):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched(training):
+        sys.setprofile(watch)
+        return ResumableTraining.advance(training)
+
+    Pretraining.advance = watched
+    pretrained(folder, STOCHASTIC, snapshots=SNAPSHOTS)
+
+
+def test_a_run_killed_again_and_again_equals_an_uninterrupted_one_bit_for_bit(tmp_path, uninterrupted, folder):
+    draw, kills = random.Random(0), 0
+    while run_forked(killed_run, tmp_path, draw.randrange(60_000, 220_000)) == -signal.SIGKILL:
+        kills += 1
+    assert kills > 1
+    pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
+    assert log_rows(tmp_path) == log_rows(folder)
     for file in folder.glob("*.pt"):
         cases.assert_same_bits(saved(tmp_path / file.name), saved(file))
 
@@ -389,16 +402,6 @@ def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt_and_leaves_a_who
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     training.load(checkpoint)
     assert list(tmp_path.iterdir()) == [checkpoint]
-
-
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_the_first_process_alone_writes_checkpoints_and_all_help_with_shared_weights(tmp_path, monkeypatch, fsdp):
-    training, gathered = new_training(), []
-    training.processes, training.fsdp = Processes(1, 2), fsdp
-    monkeypatch.setattr(Pretraining, "state", lambda training: gathered.append(training) or {})
-    training.save(tmp_path / "run.pt")
-    assert not list(tmp_path.iterdir())
-    assert len(gathered) == fsdp
 
 
 # Divergence

@@ -48,9 +48,8 @@ from sage_lab.experiments.video.runs import Start, VideoRuns, all_rows, tune
 from sage_lab.experiments.video.speed import CONTENDERS, VideoSpeedPlan, length_rows, speed_table, why_missing
 from sage_lab.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
 from sage_lab.models.video_dit import ATTENTIONS, VideoDiTConfig
-from sage_lab.plan import FinishedParts
+from sage_lab.plan import FinishedParts, OutOfTime
 from sage_lab.records import Row, markdown_table, only_writer, provenance, write_record
-from sage_lab.training.full_batch import OutOfTime
 from sage_lab.training.processes import Processes, processes, run_training
 from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
 from sage_lab.training.video_flow import (

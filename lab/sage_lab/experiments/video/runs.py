@@ -21,10 +21,9 @@ from sage_lab.experiments.video.measures import Answers, Questions, answers, que
 from sage_lab.experiments.video.pictures import write_film, write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, Run, VideoPlan, planned
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_lab.plan import FinishedParts
+from sage_lab.plan import FinishedParts, OutOfTime
 from sage_lab.records import Row, replaced
 from sage_lab.training.capture import watched_attention
-from sage_lab.training.full_batch import OutOfTime
 from sage_lab.training.processes import ParallelTraining, Processes, run_training
 from sage_lab.training.video import noisy
 from sage_lab.training.video_clips import clips_from, write_clips
