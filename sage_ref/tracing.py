@@ -6,7 +6,6 @@ cosine = <x, y> / (|x| |y|), relative L2 = |x - y| / |y|, RMS(y) = |y| / sqrt(nu
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sage_ref.attention import AttentionBackward, attention_backward, attention_forward
@@ -53,18 +52,10 @@ def exact_intermediates(
 
 
 def sagebwd_intermediates(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor,
-    settings: SageBwdSettings,
-    output_dtype: torch.dtype | None = None,
+    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, settings: SageBwdSettings
 ) -> dict[str, Tensor]:
-    """Every tensor of `INTERMEDIATES` as SageBwd computes it.
-
-    output_dtype: of O, from which delta comes; None: query's.
-    """
-    forward = sagebwd_forward(query, key, value, settings, output_dtype)
+    """Return every tensor of `INTERMEDIATES` as SageBwd computes it. O has the dtype that `settings` give it."""
+    forward = sagebwd_forward(query, key, value, settings)
     backward = sagebwd_backward(grad_output, query, key, value, forward.output, forward.log_sum_exp, settings)
     return _named(forward.output, backward)
 

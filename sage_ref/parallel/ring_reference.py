@@ -29,7 +29,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """O [B, H, n, D] in the working dtype and L [B, H, n] of one shard of keys. is_diagonal: of this process's."""
     (query,), (k, v) = here, (repeat_heads(x, here[0].shape[1]) for x in visiting)
-    forward = sagebwd_forward(query, k, v, _settings(options, is_diagonal), k.dtype)
+    forward = sagebwd_forward(query, k, v, _settings(options, is_diagonal, k.dtype))
     return forward.output, forward.log_sum_exp
 
 
@@ -47,15 +47,17 @@ def gradients(
     (query,), kv_heads = here, visiting[0].shape[1]
     q = query.to(working_dtype(query))
     k, v = (repeat_heads(x, q.shape[1]) for x in visiting)
-    dq, *of_keys = sagebwd_backward(grad_output, q, k, v, output, log_sum_exp, _settings(options, is_diagonal))[:3]
+    settings = _settings(options, is_diagonal, q.dtype)
+    dq, *of_keys = sagebwd_backward(grad_output, q, k, v, output, log_sum_exp, settings)[:3]
     return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in of_keys)
 
 
-def _settings(options: RingOptions, is_diagonal: bool) -> SageBwdSettings:
+def _settings(options: RingOptions, is_diagonal: bool, dtype: torch.dtype) -> SageBwdSettings:
     return SageBwdSettings(
         is_causal=options.is_causal and is_diagonal,
         scale=options.scale,
         smooth_k=False,
         smooth_q=options.smooth_q,
         granularity=options.granularity,
+        output_dtype=dtype,
     )

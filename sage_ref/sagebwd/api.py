@@ -1,5 +1,7 @@
 """`sagebwd_attention`: check the arguments, choose a backend, call it."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from sage_ref.checks import (
     savable,
 )
 from sage_ref.prologue import Prologue, RoundedGradient, check_prologue
-from sage_ref.sagebwd.settings import GRANULARITIES, UNBIASED, SageBwdSettings
+from sage_ref.sagebwd.settings import GRANULARITIES, UNBIASED_SETTINGS, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
 
@@ -95,8 +97,9 @@ def sagebwd_attention(
 
         scale = softmax_scale(scale, query.shape[3])
         return triton_attention(query, key, value, scale=scale, prologue=prologue, unbiased=unbiased, **options)
-    settings = SageBwdSettings(scale=scale, smooth_q=smooth_q, **options)
-    return reference_attention(query, key, value, settings.with_remedy(UNBIASED) if unbiased else settings, prologue)
+    if unbiased:
+        options |= UNBIASED_SETTINGS
+    return reference_attention(query, key, value, SageBwdSettings(scale=scale, smooth_q=smooth_q, **options), prologue)
 
 
 def reference_attention(
@@ -109,11 +112,12 @@ def reference_attention(
     """
     dtype = query.dtype
     if prologue is not None:
+        settings = replace(settings, output_dtype=settings.output_dtype or dtype)
         with torch.autocast(query.device.type, enabled=False):
             query, key = (RoundedGradient.apply(z, dtype) for z in prologue.applied(query, key))
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
-    output, _ = SageBwdFunction.apply(query, key, value, settings, dtype)
-    return output.to(dtype)  # a wide O is rounded only after it was kept for the backward pass
+    output, _ = SageBwdFunction.apply(query, key, value, settings)
+    return output.to(dtype)
 
 
 def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from multiprocessing import get_context
@@ -39,7 +40,7 @@ from sage_kernels.sagebwd.ladder import (
 from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
-from sage_ref.sagebwd.settings import UNBIASED
+from sage_ref.sagebwd.settings import UNBIASED_SETTINGS
 from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
@@ -240,7 +241,7 @@ def eager(case: Case) -> tuple[Tensor, ...]:
 
 def settings(case: Case, **options) -> SageBwdSettings:
     plain = SageBwdSettings(is_causal=case.is_causal, scale=case.scale, smooth_k=case.smooth_k, **options)
-    return plain.with_remedy(UNBIASED) if case.unbiased else plain
+    return replace(plain, **UNBIASED_SETTINGS) if case.unbiased else plain
 
 
 @lru_cache(maxsize=12)

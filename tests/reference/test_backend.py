@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sage_ref import SLA2, Prologue, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
 from sage_ref.attention import attention_forward
-from sage_ref.sagebwd import Repair, SageBwdFunction, SageBwdSettings
+from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
 from sage_ref.sla2 import BlockSettings, SparseLinearFunction, block_count
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -108,7 +108,7 @@ def test_every_option_reaches_the_computation(inputs):
         assert not any(torch.equal(one, other) for other in results[:i])
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     del options["unbiased"]
-    settings = SageBwdSettings(**options, p_rounding="ordered", repair=Repair(smooth_v=True))
+    settings = SageBwdSettings(**options, p_rounding="ordered", smooth_v=True)
     output, _ = SageBwdFunction.apply(*leaves, settings)
     expected = output, *torch.autograd.grad(output, leaves, tensors[3])
     for x, y in zip(with_gradients(*tensors, **options, unbiased=True), expected, strict=True):

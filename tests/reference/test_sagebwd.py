@@ -277,6 +277,42 @@ def test_stochastic_rounding_of_grad_scores_is_seeded_and_unbiased(inputs, granu
         assert z.abs().max() < 5
 
 
+@pytest.mark.parametrize(("rounding", "atol"), [("nearest", 1e-12), ("ordered", 0.006), ("stochastic", 0.01)])
+def test_small_entries_of_p_are_lost_unless_some_are_rounded_up(rounding, atol):
+    """One key gets P~ = 1, the other 127 get 0.003 each, which is 0.38 steps."""
+    q, k = torch.zeros(8, 4, dtype=torch.float64), torch.zeros(128, 4, dtype=torch.float64)
+    q[:, 0], k[1:, 0] = 1, math.log(0.003)
+    settings = SageBwdSettings(
+        scale=1.0, smooth_k=False, p_rounding=rounding, generator=torch.Generator().manual_seed(0),
+        exact_matmuls=("S", "dP"),
+    )  # fmt: skip
+    o = sagebwd_forward(q, k, torch.ones(128, 4, dtype=torch.float64), settings).output
+    whole = 1 / (1 + 127 * 0.003) if rounding == "nearest" else 1.0
+    assert o.mean().item() == pytest.approx(whole, abs=atol)
+
+
+def test_only_o_takes_another_rounding_of_p(inputs):
+    """dV's P is rounded to nearest whatever O's is: O in 16 bit has no bias left, with dV in INT8."""
+    tensors = inputs(40, 48, 16)
+    nearest, ordered = (sagebwd_intermediates(*tensors, SageBwdSettings(p_rounding=x)) for x in ("nearest", "ordered"))
+    assert not torch.equal(nearest["O"], ordered["O"])
+    assert relative_l2(ordered["dV"], nearest["dV"]) < 1e-12
+
+
+def test_smoothing_v_makes_an_offset_free_in_both_passes(inputs):
+    """dP, in INT8 here, and the three gradients have the errors that they have without an offset."""
+    q, k, v, do = inputs(64, 64, 16)
+    offset = 30 * torch.randn(16, dtype=v.dtype, generator=torch.Generator().manual_seed(2))
+    settings = SageBwdSettings(block_q=16, block_kv=8, exact_matmuls=(), smooth_v=True)
+    plain, shifted = (
+        {name: relative_l2(found[name], exact[name]) for name in ("dS", "dQ", "dK", "dV")}
+        for values in (v, v + offset)
+        for exact in [exact_intermediates(q, k, values, do, settings)]
+        for found in [sagebwd_intermediates(q, k, values, do, settings)]
+    )
+    assert shifted == pytest.approx(plain)
+
+
 def test_settings_name_what_is_wrong():
     bad = {"granularity": "tile", "ds_rounding": "down", "exact_matmuls": ("dP", "P"), "block_q": 0, "block_kv": -3}
     for name, value in bad.items():
@@ -285,7 +321,5 @@ def test_settings_name_what_is_wrong():
 
 
 def test_the_defaults_are_the_kernels_and_the_printed_choice_has_one_name():
-    assert SageBwdSettings().in_a_record == {"block_q": 128, "block_kv": 128, "granularity": "row"}
-    printed = {"block_q": 64, "block_kv": 32, "granularity": "block"}
-    assert SageBwdSettings.printed(block_kv=32).in_a_record == printed
-    assert SageBwdSettings.printed(block_kv=32) == SageBwdSettings(**printed)
+    assert SageBwdSettings() == SageBwdSettings(block_q=128, block_kv=128, granularity="row")
+    assert SageBwdSettings.printed(block_kv=32) == SageBwdSettings(block_q=64, block_kv=32, granularity="block")

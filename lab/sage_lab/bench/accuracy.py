@@ -15,6 +15,7 @@ from torch import Tensor
 
 import sage_ref
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
+from sage_lab.repairs import scales_in_a_record
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2
 
@@ -52,7 +53,7 @@ def shape_rows(device: str = "cuda") -> Iterator[dict]:
         yield {
             "table": "shapes", "n_q": n_q, "n_k": n_k, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads,
             "causal": is_causal, "dtype": str(dtype).removeprefix("torch."),
-            **SageBwdSettings(granularity=granularity).in_a_record,
+            **scales_in_a_record(SageBwdSettings(granularity=granularity)),
             **{name: float(f"{relative_l2(kernel[name], reference[name]):.3g}") for name in tensors},
         }  # fmt: skip
 
@@ -70,7 +71,7 @@ def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str 
         for (name, (kernel, reference)), (_, paper) in zip(errors.items(), printed, strict=True):
             yield {
                 "table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim,
-                **SageBwdSettings().in_a_record,
+                **scales_in_a_record(SageBwdSettings()),
                 "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6), "paper_rel_l2": paper,
             }  # fmt: skip
 

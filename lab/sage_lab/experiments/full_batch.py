@@ -46,9 +46,9 @@ from sage_lab.command_line import (
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
 from sage_lab.records import Record, Row, listed, markdown_table, provenance, read_record, write_record
+from sage_lab.repairs import REMEDIES, UNBIASED
 from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining
 from sage_lab.training.loop import train
-from sage_ref.sagebwd.settings import REMEDIES, UNBIASED
 
 
 class Arm(NamedTuple):

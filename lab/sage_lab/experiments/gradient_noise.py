@@ -29,10 +29,10 @@ from sage_lab.command_line import add_corpus_options, add_device_option, corpus_
 from sage_lab.models.llama import Llama
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row, markdown_table, only_writer, write_record
+from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
-from sage_ref.sagebwd.settings import REMEDIES
 
 # All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
 SAGEBWD = {

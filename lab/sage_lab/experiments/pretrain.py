@@ -18,11 +18,12 @@ from sage_lab.command_line import (
 from sage_lab.experiments.table2 import with_paper
 from sage_lab.models.llama import ATTENTIONS, LlamaConfig
 from sage_lab.records import write_record
+from sage_lab.repairs import REMEDIES
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings, result_row
 from sage_ref.checks import BACKENDS
 from sage_ref.quantization import ROUNDINGS
-from sage_ref.sagebwd.settings import GRANULARITIES, REMEDIES
+from sage_ref.sagebwd.settings import GRANULARITIES
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from sage_lab.command_line import PARENT, Failed, add_corpus_options, corpus_of, output_file, positive
 from sage_lab.records import Record, Row, markdown_table, only_writer, read_record, write_record
+from sage_lab.repairs import UNBIASED
 from sage_lab.training.corpus import write_tokens
-from sage_ref.sagebwd.settings import UNBIASED
 
 # What a SageBwd run may smooth, and on which backend with which granularity, None: the default. Only the reference
 # smooths Q.

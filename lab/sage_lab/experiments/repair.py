@@ -26,14 +26,15 @@ from sage_lab.experiments.repair_cost import cost
 from sage_lab.experiments.table2 import CAPTURES
 from sage_lab.plan import FinishedParts
 from sage_lab.records import RECORDED, Row, markdown_table, only_writer, write_record
+from sage_lab.repairs import REMEDIES, RepairedSettings, scales_in_a_record, with_remedy
 from sage_lab.training.capture import TENSORS, read_capture
-from sage_ref.sagebwd.settings import MATMULS, REMEDIES, SageBwdSettings
+from sage_ref.sagebwd.settings import MATMULS, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
 
 BASES = {
-    "as printed": SageBwdSettings.printed(is_causal=True),
-    "kernels": SageBwdSettings(is_causal=True),
-    "exact": SageBwdSettings(is_causal=True, exact_matmuls=MATMULS),
+    "as printed": SageBwdSettings.printed(is_causal=True, output_dtype=torch.bfloat16),
+    "kernels": SageBwdSettings(is_causal=True, output_dtype=torch.bfloat16),
+    "exact": SageBwdSettings(is_causal=True, output_dtype=torch.bfloat16, exact_matmuls=MATMULS),
 }
 OF_EXACT = ("none", "matching delta", "wide O")  # what changes something where nothing is in INT8
 MEASURED = ("delta", "dP", "dS", "O", "dQ", "dK", "dV")
@@ -71,22 +72,19 @@ def hard_case(name: str, tokens: int, head_dim: int, seed: int) -> Inputs:
     return tuple(x.bfloat16() for x in HARD_CASES[name](*drawn, generator))
 
 
-def settings_to_try() -> Iterator[tuple[str, str, SageBwdSettings]]:
+def settings_to_try() -> Iterator[tuple[str, str, RepairedSettings]]:
     """(base, remedy, settings)."""
     for base, settings in BASES.items():
         for remedy in OF_EXACT if base == "exact" else REMEDIES:
-            yield base, remedy, settings.with_remedy(remedy)
+            yield base, remedy, with_remedy(settings, remedy)
 
 
-def errors(inputs: Inputs, exact: dict[str, Tensor], settings: SageBwdSettings, draws: int, seed: int) -> Row:
+def errors(inputs: Inputs, exact: dict[str, Tensor], settings: RepairedSettings, draws: int, seed: int) -> Row:
     """Of one pass, and of the mean of `draws` passes, which only stochastic rounding tells apart."""
     q, k, v, do = (x.double() for x in inputs)
     is_random = "stochastic" in (settings.p_rounding, settings.ds_rounding)
     settings = replace(settings, generator=torch.Generator().manual_seed(seed)) if is_random else settings
-    found = [
-        sagebwd_intermediates(q, k, v, do, settings, torch.bfloat16)
-        for _ in range(draws if is_random and draws > 1 else 1)
-    ]
+    found = [sagebwd_intermediates(q, k, v, do, settings) for _ in range(draws if is_random and draws > 1 else 1)]
     row = {name: relative_l2(found[0][name], exact[name]) for name in MEASURED}
     means = {name: torch.stack([x[name] for x in found]).mean(0) for name in AVERAGED}
     return row | {f"repeated_{name}": relative_l2(x, exact[name]) for name, x in means.items()}
@@ -96,7 +94,7 @@ def case_rows(inputs: Inputs, draws: int, seed: int) -> list[Row]:
     """One row per base and remedy."""
     exact = exact_intermediates(*inputs, BASES["exact"])
     return [
-        {"base": base, "remedy": remedy} | settings.in_a_record | errors(inputs, exact, settings, draws, seed)
+        {"base": base, "remedy": remedy} | scales_in_a_record(settings) | errors(inputs, exact, settings, draws, seed)
         for base, remedy, settings in settings_to_try()
     ]
 
@@ -118,7 +116,7 @@ def repair_cases(captures: Sequence[Path], options: argparse.Namespace) -> Itera
 def cost_rows(head_dim: int) -> list[Row]:
     """One row per remedy of the kernels: `Cost`, and no time as long as no kernel has it."""
     return [
-        {"remedy": remedy} | cost(BASES["kernels"].with_remedy(remedy), head_dim)._asdict() | {"ms": None}
+        {"remedy": remedy} | cost(with_remedy(BASES["kernels"], remedy), head_dim)._asdict() | {"ms": None}
         for remedy in REMEDIES
     ]
 

@@ -3,7 +3,9 @@
 import math
 from typing import NamedTuple
 
-from sage_ref.sagebwd.settings import SageBwdSettings
+import torch
+
+from sage_lab.repairs import RepairedSettings
 
 # Philox-4x32 with ten rounds, of ten instructions each, gives four numbers; scaling and adding one is two more.
 RANDOM_NUMBER = 27
@@ -29,35 +31,35 @@ class Cost(NamedTuple):
         return Cost(*(x + y for x, y in zip(self, other, strict=True)))
 
 
-def cost(settings: SageBwdSettings, head_dim: int) -> Cost:
+def cost(settings: RepairedSettings, head_dim: int) -> Cost:
     """Of all that `settings` do beside SageBwd with their granularity. Inputs have 16 bit."""
-    repair, dp_in_int8 = settings.repair, "dP" not in settings.exact_matmuls
+    dp_in_int8 = "dP" not in settings.exact_matmuls
     roundings = 2 if settings.granularity == "row" else 1  # of dS
     total = Cost()
     if dp_in_int8:  # dO^ and V^ are there: of dV and of O
         total += Cost(matmuls=-1, operations=2, bytes_per_token=-2 * head_dim)
     if "O" in settings.exact_matmuls:  # V is read in 16 bit
         total += Cost(matmuls=1, bytes_per_token=head_dim)
-    if repair.delta == "probabilities":  # S and dP of whole rows before the loop; delta no longer reads O and dO
+    if settings.matching_delta:  # S and dP of whole rows before the loop; delta no longer reads O and dO
         operands = 2 * head_dim + (2 if dp_in_int8 else 4) * head_dim
         total += Cost(2 if dp_in_int8 else 3, PROBABILITY_AND_SUMS, operands - 4 * head_dim)
-    if repair.wide_output:  # written and read in 32 bit
+    if settings.output_dtype == torch.float64:  # written and read in 32 bit
         total += Cost(bytes_per_token=4 * head_dim)
-    if repair.rounded_sum:  # a second row sum: L needs that of P~
+    if settings.rounded_sum:  # a second row sum: L needs that of P~
         total += Cost(operations=1)
-    if repair.smooth_v:  # V is read once more, for its mean. With dP in 16 bit the backward pass need not know of it
+    if settings.smooth_v:  # V is read once more, for its mean. With dP in 16 bit the backward pass need not know of it
         total += Cost(bytes_per_token=2 * head_dim)
-    if repair.token_scales:  # one scale per row and one per column in the place of one; dO and V rounded once more
+    if settings.token_scales:  # one scale per row and one per column in the place of one; dO and V rounded once more
         total += Cost(operations=1, bytes_per_token=2 * head_dim + 8)
-    if repair.key_mean:  # a row sum
+    if settings.key_mean:  # a row sum
         total += Cost(operations=1)
     if settings.p_rounding == "ordered":  # a number that a thread keeps is added
         total += Cost(operations=1)
     if settings.ds_rounding == "stochastic":
         total += Cost(operations=RANDOM_NUMBER * roundings)
-    if repair.two_terms:  # R K and R^T Q
-        total += Cost(2 * repair.two_terms, ROUND_REMAINDER * roundings * repair.two_terms)
-    if repair.rotate:  # butterflies along both axes; H K and H Q in INT8 are written and read
+    if settings.two_terms:  # R K and R^T Q
+        total += Cost(2 * settings.two_terms, ROUND_REMAINDER * roundings * settings.two_terms)
+    if settings.rotate:  # butterflies along both axes; H K and H Q in INT8 are written and read
         butterflies = math.log2(settings.block_q) + math.log2(settings.block_kv)
         total += Cost(operations=butterflies, bytes_per_token=4 * head_dim)
     return total

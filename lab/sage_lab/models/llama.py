@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_lab.models.rotary import Rotation
+from sage_lab.repairs import UNBIASED, RepairedSettings, with_remedy
 from sage_ref.prologue import Prologue, before_attention
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
-from sage_ref.sagebwd.settings import UNBIASED, SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
 ATTENTIONS = ("exact", "sagebwd")
@@ -82,9 +83,9 @@ class LlamaConfig:
         return -(-8 * self.width // (3 * 64)) * 64
 
     @property
-    def reference_settings(self) -> SageBwdSettings:
+    def reference_settings(self) -> RepairedSettings:
         """What the reference computes; stochastic rounding draws from torch's global generator."""
-        return SageBwdSettings(
+        settings = SageBwdSettings(
             is_causal=True,
             smooth_k=self.smooth_k,
             smooth_q=self.smooth_q,
@@ -92,7 +93,8 @@ class LlamaConfig:
             block_kv=self.block_kv,
             granularity=self.granularity,
             ds_rounding=self.ds_rounding,
-        ).with_remedy(self.remedy)
+        )
+        return with_remedy(settings, self.remedy)
 
 
 class RotaryEmbedding(Rotation):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sage_lab.models.llama import Llama
 from sage_lab.records import Row, replaced
+from sage_lab.repairs import scales_in_a_record
 from sage_ref.prologue import before_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
@@ -104,7 +105,7 @@ def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSe
                     "rms": float(f"{rms(y):.4g}"),
                     "rms_bound": bound and float(f"{bound:.4g}"),
                 }
-                | settings.in_a_record
+                | scales_in_a_record(settings)
             )
     return rows
 

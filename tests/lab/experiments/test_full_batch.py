@@ -25,9 +25,8 @@ from sage_lab.experiments.full_batch import (
 )
 from sage_lab.models.llama import Llama
 from sage_lab.records import read_record
+from sage_lab.repairs import UNBIASED
 from sage_lab.training.full_batch import FullBatchTraining
-
-from sage_ref.sagebwd.settings import UNBIASED
 
 PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1), halvings=2, remedies=("two terms", "seven"))
 

@@ -23,11 +23,10 @@ from sage_lab.experiments.gradient_noise import (
 from sage_lab.models.llama import Llama
 from sage_lab.plan import FinishedParts
 from sage_lab.records import markdown_table, read_record
+from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import load_model
-
-from sage_ref.sagebwd import REMEDIES
 
 SMALL = NoiseSettings(batches=6, sequences=2, folds=3, variants=("per block, nearest",))
 

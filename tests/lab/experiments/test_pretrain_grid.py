@@ -19,9 +19,8 @@ from sage_lab.command_line import PARENT
 from sage_lab.experiments import pretrain_grid as grid_module
 from sage_lab.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, RepairPlan, chosen_rates
 from sage_lab.records import Record, read_record, write_record
+from sage_lab.repairs import UNBIASED
 from sage_lab.training.corpus import read_corpus, write_tokens
-
-from sage_ref.sagebwd.settings import UNBIASED
 
 PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN}
 SMALL = {"context": 16, "layers": 1, "width": 16, "heads": 1, "validation_sequences": 2}

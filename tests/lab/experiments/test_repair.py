@@ -10,10 +10,11 @@ from sage_lab.experiments import repair
 from sage_lab.experiments.repair import BASES, HARD_CASES, OF_EXACT, hard_case, relative_errors, repair_table
 from sage_lab.experiments.repair_cost import RANDOM_NUMBER, Cost, cost
 from sage_lab.records import RECORDED, read_record
+from sage_lab.repairs import REMEDIES, with_remedy, with_repairs
 from sage_lab.training.capture import Capture, write_capture
 
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.sagebwd import MATMULS, REMEDIES, Repair, SageBwdSettings
+from sage_ref.sagebwd import MATMULS, SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, sagebwd_intermediates
 
 
@@ -43,10 +44,10 @@ def test_a_row_has_the_errors_of_its_settings_with_an_o_of_16_bit():
         ("exact", name) for name in OF_EXACT
     }
     wide = [x.double() for x in inputs]
-    settings = BASES["kernels"].with_remedy("seven, V smoothed")
+    settings = with_remedy(BASES["kernels"], "seven, V smoothed")
     exact, found = (
         exact_intermediates(*wide, settings),
-        sagebwd_intermediates(*wide, settings, torch.bfloat16),
+        sagebwd_intermediates(*wide, settings),
     )
     row = rows["kernels", "seven, V smoothed"]
     for name in repair.MEASURED:
@@ -100,13 +101,13 @@ COSTS = {  # of a head of 128
 
 @pytest.mark.parametrize("name", COSTS)
 def test_costs_are_those_counted_by_hand(name):
-    assert cost(SageBwdSettings().with_remedy(name), 128) == pytest.approx(COSTS[name])
+    assert cost(with_remedy(SageBwdSettings(), name), 128) == pytest.approx(COSTS[name])
 
 
 def test_a_tile_with_one_scale_is_rounded_once():
-    settings = SageBwdSettings.printed(repair=Repair(two_terms=1.0), ds_rounding="stochastic")
+    settings = with_repairs(SageBwdSettings.printed(), two_terms=1.0, ds_rounding="stochastic")
     assert cost(settings, 64) == Cost(2, 4 + RANDOM_NUMBER, 0)
-    assert cost(SageBwdSettings(exact_matmuls=MATMULS), 64).matmuls == 1  # only O and dP are counted
+    assert cost(with_repairs(SageBwdSettings(), exact_matmuls=MATMULS), 64).matmuls == 1  # only O and dP are counted
 
 
 def test_a_capture_of_something_else_is_refused(tmp_path, capsys):

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sage_lab.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding, SwiGLU
+from sage_lab.repairs import UNBIASED, with_remedy
 from torch.testing import assert_close
 
 from sage_ref import Prologue
-from sage_ref.sagebwd.settings import UNBIASED, SageBwdSettings
+from sage_ref.sagebwd.settings import SageBwdSettings
 
 SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
 
@@ -137,10 +138,10 @@ def test_the_settings_of_the_reference_are_the_configurations():
     choice = {"smooth_k": False, "smooth_q": True, "granularity": "block", "ds_rounding": "stochastic"}
     choice |= {"block_q": 16, "block_kv": 32}
     config = LlamaConfig(**SMALL, backend="reference", **choice)
-    assert config.reference_settings == SageBwdSettings(is_causal=True, **choice)
-    assert LlamaConfig(**SMALL).reference_settings == SageBwdSettings(is_causal=True)
+    assert config.reference_settings == with_remedy(SageBwdSettings(is_causal=True, **choice), "none")
+    assert LlamaConfig(**SMALL).reference_settings == with_remedy(SageBwdSettings(is_causal=True), "none")
     remedied = LlamaConfig(**SMALL, backend="reference", **choice, remedy="seven, matching delta")
-    assert remedied.reference_settings == config.reference_settings.with_remedy("seven, matching delta")
+    assert remedied.reference_settings == with_remedy(config.reference_settings, "seven, matching delta")
     found = [query_gradient(llama(attention="sagebwd", backend="reference", **x)) for x in ({}, {"block_q": 8})]
     assert not torch.equal(*found)
 
