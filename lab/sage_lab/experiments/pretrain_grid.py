@@ -1,10 +1,10 @@
-"""`python -m sage_lab pretrain-grid`: the plans of runs behind notebooks 06b and 14, worked off by all GPUs there are.
+"""`python -m sage_lab pretrain-grid`: the plans of runs behind notebooks 06b and 14, on all GPUs of this machine.
 
-Every run is a `python -m sage_lab pretrain` of its own, with its own checkpoint. A run is finished when its result file
-is there; so whatever kills the program or a run, starting it again goes on where it was.
+Every run is a process of its own, `python -m sage_lab pretrain`, with its own checkpoint, log and result file. Whatever
+kills the program or a run, starting it again goes on where it was (`sage_lab.plan`).
 
-For notebook 06b the learning rate of each number of tokens per step is chosen first, on exact attention alone. Then all
-else runs at it. Notebook 14 takes the rate that was chosen there.
+For notebook 06b the learning rate of each number of tokens per step is chosen first, with exact attention. All other
+runs then use it. Notebook 14 takes the rate that was chosen there.
 """
 
 import argparse
@@ -12,31 +12,28 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from sage_lab.command_line import PARENT, Failed, add_corpus_options, corpus_of, output_file, positive
-from sage_lab.records import Record, Row, markdown_table, only_writer, read_record, write_record
+from sage_lab.plan import Plan, Run, Work, opened
+from sage_lab.records import Record, Row, markdown_table, read_record, write_record
 from sage_lab.repairs import UNBIASED
 from sage_lab.training.corpus import write_tokens
 
-# What a SageBwd run may smooth, and on which backend with which granularity, None: the default. Only the reference
-# smooths Q.
+# For each smoothing of SageBwd its backend and granularity, None: the default. Only the reference smooths Q.
 SMOOTHINGS = {"none": ("auto", None), "k": ("auto", None), "qk": ("reference", "row")}
 # On the reference backend, and in the traces of exact attention.
 REFERENCE_BLOCKS = "64x64"
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(Run):
     """One run. smoothing, backend, granularity, remedy: of SageBwd, None for exact attention; no remedy is None."""
 
     attention: str
@@ -59,7 +56,7 @@ class Cell:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `python -m sage_lab pretrain`."""
+        """The arguments of `python -m sage_lab pretrain` that make this run."""
         numbers = {"tokens-per-step": self.tokens_per_step, "learning-rate": self.learning_rate, "seed": self.seed}
         found = ["--attention", self.attention] + [str(x) for name, x in numbers.items() for x in (f"--{name}", x)]
         found += ["--qk-norm"] * self.qk_norm
@@ -76,13 +73,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """tokens: of every run. tokens_per_step: small and large.
+    """Notebook 06b's runs.
 
-    seeds, seeds_at_large: of the main cells, at the small and at the large step, where runs scatter more and take less
-    time; all other cells take the first.
+    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both numbers of tokens per step. At
+    the large one SageBwd also runs once with the paper's scales, one per tile of P and dS.
 
-    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both sizes of a step. At the large
-    one SageBwd runs once with the paper's scales, too, one per tile of P and dS.
+    tokens: of every run. tokens_per_step: small and large.
+    seeds, seeds_at_large: of the main cells at the small and at the large number of tokens per step. Large ones scatter
+    more and take less time. All other cells have the first seed.
     warmup, snapshots: shares of a run's steps; a checkpoint is kept at each snapshot.
     micro_batch: sequences of a pass, at most those of a step.
     """
@@ -103,8 +101,17 @@ class GridPlan:
     validation_sequences: int = 256
     autocast: bool = True
 
+    @property
+    def runs(self) -> Plan:
+        """The search for the learning rates, then all other runs."""
+
+        def others(finished: Mapping[Run, list[Row]]) -> list[Cell]:
+            return self.cells(chosen_rates(self, [rows[0] for rows in finished.values()]))
+
+        return Plan("grid", [self.search(), others])
+
     def search(self) -> list[Cell]:
-        """Exact attention with QK-norm at every learning rate."""
+        """Return exact attention with QK-norm at every learning rate."""
         return [
             Cell("exact", True, tokens_per_step, self.seeds[0], rate)
             for tokens_per_step in self.tokens_per_step
@@ -112,29 +119,29 @@ class GridPlan:
         ]
 
     def cells(self, learning_rate: dict[int, float]) -> list[Cell]:
-        """All other runs, the slowest first. learning_rate: of each number of tokens per step."""
+        """Return all other runs, the slowest first. learning_rate: of each number of tokens per step."""
         found = []
         small, large = self.tokens_per_step
         for tokens_per_step, seeds in ((large, self.seeds_at_large), (small, self.seeds)):
             for qk_norm in (True, False):
                 exact = Cell("exact", qk_norm, tokens_per_step, seeds[0], learning_rate[tokens_per_step])
                 sagebwd = {
-                    smoothing: replace(exact, attention="sagebwd", smoothing=smoothing, backend=backend, granularity=g)
+                    smoothing: exact.replace(attention="sagebwd", smoothing=smoothing, backend=backend, granularity=g)
                     for smoothing, (backend, g) in SMOOTHINGS.items()
                 }
                 found += [exact, *sagebwd.values()]
                 if qk_norm and tokens_per_step == large:
-                    found += [replace(sagebwd["k"], backend="reference", granularity="block")]
+                    found += [sagebwd["k"].replace(backend="reference", granularity="block")]
                 if qk_norm:
-                    found += [replace(cell, seed=seed) for cell in (exact, sagebwd["k"]) for seed in seeds[1:]]
+                    found += [cell.replace(seed=seed) for cell in (exact, sagebwd["k"]) for seed in seeds[1:]]
         return sorted(found, key=lambda cell: cell.backend != "reference")
 
 
 @dataclass(frozen=True)
 class RepairPlan(GridPlan):
-    """Notebook 14's: the kernels it recommends, beside exact attention, today's kernels and the scales as printed.
+    """Notebook 14's runs: exact attention, the kernels with the printed scales, with ours, and as 14 recommends.
 
-    All with QK-norm, and the first seed without it, too. learning_rates: the one that the grid chose at a large step.
+    All seeds run with QK-norm, and the first one without it, too. learning_rates: the one that the grid chose.
     """
 
     tokens: int = 500 * 2**16
@@ -149,10 +156,10 @@ class RepairPlan(GridPlan):
         found = []
         for tokens_per_step in self.tokens_per_step:
             exact = Cell("exact", True, tokens_per_step, self.seeds[0], learning_rate[tokens_per_step])
-            kernels = replace(exact, attention="sagebwd", smoothing="k", backend="triton", granularity="row")
-            arms = (exact, replace(kernels, granularity="block"), kernels, replace(kernels, remedy=UNBIASED))
-            found += [replace(arm, seed=seed) for seed in self.seeds for arm in arms]
-            found += [replace(arm, qk_norm=False) for arm in arms]
+            kernels = exact.replace(attention="sagebwd", smoothing="k", backend="triton", granularity="row")
+            arms = (exact, kernels.replace(granularity="block"), kernels, kernels.replace(remedy=UNBIASED))
+            found += [arm.replace(seed=seed) for seed in self.seeds for arm in arms]
+            found += [arm.replace(qk_norm=False) for arm in arms]
         return found
 
 
@@ -175,9 +182,9 @@ PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN, "repair": RepairPlan()}
 
 
 def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
-    """Tokens per step -> the learning rate whose run of `plan.search()` ended at the lowest validation loss.
+    """Return, for each number of tokens per step, the learning rate that ended at the lowest validation loss.
 
-    Of one rate there is nothing to choose. ValueError if no run of a size has finished, or all that have diverged.
+    With a single rate there is nothing to choose. Raises ValueError if no run of a size has finished without diverging.
     """
     if len(plan.learning_rates) == 1:
         return dict.fromkeys(plan.tokens_per_step, plan.learning_rates[0])
@@ -193,82 +200,41 @@ def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
     return rates
 
 
-class Grid:
-    """Runs cells, as many at once as there are devices.
+def train_in_a_process(plan: GridPlan, cell: Cell, device: int | None, folder: Path) -> None:
+    """Run a cell to its result file. device: the number of a CUDA device, None for the CPU.
 
-    folder: of checkpoints, logs and results. corpus: a .bin. devices: one number of a CUDA device per run at a time,
-    None for the CPU.
+    Raises `Failed` with the name of the log if the process ends with an error.
     """
+    result = result_file(folder, cell)
+    largest = plan.reference_micro_batch if cell.backend == "reference" else plan.micro_batch
+    named = {name: getattr(plan, name) for name in ("tokens", "context", "layers", "width", "heads", "warmup")}
+    named |= {"kv-heads": plan.heads, "validation-sequences": plan.validation_sequences}
+    named |= {"corpus": corpus_file(folder), "micro-batch": min(largest, cell.tokens_per_step // plan.context)}
+    named |= {"device": "cpu" if device is None else "cuda", "checkpoint": result.with_suffix(".pt"), "json": result}
+    steps = plan.tokens // cell.tokens_per_step
+    command = [sys.executable, "-m", "sage_lab", "pretrain", *cell.arguments]
+    command += ["--autocast" if plan.autocast else "--no-autocast"]
+    command += [text for name, value in named.items() for text in (f"--{name}", str(value))]
+    command += ["--snapshots", *(str(max(1, round(share * steps))) for share in plan.snapshots)]
+    environment = os.environ | {PARENT: str(os.getpid())}
+    environment |= {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+    output = result.with_suffix(".log")
+    with output.open("a") as log:
+        code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
+    if code:
+        raise Failed(f"{cell.name}: the run ended with exit status {code}, see {output}")
 
-    def __init__(self, plan: GridPlan, folder: Path, corpus: Path, devices: Sequence[int | None]):
-        self.plan, self.folder, self.corpus = plan, folder, corpus
-        self.devices: SimpleQueue[int | None] = SimpleQueue()
-        for device in devices:
-            self.devices.put(device)
-        self.at_once = len(devices)
 
-    def result(self, cell: Cell) -> Path:
-        return self.folder / f"{cell.name}.json"
+def result_file(folder: Path, cell: Run) -> Path:
+    return folder / f"{cell.name}.json"
 
-    def run(self, cells: Sequence[Cell]) -> None:
-        """Finish every run that has no result yet.
 
-        `Failed` names the log of a run that broke, after all others have ended.
-        """
-        waiting = [cell for cell in cells if not self.result(cell).exists()]
-        with ThreadPoolExecutor(self.at_once) as pool, tqdm(total=len(waiting), unit="run") as bar:
-            futures = [pool.submit(self.train, cell) for cell in waiting]
-            for future in futures:
-                future.add_done_callback(lambda _: bar.update())
-            try:
-                wait(futures)
-            except KeyboardInterrupt:  # which the runs that are going on get as well
-                pool.shutdown(cancel_futures=True)
-                raise
-        for future in futures:
-            future.result()
-
-    def records(self, cells: Sequence[Cell]) -> dict[Cell, Record]:
-        """The results of those runs that are finished."""
-        return {cell: read_record(self.result(cell)) for cell in cells if self.result(cell).exists()}
-
-    def train(self, cell: Cell) -> None:
-        device = self.devices.get()
-        try:
-            self.train_on(device, cell)
-        finally:
-            self.devices.put(device)
-
-    def train_on(self, device: int | None, cell: Cell) -> None:
-        plan, result = self.plan, self.result(cell)
-        largest = plan.reference_micro_batch if cell.backend == "reference" else plan.micro_batch
-        named = {name: getattr(plan, name) for name in ("tokens", "context", "layers", "width", "heads", "warmup")}
-        named |= {"kv-heads": plan.heads, "validation-sequences": plan.validation_sequences, "corpus": self.corpus}
-        named |= {"micro-batch": min(largest, cell.tokens_per_step // plan.context)}
-        named |= {"device": "cpu" if device is None else "cuda"}
-        named |= {"checkpoint": result.with_suffix(".pt"), "json": result}
-        steps = plan.tokens // cell.tokens_per_step
-        command = [
-            sys.executable,
-            "-m",
-            "sage_ref",
-            "pretrain",
-            *cell.arguments,
-            "--autocast" if plan.autocast else "--no-autocast",
-        ]
-        command += [text for name, value in named.items() for text in (f"--{name}", str(value))]
-        command += ["--snapshots", *(str(max(1, round(share * steps))) for share in plan.snapshots)]
-        environment = os.environ | {PARENT: str(os.getpid())}
-        environment |= {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
-        output = result.with_suffix(".log")
-        with output.open("a") as log:
-            code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
-        if code:
-            raise Failed(f"{cell.name}: the run ended with exit status {code}, see {output}")
+def corpus_file(folder: Path) -> Path:
+    return folder / "corpus.bin"
 
 
 def traces(records: dict[Cell, Record]) -> list[Row]:
-    """The errors of every layer's attention over training, from the runs that traced them."""
+    """Return the errors of every layer's attention over training, from the runs that traced them."""
     rows = []
     for cell, record in records.items():
         names = {"qk_norm": cell.qk_norm, "tokens_per_step": cell.tokens_per_step, "seed": cell.seed}
@@ -277,7 +243,7 @@ def traces(records: dict[Cell, Record]) -> list[Row]:
 
 
 def measured_on(records: Collection[Record]) -> dict[str, Any]:
-    """The provenance that the runs have in common, and the date of the last one; where they differ, all values."""
+    """Return the provenance that runs have in common, all values where they differ, and the date of the last one."""
     found: dict[str, Any] = {}
     for name in ("gpu", "driver", "cpu", "python", "torch", "triton", "commit"):
         values = sorted({record.provenance[name] for record in records}, key=str)
@@ -286,7 +252,7 @@ def measured_on(records: Collection[Record]) -> dict[str, Any]:
 
 
 def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Header and lines: mean final loss over seeds, and their range, of every kind of run."""
+    """Return header and lines: mean final loss over seeds, and their range, for every kind of run."""
     names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "remedy", "learning_rate")
     found: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -315,24 +281,34 @@ def run(options: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
     if options.plan != "cpu" and not (on_gpu or options.report_only):
         raise ValueError(f"plan: expected cpu, as this machine has no CUDA device, got {options.plan}")
-    plan = PLANS[options.plan]
+    plan, folder = PLANS[options.plan], options.folder
     devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
-    corpus = options.folder / "corpus.bin"
-    grid = Grid(plan, options.folder, corpus, devices)
-    search = plan.search()
-    with nullcontext() if options.report_only else only_writer(options.folder / "grid"):
-        if not (corpus.exists() or options.report_only):
-            write_tokens(corpus_of(options).tokens.numpy(), corpus)
+
+    def trained(cell: Cell, device: int | None) -> list[Row]:
+        train_in_a_process(plan, cell, device, folder)
+        return read_record(result_file(folder, cell)).rows
+
+    given = plan.runs, folder, plan, devices
+    with nullcontext(Work(*given)) if options.report_only else opened(*given) as work:
+        # A run's result file is there a moment before its rows are kept.
+        while found := [cell for cell in work.left if result_file(folder, cell).exists()]:
+            work.parts.parts |= {cell.name: read_record(result_file(folder, cell)).rows for cell in found}
         if not options.report_only:
-            grid.run(search)
-        rates = chosen_rates(plan, [record.rows[0] for record in grid.records(search).values()])
-        cells = list(dict.fromkeys(search + plan.cells(rates)))
-        if not options.report_only:
-            grid.run(cells)
-    records = grid.records(cells)
-    rows = [record.rows[0] for record in records.values()]
+            if not corpus_file(folder).exists():
+                write_tokens(corpus_of(options).tokens.numpy(), corpus_file(folder))
+            work.finish(trained)
+    report(options, plan, work)
+
+
+def report(options: argparse.Namespace, plan: GridPlan, work: Work) -> None:
+    """Print the table of the finished runs, and write the records that were asked for."""
+    records = {cell: read_record(result_file(work.folder, cell)) for cell in work.finished}
+    searched = plan.search()
+    if not records or any(cell not in records for cell in searched):
+        raise ValueError(f"folder: expected one where the learning rates have been chosen, got {work.folder}")
+    rates = chosen_rates(plan, [records[cell].rows[0] for cell in searched])
+    rows, unfinished = work.rows, [cell.name for cell in work.left]
     print(markdown_table(*grid_table(rows)))
-    unfinished = [cell.name for cell in cells if cell not in records]
     if unfinished:
         print(f"unfinished: {', '.join(unfinished)}")
     facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": unfinished}
@@ -342,5 +318,5 @@ def run(options: argparse.Namespace) -> None:
         write_record(options.json, rows, command=options.command, **facts, **measured_on(records.values()))
     if options.traces:
         exact = [cell for cell in plan.cells(rates) if cell.attention == "exact" and cell.seed == plan.seeds[0]]
-        traced = grid.records(exact)
+        traced = {cell: records[cell] for cell in exact if cell in records}
         write_record(options.traces, traces(traced), command=options.command, **facts, **measured_on(traced.values()))

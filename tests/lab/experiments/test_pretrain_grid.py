@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -17,7 +15,7 @@ import torch
 from sage_lab.__main__ import main
 from sage_lab.command_line import PARENT
 from sage_lab.experiments import pretrain_grid as grid_module
-from sage_lab.experiments.pretrain_grid import CPU_PLAN, Cell, Grid, GridPlan, RepairPlan, chosen_rates
+from sage_lab.experiments.pretrain_grid import CPU_PLAN, Cell, GridPlan, RepairPlan, chosen_rates, train_in_a_process
 from sage_lab.records import Record, read_record, write_record
 from sage_lab.repairs import UNBIASED
 from sage_lab.training.corpus import read_corpus, write_tokens
@@ -124,138 +122,90 @@ def test_no_rate_is_chosen_where_none_finished_or_all_diverged():
 # Running
 
 
-class FakeRuns:
-    """Stands for subprocess.run: writes the result that each run would, and remembers what was called."""
+def fake_run(fails=(), loss=lambda options: 2.0):
+    """Stand for subprocess.run: write the result that each run would, and remember the commands."""
 
-    def __init__(self, fails=(), seconds=0.0, loss=None):
-        self.fails, self.seconds, self.loss = fails, seconds, loss or (lambda options: 2.0)
-        self.calls, self.on_device, self.most = [], Counter(), Counter()
-        self.lock = threading.Lock()
-
-    def __call__(self, command, *, stdout, stderr, env, check):
-        assert command[:4] == [sys.executable, "-m", "sage_ref", "pretrain"]
-        assert not check
+    def run(command, *, stdout, stderr, env, check):
+        run.commands.append(command)
         options = options_of(command)
-        device = env.get("CUDA_VISIBLE_DEVICES") if options["--device"] == "cuda" else "cpu"
-        with self.lock:
-            self.calls.append((command, env))
-            self.on_device[device] += 1
-            self.most[device] = max(self.most[device], self.on_device[device])
-        time.sleep(self.seconds)
         result = Path(options["--json"])
-        stdout.write(f"{result.stem}\n")
-        with self.lock:
-            self.on_device[device] -= 1
-        if any(name in result.name for name in self.fails):
+        if any(name in result.name for name in fails):
             return subprocess.CompletedProcess(command, 3)
         row = dict.fromkeys(("smoothing", "granularity", "diverged"))
         row |= {"attention": options["--attention"], "qk_norm": "--qk-norm" in command}
         row |= {"tokens_per_step": int(options["--tokens-per-step"]), "seed": int(options["--seed"])}
-        row |= {"learning_rate": float(options["--learning-rate"]), "final_val_loss": self.loss(options)}
+        row |= {"learning_rate": float(options["--learning-rate"]), "final_val_loss": loss(options)}
         found = [{"step": 0, "layer": 0, "tensor": "dS"}] if "--trace" in command else []
         write_record(result, [row], command=" ".join(command), corpus="text", arguments={}, traces=found)
         return subprocess.CompletedProcess(command, 0)
 
+    run.commands = []
+    return run
+
 
 @pytest.fixture
 def fake(monkeypatch):
-    """fake(...) -> FakeRuns, from then on in the place of every run."""
+    """fake(...) -> `fake_run`, from then on in the place of every run."""
     monkeypatch.setattr("sage_lab.records._commit", lambda: "0" * 40)  # it would start git
 
     def replace_runs(**options):
-        runs = FakeRuns(**options)
-        monkeypatch.setattr(grid_module.subprocess, "run", runs)
-        return runs
+        run = fake_run(**options)
+        monkeypatch.setattr(grid_module.subprocess, "run", run)
+        return run
 
     return replace_runs
-
-
-CELLS = [Cell("exact", True, 512, seed, 0.001) for seed in range(24)]
 
 
 def options_of(command):
     return dict(zip(command, command[1:], strict=False))
 
 
-def grid_of(folder, plan=CPU_PLAN, devices=(None,)):
-    return Grid(plan, folder, Path("corpus.bin"), devices)
-
-
 def test_a_run_is_told_its_cell_and_its_plan(tmp_path, fake):
-    runs = fake()
+    run, plan = fake(), replace(GridPlan(), reference_micro_batch=4)
     exact = Cell("exact", False, 2**14, 1, 0.002)
     kernels = Cell("sagebwd", True, 2**17, 0, 0.001, "k", "auto")
     reference = Cell("sagebwd", True, 2**17, 0, 0.001, "qk", "reference", "row")
     unsmoothed = Cell("sagebwd", False, 2**14, 0, 0.001, "none", "auto")
-    grid_of(tmp_path, replace(GridPlan(), reference_micro_batch=4)).run([exact, kernels, reference, unsmoothed])
-    first, *_ = commands = [command for command, _ in runs.calls]
+    for cell in (exact, kernels, reference, unsmoothed):
+        train_in_a_process(plan, cell, None, tmp_path)
+    train_in_a_process(CPU_PLAN, Cell("exact", True, 2**12, 0, 0.001), None, tmp_path)
+    first, *_, short = run.commands
     expected = (
         "--attention exact --tokens-per-step 16384 --learning-rate 0.002 --seed 1 --tokens 67108864 --context 1024"
-        " --layers 4 --width 384 --heads 3 --kv-heads 3 --warmup 0.1 --validation-sequences 256 --corpus corpus.bin"
-        f" --micro-batch 16 --device cpu --json {tmp_path / exact.name}.json --checkpoint {tmp_path / exact.name}.pt"
+        " --layers 4 --width 384 --heads 3 --kv-heads 3 --warmup 0.1 --validation-sequences 256 --micro-batch 16"
+        f" --corpus {tmp_path}/corpus.bin --device cpu --json {tmp_path}/exact_plain_16384_lr0.002_seed1.json"
+        f" --checkpoint {tmp_path}/exact_plain_16384_lr0.002_seed1.pt"
     ).split()
     assert set(zip(expected[::2], expected[1::2], strict=True)) <= options_of(first).items()
     assert first[first.index("--snapshots") :] == ["--snapshots", "410", "2048"]
+    assert short[short.index("--snapshots") :] == ["--snapshots", "1", "2"]  # at steps that exist
     flags = ("--qk-norm", "--trace", "--smooth-k", "--no-smooth-k", "--smooth-q", "--autocast")
     chosen = ("--micro-batch", "--backend", "--granularity", "--blocks")  # a step of 16384 tokens has 16 sequences
-    assert [([x for x in flags if x in y], *(options_of(y).get(name) for name in chosen)) for y in commands] == [
+    assert [([x for x in flags if x in y], *(options_of(y).get(name) for name in chosen)) for y in run.commands] == [
         (["--trace", "--autocast"], "16", "reference", "block", "64x64"),
         (["--qk-norm", "--smooth-k", "--autocast"], "64", "auto", None, None),
         (["--qk-norm", "--smooth-k", "--smooth-q", "--autocast"], "4", "reference", "row", "64x64"),
         (["--no-smooth-k", "--autocast"], "16", "auto", None, None),
+        (["--qk-norm", "--trace"], "8", "reference", "block", "64x64"),
     ]
 
 
-def test_short_runs_have_their_snapshots_at_a_step_that_exists(tmp_path, fake):
-    runs = fake()
-    grid_of(tmp_path).run([Cell("exact", True, 2**12, 0, 0.001)])
-    ((command, _),) = runs.calls
-    assert command[command.index("--snapshots") :] == ["--snapshots", "1", "2"]
-    assert "--autocast" not in command
-
-
 @pytest.mark.parametrize("status", [0, 3])
-def test_a_run_is_a_process_whose_output_is_kept(tmp_path, monkeypatch, status):
+@pytest.mark.parametrize("device", [5, None])
+def test_a_run_is_a_process_on_its_device_whose_output_is_kept(tmp_path, monkeypatch, status, device):
     """In place of Python, a program that says what it was called with."""
     program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\necho "$@"\necho $CUDA_VISIBLE_DEVICES >&2\nexit {status}\n')
+    program.write_text(f'#!/bin/sh\necho "$@"\necho $CUDA_VISIBLE_DEVICES ${PARENT} >&2\nexit {status}\n')
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    cell = CELLS[0]
-    with pytest.raises(RuntimeError, match="exit status 3") if status else nullcontext():
-        grid_of(tmp_path, devices=[5]).run([cell])
-    arguments, device = (tmp_path / f"{cell.name}.log").read_text().splitlines()
-    assert arguments.startswith("-m sage_ref pretrain --attention exact")
-    assert device == "5"
-
-
-def test_a_run_that_breaks_is_named_after_all_others_have_ended(tmp_path, fake):
-    runs, cells = fake(fails=["seed1"], seconds=0.01), CELLS[:5]
-    grid = grid_of(tmp_path, devices=[0, 1])
-    message = f"{cells[1].name}: the run ended with exit status 3, see .*{cells[1].name}.log"
-    with pytest.raises(RuntimeError, match=message):
-        grid.run(cells)
-    assert len(runs.calls) == 5
-    assert list(grid.records(cells)) == [cells[0], *cells[2:]]
-    assert grid.devices.qsize() == 2  # that of the broken run has come back, too
-    again = fake()
-    grid.run(cells)
-    assert len(again.calls) == 1
-    assert {cell: found.rows[0]["seed"] for cell, found in grid.records(cells).items()} == {x: x.seed for x in cells}
-
-
-@pytest.mark.parametrize(
-    ("devices", "most"), [([0, 1, 2, 2], {"0": 1, "1": 1, "2": 2}), ([None], {"cpu": 1})], ids=["GPUs", "CPU"]
-)
-def test_no_two_runs_share_a_place_on_a_device(tmp_path, fake, monkeypatch, devices, most):
-    """Runs on the CPU follow each other, and see the same environment."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    runs, cells = fake(seconds=0.01), CELLS[: 6 * len(devices)]
-    grid_of(tmp_path, devices=devices).run(cells)
-    assert runs.most == most
-    assert len(runs.calls) == len(cells)
-    expected = os.environ | {PARENT: str(os.getpid())}
-    assert all((env == expected) == (devices == [None]) for _, env in runs.calls)
+    cell = Cell("exact", True, 512, 0, 0.001)
+    message = f"{cell.name}: the run ended with exit status 3, see .*{cell.name}.log"
+    with pytest.raises(RuntimeError, match=message) if status else nullcontext():
+        train_in_a_process(CPU_PLAN, cell, device, tmp_path)
+    arguments, environment = (tmp_path / f"{cell.name}.log").read_text().splitlines()
+    assert arguments.startswith("-m sage_lab pretrain --attention exact")
+    assert environment == f"{device or 7} {os.getpid()}"
 
 
 # Records
@@ -307,13 +257,13 @@ COMMAND = ["pretrain-grid", "--plan", "cpu", "--folder", "grid"]
 def test_the_command_works_off_the_plan_and_records_it(text, fake, capsys):
     """Of the search 0.001 is best at the small step, 0.004 at the large one."""
     rates = {512: 0.001, 4096: 0.004}
-    runs = fake(loss=lambda x: 2.0 + (rates[int(x["--tokens-per-step"])] != float(x["--learning-rate"])))
+    run = fake(loss=lambda x: 2.0 + (rates[int(x["--tokens-per-step"])] != float(x["--learning-rate"])))
     main([*COMMAND, "--corpus", "text.txt", "--json", "grid.json", "--traces", "layers.json"])
     cells = list(dict.fromkeys(CPU_PLAN.search() + CPU_PLAN.cells(rates)))
-    names = [Path(options_of(command)["--json"]).stem for command, _ in runs.calls]
+    names = [Path(options_of(command)["--json"]).stem for command in run.commands]
     assert sorted(names) == sorted(cell.name for cell in cells)
     assert set(names[:4]) == {cell.name for cell in CPU_PLAN.search()}
-    assert {options_of(command)["--corpus"] for command, _ in runs.calls} == {"grid/corpus.bin"}
+    assert {options_of(command)["--corpus"] for command in run.commands} == {"grid/corpus.bin"}
     assert (text / "grid" / "corpus.bin").read_bytes()[::2] == (text / "text.txt").read_bytes()
     found, traced = read_record(text / "grid.json"), read_record(text / "layers.json")
     assert len(found.rows) == len(cells)
@@ -336,9 +286,9 @@ def test_report_only_trains_nothing_and_the_command_goes_on_with_what_is_unfinis
     assert not (text / "grid.json").exists()
     corpus = (text / "grid" / "corpus.bin").rename(text / "corpus.bin")
     capsys.readouterr()
-    runs = fake()
+    run = fake()
     main([*COMMAND, "--report-only", *outputs])
-    assert runs.calls == []
+    assert run.commands == []
     assert not (text / "grid" / "corpus.bin").exists()
     found, traced = read_record(text / "grid.json"), read_record(text / "layers.json")
     unfinished = found.provenance["unfinished"]
@@ -351,7 +301,7 @@ def test_report_only_trains_nothing_and_the_command_goes_on_with_what_is_unfinis
     assert places == [(4096, True), (512, True), (512, False)]
     corpus.rename(text / "grid" / "corpus.bin")
     main([*COMMAND, *outputs])  # the corpus is in the folder
-    assert len(runs.calls) == 5
+    assert len(run.commands) == 5
     assert len(read_record(text / "grid.json").rows) == len(found.rows) + 5
 
 
@@ -364,10 +314,10 @@ def test_on_gpus_each_is_shared_by_as_many_runs_as_asked_for(text, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(grid_module, "Grid", seen)
+    monkeypatch.setattr(grid_module, "opened", seen)
     with pytest.raises(Seen) as found:
         main(["pretrain-grid", "--runs-per-gpu", "3"])
-    plan, _, _, devices = found.value.args
+    _, _, plan, devices = found.value.args
     assert (plan, Counter(devices)) == (GridPlan(), {0: 3, 1: 3})
 
 
@@ -384,9 +334,9 @@ def test_every_cell_trains(text, monkeypatch):
     search, cells = all_cells(TINY)
     kinds = list(dict.fromkeys(replace(cell, learning_rate=0.001, seed=0) for cell in (*search, *cells)))
     assert len(kinds) == 2 * 2 * 4 + 1
-    grid = grid_of(text, TINY)
-    grid.run(kinds)
-    for cell, found in grid.records(kinds).items():
+    for cell in kinds:
+        train_in_a_process(TINY, cell, None, text)
+        found = read_record(text / f"{cell.name}.json")
         (row,) = found.rows
         names = ("attention", "qk_norm", "smoothing", "tokens_per_step", "learning_rate")
         assert [row[name] for name in names] == [getattr(cell, name) for name in names]
