@@ -1,7 +1,7 @@
 """`python -m sage_lab context-parallel`: forward and backward of one long sequence on 1, 2, 4, ... devices.
 
 Under torchrun, one process per device:
-`torchrun --standalone --nproc-per-node 4 -m sage_ref context-parallel`.
+`torchrun --standalone --nproc-per-node 4 -m sage_lab context-parallel`.
 The processes form groups of each size, all of which do the same, so no device is idle: what takes its time on one
 device does so on all of them at once. The time of a pass is that of the slowest process, from a common start until its
 device is through; attentions and sizes of groups take turns.
@@ -10,11 +10,12 @@ device is through; attentions and sizes of groups take turns.
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_lab.command_line import add_device_option, percentage, positive, positive_number
-from sage_lab.experiments.pretrain_speed import interrupted
 from sage_lab.experiments.turns import orders
-from sage_lab.records import Record, Row, markdown_table, only_writer, provenance, write_record
-from sage_lab.training.processes import Processes, processes
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Record, Row, markdown_table, measured_by, only_writer, write_record
+from sage_lab.training.processes import Processes, agreed, processes
 from sage_ref.parallel import ParallelSLA2, parallel_sagebwd_attention, ulysses
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sla2 import SLA2
@@ -94,11 +95,11 @@ class Measured(NamedTuple):
     left_out: list[str]  # which passes, and why
 
 
-def measured(plan: ParallelPlan, world: Processes, done: Sequence[Row] = ()) -> Iterator[Measured]:
-    """One length after the other, in every process. done: rows that an interrupted measurement left."""
-    groups, rows = groups_of_each_size(world), list(done)
+def measured(plan: ParallelPlan, world: Processes, done: Mapping[str, list[Row]]) -> Iterator[Measured]:
+    """Measure one length after the other, in every process. done: the rows of lengths that were measured before."""
+    groups, rows = groups_of_each_size(world), [row for found in done.values() for row in found]
     for n in plan.lengths:
-        if any(row["n"] == n for row in rows):
+        if str(n) in done:
             continue
         passes = [Pass(name, members) for name in plan.attentions for members in groups]
         reasons = {one: why_left_out(one, n, plan, world, rows) for one in passes}
@@ -297,30 +298,25 @@ def run(options: argparse.Namespace) -> None:
         tuple(options.lengths), tuple(dict.fromkeys(options.attentions)),
         sparsity=options.sparsity / 100, **{name: getattr(options, name) for name in names},
     )  # fmt: skip
-    with processes(options.device) as world, ExitStack() as held:
+    path = options.json or Path("runs/context_parallel.json")
+    with processes(options.device) as world, only_writer(path) if world.is_first else nullcontext():
         for n in plan.lengths:
             if n % (world.count * BLOCK):
                 raise ValueError(f"lengths: expected multiples of {BLOCK} tokens for each of {world.count}, got {n}")
-        rows: list[Row] = []
         on_gpu = world.device.type == "cuda"
         memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None
-        facts: dict[str, Any] = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
-        if options.json and world.is_first:
-            held.enter_context(only_writer(options.json))
-            rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
-        if world.count > 1:
-            shared = [rows]
-            dist.broadcast_object_list(shared, src=0, device=world.device)
-            (rows,) = shared
-        if rows and world.is_first:
-            print(f"{options.json} has {len(rows)} rows, which are not measured again")
+        parts = FinishedParts(path, (plan, world.count, measured_by())) if world.is_first else None
         launcher = f"torchrun --standalone --nproc-per-node {world.count} -m" if world.count > 1 else "python -m"
-        for found in measured(plan, world, rows):
-            rows = [*rows, *found.rows]
-            if not world.is_first:
-                continue
-            print(f"N = {found.n:,}: {len(found.rows)} passes measured", *found.left_out, sep="\n  not ", flush=True)
-            if options.json and found.rows:
-                write_record(options.json, rows, command=options.command.replace("python -m", launcher), **facts)
+        command = options.command.replace("python -m", launcher)
+        for found in measured(plan, world, agreed(parts and parts.parts, world)):
+            if world.is_first:
+                parts.keep(str(found.n), found.rows)
+                outcome = f"N = {found.n:,}: {len(found.rows)} passes measured"
+                print(outcome, *found.left_out, sep="\n  not ", flush=True)
         if world.is_first:
+            rows = [row for found in parts.parts.values() for row in found]
             print(markdown_table(*scaling_table(rows, memory)))
+            if options.json:
+                facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
+                write_record(options.json, rows, command=command, **facts)
+            parts.remove()

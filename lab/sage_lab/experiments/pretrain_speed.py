@@ -9,11 +9,10 @@ PyTorch's many, torch.compile fuses that work for the others on a GPU; and SageB
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -30,10 +29,11 @@ from sage_lab.command_line import add_device_option, positive
 from sage_lab.experiments.turns import orders
 from sage_lab.models import flash_attention_4 as fa4
 from sage_lab.models.llama import Llama, LlamaConfig
-from sage_lab.records import Record, Row, markdown_table, only_writer, provenance, read_record, write_record
+from sage_lab.plan import FinishedParts
+from sage_lab.records import Record, Row, markdown_table, measured_by, only_writer, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
-from sage_lab.training.processes import Processes, processes
+from sage_lab.training.processes import Processes, agreed, processes
 from sage_ref.backend import why_not_importable
 from sage_ref.prologue import before_attention
 
@@ -100,28 +100,26 @@ class SpeedPlan:
                 )
 
 
-def step_times(plan: SpeedPlan, group: Processes, done: Collection[Row] = ()) -> Iterator[Row]:
-    """One row per way to use the devices, context and attention: median, 20th and 80th percentile of the step's time.
+def step_times(plan: SpeedPlan, group: Processes, done: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
+    """Time every way to use the devices and every context; on the first process yield each one's name and rows.
 
     The attentions of one way and context take their steps in turn. With several processes the first one is timed alone
-    before all are, while the others wait. Only the first yields rows. done: rows that an interrupted measurement left
-    on the first process, not to be measured again.
+    before all are, while the others wait. done: names that need not be measured again, the same in all processes.
     """
     alone = Processes(0, 1, group.device)
     ways = [(alone, "none")] + [(group, parallel) for parallel in ("ddp", "fsdp")] * (group.count > 1)
     tokens = torch.randint(VOCABULARY, (2**22,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
     corpus = Corpus("random tokens", tokens, VOCABULARY)
-    finished = [[(row["attention"], *(row[name] for name in WAY)) for row in done]]
-    if group.count > 1:
-        dist.broadcast_object_list(finished, src=0, device=group.device)
     here = [name for name in ATTENTIONS if why_missing(name, group.device) is None]
     for (members, parallel), context in itertools.product(ways, plan.contexts):
-        left = [name for name in here if (name, context, members.count, parallel) not in finished[0]]
-        if left and (group.is_first or members.count > 1):
-            rows = _rows(Cell(plan, corpus, context, members, parallel), left)
+        name = f"{members.count} {parallel} {context}"
+        if name in done:
+            continue
+        if group.is_first or members.count > 1:
+            rows = _rows(Cell(plan, corpus, context, members, parallel), here)
             if group.is_first:
-                yield from rows
-        if left and group.count > 1:
+                yield name, rows
+        if group.count > 1:
             dist.barrier()
 
 
@@ -308,26 +306,6 @@ def _row(cell: Cell, attention: str, stepped: Sequence[Stepped], protocol: str) 
     )
 
 
-def interrupted(path: Path, plan: SpeedPlan, here: dict[str, Any]) -> tuple[list[Row], str | list[str]]:
-    """The rows that a measurement left at `path`, none if there is no file, and the commits of both measurements.
-
-    here: `provenance` of the measurement that goes on. ValueError if the plan, the machine or its software was another:
-    rows that are compared differ in nothing else.
-    """
-    if not path.exists():
-        return [], here["commit"]
-    found, rows = read_record(path)
-    for name, value in (here | json.loads(json.dumps({"plan": asdict(plan)}))).items():
-        if name not in ("commit", "date", "command") and found.get(name) != value:
-            raise ValueError(
-                f"path: expected a measurement with {name}={value}, {path} has {name}={found.get(name)}: "
-                "remove that file or name another"
-            )
-    before = found["commit"] if isinstance(found["commit"], list) else [found["commit"]]
-    commits = list(dict.fromkeys([*before, here["commit"]]))
-    return rows, commits if len(commits) > 1 else commits[0]
-
-
 def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
     """Header and lines: what ran, its time and rate, and its rate over that of either exact attention and one device.
 
@@ -371,19 +349,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
     plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
-    rows, facts = [], {"plan": asdict(plan)}
-    with processes(options.device) as group, ExitStack() as held:
-        if options.json and group.is_first:
-            held.enter_context(only_writer(options.json))
-            rows, facts["commit"] = interrupted(options.json, plan, provenance(options.command))
-            if rows:
-                print(f"{options.json} has {len(rows)} rows, which are not measured again")
+    path = options.json or Path("runs/pretrain_speed.json")
+    with processes(options.device) as group, only_writer(path) if group.is_first else nullcontext():
+        parts = FinishedParts(path, (plan, group.count, measured_by())) if group.is_first else None
         for name in ATTENTIONS if group.is_first else ():
             if reason := why_missing(name, group.device):
                 print(f"not timed: {NAMES[name]}, {reason}")
-        for row in step_times(plan, group, tuple(rows)):  # on the first process alone
-            rows.append(row)
-            if options.json:
-                write_record(options.json, rows, command=options.command, **facts)
+        for name, rows in step_times(plan, group, agreed(parts and list(parts.parts), group)):
+            parts.keep(name, rows)
         if group.is_first:
+            rows = [row for found in parts.parts.values() for row in found]
             print(markdown_table(*speed_table(rows)))
+            if options.json:
+                write_record(options.json, rows, command=options.command, plan=asdict(plan))
+            parts.remove()

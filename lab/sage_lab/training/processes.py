@@ -56,6 +56,14 @@ def processes(device: str) -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
+def agreed(value: Any, group: Processes) -> Any:
+    """Return the first process's value, in all of them."""
+    shared = [value]
+    if group.count > 1:
+        dist.broadcast_object_list(shared, src=0, device=group.device)
+    return shared[0]
+
+
 class ParallelTraining(ResumableTraining):
     """A model that one process trains, or several together. Whoever inherits says what the passes of a step are.
 

@@ -124,7 +124,6 @@ BAD = {  # the command line: what its one line says
     "pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",
-    "pretrain-speed --json junk": "path: expected",
     "context-parallel --lengths 100": "lengths: expected multiples of 128 tokens for each of 1, got 100",
     "context-parallel --lengths 256 128": "lengths: expected different ones, the shortest first",
     "context-parallel --causal": "attentions: expected none that isn't causal with --causal, got sla2",

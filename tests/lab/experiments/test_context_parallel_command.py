@@ -16,7 +16,7 @@ LINE = "context-parallel --lengths 256 512 --heads 2 --head-dim 16 --repetitions
 
 
 def measure(path):
-    """In one of two processes, all in one group: with half of the work done by a run before, then nothing left."""
+    """In one of two processes, all in one group: interrupted, and again."""
     command.SLA2 = functools.partial(command.SLA2, backend="reference")
     command.ParallelSLA2 = functools.partial(command.ParallelSLA2, backend="reference")
     rows = command._rows
@@ -27,7 +27,6 @@ def measure(path):
         with pytest.raises(SystemExit, match="130"):
             main(arguments)
         command._rows = rows
-        main(arguments)
         main(arguments)
 
 
@@ -52,7 +51,7 @@ def test_every_attention_runs_on_one_device_and_on_two(measured):
     assert sorted(found) == sorted(expected)
     assert all(row["repetitions"] == 2 and 0 < row["ms_p20"] <= row["ms_p80"] for row in record.rows)
     assert record.provenance["devices"] == 2
-    assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_ref context-par")
+    assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_lab context-par")
     assert record.provenance["plan"]["lengths"] == [256, 512]
 
 
@@ -69,10 +68,7 @@ def test_an_interrupted_measurement_goes_on_with_the_next_length(measured):
     _, printed = measured
     assert printed.count("N = 256: 7 passes measured") == printed.count("N = 512: 7 passes measured") == 1
     assert "  not SageBwd, ring on 1 device: one device needs no ring" in printed
-    assert "has 7 rows, which are not measured again" in printed
-    assert "has 14 rows, which are not measured again" in printed
-    lines = [line for line in printed.splitlines() if line.startswith("| 512 | SLA2, Ulysses | 2 | ")]
-    assert len(lines) == 2  # of the two runs that ended
+    assert printed.count("| 512 | SLA2, Ulysses | 2 | ") == 1
 
 
 def test_inputs_are_parts_of_one_sequence():
@@ -128,21 +124,3 @@ def test_the_table_compares_with_one_device():
         ("256", "SageBwd, ring", 2, "400.0", "2.00", "8.0", "2,880", "rel. L2 1.0e-03"),
         ("256", "SLA2, Ulysses", 1, "1,000.0", "", "10.0", "768", ""),
     ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lengths": (512, 256)}, "lengths: expected different ones, the shortest first"),
-        ({"causal": True}, "attentions: expected none that isn't causal with --causal, got sla2"),
-    ],
-)
-def test_plans_that_make_no_sense(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ParallelPlan(**changes)
-
-
-def test_lengths_that_devices_do_not_divide_into_blocks(capsys):
-    with pytest.raises(SystemExit):
-        main([*LINE.split()[:-1], "--lengths", "200"])
-    assert "lengths: expected multiples of 128 tokens for each of 1, got 200" in capsys.readouterr().err

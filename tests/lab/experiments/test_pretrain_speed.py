@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from process_cases import run_together
 from sage_lab.__main__ import main
 from sage_lab.experiments import pretrain_speed as speed
-from sage_lab.experiments.pretrain_speed import SpeedPlan, interrupted, speed_table, step_times
+from sage_lab.experiments.pretrain_speed import SpeedPlan, speed_table, step_times
 from sage_lab.models.llama import Llama, LlamaConfig
-from sage_lab.records import provenance, read_record, write_record
+from sage_lab.records import read_record
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
 from sage_lab.training.processes import Processes, processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,8 +50,12 @@ def clock(monkeypatch):
     return stepped
 
 
+def rows_of(plan, group=Processes(), done=()):  # noqa: B008 (immutable)
+    return [row for _, rows in step_times(plan, group, done) for row in rows]
+
+
 def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(clock):
-    rows = list(step_times(PLAN, Processes()))
+    rows = rows_of(PLAN)
     assert [(row["context"], row["attention"]) for row in rows] == CELLS
     for row in rows:
         # Steps of 1, 2, 3, 4 and 5 seconds after one that doesn't count.
@@ -74,16 +78,10 @@ def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(
         assert not settings.compile  # a compiled model may keep a backend that is no longer asked for
         assert training.group == Processes()
     assert {row["protocol"] for row in rows} == {"paired"}
-    # Rows that are there are not measured again; those of another way are no such rows.
-    left = [rows[1], rows[5]]
-    found = list(step_times(PLAN, Processes(), [row for row in rows if row not in left]))
-    assert found == [row | {"protocol": "alone"} for row in left]
-    elsewhere = [rows[0] | {"devices": 2}, rows[0] | {"parallel": "ddp"}, rows[0] | {"context": 8}]
-    assert list(step_times(PLAN, Processes(), elsewhere)) == rows
 
 
 def test_models_take_their_steps_in_turn_after_warming_up(clock):
-    list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    rows_of(replace(PLAN, contexts=(16,)))
     trainings = list(dict.fromkeys(clock))
     warming, *turns = (clock[place : place + 3] for place in range(0, 18, 3))
     assert warming == trainings
@@ -93,7 +91,7 @@ def test_models_take_their_steps_in_turn_after_warming_up(clock):
 
 def test_models_that_do_not_fit_together_take_blocks_of_steps_in_turn(clock, monkeypatch):
     monkeypatch.setattr(speed, "fit_together", lambda parameters, models, cell: models == 1)
-    rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    rows = rows_of(replace(PLAN, contexts=(16,)))
     steps = [sum(x is training for x in clock) for training in dict.fromkeys(clock)]
     # The first model shows how large it is; then three blocks of 3 steps and three of 2, after one that doesn't count.
     assert steps == [1, 4, 4, 4, 3, 3, 3]
@@ -121,7 +119,7 @@ def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch
 
     monkeypatch.setattr(speed.fa4, "flash_attention_4", flash_attention_4)
     monkeypatch.setattr(speed, "why_missing", lambda name, device: None)
-    rows = list(step_times(replace(PLAN, contexts=(16,)), Processes()))
+    rows = rows_of(replace(PLAN, contexts=(16,)))
     assert [row["attention"] for row in rows] == list(speed.ATTENTIONS)
     assert set(seen) == {(torch.float32, (2, 2, 16, 8))}
     assert len(seen) == 6 * 2  # steps of two passes
@@ -169,61 +167,9 @@ def test_a_node_is_the_attentions_whatever_its_layout():
 def test_a_row_names_what_ran(clock):
     """With another pick of PyTorch's, FlashAttention-2 is still itself, and no other is. Steps have at least a pass."""
     with sdpa_kernel(SDPBackend.MATH):
-        rows = list(step_times(replace(PLAN, tokens_per_pass=2**15), Processes()))
+        rows = rows_of(replace(PLAN, tokens_per_pass=2**15))
     assert [row["autograd_node"] == FLASH_ON_CPU for row in rows] == [False, True, False] * 2
     assert {(x.settings.batch_size, x.settings.micro_batch_size) for x in clock} == {(4, 4), (2, 2)}
-
-
-def test_several_devices_are_timed_after_one_with_ddp_then_with_fsdp(monkeypatch):
-    """The others wait while the first is alone, and only the first has rows. No process is started here."""
-    made, waited, sent = [], [], []
-
-    def rows(cell, attentions):
-        made.append((cell.group.count, cell.parallel, cell.context))
-        assert attentions == ["exact", "flash_attention_2", "sagebwd"]
-        return [{"number": len(made)}]
-
-    monkeypatch.setattr(speed, "_rows", rows)
-    monkeypatch.setattr(speed.dist, "barrier", lambda: waited.append(len(made)))
-    monkeypatch.setattr(speed.dist, "broadcast_object_list", lambda objects, src, device: sent.append(src))
-    cells = [(*way, context) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for context in (16, 32)]
-    assert list(step_times(PLAN, Processes(0, 2))) == [{"number": n + 1} for n in range(6)]
-    assert made == cells
-    assert waited == list(range(1, 7))
-    made.clear()
-    waited.clear()
-    assert list(step_times(PLAN, Processes(1, 2))) == []
-    assert made == [cell for cell in cells if cell[0] == 2]
-    assert len(waited) == 6
-    assert sent == [0, 0]
-
-
-HERE = provenance("c") | {"gpu": "a GPU", "commit": "b"}
-
-
-def test_an_interrupted_measurement_goes_on_at_its_commit_or_a_later_one(tmp_path):
-    path = tmp_path / "speed.json"
-    assert interrupted(path, PLAN, HERE) == ([], "b")
-    rows = [{"context": 16}, {"context": 32}]
-    for before, both in (("b", "b"), ("a", ["a", "b"]), (["a", "b"], ["a", "b"]), (["a", "c"], ["a", "c", "b"])):
-        facts = HERE | {"commit": before, "date": "yesterday"}
-        write_record(path, rows, **facts, plan=asdict(PLAN))
-        assert interrupted(path, PLAN, HERE) == (rows, both)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(({name: "another"}, f"{name}=.*has {name}=another: remove that file or name another")
-          for name in ("gpu", "driver", "cpu", "python", "torch", "triton")),
-        ({"plan": asdict(replace(PLAN, steps=6))}, "plan=.*'steps': 5.*has plan=.*'steps': 6"),
-        ({"plan": None}, "has plan=None"),
-    ],
-)  # fmt: skip
-def test_rows_of_another_machine_software_or_plan_are_not_added_to(tmp_path, changes, message):
-    write_record(tmp_path / "speed.json", [{"context": 16}], **HERE | {"plan": asdict(PLAN)} | changes)
-    with pytest.raises(ValueError, match=message):
-        interrupted(tmp_path / "speed.json", PLAN, HERE)
 
 
 def row(context, attention, rate, devices=1, parallel="none", **more):
@@ -266,48 +212,47 @@ def test_the_table_names_the_kernel():
         assert speed_table([row(16, attention, 1000, autograd_node=node)])[1][0][3] == name
 
 
-SIZES = "--contexts 16 32 --layers 1 --width 32 --heads 1 --tokens-per-device 64 --device cpu --json"
-
-
-def command(path):
-    return ["pretrain-speed", *SIZES.split(), str(path)]
-
-
-def test_the_command_times_records_and_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(speed, "VOCABULARY", 64)
-    path, measure, measured = tmp_path / "speed.json", speed._rows, []
+def timed(arguments):
+    """In each of two processes: the command, interrupted as it begins with FSDP, and again."""
+    speed.VOCABULARY, measure, measured = 64, speed._rows, []
 
     def rows(cell, attentions):
-        if len(measured) == 3:
+        if cell.parallel == "fsdp" and not again:
             raise KeyboardInterrupt
-        measured.extend((cell.context, name) for name in attentions)
+        measured.append((cell.group.count, cell.parallel, cell.context, len(attentions)))
         return measure(cell, attentions)
 
-    monkeypatch.setattr(speed, "_rows", rows)
-    for kept in (3, 6):
-        monkeypatch.setenv("SAGE_REF_COMMIT", f"commit{kept}")
-        with pytest.raises(SystemExit) if kept < 6 else nullcontext():
-            main(command(path))
-        record = read_record(path)
-        assert [(row["context"], row["attention"]) for row in record.rows] == CELLS[:kept]
-        assert measured == CELLS[kept - 3 : kept]
-        measured.clear()
-        printed = capsys.readouterr().out
-        assert (f"{path} has {kept - 3} rows, which are not measured again" in printed) == (kept > 3)
-        assert "not timed: FlashAttention-4, flash-attn-4 needs a CUDA device" in printed
-    commits = [commit.removesuffix("-dirty") for commit in record.provenance["commit"]]
-    assert commits == ["commit3", "commit6"]
-    assert record.provenance["plan"] == json.loads(json.dumps(asdict(SpeedPlan((16, 32), 1, 32, 1, 64))))
+    speed._rows, again = rows, False
+    with processes("cpu") as group:
+        speed.processes = lambda device: nullcontext(group)
+        with pytest.raises(SystemExit):
+            main(arguments)
+        again = True
+        main(arguments)
+    print(f"process {group.rank} measured {measured}\n", end="")
+
+
+def test_two_processes_are_timed_after_one_and_go_on_after_an_interruption(tmp_path):
+    """What is finished is known to the first process alone, and both leave out the same: else one waits for ever."""
+    path = tmp_path / "speed.json"
+    sizes = "--contexts 16 --layers 1 --width 16 --heads 1 --tokens-per-device 32 --warmup 1 --steps 2 --device cpu"
+    printed = run_together(tmp_path, timed, ["pretrain-speed", *sizes.split(), "--json", str(path)])
+    both = [(2, "ddp", 16, 3), (2, "fsdp", 16, 3)]
+    assert f"process 0 measured {[(1, 'none', 16, 3), *both]}" in printed
+    assert f"process 1 measured {both}" in printed
+    assert "not timed: FlashAttention-4, flash-attn-4 needs a CUDA device" in printed
+    record = read_record(path)
+    assert record.provenance["plan"] == json.loads(
+        json.dumps(asdict(SpeedPlan((16,), 1, 16, 1, 32, warmup=1, steps=2)))
+    )
+    found = [(row["devices"], row["parallel"], row["attention"]) for row in record.rows]
+    assert found == [(*way, name) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for name in ON_CPU]
+    assert [path.name for path in tmp_path.glob("speed*")] == ["speed.json"]
     for line, row in zip(speed_table(record.rows)[1], record.rows, strict=True):
         assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
-        assert row["tokens_per_second"] == pytest.approx(64e3 / row["ms_median"], rel=0.01)
-        assert f"| {row['context']} | 1 | none | {line[3]} | {row['ms_median']} |" in printed
-
-
-def timed(arguments):
-    """The command as each of two processes runs it."""
-    speed.VOCABULARY = 64
-    main(arguments)
+        assert row["autograd_node"] == ON_CPU[row["attention"]]
+        assert row["tokens_per_second"] == pytest.approx(32e3 * row["devices"] / row["ms_median"], rel=0.01)
+        assert f"| 16 | {row['devices']} | {row['parallel']} | {line[3]} | {row['ms_median']} |" in printed
 
 
 def trained_together(folder):
@@ -337,20 +282,3 @@ def test_two_processes_train_like_one_that_reads_as_many_tokens(tmp_path):
         found = torch.load(tmp_path / f"{parallel}.pt", weights_only=True)
         assert found.keys() == expected.keys()
         torch.testing.assert_close(found, dict(expected), atol=1e-5, rtol=0)
-
-
-def test_two_processes_go_on_where_they_were_interrupted(tmp_path):
-    """The file is known to the first process alone, and both leave out the same rows: else one waits for ever."""
-    path = tmp_path / "speed.json"
-    sizes = "--contexts 16 --layers 1 --width 16 --heads 1 --tokens-per-device 32 --warmup 1 --steps 2 --device cpu"
-    places = [(way, name) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for name in ON_CPU]
-    kept = [row(16, name, 1000, *way) for way, name in places if (way, name) not in (places[1], places[4], places[8])]
-    plan = SpeedPlan((16,), layers=1, width=16, heads=1, tokens_per_device=32, warmup=1, steps=2)
-    write_record(path, kept, command="c", plan=asdict(plan))
-    printed = run_together(tmp_path, timed, ["pretrain-speed", *sizes.split(), "--json", str(path)])
-    assert f"{path} has 6 rows, which are not measured again" in printed
-    rows = read_record(path).rows
-    assert rows[:6] == kept
-    found = [((row["devices"], row["parallel"]), row["attention"]) for row in rows[6:]]
-    assert found == [places[1], places[4], places[8]]
-    assert [row["autograd_node"] for row in rows[6:]] == [ON_CPU[name] for _, name in found]
