@@ -1,0 +1,306 @@
+"""Figures: letters can be read, what is drawn is what was computed, and no picture changes unnoticed."""
+
+import itertools
+import math
+import zlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.text import Text
+from sage_course import figures
+from sage_course.figures import time_line
+from sage_course.results import full_batch
+from sage_course.results.pretraining import noise_checkpoints, noise_of
+from sage_lab.experiments.table1 import closest_setting
+from sage_lab.records import Record, read_record
+from torch.testing import assert_close
+
+from sage_ref import sla2
+from sage_ref.quantization import fake_quantize
+from sage_ref.sagebwd import SageBwdSettings
+from sage_ref.sla2 import BlockSettings
+from sage_ref.tracing import relative_l2
+
+SHOWN_WIDTH = 9.5  # inches of a notebook's column; a wider figure is made smaller
+SCORES = 2 * torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).double()
+VALUES = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).double()
+CAUSAL = SCORES[:, :8].masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -math.inf)
+LARGE = torch.randn(16, 16, generator=torch.Generator().manual_seed(2)).double()
+ALL_TILES = torch.ones(3, 3, dtype=torch.bool)
+MASK = torch.tensor(
+    [[1, 1, 0, 0, 0, 0, 1, 0], [0, 1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1, 1, 0]]
+).bool()
+DRAWINGS = {
+    "memory": figures.memory_hierarchy,
+    "precision": lambda: figures.precision_map(SageBwdSettings.printed(exact_matmuls=("S", "dP")), highlight="dK"),
+    "precision by row": lambda: figures.precision_map(SageBwdSettings()),
+    "forward film": lambda: figures.forward_film(SCORES, VALUES, 4),
+    "forward film, large": lambda: figures.forward_film(LARGE, LARGE[:, :8], 4, shown=(0, 5, 15)),
+    "forward step": lambda: figures.forward_step_figure(CAUSAL, VALUES[:8], 4, 2),
+    "backward film": lambda: figures.backward_film(ALL_TILES),
+    "backward film, large": lambda: figures.backward_film(torch.ones(5, 5).bool().tril(), shown=(0, 9, 14)),
+    "backward step": lambda: figures.backward_step_figure(ALL_TILES.tril(), 3),
+    "owners": figures.owners,
+    "sparse owners": lambda: figures.sparse_owners(MASK, rows=(0, 2), columns=(1, 6)),
+    "sparse owner of nothing": lambda: figures.sparse_owner_figure(torch.tensor([[True, False]]), column=1),
+    "sparse owners, large": lambda: figures.sparse_owners(torch.ones(6, 10).bool(), rows=(5,), columns=(9,)),
+    "SLA2": lambda: figures.sla2_flow(MASK),
+    "Hopper": figures.hopper_time_line,
+    "Hopper, long": lambda: figures.hopper_time_line(tiles=4, warpgroups=2, places=3),
+    "two warps": figures.two_warps_and_a_barrier,
+}
+
+
+def gaussian(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def ax():
+    yield figures.panels(1)[1][0]
+    plt.close("all")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """drawn(figure) -> the texts that appear in it, with the pixels they take."""
+    seen, draw = {}, Text.draw
+
+    def remember(text, renderer, *args, **options):
+        if text.get_visible() and text.get_text().strip():
+            seen[text] = text.get_window_extent(renderer)
+        return draw(text, renderer, *args, **options)
+
+    monkeypatch.setattr(Text, "draw", remember)
+    return lambda figure: figure.draw_without_rendering() or seen
+
+
+def holds(box, extent):
+    return box.contains(extent.x0, extent.y0) and box.contains(extent.x1, extent.y1)
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_can_be_read(name, drawn):
+    figure = DRAWINGS[name]()
+    found = drawn(figure)
+    assert figure.dpi >= 150
+    boxes = [patch.get_window_extent() for patch in figure.findobj(FancyBboxPatch)]
+    cells = [patch.get_window_extent() for patch in figure.findobj(Rectangle)]
+    for text, extent in found.items():
+        assert text.get_fontsize() * min(1, SHOWN_WIDTH / figure.get_figwidth()) >= 9, text
+        assert holds(figure.bbox.padded(0.5), extent), f"{text} is cut off"
+        for box in boxes:
+            assert holds(box, extent) or not box.overlaps(extent), f"{text} lies on the edge of a box"
+        middle = (extent.x0 + extent.x1) / 2, (extent.y0 + extent.y1) / 2
+        for cell in cells:
+            assert holds(cell, extent) or not cell.contains(*middle), f"{text} leaves its cell"
+    for (one, a), (other, b) in itertools.combinations(found.items(), 2):
+        assert not a.padded(-1).overlaps(b.padded(-1)), f"{one} lies on {other}"
+
+
+def on_axes(draw, *arguments, **options):
+    figure, (axes,) = figures.panels(1)
+    draw(axes, *arguments, **options)
+    return figure
+
+
+def noise_rows():
+    return next(iter(noise_checkpoints(read_record("noise_h200")).values()))
+
+
+def without_hopper(bench):
+    """Rows as a GPU that isn't Hopper would give them."""
+    return Record({"gpu": "a different GPU"}, [row for row in bench.rows if row["level"] not in (4, 5)])
+
+
+BENCH, SLA2_BENCH, RUNS = "bench_h200", "bench_sla2_h200", "pretrain_h200"
+SLA2_POINT = ((8192, 32760), 0.97)
+UNITS = {4: {"tensor": 0.1, "exp2": 0.2, "alu": 0.15, "issue": 0.05, "l2": 0.01, "turns": 0.5}}
+PROFILED = {"forward": 5, "dq": 4, "dk": 4, "dv": 4, "no such program": 4}
+OTHERS = {
+    "overview": lambda r: figures.overview_figure(r("table2_captures"), r(BENCH)),
+    "table 1": lambda r: figures.table1_figure(r("table1_sweep"), closest_setting(r("table1_sweep"))),
+    "choices of table 1": lambda r: figures.table1_choices_figure(r("table1_sweep")),
+    "forward ladder": lambda r: figures.ladder_figure(r(BENCH), "fwd", title="", here=without_hopper(r(BENCH))),
+    "backward ladder": lambda r: figures.ladder_figure(r(BENCH), "bwd", title=""),
+    "roofline": lambda r: figures.roofline_figure(r(BENCH), r("instructions_sm90"), title=""),
+    "busy": lambda r: figures.busy_figure(
+        r("profile_h200"), r("instructions_sm90"), PROFILED, scores={128: 1e9, 64: 2e9}, title=""
+    ),
+    "power": lambda r: figures.power_figure(r("profile_h200"), limit=700, title=""),
+    "curves": lambda r: figures.pretrain_curves_figure(r(RUNS), title=""),
+    "final losses": lambda r: figures.final_losses_figure(r(RUNS), title=""),
+    "gaps": lambda r: figures.gap_figure(r(RUNS), title=""),
+    "layers": lambda r: figures.layer_errors_figure(r("layers_h200"), 131072, title=""),
+    "layers in training": lambda r: figures.layer_training_figure(r("layers_h200"), 131072, ("dQ", "dS"), title=""),
+    "noise": lambda r: figures.noise_figure(
+        {name: noise_of(noise_rows(), "whole", name) for name in figures.VARIANT_STYLES}, {"a": 2**15}, title="",
+        caption="",
+    ),
+    "T*": lambda r: figures.tokens_at_bias_figure({"a": noise_rows()}, {"b": 2**20}, title="", caption=""),
+    "SLA2 ladder": lambda r: figures.sla2_ladder_figure(r(SLA2_BENCH), *SLA2_POINT, title="", here=r(SLA2_BENCH)),
+    "SLA2 parts": lambda r: figures.sla2_parts_figure(r(SLA2_BENCH), *SLA2_POINT, title=""),
+    "SLA2 in turn": lambda r: figures.sla2_paired_figure(r("paired_sla2_h200"), title=""),
+    "training for INT8": lambda r: figures.quantization_aware_figure(r("quantization_aware_cpu"), title=""),
+    "whole corpus": lambda r: full_batch.gaps_figure(full_batch.conditions(r("full_batch_h200")), title="", caption=""),
+    "repaired runs": lambda r: full_batch.pretraining_figure(r("pretrain_repair_h200"), title=""),
+    "arms": lambda r: figures.arms_figure({"worse": (2e-3, 1e-3, 3e-3, 3), "a": (1e-3, -1e-3, 2e-3, 1)}, title=""),
+    "SLA2 ladder with a gap": lambda r: figures.sla2_ladder_figure(
+        r(SLA2_BENCH)._replace(rows=[row for row in r(SLA2_BENCH).rows if row["level"] != 2]), *SLA2_POINT, title=""
+    ),
+    "lists": lambda r: figures.list_lengths_figure(MASK, title=""),
+    "soft masks": lambda r: figures.soft_mask_figure(SCORES.flatten(), 4, (1.0, 0.01)),
+    "selected": lambda r: figures.selected_figure(
+        torch.ones(3, 2, 8, 8), {"one": MASK.view(2, 4, 4)}, MASK.view(2, 4, 4).roll(1, 2), title=""
+    ),
+    "frames": lambda r: figures.film_strips_figure(
+        {"one": torch.linspace(-1, 1, 8).view(1, 8, 1, 1).expand(3, 8, 2, 2)}, title="", frames=3
+    ),
+    "who works": lambda r: on_axes(
+        figures.draw_activity, {"a": ["x", "x", "-", "y"], "b": ["-", "x"]}, {"x": "red", "y": "blue"}, title=""
+    ),
+    "units": lambda r: on_axes(figures.draw_units, UNITS, {4: 0.3}, title=""),
+    "instructions": lambda r: on_axes(
+        figures.draw_instructions, {"2": r("instructions_sm90").select(kernel="forward", level=2)}, title=""
+    ),
+}  # fmt: skip
+BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward step", "backward film", "backward step",
+           "owners", "sparse owners", "sparse owner of nothing", "SLA2", "Hopper", "two warps")  # fmt: skip
+SEEN = {
+    "overview": 12344773, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
+    "backward ladder": 2968664254, "roofline": 772261119, "busy": 2992085643, "power": 742676946, "curves": 4040896106,
+    "final losses": 730149032, "gaps": 1994684345, "layers": 3684787641, "layers in training": 3190487975,
+    "noise": 667663389, "T*": 3978415046, "SLA2 ladder": 981905570, "SLA2 parts": 1210285485,
+    "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 1683169082,
+    "repaired runs": 3881253396, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "lists": 1699190351,
+    "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "who works": 475709382, "units": 2018710034,
+    "instructions": 4032606802, "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
+    "forward film": 2236343426, "forward step": 1559361536, "backward film": 1196239609, "backward step": 2350192556,
+    "owners": 3673800219, "sparse owners": 195109386, "sparse owner of nothing": 3105503301, "SLA2": 1805374965,
+    "Hopper": 3026440257, "two warps": 3294617789,
+}  # fmt: skip
+
+
+def fingerprint(figure):
+    """Return a number that changes with every text, line, bar, cell or picture in a figure, to 5 digits."""
+    found = [figure.get_suptitle()]
+    for axes in figure.axes:
+        found += [text.get_text() for text in (*axes.texts, axes.title, axes.xaxis.label, axes.yaxis.label)]
+        found += [name for name in axes.get_legend_handles_labels()[1] if name]
+        found += [line.get_xydata() for line in axes.lines] + [image.get_array() for image in axes.images]
+        found += [patch.get_bbox().get_points() for patch in axes.patches if hasattr(patch, "get_bbox")]
+        found += [path.vertices for collection in axes.collections for path in collection.get_paths()]
+    numbers = [x if isinstance(x, str) else [f"{number:.5g}" for number in np.ma.filled(x, 0.0).ravel()]
+               for x in found]  # fmt: skip
+    return zlib.crc32(repr(numbers).encode())
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *BY_HAND])
+def test_a_picture_is_as_it_was_when_somebody_looked_at_it(name):
+    """nbval compares no pictures. If you change one, look at it, then write its new number into SEEN."""
+    figure = DRAWINGS[name]() if name in DRAWINGS else OTHERS[name](read_record)
+    assert fingerprint(figure) == SEEN[name]
+
+
+@pytest.mark.parametrize(("scores", "values"), [(SCORES, VALUES), (CAUSAL, VALUES[:8])])
+def test_forward_steps_have_the_sums_so_far_and_end_with_the_softmax(scores, values):
+    steps = figures.forward_steps(scores, values, 4)
+    assert [(step.i, step.j) for step in steps] == [
+        (i, j) for i in range(2) for j in range(len(values) // 4) if scores[4 * i + 3, 4 * j] > -math.inf
+    ]  # a tile without any score is left out
+    for step in steps:
+        seen = scores[4 * step.i : 4 * step.i + 4, : 4 * step.j + 4]
+        before = seen[:, :-4].amax(-1) if step.j else torch.full((4,), -math.inf).double()
+        assert_close(step.m, seen.amax(-1))
+        assert_close(step.l, torch.exp(seen - step.m[:, None]).sum(-1))
+        assert_close(step.rescale, torch.exp(before - step.m))
+        if step.is_last:
+            assert_close(step.o, (torch.softmax(scores, -1) @ values)[4 * step.i : 4 * step.i + 4])
+
+
+def test_a_row_without_keys_yet_is_empty():
+    scores = torch.tensor([[-math.inf, -math.inf, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]).double()
+    first, last = figures.forward_steps(scores, VALUES[:4], 2)
+    assert first.l[0] == 0
+    assert_close(last.o, torch.softmax(scores, -1) @ VALUES[:4])
+
+
+def test_a_backward_film_has_algorithm_2s_order_and_ends_with_complete_sums():
+    assert figures.backward_order(ALL_TILES.tril()) == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
+    texts = [text.get_text() for text in figures.backward_film(ALL_TILES.tril()).axes[5].texts]
+    assert set(texts) == {f"${name}_{i}$ {n}/{n}" for name, counts in (("dQ", "123"), ("dK", "321"), ("dV", "321"))
+                          for i, n in enumerate(counts)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tiles", "warpgroups", "places"), [(3, 3, 2), (5, 2, 1), (6, 3, 3)])
+def test_on_the_time_line_nobody_reads_before_ready_or_loads_before_all_have_released(tiles, warpgroups, places):
+    jobs = time_line.schedule(tiles, warpgroups, places, time_line.FORWARD_STEPS)
+    at = {(job.worker, job.name, job.tile): job for job in jobs}
+    assert len(jobs) == len(at) == tiles * (1 + 3 * warpgroups)
+    for worker, tile in itertools.product(range(1, warpgroups + 1), range(tiles)):
+        assert at[worker, "S", tile].start >= at[0, "load", tile].end
+        assert tile + places >= tiles or at[0, "load", tile + places].start >= at[worker, "O", tile].end
+    matmuls = [job for job in jobs if job.name in ("S", "O")]  # on tensor cores there is one at a time
+    for group in (matmuls, *([job for job in jobs if job.worker == w] for w in range(warpgroups + 1))):
+        ordered = sorted(group, key=lambda job: job.start)
+        assert all(one.end <= other.start for one, other in itertools.pairwise(ordered))
+
+
+@pytest.mark.parametrize("tokens", [64, 1024, 16_384])
+def test_drawn_gradients_scatter_as_the_tokens_say(tokens):
+    lines = figures.gradients_figure((tokens,), title="").axes[0].lines
+    dots, means = ([torch.tensor(line.get_xydata()) for line in lines if line.get_marker() == x] for x in ".P")
+    bias = (means[0] - means[1]).square().sum()
+    for found, mean in zip(dots, means, strict=True):
+        assert (found - mean).square().sum(-1).mean() / bias == pytest.approx(1024 / tokens, rel=0.2)
+
+
+@pytest.mark.parametrize(("outlier", "ends"), [(30.0, False), (1000.0, True)])
+def test_block_sizes_plots_the_error_and_where_the_model_ends(ax, outlier, ends):
+    matrix, others = gaussian(256, 64), torch.ones(256, 64, dtype=torch.bool)
+    matrix[100, 7], others[100, 7] = outlier, False
+    figures.draw_block_sizes(ax, matrix, where=others, title="")
+    (sizes, measured), (_, model) = (line.get_data() for line in ax.lines)
+    assert list(sizes) == [2**i for i in range(9)]
+    assert measured[6] == relative_l2(fake_quantize(matrix, (64, None))[others], matrix[others])
+    assert (model[-1] > 2 * measured[-1]) == ends
+    assert ends or measured == pytest.approx(model, rel=0.05)
+
+
+def test_probabilities_accounts_for_every_entry_and_all_probability(ax):
+    scores = 3 * gaussian(64, 1024)
+    figures.draw_probabilities(ax, torch.exp(scores - scores.amax(-1, keepdim=True)), title="")
+    assert sum(patch.get_height() for patch in ax.containers[0]) == pytest.approx(1, rel=1e-4)
+    outline = ax.patches[-1].get_xy()  # two corners for each bin, then back along the axis
+    assert sum(outline[1:73:2, 1]) == pytest.approx(1, rel=1e-4)
+    assert ax.lines[0].get_xdata()[0] == pytest.approx(1 / 254)
+
+
+def test_sparsity_figures_errors_and_outlines_are_those_of_its_blocks():
+    q, k, v = gaussian(3, 1, 2, 128, 16).double()
+    settings = BlockSettings(block_q=4, block_kv=2)  # 32 x 64 blocks; the first 24 x 48 are drawn
+    o, mass = torch.softmax(q @ k.mT / 4, -1) @ v, sla2.block_mass(q, k, settings)
+    for axes, sparsity in zip(figures.sparsity_figure(q, k, v, (0.5, 0.9), settings).axes, (0.5, 0.9), strict=False):
+        mask = sla2.top_blocks(sla2.heuristic_scores(q, k, settings), sla2.selected_count(sparsity, 64))
+        held, (o_s, _) = (mass * mask).sum(-1), sla2.sparse_branch(q, k, v, mask, settings)
+        mixed = sla2.mix(o_s, sla2.linear_branch(q, k, v, ~mask, settings), sla2.per_query(held, 128, settings))
+        errors = f"sparse {relative_l2(o_s, o):.2f}, mixed {relative_l2(mixed, o):.2f}"
+        assert axes.get_title() == f"sparsity {sparsity:.0%}: {held.mean():.0%} of the mass\nerror: {errors}"
+        assert_close(torch.tensor(axes.images[0].get_array().data), mass[0, 0, :24, :48])
+        edges = torch.zeros(24, 49, dtype=torch.int64)  # crossed from left to right, they lead into a block and out
+        for (x, y), (x_end, y_end) in (sorted(map(tuple, line)) for line in axes.collections[0].get_segments()):
+            assert abs(x_end - x) + abs(y_end - y) == 1
+            if x == x_end:
+                edges[round(y + 0.5), round(x + 0.5)] += 1
+        assert torch.equal(edges.cumsum(1)[:, :-1] % 2 == 1, mask[0, 0, :24, :48])
+
+
+def test_a_hidden_entry_has_no_colour_and_does_not_count(ax):
+    matrix, hidden = torch.tensor([[1.0, -50.0], [0.0, 2.0]]), torch.tensor([[False, True], [False, False]])
+    figures.show_matrix(ax, matrix, title="", x="", y="", hidden=hidden)
+    assert torch.equal(torch.tensor(ax.images[0].get_array().mask), hidden)
+    assert ax.images[0].get_clim() == (0, 2)
+    assert ax.patch.get_hatch()

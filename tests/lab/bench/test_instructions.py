@@ -1,0 +1,78 @@
+"""Instructions of a kernel's loop, counted in the machine code that Triton's compiler made."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from sage_lab.records import read_record
+
+pytest.importorskip("triton")
+from sage_lab.bench.instructions import adding_loop, hot_loop, kind_of
+
+# A spin on a barrier, the loop over tiles in a larger one, and twice the exponentials after it.
+CODE = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0008*/               @P2 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+.L_x_2:
+        /*0020*/              @!P0 FADD R3, R3, R4 ;
+        /*0030*/                   F2I.S8.NTZ R5, R3 ;
+        /*0038*/                   MUFU.EX2 R5, R3 ;
+        /*0040*/                   IGMMA.64x128x32.S8.S8 R24, gdesc[UR8], R24 ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/                   MUFU.EX2 R5, R3 ;
+        /*0068*/               @P0 BRA `(.L_x_1) ;
+        /*0070*/                   BRA `(.L_x_3);
+.L_x_3:
+"""
+COUNT = """
+import json
+from sage_lab.bench.compile import Case
+from sage_lab.bench.instructions import case_rows
+print(json.dumps(list(case_rows(Case("forward", 5, 90, 64, False)))))
+"""
+
+
+def test_the_loop_is_the_one_with_the_exponentials_of_one_tile():
+    kinds = ["arithmetic", "conversion", "exp2", "matmul", "rest"]
+    assert [kind_of(line) for line in hot_loop(CODE, scores=1)] == kinds
+    assert [kind_of(line) for line in hot_loop(CODE, scores=2)][0] == "matmul"
+    twice = CODE.replace("FADD R3, R3, R4", "MUFU.EX2 R3, R4")  # a loop over more than one tile
+    for code, scores in ((CODE, 3), (CODE, 100), (twice, 1)):
+        with pytest.raises(ValueError, match=f"code: expected a loop with {scores} exponentials"):
+            hot_loop(code, scores)
+
+
+def test_among_the_loops_that_add_to_memory_the_shortest_counts():
+    code = CODE.replace("F2I.S8.NTZ R5, R3", "UTMAREDG.2D.ADD [UR8], [UR4]")
+    assert [kind_of(line) for line in adding_loop(code)] == ["arithmetic", "rest", "exp2", "matmul", "rest"]
+    with pytest.raises(ValueError, match="code: expected a loop that adds to memory, found none"):
+        adding_loop(CODE)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "kind"),
+    [
+        ("MUFU.EX2 R1, R2", "exp2"), ("MUFU.RCP R1, R2", "rest"), ("I2FP.F32.S32 R1, R2", "conversion"),
+        ("FMNMX R1, R2, R3, !PT", "maximum"), ("VIMNMX3 R1, R2, R3, R4, !PT", "maximum"),
+        ("IMAD.MOV.U32 R1, RZ, RZ, R2", "move"), ("IMAD R1, R2, R3, R4", "rest"),
+        ("LDL.64 R1, [R2]", "spill"), ("LDS R1, [R2]", "rest"),
+    ],
+)  # fmt: skip
+def test_every_instruction_has_a_kind(instruction, kind):
+    assert kind_of(instruction) == kind
+
+
+def test_the_record_is_what_is_counted():
+    instructions = read_record("instructions_sm90")
+    if instructions.provenance["triton"] != metadata.version("triton"):
+        pytest.skip("recorded with a different compiler")
+    # In a process of its own: the compiler can't run where the interpreter does.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == instructions.select(kernel="forward", level=5, head_dim=64)
