@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from docutils import nodes
-from sage_course.notebook_frame import INSTALL, ON_COLAB
-from sage_course.outline import colab_address, file_address, notebooks
+from sage_course.outline import INSTALL, ON_COLAB, colab_address, file_address, notebooks
 from sage_lab.records import REPOSITORY, markdown_table
 from sphinx import addnodes
 from sphinx.application import Sphinx

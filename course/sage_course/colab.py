@@ -1,10 +1,10 @@
-"""The course on Colab: the cell that comes first in each notebook, and the program that it starts.
+"""The course on Colab: the first cell of each notebook, and the program that the cell starts.
 
-Colab brings its own PyTorch, of a version that changes; the course is made with the versions of constraints.txt. So the
-cell fetches the repository and runs this file, which installs the pinned versions of what notebooks import. No version
-stands in the cell, so it need not change with them. Jupyter and ipywidgets stay Colab's own: its pages expect those.
+Colab's PyTorch changes from week to week; the course is made with the versions in constraints.txt. So the cell fetches
+the repository and runs this file, which installs the pinned versions of everything that notebooks import. The cell
+names no version and needs no change when they do. Jupyter and ipywidgets stay Colab's own: its pages expect those.
 
-This file needs nothing but Python, since it runs before anything is installed.
+This file needs nothing but Python, because it runs before anything is installed.
 """
 
 import re
@@ -14,12 +14,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECTS = (ROOT, ROOT / "lab", ROOT / "course")
+PROJECTS = (".", "lab", "course")
 FROM_COLAB = {"ipywidgets", "jupyterlab"}
 
 
 def install_cell(address: str) -> str:
-    """The text of the cell that makes a notebook run on Colab. `address`: that of the public repository."""
+    """Return the text of the cell that makes a notebook run on Colab. `address`: that of the public repository."""
     folder = address.rpartition("/")[2]
     return f"""# On Colab this fetches the course and installs the versions it was made with. Elsewhere it does nothing.
 import sys
@@ -33,23 +33,28 @@ if "google.colab" in sys.modules:
 """
 
 
-def pinned() -> list[str]:
-    """Return what notebooks import, as in "torch==2.13.0", with versions from constraints.txt."""
-    projects = [tomllib.loads((path / "pyproject.toml").read_text())["project"] for path in PROJECTS]
+def pinned(root: Path = ROOT) -> list[str]:
+    """Return what notebooks import, as in "torch==2.13.0", with versions from constraints.txt.
+
+    Raises:
+        ValueError: constraints.txt has no version of a requirement.
+    """
+    projects = [tomllib.loads((root / name / "pyproject.toml").read_text())["project"] for name in PROJECTS]
     wanted = [x for project in projects for x in project["dependencies"]]
     names = {re.match(r"[\w.-]+", requirement)[0] for requirement in wanted} | {"triton"}
     names -= FROM_COLAB | {"sage-ref", "sage-lab"}
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.partition("==")[0] in names]
+    pins = [line for line in (root / "constraints.txt").read_text().splitlines() if line.partition("==")[0] in names]
     if missing := names - {pin.partition("==")[0] for pin in pins}:
         raise ValueError(f"constraints.txt: expected a version of each of {sorted(missing)}, got none")
     return pins
 
 
 def main() -> None:
-    """Install the pinned versions, then the course from its folder, without more."""
+    """Install the pinned versions, then the course from its folder, without its dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *pinned()], check=True)
-    subprocess.run([*pip, "--no-deps", *(x for path in PROJECTS for x in ("--editable", str(path)))], check=True)
+    editable = [word for name in PROJECTS for word in ("--editable", str(ROOT / name))]
+    subprocess.run([*pip, "--no-deps", *editable], check=True)
     print("Installed. If Colab asks to restart the session, do so, and run this cell again.")
 
 

@@ -1,4 +1,8 @@
-"""What the course consists of, from the notebooks' first cells, and where it lies in public, from pyproject.toml."""
+"""The course's notebooks: what their first cells say, where they lie in public, and the frame that they all have.
+
+The frame is a link and a cell for Colab at the top and a link to the answers below the exercises. The address of the
+public repository stands in pyproject.toml alone; `python -m sage_course` writes it into every notebook.
+"""
 
 import json
 import re
@@ -8,11 +12,17 @@ from typing import NamedTuple
 
 from sage_lab.records import REPOSITORY
 
+from sage_course.colab import install_cell
+
 BRANCH = "main"
+INSTALL = "install-on-colab"  # the cell's id
+ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
+ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
+END_OF_EXERCISES = re.compile(r"(^## Exercises$.*?)\s*(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
 class Notebook(NamedTuple):
-    """What a notebook's file name and first cell say."""
+    """A notebook's file, and what its name and its first cell say."""
 
     path: Path  # from the repository's root, as in notebooks/01_attention.ipynb
     number: str  # as in "01"
@@ -20,33 +30,76 @@ class Notebook(NamedTuple):
     minutes: int
 
 
-def notebook_facts(path: Path) -> Notebook:
-    """The facts of notebook `path`, which lies in the repository. ValueError if its first cell lacks one."""
-    first_cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
+def notebook_files() -> list[Path]:
+    return sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]*_*.ipynb"))
+
+
+def notebook_facts(path: Path, first_cell: str) -> Notebook:
+    """Read title and minutes from a notebook's first cell.
+
+    Raises:
+        ValueError: the cell lacks one of them.
+    """
     title = re.search(r"# (\w+) · (.+)", first_cell)
     minutes = re.search(r"\*\*Time\*\* about (\d+) minutes", first_cell)
     if not (title and minutes):
         raise ValueError(f"{path.name}: expected '# NN · Title' and '**Time** about N minutes' in the first cell")
-    return Notebook(path.relative_to(REPOSITORY), title[1], title[2], int(minutes[1]))
+    return Notebook(path, title[1], title[2], int(minutes[1]))
 
 
 def notebooks() -> list[Notebook]:
-    """All notebooks, in the order of the course."""
-    return [notebook_facts(path) for path in sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]*_*.ipynb"))]
+    """Return all notebooks, in the order of the course."""
+    cells = {path: json.loads(path.read_text())["cells"] for path in notebook_files()}
+    return [notebook_facts(path.relative_to(REPOSITORY), "".join(x[0]["source"])) for path, x in cells.items()]
 
 
 def public_address() -> str:
-    """The address of the repository in public: project.urls in pyproject.toml, the one place that holds it."""
+    """Return the repository's public address, from project.urls in pyproject.toml."""
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 
 def file_address(path: Path) -> str:
-    """Where the repository's file or folder `path`, given from the root, can be read in public."""
+    """Return the public address of a file or folder, given from the repository's root."""
     kind = "tree" if (REPOSITORY / path).is_dir() else "blob"
     return f"{public_address()}/{kind}/{BRANCH}/{path.as_posix()}"
 
 
-def colab_address(path: Path) -> str:
-    """Where Colab opens the notebook `path`, given from the root. Colab reads it from the public repository."""
-    github = public_address().replace("https://github.com", "https://colab.research.google.com/github")
+def colab_address(path: Path, repository: str | None = None) -> str:
+    """Return the address at which Colab opens a notebook of the public repository."""
+    github = (repository or public_address()).replace("https://github.com", "https://colab.research.google.com/github")
     return f"{github}/blob/{BRANCH}/{path.as_posix()}"
+
+
+def framed(text: str, path: Path, repository: str) -> str:
+    """Return a notebook's text with the frame as it should be, and everything else as it is.
+
+    Code cells are counted from 1 again if they were counted.
+
+    Args:
+        text: the file's content.
+        path: the file, from the repository's root.
+        repository: the public address.
+    """
+    notebook = json.loads(text)
+    first, *cells = notebook["cells"]
+    link = f"[Open this notebook on Colab]({colab_address(path, repository)})."  # JupyterLab can't show a badge
+    _rewrite(first, ON_COLAB.sub("", "".join(first["source"])) + f"\n\n{link}")
+    cells = [cell for cell in cells if cell.get("id") != INSTALL]
+    counted = all(cell["execution_count"] for cell in cells if cell["cell_type"] == "code")
+    install = {"cell_type": "code", "execution_count": None, "id": INSTALL, "metadata": {}, "outputs": [], "source": []}
+    _rewrite(install, install_cell(repository).rstrip())
+    notebook["cells"] = [first, install, *cells]
+    for count, cell in enumerate((cell for cell in notebook["cells"] if cell["cell_type"] == "code"), 1):
+        for counts in (cell, *(output for output in cell["outputs"] if "execution_count" in output)):
+            counts["execution_count"] = count if counted else None
+    page = f"exercises/solutions/{path.name.partition('_')[0]}.md"
+    answers = f"Answers to the open questions: [{page}](../{page}). Try yourself first."
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown" and END_OF_EXERCISES.search(source):
+            _rewrite(cell, END_OF_EXERCISES.sub(rf"\1\n\n{answers}\n\n", ANSWERS.sub("", source)).rstrip())
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def _rewrite(cell: dict, text: str) -> None:
+    cell["source"] = text.splitlines(keepends=True)

@@ -1,19 +1,29 @@
-"""What the book is made from: outline, addresses, Colab's cell, and the tables that Sphinx builds."""
+"""Pages: their measured parts, Colab's cell, the notebooks' frame, and the tables that the book builds."""
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
-from sage_course import colab, notebook_frame, outline
-from sage_course.notebook_frame import INSTALL, framed, rewrite_notebooks
-from sage_course.outline import colab_address, file_address, notebooks, public_address
+from sage_course import colab
+from sage_course.outline import (
+    INSTALL,
+    colab_address,
+    file_address,
+    framed,
+    notebook_facts,
+    notebook_files,
+    notebooks,
+    public_address,
+)
+from sage_course.readme import SECTIONS, texts, with_sections
 from sage_lab.records import REPOSITORY
 
-NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+ADDRESS = "https://github.com/owner/name"
 
 
 @pytest.fixture
@@ -27,44 +37,49 @@ def course_pages(monkeypatch):
     sys.modules.pop("course_pages")
 
 
+def test_every_written_file_is_up_to_date():
+    """Stale are the names of files in which a measured part, a link or the cell for Colab is not as it should be."""
+    stale = [path.name for path, text in texts() if text != path.read_text()]
+    assert stale == [], "run `python -m sage_course`"
+
+
+def test_a_section_is_replaced_and_needs_a_place():
+    page = "by hand <!-- begin a -->\nold\n<!-- end a --> by hand"
+    assert with_sections(page, {"a": lambda: "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match="text: expected one <!-- begin b --> and one <!-- end b --> in it"):
+        with_sections(page, {"b": lambda: ""})
+
+
+def test_links_and_pictures_exist():
+    for name in SECTIONS:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (REPOSITORY / name).read_text()):
+            assert ((REPOSITORY / name).parent / target).exists(), f"{name}: {target}"
+
+
 def test_addresses_lead_to_the_public_repository():
     address = public_address()
     assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", address)
     assert file_address(Path("README.md")) == f"{address}/blob/main/README.md"
     assert file_address(Path("notebooks/recorded")) == f"{address}/tree/main/notebooks/recorded"
-    owner = address.removeprefix("https://github.com/")
-    opened = colab_address(Path("notebooks/x.ipynb"))
-    assert opened == f"https://colab.research.google.com/github/{owner}/blob/main/notebooks/x.ipynb"
+    opened = colab_address(Path("notebooks/x.ipynb"), ADDRESS)
+    assert opened == "https://colab.research.google.com/github/owner/name/blob/main/notebooks/x.ipynb"
 
 
-def test_no_other_file_names_the_public_address():
-    """A second copy would stay behind when the project moves."""
-    address = public_address().removeprefix("https://")
-    folders = ("sage_ref", "kernels", "exercises", "book", "tests", ".ci")
-    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
-    files = [path for path in files if path.suffix in {".py", ".md", ""}]
-    files += [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("*.txt"), REPOSITORY / "Makefile"]
-    assert [path for path in files if path.is_file() and address in path.read_text()] == []
-
-
-def test_colab_installs_the_pinned_versions_of_what_notebooks_import():
-    pins = colab.pinned()
-    assert {"torch==2.13.0", "triton==3.7.1"} <= set(pins)
-    assert set(pins) <= set((REPOSITORY / "constraints.txt").read_text().splitlines())
-    assert {pin.partition("==")[0] for pin in pins} >= {"matplotlib", "numpy", "safetensors", "scipy", "tokenizers"}
-    assert not {pin.partition("==")[0] for pin in pins} & colab.FROM_COLAB
-
-
-def test_a_requirement_without_a_pin_is_named(tmp_path, monkeypatch):
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_text((REPOSITORY / name).read_text().replace("scipy==", "other=="))
-    monkeypatch.setattr(colab, "ROOT", tmp_path)
+def test_colab_installs_the_pinned_versions_of_what_notebooks_import(tmp_path):
+    pins = {pin.partition("==")[0] for pin in colab.pinned()}
+    assert pins >= {"torch", "triton", "matplotlib", "numpy", "safetensors", "scipy", "tokenizers"}
+    assert not pins & colab.FROM_COLAB
+    for name in ("pyproject.toml", "lab/pyproject.toml", "course/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    text = (REPOSITORY / "constraints.txt").read_text()
+    (tmp_path / "constraints.txt").write_text(text.replace("scipy==", "other=="))
     with pytest.raises(ValueError, match=r"constraints\.txt: expected a version of each of \['scipy'\]"):
-        colab.pinned()
+        colab.pinned(tmp_path)
 
 
 def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves(monkeypatch):
-    cell = colab.install_cell("https://example.org/owner/name")
+    cell = colab.install_cell(ADDRESS)
     program = TransformerManager().transform_cell(cell)
     (script,) = re.findall(r"name/(\S+\.py)", cell)
     assert REPOSITORY / script == Path(colab.__file__)
@@ -77,117 +92,84 @@ def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves
     exec(program, {"get_ipython": lambda: shell})
     assert done == [
         "cd -q /content",
-        "test -d name || git clone --quiet --depth 1 https://example.org/owner/name",
+        f"test -d name || git clone --quiet --depth 1 {ADDRESS}",
         "{sys.executable} name/course/sage_course/colab.py",
         "cd -q name/notebooks",
     ]
-    assert sys.path == ["/content/name", "/content/name/kernels", *before]
+    assert sys.path == [f"/content/name/{part}" for part in ("", "kernels", "lab", "course")] + before
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_what_colab_needs_and_a_link_to_its_answers(path):
-    up_to_date = path.read_text() == framed(path.relative_to(REPOSITORY))
-    assert up_to_date, "run `python -m sage_lab readme`"
-
-
-def test_a_frame_is_written_once_and_follows_the_address(tmp_path, monkeypatch):
+def test_a_frame_is_written_once_and_follows_the_address():
     cells = [
         {"cell_type": "markdown", "source": ["# 01 · Title"]},
         {"cell_type": "code", "execution_count": 1, "outputs": [{"execution_count": 1, "data": {}}], "source": ["1"]},
         {"cell_type": "markdown", "source": ["## Exercises\n", "\n", "1. One\n", "\n", "## Where the papers say more"]},
     ]
-    path = Path("notebooks", "01_title.ipynb")
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / path).write_text(json.dumps({"cells": cells}))
-    for module in (notebook_frame, outline):
-        monkeypatch.setattr(module, "repository", lambda: tmp_path)
-    found = []
-    for name in ("first", "first", "second"):
-        urls = f'[project.urls]\nRepository = "https://github.com/{name}/course"\n'
-        (tmp_path / "pyproject.toml").write_text(urls)
-        found.append(rewrite_notebooks())
-        title, install, code, exercises = json.loads((tmp_path / path).read_text())["cells"]
-        assert title["source"][0] == "# 01 · Title\n"
-        assert "".join(title["source"]).count("on Colab") == 1
-        assert f"github/{name}/course/blob/main/notebooks/01_title.ipynb" in title["source"][-1]
-        assert "".join(install["source"]) == colab.install_cell(f"https://github.com/{name}/course").rstrip()
+    text, path = json.dumps({"cells": cells}), Path("notebooks/01_title.ipynb")
+    for address in (ADDRESS, ADDRESS, "https://github.com/moved/name"):
+        text = framed(text, path, address)
+        title, install, code, exercises = json.loads(text)["cells"]
+        link = f"[Open this notebook on Colab]({colab_address(path, address)})."
+        assert "".join(title["source"]) == f"# 01 · Title\n\n{link}"
+        assert "".join(install["source"]) == colab.install_cell(address).rstrip()
         assert (install["execution_count"], code["execution_count"], code["outputs"][0]["execution_count"]) == (1, 2, 2)
-        link = "Answers to the open questions: [exercises/solutions/01.md](../exercises/solutions/01.md)"
-        assert re.findall(r"1\. One\n\n(.*\))\. .*\n\n## Where", "".join(exercises["source"])) == [link]
-    assert found == [[tmp_path / path], [], [tmp_path / path]]
+        answers = "Answers to the open questions: [exercises/solutions/01.md](../exercises/solutions/01.md)."
+        assert re.findall(r"1\. One\n\n(.*\)\.) .*\n\n## Where", "".join(exercises["source"])) == [answers]
 
 
-def test_steps_have_the_minutes_of_the_notebooks_themselves(course_pages):
-    first = notebooks()[0]
-    ((link, minutes),) = course_pages.steps(["notebook 00"])
-    assert minutes == first.minutes
-    assert link == f"[{first.title}](/notebooks/00_start_here.ipynb)"
-    (_, minutes), _ = course_pages.steps(["exercise 01", "notebook 00"])
-    assert f"Minutes: {minutes}\n" in (REPOSITORY / "exercises/01_block_quantizer/master.py").read_text()
-    with pytest.raises(ValueError, match=r"way: expected lines among .*'notebook 00'.*, got 'notebook 99'"):
-        course_pages.steps(["notebook 99"])
+def test_a_notebook_without_its_minutes_is_named():
+    with pytest.raises(ValueError, match=r"13_title\.ipynb: expected .* about N minutes"):
+        notebook_facts(Path("13_title.ipynb"), "# 13 · Title\n\n**Time** 5 minutes")
 
 
 def ways():
-    """The title, the prose and the days, a list of steps each, of every way."""
+    """Yield the title, the prose and the days, a list of steps each, of every way through the course."""
     text = (REPOSITORY / "book" / "ways.md").read_text()
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         days = re.findall(r"^```\{way\}\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
         yield part.partition(":")[0], part.partition("```")[0], [day.splitlines() for day in days]
 
 
-def needs(notebook):
-    """Those that a first cell asks for: "01 to 03 and 05b" are 01, 02, 03 and 05b. What only helps is left out."""
-    first_cell = "".join(json.loads((REPOSITORY / notebook.path).read_text())["cells"][0]["source"])
-    text = re.search(r"\*\*Needs\*\* (.*)", first_cell)[1].partition(";")[0]
+def needs(path):
+    """Yield the notebooks that a first cell asks for: "01 to 03 and 05b" are 01, 02, 03 and 05b."""
+    text = "".join(json.loads(path.read_text())["cells"][0]["source"])
+    text = re.search(r"\*\*Needs\*\* (.*)", text)[1].partition(";")[0]  # after it: what only helps
     for first, last in re.findall(r"(\d\d) to (\d\d)", text):
         yield from (f"{number:02d}" for number in range(int(first), int(last) + 1))
     yield from re.findall(r"\d\d[a-c]?", text)
 
 
 def test_ways_fit_into_their_time_and_four_days_hold_every_notebook(course_pages):
-    minutes = {}
-    for title, _, days in ways():
-        minutes.setdefault(title, []).extend(sum(time for _, time in course_pages.steps(day)) for day in days)
-    lengths = {"Half a day": 1, "One day": 2, "Two days": 2, "Four days": 4}
-    assert {title: len(found) for title, found in minutes.items()} == lengths
-    assert max(minutes["Half a day"]) <= 5 * 60
-    assert max(minutes["One day"] + minutes["Two days"] + minutes["Four days"]) <= 8 * 60
-    (four_days,) = ([line for day in days for line in day] for title, _, days in ways() if title == "Four days")
+    days = {title: found for title, _, found in ways()}
+    most = {"Half a day": 300, "One day": 480, "Two days": 480, "Four days": 480}
+    assert set(days) == set(most)
+    for title, found in days.items():
+        assert max(sum(minutes for _, minutes in course_pages.steps(day)) for day in found) <= most[title]
     needed = [f"notebook {number}" for _, number, title, _ in notebooks() if "optional" not in title.lower()]
-    assert [line for line in four_days if line.startswith("notebook")] == needed
+    lines = [line for day in days["Four days"] for line in day]
+    assert [line for line in lines if line.startswith("notebook")] == needed
+    with pytest.raises(ValueError, match=r"way: expected lines among .*'notebook 00'.*, got 'notebook 99'"):
+        course_pages.steps(["notebook 99"])
 
 
 def test_a_way_holds_what_its_notebooks_need_or_says_what_to_do_without():
-    course = {f"notebook {notebook.number}": notebook for notebook in notebooks()}
+    files = {f"notebook {path.name.partition('_')[0]}": path for path in notebook_files()}
     for title, prose, days in ways():
         lines = [line for day in days for line in day]
         for place, line in enumerate(lines):
-            if line in course:
-                missing = {f"notebook {number}" for number in needs(course[line])} - set(lines[:place])
+            if line in files:
+                missing = {f"notebook {number}" for number in needs(files[line])} - set(lines[:place])
                 assert all(name in prose.lower() for name in missing), f"{title}: {line} needs {sorted(missing)}"
 
 
 def test_a_notebooks_page_has_badges_in_place_of_colabs_cell_and_says_where_a_slider_stands(course_pages):
     path = Path("notebooks/00_start_here.ipynb")
-    text = framed(path)
-    content = [text]
+    content = [text := (REPOSITORY / path).read_text()]
     course_pages.with_head_and_notes(None, "notebooks/00_start_here", content)
     before, after = json.loads(text)["cells"], json.loads(content[0])["cells"]
     assert after[0]["source"] == "".join(before[0]["source"][:-2]).rstrip()
-    assert colab_address(path) in before[0]["source"][-1]
     assert before[1]["id"] == INSTALL
     assert after[1]["source"].count(colab_address(path)) == after[1]["source"].count(file_address(path)) == 1
     assert [cell["source"] for cell in after[2:]] == [cell["source"] for cell in before[2:]]
-    sliders = text.count(course_pages.WIDGET)
-    assert sliders > 0
-    assert content[0].count("Here the notebook has a slider") == sliders
+    assert content[0].count("Here the notebook has a slider") == text.count(course_pages.WIDGET) > 0
     assert course_pages.WIDGET not in content[0]
-
-
-def test_every_glossary_entry_has_two_sentences():
-    entries = re.findall(r"\n((?:  \S.*\n)+)", (REPOSITORY / "book" / "glossary.md").read_text())
-    assert len(entries) > 60
-    for entry in entries:
-        text = re.sub(r"\$[^$]*\$|`[^`]*`", "x", " ".join(entry.split()))
-        assert len(re.findall(r"[^.]\.(?= [A-Zx0-9]|$)", text)) == 2, entry

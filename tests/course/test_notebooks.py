@@ -13,7 +13,7 @@ from itertools import chain
 import pytest
 from matplotlib.figure import Figure
 from sage_course import figures
-from sage_course.notebook_frame import INSTALL
+from sage_course.outline import INSTALL
 from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -165,23 +165,17 @@ def good_notebook():
 
 BREAKS = {  # what is done to it -> what the lint then reports
     "for cell in cells[1:-1]: cell.update(outputs=[], execution_count=None)": "outputs: expected some, got none",
-    "cells[1]['outputs'] = []": "cell 1: output: expected text",
     "cells[2]['outputs'] = []": "cell 2: output: expected a PNG",
-    "cells[3]['outputs'] = []": "cell 3: output: expected some",
     "cells[3]['execution_count'] = 9": "execution counts: expected 1 to the last in order",
     "cells[1]['metadata']['tags'] = ['nbval-ignore-outputs']": "cell 1: tags: expected nbval-ignore-output, got",
     "cells[3]['metadata'] = {}": "cell 3: tags: expected nbval-ignore-output, since",
-    "cells[5]['metadata'] = {}": "cell 5: tags: expected nbval-ignore-output, since",
     "notebook['metadata']['widgets'] = {}": "metadata: expected",
     "cells[1]['outputs'][0]['text'] = 'saved /home/me/x\\n'": "cell 1: of this machine: /home",
-    "cells[1]['source'] = 'print(open(\"/tmp/x\").read())'": "cell 1: of this machine: /tmp",
     "cells[1]['outputs'].append(stdout('<Line2D at 0x7f4039b9c810>'))": "cell 1: of this machine: at 0x7f4039b9c810",
-    "cells[2]['outputs'] = [{'output_type': 'error', 'ename': 'KeyError'}]": "cell 2: error output: KeyError",
     "cells[1]['outputs'].append(stdout('UserWarning') | {'name': 'stderr'})": "cell 1: stderr: UserWarning",
     "cells[8:8] = [cells[8]] * 52": "cells: expected at most 60, got 61",
     "cells[7]['source'] = 'a(x)'": "cells to fill in: expected at least 3, got 2",
     "cells[4]['source'] += '\\n    pass' * 19": "cell 4: length: expected at most 20 lines, got 21",
-    "cells[4]['source'] = '@gluon.jit\\ndef f():\\n' + '    pass\\n' * 39": "cell 4: length: expected at most 40",
     "cells[1]['source'] += '\\npredict(\\n    \"q1\", ...)'": "cell 1: question: expected a name",
     "cells[2]['source'] += '\\n_ = ax.legend(fontsize=8.5)'": "cell 2: letters: expected at least 9 points, got 8.5",
     "cells[3]['source'] = '_ = interact(draw, x=IntSlider(1))'": "cell 3: slider: expected IntSlider(...",
@@ -189,7 +183,6 @@ BREAKS = {  # what is done to it -> what the lint then reports
     "cells[0]['source'] = cells[0]['source'].replace('# 00', '# 01')": "first cell: expected the title",
     "cells[0]['source'] = '# 00 · A title\\n\\n5 minutes'": "first cell: expected the module",
     "cells[0]['source'] = cells[0]['source'].replace('att', 'at')": "link: expected a file, found none at",
-    "cells[0]['source'] += '\\n\\n[next](99_nothing.ipynb)'": "link: expected a file, found none at",
     "cells[-1]['source'] = '## What to remember\\n\\n## Exercises\\n'": "last sections: expected",
     "cells[-1]['source'] = cells[-1]['source'].replace('3. Three\\n', '')": "exercises: expected three",
 }

@@ -11,7 +11,7 @@ from sage_course.results import claims, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy, level_clocks, unit_clocks
 from sage_course.results.paired import peer_ratios, ratio_lines, turns
-from sage_course.results.pretraining import Interval, loss_summary, mean_interval, paired_differences, pretrain_runs
+from sage_course.results.pretraining import Interval, mean_interval, paired_differences, pretrain_runs
 from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
 
@@ -53,18 +53,6 @@ def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
     found = paired_differences(with_runs(*(run_like(*x) for x in kinds)), K_SMOOTHED, LARGE)
     assert set(found) - set(paired_differences(RUNS, K_SMOOTHED, LARGE)) == {13}
     assert found[13] == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize(
-    ("losses", "said"),
-    [
-        ((1.0, 2.0, 1.5, None), "1.5000 (1.0000 to 2.0000, 3 seeds, 1 diverged)"),
-        ((1.0, 2.0), "1.5000 (1.0000 to 2.0000, 2 seeds)"), ((1.0,), "1.0000 (1 seed)"),
-        ((None,), "1 diverged"), ((), "not run"),
-    ],
-)  # fmt: skip
-def test_seeds_are_summed_up(losses, said):
-    assert loss_summary({seed: run_like("exact", seed, loss) for seed, loss in enumerate(losses)}) == said
 
 
 def verdicts(runs=RUNS, layers=LAYERS):
