@@ -13,7 +13,7 @@ from its own checkpoint (`Work.checkpoint`, `sage_lab.training.loop`).
     plan = Plan("losses", [[LossRun(arm, seed) for seed in (0, 1, 2) for arm in ("exact", "sagebwd")]])
     with opened(plan, Path("runs"), arguments=settings, is_over=deadline(options.minutes)) as work:
         left = work.finish(lambda run, device: [{"arm": run.arm, "loss": train(run)}])
-    print(work.rows, left)
+    work.record(options.json, options.command)
 """
 
 import hashlib
@@ -32,7 +32,9 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from sage_lab.command_line import Failed
-from sage_lab.records import Row, markdown_table, only_writer, read_json, replaced
+from sage_lab.records import Row, markdown_table, only_writer, provenance, read_json, replaced, write_record
+
+COMMITS = "commits"  # among the finished parts: not of a run, but of all of them
 
 
 class OutOfTime(RuntimeError):
@@ -180,6 +182,19 @@ class Work:
         """The rows of all finished runs, in the plan's order."""
         return [row for rows in self.finished.values() for row in rows]
 
+    def record(self, path: Path, command: str, **facts: Any) -> None:
+        """Write the rows as a record, with the names of the runs that are left and every commit that measured rows."""
+        commits = self.parts.parts.get(COMMITS, [])
+        facts |= {"unfinished": [run.name for run in self.left]} | ({"commit": commits} if len(commits) > 1 else {})
+        write_record(path, self.rows, command=command, **facts)
+
+    def keep(self, run: Run, rows: list[Row]) -> None:
+        """Put the rows of a finished run on disk, then remove its checkpoint."""
+        commits = self.parts.parts.setdefault(COMMITS, [])
+        commits += [commit for commit in [provenance("")["commit"]] if commit not in commits]
+        self.parts.keep(run.name, rows)
+        self.checkpoint(run).unlink(missing_ok=True)
+
     def checkpoint(self, run: Run) -> Path:
         """Return where a run keeps what it needs to go on. The file is removed once the run's rows are kept."""
         return self.parts.path.with_suffix(f".{run.name}.pt")
@@ -216,13 +231,12 @@ class Work:
                     run, device = working.pop(future)
                     free.append(device)
                     try:
-                        self.parts.keep(run.name, future.result())
+                        self.keep(run, future.result())
                     except OutOfTime:
                         continue
                     except Failed as failure:
                         failures.append(failure)
                         continue
-                    self.checkpoint(run).unlink(missing_ok=True)
                     bar.update()
                     after_each(run)
         if failures:

@@ -53,7 +53,7 @@ class Record(NamedTuple):
         return f"{measured}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
-TIMED = {"alone": "timed alone", "paired": "timed in turn", "blocks": "timed in blocks, in turn"}
+TIMED = {"alone": "timed alone", "paired": "timed in turn"}
 
 
 def how_timed(rows: Sequence[Row]) -> str:

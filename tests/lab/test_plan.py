@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from sage_lab.command_line import Failed
 from sage_lab.plan import FinishedParts, OutOfTime, Plan, Run, Work, deadline, opened
+from sage_lab.records import read_record
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,18 @@ def test_two_do_not_work_off_the_same_plan(tmp_path):
     with opened(PLAN, tmp_path, 1):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_names_what_is_left_and_every_commit_that_measured(tmp_path, monkeypatch):
+    for count, commit in ((2, "a"), (3, "b")):
+        monkeypatch.setenv("SAGE_REF_COMMIT", commit)
+        with opened(PLAN, tmp_path, None, is_over=lambda: len(work.rows) == count) as work:  # noqa: B023
+            work.finish(drawn)
+            work.record(tmp_path / f"{commit}.json", "command", seed=0)
+    first, both = (read_record(tmp_path / f"{commit}.json") for commit in "ab")
+    assert (first.provenance["commit"], both.provenance["commit"]) == ("a", ["a", "b"])
+    assert (first.rows, both.rows) == (both.rows[:2], [row for run in RUNS[:3] for row in drawn(run)])
+    assert (both.provenance["unfinished"], both.provenance["seed"]) == ([RUNS[3].name], 0)
 
 
 def test_unfinished_parts_belong_to_their_arguments(tmp_path):

@@ -24,7 +24,6 @@ Losses that are compared are those of exact attention at an arm's weights: what 
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +44,7 @@ from sage_lab.command_line import (
 )
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
-from sage_lab.records import Record, Row, listed, markdown_table, provenance, read_record, write_record
+from sage_lab.records import Row, markdown_table
 from sage_lab.repairs import REMEDIES, UNBIASED
 from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining
 from sage_lab.training.loop import train
@@ -349,21 +348,8 @@ def plan_of(options: argparse.Namespace) -> FullBatchPlan:
     return FullBatchPlan(**{name: getattr(base, name) for name in FullBatchPlan.__dataclass_fields__} | changes)
 
 
-# Fields of a plan that say which runs there are. The others say what a run is.
+# Fields of a plan that choose its runs; a run itself does not depend on them.
 SELECTIONS = ("learning_rates", "seeds", "arms", "unsmoothed", "remedies", "halvings", "margin")
-
-
-def earlier_record(path: Path | None, facts: Row) -> Record | None:
-    """The record that is there already, if its runs are like this plan's, on this corpus: they need not run again."""
-    if path is None or not path.exists():
-        return None
-    found = read_record(path)
-    return found if _alike(found.provenance) == _alike(json.loads(json.dumps(facts))) else None
-
-
-def _alike(facts: Row) -> list:
-    plan = {name: value for name, value in facts.get("plan", {}).items() if name not in SELECTIONS}
-    return [plan, facts.get("corpus"), facts.get("curve")]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -374,10 +360,6 @@ def run(options: argparse.Namespace) -> None:
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
     facts = {"corpus": corpus.facts, "plan": asdict(plan), "curve": CURVE, "compile": options.compile}
-    earlier = earlier_record(options.json, facts)
-    if earlier:
-        commits = {provenance(options.command)["commit"], *listed(earlier.provenance["commit"])}
-        facts |= {"commit": sorted(commits)} if len(commits) > 1 else {}
 
     def trained(run: FullBatchRun, device: str) -> list[Row]:
         settings = plan.settings(run, options.compile)
@@ -386,18 +368,13 @@ def run(options: argparse.Namespace) -> None:
         return [result_row(run, training)]
 
     def write(*_) -> None:
-        if options.json and work.parts.parts:
-            unfinished, known = [run.name for run in work.left], {run.name for run in work.finished}
-            later = [row for name, rows in work.parts.parts.items() if name not in known for row in rows]
-            write_record(options.json, work.rows + later, command=options.command, unfinished=unfinished, **facts)
+        if options.json and work.rows:
+            work.record(options.json, options.command, **facts)
 
-    arguments = plan, corpus.sha256, options.device
+    arguments = {name: x for name, x in asdict(plan).items() if name not in SELECTIONS}, corpus.sha256, options.device
     with opened(plan.runs, options.folder, arguments, [options.device], deadline(options.minutes)) as work:
-        for row in earlier.rows if earlier else ():
-            work.parts.parts.setdefault(FullBatchRun.of_row(row).name, [row])
         left = work.finish(trained, write)
         write()
-        finished = {run: rows[0] for run, rows in work.finished.items()}
-    print(markdown_table(*full_batch_table(finished)))
+    print(markdown_table(*full_batch_table({run: rows[0] for run, rows in work.finished.items()})))
     if left:
         print(f"\n{len(left)} runs are known to be left, first {left[0].name}: the same command goes on")

@@ -72,7 +72,6 @@ KERNELS = {
     "SageBwdFunctionBackward": "reference",
 }
 WAY = ("context", "devices", "parallel")
-BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
 
 
 @dataclass(frozen=True)
@@ -142,15 +141,6 @@ class Cell(NamedTuple):
     context: int
     group: Processes
     parallel: str
-
-
-class Stepped(NamedTuple):
-    """What is left of a model that took its steps."""
-
-    times: list[float]  # milliseconds
-    nodes: set[str]
-    tokens_per_step: int
-    parameters: int
 
 
 class SpeedTraining(Pretraining):
@@ -225,13 +215,6 @@ class Model:
             self.step()
         self.times.clear()
 
-    @property
-    def parameters(self) -> int:
-        return sum(x.numel() for x in self.training.model.parameters())
-
-    def stepped(self) -> Stepped:
-        return Stepped(self.times, self.nodes, self.training.tokens_per_step, self.parameters)
-
     def step(self) -> None:
         with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
             started = time.perf_counter()
@@ -259,47 +242,23 @@ def _node(output: Tensor) -> str:
 
 
 def _rows(cell: Cell, attentions: Sequence[str]) -> list[Row]:
-    """Of every attention: one step of each in turn if all models fit into memory, else blocks of steps in turn."""
-    plan = cell.plan
-    models = {attentions[0]: Model(cell, attentions[0])}
-    if fit_together(models[attentions[0]].parameters, len(attentions), cell):
-        models |= {name: Model(cell, name) for name in attentions[1:]}
-        for order in orders(len(attentions), plan.steps):
-            for place in order:
-                models[attentions[place]].step()
-        stepped = {name: [model.stepped()] for name, model in models.items()}
-        protocol = "paired" if len(attentions) > 1 else "alone"
-    else:
-        models.clear()
-        stepped, protocol = {name: [] for name in attentions}, "blocks"
-        for steps, name in itertools.product((plan.steps - plan.steps // 2, plan.steps // 2), attentions):
-            model = Model(cell, name)
-            for _ in range(steps):
-                model.step()
-            stepped[name].append(model.stepped())
-            del model
-    return [_row(cell, name, of, protocol) for name, of in stepped.items()]
+    """Measure every attention, with models that take one step each in turn."""
+    models = {name: Model(cell, name) for name in attentions}
+    for order in orders(len(attentions), cell.plan.steps):
+        for place in order:
+            models[attentions[place]].step()
+    protocol = "paired" if len(attentions) > 1 else "alone"
+    return [_row(cell, name, model, protocol) for name, model in models.items()]
 
 
-def fit_together(parameters: int, models: int, cell: Cell) -> bool:
-    """Whether the weights, gradients and moments of so many models leave half of the device's memory to activations."""
-    if cell.group.device.type != "cuda":
-        return True
-    share = cell.group.count if cell.parallel == "fsdp" else 1
-    needed = models * parameters * BYTES_PER_PARAMETER / share
-    return needed < torch.cuda.get_device_properties(cell.group.device).total_memory / 2
-
-
-def _row(cell: Cell, attention: str, stepped: Sequence[Stepped], protocol: str) -> Row:
-    """stepped: one model's steps, or those of every block."""
-    (node,) = set().union(*(one.nodes for one in stepped))
-    times = [ms for one in stepped for ms in one.times]
-    fastest, *_, slowest = statistics.quantiles(times, n=5, method="inclusive")
-    median = statistics.median(times)
-    tokens_per_step = stepped[0].tokens_per_step
+def _row(cell: Cell, attention: str, model: Model, protocol: str) -> Row:
+    (node,) = model.nodes
+    fastest, *_, slowest = statistics.quantiles(model.times, n=5, method="inclusive")
+    median, tokens_per_step = statistics.median(model.times), model.training.tokens_per_step
+    parameters = sum(x.numel() for x in model.training.model.parameters())
     return (
         {"attention": attention, "autograd_node": node, "devices": cell.group.count, "parallel": cell.parallel}
-        | {"context": cell.context, "tokens_per_step": tokens_per_step, "parameters": stepped[0].parameters}
+        | {"context": cell.context, "tokens_per_step": tokens_per_step, "parameters": parameters}
         | {"protocol": protocol}
         | {"ms_median": round(median, 2), "ms_p20": round(fastest, 2), "ms_p80": round(slowest, 2)}
         | {"tokens_per_second": round(1e3 * tokens_per_step / median)}

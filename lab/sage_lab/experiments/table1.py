@@ -1,13 +1,13 @@
 """`python -m sage_lab table1`: the SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
 
 Queries and keys have standard deviation sigma. The paper names neither N, D, the tiles nor which entries of P and dS
-share a scale, so `table1_sweep` tries them all.
+share a scale, so a `Table1Sweep` tries them all.
 """
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sage_lab.command_line import add_device_option, positive, tile_size
-from sage_lab.plan import FinishedParts
-from sage_lab.records import Record, Row, markdown_table, only_writer, write_record
+from sage_lab.plan import Plan, Run, opened
+from sage_lab.records import Record, Row, markdown_table, write_record
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 
@@ -34,7 +34,7 @@ SETTING = ("n", "head_dim", "block_q", "block_kv", "granularity")
 
 
 class Table1Sweep(NamedTuple):
-    """Which settings to try; every combination is."""
+    """Settings to try, in every combination."""
 
     lengths: Sequence[int] = (1024, 2048, 4096)
     head_dims: Sequence[int] = (64, 128)
@@ -44,20 +44,29 @@ class Table1Sweep(NamedTuple):
 
 
 def table1_inputs(n: int, head_dim: int, sigma: float, seed: int, device: str = "cpu") -> list[Tensor]:
-    """Q, K with standard deviation sigma and V, dO with 1: bfloat16 [1, 1, N, D], drawn on the CPU."""
+    """Draw Q, K with standard deviation sigma and V, dO with 1: bfloat16 [1, 1, N, D], on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     deviations = (sigma, sigma, 1.0, 1.0)
     draws = (torch.randn(1, 1, n, head_dim, generator=generator) * deviation for deviation in deviations)
     return [x.to(device, torch.bfloat16) for x in draws]
 
 
-def table1_sweep(sweep: Table1Sweep, parts: FinishedParts, device: str = "cpu") -> Iterator[list[Row]]:
-    """One list of rows per (N, D, sigma): mean and standard deviation over seeds, for every tile and granularity."""
-    for n, head_dim, sigma in itertools.product(sweep.lengths, sweep.head_dims, PAPER_TABLE1):
-        yield parts.rows(f"{n} {head_dim} {sigma}", partial(_table1_rows, n, head_dim, sigma, sweep, device))
+@dataclass(frozen=True)
+class Table1Run(Run):
+    """The inputs that share exact results."""
+
+    n: int
+    head_dim: int
+    sigma: int
 
 
-def _table1_rows(n: int, head_dim: int, sigma: int, sweep: Table1Sweep, device: str) -> list[Row]:
+def table1_runs(sweep: Table1Sweep) -> list[Table1Run]:
+    return list(itertools.starmap(Table1Run, itertools.product(sweep.lengths, sweep.head_dims, PAPER_TABLE1)))
+
+
+def table1_rows(run: Table1Run, sweep: Table1Sweep, device: str = "cpu") -> list[Row]:
+    """Return mean and standard deviation over seeds, for every tile and granularity."""
+    n, head_dim, sigma = run.n, run.head_dim, run.sigma
     errors: dict[tuple, list[tuple[float, float]]] = {}
     for seed in sweep.seeds:
         inputs = table1_inputs(n, head_dim, sigma, seed, device)
@@ -84,23 +93,23 @@ def _table1_rows(n: int, head_dim: int, sigma: int, sweep: Table1Sweep, device: 
 
 
 def deviation(row: Row) -> float:
-    """How far a row's relative L2 is from the paper's, as a fraction of the paper's."""
+    """Return the distance of a row's relative L2 from the paper's, as a fraction of the paper's."""
     return abs(row["rel_l2"] / row["paper_rel_l2"] - 1)
 
 
 def settings_of(record: Record) -> list[dict]:
-    """Every setting of the sweep, as a dict that `Record.select` takes."""
+    """Return every setting of the sweep, as a dict that `Record.select` takes."""
     found = dict.fromkeys(tuple(row[name] for name in SETTING) for row in record.rows)
     return [dict(zip(SETTING, values, strict=True)) for values in found]
 
 
 def closest_setting(record: Record) -> dict:
-    """The setting whose worst entry over all sigmas and tensors is closest to the paper's Table 1."""
+    """Return the setting whose worst entry over all sigmas and tensors is closest to the paper's Table 1."""
     return min(settings_of(record), key=lambda setting: max(map(deviation, record.select(**setting))))
 
 
 def closest_setting_per_sigma(record: Record) -> dict[int, dict]:
-    """For each row (sigma) of the paper's table, the setting whose worst tensor is closest to it."""
+    """Return, for each row (sigma) of the paper's table, the setting whose worst tensor is closest to it."""
     return {
         sigma: min(settings_of(record), key=lambda s: max(map(deviation, record.select(sigma=sigma, **s))))
         for sigma in PAPER_TABLE1
@@ -118,13 +127,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
     sweep = Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
-    parts = FinishedParts(options.json or Path("runs/table1.json"), (sweep, options.device))
-    total = len(sweep.lengths) * len(sweep.head_dims) * len(PAPER_TABLE1)
-    with only_writer(parts.path):
-        rows = [row for found in tqdm(table1_sweep(sweep, parts, options.device), total=total) for row in found]
+    path = options.json or Path("runs/table1.json")
+    with opened(Plan(path.stem, [table1_runs(sweep)]), path.parent, sweep, [options.device]) as work:
+        work.finish(lambda run, device: table1_rows(run, sweep, device))
+    rows = work.rows
     record = Record({}, rows)
     best = closest_setting(record)
     print(f"Closest to the paper over all rows: {describe(best)}")
@@ -137,7 +144,7 @@ def run(options: argparse.Namespace) -> None:
     print("\nRelative L2 error at that setting, mean over seeds:\n\n" + markdown_table(header, lines))
     if options.json:
         write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
-    parts.remove()
+    work.parts.remove()
 
 
 def describe(setting: dict) -> str:

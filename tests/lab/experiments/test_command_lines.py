@@ -311,7 +311,7 @@ class Started(Exception):
 
 WORK = {  # command: a line that works, and what then begins
     "info": ([], None),
-    "table1": (["--n", "16"], (table1, "_table1_rows")),
+    "table1": (["--n", "16"], (table1, "table1_rows")),
     "table2": ([], (table2, "attention_errors")),
     "repair": ([], (repair, "case_rows")),
     "full-batch": (["--plan", "cpu", "--corpus", "text.txt", "--device", "cpu"], (full_batch, "train")),

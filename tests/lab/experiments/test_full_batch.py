@@ -1,6 +1,5 @@
 """The plan of runs without batch noise: who runs, in which order, and a command that was killed."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -241,23 +240,20 @@ def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, 
     assert row["tokens_at_bias_here"] == pytest.approx(here)
 
 
-def test_a_record_of_the_same_plan_is_gone_on_with(tiny, monkeypatch):
-    """Its folder is gone; another commit goes on, and a plan of more runs. One of other runs is written anew."""
-    main([*COMMAND, "--json", "whole.json"])
-    whole = json.loads((tiny / "whole.json").read_text())
+def test_a_plan_of_more_runs_goes_on_with_those_that_are_finished_and_names_both_commits(tiny, monkeypatch):
+    main(COMMAND)
+    first = read_record(tiny / "out.json")
     monkeypatch.setattr("sage_lab.records._commit", lambda: "1" * 40)
     train, trained = full_batch.train, []
     monkeypatch.setattr(full_batch, "train", lambda *run, **how: trained.append(run) or train(*run, **how))
-    for changed, kept in (({}, 3), ({"learning_rates": [0.5], "seeds": [7]}, 3), ({"steps": 7}, 0)):
-        plan = whole["provenance"]["plan"] | changed
-        earlier = {"provenance": whole["provenance"] | {"plan": plan}, "rows": whole["rows"][:3]}
-        (tiny / "out.json").write_text(json.dumps(earlier))
-        trained.clear()
-        main([*COMMAND, "--folder", f"other{len(changed)}"])
-        record = read_record(tiny / "out.json")
-        assert len(trained) == len(whole["rows"]) - kept
-        assert record.provenance["commit"] == (["0" * 40, "1" * 40] if kept else "1" * 40)
-        assert [row["curve"] for row in record.rows] == [row["curve"] for row in whole["rows"]]
+    main([*COMMAND, "--seeds", "0", "1"])
+    record = read_record(tiny / "out.json")
+    assert record.select(seed=0) == first.rows
+    assert len(trained) == len(record.select(seed=1)) > 0
+    assert record.provenance["commit"] == ["0" * 40, "1" * 40]
+    trained.clear()
+    main([*COMMAND, "--steps", "1", "--minutes", "1e-9", "--json", "none.json"])  # other runs
+    assert not (tiny / "none.json").exists()
 
 
 def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
@@ -267,17 +263,6 @@ def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
     assert not (tiny / "out.json").exists()
     main([*COMMAND, "--minutes", "10"])
     assert read_record(tiny / "out.json").provenance["unfinished"] == []
-
-
-def test_runs_beyond_the_one_where_time_was_over_stay_in_the_record(tiny):
-    main(COMMAND)
-    whole = json.loads((tiny / "out.json").read_text())
-    del whole["rows"][1]
-    (tiny / "out.json").write_text(json.dumps(whole))
-    main([*COMMAND, "--folder", "other", "--minutes", "1e-9"])
-    record = read_record(tiny / "out.json")
-    assert record.rows == whole["rows"]
-    assert record.provenance["unfinished"]
 
 
 def test_options_change_the_plan(tiny, capsys):

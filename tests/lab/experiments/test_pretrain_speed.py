@@ -3,7 +3,6 @@
 import json
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,26 +86,6 @@ def test_models_take_their_steps_in_turn_after_warming_up(clock):
     assert warming == trainings
     assert all(set(turn) == set(trainings) for turn in turns)
     assert len({tuple(map(id, turn)) for turn in turns}) > 2  # in several orders
-
-
-def test_models_that_do_not_fit_together_take_blocks_of_steps_in_turn(clock, monkeypatch):
-    monkeypatch.setattr(speed, "fit_together", lambda parameters, models, cell: models == 1)
-    rows = rows_of(replace(PLAN, contexts=(16,)))
-    steps = [sum(x is training for x in clock) for training in dict.fromkeys(clock)]
-    # The first model shows how large it is; then three blocks of 3 steps and three of 2, after one that doesn't count.
-    assert steps == [1, 4, 4, 4, 3, 3, 3]
-    for row in rows:
-        assert row["protocol"] == "blocks"
-        assert (row["ms_median"], row["ms_p20"], row["ms_p80"]) == (2000.0, 1000.0, 2200.0)
-    assert [row["attention"] for row in rows] == ["exact", "flash_attention_2", "sagebwd"]
-
-
-def test_what_fits_together(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=320))
-    cell = speed.Cell(PLAN, None, 16, Processes(0, 2, torch.device("cuda")), "ddp")
-    assert speed.fit_together(3, 3, cell)
-    assert not speed.fit_together(3, 4, cell)
-    assert speed.fit_together(3, 4, cell._replace(parallel="fsdp"))
 
 
 def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch):

@@ -1,4 +1,4 @@
-"""The sweep behind Table 1, which setting it calls closest, and the command that goes on after a kill."""
+"""The sweep behind Table 1, which setting it calls closest, and the command."""
 
 import statistics
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import table1
-from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_sweep
-from sage_lab.plan import FinishedParts
+from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, Table1Sweep, table1_inputs, table1_rows, table1_runs
 from sage_lab.records import Record, read_record
 
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -55,8 +54,8 @@ def test_inputs_have_the_deviations_of_the_table():
     assert not torch.equal(q, table1_inputs(2048, 64, sigma=5, seed=1)[0])
 
 
-def test_a_sweep_measures_every_setting_and_averages_over_seeds(tmp_path):
-    rows = [row for found in table1_sweep(SWEEP, FinishedParts(tmp_path / "sweep", SWEEP)) for row in found]
+def test_a_sweep_measures_every_setting_and_averages_over_seeds():
+    rows = [row for run in table1_runs(SWEEP) for row in table1_rows(run, SWEEP)]
     keys = [tuple(row[name] for name in (*table1.SETTING, "sigma", "tensor")) for row in rows]
     assert len(set(keys)) == len(keys) == 2 * 2 * 2 * len(PAPER_TABLE1) * len(TENSORS)
     (row,) = Record({}, rows).select(head_dim=16, block_q=16, granularity="row", sigma=3, tensor="dK")
@@ -69,28 +68,13 @@ def test_a_sweep_measures_every_setting_and_averages_over_seeds(tmp_path):
     assert row["rel_l2"] == pytest.approx(statistics.mean(errors), abs=1e-6)
     assert row["rel_l2_std"] == pytest.approx(statistics.stdev(errors), abs=1e-6)
     assert (row["paper_cosine"], row["paper_rel_l2"]) == (0.9970, 0.0777)
-    one_seed = next(table1_sweep(SWEEP._replace(seeds=(0,)), FinishedParts(tmp_path / "one seed", None)))
+    one_seed = table1_rows(table1_runs(SWEEP)[0], SWEEP._replace(seeds=(0,)))
     assert one_seed[0]["rel_l2_std"] is None  # one seed has no deviation
 
 
-def test_table1_goes_on_after_a_kill_prints_a_table_and_records_where_it_comes_from(tmp_path, monkeypatch, capsys):
-    measure, measured = table1._table1_rows, []
-    killed_in_the_third = True
-
-    def watched(n, head_dim, sigma, *rest):
-        if killed_in_the_third and len(measured) == 2:
-            raise KeyboardInterrupt
-        measured.append(sigma)
-        return measure(n, head_dim, sigma, *rest)
-
-    monkeypatch.setattr(table1, "_table1_rows", watched)
-    with pytest.raises(SystemExit):
-        main([*TABLE1, str(tmp_path / "table1.json")])
-    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
-    killed_in_the_third = False
+def test_the_command_prints_a_table_and_records_where_it_comes_from(tmp_path, capsys):
     main([*TABLE1, str(tmp_path / "table1.json")])
-    assert measured == list(PAPER_TABLE1)
-    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # the checkpoint is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["table1.json"]  # what it kept to go on from is gone
     printed, record = capsys.readouterr().out, read_record(tmp_path / "table1.json")
     assert len(record.rows) == 2 * 2 * len(PAPER_TABLE1) * len(TENSORS)
     facts = record.provenance
@@ -100,5 +84,3 @@ def test_table1_goes_on_after_a_kill_prints_a_table_and_records_where_it_comes_f
     assert f"Closest to the paper over all rows: {table1.describe(best)}" in printed
     for row in record.select(**best):
         assert f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" in printed
-    main([*TABLE1, str(tmp_path / "again.json")])
-    assert record.rows == read_record(tmp_path / "again.json").rows
