@@ -62,6 +62,9 @@ COMMANDS = {
         "sage_lab.experiments.video.command",
         "pre-train a video model, fine-tune it with SLA2 beside every ablation, sample from it and judge it",
     ),
+    "quantization-aware": Command(
+        "sage_lab.experiments.quantization_aware", "quantise after fine-tuning or during it, for one SLA2 layer"
+    ),
     "train-router": Command(
         "sage_lab.experiments.router_fit",
         "fit SLA2's router and alpha to full attention, and compare with SLA and the best mask",

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
-from sage_lab.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, Run
+from sage_lab.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, VideoRun
 from sage_lab.experiments.video.runs import DRAWN
 from sage_lab.experiments.video.speed import speed_table
 from sage_lab.experiments.video.verdicts import (
@@ -176,7 +176,7 @@ def _closed(figure: Figure) -> Figure:
 def _drawn(record: Record) -> dict[str, str]:
     """Arm -> the name of its run, of those that were drawn."""
     seed = record.provenance["plan"]["seeds"][0]
-    names = {arm: Run(arm, seed).name for arm in DRAWN}
+    names = {arm: VideoRun(arm, seed).name for arm in DRAWN}
     return {arm: name for arm, name in names.items() if (RECORDED / PICTURES / f"{name}.gif").exists()}
 
 

@@ -4,29 +4,24 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sage_lab.command_line import add_device_option, from_zero, output_file, positive, zero_to_one
 from sage_lab.models.video_dit import VideoDiTConfig
-from sage_lab.records import Row, markdown_table, provenance, write_record
+from sage_lab.records import provenance, write_record
 from sage_lab.training.capture import Capture, watched_attention, write_capture
 from sage_lab.training.loop import TrainingSettings, train
 from sage_lab.training.video import CAPTURED, VideoTraining, training_batch
-from sage_ref.sla2 import BlockSettings, block_mass, selected_count
 
 TENSORS = ("query", "key", "value")
-# What `concentration` looks at: block_q x block_kv, and shares of the blocks of keys.
-TILES = ((32, 16), (16, 8))
-SHARES = (0.05, 0.1, 0.2)
 
 
 @torch.no_grad()
 def video_attention_tensors(
     training: VideoTraining, noise_levels: Sequence[float], layers: Sequence[int]
 ) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
-    """The loss of one new video per noise level, and Q, K, V of each layer's attention, all [B, H, N, D].
+    """Return the loss of one new video per noise level, and Q, K, V of each layer's attention, all [B, H, N, D].
 
     Q and K are those that are multiplied: after QK-norm and rotation.
     """
@@ -39,42 +34,11 @@ def video_attention_tensors(
 
 
 def check_choice_of(config: VideoDiTConfig, noise_levels: Sequence[float], layers: Sequence[int]) -> None:
-    """ValueError unless the model has these layers and flow matching these noise levels."""
+    """Raise ValueError unless the model has these layers and flow matching these noise levels."""
     if not layers or min(layers) < 0 or max(layers) >= config.layers:
         raise ValueError(f"layers: expected numbers from 0 to {config.layers - 1}, got {list(layers)}")
     if not noise_levels or not all(0 <= level <= 1 for level in noise_levels):
         raise ValueError(f"noise_levels: expected numbers from 0 to 1, got {list(noise_levels)}")
-
-
-def concentration(layers: dict[int, dict[str, Tensor]]) -> list[Row]:
-    """The share of the softmax mass that the best blocks of keys hold, mean over blocks of queries.
-
-    Best by the mass itself: no block mask with as many blocks holds more. Flat attention has mass = blocks / Tn.
-    """
-    rows = []
-    for layer, tensors in layers.items():
-        for block_q, block_kv in TILES:
-            mass = block_mass(tensors["query"].float(), tensors["key"].float(), BlockSettings(block_q, block_kv))
-            mass = mass.sort(-1, descending=True).values.mean(-2)  # [B, H, Tn]
-            for share in SHARES:
-                count = selected_count(1 - share, mass.shape[-1])
-                for (sample, head), held in np.ndenumerate(mass[..., :count].sum(-1).numpy(force=True)):
-                    rows.append(
-                        {"layer": layer, "sample": sample, "head": head, "block_q": block_q, "block_kv": block_kv}
-                        | {"share": share, "blocks": count, "mass": float(held)}
-                    )
-    return rows
-
-
-def concentration_table(rows: list[dict]) -> str:
-    """One line per layer, sample and head, one column per tile size and share of the blocks."""
-    columns, lines = {}, {}
-    for row in rows:
-        column = "{block_q}x{block_kv}: best {blocks} ({share:.0%})".format(**row)
-        columns[column] = None
-        lines.setdefault((row["layer"], row["sample"], row["head"]), {})[column] = f"{row['mass']:.3f}"
-    cells = [(*place, *(line[column] for column in columns)) for place, line in sorted(lines.items())]
-    return markdown_table(("layer", "sample", "head", *columns), cells)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -82,22 +46,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=700)
     parser.add_argument("--frames", type=positive, default=default.frames)
     parser.add_argument("--size", type=positive, default=default.size, help="pixels of a frame's side")
-    parser.add_argument(
-        "--cube",
-        type=positive,
-        nargs=3,
-        default=default.cube,
-        help="frames, rows, columns of consecutive patches",
-    )
+    parser.add_argument("--cube", type=positive, nargs=3, default=default.cube, help="of consecutive patches")
     parser.add_argument("--depth", type=positive, default=default.layers, help="layers of the model")
     parser.add_argument("--width", type=positive, default=default.width)
     parser.add_argument("--heads", type=positive, default=default.heads)
     # In the default model no head of these layers is near flat at these noise levels. Layer 0 has a nearly flat head,
     # and the last layers' attention gets flatter towards pure noise.
     parser.add_argument("--layers", type=from_zero, nargs="+", default=(2, 4), help="layers to capture")
-    parser.add_argument(
-        "--noise-levels", type=zero_to_one, nargs="+", default=(0.4, 0.5), help="one video for each, 0 to 1"
-    )
+    parser.add_argument("--noise-levels", type=zero_to_one, nargs="+", default=(0.4, 0.5), help="one video for each")
     add_device_option(parser)
     parser.add_argument("--out", type=output_file, default="runs/capture_video.safetensors", metavar="FILE")
     parser.add_argument("--checkpoint", type=output_file, default="runs/capture_video.pt", metavar="FILE")
@@ -110,12 +66,10 @@ def run(options: argparse.Namespace) -> None:
     training = VideoTraining(config, TrainingSettings(steps=options.steps), options.device)
     train(training, options.checkpoint)
     losses, layers = video_attention_tensors(training, options.noise_levels, sorted(set(options.layers)))
+    order = "cube after cube; cubes, and tokens of a cube, by frame, then row, then column"
     facts = {
         "model": asdict(config),
-        "tokens": {
-            "grid": config.grid,
-            "order": "cube after cube; cubes, and tokens of a cube, by frame, then row, then column",
-        },
+        "tokens": {"grid": config.grid, "order": order},
         "training": asdict(training.settings) | {"minutes": round(training.seconds / 60, 1)},
         "device": options.device,
         "threads": torch.get_num_threads(),
@@ -125,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         "captured_losses": losses,
     }
     write_capture(options.out, Capture(provenance(options.command) | facts, layers))
-    rows = concentration(layers)
-    print(f"Share of the softmax mass in the best blocks of keys:\n\n{concentration_table(rows)}\n\n{options.out}")
+    print(f"loss {', '.join(f'{x:.3f}' for x in losses)} at noise levels {options.noise_levels}: {options.out}")
     if options.json:
+        rows = [{"noise_level": t, "loss": x} for t, x in zip(options.noise_levels, losses, strict=True)]
         write_record(options.json, rows, command=options.command, **facts)

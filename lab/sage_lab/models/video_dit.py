@@ -3,11 +3,11 @@
 x <- x + g_1 * Attention(m_1(x));  x <- x + g_2 * MLP(m_2(x));  m(x) = LayerNorm(x) * (1 + scale) + shift.
 
 Shift, scale and gate g are computed from the noise level alone. They start at zero, so that every block starts as the
-identity (adaLN-zero). Queries and keys are normalised (QK-norm), then rotated by their place in time, height and width,
-then meet in the core that the configuration names (`attention_core`): exact attention, SageBwd, SLA or SLA2. A core's
-inputs are Q, K, V; any module that maps them to O can take its place: `block.attention.core = SLA2(...)`.
+identity (adaLN-zero). Queries and keys are normalised (QK-norm) and rotated by their place in time, height and width.
+The core that the configuration names computes attention (`attention_core`): exact, SageBwd, SLA or SLA2. Its inputs are
+Q, K, V; any module that maps them to O can replace it: `block.attention.core = SLA2(...)`.
 
-Only SLA and SLA2 have weights of their own, so all share the rest: `load_backbone`.
+Only SLA and SLA2 have weights of their own; models with different attentions share all other weights (`load_backbone`).
 """
 
 import math
@@ -74,12 +74,12 @@ class VideoDiTConfig:
 
     @property
     def blocks(self) -> BlockSettings:
-        """Of SLA and SLA2."""
+        """The blocks of SLA and SLA2."""
         return BlockSettings(self.block_q, self.block_kv, quantize=self.quantize)
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width."""
+        """The number of patches in time, height and width."""
         return self.frames, self.size // self.patch, self.size // self.patch
 
     @property
@@ -92,10 +92,10 @@ class VideoDiTConfig:
 
 
 def raster_order(grid: tuple[int, int, int], cube: tuple[int, int, int]) -> Tensor:
-    """int64 [N]: the place in raster order (frame, row, column) of each token of the sequence.
+    """Return the place in raster order (frame, row, column) of each token of the sequence, int64 [N].
 
-    Cube follows cube, each in raster order. A block of sparse attention is a run of consecutive tokens; in raster order
-    32 of them are two rows across a whole frame, here a compact box, whose tokens look alike and are wanted together.
+    Cube follows cube, each in raster order. A block of sparse attention is a run of consecutive tokens. In raster order
+    32 of them are two rows across a whole frame; in cubes they form a compact box, whose tokens are alike.
     """
     frames, rows, columns = (side // c for side, c in zip(grid, cube, strict=True))
     places = torch.arange(math.prod(grid)).view(frames, cube[0], rows, cube[1], columns, cube[2])
@@ -103,11 +103,11 @@ def raster_order(grid: tuple[int, int, int], cube: tuple[int, int, int]) -> Tens
 
 
 class RotaryEmbedding3D(Rotation):
-    """Turn each pair of features (x_i, x_(i + D/2)) of a token by an angle proportional to its frame, row or column.
+    """Rotation of pairs of features (x_i, x_(i + D/2)) by angles proportional to their token's frame, row or column.
 
     Of the D/2 pairs 3/8 follow the row, 3/8 the column, the rest the frame. Each axis turns its pairs by 1 down to
-    about 1/100 radian per step: 10000, as used for text, would leave most pairs nearly still on axes this short.
-    A query and a key meet at an angle that depends on their distance in time, height and width alone. So no learned
+    about 1/100 radian per place: 10000, as used for text, would leave most pairs nearly still on axes this short.
+    The angle between a query and a key depends on their distance in time, height and width alone. So no learned
     position is added: a shape looks the same wherever it is.
     forward(x [..., N, D]) -> [..., N, D]; positions: [N, 3], frame, row and column of each token.
     """
@@ -123,7 +123,7 @@ class RotaryEmbedding3D(Rotation):
 
 
 class Patches(nn.Module):
-    """Between a video [B, C, T, H, W] and the pixels of its patches [B, N, C * patch^2], in the config's order."""
+    """Maps between a video [B, C, T, H, W] and the pixels of its patches [B, N, C * patch^2], in the config's order."""
 
     def __init__(self, config: VideoDiTConfig):
         super().__init__()
@@ -148,7 +148,7 @@ class Patches(nn.Module):
 
 
 class NoiseEmbedding(nn.Module):
-    """Noise levels in [0, 1], [B] -> [B, width]: sines and cosines of 1 to 1000 radians per unit, then an MLP."""
+    """Embedding [B, width] of noise levels [B]: sines and cosines of 1 to 1000 radians per unit, then an MLP."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -162,7 +162,7 @@ class NoiseEmbedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]: full attention, exact or SageBwd, and nothing else."""
+    """Full attention, exact or SageBwd: forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]."""
 
     def __init__(self, config: VideoDiTConfig):
         super().__init__()
@@ -175,7 +175,7 @@ class AttentionCore(nn.Module):
 
 
 def attention_core(config: VideoDiTConfig) -> nn.Module:
-    """The core that the configuration names. forward(query, key, value [B, H, N, D]) -> O [B, H, N, D]."""
+    """Return the core that the configuration names."""
     blocks = {name: getattr(config, name) for name in ("sparsity", "block_q", "block_kv", "backend")}
     if config.attention == "sla2":
         return SLA2(config.head_dim, config.heads, quantize=config.quantize, **blocks)
@@ -185,6 +185,7 @@ def attention_core(config: VideoDiTConfig) -> nn.Module:
 
 
 def attend(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Call a core."""
     return core(query, key, value)
 
 
@@ -192,12 +193,12 @@ attend_uncompiled: Callable[..., Tensor] = torch.compiler.disable(attend)
 
 
 class Attention(nn.Module):
-    """Project, normalise, rotate, attend, project back. forward(x [B, N, width]) -> [B, N, width]."""
+    """Attention block: project, normalise, rotate, attend, project. forward(x [B, N, width]) -> [B, N, width]."""
 
     def __init__(self, config: VideoDiTConfig, positions: Tensor):
         super().__init__()
         self.head_dim = config.head_dim
-        # Their offsets let a head look at a distance, whatever the tokens are: rotated, they meet at that distance.
+        # Their offsets let a head look at a fixed distance: rotated, the offsets of q and k match at that distance.
         self.query, self.key, self.value = (nn.Linear(config.width, config.width) for _ in range(3))
         self.qk_norm = QKNorm(config.head_dim)
         self.rotary = RotaryEmbedding3D(config.head_dim, positions)
@@ -213,7 +214,7 @@ class Attention(nn.Module):
 
 
 class Modulation(nn.Module):
-    """`count` vectors from the noise embedding, all zero at the start. forward([B, width]) -> count x [B, 1, width]."""
+    """Vectors from the noise embedding, zero at the start. forward([B, width]) -> count x [B, 1, width]."""
 
     def __init__(self, width: int, count: int):
         super().__init__()
@@ -227,12 +228,12 @@ class Modulation(nn.Module):
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift: the norm's own gain and offset, as functions of the noise level."""
+    """Compute LayerNorm(x) * (1 + scale) + shift: the norm's gain and offset are functions of the noise level."""
     return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a modulated norm of the residual stream and added back through a gate."""
+    """Block of attention, then an MLP, each on a modulated norm of the residual stream, added back through a gate."""
 
     def __init__(self, config: VideoDiTConfig, positions: Tensor):
         super().__init__()
@@ -251,7 +252,7 @@ class Block(nn.Module):
 
 
 class VideoDiT(nn.Module):
-    """forward(video [B, C, T, H, W], noise_level [B] in [0, 1]) -> velocity [B, C, T, H, W]; at the start zero."""
+    """Transformer: forward(video [B, C, T, H, W], noise_level [B] in [0, 1]) -> velocity [B, C, T, H, W]."""
 
     def __init__(self, config: VideoDiTConfig):
         super().__init__()
@@ -280,28 +281,28 @@ class VideoDiT(nn.Module):
         if noise_level.shape != video.shape[:1]:
             raise ValueError(f"noise_level: expected [{len(video)}], one per video, got {list(noise_level.shape)}")
         patches = self.patches.split(video)
-        x = self.input(patches).to(patches.dtype)  # under autocast, too, what the blocks add to stays as it is
+        x = self.input(patches).to(patches.dtype)  # the residual stream stays in float32 under autocast
         noise = self.noise(noise_level)
         for block in self.blocks:
             x = block(x, noise)
         return self.patches.join(self.output(modulated_norm(x, *self.modulation(noise))))
 
     def compile_blocks(self) -> None:
-        """Hand all but the cores to torch.compile: one program for every block, whatever its attention."""
+        """Pass everything but the cores to torch.compile: one program for all blocks."""
         for block in self.blocks:
             block.attention.attend = attend_uncompiled
             block.compile(dynamic=False)
 
 
 def is_of_core(name: str) -> bool:
-    """Whether a parameter of that name belongs to SLA or SLA2, and not to the rest, which all attentions share."""
+    """Return whether the parameter belongs to SLA or SLA2 itself; all attentions share the others."""
     return ".attention.core." in name
 
 
 def load_backbone(model: VideoDiT, weights: dict[str, Tensor]) -> None:
-    """Give the model the weights that all attentions share, in whatever dtype; a core's own stay as they are.
+    """Load the weights that all attentions share, in any dtype; a core's own stay as they are.
 
-    ValueError unless they are those of such a model.
+    Raises ValueError if names or shapes differ.
     """
     expected = {name: x.shape for name, x in model.state_dict().items() if not is_of_core(name)}
     found = {name: x.shape for name, x in weights.items() if not is_of_core(name)}

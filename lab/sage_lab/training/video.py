@@ -1,11 +1,8 @@
-"""A video diffusion transformer learns, by flow matching, from videos that are made from a seed.
+"""The small video model whose attention `capture-video` records, and the videos that it learns from.
 
 The videos: textured shapes that move, turn and hide each other in front of a gradient of two colours. Nothing is
 downloaded, and there is something for attention to find: a shape keeps its texture while it moves, so a noisy patch is
-best told from the rest of its shape, in the same frame and in the others.
-
-A noisy video is x_t = (1 - t) x + t e with noise e ~ N(0, 1) and noise level t: 0 is the video, 1 is noise alone. The
-model learns the velocity d x_t / d t = e - x; the loss is the mean squared error over pixels, channels and frames.
+best recognised by the rest of its shape, in the same frame and in the others.
 """
 
 from collections.abc import Sequence
@@ -13,10 +10,11 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.training.loop import ResumableTraining, TrainingSettings
+from sage_lab.training.video_flow import flow_matching_loss
 
 SHAPES = ("disc", "square", "ring")
 VALIDATION_VIDEOS = 8
@@ -25,17 +23,14 @@ TRAINING, VALIDATION, CAPTURED = range(3)
 
 
 def videos(count: int, frames: int, size: int, *, seed: Sequence[int]) -> Tensor:
-    """RGB videos, float32 [count, 3, frames, size, size] in [-1, 1]; a function of the arguments alone."""
-    for name, value in (("count", count), ("frames", frames), ("size", size)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    """Draw RGB videos, float32 [count, 3, frames, size, size] in [-1, 1]; a function of the arguments alone."""
     rng = np.random.default_rng(tuple(seed))
     drawn = np.stack([draw_video(rng, frames, size) for _ in range(count)])
     return torch.from_numpy(drawn).float()
 
 
 def draw_video(rng: np.random.Generator, frames: int, size: int) -> np.ndarray:
-    """[3, frames, size, size]: three to five shapes, each drawn over those before it."""
+    """Draw three to five shapes, each over those before it: [3, frames, size, size]."""
     time, y, x = np.meshgrid(np.arange(frames), *2 * [(np.arange(size) + 0.5) / size], indexing="ij")
     angle = rng.uniform(0, 2 * np.pi)
     along = (np.cos(angle) * (x - 0.5) + np.sin(angle) * (y - 0.5)) / np.sqrt(2) + 0.5
@@ -46,7 +41,7 @@ def draw_video(rng: np.random.Generator, frames: int, size: int) -> np.ndarray:
 
 
 def draw_shape(rng: np.random.Generator, video: np.ndarray, time: np.ndarray, y: np.ndarray, x: np.ndarray):
-    """One shape over the video, lengths in widths of a frame: radius 1/8 to 1/4, up to 1/16 and 0.4 rad a frame."""
+    """Draw one shape over the video: radius 1/8 to 1/4 of the frame's width, up to 1/16 of it and 0.4 rad a frame."""
     radius = rng.uniform(1 / 8, 1 / 4)
     start, velocity = rng.uniform(0, 1, 2), rng.uniform(-1 / 16, 1 / 16, 2)
     angle = rng.uniform(0, 2 * np.pi) + rng.uniform(-0.4, 0.4) * time
@@ -67,41 +62,40 @@ def draw_shape(rng: np.random.Generator, video: np.ndarray, time: np.ndarray, y:
 
 
 def colours(rng: np.random.Generator) -> np.ndarray:
-    """Two colours, [2, 3] in [-1, 1]."""
+    """Draw two colours, [2, 3] in [-1, 1]."""
     return rng.uniform(-1, 1, (2, 3))
 
 
 def mix(first: np.ndarray, second: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Colours [3] of each pixel: `first` where share [frames, size, size] is 0, `second` where it is 1."""
+    """Blend colours [3]: `first` where share [frames, size, size] is 0, `second` where it is 1."""
     return first[:, None, None, None] * (1 - share) + second[:, None, None, None] * share
 
 
 class VideoTraining(ResumableTraining):
-    """A video DiT that learns velocities. Every step draws new videos: there is no data set to go through twice."""
+    """A video DiT that learns velocities. Every step draws new videos."""
 
     def __init__(self, config: VideoDiTConfig, settings: TrainingSettings, device: torch.device | str = "cpu"):
         super().__init__(lambda: VideoDiT(config), settings, asdict(config), device)
-        self.config, self.device = config, device
+        self.config = config
 
-    def accumulate_gradients(self) -> Tensor:
-        video, noise_level, noise = training_batch(
-            self.config, self.settings.batch_size, seed=(TRAINING, self.settings.seed, self.step)
-        )
-        loss = self.losses_of(video, noise_level, noise).mean()
-        loss.backward()
-        return loss.detach()
+    def passes(self) -> list[tuple[Tensor, ...]]:
+        seed = (TRAINING, self.settings.seed, self.step)
+        return [training_batch(self.config, self.settings.batch_size, seed=seed)]
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        return self.losses_of(*batch).mean()
 
     def validation_loss(self) -> float:
-        """Of VALIDATION_VIDEOS videos, over all noise levels."""
+        """Return the loss of VALIDATION_VIDEOS videos, over all noise levels."""
         return self.losses_of(*training_batch(self.config, VALIDATION_VIDEOS, seed=(VALIDATION,))).mean().item()
 
     def losses_of(self, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-        """`flow_matching_loss` of the model on its device, [B]."""
+        """Return the model's `flow_matching_loss`, [B], of tensors on any device."""
         return flow_matching_loss(self.model, *(x.to(self.device) for x in (video, noise_level, noise)))
 
 
 def training_batch(config: VideoDiTConfig, count: int, *, seed: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Videos and noise [count, C, T, H, W], and noise levels [count], drawn on the CPU: alike on every device.
+    """Draw videos and noise [count, C, T, H, W] and noise levels [count], on the CPU, so that all devices agree.
 
     The levels are uniform on [0, 1], one from each of `count` equal parts, which makes the loss of a batch less noisy.
     """
@@ -109,15 +103,3 @@ def training_batch(config: VideoDiTConfig, count: int, *, seed: Sequence[int]) -
     rng = np.random.default_rng((*seed, 1))
     noise_level = torch.from_numpy((np.arange(count) + rng.random(count)) / count).float()
     return video, noise_level, torch.from_numpy(rng.standard_normal(video.shape, dtype=np.float32))
-
-
-def noisy(video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-    """x_t = (1 - t) x + t e. video and noise [B, C, T, H, W], noise_level [B]."""
-    t = noise_level.view(-1, 1, 1, 1, 1)
-    return (1 - t) * video + t * noise
-
-
-def flow_matching_loss(model: nn.Module, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-    """(model(x_t, t) - (e - x))^2, mean over each video: [B]."""
-    velocity = model(noisy(video, noise_level, noise), noise_level)
-    return (velocity - (noise - video)).square().flatten(1).mean(1)

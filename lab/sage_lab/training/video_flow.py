@@ -1,10 +1,11 @@
 """A video DiT learns by flow matching from made-up scenes: pre-training, and stage 2 of fine-tuning with SLA2.
 
-Videos and noise are made on the device. Those of a step are a function of (purpose, seed, step), and the processes deal
-them out among themselves (`sage_lab.training.processes`). Beside the weights an exponential moving average of them is
-kept, which is what validates, samples and is fine-tuned.
+A noisy video is x_t = (1 - t) x + t e with noise e ~ N(0, 1) and noise level t: 0 is the video, 1 is noise alone. The
+model learns the velocity d x_t / d t = e - x; the loss is the mean squared error over pixels, channels and frames.
 
-A model can start from the weights of another: one that learned smaller videos, or one with another attention.
+Videos and noise are made on the device, and those of a step are a function of (purpose, seed, step). An exponential
+moving average of the weights is kept as well: this average is validated, sampled and fine-tuned. A model can start from
+the weights of a different one: one that learned smaller videos, or one with a different attention.
 """
 
 import hashlib
@@ -20,14 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig, is_of_core, load_backbone
 from sage_lab.records import Row, replaced
-from sage_lab.training.loop import Diverged, TrainingSettings
-from sage_lab.training.processes import WHOLE, ParallelTraining, Processes
-from sage_lab.training.video import flow_matching_loss
+from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 from sage_lab.training.video_scenes import moving_scenes, seed_of
 
 # First numbers of the seeds, so that no scene is drawn for two purposes.
@@ -41,15 +39,14 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class FlowSettings(TrainingSettings):
-    """batch_size: videos per step, over all processes. micro_batch_size: videos in one pass of one process.
+    """Settings of a run.
 
-    purpose: "train" or "finetune", for which the scenes are drawn. average: decay of the moving average at its slowest;
-    it begins faster. alpha_rate: how many times as fast SLA2's alphas learn; 0: they stay as they are.
-    autocast: matmuls in bfloat16; weights, gradients and all averages stay in float32. compile: hand the model's
-    blocks, without their attention, to torch.compile.
+    batch_size: videos per step. purpose: "train" or "finetune", for which the scenes are drawn. average: decay of the
+    moving average at its slowest; it begins faster. alpha_rate: how many times as fast SLA2's alphas learn; 0: they
+    stay as they are. autocast: matmuls in bfloat16; weights, gradients and all averages stay in float32.
+    compile: pass the model's blocks, without their attention, to torch.compile.
     """
 
-    micro_batch_size: int = 8
     purpose: str = "train"
     average: float = 0.999
     alpha_rate: float = 1.0
@@ -59,32 +56,43 @@ class FlowSettings(TrainingSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("micro_batch_size", "validation_videos"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.purpose not in PURPOSES[:2]:
-            raise ValueError(f"purpose: expected one of {PURPOSES[:2]}, got {self.purpose!r}")
         if not 0 <= self.average < 1:
             raise ValueError(f"average: expected a decay in [0, 1), got {self.average}")
 
 
-def flow_batch(
-    count: int, digits: Tensor, config: VideoDiTConfig, *, seed: Sequence[int], part: slice = slice(None)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Videos [n, 3, T, size, size], noise levels [n] and noise like the videos: those `part` of `count`.
+def noisy(video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
+    """Compute x_t = (1 - t) x + t e. video and noise [B, C, T, H, W], noise_level [B]."""
+    t = noise_level.view(-1, 1, 1, 1, 1)
+    return (1 - t) * video + t * noise
 
-    On the device of the digits. The levels are uniform on [0, 1], one from each of `count` equal parts.
+
+def flow_matching_loss(model: nn.Module, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
+    """Return (model(x_t, t) - (e - x))^2, mean over each video: [B]."""
+    velocity = model(noisy(video, noise_level, noise), noise_level)
+    return (velocity - (noise - video)).square().flatten(1).mean(1)
+
+
+def flow_batch(
+    count: int, digits: Tensor, config: VideoDiTConfig, *, seed: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make videos [count, 3, T, size, size], noise levels [count] and noise like the videos, on the digits' device.
+
+    The levels are uniform on [0, 1], one from each of `count` equal parts.
     """
-    video, _ = moving_scenes(count, digits, config.frames, config.size, seed=seed, part=part)
+    video, _ = moving_scenes(count, digits, config.frames, config.size, seed=seed)
     generator = torch.Generator(digits.device).manual_seed(seed_of((*seed, 1)))
     device = {"generator": generator, "device": digits.device}
     noise_level = (torch.arange(count, device=digits.device) + torch.rand(count, **device)) / count
-    noise = torch.randn(count, *video.shape[1:], **device)
-    return video, noise_level[part], noise[part]
+    return video, noise_level, torch.randn(video.shape, **device)
+
+
+def in_parts(batch: Sequence[Tensor], size: int | None) -> list[tuple[Tensor, ...]]:
+    """Split tensors into parts of at most `size` videos; None: one part."""
+    return list(zip(*(x.split(size or len(x)) for x in batch), strict=True))
 
 
 def digest(weights: Weights) -> str:
-    """Of names and bits."""
+    """Return a digest of names and bits."""
     found = hashlib.sha256()
     for name in sorted(weights):
         bits = weights[name].detach().cpu().contiguous().flatten().view(torch.uint8)
@@ -95,13 +103,13 @@ def digest(weights: Weights) -> str:
 
 @contextmanager
 def fast_arithmetic(device: torch.device, autocast: bool):
-    """bfloat16 if asked for, and the fastest attention that PyTorch has."""
+    """Compute in bfloat16 if asked for, and with the fastest attention that PyTorch has."""
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast), sdpa_kernel(FASTEST, set_priority=True):
         yield
 
 
 def started_model(config: VideoDiTConfig, start: Weights | None) -> VideoDiT:
-    """A model with those weights of `start` that it has a place for: all but a core's must be there."""
+    """Make a model with the weights of `start`. Those of cores may be missing or left over, all others must fit."""
     model = VideoDiT(config)
     if start is not None:
         load_backbone(model, start)
@@ -111,33 +119,30 @@ def started_model(config: VideoDiTConfig, start: Weights | None) -> VideoDiT:
     return model
 
 
-class FlowTraining(ParallelTraining):
-    """A video DiT that learns velocities. digits: `digit_images()`. start: weights to begin with.
-
-    Raises ValueError if the processes and passes don't divide the videos of a step, or `start` is of another model.
-    """
+class FlowTraining(ResumableTraining):
+    """A video DiT that learns velocities. digits: `digit_images()`. start: weights to begin with."""
 
     def __init__(
         self,
         config: VideoDiTConfig,
         settings: FlowSettings,
         digits: Tensor,
-        processes: Processes = Processes(),  # noqa: B008 (immutable)
+        device: torch.device | str = "cpu",
         *,
         start: Weights | None = None,
-        fsdp: bool = False,
     ):
-        self.config, self.digits = config, digits.to(processes.device)
+        self.config, self.digits = config, digits.to(device)
         arguments = asdict(config) | {"start": start and digest(start)}
-        super().__init__(lambda: started_model(config, start), settings, arguments, processes, fsdp=fsdp)
-        self.average = self.placed(VideoDiT(config)).requires_grad_(False)
+        super().__init__(lambda: started_model(config, start), settings, arguments, device)
+        self.average = VideoDiT(config).to(device).requires_grad_(False)
         self.average.load_state_dict(self.model.state_dict())
         if settings.compile:
+            torch._dynamo.config.recompile_limit = 64  # one program per batch size, with gradients or without
+            self.model.compile_blocks()
             self.average.compile_blocks()
         self.ahead: tuple[int | None, list[tuple[Tensor, ...]]] = (None, [])
-        part = slice(settings.validation_videos)
         seed = (PURPOSES.index("validate"),)
-        self.validation = flow_batch(settings.validation_videos, self.digits, config, seed=seed, part=part)
+        self.validation = flow_batch(settings.validation_videos, self.digits, config, seed=seed)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         alphas = [x for name, x in self.model.named_parameters() if name.endswith("alpha_logit")]
@@ -151,53 +156,43 @@ class FlowTraining(ParallelTraining):
             groups.append({"params": alphas, "weight_decay": 0.0, "rate_factor": self.settings.alpha_rate})
         return groups
 
-    def compiled(self, model: VideoDiT) -> nn.Module:
-        if self.settings.compile:
-            torch._dynamo.config.recompile_limit = 64  # one program for each size of a batch, with gradients or without
-            model.compile_blocks()
-        return model
-
     def passes(self) -> list[tuple[Tensor, ...]]:
         step, found = self.ahead
         return found if step == self.step else self.passes_of(self.step)
 
     def look_ahead(self) -> None:
-        """The next step's videos: their many small operations are handed out while the device is busy."""
+        """Make the next step's videos: the device works on this step while it is sent their many small operations."""
         self.ahead = self.step + 1, self.passes_of(self.step + 1)
 
     def passes_of(self, step: int) -> list[tuple[Tensor, ...]]:
-        settings, group = self.settings, self.processes
+        settings = self.settings
         seed = (PURPOSES.index(settings.purpose), settings.seed, step)
-        part = slice(group.rank, None, group.count)
-        batch = flow_batch(settings.batch_size, self.digits, self.config, seed=seed, part=part)
-        return list(zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True))
+        batch = flow_batch(settings.batch_size, self.digits, self.config, seed=seed)
+        return in_parts(batch, settings.micro_batch_size)
 
-    def loss(self, video: Tensor, noise_level: Tensor, noise: Tensor) -> Tensor:
-        return self.loss_of(self.parallel, video, noise_level, noise)
+    def loss(self, *batch: Tensor) -> Tensor:
+        return self.loss_of(self.model, *batch)
 
     def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        with fast_arithmetic(self.processes.device, self.settings.autocast):
+        with fast_arithmetic(self.device, self.settings.autocast):
             return flow_matching_loss(model, *batch).mean()
 
     def advance(self) -> float:
         loss = super().advance()
         decay = min(self.settings.average, self.step / (self.step + 9))
-        if self.fsdp:
-            self.average.reshard()  # which validation leaves gathered
         with torch.no_grad():
             for average, x in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 average.lerp_(x.detach(), 1 - decay)
         return loss
 
     def validation_loss(self) -> float:
-        """Of the moving average, on videos and noise that are the same at every call."""
-        size = self.settings.micro_batch_size
-        parts = zip(*(x.split(size) for x in self.validation), strict=True)
+        """Return the moving average's loss, on videos and noise that are the same at every call."""
+        parts = in_parts(self.validation, self.settings.micro_batch_size or self.settings.batch_size)
         losses = [self.loss_of(self.average, *part) * len(part[0]) for part in parts]
         return (sum(losses) / self.settings.validation_videos).item()
 
     def report(self, train_losses: Sequence[float]) -> Row:
-        """The base's row. Raises `Diverged` if the validation loss is not finite, or well above that of no model.
+        """Report as the base does. Raises `Diverged` if the validation loss is not finite, or well above no model's.
 
         A model that always answers 0 has the loss E (e - x)^2; one that has learned little may be near it.
         """
@@ -214,62 +209,52 @@ class FlowTraining(ParallelTraining):
         return row
 
     def weights(self) -> dict[str, Any]:
-        return super().weights() | {"average": get_model_state_dict(self.average, options=WHOLE)}
+        return super().weights() | {"average": self.average.state_dict()}
 
     def restore_weights(self, state: dict[str, Any]) -> None:
         super().restore_weights(state)
-        set_model_state_dict(self.average, state["average"], options=WHOLE)
+        self.average.load_state_dict(state["average"])
 
     def averaged(self) -> Weights:
-        """The moving average, whole, on the CPU."""
-        return get_model_state_dict(self.average, options=WHOLE)
+        """Return the moving average, on the CPU."""
+        return {name: x.cpu() for name, x in self.average.state_dict().items()}
 
 
 def write_weights(path: Path, weights: Weights, config: VideoDiTConfig, facts: dict[str, Any]) -> list[Path]:
-    """bfloat16, in parts of 15 MiB at most: NAME.1.safetensors, NAME.2.safetensors, ... Each has config and facts."""
+    """Write bfloat16 in parts of at most 15 MiB: NAME.1.safetensors, NAME.2.safetensors, ..., with config and facts."""
     halves = {name: x.to(torch.bfloat16).contiguous() for name, x in weights.items()}
     parts: list[Weights] = [{}]
     for name, x in halves.items():
         if sum(y.nbytes for y in (*parts[-1].values(), x)) > PART_BYTES:
             parts.append({})
         parts[-1][name] = x
-    paths = []
-    for number, part in enumerate(parts, start=1):
-        says = {"config": asdict(config), "facts": facts, "part": number, "parts": len(parts), "of": digest(halves)}
-        paths.append(path.with_suffix(f".{number}.safetensors"))
-        with replaced(paths[-1]) as temporary:
-            temporary.write_bytes(save(part, metadata={name: json.dumps(x) for name, x in says.items()}))
+    about = {"config": json.dumps(asdict(config)), "facts": json.dumps(facts), "of": json.dumps(digest(halves))}
+    paths = [path.with_suffix(f".{number}.safetensors") for number in range(1, len(parts) + 1)]
+    for path, part in zip(paths, parts, strict=True):
+        with replaced(path) as temporary:
+            temporary.write_bytes(save(part, metadata=about))
     return paths
 
 
 def read_weights(paths: Sequence[Path]) -> tuple[Weights, VideoDiTConfig, dict[str, Any]]:
-    """What `write_weights` wrote: weights in float32, the model's configuration, and the facts.
+    """Read the parts that `write_weights` wrote: weights in float32, the model's configuration, and the facts.
 
-    ValueError if a part is missing, or belongs to other weights.
+    Raises ValueError if a part is missing, changed, or of other weights.
     """
     weights: Weights = {}
-    says = []
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                says.append({name: json.loads(x) for name, x in file.metadata().items()})
+                about = {name: json.loads(file.metadata()[name]) for name in ("config", "facts", "of")}
                 weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                first = says[0]
-                is_one = says[-1]["of"] == first["of"]
         except (SafetensorError, TypeError, AttributeError, KeyError, ValueError):
             raise ValueError(f"weights: expected what `python -m sage_lab video train` wrote, got {path}") from None
-        if not is_one:
-            raise ValueError(f"weights: expected parts of one model, {path} is of another than {paths[0]}")
-    numbers = sorted(x["part"] for x in says)
-    if not says or numbers != list(range(1, says[0]["parts"] + 1)):
-        asked = f"all {says[0]['parts']} parts" if says else "at least one file"
-        raise ValueError(f"weights: expected {asked}, got numbers {numbers}")
-    if digest(weights) != says[0]["of"]:
-        raise ValueError(f"weights: expected those that were written, {paths[0]} and its parts have been changed")
+    if not paths or digest(weights) != about["of"]:
+        raise ValueError(f"weights: expected all parts of one model, unchanged, got {', '.join(map(str, paths))}")
     names = {field.name for field in fields(VideoDiTConfig)}
-    config = {name: x for name, x in says[0]["config"].items() if name in names}
+    config = {name: x for name, x in about["config"].items() if name in names}
     config["cube"] = tuple(config["cube"])
-    return {name: x.float() for name, x in weights.items()}, VideoDiTConfig(**config), says[0]["facts"]
+    return {name: x.float() for name, x in weights.items()}, VideoDiTConfig(**config), about["facts"]
 
 
 @torch.no_grad()
@@ -286,11 +271,11 @@ def sample(model: nn.Module, noisy_video: Tensor, steps: int, noise_level: float
 
 @torch.no_grad()
 def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """model(video, noise_level) as a CUDA graph: the host starts one graph for a pass, and not each of its programs.
+    """Capture model(video, noise_level) as a CUDA graph: the host starts one graph per pass instead of each program.
 
-    It takes videos of the shape, type and device of `video`, [B, 3, T, size, size], of which no value is used, and it
-    computes with the autocast that is on now. A call overwrites the velocity that the call before it returned. There
-    are no gradients. ValueError for a video that is on no GPU, and, when called, for one of another shape.
+    The graph takes videos of the shape, type and device of `video`, [B, 3, T, size, size], whose values are not used,
+    and computes with the autocast that is on now, without gradients. A call overwrites the velocity that the call
+    before it returned. Raises ValueError for a video that is not on a GPU, and, when called, for a different shape.
     """
     if video.device.type != "cuda":
         raise ValueError(f"video: expected a tensor on a CUDA device, got one on {video.device}")
@@ -300,7 +285,7 @@ def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tenso
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.cuda.device(video.device):
-            # A function, since of a module its own forward would be replaced.
+            # Given a function: PyTorch would replace the forward of a module.
             graph = torch.cuda.make_graphed_callables(lambda *given: model(*given), inputs)
     finally:
         torch.set_autocast_cache_enabled(caches_casts)

@@ -1,13 +1,13 @@
 """Q, K and V with the structure of a video's attention, of any size and without a model.
 
-Tokens lie on a grid of frames x rows x columns, cube after cube. Every query looks at its own surroundings, and at one
-far cube of which it knows only the identity: block-local and far links. What each link is worth is given in logits.
+Tokens form a grid of frames x rows x columns, cube after cube. Every query looks at its own surroundings, and at one
+far cube of which it knows only the identity: local and far links. The strength of each link is given in logits.
 
     features of q and k   | position (waves in time, height, width) | identity of a cube | the last channel
     q of a token          | where it is                             | its far cube's     | 0, or `outlier` (few tokens)
     k of a token          | where it is                             | its own cube's     | one slow wave over the video
 
-and K has an offset in every channel, which no query can tell from no offset.
+K also has an offset in every channel, which changes no attention.
 """
 
 import math
@@ -23,12 +23,12 @@ OUTLIER_EVERY = 16  # tokens
 
 @dataclass(frozen=True)
 class VideoLike:
-    """What `video_like` draws: the shape, and how strong each part is.
+    """Shape of `video_like`'s tensors, and the strength of each part.
 
     grid, cube: tokens in time, height and width; tokens of a cube are consecutive. local, far: logit of a query with
     the key at its own place, and with the keys of its far cube. reach: the local logit fades with the distance x as
     e^(-x^2 / 2 reach^2). noise: standard deviation of the logits that the noise in q and k would give by itself.
-    offset: standard deviation over channels of what is added to all keys. outlier: the last channel's largest logit.
+    offset: standard deviation over channels of the vector added to all keys. outlier: the last channel's largest logit.
     One query in 16, drawn at random, has it and looks only where the slow wave is high; its neighbours do not, but it
     dominates the mean of their block.
     """
@@ -67,9 +67,9 @@ class VideoLike:
 
 
 def video_like(config: VideoLike, samples: int = 1, *, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """({"query", "key", "value"}, float32 [samples, H, N, D] each, far cube of each cube, int64 [samples, H, cubes]).
+    """Draw {"query", "key", "value"}, float32 [samples, H, N, D], and the far cube of each cube [samples, H, cubes].
 
-    A function of its arguments alone. Scores are meant with the scale 1/sqrt(D).
+    They are a function of the arguments alone. Logits have the scale 1/sqrt(D).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -91,7 +91,7 @@ def video_like(config: VideoLike, samples: int = 1, *, seed: int = 0) -> tuple[d
     slow_wave = torch.sin(math.pi * (direction * places).sum(-1) + phase)[..., None]
     is_outlier = torch.rand(samples, heads, n, 1, generator=generator) < 1 / OUTLIER_EVERY
     per_token = math.prod(config.cube)
-    # A logit is q k / sqrt(D): both get the square root of what the logit lacks.
+    # A logit is q k / sqrt(D): q and k each get the square root of the missing factor.
     local, far, outlier = (math.sqrt(x * math.sqrt(d)) for x in (config.local, config.far, config.outlier))
     noise = math.sqrt(config.noise)
     query = torch.cat((local * where, far * wanted.repeat_interleave(per_token, 2), outlier * is_outlier), -1)

@@ -2,8 +2,8 @@
 
 minimise |O_M - O|^2 / |O|^2, mean over videos and layers:  O full attention, O_M SLA2 with a stand-in for its mask.
 
-The model itself stays as it is: it runs on made-up videos and lends its Q, K, V and O. All queries would take a matrix
-[N, N] in float32, so a step looks at a few blocks of queries, drawn anew each time, and at all keys.
+The model itself does not change: it runs on made-up videos and provides Q, K, V and O. All queries would need a matrix
+[N, N] in float32, so a step reads a few blocks of queries, drawn anew each time, and all keys.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -14,11 +14,19 @@ from torch import Tensor, nn
 
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.training.capture import watched_attention
-from sage_lab.training.loop import TrainingSettings
-from sage_lab.training.processes import ParallelTraining, Processes
-from sage_lab.training.video import noisy
-from sage_lab.training.video_flow import PURPOSES, Weights, digest, fast_arithmetic, flow_batch, started_model
+from sage_lab.training.loop import ResumableTraining, TrainingSettings
+from sage_lab.training.video_flow import (
+    PURPOSES,
+    Weights,
+    digest,
+    fast_arithmetic,
+    flow_batch,
+    in_parts,
+    noisy,
+    started_model,
+)
 from sage_lab.training.video_scenes import seed_of
+from sage_ref.checks import check_choice
 from sage_ref.sla2 import SLA2, block_count, into_blocks, soft_sparse_linear_attention
 
 ROUTERS = ("learned", "identity", "random")
@@ -28,10 +36,11 @@ CERTAIN = 20.0  # sigmoid of it is 1 in float32
 
 @dataclass(frozen=True)
 class RouterSettings(TrainingSettings):
-    """batch_size: videos per step. query_blocks: blocks of queries of each video that a step looks at.
+    """Settings of stage 1.
 
-    router: "learned", or one that stays: "identity", the heuristic that it starts as, or "random" projections.
-    alpha: "learned", or "one": the sparse branch alone. alpha_rate: how many times as fast alpha learns.
+    batch_size: videos per step. query_blocks: blocks of queries of each video that a step reads. router: "learned", or
+    fixed: "identity", the heuristic that it starts as, or "random" projections. alpha: "learned", or "one": the sparse
+    branch alone. alpha_rate: how many times as fast alpha learns.
     """
 
     batch_size: int = 2
@@ -46,33 +55,30 @@ class RouterSettings(TrainingSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, choices in (("router", ROUTERS), ("alpha", ALPHAS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
-        if self.query_blocks < 1:
-            raise ValueError(f"query_blocks: expected at least 1, got {self.query_blocks}")
+        check_choice("router", self.router, ROUTERS)
+        check_choice("alpha", self.alpha, ALPHAS)
 
     @property
     def learns(self) -> bool:
-        """Whether there is anything to fit."""
+        """Whether there is something to fit."""
         return "learned" in (self.router, self.alpha)
 
 
 class Routers(nn.Module):
-    """The SLA2 of every layer, in stage 1. forward(captured, rows) -> mean relative error."""
+    """The SLA2 of every layer, in stage 1: forward(captured, rows) -> mean relative error."""
 
     def __init__(self, config: VideoDiTConfig, settings: RouterSettings):
         super().__init__()
         self.layers = nn.ModuleList(new_core(config, settings, layer) for layer in range(config.layers))
 
     def forward(self, captured: list[tuple[Tensor, ...]], rows: Tensor) -> Tensor:
-        """captured: of each layer Q, K, V, O [B, H, N, D]. rows: int64, the blocks of queries to look at."""
+        """Return the error; captured: Q, K, V, O [B, H, N, D] of each layer; rows: int64, blocks of queries to read."""
         errors = [stage1_error(core, *qkvo, rows) for core, qkvo in zip(self.layers, captured, strict=True)]
         return sum(errors) / len(errors)
 
 
 def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SLA2:
-    """SLA2 as the settings want it: what does not learn is set, and has no gradient."""
+    """Make the SLA2 of a layer, with fixed projections or alpha if the settings say so."""
     core = SLA2(
         config.head_dim, config.heads, sparsity=config.sparsity, block_q=config.block_q, block_kv=config.block_kv,
         quantize=False, backend="reference",
@@ -89,7 +95,7 @@ def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SL
 
 
 def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor) -> Tensor:
-    """|O_M - O|^2 / |O|^2 over the queries of blocks `rows`, mean over videos. Q, K, V, O [B, H, N, D]; in float32."""
+    """Return |O_M - O|^2 / |O|^2 over the queries of blocks `rows`, mean over videos. Q, K, V, O: [B, H, N, D]."""
     block_q = core.settings.block_q
     blocks = block_count(query.shape[-2], block_q)
     q, o = (into_blocks(x, block_q)[:, :, rows].flatten(2, 3).float() for x in (query, output))
@@ -100,10 +106,10 @@ def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: 
     return ((found - o).square().sum((1, 2, 3)) / o.square().sum((1, 2, 3))).mean()
 
 
-class RouterTraining(ParallelTraining):
-    """Stage 1. weights: of the pre-trained model. config: SLA2's, whose cores the result fits (`core_weights`).
+class RouterTraining(ResumableTraining):
+    """Stage 1. weights: of the pre-trained model. config: of the model with SLA2 that takes `core_weights`.
 
-    ValueError if the weights are of another model, or a sequence has fewer blocks of queries than a step looks at.
+    Raises ValueError if the weights are of a different model, or if there are too few blocks of queries.
     """
 
     def __init__(
@@ -112,16 +118,16 @@ class RouterTraining(ParallelTraining):
         settings: RouterSettings,
         digits: Tensor,
         weights: Weights,
-        processes: Processes = Processes(),  # noqa: B008 (immutable)
+        device: torch.device | str = "cpu",
     ):
         available = config.tokens // config.block_q
         if available < settings.query_blocks:
             raise ValueError(f"query_blocks: expected at most {available}, the whole ones, got {settings.query_blocks}")
-        self.config, self.digits = config, digits.to(processes.device)
+        self.config, self.digits = config, digits.to(device)
         arguments = asdict(config) | {"start": digest(weights)}
-        super().__init__(lambda: Routers(config, settings), settings, arguments, processes)
+        super().__init__(lambda: Routers(config, settings), settings, arguments, device)
         exact = replace(config, attention="exact")
-        self.watched: VideoDiT = started_model(exact, weights).to(processes.device).requires_grad_(False)
+        self.watched: VideoDiT = started_model(exact, weights).to(device).requires_grad_(False)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         alphas = [core.alpha_logit for core in self.model.layers if core.alpha_logit.requires_grad]
@@ -130,43 +136,38 @@ class RouterTraining(ParallelTraining):
         return [group for group in groups if group["params"]]
 
     def passes(self) -> list[tuple[Any, ...]]:
-        group, settings = self.processes, self.settings
-        part = slice(group.rank, None, group.count)
-        batch = self.batch(self.step, settings.batch_size, part)
-        parts = zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True)
-        return [(self.captured(*one), self.rows(self.step)) for one in parts]
-
-    def batch(self, step: int, count: int, part: slice) -> tuple[Tensor, ...]:
-        seed = (PURPOSES.index("route"), self.settings.seed, step)
-        return flow_batch(count, self.digits, self.config, seed=seed, part=part)
+        seed = (PURPOSES.index("route"), self.settings.seed, self.step)
+        batch = flow_batch(self.settings.batch_size, self.digits, self.config, seed=seed)
+        parts = in_parts(batch, self.settings.micro_batch_size)
+        return [(self.captured(*part), self.rows(self.step)) for part in parts]
 
     def rows(self, step: int) -> Tensor:
-        """Which blocks of queries a step looks at."""
+        """Draw the blocks of queries that a step reads."""
         generator = torch.Generator().manual_seed(seed_of((PURPOSES.index("route"), self.settings.seed, step, 2)))
         drawn = torch.randperm(self.config.tokens // self.config.block_q, generator=generator)
-        return drawn[: self.settings.query_blocks].to(self.processes.device, non_blocking=True)
+        return drawn[: self.settings.query_blocks].to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def captured(self, video: Tensor, noise_level: Tensor, noise: Tensor) -> list[tuple[Tensor, ...]]:
-        """Q, K, V, O of every layer [B, H, N, D], as the pre-trained model has them."""
+        """Return Q, K, V, O of every layer [B, H, N, D] in the pre-trained model."""
         layers = range(self.config.layers)
         with (
-            fast_arithmetic(self.processes.device, self.settings.autocast),
+            fast_arithmetic(self.device, self.settings.autocast),
             watched_attention(self.watched, layers) as (inputs, outputs),
         ):
             self.watched(noisy(video, noise_level, noise), noise_level)
         return [(*inputs[layer], outputs[layer]) for layer in layers]
 
     def loss(self, captured: list[tuple[Tensor, ...]], rows: Tensor) -> Tensor:
-        return self.parallel(captured, rows)
+        return self.model(captured, rows)
 
     def validation_loss(self) -> float:
-        """Of one video that no step reads, at the noise level in the middle of those drawn."""
+        """Return the error of one video that no step reads, at a noise level drawn for it."""
         batch = flow_batch(1, self.digits, self.config, seed=(PURPOSES.index("validate"), 1))
         return self.model(self.captured(*batch), self.rows(self.settings.steps)).item()
 
     def core_weights(self) -> Weights:
-        """Under the names that they have in the model."""
+        """Return the cores' weights under their names in the model."""
         return {
             f"blocks.{layer}.attention.core.{name}": x.detach().cpu()
             for layer, core in enumerate(self.model.layers)

@@ -1,11 +1,11 @@
 """Videos made on the device that trains on them: digits and shapes that move, bounce and hide each other.
 
-In front of a textured background that passes by as the camera pans. All follows from numbers drawn on the CPU from a
-seed, 16 for each object, so that a scene is the same on every device; its pixels are arithmetic on those numbers, where
-the model trains. Nothing waits: the numbers are copied while the device works on the step before.
+Behind them a textured background passes by as the camera pans. Everything follows from numbers drawn on the CPU from a
+seed, 16 for each object, so that a scene is the same on every device. Its pixels are arithmetic on those numbers, made
+where the model trains. Nothing waits: the numbers are copied while the device works on the step before.
 
-What is true of a scene is known exactly (`Truths`): where every object is, and whether something hides it. So a sample
-of a model can be asked whether it kept the objects and their motion.
+The truth about a scene is known exactly (`Truths`): where every object is, and whether something hides it. So one can
+measure whether a model kept the objects and their motion.
 """
 
 import math
@@ -29,7 +29,7 @@ FIRST_EDGE = 0.5  # of a pixel: an edge is soft over one
 
 
 class Scenes(NamedTuple):
-    """B scenes of K objects, lengths in pixels; objects with a larger index are nearer.
+    """Scenes [B] of K objects, with lengths in pixels; objects with a larger index are nearer.
 
     is_there: bool [B, K]; kind [B, K], index in KINDS; digit [B, K], which image; radius [B, K]; start, velocity
     [B, K, 2], of the centre, height first; colours [B, K, 2, 3] in [-1, 1]; wave [B, K], radians per radius.
@@ -50,9 +50,10 @@ class Scenes(NamedTuple):
 
 
 class Truths(NamedTuple):
-    """centre [B, K, T, 2]: on the screen, in pixels, height first. visible [B, K, T]: the share of the object's pixels
+    """The truth about each object in each frame.
 
-    on the screen that nothing nearer hides; 0 where its centre is off the screen, and for objects that are not there.
+    centre [B, K, T, 2]: on the screen, in pixels, height first. visible [B, K, T]: the share of the object's pixels on
+    the screen that nothing nearer hides; 0 where its centre is off the screen, and for objects that are not there.
     """
 
     centre: Tensor
@@ -60,9 +61,9 @@ class Truths(NamedTuple):
 
 
 def digit_images() -> Tensor:
-    """scikit-learn's digits, 1797 images of 8 x 8 pixels in [0, 1]: float32 [1797, 8, 8].
+    """Return scikit-learn's digits, float32 [1797, 8, 8] in [0, 1].
 
-    FileNotFoundError if scikit-learn is not installed.
+    Raises FileNotFoundError if scikit-learn is not installed.
     """
     path = packaged_file("scikit-learn", "sklearn/datasets/data/digits.csv.gz")
     table = np.loadtxt(path, delimiter=",", dtype=np.float32)  # 64 pixels, 0 to 16, and which digit it is
@@ -70,7 +71,7 @@ def digit_images() -> Tensor:
 
 
 def draw_scenes(count: int, digits: int, size: int, *, seed: Sequence[int], device: torch.device | str) -> Scenes:
-    """Scenes of `size` x `size` pixels, a function of the other arguments. digits: how many images there are."""
+    """Draw scenes of `size` x `size` pixels, a function of the arguments alone. digits: the number of images."""
     generator = torch.Generator().manual_seed(seed_of(seed))
     numbers = torch.rand(count, OBJECTS + 1, NUMBERS, generator=generator)
     if torch.device(device).type == "cuda":
@@ -96,18 +97,14 @@ def draw_scenes(count: int, digits: int, size: int, *, seed: Sequence[int], devi
 
 
 def seed_of(seed: Sequence[int]) -> int:
-    """One number of several, as seeds of torch's generators are."""
+    """Return one number for several, as torch's generators take it for a seed."""
     return int(np.random.SeedSequence(tuple(seed)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def part_of(scenes: Scenes, which: slice) -> Scenes:
-    return Scenes(*(x[which] for x in scenes))
-
-
 def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Truths]:
-    """(videos, float32 [B, 3, frames, size, size] in [-1, 1], what is true of them). digits [n, 8, 8], as drawn from.
+    """Return (videos, float32 [B, 3, frames, size, size] in [-1, 1], their truths). digits: `digit_images()`.
 
-    On the device of the scenes; its arithmetic does not depend on how many videos are rendered together.
+    They are on the device of the scenes. The arithmetic does not depend on how many videos are rendered together.
     """
     device = scenes.start.device
     time = torch.arange(frames, device=device, dtype=torch.float32)
@@ -129,25 +126,25 @@ def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tens
 
 
 def background(scenes: Scenes, y: Tensor, x: Tensor) -> Tensor:
-    """[B, 3, T, size, size]: waves of two colours; y, x [B, T, size, size], places in the world."""
+    """Return waves of two colours, [B, 3, T, size, size]. y, x [B, T, size, size]: places in the world."""
     wave = scenes.background_wave[..., None, None, None]
     return mix(scenes.background_colours, 0.5 + 0.25 * (torch.sin(wave[:, 0] * y) + torch.sin(wave[:, 1] * x)))
 
 
 def mix(colours: Tensor, share: Tensor) -> Tensor:
-    """The first of colours [B, 2, 3] where share [B, T, size, size] is 0, the second where it is 1."""
+    """Blend colours [B, 2, 3]: the first where share [B, T, size, size] is 0, the second where it is 1."""
     first, second = colours[..., None, None, None].unbind(1)
     return torch.lerp(first, second, share[:, None])
 
 
 def object_paths(scenes: Scenes, time: Tensor, size: int) -> Tensor:
-    """Centres in the world, [B, K, T, 2]: straight on, and back where they would leave [0, size]."""
+    """Return centres in the world, [B, K, T, 2]: straight on, and back where they would leave [0, size]."""
     straight = scenes.start[:, :, None] + scenes.velocity[:, :, None] * time[:, None]
     return size - (straight.remainder(2 * size) - size).abs()
 
 
 def coverage(scenes: Scenes, digits: Tensor, k: int, v: Tensor, u: Tensor) -> Tensor:
-    """How much of each pixel object k covers, in [0, 1], [B, T, size, size]."""
+    """Return the share of each pixel that object k covers, [B, T, size, size]. v, u: the object's own coordinates."""
     kind = scenes.kind[:, k, None, None, None]
     images = digits[scenes.digit[:, k]][:, None]  # [B, 1, 8, 8]
     grid = torch.stack((u, v), -1).flatten(1, 2)  # [B, T * size, size, 2]
@@ -166,7 +163,7 @@ def coverage(scenes: Scenes, digits: Tensor, k: int, v: Tensor, u: Tensor) -> Te
 
 
 def visible_shares(covers: Tensor, centres: Tensor, size: int) -> Tensor:
-    """`Truths.visible` from covers [B, K, T, size, size] and centres [B, K, T, 2]."""
+    """Compute `Truths.visible` from covers [B, K, T, size, size] and centres [B, K, T, 2]."""
     left, seen = torch.ones_like(covers[:, 0]), []
     for cover in covers.unbind(1)[::-1]:  # the nearest first
         seen.append((cover * left).sum((-2, -1)))
@@ -176,12 +173,10 @@ def visible_shares(covers: Tensor, centres: Tensor, size: int) -> Tensor:
     return share * is_on_screen
 
 
-def moving_scenes(
-    count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int], part: slice = slice(None)
-) -> tuple[Tensor, Truths]:
-    """`render` of the scenes `part` of `count` that are drawn from `seed`, on the device of the digits."""
+def moving_scenes(count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int]) -> tuple[Tensor, Truths]:
+    """Render `count` scenes that are drawn from `seed`, on the device of the digits."""
     for name, value in (("count", count), ("frames", frames), ("size", size)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     scenes = draw_scenes(count, len(digits), size, seed=seed, device=digits.device)
-    return render(part_of(scenes, part), digits, frames, size)
+    return render(scenes, digits, frames, size)

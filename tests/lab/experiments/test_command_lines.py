@@ -115,11 +115,11 @@ BAD = {  # the command line: what its one line says
     "video train --size 30": "size: expected a multiple of patch=4, got 30",
     "video train --cube 3 4 4": "cube: expected three numbers that divide the grid (16, 32, 32), got (3, 4",
     "video train --start junk": "weights: expected what `python -m sage_lab video train` wrote, got junk",
-    "video finetune --start junk": "one of the arguments --all --arm is required",
+    "video finetune --start junk": "one of the arguments --all --arms is required",
     "video finetune --start junk --all --plan cpu": "weights: expected what `python -m sage_lab video train`",
-    "video finetune --start junk --arm nope": "argument --arm: invalid choice: 'nope'",
+    "video finetune --start junk --arms nope": "argument --arms: invalid choice: 'nope'",
     "video finetune --start junk --all --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
-    "video evaluate": "the following arguments are required: --start",
+    "video sample": "the following arguments are required: --start",
     "video sample --start text.txt": "weights: expected what `python -m sage_lab video train` wrote",
     "pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "pretrain-speed --steps 1": "steps: expected at least 2, got 1",
@@ -324,7 +324,7 @@ WORK = {  # command: a line that works, and what then begins
     "capture": (["run.pt", "--corpus", "text.txt", "--layers", "1"], (capture, "attention_tensors")),
     "capture-video": ([], (capture_video, "train")),
     "train-router": ([], (router_fit, "samples")),
-    "video": (["plan", "--plan", "cpu"], (video, "plan_table")),
+    "video": (["speed"], (video, "length_rows")),
 }
 ODD = [
     *(

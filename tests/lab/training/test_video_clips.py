@@ -1,14 +1,15 @@
-"""Clips are the frames of their file, in order and square; what is no video says so."""
+"""Clips are the frames of their file, in order and square; errors name a file that is no video."""
 
 import numpy as np
 import pytest
 import torch
 from sage_lab.training import video_clips
+from sage_lab.training.packaged import packaged_file
 from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, small_square, write_clips
 
 
 def write_video(path, frames, *, height=16, width=24):
-    """Lossless; the grey of frame n is 10 n, and its left eighth is white."""
+    """Write a lossless video; the grey of frame n is 10 n, and its left eighth is white."""
     import av
 
     with av.open(str(path), "w") as container:
@@ -22,17 +23,20 @@ def write_video(path, frames, *, height=16, width=24):
     return path
 
 
-def greys(clip):
-    return ((clip[0, :, 0, 0] + 1) * 12.75).round().int().tolist()
-
-
-def test_clips_are_spread_over_their_file_and_hold_frames_one_after_the_other(tmp_path):
+def test_clips_are_spread_over_their_file_and_come_back_from_theirs_in_8_bits(tmp_path):
     path = write_video(tmp_path / "grey.mkv", 11)
     clips = read_clips([path], 3, 8, clips_per_file=3)
     assert clips.shape == (3, 3, 3, 8, 8)
-    assert [greys(clip) for clip in clips] == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    greys = ((clips[:, 0, :, 0, 0] + 1) * 12.75).round().int().tolist()
+    assert greys == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
     assert torch.equal(clips, clips[..., :1, :1].expand_as(clips))  # the white edge is not in the middle square
-    assert len(read_clips([path, path], 6, 8)) == 2  # what doesn't overlap, once from each
+    assert len(read_clips([path, path], 6, 8)) == 2  # one of each: two would overlap
+    write_clips(tmp_path / "clips.npz", clips)
+    assert (clips_from(tmp_path / "clips.npz", 3, 8) - clips).abs().max() <= 1 / 255 + 1e-6
+    with pytest.raises(ValueError, match=r"^path: expected clips of 3 frames of 9 x 9 .* has \[3, 3, 3, 8, 8\]"):
+        clips_from(tmp_path / "clips.npz", 3, 9)
+    with pytest.raises(ValueError, match="^path: expected clips that `python -m sage_lab video clips` wrote, got"):
+        clips_from(path, 3, 8)
 
 
 def test_pictures_are_averaged_over_the_middle_square():
@@ -43,46 +47,44 @@ def test_pictures_are_averaged_over_the_middle_square():
     assert (small[1:] == -1).all()
 
 
-def test_the_bundled_clips_can_be_read():
+def test_the_bundled_clips_can_be_read_and_what_is_missing_or_no_whole_video_says_so(tmp_path, monkeypatch):
     carphone = bundled_clips()[-1]
     clips = read_clips([carphone], 16, 128, clips_per_file=2)
     assert clips.shape == (2, 3, 16, 128, 128)
-    assert clips.std() > 0.2
     assert 0 < (clips[:, :, 1:] - clips[:, :, :-1]).abs().mean() < 0.1  # it moves, but not everywhere
-
-
-def test_what_is_no_whole_video_says_so(tmp_path):
-    carphone = bundled_clips()[-1].read_bytes()
-    broken = bytearray(carphone)
-    broken[2000:200_000] = bytes(198_000)
-    files = {"text": b"hello" * 100, "empty": b"", "cut": carphone[:300_000], "broken": bytes(broken)}
-    for name, content in files.items():
+    content = carphone.read_bytes()
+    broken = content[:2000] + bytes(198_000) + content[200_000:]
+    for name, damaged in {"text": b"hello" * 100, "empty": b"", "cut": content[:300_000], "broken": broken}.items():
         path = tmp_path / name
-        path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=f"^path: expected a video that can be decoded, {path} broke after 0 frames"
-        ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"^path: expected a video that can be decoded, {path} broke after 0"):
             read_clips([path], 2, 8)
     short = write_video(tmp_path / "short.mkv", 2)
-    with pytest.raises(ValueError, match=f"^path: expected a video of at least 3 frames, {short} has 2$"):
-        read_clips([short], 3, 8)
-    with pytest.raises(ValueError, match="^size: expected at most 16, the smaller side of the pictures, got 17$"):
-        read_clips([short], 2, 17)
-    with pytest.raises(ValueError, match="^paths: expected at least one video file, got none$"):
-        read_clips([], 2, 8)
-    with pytest.raises(FileNotFoundError):
-        read_clips([tmp_path / "none"], 2, 8)
+    for arguments, error, message in (
+        (([short], 3, 8), ValueError, f"^path: expected a video of at least 3 frames, {short} has 2$"),
+        (([short], 2, 17), ValueError, "^size: expected at most 16, the smaller side of the pictures, got 17$"),
+        (([], 2, 8), ValueError, "^paths: expected at least one video file, got none$"),
+        (([tmp_path / "none"], 2, 8), FileNotFoundError, "none"),
+    ):
+        with pytest.raises(error, match=message):
+            read_clips(*arguments)
+    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* pip install 'sage-ref\[video\]'"):
+        packaged_file("no-such-package", "data.csv")
+    with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
+        packaged_file("torch", "torch/none")
 
 
 def test_a_file_with_fewer_frames_than_it_announces_says_so(tmp_path, monkeypatch):
+    import av
+
     path = write_video(tmp_path / "grey.mkv", 4)
 
-    class Stream:
-        frames = 9
+    class Announced:
+        """A container that announces nine frames."""
 
-    class Container:
         def __init__(self, real):
-            self.real, self.streams = real, type("Streams", (), {"video": [Stream()]})
+            self.real, self.decode = real, real.decode
+            self.streams = type("Streams", (), {"video": [type("Stream", (), {"frames": 9})]})
 
         def __enter__(self):
             return self
@@ -90,26 +92,7 @@ def test_a_file_with_fewer_frames_than_it_announces_says_so(tmp_path, monkeypatc
         def __exit__(self, *_):
             self.real.close()
 
-        def decode(self, stream):
-            return self.real.decode(video=0)
-
-    import av
-
     real = av.open(str(path))
-    monkeypatch.setattr(av, "open", lambda name: Container(real))
+    monkeypatch.setattr(av, "open", lambda name: Announced(real))
     with pytest.raises(ValueError, match=f"^path: expected a whole video, {path} announces 9 frames and has 4$"):
         list(video_clips.decoded(path))
-
-
-def test_clips_come_back_from_their_file_in_8_bits(tmp_path):
-    clips = torch.rand(2, 3, 4, 8, 8) * 2 - 1
-    write_clips(tmp_path / "clips.npz", clips)
-    found = clips_from(tmp_path / "clips.npz", 4, 8)
-    assert (found - clips).abs().max() <= 1 / 255 + 1e-6
-    with pytest.raises(
-        ValueError, match=r"^path: expected clips of 4 frames of 9 x 9 pixels, .* has \[2, 3, 4, 8, 8\]"
-    ):
-        clips_from(tmp_path / "clips.npz", 4, 9)
-    (tmp_path / "junk").write_bytes(b"junk" * 10)
-    with pytest.raises(ValueError, match="^path: expected clips that `python -m sage_lab video clips` wrote, got"):
-        clips_from(tmp_path / "junk", 4, 8)

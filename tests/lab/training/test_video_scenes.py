@@ -1,10 +1,9 @@
-"""Scenes are a function of their seed, and what is said to be true of them is seen in their pixels."""
+"""Scenes are a function of their seed, and the truths about them are visible in their pixels."""
 
 import math
 
 import pytest
 import torch
-from sage_lab.training import packaged
 from sage_lab.training.video_scenes import (
     KINDS,
     OBJECTS,
@@ -15,7 +14,6 @@ from sage_lab.training.video_scenes import (
     draw_scenes,
     moving_scenes,
     object_paths,
-    part_of,
     render,
 )
 from torch.testing import assert_close
@@ -25,7 +23,7 @@ DIGITS = made_up_digits()
 
 
 def one_object(kind, **changes):
-    """White, without texture, over black; a camera that stands still."""
+    """Return a scene of one white object without texture over black, with a camera that stands still."""
     fields = {
         "is_there": torch.arange(OBJECTS)[None] < 1,
         "kind": torch.full((1, OBJECTS), float(KINDS.index(kind))),
@@ -42,26 +40,21 @@ def one_object(kind, **changes):
     return Scenes(**(fields | changes))
 
 
-def centre_of_light(video):
-    """[T, 2] of a video [1, 3, T, size, size], black without the object."""
-    light = (video[0, 0] + 1) / 2
-    place = torch.arange(video.shape[-1]) + 0.5
-    total = light.sum((1, 2))
-    return torch.stack(((light.sum(2) * place).sum(1) / total, (light.sum(1) * place).sum(1) / total), -1)
-
-
 def test_scenes_are_a_function_of_their_seed_whatever_the_number_rendered_together():
-    video, truths = moving_scenes(4, DIGITS, 3, 32, seed=(0, 7))
+    scenes = draw_scenes(4, 5, 32, seed=(0, 7), device="cpu")
+    (video, truths), (again, _) = render(scenes, DIGITS, 3, 32), moving_scenes(4, DIGITS, 3, 32, seed=(0, 7))
     assert (video.shape, video.dtype) == ((4, 3, 3, 32, 32), torch.float32)
     assert video.abs().max() <= 1
-    again, _ = moving_scenes(4, DIGITS, 3, 32, seed=(0, 7))
     assert torch.equal(again, video)
-    for rank in range(2):
-        part, of_part = moving_scenes(4, DIGITS, 3, 32, seed=(0, 7), part=slice(rank, None, 2))
-        assert torch.equal(part, video[rank::2])
-        assert torch.equal(of_part.visible, truths.visible[rank::2])
+    part, of_part = render(Scenes(*(x[1::2] for x in scenes)), DIGITS, 3, 32)
+    assert torch.equal(part, video[1::2])
+    assert torch.equal(of_part.visible, truths.visible[1::2])
     for seed in ((0, 8), (1, 7)):
         assert (moving_scenes(4, DIGITS, 3, 32, seed=seed)[0] - video).abs().mean() > 0.1
+    for name in ("count", "frames", "size"):
+        sizes = {"count": 1, "frames": 1, "size": 8} | {name: 0}
+        with pytest.raises(ValueError, match=f"^{name}: expected at least 1, got 0"):
+            moving_scenes(digits=DIGITS, **sizes, seed=(0,))
 
 
 def test_scenes_have_three_to_five_objects_of_every_kind_and_cameras_that_move():
@@ -73,22 +66,21 @@ def test_scenes_have_three_to_five_objects_of_every_kind_and_cameras_that_move()
     assert scenes.camera.abs().min() < 0.1 < 1.4 < scenes.camera.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["disc", "square", "ring"])
-def test_a_shape_is_where_the_truth_says_and_moves_by_its_velocity_less_the_cameras(kind):
+@pytest.mark.parametrize(
+    ("kind", "area"), [("disc", math.pi), ("square", 1.7**2), ("ring", math.pi * (1 - 0.25))]
+)  # in squares of the radius
+def test_a_shape_has_its_area_where_the_truth_says_and_moves_by_its_velocity_minus_the_cameras(kind, area):
     velocity, camera = torch.tensor([1.5, -0.75]), torch.tensor([0.5, 0.25])
     scene = one_object(kind, velocity=velocity.expand(1, OBJECTS, 2), camera=camera[None])
     video, truths = render(scene, DIGITS, 5, 48)
-    assert_close(centre_of_light(video), truths.centre[0, 0], atol=0.05, rtol=0)
+    light, place = (video[0, 0] + 1) / 2, torch.arange(48) + 0.5
+    total = light.sum((1, 2))
+    assert total[2].item() == pytest.approx(area * 8**2, rel=0.02)
+    centre = torch.stack(((light.sum(2) * place).sum(1) / total, (light.sum(1) * place).sum(1) / total), -1)
+    assert_close(centre, truths.centre[0, 0], atol=0.05, rtol=0)
     assert_close(truths.centre[0, 0].diff(dim=0), (velocity - camera).expand(4, 2))
     assert torch.equal(truths.visible[0, 0], torch.ones(5))
     assert not truths.visible[0, 1:].any()
-
-
-def test_shapes_cover_their_area():
-    area = {"disc": math.pi, "square": 1.7**2, "ring": math.pi * (1 - 0.25)}
-    for kind, expected in area.items():
-        video, _ = render(one_object(kind), DIGITS, 1, 48)
-        assert ((video[0, 0] + 1) / 2).sum().item() == pytest.approx(expected * 8**2, rel=0.02), kind
 
 
 def test_a_digit_is_its_picture_as_large_as_its_radius_says():
@@ -103,33 +95,18 @@ def test_a_digit_is_its_picture_as_large_as_its_radius_says():
 def test_objects_turn_back_at_the_walls():
     scene = one_object("disc", start=torch.tensor([2.0, 29.0]).expand(1, OBJECTS, 2),
                        velocity=torch.tensor([-3.0, 2.0]).expand(1, OBJECTS, 2))  # fmt: skip
-    path = object_paths(scene, torch.arange(4.0), 32)[0, 0]
-    assert path.tolist() == [[2, 29], [1, 31], [4, 31], [7, 29]]
+    assert object_paths(scene, torch.arange(4.0), 32)[0, 0].tolist() == [[2, 29], [1, 31], [4, 31], [7, 29]]
 
 
-def test_what_is_hidden_is_not_visible_and_what_is_nearer_is():
+def test_a_hidden_object_is_not_visible_and_a_nearer_one_is():
     start = torch.full((1, OBJECTS, 2), 20.0)
     start[0, 1, 1] = 28.0  # the second covers the right half of the first
     scene = one_object("square", start=start, is_there=torch.arange(OBJECTS)[None] < 2)
-    video, truths = render(scene, DIGITS, 1, 48)
-    behind, before = truths.visible[0, :2, 0].tolist()
-    assert behind == pytest.approx((28 - 0.85 * 8 - (20 - 0.85 * 8)) / (1.7 * 8), abs=0.01)
+    behind, before = render(scene, DIGITS, 1, 48)[1].visible[0, :2, 0].tolist()
+    assert behind == pytest.approx(8 / (1.7 * 8), abs=0.01)
     assert before == 1
     nearly_off = render(scene._replace(camera=torch.tensor([[0.0, -60.0]])), DIGITS, 2, 48)[1]
     assert not nearly_off.visible[0, :2].any()
-
-
-def test_part_of_takes_whole_scenes():
-    scenes = draw_scenes(4, 5, 32, seed=(1,), device="cpu")
-    for x, part in zip(scenes, part_of(scenes, slice(1, 3)), strict=True):
-        assert torch.equal(part, x[1:3])
-
-
-@pytest.mark.parametrize("name", ["count", "frames", "size"])
-def test_impossible_sizes_are_refused(name):
-    sizes = {"count": 1, "frames": 1, "size": 8} | {name: 0}
-    with pytest.raises(ValueError, match=f"^{name}: expected at least 1, got 0"):
-        moving_scenes(sizes["count"], DIGITS, sizes["frames"], sizes["size"], seed=(0,))
 
 
 def test_the_digits_are_scikit_learns():
@@ -138,12 +115,3 @@ def test_the_digits_are_scikit_learns():
     assert (digits.min(), digits.max()) == (0, 1)
     # The first one is a 0: ink around, and a hole in its middle.
     assert digits[0, 3:5, 3:5].max() < 0.2 < 0.4 < digits[0, 3:5, 2].min()
-
-
-def test_a_missing_package_is_named_with_what_to_do():
-    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* pip install 'sage-ref\[video\]'"):
-        packaged.packaged_file("no-such-package", "data.csv")
-    with pytest.raises(
-        FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found none"
-    ):
-        packaged.packaged_file("torch", "torch/none")

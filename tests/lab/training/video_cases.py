@@ -1,12 +1,11 @@
-"""What the tests of the video experiment share: pictures for digits, and a model and a plan that train in a second."""
+"""Cases that the tests of the video experiment share: made-up digits, a model and a plan that train in a second."""
 
 from dataclasses import replace
 
 import torch
-from sage_lab.experiments.video.plan import CPU_PLAN
-from sage_lab.experiments.video.runs import Start
+from sage_lab.experiments.video.plan import PLANS
+from sage_lab.experiments.video.runs import Experiment
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_lab.training.processes import Processes
 from sage_lab.training.video_flow import FlowSettings
 
 # 64 tokens: 8 blocks of 8, cubes of 2 x 2 x 2, and 4 blocks of 16 queries.
@@ -16,11 +15,12 @@ CONFIG = VideoDiTConfig(
 SETTINGS = FlowSettings(
     steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-2, warmup_steps=2, report_every=2, validation_videos=4
 )
-PLAN = replace(CPU_PLAN, videos=3, samples=2, restored=2, sampling_steps=2, judged_batch=3)
+PLAN = replace(PLANS["cpu"], videos=3, samples=2, restored=2, sampling_steps=2, judged_batch=3)
+QUICK = replace(PLAN, steps=1, stage1_steps=1, reports=1)
 
 
 def made_up_digits():
-    """As `digit_images()` gives them, without scikit-learn: five bars."""
+    """Return five bars, in the shape of `digit_images()`."""
     digits = torch.zeros(5, 8, 8)
     for number, digit in enumerate(digits):
         digit[:, number : number + 3] = 1
@@ -28,7 +28,7 @@ def made_up_digits():
 
 
 def opened_weights(config=CONFIG, seed=0):
-    """Of a model whose gates are open and whose attention is sharp, so that it matters which blocks it sees."""
+    """Return weights with open gates and sharp attention, so that it matters which blocks the model sees."""
     torch.manual_seed(seed)
     model = VideoDiT(config)
     for name, parameter in model.named_parameters():
@@ -38,5 +38,5 @@ def opened_weights(config=CONFIG, seed=0):
     return {name: x for name, x in model.state_dict().items() if ".core." not in name}
 
 
-def start_in(folder, is_over=lambda: False):
-    return Start(opened_weights(), CONFIG, made_up_digits(), folder, is_over, Processes())
+def experiment(plan=PLAN, clips=None):
+    return Experiment(plan, opened_weights(), CONFIG, made_up_digits(), clips, torch.device("cpu"))

@@ -1,12 +1,13 @@
-"""What every arm is asked, on videos and noise that are the same for all.
+"""Measurements of every arm, on videos and noise that are the same for all.
 
 grid        flow matching's loss for each (video, noise level): made-up scenes and real clips, paired between arms
-attention   |O' - O|^2 / |O|^2 per layer, O' the arm's, O full attention of the same Q, K and V; its square root
-samples     videos from pure noise, beside those of the full model from equal noise: PSNR and SSIM
-restored    scenes with noise at a high level, taken away again: are their objects still there, do they move as before?
+attention   |O' - O| / |O| per layer, where O' is the arm's and O full attention of the same Q, K and V
+samples     videos from pure noise, compared with those of the full model from equal noise: PSNR and SSIM
+restored    scenes with much noise, which the model removes: are their objects still there, and do they move as before?
 """
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,23 +18,22 @@ from sage_lab.experiments.video.plan import VideoPlan
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.records import Row
 from sage_lab.training.capture import watched_attention
-from sage_lab.training.video import noisy
-from sage_lab.training.video_flow import PURPOSES, fast_arithmetic, flow_batch, sample
+from sage_lab.training.video_flow import PURPOSES, fast_arithmetic, flow_batch, flow_matching_loss, noisy, sample
 from sage_lab.training.video_scenes import Scenes, draw_scenes, render, seed_of
 from sage_ref.tracing import relative_l2
 
 HALF_WINDOW = 18  # pixels around an object's centre, in each direction: the largest object's radius
 REACH = 4  # pixels around its true place in which an object is looked for
-LEAST_VISIBLE = 0.5  # of an object that is looked for
+LEAST_VISIBLE = 0.5  # visible share of an object that is looked for
 LEAST_DIFFERENCE = 0.05  # that an object makes to a pixel that is its own
-LEAST_FOUND = 0.5  # of an object that counts as kept
+LEAST_FOUND = 0.5  # share of an object that counts as kept
 
 
 class Objects(NamedTuple):
-    """What each object of B scenes looks like, in windows around its centre, for K objects and T frames.
+    """The look of K objects in B scenes of T frames, in windows around their centres.
 
     where: int64 [B, K, T, 2], the windows' centres. picture, absence [B * K * T, 3, w, w]: the true video, and how it
-    would change without the object. is_seen: bool [B, K, T], whether there is enough of it to look for.
+    would change without the object. is_seen: bool [B, K, T], whether enough of it is visible to look for it.
     """
 
     where: Tensor
@@ -43,7 +43,7 @@ class Objects(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """Videos and noise [n, 3, T, size, size] on the device, and what the scenes to restore are known to show."""
+    """Videos and noise [n, 3, T, size, size] on the device, and the known objects of the scenes to restore."""
 
     scenes: Tensor
     scene_noise: Tensor
@@ -57,13 +57,12 @@ class Questions(NamedTuple):
 
 
 def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor, clips: Tensor | None) -> Questions:
-    """The same for every arm. clips [n, 3, T, size, size], or None."""
+    """Make the questions, on the device of the digits. clips: [n, 3, T, size, size], or None."""
     place = {"device": digits.device}
 
-    def noise_like(count: int, purpose: str, number: int) -> Tensor:
+    def noise(count: int, purpose: str, number: int) -> Tensor:
         generator = torch.Generator(**place).manual_seed(seed_of((PURPOSES.index(purpose), number)))
-        shape = (count, 3, config.frames, config.size, config.size)
-        return torch.randn(shape, generator=generator, **place)
+        return torch.randn((count, 3, config.frames, config.size, config.size), generator=generator, **place)
 
     def scenes(count: int, purpose: str) -> Scenes:
         return draw_scenes(count, len(digits), config.size, seed=(PURPOSES.index(purpose), 0), **place)
@@ -72,19 +71,19 @@ def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor, clips: Te
     restored, objects = known_objects(scenes(plan.restored, "restore"), *shape)
     return Questions(
         scenes=render(scenes(plan.videos, "judge"), *shape)[0],
-        scene_noise=noise_like(plan.videos, "judge", 1),
+        scene_noise=noise(plan.videos, "judge", 1),
         clips=None if clips is None else clips.to(digits.device),
-        clip_noise=None if clips is None else noise_like(len(clips), "judge", 2),
-        sample_noise=noise_like(plan.samples, "sample", 0),
+        clip_noise=None if clips is None else noise(len(clips), "judge", 2),
+        sample_noise=noise(plan.samples, "sample", 0),
         restored=restored,
-        restored_noise=noise_like(plan.restored, "restore", 1),
+        restored_noise=noise(plan.restored, "restore", 1),
         objects=objects,
         watched=flow_batch(plan.watched, digits, config, seed=(PURPOSES.index("watch"), 0)),
     )
 
 
 class Answers(NamedTuple):
-    """row: for the record. samples [n, 3, T, size, size] from pure noise. restored: like the question's."""
+    """The answers of one model. row: for the record. samples, restored: videos, as many as the questions ask for."""
 
     row: Row
     samples: Tensor
@@ -93,27 +92,29 @@ class Answers(NamedTuple):
 
 @torch.no_grad()
 def answers(model: VideoDiT, asked: Questions, plan: VideoPlan, reference: Tensor | None) -> Answers:
-    """All that is measured of one model. reference: the full model's samples from equal noise, if there are."""
+    """Measure one model. reference: the full model's samples from equal noise, or None."""
     device = asked.scenes.device
-    size = plan.judged_batch
 
-    def in_parts(compute, *tensors: Tensor) -> Tensor:
+    def in_parts(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        parts = zip(*(x.split(plan.judged_batch) for x in tensors), strict=True)
         with fast_arithmetic(device, plan.autocast):
-            return torch.cat([compute(*part) for part in zip(*(x.split(size) for x in tensors), strict=True)])
+            return torch.cat([compute(*part) for part in parts])
 
     levels = (torch.arange(plan.levels, device=device) + 0.5) / plan.levels
-    found = grid_row("loss", in_parts(lambda x, e: grid_losses(model, x, e, levels), asked.scenes, asked.scene_noise))
-    if asked.clips is not None:
-        losses = in_parts(lambda x, e: grid_losses(model, x, e, levels), asked.clips, asked.clip_noise)
-        found |= grid_row("clip_loss", losses)
+    found = {}
+    for name, *grid in (("loss", asked.scenes, asked.scene_noise), ("clip_loss", asked.clips, asked.clip_noise)):
+        if grid[0] is not None:
+            losses = in_parts(lambda video, noise: grid_losses(model, video, noise, levels), *grid)
+            by = {"by_t": losses.mean(0), "by_video": losses.mean(1)}
+            found |= {name: rounded(losses.mean())} | {f"{name}_{key}": rounded(x) for key, x in by.items()}
     with fast_arithmetic(device, plan.autocast):
         found["attention_error"] = [round(x, 5) for x in attention_errors(model, *asked.watched)]
     started = synchronized_time(device)
-    samples = in_parts(lambda e: sample(model, e, plan.sampling_steps), asked.sample_noise).clamp(-1, 1)
-    found["sampling_ms"] = round(1e3 * (synchronized_time(device) - started) / len(samples), 2)  # a video, all steps
+    samples = in_parts(lambda noise: sample(model, noise, plan.sampling_steps), asked.sample_noise).clamp(-1, 1)
+    found["sampling_ms"] = round(1e3 * (synchronized_time(device) - started) / len(samples), 2)  # per video, all steps
     if reference is not None:
-        pairs = samples, reference.to(device)
-        found |= numbers_row("psnr", psnr(*pairs)) | numbers_row("ssim", ssim(*pairs))
+        pair = samples, reference.to(device)
+        found |= numbers_row("psnr", psnr(*pair)) | numbers_row("ssim", ssim(*pair))
     level = plan.restored_level
     steps = max(1, round(level * plan.sampling_steps))
     hidden = noisy(asked.restored, torch.full((plan.restored,), level, device=device), asked.restored_noise)
@@ -123,40 +124,30 @@ def answers(model: VideoDiT, asked: Questions, plan: VideoPlan, reference: Tenso
 
 
 def synchronized_time(device: torch.device) -> float:
+    """Wait until the device is idle; return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def grid_losses(model: nn.Module, video: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
-    """Flow matching's loss [B, levels] of videos and noise [B, 3, T, size, size] at every level."""
-    losses = []
-    for level in levels:
-        t = level.expand(len(video))
-        velocity = model(noisy(video, t, noise), t)
-        losses.append((velocity.float() - (noise - video)).square().flatten(1).mean(1))
-    return torch.stack(losses, 1)
-
-
-def grid_row(name: str, losses: Tensor) -> Row:
-    """Of losses [videos, levels]: the mean, by level, and by video, for which arms are paired."""
-    by = {"by_t": losses.mean(0), "by_video": losses.mean(1)}
-    return {name: rounded(losses.mean())} | {f"{name}_{key}": rounded(x) for key, x in by.items()}
+    """Return flow matching's loss [B, levels] of videos and noise [B, 3, T, size, size] at every level."""
+    return torch.stack([flow_matching_loss(model, video, t.expand(len(video)), noise) for t in levels], 1)
 
 
 def numbers_row(name: str, x: Tensor) -> Row:
-    """The mean, and one number for each video."""
+    """Return the mean of x [videos], and x itself."""
     return {name: rounded(x.mean()), f"{name}_by_video": rounded(x)}
 
 
 def rounded(x: Tensor) -> Any:
-    """A float or a list of floats, six digits."""
+    """Return a float or a list of floats with six digits."""
     values = x.double().tolist()
     return [float(f"{v:.6g}") for v in values] if isinstance(values, list) else float(f"{values:.6g}")
 
 
 def attention_errors(model: VideoDiT, video: Tensor, noise_level: Tensor, noise: Tensor) -> list[float]:
-    """|O' - O| / |O| of every layer, O exact attention of the same Q, K, V."""
+    """Return |O' - O| / |O| of every layer, where O is exact attention of the same Q, K, V."""
     layers = range(model.config.layers)
     with watched_attention(model, layers) as (inputs, outputs):
         model(noisy(video, noise_level, noise), noise_level)
@@ -165,13 +156,13 @@ def attention_errors(model: VideoDiT, video: Tensor, noise_level: Tensor, noise:
 
 
 def psnr(video: Tensor, other: Tensor) -> Tensor:
-    """Decibels, [B]; of videos in [-1, 1]. 100 where they are equal."""
+    """Return the PSNR in decibels, [B], of videos in [-1, 1]; 100 where they are equal."""
     error = (video - other).square().flatten(1).mean(1)
     return (10 * torch.log10(4 / error.clamp_min(4e-10))).clamp(max=100)
 
 
 def ssim(video: Tensor, other: Tensor) -> Tensor:
-    """Structural similarity, [B], mean over frames and channels (Wang et al. 2004: Gaussian window, sigma 1.5)."""
+    """Return the structural similarity, [B], mean over frames and channels (Wang et al. 2004, Gaussian of 1.5)."""
     half = min(5, (video.shape[-1] - 1) // 2)
     place = torch.arange(-half, half + 1, device=video.device)
     weight = torch.exp(-place.square() / (2 * 1.5**2))
@@ -191,7 +182,7 @@ def ssim(video: Tensor, other: Tensor) -> Tensor:
 
 
 def known_objects(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Objects]:
-    """The videos of the scenes [B, 3, frames, size, size], and their objects."""
+    """Render the scenes: videos [B, 3, frames, size, size], and their objects."""
     video, truths = render(scenes, digits, frames, size)
     where = truths.centre.round().long().clamp(0, size - 1)
     absences = []
@@ -202,12 +193,11 @@ def known_objects(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tup
         absences.append(windows(without - video, where[:, k : k + 1], HALF_WINDOW))
     absence = torch.cat(absences, 1)  # [B, K, T, 3, w, w]
     picture = windows(video, where, HALF_WINDOW)
-    is_seen = truths.visible >= LEAST_VISIBLE
-    return video, Objects(where, picture.flatten(0, 2), absence.flatten(0, 2), is_seen)
+    return video, Objects(where, picture.flatten(0, 2), absence.flatten(0, 2), truths.visible >= LEAST_VISIBLE)
 
 
 def windows(video: Tensor, where: Tensor, half: int) -> Tensor:
-    """[B, K, T, 3, w, w], w = 2 half + 1, around where [B, K, T, 2]; outside of the video its edge is repeated."""
+    """Cut [B, K, T, 3, w, w], w = 2 half + 1, around where [B, K, T, 2]; the video's edge is repeated outside it."""
     around = torch.arange(-half, half + 1, device=video.device)
     y, x = ((where[..., axis, None] + around).clamp(0, video.shape[-1] - 1) for axis in (0, 1))  # [B, K, T, w]
     scene = torch.arange(len(video), device=video.device).view(-1, 1, 1, 1, 1)
@@ -216,9 +206,10 @@ def windows(video: Tensor, where: Tensor, half: int) -> Tensor:
 
 
 def truth_row(video: Tensor, objects: Objects) -> Row:
-    """kept: share of the objects that are seen in the true video and found in this one. velocity_error: pixels per
+    """Compare a video with the truth.
 
-    frame, mean over objects that are found in two frames, one after the other; None if there is none.
+    kept: the share of the objects visible in the true video that are found in this one. velocity_error: pixels per
+    frame, mean over objects that are found in two consecutive frames; None if there are none.
     """
     share, offset = found_objects(video, objects)
     is_kept = objects.is_seen & (share >= LEAST_FOUND)
@@ -233,21 +224,20 @@ def truth_row(video: Tensor, objects: Objects) -> Row:
 
 
 def found_objects(video: Tensor, objects: Objects) -> tuple[Tensor, Tensor]:
-    """(How much of each object is there [B, K, T], offset of its place from the true one [B, K, T, 2] in pixels).
+    """Return (the share of each object that is there [B, K, T], its offset from the true place [B, K, T, 2], pixels).
 
-    1 - |video - truth|^2 / |absence|^2 over the object's own pixels, the largest among offsets of up to REACH: 1 if it
-    looks as it should, 0 if what is behind it is seen instead.
+    The share is 1 - |video - truth|^2 / |absence|^2 over the object's own pixels, the largest among offsets of up to
+    REACH: 1 if the object looks as it should, 0 if the video shows what is behind it instead.
     """
     region = windows(video, objects.where, HALF_WINDOW + REACH).flatten(0, 2)
     own = (objects.absence.abs().amax(1, keepdim=True) > LEAST_DIFFERENCE).float()
     absence = (objects.absence.square() * own).sum((1, 2, 3)).clamp_min(1e-6)
-    width, shares, places = objects.picture.shape[-1], [], []
-    for row in range(2 * REACH + 1):
-        for column in range(2 * REACH + 1):
-            part = region[..., row : row + width, column : column + width]
-            shares.append(1 - ((part - objects.picture).square() * own).sum((1, 2, 3)) / absence)
-            places.append((row - REACH, column - REACH))
+    width, reach = objects.picture.shape[-1], torch.arange(2 * REACH + 1)
+    places = torch.cartesian_prod(reach, reach)
+    shares = []
+    for row, column in places.tolist():
+        part = region[..., row : row + width, column : column + width]
+        shares.append(1 - ((part - objects.picture).square() * own).sum((1, 2, 3)) / absence)
     share, index = torch.stack(shares, -1).max(-1)
-    offset = torch.tensor(places, device=video.device)[index]
     shape = objects.is_seen.shape
-    return share.view(shape), offset.view(*shape, 2)
+    return share.view(shape), (places.to(video.device) - REACH)[index].view(*shape, 2)

@@ -13,7 +13,7 @@ FRAME_MS = 80
 
 
 def pictures_of(video: Tensor) -> list:
-    """Pillow's pictures of a video [3, T, size, size] in [-1, 1]."""
+    """Return Pillow's pictures of a video [3, T, size, size] in [-1, 1]."""
     from PIL import Image
 
     levels = ((video + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu()
@@ -21,7 +21,7 @@ def pictures_of(video: Tensor) -> list:
 
 
 def film(video: Tensor) -> bytes:
-    """A GIF of 64 colours that plays again and again. video [3, T, size, size] in [-1, 1]."""
+    """Return a GIF with 64 colours that plays in a loop, of a video [3, T, size, size] in [-1, 1]."""
     from PIL import Image
 
     frames = [picture.quantize(COLOURS, dither=Image.Dither.NONE) for picture in pictures_of(video)]
@@ -31,16 +31,14 @@ def film(video: Tensor) -> bytes:
 
 
 def write_film(path: Path, video: Tensor) -> None:
-    """`film` as a file."""
+    """Write the `film` of a video to a file."""
     with replaced(path) as temporary:
         temporary.write_bytes(film(video))
 
 
 def write_strip(path: Path, video: Tensor, frames: int = 6) -> None:
-    """A PNG of up to so many frames, spread over the video, side by side. video [3, T, size, size] in [-1, 1]."""
-    count = min(frames, video.shape[1])
-    chosen = torch.linspace(0, video.shape[1] - 1, count).round().long()
-    strip = torch.cat(list(video[:, chosen].unbind(1)), -1)[:, None]
-    (picture,) = pictures_of(strip)
+    """Write a PNG of at most `frames` frames of a video [3, T, size, size] in [-1, 1], side by side."""
+    chosen = torch.linspace(0, video.shape[1] - 1, min(frames, video.shape[1])).round().long()
+    (picture,) = pictures_of(torch.cat(list(video[:, chosen].unbind(1)), -1)[:, None])
     with replaced(path) as temporary:
         picture.quantize(4 * COLOURS).save(temporary, "PNG", optimize=True)

@@ -1,10 +1,10 @@
-"""Which claims of the SLA2 paper, and of ours, the rows support: paired arms, differences, intervals by the bootstrap.
+"""Verdicts: the claims of the SLA2 paper, and our own, that the rows support.
 
-Two arms are paired twice: they saw equal videos in training, seed by seed, and are judged on equal (video, noise, t).
-The bootstrap draws seeds and videos with replacement, 10,000 times: both are a sample of what they stand for, and all
-seeds are judged on the same videos, so they are drawn apart. The interval holds 95% of the means.
-A claim is supported if all of it is above 0, contradicted if all of it is below, and else not decided. One seed says
-nothing about seeds: then videos alone are drawn, and `seeds` is 1.
+Two arms are paired twice: they train on equal videos, seed by seed, and are judged on equal (video, noise, t). The
+bootstrap draws seeds and videos with replacement, 10,000 times. Both are samples, and all seeds are judged on the same
+videos, so they are drawn independently. The interval holds 95% of the means. A claim is supported if the whole interval
+is above 0, contradicted if all of it is below, and otherwise not decided. One seed shows no scatter between seeds: then
+only videos are drawn, and `seeds` is 1.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sage_lab.experiments.video.plan import AFTERWARDS
+from sage_lab.experiments.video.plan import AFTERWARDS, FULL
 from sage_lab.records import Row, markdown_table
 
 DRAWS = 10_000
@@ -24,9 +24,9 @@ SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided
 
 
 class Claim(NamedTuple):
-    """That `better` has the lower loss, or is higher on another measure.
+    """A claim that `better` has the lower loss, or is higher on a different measure.
 
-    paper: VisionReward of both, (better, worse), None where it has none.
+    paper: the VisionReward of (better, worse) in the paper, or None where it reports none.
     """
 
     words: str
@@ -43,16 +43,16 @@ CLAIMS = (
     Claim("stage 1 matters", "SLA2", "no stage 1"),
     Claim("SLA2 beats SLA, both at 90%", "SLA2 at 90%", "SLA at 90%", (0.1093, 0.0872)),
     Claim("SLA2 beats SLA, both at 97%", "SLA2", "SLA at 97%"),
-    Claim("full attention beats SLA2 at 97%", "full", "SLA2", (0.1084, 0.1039)),
+    Claim("full attention beats SLA2 at 97%", FULL, "SLA2", (0.1084, 0.1039)),
     Claim("less sparsity is better", "SLA2 at 90%", "SLA2", (0.1093, 0.1039)),
     Claim("a learned router beats a random one", "SLA2", "random router"),
     Claim("blocks that are cubes help", "SLA2", "rows in order"),
-    Claim("fine-tuning itself helps the full model", "full", "full, not fine-tuned"),
+    Claim("fine-tuning itself helps the full model", FULL, "full, not fine-tuned"),
 )
 
 
 class Difference(NamedTuple):
-    """What the better arm saves, or gains: mean, and where 95% of the bootstrap's means lie."""
+    """The gain of the better arm: its mean, and the interval that holds 95% of the bootstrap's means."""
 
     mean: float
     low: float
@@ -65,22 +65,22 @@ class Difference(NamedTuple):
 
 
 def bootstrap(differences: np.ndarray, draws: int = DRAWS) -> Difference:
-    """differences [seeds, videos], above 0 where the better arm is better. A function of its arguments alone.
+    """Bootstrap differences [seeds, videos], which are positive where the better arm is better.
 
-    ValueError if there is nothing to draw from.
+    The random numbers are fixed. Raises ValueError if there is nothing to draw from.
     """
     if differences.ndim != 2 or 0 in differences.shape:
         raise ValueError(f"differences: expected [seeds, videos], none of size zero, got {differences.shape}")
     seeds, videos = differences.shape
     rng = np.random.default_rng(0)
-    # How often each is drawn: as weights, [draws, seeds] and [draws, videos].
+    # How often each is drawn, as weights: [draws, seeds] and [draws, videos].
     of_seeds, of_videos = (rng.multinomial(n, np.full(n, 1 / n), size=draws) / n for n in (seeds, videos))
     low, high = np.quantile(((of_seeds @ differences) * of_videos).sum(1), (0.025, 0.975))
     return Difference(float(differences.mean()), float(low), float(high), seeds)
 
 
 def paired(rows: Sequence[Row], better: str, worse: str, column: str) -> np.ndarray | None:
-    """What `better` saves, or gains, by seed and video, of the seeds that have both; None if there is none."""
+    """Return the gain of `better` by seed and video, for the seeds that have both arms; None if no seed has."""
     by_seed = [
         {row["seed"]: row[column] for row in rows if row["arm"] == arm and row.get(column)} for arm in (better, worse)
     ]
@@ -92,7 +92,7 @@ def paired(rows: Sequence[Row], better: str, worse: str, column: str) -> np.ndar
 
 
 def verdict_rows(rows: Sequence[Row], columns: Sequence[str] = (LOSS,)) -> list[Row]:
-    """A row for each claim that the rows say something about, on each of the columns, which have a number per video."""
+    """Return a row per column and claim that the rows have both arms of. An arm that diverged loses."""
     arms, diverged = {x["arm"] for x in rows}, {x["arm"] for x in rows if x.get("diverged")}
     found = []
     for column, claim in itertools.product(columns, CLAIMS):
@@ -108,7 +108,7 @@ def verdict_rows(rows: Sequence[Row], columns: Sequence[str] = (LOSS,)) -> list[
 
 
 def verdict_table(found: Sequence[Row]) -> str:
-    """Differences in thousandths of the loss."""
+    """Return a table of verdicts, with differences in thousandths of the loss."""
     lines = []
     for row in found:
         numbers = ("mean", "low", "high")
@@ -119,16 +119,7 @@ def verdict_table(found: Sequence[Row]) -> str:
     return markdown_table(header, lines)
 
 
-def arm_table(rows: Sequence[Row]) -> str:
-    """A line for each arm: means over its seeds."""
-    lines = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        found = [row for row in rows if row["arm"] == arm]
-        lines.append((arm, len(found), *(mean_cell(found, *column) for column in COLUMNS.values())))
-    return markdown_table(("arm", "seeds", *COLUMNS), lines)
-
-
-COLUMNS = {  # heading: name in a row, format
+COLUMNS = {  # heading: (name in a row, format)
     "loss": ("loss", "{:.5f}"),
     "on real clips": ("clip_loss", "{:.5f}"),
     "PSNR to full, dB": ("psnr", "{:.2f}"),
@@ -142,7 +133,16 @@ COLUMNS = {  # heading: name in a row, format
 }
 
 
+def arm_table(rows: Sequence[Row]) -> str:
+    """Return a table with a line per arm: means over its seeds."""
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        found = [row for row in rows if row["arm"] == arm]
+        lines.append((arm, len(found), *(mean_cell(found, *column) for column in COLUMNS.values())))
+    return markdown_table(("arm", "seeds", *COLUMNS), lines)
+
+
 def mean_cell(rows: Sequence[Row], name: str, form: str) -> str:
-    """Of the rows that have such a number, one or a list; "-" if none has."""
+    """Return the mean of the rows' numbers, or lists of numbers, `name`; "-" if no row has one."""
     values = [np.mean(row[name]) for row in rows if row.get(name) is not None]
     return form.format(np.mean(values)) if values else "-"
