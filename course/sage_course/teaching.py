@@ -67,10 +67,10 @@ def measured_here() -> Record | None:
     """What `python -m sage_lab bench --levels` measures at N=8192, on this machine's GPU; None without one."""
     if triton_device() != "cuda":
         return None
-    from sage_lab.bench.ladder_bench import SHAPES, bench_shape
+    from sage_lab.bench.dense import LADDER
 
-    shapes = [shape for shape in SHAPES if shape.n == 8192 and not shape.causal]
-    rows = [row for shape in shapes for row in bench_shape(shape) if "missing" not in row]
+    shapes = [shape for shape in LADDER.shapes if shape.n == 8192 and not shape.causal]
+    rows = [row for shape in shapes for row in LADDER.rows(shape)]
     return Record(provenance("measured_here()"), rows)
 
 

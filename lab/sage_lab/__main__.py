@@ -19,7 +19,7 @@ COMMANDS = {
     "bench": Command(
         "sage_lab.bench.bench_command", "time the public function and its peers in turn; goes on where it was stopped"
     ),
-    "accuracy": Command("sage_lab.bench.accuracy_command", "compare the kernels with the reference on this GPU"),
+    "accuracy": Command("sage_lab.bench.accuracy", "compare the kernels with the reference on this GPU"),
     "profile": Command("sage_lab.bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
     "compile": Command("sage_lab.bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
     "instructions": Command("sage_lab.bench.instructions", "count what the loop of every level executes"),

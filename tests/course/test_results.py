@@ -10,8 +10,8 @@ import torch
 from sage_course.results import claims, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy, level_clocks, unit_clocks
-from sage_course.results.paired import peer_ratios, ratio_lines, turns
 from sage_course.results.pretraining import Interval, mean_interval, paired_differences, pretrain_runs
+from sage_lab.bench.ratios import peer_ratios, ratio_lines, turns
 from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
 

@@ -1,8 +1,6 @@
 """Which launch a kernel gets on which GPU, and what a user's own table may look like. The GPUs here are made up."""
 
-import argparse
 import json
-import warnings
 
 import pytest
 import torch
@@ -10,10 +8,9 @@ import torch
 pytest.importorskip("triton")
 import triton
 from sage_kernels.common import launch_tables
-from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, Launch
+from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.launch_tables import Case, measured_launches, table_for, users_table
-from sage_lab.bench import bench_command, sla2_tuning, tuning
 
 CUDA = torch.device("cuda", 0)
 RTX = "NVIDIA GeForce RTX 4090"
@@ -134,68 +131,3 @@ def test_a_table_that_cannot_be_opened_is_left_too(gpu):
     gpu(RTX, (8, 9))
     with pytest.warns(UserWarning, match=r"_4090_sla2\.json is not used.*bench --tune --op sla2"):
         assert chosen() == DEFAULTS["dq"]
-
-
-def tune(path=None, op="sagebwd"):
-    bench_command.tune(argparse.Namespace(record=path, op=op, workers=1, command="bench --tune"))
-
-
-@pytest.fixture
-def timed(gpu, monkeypatch):
-    """What was compiled, what was timed, and after how many the next run is interrupted. The last candidate wins."""
-    compiled, seen = [], []
-
-    def fastest(kernel, run):
-        if len(seen) == seen_before_interrupt[0]:
-            raise KeyboardInterrupt
-        seen.append(kernel)
-        return kernel._asdict() | launch_tables.candidates(kernel.kernel, kernel.level)[-1]._asdict()
-
-    seen_before_interrupt = [None]
-    for module in (tuning, sla2_tuning):
-        monkeypatch.setattr(module, "fastest", fastest)
-        monkeypatch.setattr(module, "runner", lambda *_: None)
-        monkeypatch.setattr(module, "compile_candidates", lambda _, kernels, workers: compiled.extend(kernels))
-    monkeypatch.setattr(tuning, "prepare", lambda *_: None)
-    monkeypatch.setattr(sla2_tuning, "Case", lambda *_: None)
-    monkeypatch.setattr("sage_lab.records.provenance", lambda command: {"gpu": RTX, "triton": triton.__version__})
-    gpu(RTX, (8, 9))
-    return compiled, seen, seen_before_interrupt
-
-
-@pytest.mark.parametrize(("op", "module"), [("sagebwd", tuning), ("sla2", sla2_tuning)])
-def test_what_bench_tunes_is_used_and_an_interrupted_run_goes_on(timed, gpu, op, module):
-    compiled, seen, interrupt_after = timed
-    every = list(module.kernels())
-    interrupt_after[0] = 3
-    with pytest.raises(KeyboardInterrupt):
-        tune(op=op)
-    assert not users_table(RTX, op).exists()
-    interrupt_after[0] = None
-    tune(op=op)
-    assert seen == every  # none twice
-    assert compiled == every + every[3:]
-    assert list(users_table(RTX, op).parent.iterdir()) == [users_table(RTX, op)]
-    gpu(RTX, (8, 9))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for kernel in every:
-            expected = launch_tables.candidates(kernel.kernel, kernel.level)[-1]
-            assert choose_launch(*kernel, CUDA) == expected
-
-
-def test_a_tuned_table_goes_where_it_is_told_to(timed, tmp_path):
-    tune(tmp_path / "mine.json")
-    assert (tmp_path / "mine.json").exists()
-    assert not users_table(RTX, "sagebwd").exists()
-
-
-def test_what_was_timed_for_other_candidates_is_not_taken(timed, monkeypatch):
-    _, seen, interrupt_after = timed
-    interrupt_after[0] = 3
-    with pytest.raises(KeyboardInterrupt):
-        tune()
-    interrupt_after[0] = None
-    monkeypatch.setattr(bench_command, "CANDIDATES", CANDIDATES | {"dq": CANDIDATES["dq"][1:]})
-    tune()
-    assert len(seen) == 3 + len(list(tuning.kernels()))

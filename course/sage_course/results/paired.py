@@ -1,57 +1,18 @@
 """The tables of RESULTS.md about times that were taken in turn, from records of `python -m sage_lab bench`."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from sage_lab.bench.ratios import OURS, PEER_NAMES, UNBIASED, peer_ratios, turns
 from sage_lab.experiments.pretrain_speed import relative_rate
 from sage_lab.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
 VIDEO = "video_speed_h200"
 PAIRED_PINNED = "paired_triton371_h200"  # with the Triton that our pins install; the others: with their machine's
-OURS, UNBIASED = "sage_kernels", "sage_kernels, unbiased"
 OUR_NAMES = {OURS: "ours", UNBIASED: "ours with an unbiased O"}
-PEER_NAMES = {
-    "sdpa_flash": "FlashAttention-2",
-    "sdpa_cudnn": "cuDNN",
-    "fa4": "FlashAttention-4",
-    "cudnn_fp8": "cuDNN, FP8",
-    "flex": "FlexAttention",
-}
 COMPARED = "A peer's time over ours, all timed in turn: above 1 where ours is faster"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
-# What rows that were timed in one turn have in common.
-TURN = ("n_q", "heads", "kv_heads", "head_dim", "causal", "layout", "mask", "scope", "direction", "cuda_graph")
-
-
-def turns(rows: Sequence[Row]) -> Iterator[tuple[dict, list[Row]]]:
-    """(what its rows have in common, its rows) of every turn, in the order of the record."""
-    found: dict[tuple, list[Row]] = {}
-    for row in rows:
-        if row["protocol"] == "paired":
-            found.setdefault(tuple(row.get(name) for name in TURN), []).append(row)
-    for values, of in found.items():
-        yield dict(zip(TURN, values, strict=True)), of
-
-
-def peer_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Each peer's time over ours, by provider, of the rows of one turn; nothing if we are not in it.
-
-    Of several of ours (levels; a branch in INT8 and in 16 bit) the fastest counts.
-    """
-    ours = [row["ms_median"] for row in rows if row["provider"] == OURS]
-    return {row["provider"]: row["ms_median"] / min(ours) for row in rows if ours and row["provider"] in PEER_NAMES}
-
-
-def ratio_lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Header and lines: every turn, and each peer's time over ours."""
-    columns = [name for name in TURN if any(row.get(name) is not None for row in rows)]
-    lines = []
-    for where, of in turns(rows):
-        ratios = peer_ratios(of)
-        cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES)
-        lines.append((*(where[name] for name in columns), *cells))
-    return (*columns, *PEER_NAMES.values()), lines
 
 
 def headline() -> str:

@@ -1,96 +1,181 @@
-"""How far the kernels are from the reference, which simulates them, and both from exact attention, on this GPU.
+"""The command `accuracy`: how far the kernels are from the reference, which simulates them, on this GPU.
 
-Two tables: a list of awkward shapes (kernels against reference), and the paper's Table 1 computed with the kernels,
-beside the reference's and the paper's. Backward level 5 rounds more than the reference does: P and dS to float16, parts
-of dQ to integers.
+SageBwd: a list of awkward shapes, and the paper's Table 1 computed with the kernels, beside the reference's and the
+paper's. Backward level 5 rounds more than the reference does: P and dS to float16, parts of dQ to integers. SLA2: the
+same shapes with every share of selected blocks.
 """
 
+import argparse
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from torch import Tensor
 
 import sage_ref
+from sage_lab.bench.timing import require_gpu
+from sage_lab.command_line import Failed
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
+from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.repairs import scales_in_a_record
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
+from sage_ref.sla2 import block_count, selected_count, top_blocks
 from sage_ref.tracing import exact_intermediates, relative_l2
 
 LENGTHS = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
-HEAD_DIMS = (32, 64, 96, 128)
+HEAD_DIMS = {"sagebwd": (32, 64, 96, 128), "sla2": (64, 128)}
 HEADS = ((4, 4), (8, 2), (4, 1))  # query heads, key heads
-# One key: P is 1 and dS is 0, exactly. Nothing to compare.
-SMALLEST_KEYS = 2
+DTYPES = ("float16", "bfloat16")
+OPERANDS = ("query", "key", "value")
+SELECTED: dict[str, Callable[[int], int]] = {  # how many of a row's key blocks
+    "none": lambda blocks: 0,
+    "one": lambda blocks: 1,
+    "50%": lambda blocks: blocks // 2,
+    "97% sparse": lambda blocks: selected_count(0.97, blocks),
+    "all but one": lambda blocks: blocks - 1,
+    "all": lambda blocks: blocks,
+}
+
+Tensors = dict[str, Tensor]
 
 
-def outputs_and_gradients(attention, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """O, dQ, dK, dV of attention(query, key, value) given [query, key, value, grad_output]."""
-    *operands, grad_output = inputs
-    leaves = [x.detach().requires_grad_() for x in operands]
-    output = attention(*leaves)
-    return dict(zip(TENSORS, (output, *torch.autograd.grad(output, leaves, grad_output)), strict=True))
+def results(attention: Callable, operands: Tensors, grad_output: Tensor) -> Tensors:
+    """Return O, dQ, dK, dV, and dalpha of attention(**operands) if alpha is an operand."""
+    leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
+    output = attention(**leaves)
+    gradients = torch.autograd.grad(output, list(leaves.values()), grad_output)
+    return dict(zip((*TENSORS, "dalpha"), (output, *gradients), strict=False))
 
 
-def both(inputs: list[Tensor], **options) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(kernels', reference's) O, dQ, dK, dV of `sagebwd_attention` with these options."""
-    attention = partial(sage_ref.sagebwd_attention, enable_gqa=True, **options)
-    kernel, reference = (partial(attention, backend=backend) for backend in ("triton", "reference"))
-    return outputs_and_gradients(kernel, inputs), outputs_and_gradients(reference, inputs)
+def both(attention: Callable, operands: Tensors, grad_output: Tensor) -> list[Tensors]:
+    """Return the results of the kernels and those of the reference."""
+    return [results(partial(attention, backend=name), operands, grad_output) for name in ("triton", "reference")]
 
 
-def shape_rows(device: str = "cuda") -> Iterator[dict]:
-    """Relative L2 of the kernels' O, dQ, dK, dV against the reference's: all shapes, both dtypes and granularities."""
-    for (n_q, n_k), head_dim, (heads, kv_heads), is_causal, dtype, granularity in itertools.product(
-        LENGTHS, HEAD_DIMS, HEADS, (False, True), (torch.float16, torch.bfloat16), GRANULARITIES
+def drawn(
+    lengths: tuple[int, int], head_dim: int, heads: tuple[int, int], dtype: str, device: str
+) -> tuple[Row, Tensors, Tensor]:
+    """Return the columns of a row that say which shape it is, random operands, and grad_output."""
+    (n_q, n_k), (heads, kv_heads) = lengths, heads
+    columns = {"n_q": n_q, "n_k": n_k, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads}
+    sizes = [(2, heads, n_q), (2, kv_heads, n_k), (2, kv_heads, n_k), (2, heads, n_q)]
+    tensors = [torch.randn(*size, head_dim, device=device).to(getattr(torch, dtype)) for size in sizes]
+    return columns, dict(zip(OPERANDS, tensors[:3], strict=True)), tensors[3]
+
+
+def errors(kernels: Tensors, reference: Tensors, n_k: int) -> dict[str, float]:
+    """Return the relative L2 error of each tensor to three digits.
+
+    With one key P is 1 and dS is 0, but for how O was rounded: then dQ and dK can't be compared.
+    """
+    names = [name for name in reference if n_k > 1 or name not in ("dQ", "dK")]
+    return {name: float(f"{relative_l2(kernels[name], reference[name]):.3g}") for name in names}
+
+
+def sagebwd_rows(device: str = "cuda") -> Iterator[Row]:
+    """Yield the errors of `sagebwd_attention`: all shapes, masks, both dtypes and granularities."""
+    for lengths, head_dim, heads, is_causal, dtype, granularity in itertools.product(
+        LENGTHS, HEAD_DIMS["sagebwd"], HEADS, (False, True), DTYPES, GRANULARITIES
     ):
-        sizes = [(2, heads, n_q), (2, kv_heads, n_k), (2, kv_heads, n_k), (2, heads, n_q)]
-        inputs = [torch.randn(*size, head_dim, device=device).to(dtype) for size in sizes]
-        kernel, reference = both(inputs, is_causal=is_causal, granularity=granularity)
-        tensors = TENSORS if n_k >= SMALLEST_KEYS else ("O", "dV")
-        yield {
-            "table": "shapes", "n_q": n_q, "n_k": n_k, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads,
-            "causal": is_causal, "dtype": str(dtype).removeprefix("torch."),
-            **scales_in_a_record(SageBwdSettings(granularity=granularity)),
-            **{name: float(f"{relative_l2(kernel[name], reference[name]):.3g}") for name in tensors},
-        }  # fmt: skip
+        columns, *inputs = drawn(lengths, head_dim, heads, dtype, device)
+        options = {"is_causal": is_causal, "granularity": granularity, "enable_gqa": True}
+        found = both(partial(sage_ref.sagebwd_attention, **options), *inputs)
+        columns = {"table": "shapes", **columns, "causal": is_causal, "dtype": dtype}
+        yield columns | scales_in_a_record(SageBwdSettings(granularity=granularity)) | errors(*found, lengths[1])
 
 
-def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str = "cuda") -> Iterator[dict]:
-    """Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the reference's."""
+def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str = "cuda") -> Iterator[Row]:
+    """Yield Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the reference's."""
+    settings = SageBwdSettings()
     for sigma, printed in PAPER_TABLE1.items():
-        errors = {name: [0.0, 0.0] for name in TENSORS}
+        totals = {name: [0.0, 0.0] for name in TENSORS}
         for seed in range(seeds):
-            inputs = table1_inputs(n, head_dim, sigma, seed, device)
-            exact = exact_intermediates(*inputs, SageBwdSettings())
-            for which, found in enumerate(both(inputs)):
-                for name in TENSORS:
-                    errors[name][which] += relative_l2(found[name], exact[name]) / seeds
-        for (name, (kernel, reference)), (_, paper) in zip(errors.items(), printed, strict=True):
-            yield {
-                "table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim,
-                **scales_in_a_record(SageBwdSettings()),
-                "kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6), "paper_rel_l2": paper,
-            }  # fmt: skip
+            *operands, grad_output = table1_inputs(n, head_dim, sigma, seed, device)
+            exact = exact_intermediates(*operands, grad_output, settings)
+            found = both(sage_ref.sagebwd_attention, dict(zip(OPERANDS, operands, strict=True)), grad_output)
+            for name, which in itertools.product(TENSORS, (0, 1)):
+                totals[name][which] += relative_l2(found[which][name], exact[name]) / seeds
+        for (name, (kernel, reference)), (_, paper) in zip(totals.items(), printed, strict=True):
+            columns = {"table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim}
+            found = {"kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6)}
+            yield columns | scales_in_a_record(settings) | found | {"paper_rel_l2": paper}
 
 
-def repeats_are_equal(times: int = 100, device: str = "cuda") -> bool:
-    """True if `times` runs give the same bits."""
-    inputs = [torch.randn(2, 4, 1000, 128, device=device, dtype=torch.bfloat16) for _ in range(4)]
+def sla2_inputs(
+    operands: Tensors, count: Callable[[int], int], quantize: bool, device: str
+) -> tuple[Callable, Tensors]:
+    """Return `sparse_linear_attention` for a random mask, and its operands, a random alpha with them.
 
-    def attention(q, k, v):
-        return sage_ref.sagebwd_attention(q, k, v, is_causal=True, backend="triton")
+    count: of the number of key blocks, how many each row selects.
+    """
+    query, key = operands["query"], operands["key"]
+    blocks = *query.shape[:2], block_count(query.shape[2], MASK_BLOCK_Q), block_count(key.shape[2], MASK_BLOCK_KV)
+    block_mask = top_blocks(torch.rand(blocks, device=device), count(blocks[3]))
+    attention = partial(sage_ref.sparse_linear_attention, block_mask=block_mask, quantize=quantize)
+    return attention, operands | {"alpha": torch.rand(blocks[:3], device=device)}
 
-    first = outputs_and_gradients(attention, inputs)
-    runs = (outputs_and_gradients(attention, inputs) for _ in range(times))
-    return all(torch.equal(run[name], first[name]) for run in runs for name in TENSORS)
+
+def sla2_rows(device: str = "cuda") -> Iterator[Row]:
+    """Yield the errors of `sparse_linear_attention`; nothing for a tensor whose reference is 0 exactly."""
+    for lengths, head_dim, heads, (selected, count), quantize, dtype in itertools.product(
+        LENGTHS, HEAD_DIMS["sla2"], HEADS, SELECTED.items(), (False, True), DTYPES
+    ):
+        columns, operands, grad_output = drawn(lengths, head_dim, heads, dtype, device)
+        kernels, reference = both(*sla2_inputs(operands, count, quantize, device), grad_output)
+        compared = {name: x for name, x in reference.items() if x.float().norm() > 1e-3 * x.numel() ** 0.5}
+        columns |= {"selected": selected, "quantize": quantize, "dtype": dtype}
+        yield columns | errors(kernels, compared, lengths[1])
 
 
-def largest(rows: list[dict]) -> dict[str, float]:
-    """The largest error of each tensor over the rows of `shape_rows`."""
-    found = {name: max(row.get(name, 0.0) for row in rows) for name in TENSORS}
-    if any(math.isnan(value) for value in found.values()):
-        raise RuntimeError("accuracy: expected finite errors, got NaN")
-    return found
+def repeats_are_equal(operation: str, times: int = 100, n: int = 3000, device: str = "cuda") -> bool:
+    """Return whether `times` repeats of "sagebwd" or "sla2", forward and backward, give the same bits."""
+    _, operands, grad_output = drawn((n, n), 128, (4, 4), DTYPES[-1], device)
+    attention = partial(sage_ref.sagebwd_attention, is_causal=True)
+    if operation == "sla2":
+        attention, operands = sla2_inputs(operands, SELECTED["50%"], True, device)
+    calls = (results(partial(attention, backend="triton"), operands, grad_output) for _ in range(1 + times))
+    first = next(calls)
+    return all(torch.equal(found[name], first[name]) for found in calls for name in first)
+
+
+def largest(rows: list[Row], columns: Sequence[str]) -> list[Row]:
+    """Return the largest error of each tensor over the rows that agree in `columns`; `Failed` if one is not finite."""
+    groups: dict[tuple, Row] = {}
+    for row in rows:
+        values = {name: row[name] for name in columns}
+        group = groups.setdefault(tuple(values.values()), values)
+        for name in {*TENSORS, "dalpha"} & row.keys():
+            if not math.isfinite(row[name]):
+                raise Failed(f"expected finite errors, got {row}")
+            group[name] = max(row[name], group.get(name, 0.0))
+    return list(groups.values())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `accuracy`."""
+    parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compare the kernels with the reference on this GPU."""
+    require_gpu()
+    is_sla2 = options.op == "sla2"
+    rows = list(sla2_rows() if is_sla2 else sagebwd_rows())
+    groups, tensors = ("dtype", "quantize", "selected") if is_sla2 else ("dtype", "granularity"), (*TENSORS, "dalpha")
+    worst = largest(rows, groups)
+    header = (*groups, *(name for name in tensors if any(name in row for row in worst)))
+    print(f"{len(rows)} cases, largest relative L2 against the simulating reference:\n")
+    print(markdown_table(header, [[row.get(name, 0.0) for name in header] for row in worst]))
+    if not is_sla2:
+        table1 = list(table1_rows())
+        print("\nTable 1, relative L2 against exact attention:\n")
+        columns = ("sigma", "tensor", "kernel_rel_l2", "reference_rel_l2", "paper_rel_l2")
+        print(markdown_table(columns, [[row[column] for column in columns] for row in table1]))
+        rows += table1
+    equal = repeats_are_equal(options.op)
+    print(f"\n100 repeats bitwise equal: {equal}")
+    if options.json:
+        write_record(options.json, rows, command=options.command, seeds=[0], repeats_bitwise_equal=equal)

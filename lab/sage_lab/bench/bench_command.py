@@ -1,36 +1,36 @@
 """The command `bench`: times of what a user gets, of every level, or, with --tune, the launch tables."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import triton
-from sage_course.results.paired import ratio_lines
 from sage_kernels.common.candidates import CANDIDATES
 from sage_kernels.common.launch_tables import users_table
 
-from sage_lab.bench import bench, ladder_bench, sla2_bench, sla2_tuning, sparse_bench, tuning
-from sage_lab.bench.contenders import OURS, Absent
-from sage_lab.bench.options import require_gpu
+from sage_lab.bench import dense, sparse, tuning
+from sage_lab.bench.case import Measurement, Shape
+from sage_lab.bench.contenders import Absent
 from sage_lab.bench.peers import PEERS
+from sage_lab.bench.ratios import OURS, ratio_lines
+from sage_lab.bench.timing import require_gpu
 from sage_lab.command_line import Failed, positive
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row, markdown_table, only_writer, provenance, write_record
 
-# By --op and --levels. Each has SHAPES and bench_shape(shape, absent), the rows of one shape.
-MEASUREMENTS = {
-    ("sagebwd", False): bench,
-    ("sagebwd", True): ladder_bench,
-    ("sla2", False): sparse_bench,
-    ("sla2", True): sla2_bench,
+MEASUREMENTS = {  # by --op and --levels
+    ("sagebwd", False): dense.USER,
+    ("sagebwd", True): dense.LADDER,
+    ("sla2", False): sparse.USER,
+    ("sla2", True): sparse.LADDER,
 }
-COLUMNS = ("provider", "level", "scope", "direction", "cuda_graph", "ms_median", "host_us", "tops", "rel_l2")
+PRINTED = ("provider", "level", "scope", "direction", "cuda_graph", "ms_median", "host_us", "tops", "rel_l2")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench`."""
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
     parser.add_argument("--levels", action="store_true", help="every level of the ladder and its parts")
     parser.add_argument("--tune", action="store_true", help="time launch settings instead, for this GPU")
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Time the public function and its peers in turn on this GPU; goes on where it was stopped."""
     measurement = MEASUREMENTS[options.op, options.levels]
-    shapes = chosen(measurement.SHAPES, n=options.n, head_dim=options.head_dim)
+    shapes = chosen(measurement.shapes, n=options.n, head_dim=options.head_dim)
     require_gpu()
     if options.tune:
         tune(options)
@@ -56,62 +56,49 @@ def run(options: argparse.Namespace) -> None:
         raise Failed(f"ours was not timed {len(ours)} times, at first in {ours[0]}")
 
 
-def chosen(shapes: Sequence, **wanted: Sequence[int] | None) -> list:
-    """The shapes whose fields have one of the wanted values, where some are wanted."""
+def chosen(shapes: Sequence[Shape], **wanted: Sequence[int] | None) -> list[Shape]:
+    """Return the shapes whose fields have one of the wanted values, where some are wanted."""
     for name, values in wanted.items():
         known = sorted({getattr(shape, name) for shape in shapes})
         if unknown := sorted(set(values or ()) - set(known)):
             raise ValueError(f"{name}: expected some of {known}, got {unknown}")
-    fits = [all(not values or getattr(shape, name) in values for name, values in wanted.items()) for shape in shapes]
-    return [shape for shape, fit in zip(shapes, fits, strict=True) if fit]
+    return [x for x in shapes if all(not values or getattr(x, name) in values for name, values in wanted.items())]
 
 
 def timed(
-    measurement: ModuleType, shapes: Sequence, record: Path | None, command: str, without: Sequence[str] = ()
+    measurement: Measurement, shapes: Sequence[Shape], record: Path | None, command: str, without: Sequence[str] = ()
 ) -> list[Row]:
-    """Rows of these shapes, and of who is missing. With a record, finished shapes are not measured again.
+    """Return the rows of these shapes, and of who is missing. With a record, finished shapes are not measured again.
 
     They are kept in a file beside it, which goes once all are there. The record holds all that is finished, other
     shapes of this measurement too: a command may be stopped, or take some shapes now and the others later.
     """
-    finished = None
-    if record:
-        here = provenance(command)
-        same = [here[name] for name in ("gpu", "driver", "torch", "triton", "commit")]
-        finished = FinishedParts(record, (measurement.__name__, same))
-    rows = {}
+    if record is None:
+        return [row for shape in shapes for row in measured_rows(measurement, shape, without)]
+    here = provenance(command)
+    same = [here[name] for name in ("gpu", "driver", "torch", "triton", "commit")]
+    finished, found = FinishedParts(record, (measurement.name, same)), []
     for shape in shapes:
-        name = str(shape)
-        is_kept = finished and name in finished.parts
-        print(f"\n{shape}{': measured before' if is_kept else ''}", flush=True)
-        measure = _measure(measurement, shape, without)
-        rows[name] = finished.rows(name, measure) if finished else measure()
-        if finished:
-            write_finished(measurement, finished, record, command)
-    if finished and all(str(shape) in finished.parts for shape in measurement.SHAPES):
+        if str(shape) in finished.parts:
+            print(f"\n{shape}: measured before", flush=True)
+        found += finished.rows(str(shape), lambda shape=shape: measured_rows(measurement, shape, without))
+        rows = [row for shape in measurement.shapes for row in finished.parts.get(str(shape), ())]
+        missing = [row for row in rows if "missing" in row]
+        write_record(record, [row for row in rows if "missing" not in row], command=command, seeds=[0], missing=missing)
+    if all(str(shape) in finished.parts for shape in measurement.shapes):
         finished.remove()
-    return [row for found in rows.values() for row in found]
+    return found
 
 
-def _measure(measurement: ModuleType, shape: tuple, without: Sequence[str]) -> Callable[[], list[Row]]:
-    def measure() -> list[Row]:
-        torch.manual_seed(0)  # the same tensors whatever was measured before
-        print(f"\n{markdown_table(COLUMNS, [])}")
-        rows, absent = [], Absent(without)
-        for row in measurement.bench_shape(shape, absent):
-            rows.append(row)
-            print("|", " | ".join(str(row[column]) for column in COLUMNS), "|", flush=True)
-        return rows + absent.rows
-
-    return measure
-
-
-def write_finished(measurement: ModuleType, finished: FinishedParts, record: Path, command: str) -> None:
-    """All finished shapes, in the measurement's order; who was missing goes to the provenance."""
-    names = [str(shape) for shape in measurement.SHAPES]
-    rows = [row for name in names for row in finished.parts.get(name, ())]
-    missing = [row for row in rows if "missing" in row]
-    write_record(record, [row for row in rows if "missing" not in row], command=command, seeds=[0], missing=missing)
+def measured_rows(measurement: Measurement, shape: Shape, without: Sequence[str]) -> list[Row]:
+    """Measure one shape and print its rows."""
+    torch.manual_seed(0)  # the same tensors whatever was measured before
+    print(f"\n{shape}\n\n{markdown_table(PRINTED, [])}", flush=True)
+    rows, absent = [], Absent(without)
+    for row in measurement.rows(shape, absent):
+        rows.append(row)
+        print("|", " | ".join(str(row[column]) for column in PRINTED), "|", flush=True)
+    return rows + absent.rows
 
 
 def tune(options: argparse.Namespace) -> None:
@@ -123,7 +110,7 @@ def tune(options: argparse.Namespace) -> None:
     path = options.json or users_table(torch.cuda.get_device_name(), options.op)
     with only_writer(path):
         parts = FinishedParts(path, (torch.cuda.get_device_name(), triton.__version__, CANDIDATES))
-        rows = list((sla2_tuning if options.op == "sla2" else tuning).rows(options.workers, parts))
+        rows = list(tuning.tuned_rows(options.op, options.workers, parts))
         write_record(path, rows, command=options.command)
         parts.remove()
     print(markdown_table(rows[0], [row.values() for row in rows]))

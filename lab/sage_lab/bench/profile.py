@@ -1,8 +1,8 @@
-"""What limits the Hopper kernels: busy units and stalls of one launch (Nsight Compute), clock and power under load.
+"""The command `profile`: what limits the Hopper kernels, by Nsight Compute, and their clock and power under load.
 
-A launch that is profiled alone finds the card cool. Trained with, the same kernel follows the one before it without a
-pause, and the card lowers its clock where it reaches its power limit. So every kernel also runs in a loop of SECONDS
-while nvidia-smi is asked what clock and power it sees.
+A launch that is profiled alone finds the card cool. In training the same kernel follows the one before it without a
+pause, and the card lowers its clock where it reaches its power limit. Therefore every kernel also runs in a loop of
+SECONDS while nvidia-smi reports clock and power.
 
 `profile --shared-memory` needs no GPU: it reads from the machine code what a tile moves through shared memory.
 """
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_lab.bench.compile import Case, cases, compiled_kernel, hopper_of, launch_of, machine_code
 from sage_lab.bench.instructions import adding_loop, hot_loop
 from sage_lab.bench.machine_loop import bytes_of
-from sage_lab.bench.options import require_gpu
+from sage_lab.bench.timing import require_gpu
 from sage_lab.command_line import Failed
 from sage_lab.records import Row, markdown_table, write_record
 
@@ -34,8 +34,8 @@ BATCH, WIDTH, LENGTH = 4, 2048, 8192
 HEAD_DIMS = (128, 64)
 LEVEL = {"forward": 5, "backward": 5}
 SECONDS = 1.5
-# Column of the record -> line of the report of Nsight Compute. Per cent of what the unit could do; cycles per issued
-# instruction that a warp waits; milliseconds and GHz; how often.
+# Columns of the record, and the lines of Nsight Compute's report: per cent of what the unit could do; cycles per issued
+# instruction that a warp waits; milliseconds and GHz; counts.
 SHARED_METRICS = {
     "shared": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
     "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
@@ -60,14 +60,14 @@ METRICS = {
 }
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats")
 LAUNCH = re.compile(r"^  \S+ \(\d+, \d+, \d+\)x\(\d+, \d+, \d+\)", re.MULTILINE)
-# What an instruction that goes to shared memory is for. The copy engine's bytes are on no instruction.
+# Instructions that go to shared memory, by their purpose. The copy engine's bytes are on no instruction.
 SHARED = {"matmuls": "[IH]GMMA", "stores": "STS", "loads": "LDS"}  # STSM and LDSM, too
 UNITS = {"profiled_ms": {"us": 1e-3, "ms": 1, "s": 1e3}, "profiled_ghz": {"Mhz": 1e-3, "Ghz": 1}}  # the others: none
 POWER_CAP = 0x4  # nvidia-smi's bit for a clock lowered by the power limit
 
 
 def calls(head_dim: int) -> dict[str, Callable[[], object]]:
-    """Name -> one launch of each Hopper kernel, not causal, and the peers' passes beside them."""
+    """Return one launch of each Hopper kernel by name, not causal, and cuDNN's passes beside them."""
     shape, scale = (BATCH, WIDTH // head_dim, LENGTH, head_dim), head_dim**-0.5
     query, key, value, grad_output = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     forward = prepare_forward(query, key, value, LEVEL["forward"], scale=scale, smooth_k=True)
@@ -83,25 +83,20 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value)
 
-    return {
-        "forward": lambda: run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale),
-        **{
-            name: lambda name=name: level4.run_kernel(name, backward, *fetched, **options)
-            for name in level4.kernels(head_dim)
-        },
-        **{
-            name: lambda: level6_apart.run_keys(backward, *fetched, is_causal=False)
-            for name in set(level6_apart.kernels(head_dim)) - {"dq"}
-        },
-        # The last of ours: a second program follows it.
-        **{name: lambda: level5.run(backward, **options) for name in level5.kernels(head_dim)},
-        "cuDNN forward": peer_forward,
-        "cuDNN backward": lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True),
-    }
+    found = {"forward": lambda: run_forward(forward, LEVEL["forward"], **options)}
+    for name in level4.kernels(head_dim):
+        found[name] = lambda name=name: level4.run_kernel(name, backward, *fetched, **options)
+    for name in set(level6_apart.kernels(head_dim)) - {"dq"}:
+        found[name] = lambda: level6_apart.run_keys(backward, *fetched, is_causal=False)
+    for name in level5.kernels(head_dim):  # the last of ours: a second program follows it
+        found[name] = lambda: level5.run(backward, **options)
+    found["cuDNN forward"] = peer_forward
+    found["cuDNN backward"] = lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True)
+    return found
 
 
 def launch_once(head_dim: int) -> None:
-    """What runs under Nsight Compute: every kernel once, after a first launch that is not looked at."""
+    """Launch every kernel once for Nsight Compute, after a first launch that it does not look at."""
     ours = [run for name, run in calls(head_dim).items() if "cuDNN" not in name]
     for run in ours:
         run()
@@ -114,7 +109,7 @@ def launch_once(head_dim: int) -> None:
 
 
 def report(head_dim: int) -> str:
-    """Nsight Compute's text on `launch_once`, clocks left alone. `Failed` with its last words if it fails."""
+    """Return Nsight Compute's text on `launch_once`, clocks left alone; `Failed` has its last words if it fails."""
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", "regex:_program$"]
     command += [word for section in SECTIONS for word in ("--section", section)] + ["--print-details", "all"]
     command += ["--metrics", ",".join(SHARED_METRICS.values())]
@@ -126,9 +121,10 @@ def report(head_dim: int) -> str:
 
 
 def parsed(text: str) -> list[dict[str, float]]:
-    """METRICS of every launch in a report, in the order of the launches.
+    """Return METRICS of every launch in a report, in the order of the launches.
 
-    ValueError if a launch lacks one, or if a time or a clock has a unit that UNITS lacks.
+    Raises:
+        ValueError: a launch lacks one, or a time or a clock has a unit that UNITS lacks.
     """
     starts = [match.start() for match in LAUNCH.finditer(text)]
     found = []
@@ -146,9 +142,9 @@ def parsed(text: str) -> list[dict[str, float]]:
 
 
 def sustained(run: Callable[[], object]) -> dict[str, float | bool]:
-    """Milliseconds of a call, clock (GHz) and power (watts) while it is repeated; median of nvidia-smi's samples.
+    """Return milliseconds of a call, and clock (GHz) and power (watts) while it is repeated: nvidia-smi's median.
 
-    The first third of the samples is left out: clock and power take their time.
+    The first third of its samples is left out: clock and power take their time.
     """
     query = "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
     device = str(torch.cuda.get_device_properties().uuid)
@@ -174,8 +170,8 @@ def sustained(run: Callable[[], object]) -> dict[str, float | bool]:
     }
 
 
-def rows() -> Iterator[Row]:
-    """One per kernel and head size; the peers' have no profile."""
+def profile_rows() -> Iterator[Row]:
+    """Yield a row per kernel and head size; cuDNN's have no profile."""
     for head_dim in HEAD_DIMS:
         profiles = parsed(report(head_dim))
         for i, (name, run) in enumerate(calls(head_dim).items()):
@@ -184,7 +180,7 @@ def rows() -> Iterator[Row]:
 
 
 def shared_memory_rows(wanted: Iterable[Case]) -> Iterator[Row]:
-    """KB through shared memory for a tile, all warps together, of programs for Hopper; not causal.
+    """Yield the KB that a tile moves through shared memory, all warps together, for Hopper's programs; not causal.
 
     In dqdkdv the warpgroup of dQ has a loop of its own, which is added.
     """
@@ -203,21 +199,19 @@ def shared_memory_rows(wanted: Iterable[Case]) -> Iterator[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `profile`."""
     parser.add_argument(
         "--shared-memory", action="store_true", help="KB of a tile, from the machine code; no GPU is needed"
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """What limits the Hopper kernels; needs Nsight Compute."""
+    """Measure what limits the Hopper kernels; needs Nsight Compute."""
     if options.shared_memory:
         found = list(shared_memory_rows(case for case in cases(capabilities=(90,)) if hopper_of(case)))
-        print(markdown_table(found[0], [row.values() for row in found]))
-        if options.json:
-            write_record(options.json, found, command=options.command)
-        return
-    require_gpu()
-    found = list(rows())
+    else:
+        require_gpu()
+        found = list(profile_rows())
     print(markdown_table(found[0], [row.values() for row in found]))
     if options.json:
         write_record(options.json, found, command=options.command)

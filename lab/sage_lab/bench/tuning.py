@@ -1,128 +1,171 @@
-"""Fill the launch table: time every candidate of every kernel on this GPU and keep the fastest that is correct."""
+"""Launch tables: time every candidate of every kernel on this GPU and keep the fastest that is correct."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from multiprocessing import get_context
 from typing import NamedTuple
 
-import torch
 from sage_kernels.common.candidates import Launch, candidates
 from sage_kernels.sagebwd.backward.program import run_dkdv, run_dq
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
 from sage_kernels.sagebwd.ops import forward_level
+from sage_kernels.sla2 import ladder as sla2_ladder
+from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
+from sage_kernels.sla2.forward.level1_lists import run_mix
+from sage_kernels.sla2.lists import block_lists
+from sage_kernels.sla2.sums import unselected_sums_by_key
 from torch import Tensor
 
-from sage_lab.bench.judge import exact_head, require_close
-from sage_lab.bench.paired import measure
+from sage_lab.bench.case import Case, Shape
+from sage_lab.bench.judge import RESULTS, require_close
+from sage_lab.bench.sparse import SPARSITIES, SparseCase
+from sage_lab.bench.timing import alone
 from sage_lab.plan import FinishedParts
+from sage_lab.records import Row
 
 
 class Kernel(NamedTuple):
+    """A kernel that has candidates."""
+
     kernel: str  # a key of DEFAULTS
     level: int
     head_dim: int
     causal: bool
 
 
-class Prepared(NamedTuple):
-    """Random tensors of one head size and what the kernels read of them."""
-
-    tensors: tuple[Tensor, ...]  # query, key, value, grad_output
-    exact: tuple[Tensor, ...]  # O, dQ, dK, dV of the first head
-    scale: float
+Run = Callable[[Launch], dict[str, Tensor]]  # -> those of O, dQ, dK and dV that the kernel computes
 
 
-def kernels() -> Iterator[Kernel]:
-    """Every kernel of every level for head sizes 64 and 128, causal or not; a level of Hopper's has no candidates."""
-    for head_dim, causal in itertools.product((64, 128), (False, True)):
-        for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
+def kernels(operation: str = "sagebwd") -> Iterator[Kernel]:
+    """Yield every kernel of every level of "sagebwd" or "sla2"; Hopper's levels have no candidates."""
+    for head_dim in (64, 128):
+        if operation == "sla2":
+            for level, chosen in enumerate(sla2_ladder.LEVELS):
+                for kernel in chosen.kernels if chosen.hopper is None else ():
+                    yield Kernel(kernel, level, head_dim, causal=False)
+            for kernel in sla2_ladder.BACKWARD_KERNELS:
+                yield Kernel(kernel, 0, head_dim, causal=False)
+            continue
+        for causal, levels in itertools.product((False, True), (FORWARD_LEVELS, BACKWARD_LEVELS)):
             for level, chosen in enumerate(levels):
                 for kernel in chosen.kernels(head_dim) if chosen.hopper is None else ():
                     yield Kernel(kernel, level, head_dim, causal)
 
 
-def runner(kernel: Kernel, prepared: Prepared):
-    """A function of a launch that runs the kernel and returns its outputs with what they should be."""
-    options = {"is_causal": kernel.causal, "scale": prepared.scale}
-    query, key, value, grad_output = prepared.tensors
-    exact_o, exact_dq, exact_dk, exact_dv = prepared.exact
+@lru_cache(maxsize=1)
+def case_of(operation: str, head_dim: int, causal: bool, small: bool = False) -> Case:
+    """Return the tensors on which candidates are timed, or small ones on which they are compiled."""
+    if operation == "sla2":
+        return SparseCase(Shape(1, 12, 12, 2048 if small else 32760, head_dim), SPARSITIES[-1])
+    heads = 2048 // head_dim
+    return Case(Shape(1 if small else 4, heads, heads, 1024 if small else 8192, head_dim, causal))
+
+
+def runner(kernel: Kernel, case: Case) -> Run:
+    """Return the function that runs a kernel of SageBwd."""
+    *operands, grad_output = case.tensors
     if kernel.kernel == "forward":
-        inputs = prepare_forward(query, key, value, kernel.level, scale=prepared.scale, smooth_k=True)
-        return lambda launch: [(run_forward(inputs, kernel.level, launch=launch, **options)[0], exact_o)]
+        inputs = prepare_forward(*operands, kernel.level, scale=case.scale, smooth_k=True)
+        return lambda launch: {"O": run_forward(inputs, kernel.level, launch=launch, **case.options)[0]}
     chosen = BACKWARD_LEVELS[kernel.level]
-    options["per_block"] = chosen.per_block
-    feeding = forward_level(query.device, kernel.head_dim) if chosen.int8 else 0
-    forward = prepare_forward(query, key, value, feeding, scale=prepared.scale, smooth_k=True)
-    saved = run_forward(forward, feeding, is_causal=kernel.causal, scale=prepared.scale)
+    options = {"per_block": chosen.per_block, **case.options}
+    feeding = forward_level(case.device, kernel.head_dim) if chosen.int8 else 0
+    forward = prepare_forward(*operands, feeding, scale=case.scale, smooth_k=True)
+    saved = run_forward(forward, feeding, **case.options)
     hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat} if chosen.int8 else {}
-    inputs = prepare_backward(grad_output, query, key, value, *saved, kernel.level, **hats)
+    inputs = prepare_backward(grad_output, *operands, *saved, kernel.level, **hats)
     if kernel.kernel.startswith("dq"):
-        return lambda launch: [(run_dq(inputs, chosen.key_tile, launch, **options), exact_dq)]
+        return lambda launch: {"dQ": run_dq(inputs, chosen.key_tile, launch, **options)}
     outputs = kernel.kernel.partition("_")[0]
 
-    def run(launch):
-        dk, dv = run_dkdv(inputs, chosen.query_tile, launch, outputs=outputs, **options)
-        return [pair for name, *pair in (("dk", dk, exact_dk), ("dv", dv, exact_dv)) if name in outputs]
+    def run(launch: Launch) -> dict[str, Tensor]:
+        gradients = run_dkdv(inputs, chosen.query_tile, launch, outputs=outputs, **options)
+        return {name: x for name, x in zip(("dK", "dV"), gradients, strict=True) if name.lower() in outputs}
 
     return run
 
 
-def prepare(head_dim: int, causal: bool, batch: int, n: int) -> Prepared:
-    size = (batch, 2048 // head_dim, n, head_dim)
-    tensors = tuple(torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    scale = 1 / math.sqrt(head_dim)
-    return Prepared(tensors, exact_head(*tensors, is_causal=causal, scale=scale), scale)
+def sla2_runner(kernel: Kernel, case: SparseCase) -> Run:
+    """Return the function that runs a kernel of SLA2."""
+    *operands, grad_output = case.tensors
+    query, key, _ = operands
+    scale, prepared = case.scale, case.prepare(kernel.level)
+    choice, sums = prepared.choice, prepared.inputs.sums
+    if kernel.kernel == sla2_ladder.LEVELS[kernel.level].kernel:
+        return lambda launch: {"O": sla2_ladder.run(prepared, kernel.level, scale=scale, launch=launch).output}
+    saved = sla2_ladder.run(prepared, 1, scale=scale)
+    if kernel.kernel == "sla2_mix":
+        return lambda launch: {"O": run_mix(prepared.inputs, saved.sparse_output, launch)}
+    judged = grad_output.clone()
+    judged[:, :, case.judged_queries :] = 0
+    inputs = BackwardInputs(judged, *operands, case.alpha, sums, saved.sparse_output, saved.log_sum_exp, None)
+    launches = {name: sla2_ladder.sla2_launch(name, 0, query) for name in ("sla2_linear_query", "sla2_query")}
+
+    def query_gradients(launches: dict[str, Launch]):  # timed together: the second adds to the first's dQ
+        gradients = run_linear_query(inputs, launches["sla2_linear_query"], scale=scale)
+        run_query(inputs, gradients, choice.lists, launches["sla2_query"], scale=scale)
+        return gradients
+
+    if kernel.kernel in launches:
+        return lambda launch: {"dQ": query_gradients(launches | {kernel.kernel: launch}).grad_query}
+    gradients, by_key = query_gradients(launches), block_lists(choice.block_mask, by_key=True)
+    grad_sums = unselected_sums_by_key(choice.complement, gradients.grad_sums, key.shape[1])
+    arguments = inputs, gradients, grad_sums, by_key
+    return lambda launch: dict(zip(("dK", "dV"), run_key(*arguments, launch, scale=scale), strict=True))
 
 
-def compile_one(job: tuple[Kernel, Launch]) -> None:
-    """Run one candidate on a small input, which leaves its machine code in Triton's cache."""
-    kernel, launch = job
-    try:
-        runner(kernel, prepare(kernel.head_dim, kernel.causal, 1, 1024))(launch)
-    except Exception as error:  # too much shared memory, say: `rows` meets the same error and reports it
-        print(f"{kernel} {launch}: {error}"[:200])
+def prepared_run(kernel: Kernel, case: Case) -> tuple[Run, dict[str, Tensor]]:
+    """Return the function that runs a kernel, and the exact results by name."""
+    if isinstance(case, SparseCase):
+        exact = case.exact_for(case.prepare(kernel.level).choice.block_mask)
+        return sla2_runner(kernel, case), dict(zip(RESULTS, exact, strict=True))
+    return runner(kernel, case), dict(zip(RESULTS, case.exact, strict=True))
 
 
-def rows(workers: int, parts: FinishedParts) -> Iterator[dict]:
-    """The fastest launch of every kernel, after compiling all candidates in parallel processes.
+def tuned_rows(operation: str, workers: int, parts: FinishedParts) -> Iterator[Row]:
+    """Yield the fastest launch of every kernel.
 
     parts: what an interrupted run timed; the rest is timed now and kept there.
     """
-    wanted = [kernel for kernel in kernels() if str(kernel) not in parts.parts]
-    compile_candidates(compile_one, wanted, workers)
-    for (head_dim, causal), group in itertools.groupby(wanted, key=lambda kernel: (kernel.head_dim, kernel.causal)):
-        prepared = prepare(head_dim, causal, 4, 8192)
-        for kernel in group:
-            run = runner(kernel, prepared)
-            parts.rows(str(kernel), lambda kernel=kernel, run=run: [fastest(kernel, run)])
-    for kernel in kernels():
-        yield from parts.parts[str(kernel)]
+    compile_candidates(operation, [x for x in kernels(operation) if str(x) not in parts.parts], workers)
+    for kernel in kernels(operation):
+
+        def measure(kernel: Kernel = kernel) -> list[Row]:
+            return [fastest(kernel, *prepared_run(kernel, case_of(operation, kernel.head_dim, kernel.causal)))]
+
+        yield from parts.rows(str(kernel), measure)
 
 
-def compile_candidates(compile_one: Callable, kernels: Iterable[Kernel], workers: int) -> None:
-    """compile_one((kernel, launch)) for every candidate of every kernel, in parallel processes."""
-    jobs = [(kernel, launch) for kernel in kernels for launch in candidates(kernel.kernel, kernel.level)]
+def compile_candidates(operation: str, wanted: list[Kernel], workers: int) -> None:
+    """Compile all candidates of the wanted kernels in parallel processes."""
+    jobs = [(operation, x, launch) for x in wanted for launch in candidates(x.kernel, x.level)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
 
-def fastest(kernel: Kernel, run: Callable[[Launch], list[tuple[Tensor, Tensor]]]) -> dict:
-    """The row of one kernel. A candidate that fails or is wrong is out; if all are, so is the table.
+def compile_one(job: tuple[str, Kernel, Launch]) -> None:
+    """Run one candidate on a small input, which leaves its machine code in Triton's cache."""
+    operation, kernel, launch = job
+    try:
+        prepared_run(kernel, case_of(operation, kernel.head_dim, kernel.causal, small=True))[0](launch)
+    except Exception as error:  # too much shared memory, say: `fastest` meets the same error and reports it
+        print(f"{kernel} {launch}: {error}"[:200])
 
-    run: of a launch, the outputs with what they should be.
-    """
-    timings = {}
+
+def fastest(kernel: Kernel, run: Run, exact: dict[str, Tensor]) -> Row:
+    """Return the row of one kernel. A candidate that fails or is wrong is out; if all are, so is the table."""
+    times = {}
     for launch in candidates(kernel.kernel, kernel.level):
         try:
-            for found, expected in run(launch):
-                require_close(found, expected)
+            for name, found in run(launch).items():
+                require_close(found, exact[name], name=name)
         except Exception as error:
             print(f"{kernel} {launch}: {error}"[:200])
         else:
-            timings[launch] = measure(lambda launch=launch: run(launch)).ms_median
-    if not timings:
+            times[launch] = alone(lambda launch=launch: run(launch)).ms_median
+    if not times:
         raise RuntimeError(f"tune: no candidate of {kernel} is correct")
-    best = min(timings, key=timings.get)
-    return {**kernel._asdict(), **best._asdict(), "ms_median": round(timings[best], 4)}
+    best = min(times, key=times.get)
+    return {**kernel._asdict(), **best._asdict(), "ms_median": round(times[best], 4)}

@@ -1,38 +1,36 @@
 """The command bench on the CPU: Triton's interpreter runs our kernels, a made-up clock times, peers are made up too."""
 
-import json
-from functools import partial
-from types import SimpleNamespace
+import contextlib
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import fake_gpu
 
 pytest.importorskip("triton")
-from sage_course.results.paired import ratio_lines, turns
+import triton
+from sage_kernels.common import launch_tables
+from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, candidates
+from sage_kernels.common.launch import choose_launch
 from sage_lab.__main__ import main
-from sage_lab.bench import bench, bench_command, contenders, ladder_bench, sla2_bench, sla2_case, sparse_bench
-from sage_lab.bench import paired as paired_module
-from sage_lab.bench.bench import Case, Shape
-from sage_lab.bench.contenders import Absent
+from sage_lab.bench import bench_command, contenders, dense, sparse, timing, tuning
+from sage_lab.bench.case import COLUMNS, Case, Measurement, Shape
 from sage_lab.bench.judge import exact_head, require_close
-from sage_lab.bench.paired import host_microseconds, paired, timing
 from sage_lab.bench.peers import PEERS, Peer
+from sage_lab.bench.ratios import turns
+from sage_lab.bench.sparse import SparseCase
+from sage_lab.bench.tuning import Kernel
 from sage_lab.records import read_record
 
-# What a row of times has.
-COLUMNS = [
-    *("op", "level", "provider", "dtype", "batch", "heads", "kv_heads", "n_q", "n_k", "head_dim", "causal", "layout"),
-    *("sparsity", "scope", "direction", "protocol", "cuda_graph", "ms_median", "ms_p20", "ms_p80", "repetitions"),
-    *("tops", "rel_l2", "host_us"),
-]
+import sage_ref
+
+OURS = "sage_kernels"
 SHAPE = Shape(1, 2, 1, 48, 32, True)
-ON_CPU = {"dtype": torch.float16, "device": "cpu"}
+OF_SPARSE_CASES = {"selected_blocks", "mask", "part", "peak_mb"}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter; bench runs there")
 
 
-def right(query, key, value, is_causal):
+def right(query, key, value, is_causal, **options):
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
 
 
@@ -53,87 +51,143 @@ def fails_backward(query, key, value, is_causal):
     return Fails.apply(right(query, key, value, is_causal))
 
 
+def masked(block_mask, block_kv, n):
+    """A right sparse peer."""
+    seen = block_mask.repeat_interleave(128, -2).repeat_interleave(block_kv, -1)[..., :n, :n]
+    return lambda query, key, value: F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
 @pytest.fixture
-def clock(monkeypatch):
-    """PEERS: one that is right, one wrong, one whose package is missing, one that fails. Few repetitions."""
-    clock = fake_gpu(monkeypatch)
-    clock.tick = 0.5
-    monkeypatch.setattr(paired_module, "WARM_UPS", 0)
-    monkeypatch.setattr(contenders, "paired", lambda runs, repetitions: paired(runs, repetitions=1))
-    monkeypatch.setattr(contenders, "host_microseconds", lambda run: host_microseconds(run, repetitions=1))
-    monkeypatch.setattr(sla2_bench, "measure", lambda run: timing([0.5]))
-    peers = {"right": Peer(right), "wrong": Peer(wrong), "fails": Peer(fails_backward)}
-    peers["absent"] = Peer(right, "its-package", "no_module_of_this_name")
-    for module in (bench, contenders, sla2_case):
-        monkeypatch.setattr(module, "PEERS", peers)
-    for module in (bench, ladder_bench):
-        monkeypatch.setattr(module, "Case", partial(Case, **ON_CPU))
-    return clock
+def bench(clock, monkeypatch, tmp_path):
+    """bench(*arguments) -> the record of the command, whose shapes and repetitions are few.
+
+    Of the peers one is right, one wrong, one's package is missing, one fails; FlexAttention reads masks.
+    """
+    clock.tick = 0.25
+    monkeypatch.setattr(timing, "WARM_UPS", 0)
+    monkeypatch.setattr(timing, "ALONE_MS", 0)
+    monkeypatch.setattr(timing, "ALONE_REPETITIONS", 1)
+    monkeypatch.setattr(timing.host_microseconds, "__defaults__", (1,))
+    monkeypatch.setattr(Case, "repetitions", 1)
+    monkeypatch.setattr(Case.__init__, "__defaults__", (torch.float16, "cpu"))
+    monkeypatch.setattr(bench_command, "require_gpu", lambda: None)
+    monkeypatch.setattr(sparse, "SPARSITIES", (0.5,))
+    monkeypatch.setattr(sparse, "MASKS", ("skewed",))
+    monkeypatch.setattr(sparse, "peak_memory", lambda step: 1.0)
+    peers = {"sdpa_flash": Peer(right), "sdpa_cudnn": Peer(wrong), "fa4": Peer(fails_backward)}
+    peers["cudnn_fp8"] = Peer(right, "its-package", "no_module_of_this_name")
+    for name, peer in (peers | {"flex": Peer(right, sparse=masked)}).items():
+        monkeypatch.setitem(PEERS, name, peer)
+    monkeypatch.setattr(sparse, "SPARSE_PEERS", ("flex",))
+    monkeypatch.setattr(sparse, "DENSE_PEERS", ("sdpa_flash",))
+    small = {"sagebwd": SHAPE, "sla2": Shape(1, 1, 1, 160, 32)}
+    for (op, levels), measurement in bench_command.MEASUREMENTS.items():
+        shapes = (small[op]._replace(heads=1, causal=False) if levels else small[op],)
+        monkeypatch.setitem(bench_command.MEASUREMENTS, (op, levels), measurement._replace(shapes=shapes))
+
+    def run(*arguments):
+        main(["bench", "--json", str(tmp_path / "record.json"), *arguments])
+        return read_record(tmp_path / "record.json")
+
+    return run
 
 
-def test_rows_are_complete_and_only_who_is_right_is_timed(clock, capsys):
-    absent = Absent()
-    rows = list(bench.bench_shape(SHAPE, absent))
-    assert all(list(row) == COLUMNS for row in rows)
-    found = [(row["op"], row["provider"], row["direction"], row["cuda_graph"]) for row in rows]
+def test_a_user_gets_complete_rows_and_only_who_is_right_is_timed(bench, capsys):
+    record = bench()
+    assert all(list(row) == [name for name in COLUMNS if name not in OF_SPARSE_CASES] for row in record.rows)
+    found = [(row["op"], row["provider"], row["direction"], row["cuda_graph"]) for row in record.rows]
     kinds = [("fwd", False), ("bwd", False), ("fwd+bwd", False), ("fwd+bwd", True)]
-    names = [("sagebwd", "sage_kernels"), ("sagebwd", "sage_kernels, unbiased"), ("attention", "right")]
+    names = [("sagebwd", OURS), ("sagebwd", f"{OURS}, unbiased"), ("attention", "sdpa_flash"), ("attention", "flex")]
     assert found == [(*name, *kind) for kind in kinds for name in names]
-    for row in rows:
+    for row in record.rows:
         assert (row["heads"], row["kv_heads"], row["n_q"], row["head_dim"], row["causal"]) == (2, 1, 48, 32, True)
-        assert (row["protocol"], row["scope"], row["layout"]) == ("paired", "autograd", "bhnd")
-        assert row["ms_median"] == 0.5
-    errors = {row["provider"]: row["rel_l2"] for row in rows}
-    assert errors["right"] < 0.002 < errors["sage_kernels"] < 0.1
-    assert 0.002 < errors["sage_kernels, unbiased"] < 0.1
-    assert errors["sage_kernels, unbiased"] != errors["sage_kernels"]
-    reasons = {row["provider"]: row["missing"] for row in absent.rows}
-    assert reasons["absent"].startswith("its-package: ModuleNotFoundError: No module named 'no_module_of_this_name'")
-    assert reasons["wrong"].startswith("RuntimeError: O: expected a relative L2 error below 0.1, got ")
-    assert reasons["fails"] == "NotImplementedError: no backward pass here"
+        assert (row["protocol"], row["scope"], row["layout"], row["dtype"]) == ("paired", "autograd", "bhnd", "float16")
+        assert (row["ms_median"], row["repetitions"]) == (0.25, 1)
+        factor = {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}[row["direction"]]
+        assert row["tops"] == round(factor * 4 * 2 * 48**2 * 32 / 2 / 0.25 / 1e9, 1)
+    errors = {row["provider"]: row["rel_l2"] for row in record.rows}
+    assert errors["sdpa_flash"] < 0.002 < errors[OURS] < 0.1
+    assert 0.002 < errors[f"{OURS}, unbiased"] < 0.1
+    assert errors[f"{OURS}, unbiased"] != errors[OURS]
+    reasons = {row["provider"]: row["missing"] for row in record.provenance["missing"]}
+    assert reasons["cudnn_fp8"].startswith("ImportError: its-package: ModuleNotFoundError: No module named")
+    assert reasons["sdpa_cudnn"].startswith("RuntimeError: O: expected a relative L2 error below 0.1, got ")
+    assert reasons["fa4"] == "NotImplementedError: no backward pass here"
     printed = capsys.readouterr().out
     assert all(f"not timed: {provider}, {reason}" in printed for provider, reason in reasons.items())
+    assert "| 48 | 2 | 1 | 32 | True | bhnd | autograd | fwd | False | 1.00 |  |  |  | 1.00 |" in printed
 
 
-def test_ours_must_be_right_or_the_command_fails_after_the_others_were_timed(clock, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "_sagebwd", wrong)
-    monkeypatch.setattr(bench, "SHAPES", (SHAPE,))
-    monkeypatch.setattr(bench_command, "require_gpu", lambda: None)
+def test_levels_are_timed_in_turn_with_the_peers(bench):
+    rows = bench("--levels").rows
+    for direction, levels in (("fwd", [0, 1, 2, 3, 4]), ("bwd", [0, 1, 2, 3])):
+        for scope in ("kernel", "op"):
+            of = [row for row in rows if (row["scope"], row["direction"]) == (scope, direction)]
+            assert [row["level"] for row in of] == [*levels, None, None]
+            assert [row["provider"] for row in of[-2:]] == ["sdpa_flash", "flex"]
+    assert len(list(turns(rows))) == 4 + 3
+
+
+def test_sparse_peers_have_the_mask_that_we_have(bench):
+    rows = bench("--op", "sla2").rows
+    assert all(list(row) == list(COLUMNS) for row in rows)
+    found = [(row["mask"], row["direction"], row["provider"], row["level"]) for row in rows]
+    names = [(OURS, 3), (OURS, 2), ("sdpa_flash", None), ("flex", None)]
+    assert found == [("skewed", to, *name) for to in ("fwd", "bwd", "fwd+bwd") for name in names]
+    assert all(row["protocol"] == "paired" and row["host_us"] is not None for row in rows)
+    # One of two blocks of 128 keys: 2 of 3 blocks.
+    assert {(row["selected_blocks"], row["op"], row["sparsity"]) for row in rows} == {
+        (2, "sla2", 0.5), (2, "attention", 0.0),
+    }  # fmt: skip
+
+
+def test_the_sparse_ladder_says_what_was_timed_alone(bench):
+    rows = bench("--op", "sla2", "--levels").rows
+    assert all(list(row) == list(COLUMNS) for row in rows)
+    assert {row["protocol"] for row in rows if row["scope"] == "part"} == {"alone"}
+    assert {row["protocol"] for row in rows if row["scope"] != "part"} == {"paired"}
+    assert len({row["part"] for row in rows if row["scope"] == "part"}) == 7
+    kernels = [(row["provider"], row["level"]) for row in rows if (row["scope"], row["direction"]) == ("kernel", "fwd")]
+    assert kernels == [*((OURS, level) for level in range(4)), ("flex", None)]
+    (backward,) = (row for row in rows if (row["scope"], row["direction"]) == ("kernel", "bwd"))
+    assert (backward["provider"], backward["level"]) == (OURS, 0)
+    assert {row["peak_mb"] for row in rows if row["direction"] == "fwd+bwd"} == {1.0}
+    assert {row["peak_mb"] for row in rows if row["direction"] != "fwd+bwd"} == {None}
+    masked = [row for row in rows if row["provider"] == "flex" and row["scope"] == "autograd"]
+    assert {row["part"] for row in masked} == {"1 blocks of 128 keys"}
+
+
+def test_ours_must_be_right_or_the_command_fails_after_the_others_were_timed(bench, monkeypatch, capsys):
+    monkeypatch.setattr(sage_ref, "sagebwd_attention", wrong)
     with pytest.raises(SystemExit) as stop:
-        main(["bench"])
+        bench("--without", "flex")
     assert stop.value.code == 1
     printed = capsys.readouterr()
     assert "bench: ours was not timed 2 times, at first in {'missing': 'RuntimeError: " in printed.err
-    assert "| right | None | autograd | fwd+bwd | True | 0.5 |" in printed.out
+    assert "| sdpa_flash | None | autograd | fwd+bwd | True | 0.25 |" in printed.out
+    assert "not timed: flex, RuntimeError: left out with --without" in printed.out
 
 
-def test_a_graph_that_writes_something_else_is_refused(clock, monkeypatch):
-    """Of a capture whose replay does nothing: outputs that stay 0."""
+def test_a_graph_that_writes_something_else_is_refused(bench, monkeypatch):
+    """The replay of this capture does nothing: outputs stay 0."""
     captured = contenders.captured
-    monkeypatch.setattr(contenders, "captured", lambda run: captured(run)._replace(replay=lambda: None))
+    monkeypatch.setattr(contenders, "captured", lambda call: captured(call)._replace(replay=lambda: None))
     with pytest.raises(RuntimeError, match="relative L2"):
-        Case(SHAPE, **ON_CPU).ours().graph_entry()
+        Case(SHAPE).peer("sdpa_flash").graph_entry()
 
 
-def test_layouts_are_views_of_one_shape():
-    for layout, strides in (("bhnd", (3072, 1536, 32, 1)), ("bnhd", (3072, 32, 64, 1))):
-        query, key, *_ = Case(SHAPE._replace(layout=layout), **ON_CPU).tensors
-        assert query.shape == (1, 2, 48, 32)
-        assert query.stride() == strides
-        assert key.shape == (1, 1, 48, 32)
-
-
-@pytest.mark.parametrize("layout", bench.LAYOUTS)
-def test_a_peer_gets_the_cases_own_memory(clock, layout):
-    case = Case(SHAPE._replace(layout=layout), **ON_CPU)
+@pytest.mark.parametrize(("layout", "strides"), [("bhnd", (3072, 1536, 32, 1)), ("bnhd", (3072, 32, 64, 1))])
+def test_a_peer_gets_the_cases_own_memory(bench, layout, strides):
+    case = Case(SHAPE._replace(layout=layout))
+    assert (case.tensors[0].shape, case.tensors[0].stride()) == ((1, 2, 48, 32), strides)
+    assert case.tensors[1].shape == (1, 1, 48, 32)
     seen = []
 
-    def attention(query, key, value, is_causal):
+    def attention(query, key, value):
         seen.append(tuple((x.data_ptr(), x.stride()) for x in (query, key, value)))
-        return right(query, key, value, is_causal)
+        return right(query, key, value, is_causal=True)
 
-    entry = case._contender("right", attention).entry("fwd")
-    entry.run()
+    case.contender("right", attention).entry("fwd").call()
     assert set(seen) == {tuple((x.data_ptr(), x.stride()) for x in case.tensors[:3])}
 
 
@@ -148,135 +202,156 @@ def test_the_judge_of_grouped_queries_sums_over_the_group(inputs):
 
 
 def test_all_shapes_have_as_many_queries():
-    assert {shape.batch * shape.n * shape.heads * shape.head_dim for shape in bench.SHAPES} == {32768 * 2048}
-    assert len(set(bench.SHAPES)) == len(bench.SHAPES) == 44
-
-
-def measurement(measured):
-    """A measurement of three shapes; the second is interrupted the first time."""
-
-    def bench_shape(shape, absent):
-        measured.append(shape)
-        if measured == [("a", 1), ("b", 2)]:
-            raise KeyboardInterrupt
-        absent.note("fa4", "not here", {"name": shape[0]})
-        times = {"direction": "fwd", "cuda_graph": False, "host_us": 1.0, "tops": 1.0, "rel_l2": 0.0}
-        yield {"provider": "sage_kernels", "level": None, "scope": shape[0], "ms_median": shape[1] * 1.0, **times}
-
-    return SimpleNamespace(__name__="made up", SHAPES=(("a", 1), ("b", 2), ("c", 3)), bench_shape=bench_shape)
-
-
-def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SAGE_REF_COMMIT", "one")
-    measured, record = [], tmp_path / "paired.json"
-    made_up = measurement(measured)
-    timed = partial(bench_command.timed, made_up, record=record, command="c")
-    with pytest.raises(KeyboardInterrupt):
-        timed(made_up.SHAPES)
-    assert [row["scope"] for row in read_record(record).rows] == ["a"]
-    measured.clear()
-    (row, missing) = timed([("c", 3)])  # another part, then all
-    assert (row["scope"], missing["missing"]) == ("c", "not here")
-    assert [row["scope"] for row in timed(made_up.SHAPES)[::2]] == ["a", "b", "c"]
-    assert measured == [("c", 3), ("b", 2)]
-    assert "('a', 1): measured before" in capsys.readouterr().out
-    found = read_record(record)
-    assert [row["scope"] for row in found.rows] == ["a", "b", "c"]
-    assert [row["name"] for row in found.provenance["missing"]] == ["a", "b", "c"]
-    assert [path.name for path in tmp_path.iterdir()] == ["paired.json"]
-
-
-def test_times_of_another_commit_are_not_gone_on_with(tmp_path, monkeypatch):
-    measured = []
-    made_up = measurement(measured)
-    for commit in ("one", "two"):
-        monkeypatch.setenv("SAGE_REF_COMMIT", commit)
-        bench_command.timed(made_up, [("c", 3)], tmp_path / "paired.json", "c")
-    assert measured == [("c", 3)] * 2
-
-
-def test_only_shapes_that_were_asked_for():
-    shapes = bench_command.chosen(bench.SHAPES, n=[1024], head_dim=[64])
-    assert {(shape.n, shape.head_dim) for shape in shapes} == {(1024, 64)}
-    assert len(shapes) == 4
-    with pytest.raises(ValueError, match=r"head_dim: expected some of \[64, 128\], got \[96\]"):
-        bench_command.chosen(bench.SHAPES, n=None, head_dim=[96, 64])
-
-
-def test_a_peer_can_be_left_out(clock):
-    absent = Absent(["right"])
-    assert absent.present(["right", "wrong"], {}) == ["wrong"]
-    assert absent.rows == [{"missing": "left out with --without", "provider": "right"}]
-
-
-def test_levels_are_timed_in_turn_with_the_peers(clock):
-    rows = list(ladder_bench.bench_shape(Shape(1, 1, 1, 32, 32, False)))
-    assert all(list(row) == COLUMNS for row in rows)
-    for direction, levels in (("fwd", [0, 1, 2, 3, 4]), ("bwd", [0, 1, 2, 3])):
-        for scope in ("kernel", "op"):
-            of = [row for row in rows if (row["scope"], row["direction"]) == (scope, direction)]
-            assert [row["level"] for row in of] == [*levels, None]
-            assert of[-1]["provider"] == "right"
-    assert len(list(turns(rows))) == 4 + 3
-    assert len(ratio_lines(rows)[1]) == 4 + 3
-
-
-@pytest.fixture
-def sparse(clock, monkeypatch):
-    """The sparse measurements with peers that are right: dense attention, and softmax over the selected blocks."""
-
-    def masked(block_mask, block_kv, n):
-        seen = block_mask.repeat_interleave(128, -2).repeat_interleave(block_kv, -1)[..., :n, :n]
-        return lambda query, key, value: F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-
-    monkeypatch.setitem(contenders.PEERS, "dense", Peer(right))
-    monkeypatch.setitem(contenders.PEERS, "masked", Peer(right))
-    monkeypatch.setattr(sla2_case, "SPARSE_PEERS", {"masked": masked})
-    for module in (sla2_bench, sparse_bench):
-        monkeypatch.setattr(module, "SPARSE_PEERS", {"masked": masked})
-        monkeypatch.setattr(module, "DENSE_PEERS", ("dense",))
-        monkeypatch.setattr(module, "Case", partial(sla2_case.Case, **ON_CPU))
-    monkeypatch.setattr(sla2_case, "DENSE_PEERS", ("dense",))
-    return clock
-
-
-def test_sparse_peers_have_the_mask_that_we_have(sparse, monkeypatch):
-    monkeypatch.setattr(sparse_bench, "MASKS", ("skewed",))
-    rows = list(sparse_bench.bench_shape(sla2_case.Shape(1, 1, 160, 32)))
-    found = [(row["mask"], row["direction"], row["provider"], row["level"]) for row in rows]
-    names = [("sage_kernels", 3), ("sage_kernels", 2), ("dense", None), ("masked", None)]
-    directions = ("fwd", "bwd", "fwd+bwd")
-    assert found == [("skewed", to, *name) for to in directions for name in names]
-    assert all(row["protocol"] == "paired" and row["host_us"] is not None for row in rows)
-    # One of two blocks of 128 keys: half of the operations.
-    assert {(row["selected_blocks"], row["op"]) for row in rows} == {(2, "sla2"), (2, "attention")}
+    assert {x.batch * x.n * x.heads * x.head_dim for x in dense.USER.shapes} == {32768 * 2048}
+    assert len(set(dense.USER.shapes)) == len(dense.USER.shapes) == 44
 
 
 def test_of_a_skewed_mask_every_query_selects_the_first_block():
-    shape = sla2_case.Shape(1, 2, 8192, 64)
-    random, skewed = (sparse_bench.draw_mask(shape, kind, "cpu") for kind in sparse_bench.MASKS)
+    case = SparseCase(Shape(1, 2, 2, 8192, 64), 0.97, "random", device="cpu")
+    random = case.wide_mask(2)
+    case.mask = "skewed"
+    skewed = case.wide_mask(2)
     assert random.sum(-1).unique().tolist() == skewed.sum(-1).unique().tolist() == [2]
     assert skewed[..., 0].all()
     assert random[..., 0].float().mean() < 0.2
 
 
-def test_the_sparse_ladder_says_what_was_timed_alone(sparse, monkeypatch):
-    monkeypatch.setattr(sla2_bench, "SPARSITIES", (0.5,))
-    monkeypatch.setattr(sla2_bench, "peak_memory", lambda step: 1.0)
-    rows = list(sla2_bench.bench_shape(sla2_case.Shape(1, 1, 96, 32)))
-    assert {row["protocol"] for row in rows if row["scope"] == "part"} == {"alone"}
-    assert {row["protocol"] for row in rows if row["scope"] != "part"} == {"paired"}
-    kernels = [(row["provider"], row["level"]) for row in rows if (row["scope"], row["direction"]) == ("kernel", "fwd")]
-    assert kernels == [*(("sage_kernels", level) for level in range(4)), ("masked", None)]
-    (backward,) = (row for row in rows if (row["scope"], row["direction"]) == ("kernel", "bwd"))
-    assert (backward["provider"], backward["level"]) == ("sage_kernels", 0)
-    assert {row["peak_mb"] for row in rows if row["direction"] == "fwd+bwd"} == {1.0}
-    json.dumps(rows)
+@pytest.fixture
+def made_up(bench, monkeypatch):
+    """The lengths that were measured, by a measurement of three, the second of which is interrupted the first time."""
+    measured = []
+
+    def measure(shape, absent):
+        measured.append(shape.n)
+        if measured == [1, 2]:
+            raise KeyboardInterrupt
+        absent.tried({"fa4": fails_backward}, {"n": shape.n})
+        times = {"direction": "fwd", "cuda_graph": False, "host_us": 1.0, "tops": 1.0, "rel_l2": 0.0}
+        yield {"provider": OURS, "level": None, "scope": shape.n, "ms_median": 1.0, "protocol": "alone", **times}
+
+    shapes = tuple(SHAPE._replace(n=n) for n in (1, 2, 3))
+    monkeypatch.setitem(bench_command.MEASUREMENTS, ("sagebwd", False), Measurement("made up", shapes, measure))
+    monkeypatch.setenv("SAGE_REF_COMMIT", "one")
+    return measured
 
 
-def test_every_peer_of_the_real_list_can_be_asked_for():
-    """Without its package it says which one; PyTorch's own need none."""
-    for provider, peer in PEERS.items():
-        reason = peer.why_missing()
-        assert reason is None or reason.startswith(f"{peer.package}: "), provider
-    assert PEERS["sdpa_cudnn"].why_missing() is None
+def test_a_run_goes_on_where_it_was_stopped(bench, made_up, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench()
+    assert stop.value.code == 130
+    assert [row["scope"] for row in read_record(tmp_path / "record.json").rows] == [1]
+    assert [row["scope"] for row in bench("--n", "3").rows] == [1, 3]
+    record = bench()
+    assert [row["scope"] for row in record.rows] == [1, 2, 3]
+    assert [row["n"] for row in record.provenance["missing"]] == [1, 2, 3]
+    assert made_up == [1, 2, 3, 2]
+    assert "n=1, head_dim=32, causal=True, layout='bhnd'): measured before" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_times_of_another_commit_are_not_gone_on_with(bench, made_up, monkeypatch):
+    for commit in ("one", "two"):
+        monkeypatch.setenv("SAGE_REF_COMMIT", commit)
+        bench("--n", "3")
+    assert made_up == [3, 3]
+
+
+def test_a_shape_that_is_not_measured_is_an_error(bench, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench("--n", "48", "49")
+    assert stop.value.code == 2
+    assert "n: expected some of [48], got [49]" in capsys.readouterr().err
+
+
+# Launch tables
+
+
+@pytest.mark.parametrize("op", ["sagebwd", "sla2"])
+def test_every_kernel_that_is_tuned_gives_the_right_results(bench, op):
+    cases = {"sagebwd": Case(Shape(1, 1, 1, 128, 64, True)), "sla2": SparseCase(Shape(1, 1, 1, 256, 64), 0.5)}
+    seen = set()
+    for kernel in tuning.kernels(op):
+        if kernel.head_dim == 64 and kernel.causal == (op == "sagebwd") and kernel.kernel not in seen:
+            seen.add(kernel.kernel)
+            run, exact = tuning.prepared_run(kernel, cases[op])
+            found = run(DEFAULTS[kernel.kernel])
+            assert found
+            for name, x in found.items():
+                require_close(x, exact[name], name=name)
+    assert len(seen) == {"sagebwd": 7, "sla2": 7}[op]
+
+
+def test_the_fastest_launch_that_is_right_is_kept(bench, clock):
+    launches = candidates("dq", 3)
+    times = dict(zip(launches, range(9, 0, -1), strict=False))
+
+    def run(launch):
+        if launch == launches[3]:
+            raise RuntimeError("too much shared memory")
+        clock.ms += times.get(launch, 10)
+        return {"dQ": torch.full((1, 1, 4, 8), 1.2 if launch == launches[8] else 1.0)}
+
+    kernel, exact = Kernel("dq", 3, 64, True), {"dQ": torch.ones(1, 1, 4, 8)}
+    row = tuning.fastest(kernel, run, exact)
+    assert row == {**kernel._asdict(), **launches[7]._asdict(), "ms_median": 2.25}
+    with pytest.raises(RuntimeError, match="no candidate of Kernel"):
+        tuning.fastest(kernel, run, {"dQ": torch.zeros(1, 1, 4, 8)})
+
+
+@pytest.fixture
+def tune(clock, monkeypatch, tmp_path):
+    """tune(*arguments, until=None) -> the kernels that were compiled and timed by `bench --tune`, on a made-up GPU.
+
+    The last candidate wins; after `until` kernels Ctrl-C ends the command.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "RTX")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    monkeypatch.setattr("sage_lab.records.provenance", lambda command: {"gpu": "RTX", "triton": triton.__version__})
+    monkeypatch.setattr(bench_command, "require_gpu", lambda: None)
+    monkeypatch.setattr(tuning, "case_of", lambda *_: None)
+    monkeypatch.setattr(tuning, "prepared_run", lambda *_: (None, None))
+
+    def run(*arguments, until=None):
+        compiled, timed = [], []
+
+        def fastest(kernel, *_):
+            if len(timed) == until:
+                raise KeyboardInterrupt
+            timed.append(kernel)
+            return kernel._asdict() | candidates(kernel.kernel, kernel.level)[-1]._asdict()
+
+        monkeypatch.setattr(tuning, "compile_candidates", lambda operation, kernels, workers: compiled.extend(kernels))
+        monkeypatch.setattr(tuning, "fastest", fastest)
+        with contextlib.suppress(SystemExit):
+            main(["bench", "--tune", *arguments])
+        return compiled, timed
+
+    launch_tables.table_for.cache_clear()
+    yield run
+    launch_tables.table_for.cache_clear()
+
+
+@pytest.mark.parametrize("op", ["sagebwd", "sla2"])
+def test_what_is_tuned_is_used_and_an_interrupted_run_goes_on(tune, op):
+    every, table = list(tuning.kernels(op)), launch_tables.users_table("RTX", op)
+    assert tune("--op", op, until=3) == (every, every[:3])
+    assert not table.exists()
+    assert tune("--op", op) == (every[3:], every[3:])
+    assert list(table.parent.iterdir()) == [table]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kernel in every:
+            launch = choose_launch(*kernel, torch.device("cuda", 0))
+            assert launch == candidates(kernel.kernel, kernel.level)[-1]
+
+
+def test_a_tuned_table_goes_where_it_is_told_to(tune, tmp_path):
+    tune("--json", str(tmp_path / "mine.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+
+
+def test_what_was_timed_for_other_candidates_is_not_taken(tune, monkeypatch):
+    tune(until=3)
+    monkeypatch.setattr(bench_command, "CANDIDATES", CANDIDATES | {"dq": CANDIDATES["dq"][1:]})
+    assert tune()[1] == list(tuning.kernels())

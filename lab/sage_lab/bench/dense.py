@@ -1,0 +1,134 @@
+"""SageBwd's measurements: the public function and its peers, and both ladders, level by level.
+
+Scopes: "autograd", what a user gets: from 16-bit tensors to the output and the gradients, with smoothing, quantisation
+and copies. In the ladders also "kernel", where inputs are already quantised, and "op", with everything around the
+kernels. A peer has no such parts: its rows carry the scope of the turn that they were timed in. Sequences of LONG
+tokens take "autograd" alone. cuda_graph: forward and backward, captured once and replayed without the host.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from sage_kernels.sagebwd.ladder import (
+    BACKWARD_LEVELS,
+    FORWARD_LEVELS,
+    obstacle,
+    prepare_backward,
+    prepare_forward,
+    run_backward,
+    run_forward,
+)
+from sage_kernels.sagebwd.ops import backward_level, forward_level
+
+import sage_ref
+from sage_lab.bench.case import LAYOUTS, LONG, Case, Measurement, Shape
+from sage_lab.bench.contenders import Absent, Contender, Entry, level_entry
+from sage_lab.bench.judge import RESULTS, worst_error
+from sage_lab.bench.peers import PEERS
+from sage_lab.bench.ratios import OURS, UNBIASED
+from sage_lab.records import Row
+
+WIDTH, TOKENS = 2048, 32768  # heads times head size, batch times N
+
+
+def _user_shapes() -> Iterator[Shape]:
+    lengths = (1024, 2048, 4096, 8192, 16384)
+    for head_dim, n, causal, layout in itertools.product((128, 64), lengths, (False, True), LAYOUTS):
+        heads = WIDTH // head_dim
+        yield Shape(TOKENS // n, heads, heads, n, head_dim, causal, layout)
+    for n, causal in itertools.product((2048, 8192), (False, True)):  # four times the heads, a quarter of the batch
+        yield Shape(TOKENS // n // 4, 64, 8, n, 128, causal)
+
+
+def _ladder_shapes() -> Iterator[Shape]:
+    lengths = (1024, 2048, 4096, 8192, 16384, LONG, 65536)
+    for head_dim, n, causal in itertools.product((128, 64), lengths, (False, True)):
+        heads = WIDTH // head_dim
+        yield Shape(1 if n >= LONG else 4, heads, heads, n, head_dim, causal)
+
+
+def user_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
+    """Time what a user gets: each direction in turn, then CUDA graphs."""
+    case = Case(shape)
+    found = contenders(case, absent)
+    yield from case.user_turns(found, absent)
+    if shape.layout == "bhnd":
+        make = {name: contender.graph_entry for name, contender in found.items()}
+        yield from case.turn(make, absent, scope="autograd", direction="fwd+bwd", cuda_graph=True)
+
+
+def ladder_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
+    """Time every level and the peers, one turn per scope and direction; then what a user gets."""
+    case = Case(shape)
+    found = contenders(case, absent)
+    peers = {name: found[name] for name in PEERS if name in found}
+    for (direction, levels), scope in itertools.product(LADDERS.items(), ("kernel", "op") if shape.n < LONG else ()):
+        make = {name: partial(peer.entry, direction) for name, peer in peers.items()}
+        yield from case.turn(levels(case, scope) | make, absent, scope=scope, direction=direction)
+    yield from case.user_turns(found, absent)
+
+
+def contenders(case: Case, absent: Absent) -> dict[str, Contender]:
+    """Return ours, with a biased and an unbiased O, and every peer that is here, all of them right."""
+    make = {OURS: partial(ours, case, unbiased=False), UNBIASED: partial(ours, case, unbiased=True)}
+    return absent.tried(make | {name: partial(case.peer, name) for name in PEERS}, case.columns)
+
+
+def ours(case: Case, *, unbiased: bool) -> Contender:
+    """Return the public function with its kernels."""
+    options = {"is_causal": case.shape.causal, "enable_gqa": True, "unbiased": unbiased, "backend": "triton"}
+    where = case.device, case.shape.head_dim
+    level = f"{forward_level(*where)}/{backward_level(*where, case.shape.causal)}"
+    attention = partial(sage_ref.sagebwd_attention, **options)
+    return case.contender(UNBIASED if unbiased else OURS, attention, op="sagebwd", level=level)
+
+
+def forward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
+    """Return every forward level that runs here."""
+    make = {}
+    for level in runnable(FORWARD_LEVELS, case):
+        prepare = partial(prepare_forward, *case.tensors[:3], level, scale=case.scale, smooth_k=True)
+        kernels = partial(run_forward, level=level, **case.options)
+        error_of = partial(_error_of, case, slice(0, 1))
+        make[f"{OURS}, level {level}"] = partial(level_entry, "sagebwd", level, prepare, kernels, error_of, scope)
+    return make
+
+
+def backward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
+    """Return every backward level that runs here.
+
+    INT8 levels take the results of the best forward level, levels in 16 bit those of level 0.
+    """
+    *operands, grad_output = case.tensors
+    best = forward_level(case.device, case.shape.head_dim)
+    forward = {
+        level: prepare_forward(*operands, level, scale=case.scale, smooth_k=True) for level in (0, best)
+    }  # fmt: skip
+    saved = {level: run_forward(inputs, level, **case.options) for level, inputs in forward.items()}
+    hats = {name: getattr(forward[best], name) for name in ("q_hat", "k_hat", "v_range")}
+    hats |= {"is_causal": case.shape.causal}
+    make = {}
+    for level in runnable(BACKWARD_LEVELS, case):
+        results = saved[best if BACKWARD_LEVELS[level].int8 else 0]
+        prepare = partial(prepare_backward, grad_output, *operands, *results, level, **hats)
+        kernels = partial(run_backward, level=level, **case.options)
+        error_of = partial(_error_of, case, slice(1, 4))
+        make[f"{OURS}, level {level}"] = partial(level_entry, "sagebwd", level, prepare, kernels, error_of, scope)
+    return make
+
+
+def runnable(levels: tuple, case: Case) -> list[int]:
+    """Return the levels of a ladder that can run here."""
+    where = case.device, case.shape.head_dim
+    return [level for level, chosen in enumerate(levels) if obstacle(chosen, *where) is None]
+
+
+def _error_of(case: Case, which: slice, found: tuple) -> float:
+    exact = case.exact[which]
+    return worst_error(found[: len(exact)], exact, names=RESULTS[which])
+
+
+LADDERS = {"fwd": forward_levels, "bwd": backward_levels}
+USER = Measurement("sagebwd", tuple(_user_shapes()), user_rows)
+LADDER = Measurement("sagebwd levels", tuple(_ladder_shapes()), ladder_rows)

@@ -1,0 +1,46 @@
+"""Ratios of times that were taken in turn, from rows of `python -m sage_lab bench`."""
+
+from collections.abc import Iterator, Sequence
+
+from sage_lab.records import Row
+
+OURS, UNBIASED = "sage_kernels", "sage_kernels, unbiased"  # the second: with the option of that name
+PEER_NAMES = {
+    "sdpa_flash": "FlashAttention-2",
+    "sdpa_cudnn": "cuDNN",
+    "fa4": "FlashAttention-4",
+    "cudnn_fp8": "cuDNN, FP8",
+    "flex": "FlexAttention",
+}
+# The columns that rows of one turn have in common.
+TURN = ("n_q", "heads", "kv_heads", "head_dim", "causal", "layout", "mask", "scope", "direction", "cuda_graph")
+
+
+def turns(rows: Sequence[Row]) -> Iterator[tuple[dict, list[Row]]]:
+    """Yield (what its rows have in common, its rows) of every turn, in the order of the record."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row["protocol"] == "paired":
+            found.setdefault(tuple(row.get(name) for name in TURN), []).append(row)
+    for values, of in found.items():
+        yield dict(zip(TURN, values, strict=True)), of
+
+
+def peer_ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Return each peer's time over ours, by provider, from the rows of one turn; nothing if we are not in it.
+
+    The fastest of ours counts, if there are several: levels, or a branch in INT8 and in 16 bit.
+    """
+    ours = [row["ms_median"] for row in rows if row["provider"] == OURS]
+    return {row["provider"]: row["ms_median"] / min(ours) for row in rows if ours and row["provider"] in PEER_NAMES}
+
+
+def ratio_lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
+    """Return the header and the lines of a table: every turn, and each peer's time over ours."""
+    columns = [name for name in TURN if any(row.get(name) is not None for row in rows)]
+    lines = []
+    for where, of in turns(rows):
+        ratios = peer_ratios(of)
+        cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES)
+        lines.append((*(where[name] for name in columns), *cells))
+    return (*columns, *PEER_NAMES.values()), lines
