@@ -1,4 +1,4 @@
-"""Files that others read: GitHub, pre-commit, whoever cites. What they repeat is what pyproject.toml says."""
+"""Files that others read: GitHub, pre-commit, conda, whoever cites. What they repeat is what pyproject.toml says."""
 
 import re
 import tomllib
@@ -7,7 +7,7 @@ import yaml
 from sage_lab.records import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-GITHUB = REPOSITORY / ".github"
+EDITABLE = "--editable . --editable lab --editable course"
 
 
 def read(path):
@@ -23,52 +23,54 @@ def test_workflows_run_what_every_machine_runs_on_the_oldest_and_the_newest_pyth
     declared = [found[1] for x in PROJECT["classifiers"] if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", x))]
     assert PROJECT["requires-python"] == f">={declared[0]}"
     assert jobs["linux"]["strategy"]["matrix"]["python"] == [declared[0], declared[-1]]
-    ci = (REPOSITORY / ".ci" / "run").read_text().splitlines()[-1]
-    assert commands(jobs["linux"]) == [ci]
+    assert commands(jobs["linux"]) == [(REPOSITORY / ".ci" / "run").read_text().splitlines()[-1]]
     assert commands(jobs["book"]) == ["make book"]
-    install, test = commands(jobs["without-triton"])
-    assert "--constraint constraints.txt" in install
-    extras = re.search(r"\.\[([\w,]+)\]", install)[1].split(",")
-    assert "kernels" not in extras
-    assert set(extras) <= set(PROJECT["optional-dependencies"])
-    folders = re.findall(r"tests/\w+", test)
-    assert folders
-    assert all((REPOSITORY / folder).is_dir() for folder in folders)
+    oldest = re.search(r">=(\S+)", PROJECT["dependencies"][0])[1]
+    for job, versions in (("without-triton", "--constraint constraints.txt"), ("oldest-torch", f'"torch=={oldest}.*"')):
+        install, test = commands(jobs[job])
+        assert versions in install
+        assert install.endswith(EDITABLE)
+        folders = re.findall(r"tests/\S+", test)
+        assert folders
+        assert all((REPOSITORY / folder).is_dir() for folder in folders)
+
+
+def test_the_other_ways_install_the_same_projects():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert f"--constraint constraints.txt {EDITABLE}\n" in makefile
+    assert read("environment.yml")["dependencies"][-1]["pip"] == [
+        "--constraint constraints.txt", "--editable .", "--editable lab", "--editable course"
+    ]  # fmt: skip
+    (repository,) = read(".pre-commit-config.yaml")["repos"]
+    entries = [hook["entry"].replace(" --fix", "") for hook in repository["hooks"]]
+    lint = re.findall(r"^\t\$\(BIN\)/(ruff [a-z]+)", makefile, re.MULTILINE)
+    assert [f".venv/bin/{line}" for line in lint] == entries
 
 
 def test_issues_ask_for_what_a_program_prints():
-    forms = {path.stem: read(path) for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"}
-    assert set(forms) == {"wrong_result", "speed", "course"}
-    for name, form in forms.items():
+    for name in ("wrong_result", "speed", "course"):
+        form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
         assert {"name", "description", "body"} <= set(form), name
         ids = [field["id"] for field in form["body"]]
         assert len(ids) == len(set(ids)), name
         assert any(field.get("validations", {}).get("required") for field in form["body"]), name
 
 
-def test_pre_commit_runs_what_make_test_runs_first():
-    (repository,) = read(".pre-commit-config.yaml")["repos"]
-    entries = [hook["entry"].replace(" --fix", "") for hook in repository["hooks"]]
-    makefile = (REPOSITORY / "Makefile").read_text()
-    lint = re.findall(r"^\t\$\(BIN\)/(ruff [a-z]+)", makefile, re.MULTILINE)
-    assert [f".venv/bin/{line}" for line in lint] == entries
-
-
 def test_the_citation_says_what_pyproject_says():
     citation = read("CITATION.cff")
-    assert str(citation["version"]) == PROJECT["version"]
-    assert citation["license"] == PROJECT["license"]
+    assert (str(citation["version"]), citation["license"]) == (PROJECT["version"], PROJECT["license"])
     assert citation["abstract"] == PROJECT["description"]
     assert citation["title"].startswith(PROJECT["name"])
-    readme = (REPOSITORY / "README.md").read_text()
     papers = re.findall(r"\b2\d{3}\.\d{5}\b", citation["message"])
     assert len(papers) == 4
-    assert all(paper in readme for paper in papers)
+    assert all(paper in (REPOSITORY / "README.md").read_text() for paper in papers)
 
 
-def test_the_public_address_stands_in_none_of_them():
-    """It may change: pyproject.toml is the one place."""
-    address = PROJECT["urls"]["Repository"]
-    files = [path for path in GITHUB.rglob("*") if path.is_file()]
-    for path in (*files, REPOSITORY / "CITATION.cff", REPOSITORY / ".pre-commit-config.yaml", REPOSITORY / "setup.py"):
-        assert address not in path.read_text(), path
+def test_the_public_address_stands_in_pyproject_and_notebooks_alone():
+    """A second copy would stay behind when the project moves."""
+    address = PROJECT["urls"]["Repository"].removeprefix("https://")
+    folders = ("sage_ref", "kernels", "lab", "course", "exercises", "book", "tests", ".ci", ".github")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")] + list(REPOSITORY.glob("*"))
+    texts = {".py", ".md", ".yml", ".yaml", ".cff", ".txt", ""}
+    files = [path for path in files if path.is_file() and path.suffix in texts]
+    assert [path for path in files if address in path.read_text(errors="ignore")] == []
