@@ -1,4 +1,4 @@
-"""What a remedy costs a kernel: counted from the algorithm. The time it takes is the GPU's to say, not this file's."""
+"""The cost of a remedy in a kernel, counted from the algorithm; its time can only be measured on a GPU."""
 
 import math
 from typing import NamedTuple
@@ -9,15 +9,15 @@ from sage_lab.repairs import RepairedSettings
 
 # Philox-4x32 with ten rounds, of ten instructions each, gives four numbers; scaling and adding one is two more.
 RANDOM_NUMBER = 27
-# S from integers to P: convert, scale, subtract L, exp2; then add P dP and P to the row's sums.
+# From the integers of S to P: convert, scale, subtract L, exp2; then add P dP and P to the row's sums.
 PROBABILITY_AND_SUMS = 6
 ROUND_REMAINDER = 4  # subtract what was rounded, max|.|, scale, round
 
 
 class Cost(NamedTuple):
-    """What both passes together have more than without the remedy; negative: less.
+    """The additional cost of both passes with a remedy; negative numbers are savings.
 
-    matmuls: of a tile, in INT8 products of the size of [block_q, D] with [D, block_kv]; one in 16 bit is two.
+    matmuls: of a tile, in INT8 products of the size of [block_q, D] with [D, block_kv]; one in 16 bit counts as two.
         SageBwd's forward pass has two, its backward pass six.
     operations: on each entry of a tile, outside the matmuls.
     bytes_per_token: of one head, to and from memory, each tensor read once and written once.
@@ -32,11 +32,11 @@ class Cost(NamedTuple):
 
 
 def cost(settings: RepairedSettings, head_dim: int) -> Cost:
-    """Of all that `settings` do beside SageBwd with their granularity. Inputs have 16 bit."""
+    """Count the additions of `settings` to SageBwd with the same granularity. Inputs have 16 bit."""
     dp_in_int8 = "dP" not in settings.exact_matmuls
     roundings = 2 if settings.granularity == "row" else 1  # of dS
     total = Cost()
-    if dp_in_int8:  # dO^ and V^ are there: of dV and of O
+    if dp_in_int8:  # dO^ and V^ exist already, for dV and for O
         total += Cost(matmuls=-1, operations=2, bytes_per_token=-2 * head_dim)
     if "O" in settings.exact_matmuls:  # V is read in 16 bit
         total += Cost(matmuls=1, bytes_per_token=head_dim)
@@ -49,11 +49,11 @@ def cost(settings: RepairedSettings, head_dim: int) -> Cost:
         total += Cost(operations=1)
     if settings.smooth_v:  # V is read once more, for its mean. With dP in 16 bit the backward pass need not know of it
         total += Cost(bytes_per_token=2 * head_dim)
-    if settings.token_scales:  # one scale per row and one per column in the place of one; dO and V rounded once more
+    if settings.token_scales:  # a scale per row and per column instead of one; dO and V are rounded once more
         total += Cost(operations=1, bytes_per_token=2 * head_dim + 8)
     if settings.key_mean:  # a row sum
         total += Cost(operations=1)
-    if settings.p_rounding == "ordered":  # a number that a thread keeps is added
+    if settings.p_rounding == "ordered":  # add a number that the thread keeps
         total += Cost(operations=1)
     if settings.ds_rounding == "stochastic":
         total += Cost(operations=RANDOM_NUMBER * roundings)
