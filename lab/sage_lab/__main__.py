@@ -9,7 +9,7 @@ from sage_lab.command_line import Parser, add_json_option, end_with_parent, fini
 
 
 class Command(NamedTuple):
-    """module: has `run(options)` and perhaps `add_options(parser)`; imported only when its command is called."""
+    """A module with `run(options)` and perhaps `add_options(parser)`, imported only when its command is called."""
 
     module: str
     description: str
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
-    """The options of the command that `arguments` begin with, its function as `run`, the whole line as `command`."""
+    """Parse a command line; the command's function is added as `run`, the whole line as `command`."""
     parser = Parser(prog="python -m sage_lab", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, (module, description) in COMMANDS.items():

@@ -1,7 +1,7 @@
-"""What the commands share: their parser, types of arguments, options that several have, and how they end.
+"""The commands' parser, the types of their arguments, the options that several share, and how a command ends.
 
-A command ends with 0 when it is done, 2 when an argument or a file is not what it needs (one line says which), 1 when
-something else stopped it, and 130 on Ctrl-C. A traceback is a bug of ours.
+A command ends with status 0 when it is done, 2 when an argument or a file is not what it needs (one line says which), 1
+when something else stopped it, and 130 on Ctrl-C. A traceback is a bug of ours.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
 
 
 class Failed(RuntimeError):
-    """What stopped a command although its arguments were right; the text is for its user."""
+    """Something stopped a command although its arguments were right; the text is for its user."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in the help of every option what its default is, and in one line what is wrong with an argument."""
+    """A parser whose help names every default, and whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def written(module: str, arguments: list[str]) -> str:
-    """A command as a record names it. Of an absolute path its name alone: a record is read on other machines."""
+    """Return a command as a record names it. An absolute path loses its folders: a record is read on other machines."""
 
     def shortened(argument: str) -> str:
         option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
@@ -57,14 +57,14 @@ def written(module: str, arguments: list[str]) -> str:
 
 
 def finish(program: str, run: Callable[[], int | None]) -> int:
-    """Run a command; the status that its process should end with. What went wrong is one line on stderr."""
+    """Run a command and return the status for its process to end with. An error is one line on stderr."""
     try:
         status = run() or DONE
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         line, status = "interrupted", INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has enough, as in `... | head`
+    except BrokenPipeError:  # the reader of the output has enough, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
@@ -86,7 +86,7 @@ def finish(program: str, run: Callable[[], int | None]) -> int:
 
 
 def end_with_parent() -> None:
-    """End this process soon after the one that started it with `PARENT` in its environment has ended."""
+    """End this process soon after its parent has ended, if that put its number into `PARENT` of the environment."""
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return
@@ -154,7 +154,7 @@ def tile_size(text: str) -> tuple[int, int]:
 
 
 def input_path(text: str) -> Path:
-    """A file or folder that is there."""
+    """Return the path of a file or folder that is there."""
     try:
         Path(text).stat()
     except (OSError, ValueError) as error:
@@ -164,7 +164,7 @@ def input_path(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, its folder with it. No device: /dev/null would be replaced by a file."""
+    """Return the path of a file that can be written. A device is refused: /dev/null would be replaced by a file."""
     path = Path(text)
     try:
         if not path.name or "\0" in text or (path.exists() and not path.is_file()):
@@ -178,7 +178,7 @@ def output_file(text: str) -> Path:
 
 
 def device(text: str) -> str:
-    """The name of a device that this machine has."""
+    """Return the name of a device that this machine has."""
     try:
         found = torch.device(text)
         if found.type == "cuda":  # asked for no memory: each of torchrun's processes would hold some on the first GPU
@@ -216,7 +216,7 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:
-    """The corpus that --corpus and --vocabulary name."""
+    """Return the corpus that --corpus and --vocabulary name."""
     from sage_lab.training.corpus import BYTES, byte_pairs, read_corpus
 
     corpus = read_corpus(options.corpus)

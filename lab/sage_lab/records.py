@@ -1,7 +1,7 @@
-"""Measured results on disk: rows and where they come from, written in one step so that a kill leaves no half file.
+"""Measured results on disk, with their provenance, written in one step so that a kill leaves no half-written file.
 
 A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
-Only the program that measured something writes one; prose, figures and tables read it.
+Only the program that measured something writes a record; prose, figures and tables read it.
 
 REPOSITORY is the checkout that this file is part of, RECORDED its folder of records.
 """
@@ -32,21 +32,23 @@ Row = dict[str, Any]
 
 
 class Record(NamedTuple):
+    """The rows of a measurement, and where they come from."""
+
     provenance: dict[str, Any]
     rows: list[Row]
 
     def select(self, **values: Any) -> list[Row]:
-        """The rows whose named columns have these values."""
+        """Return the rows whose named columns have these values."""
         return [row for row in self.rows if all(row[name] == value for name, value in values.items())]
 
     @property
     def timed(self) -> str:
-        """How its times were taken: alone in a loop, as all that say nothing were, or in turn with each other."""
+        """The protocol of its times, as `how_timed` words it."""
         return how_timed(self.rows)
 
     @property
     def caption(self) -> str:
-        """Device, date and commit in one line, for a figure; several devices or commits if several measured."""
+        """Devices, date and commits in one line, for a figure."""
         devices = listed(self.provenance["gpu"] or self.provenance["cpu"])
         commits = [commit[:7] for commit in listed(self.provenance["commit"])]
         measured = f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
@@ -57,7 +59,7 @@ TIMED = {"alone": "timed alone", "paired": "timed in turn"}
 
 
 def how_timed(rows: Sequence[Row]) -> str:
-    """For the head of a table of these rows: "timed alone", "timed in turn", or both."""
+    """Return "timed alone", which is what a row without a protocol is, "timed in turn", or both."""
     return ", ".join(sorted({TIMED[row.get("protocol", "alone")] for row in rows}))
 
 
@@ -66,7 +68,7 @@ def listed(value: str | list[str]) -> list[str]:
 
 
 def read_record(name: str | Path) -> Record:
-    """A record by its name in the folder of records ("table1_sweep") or by its path, a Path or a text with a suffix."""
+    """Read a record by its name in RECORDED ("table1_sweep") or by its path, a Path or a text with a suffix."""
     is_path = isinstance(name, Path) or Path(name).suffix
     path = Path(name) if is_path else RECORDED / f"{name}.json"
     if not path.exists():
@@ -89,7 +91,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_record(path: Path, rows: Sequence[Row], *, command: str, **facts: Any) -> None:
-    """Write rows with their provenance; `command` reproduces them, `facts` (seeds, ...) join the provenance."""
+    """Write rows with their provenance. `command` reproduces them; `facts` (seeds, ...) join the provenance."""
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     header = json.dumps(provenance(command) | facts, indent=1)
     with replaced(path) as temporary:
@@ -97,7 +99,7 @@ def write_record(path: Path, rows: Sequence[Row], *, command: str, **facts: Any)
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a measurement."""
+    """Return what a reader needs to judge or repeat a measurement."""
     on_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
@@ -119,9 +121,9 @@ def measured_by() -> dict[str, Any]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`; when the block ends without an error it becomes `path` in one step.
+    """Yield a temporary path; when the block ends without an error, that file becomes `path` in one step.
 
-    An OSError, of a full disk say, names `path`.
+    An OSError, for instance of a full disk, names `path`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -137,16 +139,16 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what `replaced` left beside a path that one process writes, when that was killed."""
+    """Remove what `replaced` left beside `path` when its process was killed."""
     for leftover in Path(path).parent.glob(f".{glob.escape(Path(path).name)}.[0-9]*"):
         leftover.unlink()
 
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Hold `path` for this process. ValueError if another process holds it: two would undo each other's work.
+    """Hold `path` for this process. Raises ValueError if another process holds it: two would undo each other's work.
 
-    The lock is the system's, and gone with the process however it ends. Windows has none: nothing is held there.
+    The lock belongs to the operating system and ends with the process, however that ends. On Windows there is none.
     """
     if fcntl is None:
         yield
@@ -169,7 +171,7 @@ def only_writer(path: Path) -> Iterator[None]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A GitHub table; cells are converted with str."""
+    """Return a GitHub table; cells are converted with str."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -183,7 +185,7 @@ def _output(*command: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """One version for all GPUs of the machine."""
+    """Return the driver's version, which all GPUs of a machine share."""
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found and ", ".join(sorted(set(found.splitlines())))
 
@@ -198,7 +200,7 @@ def _commit() -> str:
 
 
 def _version(package: str) -> str | None:
-    """That of the module in use, which may shadow the installed one."""
+    """Return the version of the module in use, which may shadow the installed one."""
     if module := sys.modules.get(package):
         return module.__version__
     try:

@@ -1,8 +1,10 @@
-"""Records: written whole or not at all, read back as they were, with where they come from."""
+"""Records: written whole or not at all, read back as they were, with their provenance."""
 
 import json
 import re
+import subprocess
 import sys
+import threading
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from sage_lab import records
 from sage_lab.command_line import written
-from sage_lab.records import Record, markdown_table, provenance, read_record, replaced, write_record
+from sage_lab.records import Record, markdown_table, only_writer, provenance, read_record, replaced, write_record
 
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
 
@@ -38,6 +40,22 @@ def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path, e
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_one_writer_at_a_time(tmp_path):
+    order = []
+
+    def write():
+        with only_writer(tmp_path / "x"):
+            order.append("in")
+
+    with only_writer(tmp_path / "x"), pytest.raises(ValueError, match="path: expected a file that no other process"):
+        write()
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert order == ["in"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_record_reads_back_as_it_was_written_and_one_that_json_cannot_hold_leaves_it(tmp_path):
     path = tmp_path / "table.json"
     write_record(path, ROWS, command="python -m this", seeds=[0, 1])
@@ -53,56 +71,28 @@ def test_a_record_reads_back_as_it_was_written_and_one_that_json_cannot_hold_lea
 def test_a_record_names_files_not_folders_of_the_machine_that_wrote_it():
     arguments = ["noise", "--json", "/somewhere/out.json", "--corpus=/a b/text.txt", "--folder", "runs/one", "--x=1/2"]
     expected = "python -m sage_lab noise --json out.json --corpus=text.txt --folder runs/one --x=1/2"
-    assert written("sage_ref", arguments) == expected
+    assert written("sage_lab", arguments) == expected
     for path in records.RECORDED.glob("*.json"):
         assert not re.search(r" /|=/", str(read_record(path).provenance["command"])), path.name
 
 
-@pytest.fixture
-def installed_elsewhere(tmp_path, monkeypatch):
-    """The package lies where no checkout is, and so does the current folder; a checkout is beside them."""
-    monkeypatch.delenv("SAGE_REF_REPOSITORY", raising=False)
-    monkeypatch.setattr(records, "_package_parent", lambda: tmp_path / "site-packages")
-    for folder in ("site-packages", "somewhere", "checkout/notebooks/recorded", "checkout/deep/down"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "somewhere")
-    return tmp_path / "checkout"
-
-
-def test_the_checkout_is_where_the_package_lies():
+def test_records_are_those_of_this_checkout_or_of_the_one_that_is_named(tmp_path):
     assert (records.REPOSITORY / "pyproject.toml").exists()
     assert records.RECORDED == records.REPOSITORY / "notebooks" / "recorded"
-    with pytest.raises(AttributeError, match="no attribute 'REPOSITORIES'"):
-        records.REPOSITORIES  # noqa: B018
+    with pytest.raises(FileNotFoundError, match=r"name: expected a record at .*no_such\.json, found none"):
+        read_record("no_such")
+    write_record(tmp_path / "notebooks" / "recorded" / "table9.json", ROWS, command="c")
+    program = "from sage_lab.records import read_record; print(len(read_record('table9').rows))"
+    elsewhere = {"SAGE_REF_REPOSITORY": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], env=elsewhere, capture_output=True, text=True, check=True)
+    assert found.stdout == "2\n"
 
 
-def test_without_a_checkout_the_error_says_what_was_expected_and_where(installed_elsewhere, monkeypatch):
-    expected = r"repository: expected a checkout .* at .*site-packages, .*somewhere or above it.*SAGE_REF_REPOSITORY"
-    with pytest.raises(FileNotFoundError, match=expected):
-        read_record("table1")
-    monkeypatch.setenv("SAGE_REF_REPOSITORY", "nowhere")
-    with pytest.raises(FileNotFoundError, match="SAGE_REF_REPOSITORY: expected a folder with .*, got nowhere"):
-        records.REPOSITORY  # noqa: B018
-
-
-@pytest.mark.parametrize("is_named", [True, False], ids=["named", "current folder"])
-def test_records_of_another_checkout_are_found_by_name(installed_elsewhere, monkeypatch, is_named):
-    if is_named:
-        monkeypatch.setenv("SAGE_REF_REPOSITORY", str(installed_elsewhere))
-    else:
-        monkeypatch.chdir(installed_elsewhere / "deep" / "down")
-    write_record(installed_elsewhere / "notebooks" / "recorded" / "table1.json", ROWS, command="c")
-    assert read_record("table1").rows == ROWS
-    with pytest.raises(FileNotFoundError, match=r"name: expected a record at .*table2\.json, found none"):
-        read_record("table2")
-
-
-def test_the_commit_of_another_checkout_is_not_the_packages(installed_elsewhere, monkeypatch):
-    monkeypatch.setattr(records, "_output", lambda *command: "0123456")
-    monkeypatch.chdir(installed_elsewhere)
-    for named, expected in (("", "unknown"), ("abcdef0", "abcdef0")):
-        monkeypatch.setenv("SAGE_REF_COMMIT", named)
-        assert records._commit() == expected
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"provenance": {}}', '{"provenance": [], "rows": []}'])
+def test_a_file_that_is_no_record_is_named(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match="(path|name): expected a record .*x.json"):
+        read_record(tmp_path / "x.json")
 
 
 def test_select_wants_every_value():
@@ -117,9 +107,10 @@ def test_select_wants_every_value():
 
 def test_provenance_says_what_measured_and_when(monkeypatch):
     monkeypatch.setenv("SAGE_REF_COMMIT", "0123456789abcdef")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="0.1.2"))  # the module in use counts
     facts = provenance("python -m this")
     assert set(facts) == {"gpu", "driver", "cpu", "python", "torch", "triton", "commit", "date", "command"}
-    assert facts["torch"] == torch.__version__
+    assert (facts["torch"], facts["triton"]) == (torch.__version__, "0.1.2")
     assert (facts["gpu"] is None) == (not torch.cuda.is_available())
     assert re.fullmatch(r".+, \d+ cores", facts["cpu"])
     assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
@@ -127,24 +118,26 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_a_version_is_that_of_the_module_in_use(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="0.1.2"))
-    assert provenance("python -m this")["triton"] == "0.1.2"
+@pytest.mark.parametrize("source", ["sage_ref", "kernels", "lab", "notebooks"])
+def test_the_commit_is_marked_when_sources_differ_from_it(tmp_path, monkeypatch, source):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
-
-def test_the_commit_is_marked_when_sources_differ_from_it(monkeypatch):
     monkeypatch.delenv("SAGE_REF_COMMIT", raising=False)
-    for commit, status, expected in (
-        ("0123456", "", "0123456"),
-        ("0123456", " M sage_ref/backend.py", "0123456-dirty"),
-        (None, None, "unknown"),  # no git
-    ):
-        answers = {"rev-parse": commit, "status": status}
-        monkeypatch.setattr(records, "_output", lambda git, subcommand, *rest, found=answers: found[subcommand])
-        assert records._commit() == expected
-    monkeypatch.setenv("SAGE_REF_COMMIT", "abcdef0")  # a copy's own history says nothing about it
-    monkeypatch.setattr(records, "_output", lambda git, subcommand, *rest: " M sage_ref/backend.py")
-    assert records._commit() == "abcdef0"
+    monkeypatch.setattr(records, "REPOSITORY", tmp_path)
+    assert provenance("")["commit"] == "unknown"  # no repository
+    (tmp_path / source).mkdir()
+    (tmp_path / source / "x.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    assert provenance("")["commit"] == commit
+    (tmp_path / source / "x.py").write_text("2")
+    assert provenance("")["commit"] == (commit if source == "notebooks" else f"{commit}-dirty")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 Under torchrun, one process per device:
 `torchrun --standalone --nproc-per-node 4 -m sage_lab context-parallel`.
-The processes form groups of each size, all of which do the same, so no device is idle: what takes its time on one
-device does so on all of them at once. The time of a pass is that of the slowest process, from a common start until its
-device is through; attentions and sizes of groups take turns.
+The processes form groups of each size. All groups of a size do the same at once, so that no device is idle. A pass
+takes as long as its slowest process, from a common start until its device is done. Attentions and sizes take turns.
 """
 
 import argparse
@@ -48,7 +47,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """longest: a pass that would take more seconds, by what a shorter sequence took, is left out."""
+    """The passes to time. longest: leave out a pass that would take more seconds, as a shorter sequence predicts."""
 
     lengths: tuple[int, ...] = (2**17, 2**18, 2**19, 2**20)
     attentions: tuple[str, ...] = tuple(ATTENTIONS)
@@ -75,14 +74,14 @@ class Members(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What is timed: one attention on groups of one size."""
+    """One attention on groups of one size."""
 
     attention: str
     members: Members
 
 
 def groups_of_each_size(world: Processes) -> list[Members]:
-    """Of 1, 2, 4, ... processes, as far as they divide all of them; all processes make them together."""
+    """Make groups of 1, 2, 4, ... processes, as far as they divide all of them; every process must call this."""
     sizes = [2**power for power in range(world.count.bit_length()) if world.count % 2**power == 0]
     return [
         Members(size, world.rank % size, dist.new_subgroups(group_size=size)[0] if size > 1 else None) for size in sizes
@@ -115,7 +114,7 @@ def _name(one: Pass) -> str:
 
 
 def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: Sequence[Row]) -> str | None:
-    """Why a pass is not measured, None if it is. rows: of shorter sequences."""
+    """Return the reason to leave out a pass, None if it is measured. rows: of shorter sequences."""
     size = one.members.size
     if size > 1 and one.attention != "sagebwd_ring" and plan.heads % size:
         return f"{size} devices don't divide {plan.heads} heads"
@@ -137,7 +136,7 @@ def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: 
 
 
 def _rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, *, is_first: bool) -> list[Row]:
-    """Everything runs once before it is timed, to compile programs. is_first: compare it with one device's then."""
+    """Run everything once to compile programs, then time it. is_first: compare the results with one device's."""
     errors: dict[Pass, Row] = {one: {} for one in passes}
     alone: dict[str, tuple[Tensor, ...]] = {}
     for one in sorted(passes, key=lambda one: one.members.size):
@@ -160,7 +159,7 @@ def _rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, 
 
 
 def run_pass(one: Pass, n: int, plan: ParallelPlan, world: Processes) -> tuple[float, float, tuple[Tensor, ...]]:
-    """(milliseconds, most bytes in use; both the largest of any process), then O, dQ, dK and dV here."""
+    """Return milliseconds and most bytes in use, both the largest of any process, then O, dQ, dK and dV here."""
     inputs = inputs_of(one.members, n, plan, world)
     attention = attention_of(one, plan, world)
     on_gpu = world.device.type == "cuda"
@@ -181,7 +180,7 @@ def run_pass(one: Pass, n: int, plan: ParallelPlan, world: Processes) -> tuple[f
 
 
 def inputs_of(members: Members, n: int, plan: ParallelPlan, world: Processes) -> tuple[Tensor, ...]:
-    """Q, K, V and dO: this process's tokens of a sequence that is the same for groups of all sizes."""
+    """Draw Q, K, V and dO: this process's tokens of a sequence that is the same for groups of all sizes."""
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     parts = world.count // members.size  # of a process: each is drawn by itself
     tensors = []
@@ -196,7 +195,7 @@ def inputs_of(members: Members, n: int, plan: ParallelPlan, world: Processes) ->
 
 
 def attention_of(one: Pass, plan: ParallelPlan, world: Processes) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """One device's attention where the group is one process, else its parallel form."""
+    """Return one device's attention where the group is one process, else its parallel form."""
     name, group, is_alone = one.attention, one.members.group, one.members.size == 1
     if name == "exact":
         exact = partial(F.scaled_dot_product_attention, is_causal=plan.causal)
@@ -214,7 +213,7 @@ def attention_of(one: Pass, plan: ParallelPlan, world: Processes) -> Callable[[T
 def forward_and_backward(
     attention: Callable, query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor
 ) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV."""
+    """Return O, dQ, dK, dV."""
     inputs = [x.requires_grad_() for x in (query, key, value)]
     output = attention(*inputs)
     output.backward(grad_output)
@@ -222,7 +221,7 @@ def forward_and_backward(
 
 
 def compared(tensors: Sequence[Tensor], alone: Sequence[Tensor], members: Members, world: Processes) -> Row:
-    """Relative L2 to what one device computes, of the process where it is largest, and whether all bits are its."""
+    """Return the largest relative L2 of any process to one device's result, and whether all bits are equal."""
     mine = [x.chunk(members.size, 2)[members.rank].to(world.device) for x in alone]
     facts = [float(relative_l2(x, y)) for x, y in zip(tensors, mine, strict=True)]
     facts.append(float(any(not x.equal(y) for x, y in zip(tensors, mine, strict=True))))
@@ -245,7 +244,7 @@ def _row(one: Pass, n: int, plan: ParallelPlan, times: Sequence[float], peak: fl
 
 
 def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, ...], list[tuple]]:
-    """Header and lines. memory: bytes of a device, of which a pass may need `MEMORY_SHARE`; None: not known.
+    """Return header and lines. memory: bytes of a device, of which a pass may need `MEMORY_SHARE`; None: not known.
 
     "fits up to": N whose pass needs that much if bytes grow from those of this line as `GROWTH` says.
     """

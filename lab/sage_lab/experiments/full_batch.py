@@ -87,7 +87,7 @@ TRUTH, CONTROLS = "exact", ("bf16", "random error")
 
 @dataclass(frozen=True)
 class FullBatchRun(Run):
-    """batch_tokens: of a step."""
+    """One training. batch_tokens: tokens per step."""
 
     arm: str
     qk_norm: bool
@@ -98,7 +98,7 @@ class FullBatchRun(Run):
 
 @dataclass(frozen=True)
 class FullBatchPlan:
-    """tokens: of the corpus. seeds: the first one screens.
+    """The experiment. tokens: of the corpus. seeds: the first one screens.
 
     learning_rates: where scores should become sharpest first; with the last, runs that differ little stay together.
     unsmoothed: arms without K-smoothing. margin: how many times the controls' gap an arm's must be to count. remedies:
@@ -195,13 +195,13 @@ def screening(plan: FullBatchPlan) -> list[FullBatchRun]:
 
 
 def first_seed(plan: FullBatchPlan, arms: Sequence[str]) -> list[FullBatchRun]:
-    """Without QK-norm and at the first learning rate scores are sharpest."""
+    """Return the arms with the first seed. Without QK-norm and at the first learning rate, scores are sharpest."""
     conditions = [(norm, rate) for norm in (False, True) for rate in plan.learning_rates]
     return [plan.run(arm, *condition, plan.seeds[0]) for condition in conditions for arm in arms]
 
 
 def gap(finished: Finished, run: FullBatchRun) -> float:
-    """By how many nats the arm is behind exact attention at the end; infinite if it diverged, NaN if the truth did."""
+    """Return by how many nats a run ends behind exact attention; infinite if it diverged, NaN if the truth did."""
     ours, truth = (finished[x]["final_loss"] for x in (run, run.replace(arm=TRUTH)))
     if truth is None:
         return math.nan
@@ -209,7 +209,7 @@ def gap(finished: Finished, run: FullBatchRun) -> float:
 
 
 def largest_control(finished: Finished, run: FullBatchRun) -> float:
-    """The largest |gap| of both controls, beside this run, at any report of the second half."""
+    """Return the largest |gap| of both controls under this run's conditions, at any report of the second half."""
     column, truth = CURVE.index("exact_loss"), finished[run.replace(arm=TRUTH)]["curve"]
     gaps = [
         abs(ours[column] - theirs[column])
@@ -222,12 +222,12 @@ def largest_control(finished: Finished, run: FullBatchRun) -> float:
 
 
 def excess(finished: Finished, run: FullBatchRun) -> float:
-    """|gap| over the controls'."""
+    """Return |gap| over the controls'."""
     return abs(gap(finished, run)) / max(largest_control(finished, run), 1e-12)
 
 
 def deviating(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
-    """The runs of the screening whose gap counts, the largest excess first."""
+    """Return the runs of the screening whose gap counts, the largest excess first."""
     found = [(excess(finished, run), run) for run in screening(plan) if run.arm not in (TRUTH, *CONTROLS)]
     return [run for ratio, run in sorted(found, key=lambda pair: -pair[0]) if ratio > plan.margin]
 
@@ -242,7 +242,7 @@ def other_seeds(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRun]:
 
 
 def furthest_behind(plan: FullBatchPlan, finished: Finished) -> FullBatchRun | None:
-    """Of those whose gap counts and who are worse than exact attention."""
+    """Return the run that is furthest behind exact attention, if any gap counts."""
     worse = [run for run in deviating(plan, finished) if gap(finished, run) > 0]
     return max(worse, key=lambda run: gap(finished, run), default=None)
 
@@ -268,14 +268,14 @@ def smaller_batches(plan: FullBatchPlan, finished: Finished) -> list[FullBatchRu
 
 
 def tokens_at_bias(curve: Sequence[Sequence[float | None]]) -> float | None:
-    """T*: the median over the second half of a run's reports. None where nothing is off, or there is one pass alone."""
+    """Return T*, the median over the second half of a run's reports; None where there is no bias or a single pass."""
     bias, noise = CURVE.index("bias_square"), CURVE.index("noise_trace")
     found = [row[noise] / row[bias] for row in curve[len(curve) // 2 :] if row[bias] and row[noise] is not None]
     return median(found) if found else None
 
 
 def result_row(run: FullBatchRun, training: FullBatchTraining) -> Row:
-    """What became of a run. tokens_at_bias_here: where the noise of batches from this corpus reaches the bias."""
+    """Return a run's row. tokens_at_bias_here: where the noise of batches from this corpus reaches the bias."""
     config, curve, tokens = training.config, training.curve, training.settings.sequences * training.config.context
     is_exact = config.attention == "exact"
     last = None if training.diverged else training.losses[-1]
@@ -303,7 +303,7 @@ def result_row(run: FullBatchRun, training: FullBatchTraining) -> Row:
 
 
 def full_batch_table(finished: Finished) -> tuple[tuple[str, ...], list[tuple]]:
-    """Header and lines: of every kind of run the mean over seeds; gaps in millinats, each with its range over seeds."""
+    """Return header and lines: means over seeds of every kind of run; gaps in millinats, with their range."""
     kinds: dict[tuple, list[FullBatchRun]] = {}
     for run in finished:
         kinds.setdefault((run.qk_norm, run.learning_rate, run.batch_tokens, run.arm), []).append(run)

@@ -69,7 +69,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True)
 class NoiseSettings:
-    """batches: pairs of gradients, in `folds` independent parts. sequences: of one batch."""
+    """Sizes of the sample. batches: pairs of gradients, in `folds` independent parts. sequences: of one batch."""
 
     batches: int = 32
     sequences: int = 8
@@ -88,7 +88,7 @@ class NoiseSettings:
 
 
 class Moments(NamedTuple):
-    """Of random vectors with mean m, seen in batches: |m|^2, its standard error, and the trace of their covariance."""
+    """Estimates for random vectors with mean m: |m|^2, its standard error, and the trace of their covariance."""
 
     square: float
     square_error: float
@@ -96,7 +96,7 @@ class Moments(NamedTuple):
 
 
 class Accumulator:
-    """Sums of vectors by fold, and of their squares: what `moments` needs, without keeping the vectors."""
+    """Sums of vectors by fold, and of their squares, from which `moments` follow without keeping the vectors."""
 
     def __init__(self, folds: int, batches: int):
         self.folds, self.batches = folds, batches
@@ -109,7 +109,7 @@ class Accumulator:
         self.squares += vector.square().sum(dtype=torch.float64).item()
 
     def moments(self) -> Moments:
-        """|m|^2 is the mean product of the means of two different folds: unbiased, as their noise is independent.
+        """Estimate |m|^2 by the mean product of the means of two different folds: their noise is independent.
 
         Its standard error is the jackknife's, leaving out one fold at a time. The trace is the sample variance.
         """
@@ -130,9 +130,9 @@ def _mean_off_diagonal(products: Tensor) -> float:
 
 
 def parameter_groups(model: Llama) -> dict[str, list[Tensor]]:
-    """The parameters whose gradients are measured together: of every layer those that make Q and K, and the others.
+    """Return the parameters that are measured together: in each layer those that make Q and K, and the others.
 
-    dQ and dK, where the error of dS goes, reach Q's and K's projections directly and all else through the residual.
+    The error of dS goes into dQ and dK. They reach Q's and K's projections directly, all else through the residual.
     """
     groups: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -147,7 +147,7 @@ def parameter_groups(model: Llama) -> dict[str, list[Tensor]]:
 
 @contextmanager
 def attention_as(model: Llama, **changes) -> Iterator[None]:
-    """In the block, every attention core of the model has its configuration with these changes."""
+    """Change the configuration of every attention core of the model inside the with block."""
     before = [block.attention.core.config for block in model.blocks]
     for block, config in zip(model.blocks, before, strict=True):
         block.attention.core.config = replace(config, **changes)
@@ -159,14 +159,14 @@ def attention_as(model: Llama, **changes) -> Iterator[None]:
 
 
 def gradient(model: Llama, inputs: Tensor, targets: Tensor, groups: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """The gradient of the mean loss of one batch, one flat vector per group."""
+    """Return the gradient of the mean loss of one batch, one flat vector per group."""
     parameters = [parameter for group in groups.values() for parameter in group]
     found = iter(torch.autograd.grad(next_token_loss(model, inputs, targets), parameters))
     return {name: torch.cat([next(found).flatten() for _ in group]) for name, group in groups.items()}
 
 
 def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> list[Row]:
-    """One row per variant and group of parameters, with sums over each layer and over the whole model.
+    """Return a row per variant and group of parameters, with sums over each layer and over the whole model.
 
     noise_scale: tr(Sigma) / |G|^2 in tokens. bias_square: |b|^2 with its standard error. tokens_at_bias: T*, the tokens
     per step at which the bias reaches the noise; tokens_at_bias_low: with |b|^2 two standard errors larger. Both None
@@ -200,7 +200,7 @@ def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> lis
 
 
 def with_totals(moments: dict[str, Moments]) -> dict[str, Moments]:
-    """The groups, and their sums over each layer and over the model: squares and traces of disjoint parts add up.
+    """Add the sums over each layer and over the model: squares and traces of disjoint parts add up.
 
     Standard errors are added as if the parts were independent.
     """
@@ -217,7 +217,7 @@ def _sum_of(parts: Sequence[Moments]) -> Moments:
 
 
 def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: int) -> Row:
-    """exact and error: of gradients over `tokens` tokens each."""
+    """Return a row. exact and error: moments of gradients over `tokens` tokens each."""
 
     def tokens_at(bias_square: float) -> float | None:
         return exact.trace * tokens / bias_square if bias_square > 0 else None
@@ -241,9 +241,9 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
 def noise_of_checkpoints(
     checkpoints: Sequence[Path], corpus: Corpus, settings: NoiseSettings, parts: FinishedParts, device: str
 ) -> list[Row]:
-    """`gradient_noise` of every checkpoint, its rows marked with its step, its training and the shape of its model.
+    """Measure every checkpoint; its rows also have its step, its training and the shape of its model.
 
-    ValueError if a checkpoint was trained on another corpus.
+    Raises ValueError if a checkpoint was trained on another corpus.
     """
     train_corpus, _ = corpus.split(VALIDATION_SHARE)
     rows = []
@@ -269,7 +269,7 @@ def _checkpoint_rows(
 
 
 def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Header and lines: the layers and the whole model."""
+    """Return header and lines for the layers and the whole model."""
     header = (
         "step",
         "QK-norm",

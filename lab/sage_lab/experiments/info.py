@@ -10,10 +10,6 @@ from sage_ref.backend import why_not_triton
 from sage_ref.sagebwd.api import triton_obstacle
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
-
-
 def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = provenance(options.command)

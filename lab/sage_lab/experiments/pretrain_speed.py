@@ -3,8 +3,8 @@
 Exact attention is timed with the kernel that PyTorch picks for the device, with FlashAttention-2, which the paper
 compares with, and with FlashAttention-4 where it is installed. All take their steps in turn.
 
-SageBwd's kernels apply QK-norm and rotary positions themselves. So that attentions are compared, and not one pass with
-PyTorch's many, torch.compile fuses that work for the others on a GPU; and SageBwd is timed so as well, as "apart".
+SageBwd's kernels apply QK-norm and rotary positions themselves. On a GPU torch.compile fuses that work for the others,
+so that attentions are compared, and not one pass with PyTorch's many. SageBwd is timed that way as well, as "apart".
 """
 
 import argparse
@@ -41,7 +41,7 @@ VOCABULARY = 32768
 
 
 class Attention(NamedTuple):
-    """What a name stands for in the model."""
+    """A name's choices in the model."""
 
     attention: str  # of LlamaConfig
     backend: SDPBackend | None = None  # that PyTorch must take
@@ -76,7 +76,7 @@ WAY = ("context", "devices", "parallel")
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """tokens_per_device: of a step; more devices mean more tokens per step. warmup, steps: untimed and timed."""
+    """The steps to time. tokens_per_device: of a step, on each device. warmup, steps: untimed and timed ones."""
 
     contexts: tuple[int, ...] = (4096, 16384)
     layers: int = 24
@@ -123,7 +123,7 @@ def step_times(plan: SpeedPlan, group: Processes, done: Collection[str] = ()) ->
 
 
 def why_missing(attention: str, device: torch.device) -> str | None:
-    """Why an attention can't be timed here, None if it can."""
+    """Return the reason why an attention can't be timed here, None if it can."""
     if attention == "sagebwd_apart" and device.type != "cuda":
         return "it needs a CUDA device, for which its work apart is compiled"
     if attention != "flash_attention_4":
@@ -134,7 +134,7 @@ def why_missing(attention: str, device: torch.device) -> str | None:
 
 
 class Cell(NamedTuple):
-    """What the attentions that are compared have in common."""
+    """All that the compared attentions have in common."""
 
     plan: SpeedPlan
     corpus: Corpus
@@ -224,17 +224,17 @@ class Model:
 
 @cache
 def before_attention_on(device: torch.device) -> Callable:
-    """QK-norm and rotation apart from the attention: as one compiled pass on a GPU."""
+    """Return QK-norm and rotation as a function of their own, on a GPU compiled into one pass."""
     return torch.compile(before_attention, dynamic=False) if device.type == "cuda" else before_attention
 
 
 def _flash_attention_4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As PyTorch's function under autocast, which casts queries and keys too."""
+    """Call FlashAttention-4 as autocast calls PyTorch's function: queries and keys are cast, too."""
     return fa4.flash_attention_4(query.to(value.dtype), key.to(value.dtype), value, is_causal=True)
 
 
 def _node(output: Tensor) -> str:
-    """The node that autograd made for the attention, before a change of layout."""
+    """Return the name of autograd's node for the attention, before a change of layout."""
     node = output.grad_fn
     while node.name().startswith("Transpose"):
         node = node.next_functions[0][0]
@@ -266,7 +266,7 @@ def _row(cell: Cell, attention: str, model: Model, protocol: str) -> Row:
 
 
 def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Header and lines: what ran, its time and rate, and its rate over that of either exact attention and one device.
+    """Return header and lines: what ran, its time and rate, and its rate over exact attention's and one device's.
 
     A cell is empty where there is no row to compare with; a column with nothing to compare is left out.
     """
@@ -284,13 +284,13 @@ def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
 
 
 def relative_rate(record: Record, row: Row, **other: Any) -> float | None:
-    """Tokens per second over those of the row that differs in `other` alone; None if there is none."""
+    """Return tokens per second over those of the row that differs in `other` alone; None if there is none."""
     found = record.select(**{name: row[name] for name in ("attention", *WAY)} | other)
     return row["tokens_per_second"] / found[0]["tokens_per_second"] if found else None
 
 
 def _attention_name(row: Row) -> str:
-    """With the kernel, if the row knows it and the name doesn't say it."""
+    """Name the kernel, too, if the row knows it and the attention's name doesn't say it."""
     name, node = NAMES[row["attention"]], row.get("autograd_node")
     kernel = KERNELS.get(node, node)
     return name if kernel in (None, name) else f"{name} ({kernel})"

@@ -1,6 +1,6 @@
 """`python -m sage_lab table2`: the SageBwd paper's Table 2, errors of every intermediate on captured activations.
 
-They are those of two trained models: one has QK-norm, the other has not.
+The activations are from two trained models, with and without QK-norm.
 """
 
 import argparse
@@ -24,9 +24,9 @@ MEASURES = {"cosine": ".4f", "rel_l2": ".4f", "rms": ".1e"}
 
 
 def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """`attention_errors` of captured layers, each row with the paper's cosine and relative L2.
+    """Return `attention_errors` of captured layers, each row with the paper's cosine and relative L2.
 
-    Records from before rows said how they were quantised are of the printed choice, `SageBwdSettings.printed`.
+    Rows of old records don't say how they were quantised: as printed, `SageBwdSettings.printed`.
     """
     return with_paper(attention_errors(captures, settings))
 
@@ -39,7 +39,7 @@ def with_paper(rows: Iterable[Row]) -> list[Row]:
 
 
 def most_error_prone(rows: Iterable[Row]) -> list[Row]:
-    """Those rows of one model in `table2_rows` that are of the layer with the largest error of dQ."""
+    """Return the rows of the layer with the largest error of dQ, from one model's `table2_rows`."""
     rows = list(rows)
     worst = max((row for row in rows if row["tensor"] == "dQ"), key=lambda row: row["rel_l2"])["layer"]
     return [row for row in rows if row["layer"] == worst]

@@ -1,12 +1,12 @@
-"""In which order candidates take turns, so that none always follows the same other."""
+"""Orders in which candidates take turns, so that none always follows the same other."""
 
 from collections.abc import Iterator
 
 
 def orders(count: int, repetitions: int) -> Iterator[list[int]]:
-    """Orders of `count` places; over 2 * count repetitions each place follows every other equally often.
+    """Yield orders of `count` places; over 2 * count repetitions each place follows every other equally often.
 
-    E. J. Williams' balanced design (1949): 0, n-1, 1, n-2, ..., shifted by one each time, then the same backwards.
+    This is E. J. Williams' balanced design (1949): 0, n-1, 1, n-2, ..., shifted by one each time, then backwards.
     """
     zigzag = [place // 2 if place % 2 == 0 else count - 1 - place // 2 for place in range(count)]
     for repetition in range(repetitions):

@@ -8,9 +8,9 @@ PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute"
 
 
 def flash_attention_4(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options) -> Tensor:
-    """O, [B, H, N, D]. query [B, H, N, D], key and value [B, Hkv, N, D], in 16 bit; views, since it wants [B, N, H, D].
+    """Return O [B, H, N, D] of query [B, H, N, D], key and value [B, Hkv, N, D], all in 16 bit.
 
-    options: further arguments of its own function, `flash_attn_func`.
+    It is given views, since it wants [B, N, H, D]. options: further arguments of its own `flash_attn_func`.
     """
     operands = (x.transpose(1, 2) for x in (query, key, value))
     found = import_module(MODULE).flash_attn_func(*operands, causal=is_causal, **options)

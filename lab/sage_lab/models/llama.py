@@ -27,7 +27,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of the model. kv_heads < heads is grouped-query attention.
+    """The model's shape and attention. kv_heads < heads is grouped-query attention.
 
     smooth_k, smooth_q, granularity and backend are those of `sagebwd_attention`. Only the reference leaves ds_rounding,
     block_q and block_kv open (see `SageBwdSettings`).
@@ -79,12 +79,12 @@ class LlamaConfig:
 
     @property
     def mlp_width(self) -> int:
-        """8/3 of the width, so that SwiGLU's three matrices cost as much as two of 4x; a multiple of 64."""
+        """A multiple of 64 near 8/3 of the width, so that SwiGLU's three matrices cost as much as two of 4x."""
         return -(-8 * self.width // (3 * 64)) * 64
 
     @property
     def reference_settings(self) -> RepairedSettings:
-        """What the reference computes; stochastic rounding draws from torch's global generator."""
+        """The reference's settings; stochastic rounding draws from torch's global generator."""
         settings = SageBwdSettings(
             is_causal=True,
             smooth_k=self.smooth_k,

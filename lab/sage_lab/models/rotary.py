@@ -1,4 +1,4 @@
-"""Rotary positions: a token's place turns its queries and keys, so that they meet at an angle of their distance."""
+"""Rotary positions: a token's place turns its queries and keys, so that products depend on distances alone."""
 
 from torch import Tensor, nn
 

@@ -1,7 +1,7 @@
-"""What enters and leaves the attention of a trained language model, saved: Q, K, V and dO.
+"""Captures of a trained language model's attention on disk: Q, K, V and dO.
 
-INT8 errors depend on the data. A trained model's has what Gaussian numbers lack: channels with an offset, a few keys
-that many queries agree on, and rows of dS that are nearly zero.
+INT8 errors depend on the data. A trained model's activations have what Gaussian numbers lack: channels with an offset,
+a few keys that many queries agree on, and rows of dS that are nearly zero.
 """
 
 import json
@@ -34,7 +34,7 @@ class Capture(NamedTuple):
 
 
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats, mean over all tokens of the batch: dO and what follows shrink as 1/(B N)."""
+    """Return the cross-entropy in nats, mean over all tokens of the batch; dO therefore shrinks as 1/(B N)."""
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
@@ -42,9 +42,9 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 def watched_attention(
     model: nn.Module, layers: Sequence[int]
 ) -> Iterator[tuple[dict[int, tuple[Tensor, ...]], dict[int, Tensor]]]:
-    """({layer: (Q, K, V)}, {layer: O}) of the attention cores of model.blocks, filled by each pass of the model.
+    """Yield ({layer: (Q, K, V)}, {layer: O}) of the attention cores of model.blocks, filled by each pass of the model.
 
-    Of a core that is given a prologue, which it applies itself, Q and K are those after it, in the dtype of V.
+    Where a core applies a prologue itself, Q and K are those after it, in the dtype of V.
     """
     inputs, outputs = {}, {}
 
@@ -68,9 +68,9 @@ def watched_attention(
 def attention_tensors(
     model: Llama, inputs: Tensor, targets: Tensor, layers: Sequence[int]
 ) -> tuple[float, dict[int, dict[str, Tensor]]]:
-    """The loss of one batch, and Q, K, V, dO of each layer's attention, all [B, H, N, D] in the model's dtype.
+    """Return the loss of one batch, and Q, K, V, dO of each layer's attention, all [B, H, N, D] in the model's dtype.
 
-    Q and K are those that are multiplied: after QK-norm and rotation. Under grouped-query attention K and V are
+    Q and K are taken after QK-norm and rotation, as they are multiplied. Under grouped-query attention K and V are
     repeated for every query head that reads them. dO is the gradient of `next_token_loss`.
     """
     with watched_attention(model, layers) as (inputs_of, outputs):
@@ -86,7 +86,7 @@ def attention_tensors(
 
 
 def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """One row per layer and intermediate: cosine, relative L2, RMS, for dS the bound on its RMS, and the scales.
+    """Return a row per layer and intermediate: cosine, relative L2, RMS, for dS the bound on its RMS, and the scales.
 
     captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D].
     """
@@ -111,7 +111,7 @@ def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSe
 
 
 def write_capture(path: Path, capture: Capture) -> None:
-    """safetensors: tensors "layer2.query" and so on in bfloat16, and the provenance as JSON in the metadata."""
+    """Write safetensors: tensors "layer2.query" and so on in bfloat16, and the provenance as JSON in the metadata."""
     tensors = {
         f"layer{layer}.{name}": x.to(torch.bfloat16).contiguous()
         for layer, named in capture.layers.items()
@@ -122,7 +122,7 @@ def write_capture(path: Path, capture: Capture) -> None:
 
 
 def read_capture(path: Path) -> Capture:
-    """What `write_capture` wrote. FileNotFoundError if there is no file, ValueError if it is no capture."""
+    """Read what `write_capture` wrote. Raises FileNotFoundError or ValueError if it is no capture."""
     if not Path(path).exists():
         raise FileNotFoundError(
             f"path: expected a capture at {path}, found none; `python -m sage_lab capture` makes one"

@@ -1,4 +1,4 @@
-"""Text -> tokens: the Python sources on this machine, any text file or folder, or a nanoGPT-style .bin.
+"""Tokens from the Python sources on this machine, from any text file or folder, or from a nanoGPT-style .bin.
 
 Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens. A larger
 vocabulary is made from the text itself (`byte_pairs`).
@@ -39,12 +39,12 @@ class Corpus:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the tokens as stored: for a single file what `sha256sum` prints."""
+        """The hash of the tokens as stored: for a single file the one that `sha256sum` prints."""
         return hashlib.sha256(self.tokens.numpy().data).hexdigest()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record says about it."""
+        """The corpus as a record describes it."""
         return {
             "name": self.name,
             "tokens": len(self.tokens),
@@ -53,7 +53,7 @@ class Corpus:
         }
 
     def split(self, validation_fraction: float = 0.1) -> tuple["Corpus", "Corpus"]:
-        """(train, validation): validation is the tail, so that no training sequence overlaps it."""
+        """Return (train, validation); validation is the tail, so that no training sequence overlaps it."""
         if not 0 < validation_fraction < 1:
             raise ValueError(f"validation_fraction: expected a number between 0 and 1, got {validation_fraction}")
         cut = round(len(self.tokens) * (1 - validation_fraction))
@@ -62,9 +62,9 @@ class Corpus:
         return train, validation
 
     def batch(self, batch_size: int, context: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and the tokens that follow them, int64 [batch_size, context] each, from random places.
+        """Return inputs and the tokens that follow them, int64 [batch_size, context] each, from random places.
 
-        A function of (seed, step) alone: a run resumed at a step reads what the uninterrupted run read.
+        They depend on (seed, step) alone: a run resumed at a step reads what the uninterrupted run read.
         """
         if len(self.tokens) <= context:
             tokens = f"the {len(self.tokens)} tokens of {self.name}"
@@ -75,7 +75,7 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """The corpus at `path`: a text file, a folder (all its files, sorted), or a .bin of uint16; None: `python_corpus`.
+    """Read a text file, a folder (all its files, sorted) or a .bin of uint16; None: `python_corpus`.
 
     Raises FileNotFoundError or ValueError if there is nothing to read there.
     """
@@ -95,9 +95,9 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
 
 
 def python_corpus() -> Corpus:
-    """The .py files of the standard library and of every installed package, without their tests.
+    """Read the .py files of the standard library and of every installed package, without their tests.
 
-    In the order of their names' hashes, so that the tail kept for validation is a fair sample of all packages.
+    They come in the order of their names' hashes, so that the tail kept for validation is a fair sample.
     """
     roots = sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
     names = {file.relative_to(root).as_posix(): file for root in roots for file in _sources(root)}
@@ -107,10 +107,10 @@ def python_corpus() -> Corpus:
 
 
 def byte_pairs(corpus: Corpus, vocabulary: int, folder: Path = Path("runs")) -> Corpus:
-    """The text of `corpus` in byte pairs: `vocabulary` tokens, the 256 bytes and what often stands side by side.
+    """Return the text of `corpus` in byte pairs: `vocabulary` tokens, the 256 bytes and frequent sequences of them.
 
-    Kept in `folder` under the hash of the text, as a .bin that `read_corpus` reads. Bytes that are no UTF-8 become
-    the replacement character.
+    The tokens are kept in `folder` under the hash of the text, as a .bin that `read_corpus` reads. Bytes that are not
+    UTF-8 become the replacement character.
     """
     from tokenizers import ByteLevelBPETokenizer
 
@@ -130,13 +130,13 @@ def byte_pairs(corpus: Corpus, vocabulary: int, folder: Path = Path("runs")) -> 
 
 
 def write_tokens(tokens: np.ndarray, path: Path) -> None:
-    """A .bin that `read_corpus` reads."""
+    """Write a .bin that `read_corpus` reads."""
     with replaced(path) as temporary:
         tokens.astype(np.uint16).tofile(temporary)
 
 
 def _sources(root: Path) -> list[Path]:
-    """The .py files below `root`, without those of packages installed below it and without tests."""
+    """Return the .py files below `root`, without tests and without packages that are installed below it."""
     return [
         file
         for file in root.rglob("*.py")
@@ -145,7 +145,7 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _text_corpus(name: str, files: Sequence[Path]) -> Corpus:
-    """The bytes of `files`, one after the other."""
+    """Return the bytes of `files`, one after the other, as a corpus."""
     text = bytearray()
     for file in files:
         text += file.read_bytes()

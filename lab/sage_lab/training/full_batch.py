@@ -1,9 +1,9 @@
-"""Train on a fixed corpus of which every step sees all: no batch noise, so all that differs is the attention.
+"""Training on a fixed corpus that every step sees whole: without batch noise, runs differ by their attention alone.
 
-The gradient of a step is then G + b: G that of the corpus, b what the attention in use gets wrong. Along the run both
-are known, since G is computed as well, by exact attention in float32 at the same weights. The noise that smaller
-batches would have is known, too: passes over parts of the corpus differ by it. So a run measures without sampling what
-`python -m sage_lab noise` estimates: |b|^2, tr(Sigma), and the tokens per step T* = tr(Sigma) / |b|^2 where they meet.
+The gradient of a step is then G + b: the corpus's gradient G plus the error b of the attention in use. Both are known
+along the run, since exact attention in float32 computes G at the same weights. The noise of smaller batches is known,
+too: passes over parts of the corpus differ by it. A run therefore measures without sampling what `python -m sage_lab
+noise` estimates: |b|^2, tr(Sigma), and the tokens per step T* = tr(Sigma) / |b|^2 where they meet.
 
 With batch_size below the number of sequences, a step sees as many, drawn without replacement. Their mean has the noise
 tr(Sigma) (1/T - 1/T_all), which reaches |b|^2 already at T = T* T_all / (T* + T_all).
@@ -44,7 +44,7 @@ CURVE = (
 
 @dataclass(frozen=True)
 class FullBatchSettings(TrainingSettings):
-    """sequences: of the corpus. batch_size: those that a step sees; if all, always in the same order.
+    """Settings of a run. sequences: of the corpus. batch_size: those of a step; if all, always in the same order.
 
     micro_batch_size: sequences of one pass; it divides both. attention_in_bfloat16: attention gets Q, K, V and dO in 16
     bit; all else is float32. random_error: of each weight's gradient, added in every step: normal numbers whose norm is
@@ -79,7 +79,7 @@ class InBfloat16(nn.Module):
 
 
 class CorpusGradient(NamedTuple):
-    """loss: mean over the corpus. mean [parameters]: its gradient.
+    """The corpus's mean loss and its gradient, mean [parameters].
 
     noise_trace: tr(Sigma), the variance of the gradient of one token, from that among passes; None if there is but one.
     """
@@ -90,7 +90,7 @@ class CorpusGradient(NamedTuple):
 
 
 def windows(corpus: Corpus, first: int, count: int, context: int) -> Tensor:
-    """int64 [count, context + 1]: sequences side by side from token `first` on, each with the token that follows it."""
+    """Cut int64 [count, context + 1] from token `first` on: sequences, each with the token that follows it."""
     end = first + count * context + 1
     if len(corpus.tokens) < end:
         raise ValueError(f"corpus: expected at least {end} tokens, {corpus.name} has {len(corpus.tokens)}")
@@ -130,7 +130,7 @@ class FullBatchTraining(ResumableTraining):
             weight.grad += noise * (self.settings.random_error * weight.grad.norm() / noise.norm())
 
     def chosen(self) -> Tensor | slice:
-        """Which sequences step `self.step` sees."""
+        """Return the places of the sequences that step `self.step` sees."""
         settings = self.settings
         if settings.batch_size == settings.sequences:
             return slice(None)
@@ -144,13 +144,13 @@ class FullBatchTraining(ResumableTraining):
         return sequences.split(self.settings.micro_batch_size)
 
     def loss(self, sequences: Tensor) -> Tensor:
-        """Mean loss of sequences [B, context + 1], with the attention in use."""
+        """Return the mean loss of sequences [B, context + 1], with the attention in use."""
         in_16_bit = self.settings.attention_in_bfloat16
         with nullcontext() if in_16_bit else sdpa_kernel(SDPBackend.MATH):
             return token_loss(self.model(sequences[:, :-1]), sequences)
 
     def exact_loss(self, sequences: Tensor) -> Tensor:
-        """The same with exact attention in float32, at the same weights."""
+        """Return the mean loss with exact attention in float32, at the same weights."""
         with sdpa_kernel(SDPBackend.MATH):
             weights = dict(self.model.named_parameters())
             return token_loss(functional_call(self.truth, weights, (sequences[:, :-1],)), sequences)
@@ -177,7 +177,7 @@ class FullBatchTraining(ResumableTraining):
         return (sum(losses) / len(self.validation)).item()
 
     def report(self, train_losses: Sequence[float]) -> Row:
-        """The base's row; the loss and the gradient of the whole corpus, with exact attention and with that in use."""
+        """Add to the base's row how the whole corpus's gradient with this attention differs from exact attention's."""
         self.seed_draws()
         row = super().report(train_losses)
         exact, found = self.corpus_gradient(self.exact_loss), self.corpus_gradient(self.loss)
@@ -195,9 +195,9 @@ class FullBatchTraining(ResumableTraining):
         return row
 
     def value_offset(self) -> float:
-        """The largest share of a layer's |V|^2 that is its mean over tokens, of the first sequence.
+        """Return the largest share of a layer's |V|^2 that is its mean over tokens, for the first sequence.
 
-        Where it is near 1, all values are nearly the same vector, and delta is nearly dP: dS is a small difference.
+        Near 1, all values are nearly the same vector, and delta is nearly dP: dS is a small difference.
         """
         shares: list[float] = []
 
@@ -214,7 +214,7 @@ class FullBatchTraining(ResumableTraining):
         return max(shares)
 
     def makes_scores(self) -> Tensor:
-        """bool [parameters]: the weights that make Q and K, which the errors of dS reach first."""
+        """Return bool [parameters]: the weights that make Q and K, which the errors of dS reach first."""
         makers = ("attention.query.", "attention.key.", "attention.qk_norm.")
         parts = [
             torch.full((x.numel(),), any(maker in name for maker in makers), device=self.device)
@@ -242,5 +242,5 @@ def build_of(config: LlamaConfig, settings: FullBatchSettings) -> Callable[[], L
 
 
 def token_loss(logits: Tensor, sequences: Tensor) -> Tensor:
-    """Cross-entropy in nats of the tokens that follow."""
+    """Return the cross-entropy in nats of the tokens that follow."""
     return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())

@@ -306,5 +306,5 @@ def train(
 
 
 def snapshot_path(checkpoint: Path, step: int) -> Path:
-    """NAME.pt -> NAME_stepS.pt."""
+    """Return NAME_stepS.pt for NAME.pt."""
     return checkpoint.with_name(f"{checkpoint.stem}_step{step}{checkpoint.suffix}")

@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def packaged_file(distribution: str, name: str) -> Path:
-    """The file `name`, as "package/data/file.csv", of an installed distribution. FileNotFoundError says what to do."""
+    """Return the path of a file such as "package/data/file.csv" of an installed distribution.
+
+    Raises FileNotFoundError, which says what to install.
+    """
     asked = f"{distribution}: expected to be installed with its file {name}"
     try:
         path = Path(metadata.distribution(distribution).locate_file(name))

@@ -84,11 +84,11 @@ class Pretraining(ResumableTraining):
         return (sum(losses) / settings.validation_sequences).item()
 
     def report(self, train_losses: Sequence[float]) -> Row:
-        """The base's row, and the errors of every layer's attention if asked for.
+        """Return the base's row, and measure the errors of every layer's attention if asked for.
 
         Raises `Diverged` if the validation loss is not finite, or if the training loss since the last report is above
-        that of guessing, ln(vocabulary). The first steps, and those of the warm-up, are not judged by that: a model
-        that has learned nothing yet may well be worse than guessing.
+        that of guessing, ln(vocabulary). The first steps and the warm-up are not judged: a model that has learned
+        nothing yet may well be worse than guessing.
         """
         since = self.losses[-1]["step"] if self.losses else 0
         row = super().report(train_losses)
@@ -104,7 +104,7 @@ class Pretraining(ResumableTraining):
         return row
 
     def attention_errors(self) -> list[Row]:
-        """Of every layer, on one validation sequence."""
+        """Return the errors of every layer's attention, on one validation sequence."""
         batch = (x.to(self.device) for x in self.validation_corpus.batch(1, self.config.context, seed=0, step=0))
         with torch.enable_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
             _, captured = attention_tensors(self.model, *batch, range(self.config.layers))
@@ -119,7 +119,7 @@ class Pretraining(ResumableTraining):
 
 
 def result_row(training: Pretraining) -> Row:
-    """What became of a run, in one row of a record. curve: [tokens, validation loss] at every report."""
+    """Return a run's row in a record. curve: [tokens, validation loss] at every report."""
     config, settings = training.config, training.settings
     is_exact = config.attention == "exact"
     smoothing = "".join(name for name, on in (("q", config.smooth_q), ("k", config.smooth_k)) if on) or "none"
@@ -147,7 +147,10 @@ def result_row(training: Pretraining) -> Row:
 
 
 def load_model(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Llama, dict[str, Any]]:
-    """The model that `pretrain` saved, and the arguments of its run. ValueError if the file is no such checkpoint."""
+    """Return the model that `pretrain` saved, and the arguments of its run.
+
+    Raises ValueError if the file is not a checkpoint of a language model.
+    """
     state = read_checkpoint(checkpoint)
     arguments = state["arguments"]
     names = {field.name for field in fields(LlamaConfig)}
