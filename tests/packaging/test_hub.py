@@ -99,9 +99,3 @@ def test_a_folder_with_something_in_it_is_left_alone(folder, capsys):
         lab_main.main(["hub", str(folder)])
     assert "folder: expected an empty one, or none yet" in capsys.readouterr().err
     assert sorted(x.name for x in folder.iterdir()) == ["hub", "hub2"]
-
-
-def test_what_is_different_in_the_hub_must_stand_in_the_modules(monkeypatch):
-    monkeypatch.setattr(hub, "DIFFERENT", (("no such text", ""),))
-    with pytest.raises(hub.Failed, match="hub: expected no such text in some module, found it in none"):
-        hub.files()

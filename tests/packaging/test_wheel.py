@@ -20,7 +20,6 @@ from sage_lab.records import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 PACKAGES = {"sage_ref": REPOSITORY, "sage_kernels": REPOSITORY / "kernels"}
-OTHER_PYTHONS = ("3.12", "3.13", "3.14")
 LARGEST = 400_000  # bytes
 
 
@@ -116,21 +115,3 @@ def test_lab_and_course_work_from_a_clone(source, install, tmp_path):
     editable = [word for name in ("", "lab", "course") for word in ("--editable", source / name)]
     found = run(install(*editable), "-W", "ignore", "-c", CLONE, cwd=tmp_path).split()
     assert found == [str(source), f"{source}/sage_ref/__init__.py", f"{source}/kernels/sage_kernels/__init__.py"]
-
-
-def python_of(version):
-    """Return an interpreter of that version, from the path or from pyenv; None if there is none that starts."""
-    installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions").glob(f"{version}.*/bin/python")
-    for python in (shutil.which(f"python{version}"), *installed):
-        if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return python
-    return None
-
-
-@pytest.mark.parametrize("version", OTHER_PYTHONS)
-def test_other_pythons_compile_it(wheel, tmp_path, version):
-    """Without torch for them there is no more to try here; the workflows run all tests on the oldest and the newest."""
-    if (python := python_of(version)) is None:
-        pytest.skip(f"no Python {version} here")
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    run(python, "-W", "error", "-m", "compileall", "-q", tmp_path, cwd=tmp_path)
