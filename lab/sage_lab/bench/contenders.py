@@ -47,8 +47,11 @@ class Contender:
         return worst_error(found, self.exact, self.largest_error)
 
     def entry(self, direction: str) -> Entry:
-        """Return the candidate of a direction, after one call."""
-        call = {"fwd": self.forward, "bwd": self.backward, "fwd+bwd": lambda: self.both}[direction]()
+        """Return the candidate of "fwd", "bwd" or "fwd+bwd", after one call."""
+        call = self.both if direction == "fwd+bwd" else partial(self.attention, *self.operands)
+        if direction == "bwd":
+            output = self.attention(*self.leaves)
+            call = partial(torch.autograd.grad, output, self.leaves, self.grad_output, retain_graph=True)
         call()
         return self._entry(call)
 
@@ -63,15 +66,6 @@ class Contender:
         self._judge(output, *graph.outputs)
         return self._entry(graph.replay)
 
-    def forward(self) -> Callable[[], object]:
-        """Return a call of the forward pass."""
-        return lambda: self.attention(*self.operands)
-
-    def backward(self) -> Callable[[], object]:
-        """Return a call of the backward pass of one forward pass."""
-        output = self.attention(*self.leaves)
-        return lambda: torch.autograd.grad(output, self.leaves, self.grad_output, retain_graph=True)
-
     def both(self) -> tuple[Tensor, ...]:
         """Compute the gradients, by both passes."""
         return torch.autograd.grad(self.attention(*self.leaves), self.leaves, self.grad_output)
@@ -83,15 +77,9 @@ class Contender:
 def level_entry(
     op: str, level: int, prepare: Callable[[], Any], kernels: Callable[[Any], Any], error_of: Callable, scope: str
 ) -> Entry:
-    """Return a level of a ladder.
+    """Return a level of a ladder: kernels(prepare()), or, in scope "kernel", the kernels alone.
 
-    Args:
-        op: "sagebwd" or "sla2".
-        level: its number.
-        prepare: makes the inputs of its kernels.
-        kernels: runs its kernels on these inputs.
-        error_of: the error of what they return; RuntimeError if it is too large.
-        scope: "kernel": the kernels alone are timed; "op": with the preparation of their inputs.
+    error_of: the error of what the kernels return; RuntimeError if it is too large.
     """
     call = partial(kernels, prepare())
     error = error_of(call())

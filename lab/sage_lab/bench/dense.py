@@ -86,13 +86,8 @@ def ours(case: Case, *, unbiased: bool) -> Contender:
 
 def forward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
     """Return every forward level that runs here."""
-    make = {}
-    for level in runnable(FORWARD_LEVELS, case):
-        prepare = partial(prepare_forward, *case.tensors[:3], level, scale=case.scale, smooth_k=True)
-        kernels = partial(run_forward, level=level, **case.options)
-        error_of = partial(_error_of, case, slice(0, 1))
-        make[f"{OURS}, level {level}"] = partial(level_entry, "sagebwd", level, prepare, kernels, error_of, scope)
-    return make
+    prepare = partial(prepare_forward, *case.tensors[:3], scale=case.scale, smooth_k=True)
+    return _entries(case, scope, FORWARD_LEVELS, prepare, run_forward, slice(0, 1))
 
 
 def backward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
@@ -102,31 +97,32 @@ def backward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
     """
     *operands, grad_output = case.tensors
     best = forward_level(case.device, case.shape.head_dim)
-    forward = {
-        level: prepare_forward(*operands, level, scale=case.scale, smooth_k=True) for level in (0, best)
-    }  # fmt: skip
+    forward = {level: prepare_forward(*operands, level, scale=case.scale, smooth_k=True) for level in (0, best)}
     saved = {level: run_forward(inputs, level, **case.options) for level, inputs in forward.items()}
     hats = {name: getattr(forward[best], name) for name in ("q_hat", "k_hat", "v_range")}
     hats |= {"is_causal": case.shape.causal}
-    make = {}
-    for level in runnable(BACKWARD_LEVELS, case):
+
+    def prepare(level: int) -> object:
         results = saved[best if BACKWARD_LEVELS[level].int8 else 0]
-        prepare = partial(prepare_backward, grad_output, *operands, *results, level, **hats)
-        kernels = partial(run_backward, level=level, **case.options)
-        error_of = partial(_error_of, case, slice(1, 4))
-        make[f"{OURS}, level {level}"] = partial(level_entry, "sagebwd", level, prepare, kernels, error_of, scope)
+        return prepare_backward(grad_output, *operands, *results, level, **hats)
+
+    return _entries(case, scope, BACKWARD_LEVELS, prepare, run_backward, slice(1, 4))
+
+
+def _entries(
+    case: Case, scope: str, levels: tuple, prepare: Callable, run: Callable, which: slice
+) -> dict[str, Callable[[], Entry]]:
+    """Return the levels that can run here. prepare: of a level, its inputs; which: of RESULTS, what `run` returns."""
+
+    def error_of(found: tuple) -> float:
+        return worst_error(found[: which.stop - which.start], case.exact[which], names=RESULTS[which])
+
+    make = {}
+    for level, chosen in enumerate(levels):
+        if obstacle(chosen, case.device, case.shape.head_dim) is None:
+            steps = partial(prepare, level=level), partial(run, level=level, **case.options)
+            make[f"{OURS}, level {level}"] = partial(level_entry, "sagebwd", level, *steps, error_of, scope)
     return make
-
-
-def runnable(levels: tuple, case: Case) -> list[int]:
-    """Return the levels of a ladder that can run here."""
-    where = case.device, case.shape.head_dim
-    return [level for level, chosen in enumerate(levels) if obstacle(chosen, *where) is None]
-
-
-def _error_of(case: Case, which: slice, found: tuple) -> float:
-    exact = case.exact[which]
-    return worst_error(found[: len(exact)], exact, names=RESULTS[which])
 
 
 LADDERS = {"fwd": forward_levels, "bwd": backward_levels}

@@ -142,21 +142,21 @@ def ladder_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
 
 def level_rows(case: SparseCase, block_mask: Tensor, exact_output: Tensor, absent: Absent) -> Iterator[Row]:
     """Time every forward level, and the peers' forward passes with the mask that the router chose."""
-    where = case.device, case.shape.head_dim
-    levels = [level for level, chosen in enumerate(LEVELS) if obstacle(chosen, *where) is None]
+
+    def error_of(found: tuple) -> float:
+        return require_close(found[0], exact_output)
+
+    levels = [
+        level for level, chosen in enumerate(LEVELS) if obstacle(chosen, case.device, case.shape.head_dim) is None
+    ]
     peers = absent.tried({name: partial(forward_peer, case, name, block_mask) for name in SPARSE_PEERS}, case.columns)
     for scope in ("kernel", "op"):
         make = {}
         for level in levels if case.shape.n < LARGE else levels[1:]:
             steps = partial(case.prepare, level), partial(run, level=level, scale=case.scale)
-            error_of = partial(_error_of_output, exact_output)
             make[f"{OURS}, level {level}"] = partial(level_entry, "sla2", level, *steps, error_of, scope)
         make |= {name: lambda entry=entry: entry for name, entry in peers.items()}
         yield from case.turn(make, absent, scope=scope, direction="fwd")
-
-
-def _error_of_output(exact_output: Tensor, found: tuple) -> float:
-    return require_close(found[0], exact_output)
 
 
 def forward_peer(case: SparseCase, name: str, block_mask: Tensor) -> Entry:

@@ -256,11 +256,9 @@ def test_times_of_another_commit_are_not_gone_on_with(bench, made_up, monkeypatc
     assert made_up == [3, 3]
 
 
-def test_a_shape_that_is_not_measured_is_an_error(bench, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench("--n", "48", "49")
-    assert stop.value.code == 2
-    assert "n: expected some of [48], got [49]" in capsys.readouterr().err
+def test_a_shape_that_is_not_measured_is_an_error(made_up):
+    with pytest.raises(ValueError, match=r"n: expected some of \[1, 2, 3\], got \[49\]"):
+        bench_command.chosen(bench_command.MEASUREMENTS["sagebwd", False].shapes, n=[1, 49])
 
 
 # Launch tables

@@ -34,12 +34,10 @@ class Lists(NamedTuple):
 
     def dense(self):
         """Return bool [B, H, rows, columns]. Its lists ascend, and the rest of a list is never read."""
-        mask = torch.zeros(self.full_block_idx.shape, dtype=torch.bool)
-        for place in torch.cartesian_prod(*(torch.arange(size) for size in mask.shape[:3])).tolist():
-            listed = self.full_block_idx[tuple(place)][: self.full_block_cnt[tuple(place)]]
-            assert listed.tolist() == sorted(listed.tolist())
-            mask[tuple(place)][listed.long()] = True
-        return mask
+        order = self.full_block_idx.long()
+        is_read = torch.arange(order.shape[-1]) < self.full_block_cnt[..., None]
+        assert (order.diff(dim=-1)[is_read[..., 1:]] > 0).all()
+        return torch.zeros(order.shape, dtype=torch.bool).scatter(-1, order, is_read)
 
 
 def seen(block_mask, block_kv, n):
@@ -231,26 +229,19 @@ def test_a_later_call_does_not_change_the_scales_of_an_earlier_one(fp8, inputs):
         assert relative_l2(found, expected) < 0.03
 
 
-def test_fp8_takes_one_head_size(inputs):
-    query, key, value, _ = inputs(16, 16, 64)
-    with pytest.raises(ValueError, match="head_dim: expected 128, got 64"):
-        cudnn_fp8.cudnn_fp8(query, key, value, False)
-
-
-@pytest.mark.parametrize("layout", [lambda x: x, heads_last], ids=["contiguous", "heads last"])
-def test_quantising_keeps_the_largest_entry_and_the_layout(layout):
-    x = layout(1e3 * torch.randn(2, 3, 8, 128))
+def test_quantising_keeps_the_largest_entry_and_zeros():
+    x = 1e3 * torch.randn(2, 3, 8, 128)
     found, descale = quantise(x)
-    assert found.dtype == E4M3
-    assert found.stride() == x.stride()
     assert found.float().abs().max() == LARGEST
     assert relative_l2(dequantise(found, descale, torch.float32), x) < 0.04
     zeros, descale = quantise(torch.zeros(1, 1, 2, 128))
     assert not dequantise(zeros, descale, torch.float32).any()
 
 
-def test_a_missing_package_is_named():
-    """PyTorch's own need none."""
+def test_what_a_peer_lacks_is_named(inputs):
+    """PyTorch's own lack nothing."""
+    with pytest.raises(ValueError, match="head_dim: expected 128, got 64"):
+        cudnn_fp8.cudnn_fp8(*inputs(16, 16, 64)[:3], False)
     assert PEERS["sdpa_cudnn"].required() is PEERS["sdpa_cudnn"]
     with pytest.raises(ImportError, match="^its-package: ModuleNotFoundError: No module named"):
         PEERS["fa4"]._replace(package="its-package", module="no_module_of_this_name").required()

@@ -3,25 +3,18 @@
 The machine code and the GPUs are made up, so that the results can be worked out by hand.
 """
 
+import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 from sage_kernels.common.candidates import Launch
 from sage_lab.__main__ import main
-from sage_lab.bench import choose, predict
+from sage_lab.bench import choose, cost_model, predict
 from sage_lab.bench.compile import Case
-from sage_lab.bench.cost_model import (
-    Demand,
-    Gpu,
-    Kernel,
-    clocks,
-    gpus,
-    milliseconds,
-    tiles_per_clock,
-    warps_per_scheduler,
-)
+from sage_lab.bench.cost_model import Demand, Gpu, Kernel, gpus, milliseconds, tiles_per_clock, warps_per_scheduler
 from sage_lab.bench.instructions import tile_loops
 from sage_lab.bench.machine_loop import demand, demand_of
 from sage_lab.records import RECORDED, read_record
@@ -84,7 +77,7 @@ def test_the_inner_loop_without_a_mask_is_counted():
 
 def test_a_warp_alone_takes_the_sum_and_many_those_of_the_busiest_unit():
     needed = NOTHING._replace(instructions=8, float32=10, special=30, int8=20)
-    assert clocks(needed, GPU) == {
+    assert cost_model.clocks(needed, GPU) == {
         "tensor cores": 20, "float32": 10, "integer": 0, "special": 30, "shared memory": 0, "other": 0,
     }  # fmt: skip
     assert tiles_per_clock(needed, GPU, 1) == pytest.approx(1 / 60)
@@ -95,13 +88,10 @@ def test_a_warp_alone_takes_the_sum_and_many_those_of_the_busiest_unit():
     assert tiles_per_clock(needed, GPU, 0.5) == pytest.approx(0.5 / 60)
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [({}, 4), ({"registers": 85}, 5), ({"registers": 129}, 3), ({"shared": 33 << 10}, 2), ({"shared": 100 << 10}, 0)],
-)
-def test_how_many_warps_share_a_scheduler(change, expected):
+def test_how_many_warps_share_a_scheduler():
     kernel = Kernel(64, 64, num_warps=4, registers=128, shared=10 << 10, demand=NOTHING)
-    assert warps_per_scheduler(kernel._replace(**change), GPU) == expected
+    changes = [{}, {"registers": 85}, {"registers": 129}, {"shared": 33 << 10}, {"shared": 100 << 10}]
+    assert [warps_per_scheduler(kernel._replace(**change), GPU) for change in changes] == [4, 5, 3, 2, 0]
 
 
 def test_the_time_is_that_of_all_tiles():
@@ -137,25 +127,13 @@ def row(launch, spills=0, in_loops=0, clocks=1000, instructions=100, shared=10 <
     return names | launch._asdict() | needed._asdict() | {"instructions_per_score": instructions / 64}
 
 
-class Pool:
-    """A pool that compiles in this process."""
-
-    def __init__(self, workers):
-        self.map = map
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-
 @pytest.fixture
 def chosen(monkeypatch, tmp_path):
     """chosen(rows, killed_at=None) -> the launch that `choose` takes if the compiler makes these rows of the
     candidates, and the launches that were compiled; Ctrl-C ends it at one of them.
     """
-    monkeypatch.setattr(choose, "ProcessPoolExecutor", Pool)
+    pool = SimpleNamespace(map=map)  # compiles in this process
+    monkeypatch.setattr(choose, "ProcessPoolExecutor", lambda workers: contextlib.nullcontext(pool))
     monkeypatch.setattr(choose, "kernels", lambda capability: [FORWARD])
 
     def run(rows, killed_at=None):
@@ -235,12 +213,9 @@ def test_the_answer_names_the_gpu_and_says_that_it_is_a_prediction(capsys):
     assert line.startswith("Predicted for the RTX 4090, 8,192 tokens, against FlashAttention-2: INT8 attention forward")
 
 
-@pytest.mark.parametrize(
-    ("gains", "expected"),
-    [([1.2, 1.3], "pays"), ([1.0, 1.3], "pays at one head size"), ([1.04, 0.8], "does not pay")],
-)
-def test_the_verdict(gains, expected):
-    assert predict.verdict(gains) == expected
+def test_the_verdict():
+    verdicts = {(1.2, 1.3): "pays", (1.0, 1.3): "pays at one head size", (1.04, 0.8): "does not pay"}
+    assert {gains: predict.verdict(gains) for gains in verdicts} == verdicts
 
 
 def test_the_record_follows_from_the_compiled_table(tmp_path):
