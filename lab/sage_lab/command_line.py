@@ -206,19 +206,14 @@ def add_minutes_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_corpus_options(parser: argparse.ArgumentParser) -> None:
+def add_corpus_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", type=input_path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens"
-    )
-    parser.add_argument(
-        "--vocabulary", type=positive, default=256, help="256: bytes; more: byte pairs made from the text"
     )
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:
-    """Return the corpus that --corpus and --vocabulary name."""
-    from sage_lab.training.corpus import BYTES, byte_pairs, read_corpus
+    """Return the corpus that --corpus names."""
+    from sage_lab.training.corpus import read_corpus
 
-    corpus = read_corpus(options.corpus)
-    has_its_own_tokens = options.vocabulary == BYTES or corpus.vocab_size != BYTES
-    return corpus if has_its_own_tokens else byte_pairs(corpus, options.vocabulary)
+    return read_corpus(options.corpus)

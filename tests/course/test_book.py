@@ -67,7 +67,7 @@ def test_addresses_lead_to_the_public_repository():
 
 def test_colab_installs_the_pinned_versions_of_what_notebooks_import(tmp_path):
     pins = {pin.partition("==")[0] for pin in colab.pinned()}
-    assert pins >= {"torch", "triton", "matplotlib", "numpy", "safetensors", "scipy", "tokenizers"}
+    assert pins >= {"torch", "triton", "matplotlib", "numpy", "safetensors", "scipy"}
     assert not pins & colab.FROM_COLAB
     for name in ("pyproject.toml", "lab/pyproject.toml", "course/pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

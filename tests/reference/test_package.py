@@ -88,7 +88,7 @@ with contextlib.suppress(SystemExit):
 assert not {command.module for command in COMMANDS.values()} & set(sys.modules)
 main(["info"])
 """
-    others = "triton sage_kernels numpy scipy matplotlib tqdm safetensors tokenizers hypothesis pytest"
+    others = "triton sage_kernels numpy scipy matplotlib tqdm safetensors hypothesis pytest"
     printed = python(BLOCK + program, *others.split())
     for name in COMMANDS:
         assert re.search(rf"^ +{name}\s", printed, re.MULTILINE)

@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from sage_lab.command_line import (
-    add_corpus_options,
+    add_corpus_option,
     add_device_option,
     corpus_of,
     from_zero,
@@ -21,7 +21,7 @@ from sage_ref.tracing import rms
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=input_path, metavar="CHECKPOINT", help="of `pretrain`")
-    add_corpus_options(parser)
+    add_corpus_option(parser)
     parser.add_argument("--layers", type=from_zero, nargs="+", required=True, metavar="LAYER")
     parser.add_argument("--heads", type=from_zero, nargs="+", metavar="HEAD", help="default: all")
     parser.add_argument("--context", type=positive, help="tokens of the sequence; default: as many as the model takes")

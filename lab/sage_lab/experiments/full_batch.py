@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_lab.command_line import (
-    add_corpus_options,
+    add_corpus_option,
     add_device_option,
     add_minutes_option,
     corpus_of,
@@ -330,7 +330,7 @@ def full_batch_table(finished: Finished) -> tuple[tuple[str, ...], list[tuple]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = FullBatchPlan()
     on_gpu = torch.cuda.is_available()
-    add_corpus_options(parser)
+    add_corpus_option(parser)
     parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if on_gpu else "cpu")
     parser.add_argument("--steps", type=positive, help=f"of a run; default: the plan's, {default.steps} on a GPU")
     parser.add_argument("--learning-rates", type=positive_number, nargs="+", help="default: the plan's")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_lab.command_line import add_corpus_options, add_device_option, corpus_of, input_path, positive
+from sage_lab.command_line import add_corpus_option, add_device_option, corpus_of, input_path, positive
 from sage_lab.models.llama import Llama
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row, markdown_table, only_writer, write_record
@@ -293,7 +293,7 @@ def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = NoiseSettings()
     parser.add_argument("checkpoints", type=input_path, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
-    add_corpus_options(parser)
+    add_corpus_option(parser)
     parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
     parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")
     parser.add_argument("--folds", type=positive, default=default.folds, help="independent parts of the batches")

@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from sage_lab.command_line import (
-    add_corpus_options,
+    add_corpus_option,
     add_device_option,
     corpus_of,
     from_zero,
@@ -28,7 +28,7 @@ from sage_ref.sagebwd.settings import GRANULARITIES
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()}
-    add_corpus_options(parser)
+    add_corpus_option(parser)
     for name in ("context", "layers", "width", "heads", "kv_heads"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default[name])
     parser.add_argument("--attention", choices=ATTENTIONS, default="exact")

@@ -1,7 +1,6 @@
 """Tokens from the Python sources on this machine, from any text file or folder, or from a nanoGPT-style .bin.
 
-Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens. A larger
-vocabulary is made from the text itself (`byte_pairs`).
+Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens.
 A .bin file holds uint16 tokens made elsewhere (OpenWebText in GPT-2 tokens, say) and is mapped, not loaded.
 """
 
@@ -25,8 +24,6 @@ from sage_lab.records import replaced
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
 EXCLUDED_PREFIX = "_sysconfigdata"
 BYTES = 256
-DOCUMENT = 2**15  # bytes that are turned into byte pairs at once
-SAMPLE = 1000  # documents from which a vocabulary is made
 
 
 @dataclass(frozen=True)
@@ -104,29 +101,6 @@ def python_corpus() -> Corpus:
     shuffled = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     name = f"standard library of Python {platform.python_version()} and the packages installed beside it"
     return _text_corpus(name, [names[name] for name in shuffled])
-
-
-def byte_pairs(corpus: Corpus, vocabulary: int, folder: Path = Path("runs")) -> Corpus:
-    """Return the text of `corpus` in byte pairs: `vocabulary` tokens, the 256 bytes and frequent sequences of them.
-
-    The tokens are kept in `folder` under the hash of the text, as a .bin that `read_corpus` reads. Bytes that are not
-    UTF-8 become the replacement character.
-    """
-    from tokenizers import ByteLevelBPETokenizer
-
-    if not BYTES < vocabulary <= 2**16:
-        raise ValueError(f"vocabulary: expected more than {BYTES} and at most {2**16} tokens, got {vocabulary}")
-    if corpus.tokens.dtype != torch.uint8:
-        raise ValueError(f"corpus: expected bytes, got the {corpus.tokens.dtype} tokens of {corpus.name}")
-    path = folder / f"corpus_{corpus.sha256[:16]}_{vocabulary}.bin"
-    if not path.exists():
-        documents = [bytes(part.numpy()).decode(errors="replace") for part in corpus.tokens.split(DOCUMENT)]
-        tokenizer = ByteLevelBPETokenizer()
-        sample = documents[:: -(-len(documents) // SAMPLE)]
-        tokenizer.train_from_iterator(sample, vocab_size=vocabulary, show_progress=False)
-        encoded = tokenizer.encode_batch(documents)
-        write_tokens(np.concatenate([np.array(part.ids, dtype=np.uint16) for part in encoded]), path)
-    return Corpus(f"{corpus.name}, {vocabulary} byte pairs", read_corpus(path).tokens, vocabulary)
 
 
 def write_tokens(tokens: np.ndarray, path: Path) -> None:

@@ -95,7 +95,6 @@ BAD = {  # the command line: what its one line says
     "full-batch --plan cpu --minutes 0": "argument --minutes: expected a number above 0, got '0'",
     "pretrain --corpus empty": "path: expected text, found 1 files with no byte in them",
     "pretrain --corpus odd.bin": "path: expected uint16 tokens, two bytes each, found 3 bytes in odd.bin",
-    "pretrain --corpus text.txt --vocabulary 70000": "vocabulary: expected more than 256 and at most 65536",
     "pretrain --learning-rate nan": "argument --learning-rate: expected a number above 0, got 'nan'",
     "pretrain --warmup 1.5": "argument --warmup: expected a number from 0 to 1, got '1.5'",
     "pretrain --seed -1": "argument --seed: expected at least 0, got -1",

@@ -14,7 +14,6 @@ from sage_lab.experiments.full_batch import (
     SCREENED,
     TRUTH,
     FullBatchPlan,
-    FullBatchRun,
     deviating,
     full_batch_table,
     gap,
@@ -77,13 +76,6 @@ def test_a_small_batch_is_one_pass():
     run = PLAN.run(TRUTH, True, 0.1, 1).replace(batch_tokens=2**14)
     settings = PLAN.settings(run, compile=False)
     assert (settings.batch_size, settings.micro_batch_size, settings.sequences) == (16, 16, 256)
-
-
-def test_names_are_file_names_and_differ():
-    runs = [FullBatchRun(arm, norm, 0.001, 0, 4096) for arm in ARMS for norm in (True, False)]
-    names = [run.name for run in runs]
-    assert len(set(names)) == len(names)
-    assert all(name.replace("_", "").replace(".", "").isalnum() for name in names)
 
 
 def test_the_screening_is_every_arm_without_and_with_norm_and_nothing_follows_before_it_ends():

@@ -1,8 +1,6 @@
 """Moments are unbiased and their errors honest, and what is measured is the gradient of the whole model."""
 
 import json
-import math
-import shutil
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,9 +9,6 @@ from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, pretrained, sixteen_let
 from sage_lab.__main__ import main
 from sage_lab.experiments import gradient_noise as noise_module
 from sage_lab.experiments.gradient_noise import (
-    KNOWN_VARIANTS,
-    REMEDY_VARIANTS,
-    VARIANTS,
     Accumulator,
     Moments,
     NoiseSettings,
@@ -23,7 +18,6 @@ from sage_lab.experiments.gradient_noise import (
 from sage_lab.models.llama import Llama
 from sage_lab.plan import FinishedParts
 from sage_lab.records import markdown_table, read_record
-from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import load_model
@@ -57,17 +51,6 @@ def test_moments_are_their_formulas():
     assert found.square == pytest.approx(square(range(4)))
     assert found.square_error == pytest.approx(variance**0.5)
     assert found.trace == pytest.approx(vectors.T.cov().trace().item())
-
-
-def test_vectors_that_never_change_have_no_noise_and_are_not_kept():
-    accumulator, vector = Accumulator(4, 8), torch.tensor([1.0, -2.0, 0.5, 0.0])
-    for number in range(8):
-        accumulator.add(number, vector)
-    vector.zero_()
-    found = accumulator.moments()
-    assert found.square == pytest.approx(5.25)
-    assert (found.square_error, found.trace) == pytest.approx((0, 0), abs=1e-9)
-    assert [x.shape for x in accumulator.sums] == [(4,)] * 4  # one sum per fold, whatever the number of batches
 
 
 # Parts of a model
@@ -168,38 +151,6 @@ def test_without_noise_of_batches_nearest_rounding_is_all_bias_and_stochastic_ro
     assert stochastic["bias_square"] < nearest["bias_square"]
 
 
-def test_every_variant_measures_an_error_of_its_own(model):
-    settings = NoiseSettings(batches=6, sequences=1, folds=3)
-    assert settings.variants == tuple(VARIANTS)
-    rows = rows_of(model, settings)
-    assert set(rows) == {(name, group) for name in VARIANTS for group in GROUPS}
-    for row in rows.values():
-        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
-        assert row["variance_trace"] > 0
-    assert len({rows[name, "whole"]["variance_trace"] for name in VARIANTS}) == len(VARIANTS)
-    # Gradients and their noise are those of exact attention: the same beside every variant.
-    assert len({(rows[name, "whole"]["gradient_square"], rows[name, "whole"]["noise_trace"]) for name in VARIANTS}) == 1
-
-
-def test_remedies_are_variants_of_either_granularity(model):
-    assert REMEDY_VARIANTS["per block, seven"]["granularity"] == "block"
-    assert {variant["remedy"] for variant in REMEDY_VARIANTS.values()} == set(REMEDIES) - {"none", "stochastic"}
-    assert len(KNOWN_VARIANTS) == len(VARIANTS) + 2 * (len(REMEDIES) - 2)
-    names = ("per block, nearest", "per block, two terms", "per row, nearest", "per row, seven")
-    rows = rows_of(model, replace(SMALL, variants=names))
-    bias = {name: rows[name, "layer 1, query and key"]["variance_trace"] for name in names}
-    assert bias["per block, two terms"] < 0.9 * bias["per block, nearest"]
-    assert len(set(bias.values())) == 4
-
-
-def test_bfloat16_is_exact_attention_in_bfloat16(model):
-    seen = []
-    core = model.blocks[0].attention.core
-    core.register_forward_hook(lambda core, qkv, output: seen.append((core.config.attention, output.dtype)))
-    rows_of(model, replace(SMALL, variants=("bf16", "per row, nearest")))
-    assert seen == [("exact", torch.float32), ("exact", torch.bfloat16), ("sagebwd", torch.float32)] * 6
-
-
 def test_what_a_checkpoint_was_trained_with_changes_nothing(model):
     """The variants say all about SageBwd themselves."""
     settings = NoiseSettings(batches=6, sequences=1, folds=3, variants=("bf16", "per row, nearest"))
@@ -275,34 +226,6 @@ def test_rows_say_which_checkpoint_they_are_of(checkpoints, tmp_path, monkeypatc
         assert [row[name] for name in names] == [True, "exact", 4, 96, 2, 32, 4, parameters]
     assert rows[7]["gradient_square"] != rows[15]["gradient_square"]
     assert seen == ["sixteen letters (train)"] * 2  # what the model was trained on
-
-
-def test_a_killed_measurement_goes_on_where_it_was(checkpoints, tmp_path, monkeypatch):
-    measure, steps = gradient_noise, []
-
-    def killed_in_the_second(model, corpus, settings):
-        if len(steps) == 1:
-            raise KeyboardInterrupt
-        steps.append(0)
-        return measure(model, corpus, settings)
-
-    parts = FinishedParts(tmp_path / "noise", None)
-    with monkeypatch.context() as patch:
-        patch.setattr(noise_module, "gradient_noise", killed_in_the_second)
-        with pytest.raises(KeyboardInterrupt):
-            measured(checkpoints, parts)
-    parts = FinishedParts(tmp_path / "noise", None)
-    assert len(parts.parts) == 1
-    monkeypatch.setattr(noise_module, "gradient_noise", lambda *x: steps.append(1) or measure(*x))
-    rows = measured(checkpoints, parts)
-    assert steps == [0, 1]
-    assert rows == measured(checkpoints, FinishedParts(tmp_path / "whole", None))
-    steps.clear()
-    assert measured(checkpoints[::-1], parts) == rows[8:] + rows[:8]  # both are there, in any order
-    assert steps == []
-    for checkpoint in checkpoints:  # other weights under the old name are no part of this measurement
-        measured([shutil.copy(checkpoint, tmp_path / "run.pt")], parts)
-    assert steps == [1] * 2
 
 
 def test_another_corpus_is_refused(checkpoints, tmp_path):

@@ -2,13 +2,9 @@
 
 import math
 
-import pytest
-from pretrain_cases import log_rows, poisoned, stopped
+from pretrain_cases import log_rows, poisoned
 from sage_lab.__main__ import main
 from sage_lab.records import read_record
-from sage_lab.training.loop import ResumableTraining
-
-from sage_ref.tracing import INTERMEDIATES
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --kv-heads 1 --tokens 512"
@@ -45,21 +41,6 @@ def test_the_command_trains_and_records(text, capsys):
     assert len(log_rows(text)) == 1 + 8 + 4
 
 
-def test_the_command_goes_on_where_it_was_and_repeats_its_record(text, monkeypatch):
-    with monkeypatch.context() as patch:
-        stopped(patch, ResumableTraining, "advance", lambda training: training.step == 5)
-        with pytest.raises(SystemExit):
-            main([*OPTIONS, "--trace"])
-    assert not (text / "run.json").exists()
-    main([*OPTIONS, "--trace"])
-    first = read_record(text / "run.json")
-    assert len(first.provenance["traces"]) == 5 * 2 * len(INTERMEDIATES)
-    assert first.provenance["arguments"]["smooth_k"] is True
-    main([*OPTIONS, "--trace"])
-    again = read_record(text / "run.json")
-    assert (again.rows, again.provenance["traces"]) == (first.rows, first.provenance["traces"])
-
-
 def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys):
     poisoned(monkeypatch, step=3, loss=math.nan)
     main(OPTIONS)
@@ -67,11 +48,3 @@ def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys)
     said = f"3 steps, 192 tokens, {row['seconds']:.0f} s; diverged: the loss of step 3 is not finite"
     assert said in capsys.readouterr().out
     assert row["diverged"] == "the loss of step 3 is not finite"
-
-
-def test_the_command_trains_on_byte_pairs_in_bfloat16(text):
-    main([*OPTIONS, "--vocabulary", "280", "--autocast"])
-    record = read_record(text / "run.json")
-    assert record.provenance["corpus"]["vocabulary"] == record.provenance["arguments"]["vocab_size"] == 280
-    assert record.provenance["arguments"]["autocast"] is True
-    assert len(list((text / "runs").glob("corpus_*_280.bin"))) == 1

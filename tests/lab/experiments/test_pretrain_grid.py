@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -303,22 +302,6 @@ def test_report_only_trains_nothing_and_the_command_goes_on_with_what_is_unfinis
     main([*COMMAND, *outputs])  # the corpus is in the folder
     assert len(run.commands) == 5
     assert len(read_record(text / "grid.json").rows) == len(found.rows) + 5
-
-
-def test_on_gpus_each_is_shared_by_as_many_runs_as_asked_for(text, monkeypatch):
-    class Seen(Exception):
-        pass
-
-    def seen(*arguments):
-        raise Seen(*arguments)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(grid_module, "opened", seen)
-    with pytest.raises(Seen) as found:
-        main(["pretrain-grid", "--runs-per-gpu", "3"])
-    _, _, plan, devices = found.value.args
-    assert (plan, Counter(devices)) == (GridPlan(), {0: 3, 1: 3})
 
 
 def test_every_cell_trains(text, monkeypatch):

@@ -17,8 +17,6 @@ from sage_lab.training.pretrain import Pretraining, PretrainSettings
 from sage_lab.training.processes import Processes, processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_ref.prologue import before_attention
-
 # Once per process, in whichever test comes first.
 pytestmark = pytest.mark.filterwarnings("ignore:sage_ref. backend='auto' uses the reference:UserWarning")
 
@@ -104,43 +102,6 @@ def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch
     assert len(seen) == 6 * 2  # steps of two passes
     query, key = torch.randn(2, 1, 1, 4, 8)
     assert speed._flash_attention_4(query, key, key.bfloat16()).dtype == torch.bfloat16
-
-
-def test_why_attentions_are_missing():
-    assert speed.why_missing("exact", torch.device("cpu")) is None
-    assert speed.why_missing("sagebwd_apart", torch.device("cuda")) is None
-    assert speed.why_missing("sagebwd_apart", torch.device("cpu")).startswith("it needs a CUDA device")
-    assert speed.why_missing("flash_attention_4", torch.device("cpu")) == "flash-attn-4 needs a CUDA device"
-
-
-def test_work_apart_is_compiled_for_a_gpu_and_only_sagebwd_has_a_prologue(clock, monkeypatch):
-    """The compiled function is called once per pass and layer by every model that doesn't fuse it."""
-    called = []
-
-    def before(*tensors):
-        called.append(len(models))
-        return before_attention(*tensors)
-
-    models = []
-    monkeypatch.setattr(speed, "before_attention_on", lambda device: models.append(device) or before)
-    for name in ("exact", "sagebwd_apart", "sagebwd"):
-        called.clear()
-        cell = speed.Cell(
-            PLAN, speed.Corpus("some", torch.randint(64, (999,)).to(torch.uint16), 64), 16, Processes(), "none"
-        )
-        speed.Model(cell, name)
-        assert len(called) == (0 if name == "sagebwd" else 2)  # a step of two passes
-    monkeypatch.undo()
-    assert speed.before_attention_on(torch.device("cpu")) is before_attention
-    monkeypatch.setattr(torch, "compile", lambda function, **options: ("compiled", function))
-    speed.before_attention_on.cache_clear()
-    assert speed.before_attention_on(torch.device("cuda")) == ("compiled", before_attention)
-    speed.before_attention_on.cache_clear()
-
-
-def test_a_node_is_the_attentions_whatever_its_layout():
-    x = torch.ones(2, 3, requires_grad=True)
-    assert speed._node(x.exp().mT.mT) == "ExpBackward0"
 
 
 def test_a_row_names_what_ran(clock):

@@ -1,34 +1,15 @@
 """Table 2's rows, the layer that it shows, and the command."""
 
-import itertools
-
 import pytest
 import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import table2
 from sage_lab.experiments.table2 import MEASURES, PAPER_TABLE2, table2_rows
-from sage_lab.records import RECORDED, Record, read_record
+from sage_lab.records import RECORDED, read_record
 from sage_lab.training.capture import Capture, read_capture, write_capture
 
 from sage_ref.sagebwd.settings import SageBwdSettings
-from sage_ref.tracing import INTERMEDIATES, exact_intermediates, rms
-
-
-def test_table2_has_a_row_per_layer_and_intermediate(inputs):
-    names = ("query", "key", "value", "grad_output")
-    captures = {layer: dict(zip(names, inputs(40, 40, 16, seed=layer), strict=True)) for layer in (0, 3)}
-    rows = table2_rows(captures, SageBwdSettings(is_causal=True, block_q=16))
-    assert [(row["layer"], row["tensor"]) for row in rows] == list(itertools.product((0, 3), INTERMEDIATES))
-    for row in rows:
-        exact = exact_intermediates(*captures[row["layer"]].values(), SageBwdSettings(is_causal=True))
-        assert row["rms"] == pytest.approx(rms(exact[row["tensor"]]), rel=1e-3)
-        assert (row["rms_bound"] is not None) == (row["tensor"] == "dS")
-        assert row["tensor"] != "dS" or row["rms"] <= row["rms_bound"]
-    assert {(row["block_q"], row["block_kv"], row["granularity"]) for row in rows} == {(16, 128, "row")}
-    assert rows[3]["paper_rel_l2"] == 0.2045
-    assert rows[3]["rel_l2"] != rows[11]["rel_l2"]
-    (dp,) = Record({}, rows).select(layer=0, tensor="dP")
-    assert (dp["cosine"], dp["rel_l2"]) == (1.0, 0.0)
+from sage_ref.tracing import INTERMEDIATES
 
 
 @pytest.mark.parametrize("norm", table2.CAPTURES)

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-from sage_lab.training import corpus as corpus_module
-from sage_lab.training.corpus import Corpus, byte_pairs, read_corpus, write_tokens
+from sage_lab.training.corpus import Corpus, read_corpus, write_tokens
 
 
 def text_of(corpus):
@@ -128,66 +126,3 @@ def test_nothing_to_read_is_an_error(tmp_path, files, path, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError if files or not path else FileNotFoundError, match=f"path: expected {message}"):
         read_corpus(tmp_path / path)
-
-
-SENTENCE = "to be or not to be, that is the question; whether 'tis nobler — größer — in the mind\n"
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """The tokenizers that were trained, one by one."""
-    found = []
-
-    class Recorded(tokenizers.ByteLevelBPETokenizer):
-        def train_from_iterator(self, *arguments, **options):
-            found.append(self)
-            return super().train_from_iterator(*arguments, **options)
-
-    monkeypatch.setattr(tokenizers, "ByteLevelBPETokenizer", Recorded)
-    return found
-
-
-def text_corpus(text, name="text"):
-    return Corpus(name, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), 256)
-
-
-def test_byte_pairs_give_the_text_back(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(corpus_module, "DOCUMENT", len(SENTENCE.encode()) * 4)
-    pairs = byte_pairs(text_corpus(SENTENCE * 21), 300, tmp_path)
-    (tokenizer,) = trained
-    assert tokenizer.decode(pairs.tokens.tolist()) == SENTENCE * 21
-    assert (pairs.name, pairs.vocab_size, pairs.tokens.dtype) == ("text, 300 byte pairs", 300, torch.uint16)
-    assert pairs.tokens.long().max() >= 256
-    assert len(pairs.tokens) < 0.6 * len(SENTENCE.encode()) * 21
-
-
-def test_byte_pairs_are_learned_from_a_sample_of_the_whole_text(tmp_path, trained, monkeypatch):
-    """Ten documents, three of which may be looked at: the sample reaches the end of the text."""
-    monkeypatch.setattr(corpus_module, "DOCUMENT", 1000)
-    monkeypatch.setattr(corpus_module, "SAMPLE", 3)
-    pairs = byte_pairs(text_corpus("a" * 8000 + "xyz " * 500), 300, tmp_path)
-    assert any("xyz" in token for token in trained[0].get_vocab())
-    assert len(pairs.tokens) < 2000
-
-
-def test_byte_pairs_are_made_once_for_each_text_and_vocabulary(tmp_path, trained):
-    text = text_corpus(SENTENCE * 20)
-    first = byte_pairs(text, 300, tmp_path)
-    again = byte_pairs(text_corpus(SENTENCE * 20, "same text"), 300, tmp_path)
-    assert len(trained) == 1
-    assert torch.equal(again.tokens.long(), first.tokens.long())
-    assert again.name == "same text, 300 byte pairs"
-    # As large as asked, even where its last token is never used.
-    assert byte_pairs(text, 1000, tmp_path).vocab_size == 1000
-    byte_pairs(text_corpus(SENTENCE * 19), 300, tmp_path)
-    assert len(trained) == len(list(tmp_path.iterdir())) == 3
-    assert read_corpus(tmp_path / f"corpus_{text.sha256[:16]}_300.bin").sha256 == first.sha256
-
-
-@pytest.mark.parametrize("vocabulary", [256, 2**16 + 1])
-def test_impossible_byte_pairs_are_refused(tmp_path, vocabulary):
-    message = f"vocabulary: expected more than 256 and at most 65536 tokens, got {vocabulary}"
-    with pytest.raises(ValueError, match=message):
-        byte_pairs(text_corpus(SENTENCE), vocabulary, tmp_path)
-    with pytest.raises(ValueError, match="corpus: expected bytes, got the torch.uint16 tokens of numbers"):
-        byte_pairs(numbered(20), 300, tmp_path)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from pretrain_cases import CONFIG, Stopped, assert_same_bits, sixteen_letters, stopped
 from sage_lab.models.llama import Llama
-from sage_lab.training import full_batch
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.full_batch import (
     CURVE,
@@ -15,7 +14,6 @@ from sage_lab.training.full_batch import (
     windows,
 )
 from sage_lab.training.loop import train
-from torch import nn
 
 EXACT = replace(CONFIG, layers=1, fused_prologue=False)
 SAGEBWD = replace(EXACT, attention="sagebwd", backend="reference", granularity="block", block_q=8, block_kv=8)
@@ -105,29 +103,6 @@ def test_attention_in_bfloat16_leaves_all_else_in_float32():
     assert all(dtypes == {torch.bfloat16} for dtypes in seen)
 
 
-def test_the_kernels_get_what_the_core_is_given_in_bfloat16(monkeypatch):
-    seen = []
-
-    def kernels(query, key, value, **options):
-        seen.append((query.dtype, key.dtype, value.dtype, options["backend"], options["prologue"]))
-        return query * value
-
-    monkeypatch.setattr("sage_lab.models.llama.sagebwd_attention", kernels)
-    config = replace(EXACT, attention="sagebwd", backend="triton", kv_heads=4)
-    training = new_training(config, attention_in_bfloat16=True)
-    training.accumulate_gradients()
-    assert seen == [(*[torch.bfloat16] * 3, "triton", None)] * 4
-
-
-def test_only_the_reference_s_attention_is_compiled(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(type(module).__name__))
-    new_training(compile=True)
-    assert compiled == []
-    new_training(SAGEBWD, compile=True)
-    assert compiled == ["AttentionCore"]
-
-
 # What a report measures
 
 
@@ -200,18 +175,6 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch)
     train(again, tmp_path / "run.pt")
     assert again.curve == whole.curve
     assert_same_bits(again.model.state_dict(), whole.model.state_dict())
-
-
-def test_a_run_that_diverges_says_so_and_stays_so(tmp_path, monkeypatch):
-    training = new_training()
-    monkeypatch.setattr(full_batch, "token_loss", lambda logits, sequences: logits.sum() * float("nan"))
-    with monkeypatch.context() as patch:
-        patch.setattr(FullBatchTraining, "report", lambda training, losses: training.losses.append({"step": 0}))
-        train(training, tmp_path / "run.pt")
-    assert training.diverged == "the loss of step 0 is not finite"
-    again = new_training()
-    train(again, tmp_path / "run.pt")
-    assert (again.diverged, again.step) == (training.diverged, 0)
 
 
 @pytest.mark.parametrize(
