@@ -124,12 +124,13 @@ class Samples(NamedTuple):
 
 
 class FittedRouter(NamedTuple):
-    """A fitted router. model: SLA2 in stage 2.
+    """A fitted router. model: SLA2 in stage 2. settings: of its fit.
 
     trace: the loss, the flatness of SoftTop-k and the norm of the projections' gradient in the first and the last step.
     """
 
     model: SLA2
+    settings: FitSettings
     trace: list[Row]
 
 
@@ -162,7 +163,7 @@ def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
         sample = int(torch.randint(count, (), generator=generator))
         rows = torch.randperm(n // settings.block_q, generator=generator)[: settings.query_blocks]
         rows = rows.to(fitted.query.device)
-        loss, soft = stage1_loss(model, fitted, settings.relaxation, [sample], rows, settings.reading)
+        loss, soft = stage1_loss(model, fitted, settings, [sample], rows)
         return loss
 
     def watch(step: int, loss: Tensor) -> None:
@@ -173,26 +174,21 @@ def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
     fit_with_adam(groups, settings.steps, loss_of, betas=(0.9, 0.99), watch=watch)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise RuntimeError(f"the fit with {settings} left weights that are not finite")
-    return FittedRouter(model.stage(2), trace)
+    return FittedRouter(model.stage(2), settings, trace)
 
 
 def stage1_loss(
-    model: SLA2,
-    fitted: Samples,
-    relaxation: Relaxation,
-    sample: Sequence[int],
-    rows: Tensor,
-    reading: str = WEIGHTED,
+    model: SLA2, fitted: Samples, settings: FitSettings, sample: Sequence[int], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return |O_M - O|^2 / |O|^2 over the queries of blocks `rows` of some samples, and SoftTop-k of those rows."""
     blocks = model.settings
     # [b, H, rows * block_q, D]
     q, o = (into_blocks(x[sample], blocks.block_q)[:, :, rows].flatten(2, 3) for x in (fitted.query, fitted.output))
     k, v = fitted.key[sample], fitted.value[sample]
-    scores = relaxation.scores_of(model.router(q, k))
-    weights, soft = relaxation.block_weights(scores, selected_count(model.sparsity, fitted.mass.shape[-1]))
+    scores = settings.relaxation.scores_of(model.router(q, k))
+    weights, soft = settings.relaxation.block_weights(scores, selected_count(model.sparsity, fitted.mass.shape[-1]))
     alpha = model.alpha(len(sample), fitted.mass.shape[-2])[:, :, rows]
-    output = READINGS[reading](q, k, v, weights, alpha, blocks)
+    output = READINGS[settings.reading](q, k, v, weights, alpha, blocks)
     return (output - o).square().sum() / o.square().sum(), soft
 
 
@@ -308,9 +304,7 @@ def mask_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list
 
 
 @torch.no_grad()
-def trained_rows(
-    fitted: Samples, held_out: Samples, found: FittedRouter, relaxation: Relaxation, reading: str = WEIGHTED
-) -> list[Row]:
+def trained_rows(fitted: Samples, held_out: Samples, found: FittedRouter) -> list[Row]:
     """Measure the trained layer with its hard mask, on both sample sets.
 
     error_fitted_alpha: with the alphas that suit the hard mask best on the fitted samples (stage 2 trains them too).
@@ -328,23 +322,21 @@ def trained_rows(
     for sample_set, data in ((FITTED, fitted), (HELD_OUT, held_out)):
         mask = model.block_mask(data.query, data.key)
         alpha = model.alpha(mask.shape[0], mask.shape[2])
-        loss, soft = stage1_loss(model, data, relaxation, list(range(len(data.query))), all_blocks, reading)
+        loss, soft = stage1_loss(model, data, found.settings, list(range(len(data.query))), all_blocks)
         mass = (data.mass * mask).sum(-1)
         row = {"method": "SLA2", "samples": sample_set} | mixed_row(data, mask, alpha, model.settings)
-        rows.append(
-            row
-            | {
-                "error_fitted_alpha": mixed_row(data, mask, best_alpha, model.settings)["error"],
-                "error_stage1": loss.item(),
-                "flatness": flatness(soft),
-                "alpha_minus_mass": (alpha - mass).mean().item(),
-                "alpha_correlation": correlation(alpha, mass),
-                "flatness_at_start": first["flatness"],
-                "gradient_at_start": first["gradient"],
-                "gradient_at_end": last["gradient"],
-                "projections_moved": math.hypot(*moved),
-            }
-        )
+        row |= {
+            "error_fitted_alpha": mixed_row(data, mask, best_alpha, model.settings)["error"],
+            "error_stage1": loss.item(),
+            "flatness": flatness(soft),
+            "alpha_minus_mass": (alpha - mass).mean().item(),
+            "alpha_correlation": correlation(alpha, mass),
+            "flatness_at_start": first["flatness"],
+            "gradient_at_start": first["gradient"],
+            "gradient_at_end": last["gradient"],
+            "projections_moved": math.hypot(*moved),
+        }
+        rows.append(row)
     return rows
 
 
@@ -356,10 +348,7 @@ def correlation(x: Tensor, y: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class RouterRun(Run):
-    """One fit of a layer's router with a stand-in for the hard mask; or, as stand-in BASELINES, what it competes with.
-
-    relaxation: its name.
-    """
+    """One fit of a layer's router; or, in place of its stand-in's name, BASELINES: the masks and SLA."""
 
     layer: int
     sparsity: float
@@ -399,26 +388,18 @@ def run_rows(run: RouterRun, fitted: Samples, held_out: Samples, settings: FitSe
         rows = mask_rows(fitted, held_out, settings) + sla_rows(fitted, held_out, settings)
     else:
         relaxation = next(x for x in (*DEFAULT, *STUDY) if x.name == run.relaxation)
-        found = fit_router(fitted, replace(settings, relaxation=relaxation))
-        rows = trained_rows(fitted, held_out, found, relaxation, run.reading)
+        rows = trained_rows(fitted, held_out, fit_router(fitted, replace(settings, relaxation=relaxation)))
         place |= {"relaxation": run.relaxation, "reading": run.reading, "seed": run.seed}
     return [place | {k: float(f"{x:.5g}") if isinstance(x, float) else x for k, x in row.items()} for row in rows]
 
 
 def result_table(rows: Sequence[Row]) -> str:
-    """Return means over layers and seeds per sparsity and method.
-
-    "alpha fitted": the error on the held-out samples with the alphas that suit the hard mask on the fitted ones.
-    """
+    """Return means over layers and seeds: errors, the held-out one with refitted alphas too, and the mass held."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(x) for x in ("sparsity", "method", "relaxation", "reading")), []).append(row)
-    columns = {
-        "fitted": (FITTED, "error"),
-        "held out": (HELD_OUT, "error"),
-        "alpha fitted": (HELD_OUT, "error_fitted_alpha"),
-        "share of best mass": (HELD_OUT, "share_of_best_mass"),
-    }
+    columns = {"fitted": (FITTED, "error"), "held out": (HELD_OUT, "error")}
+    columns |= {"alpha fitted": (HELD_OUT, "error_fitted_alpha"), "best mass": (HELD_OUT, "share_of_best_mass")}
     lines = []
     for (sparsity, method, *stand_in), group in groups.items():
         line = [f"{sparsity:.0%}", f"{method} ({'; '.join(stand_in)})" if all(stand_in) else method]

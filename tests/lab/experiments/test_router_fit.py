@@ -9,33 +9,13 @@ import pytest
 import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import router_fit
-from sage_lab.experiments.router_fit import (
-    FITTED,
-    HELD_OUT,
-    MULTIPLIED,
-    WEIGHTED,
-    FitSettings,
-    RouterRun,
-    branches,
-    fit_router,
-    fitted_alpha,
-    held_mass,
-    heuristic_mask,
-    mask_rows,
-    mixed_row,
-    printed_soft_attention,
-    samples,
-    sla_rows,
-    squared_error,
-    stage1_loss,
-    trained_rows,
-)
+from sage_lab.experiments.router_fit import FITTED, HELD_OUT, MULTIPLIED, WEIGHTED, FitSettings, fit_router
 from sage_lab.records import read_record
 from sage_lab.training.capture import Capture, write_capture
 from sage_lab.training.video_like import VideoLike, video_like
 from torch.testing import assert_close
 
-from sage_ref.sla2 import PRINTED, SLA, Relaxation, linear_branch, soft_sparse_linear_attention, top_blocks
+from sage_ref.sla2 import PRINTED, SLA, linear_branch, soft_sparse_linear_attention, top_blocks
 
 # Outliers among the queries put their block's mean where the block has no mass: the heuristic is wrong on purpose.
 DATA = VideoLike(grid=(4, 8, 8), cube=(1, 4, 4), heads=2, head_dim=16, outlier=120.0)
@@ -45,7 +25,7 @@ FAST = replace(SETTINGS, steps=2)
 
 def outlier_samples(count, seed=0, tokens=256):
     tensors = [x[:, :, :tokens] for x in video_like(DATA, count, seed=seed)[0].values()]
-    return samples(*tensors, SETTINGS.blocks)
+    return router_fit.samples(*tensors, SETTINGS.blocks)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +45,12 @@ def straight_through(fitted):
 
 @pytest.fixture(scope="module")
 def baselines(fitted, held_out):
-    return mask_rows(fitted, held_out, SETTINGS) + sla_rows(fitted, held_out, SETTINGS)
+    return router_fit.mask_rows(fitted, held_out, SETTINGS) + router_fit.sla_rows(fitted, held_out, SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def trained(fitted, held_out, straight_through):
-    return trained_rows(fitted, held_out, straight_through, SETTINGS.relaxation)
+    return router_fit.trained_rows(fitted, held_out, straight_through)
 
 
 def by_method(rows, sample_set):
@@ -90,10 +70,10 @@ def test_the_fit_beats_the_heuristic_where_that_is_wrong(baselines, trained, sam
 def test_the_printed_stand_in_is_solved_by_a_flat_mask(fitted):
     """Its loss falls to almost nothing while the mask that will be used gets worse."""
     printed = fit_router(fitted, replace(SETTINGS, relaxation=PRINTED, steps=200, learning_rate=1e-2))
-    row = by_method(trained_rows(fitted, fitted, printed, PRINTED), FITTED)["SLA2"]
+    row = by_method(router_fit.trained_rows(fitted, fitted, printed), FITTED)["SLA2"]
     assert row["error_stage1"] < 0.3 * printed.trace[0]["loss"]
     assert row["flatness"] > row["flatness_at_start"]
-    assert row["mass"] < held_mass(fitted, heuristic_mask(fitted, SETTINGS))["mass"]
+    assert row["mass"] < router_fit.held_mass(fitted, router_fit.heuristic_mask(fitted, SETTINGS))["mass"]
     assert row["error"] > 3 * row["error_stage1"]
 
 
@@ -102,11 +82,11 @@ def test_mass_is_that_of_the_probabilities_and_no_mask_holds_more_than_the_best(
         assert row["share_of_best_mass"] <= 1 + 1e-6
         assert (row["share_of_best_mass"] == pytest.approx(1, abs=1e-6)) == row["method"].startswith("best mask")
     everything = torch.ones_like(fitted.mass, dtype=torch.bool)
-    assert held_mass(fitted, everything) == pytest.approx({"mass": 1.0, "share_of_best_mass": 1.0})
-    mask = heuristic_mask(fitted, SETTINGS)
+    assert router_fit.held_mass(fitted, everything) == pytest.approx({"mass": 1.0, "share_of_best_mass": 1.0})
+    mask = router_fit.heuristic_mask(fitted, SETTINGS)
     p = (fitted.query @ fitted.key.mT / 4).softmax(-1)
     seen = mask.repeat_interleave(16, -2).repeat_interleave(8, -1)
-    assert held_mass(fitted, mask)["mass"] == pytest.approx((p * seen).sum(-1).mean().item(), rel=1e-5)
+    assert router_fit.held_mass(fitted, mask)["mass"] == pytest.approx((p * seen).sum(-1).mean().item(), rel=1e-5)
 
 
 def test_alphas_of_the_baselines_come_from_the_fitted_samples_and_cannot_be_improved(fitted, baselines):
@@ -117,16 +97,16 @@ def test_alphas_of_the_baselines_come_from_the_fitted_samples_and_cannot_be_impr
             assert row["alpha"] == pytest.approx(row["mass"], rel=1e-5)
         if method.endswith("sparse only"):
             assert row["alpha"] == 1
-    mask = heuristic_mask(fitted, SETTINGS)
-    alpha = fitted_alpha(fitted, *branches(fitted, mask, SETTINGS.blocks))
-    least = mixed_row(fitted, mask, alpha, SETTINGS.blocks)["error"]
+    mask = router_fit.heuristic_mask(fitted, SETTINGS)
+    alpha = router_fit.fitted_alpha(fitted, *router_fit.branches(fitted, mask, SETTINGS.blocks))
+    least = router_fit.mixed_row(fitted, mask, alpha, SETTINGS.blocks)["error"]
     for head, change in itertools.product(range(2), (-0.02, 0.02)):
         other = alpha + change * (torch.arange(2) == head)
-        assert mixed_row(fitted, mask, other, SETTINGS.blocks)["error"] > least
+        assert router_fit.mixed_row(fitted, mask, other, SETTINGS.blocks)["error"] > least
 
 
 def test_sla_starts_as_sparse_attention_and_learns(fitted, baselines):
-    alone = squared_error(SLA(16, 2, sparsity=0.9, block_q=16, block_kv=8)(*fitted[:3]), fitted).item()
+    alone = router_fit.squared_error(SLA(16, 2, sparsity=0.9, block_q=16, block_kv=8)(*fitted[:3]), fitted).item()
     on_fitted, on_held_out = (by_method(baselines, sample_set) for sample_set in (FITTED, HELD_OUT))
     assert on_fitted["heuristic, sparse only"]["error"] == pytest.approx(alone, rel=1e-5)
     assert on_fitted["SLA, best step"]["error"] <= on_fitted["SLA"]["error"] < alone
@@ -140,9 +120,11 @@ def test_the_trained_row_is_that_of_the_module_with_alpha_fitted_and_compared(
 ):
     model, row = straight_through.model, by_method(trained, HELD_OUT)["SLA2"]
     with torch.no_grad():
-        assert row["error"] == pytest.approx(squared_error(model(*held_out[:3]), held_out).item(), rel=1e-5)
-    alpha = fitted_alpha(fitted, *branches(fitted, model.block_mask(*fitted[:2]), SETTINGS.blocks))
-    expected = mixed_row(held_out, model.block_mask(*held_out[:2]), alpha, SETTINGS.blocks)
+        assert row["error"] == pytest.approx(router_fit.squared_error(model(*held_out[:3]), held_out).item(), rel=1e-5)
+    alpha = router_fit.fitted_alpha(
+        fitted, *router_fit.branches(fitted, model.block_mask(*fitted[:2]), SETTINGS.blocks)
+    )
+    expected = router_fit.mixed_row(held_out, model.block_mask(*held_out[:2]), alpha, SETTINGS.blocks)
     assert row["error_fitted_alpha"] == pytest.approx(expected["error"], rel=1e-6)
     assert row["alpha_minus_mass"] == pytest.approx(row["alpha"] - row["mass"], abs=1e-6)
 
@@ -151,7 +133,7 @@ def test_the_loss_is_that_of_the_module_in_stage_1(fitted):
     model = fit_router(fitted, FAST).model
     for sample, rows in (([0, 1, 2], torch.arange(16)), ([1], torch.tensor([5, 2]))):
         with torch.no_grad():
-            loss, soft = stage1_loss(model, fitted, PRINTED, sample, rows)
+            loss, soft = router_fit.stage1_loss(model, fitted, replace(FAST, relaxation=PRINTED), sample, rows)
             model.relaxation = PRINTED
             everything = model.soft_block_mask(fitted.query[sample], fitted.key[sample])
             tensors = (x[sample] for x in fitted[:3])
@@ -166,11 +148,11 @@ def test_the_loss_is_that_of_the_module_in_stage_1(fitted):
 def test_a_flat_mask_cancels_only_where_it_weighs_e_to_the_s_and_fits_follow_the_reading(fitted):
     flat, alpha = torch.full(fitted.mass.shape, 3 / 32), torch.ones(fitted.mass.shape[:-1])
     weighted = soft_sparse_linear_attention(*fitted[:3], flat, alpha, SETTINGS.blocks)
-    multiplied = printed_soft_attention(*fitted[:3], flat, alpha, SETTINGS.blocks)
-    assert squared_error(weighted, fitted) < 1e-10 < 0.1 < squared_error(multiplied, fitted)
+    multiplied = router_fit.printed_soft_attention(*fitted[:3], flat, alpha, SETTINGS.blocks)
+    assert router_fit.squared_error(weighted, fitted) < 1e-10 < 0.1 < router_fit.squared_error(multiplied, fitted)
     assert_close(multiplied, (fitted.query @ fitted.key.mT / 4 * 3 / 32).softmax(-1) @ fitted.value)
     linear = linear_branch(*fitted[:3], 1 - flat, SETTINGS.blocks)
-    assert_close(printed_soft_attention(*fitted[:3], flat, 0 * alpha, SETTINGS.blocks), linear)
+    assert_close(router_fit.printed_soft_attention(*fitted[:3], flat, 0 * alpha, SETTINGS.blocks), linear)
     first = {
         x: fit_router(fitted, replace(FAST, relaxation=PRINTED, reading=x)).trace[0] for x in (WEIGHTED, MULTIPLIED)
     }
@@ -186,7 +168,7 @@ def test_flatness_and_correlation_at_their_ends():
 
 
 def test_alpha_starts_at_the_mass_and_moves_and_a_fit_is_a_function_of_its_seed(fitted):
-    held = (fitted.mass * heuristic_mask(fitted, FAST)).sum(-1).mean((0, 2))
+    held = (fitted.mass * router_fit.heuristic_mask(fitted, FAST)).sum(-1).mean((0, 2))
     still = fit_router(fitted, replace(FAST, alpha_learning_rate=1e-9)).model
     assert_close(still.alpha(1, 1)[0, :, 0], held)
     torch.manual_seed(5)  # linear layers draw weights before they become identities
@@ -199,9 +181,9 @@ def test_alpha_starts_at_the_mass_and_moves_and_a_fit_is_a_function_of_its_seed(
 def test_a_length_with_a_partial_block_is_fitted_on_its_whole_blocks():
     data = outlier_samples(2, tokens=250)
     found = fit_router(data, FAST)
-    row = by_method(trained_rows(data, data, found, Relaxation()), FITTED)["SLA2"]
+    row = by_method(router_fit.trained_rows(data, data, found), FITTED)["SLA2"]
     with torch.no_grad():
-        assert row["error"] == pytest.approx(squared_error(found.model(*data[:3]), data).item(), rel=1e-5)
+        assert row["error"] == pytest.approx(router_fit.squared_error(found.model(*data[:3]), data).item(), rel=1e-5)
 
 
 def test_impossible_settings_are_refused(fitted):
@@ -228,29 +210,15 @@ def test_the_last_sample_is_held_out_and_rows_say_what_they_are():
         assert len(last) == 1
     runs = router_fit.router_plan((2, 7), (0.9, 0.95), router_fit.STUDY, (WEIGHTED, MULTIPLIED), (0, 1)).known({})
     assert len(runs) == 2 * 2 * (1 + len(router_fit.STUDY) * 2 * 2)
-    sets = [samples(*x, FAST.blocks) for x in (fit, held)]
-    (row, _) = router_fit.run_rows(RouterRun(2, 0.95, PRINTED.name, MULTIPLIED, 1), *sets, FAST)
+    sets = [router_fit.samples(*x, FAST.blocks) for x in (fit, held)]
+    (row, _) = router_fit.run_rows(router_fit.RouterRun(2, 0.95, PRINTED.name, MULTIPLIED, 1), *sets, FAST)
     settings = replace(FAST, sparsity=0.95, relaxation=PRINTED, reading=MULTIPLIED, seed=1)
-    (expected, _) = trained_rows(*sets, fit_router(sets[0], settings), PRINTED, MULTIPLIED)
+    (expected, _) = router_fit.trained_rows(*sets, fit_router(sets[0], settings))
     place = {"layer": 2, "sparsity": 0.95, "blocks": 2, "relaxation": PRINTED.name, "reading": MULTIPLIED, "seed": 1}
     assert {name: row[name] for name in place} == place
     assert row["samples"] == expected.pop("samples")
     assert row["method"] == expected.pop("method")
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_table_shows_means_over_layers_and_seeds():
-    def both(method, *errors, **more):
-        more |= {"sparsity": 0.97, "method": method, "share_of_best_mass": 0.5}
-        return [more | {"samples": s, "error": x} for s, x in zip((FITTED, HELD_OUT), errors, strict=True)]
-
-    rows = both("SLA", 0.1, 0.3) + both("SLA", 0.2, 0.4)
-    for seed, error in enumerate((0.2, 0.6)):
-        rows += both("SLA2", 0.1, error, relaxation="soft", reading="S M", seed=seed, error_fitted_alpha=error / 2)
-    assert router_fit.result_table(rows).splitlines()[2:] == [
-        "| 97% | SLA | 0.1500 | 0.3500 |  | 0.5000 |",
-        "| 97% | SLA2 (soft; S M) | 0.1000 | 0.4000 | 0.2000 | 0.5000 |",
-    ]
 
 
 def test_the_command_fits_prints_and_records_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
@@ -274,6 +242,8 @@ def test_the_command_fits_prints_and_records_and_goes_on_after_a_kill(tmp_path, 
     printed = capsys.readouterr()
     record = read_record(tmp_path / "out.json")
     assert printed.out.count("| 90% |") == printed.out.count("| 95% |") == 10
+    held_out = [row["error"] for row in record.select(sparsity=0.95, method="SLA", samples=HELD_OUT)]
+    assert f"| {sum(held_out) / 2:.4f} |" in next(x for x in printed.out.splitlines() if "| 95% | SLA |" in x)
     assert not list(tmp_path.glob("**/*.partial"))
     assert record.provenance["command"] == f"python -m sage_lab train-router {options}"
     assert re.fullmatch("[0-9a-f]{64}", record.provenance["data"]["sha256"])

@@ -216,8 +216,11 @@ ON_GPU = replace(CONFIG, frames=4, size=32, cube=(4, 4, 4), width=128, heads=2, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_reference(attention):
-    """bfloat16 alone, without a kernel, moves the first loss by 0.2%, the whole gradient by 1.5%, and in SLA and SLA2,
-    where other blocks are chosen then, that of keys and queries by up to 21% and the losses of later steps by 1.5%."""
+    """The tolerances come from bfloat16.
+
+    Alone, without a kernel, it moves the first loss by 0.2%, the whole gradient by 1.5%, and in SLA and SLA2, which
+    then select other blocks, that of keys and queries by up to 21% and the losses of later steps by 1.5%.
+    """
     weights, found = opened_weights(ON_GPU), {}
     for backend, is_fast in (("reference", False), ("triton", True)):
         config = replace(ON_GPU, attention=attention, backend=backend)

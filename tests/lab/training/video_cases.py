@@ -39,4 +39,4 @@ def opened_weights(config=CONFIG, seed=0):
 
 
 def experiment(plan=PLAN, clips=None):
-    return Experiment(plan, opened_weights(), CONFIG, made_up_digits(), clips, torch.device("cpu"))
+    return Experiment(plan, opened_weights(), CONFIG, made_up_digits(), clips, torch.device("cpu"), {"steps": 9})

@@ -209,7 +209,7 @@ def finetune(options: argparse.Namespace) -> None:
     plan = plan_of(options)
     weights, model, facts = read_weights(options.start)
     clips = clips_from(options.clips, model.frames, model.size) if options.clips else None
-    experiment = Experiment(plan, weights, model, digit_images(), clips, torch.device(options.device))
+    experiment = Experiment(plan, weights, model, digit_images(), clips, torch.device(options.device), facts)
     runs = planned(plan, options.arms or TRAINED)
     with opened(runs, options.folder, experiment.arguments, is_over=deadline(options.minutes)) as work:
 

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -49,7 +49,10 @@ class Tuned(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that the runs share: settings, the pre-trained weights and their model, digits and real clips."""
+    """Everything that the runs share: settings, the pre-trained weights and their model, digits and real clips.
+
+    facts: of the pre-trained weights, which go with the fine-tuned ones.
+    """
 
     plan: VideoPlan
     weights: Weights
@@ -57,6 +60,7 @@ class Experiment:
     digits: Tensor
     clips: Tensor | None
     device: torch.device
+    facts: dict[str, Any]
 
     @property
     def arguments(self) -> tuple:
@@ -73,7 +77,7 @@ class Experiment:
         """Train and judge a run: its row, and those of arms that are judged as this one. folder: for its weights."""
         tuned = self.tune(run, work)
         if folder is not None and not tuned.row["diverged"]:
-            write_weights(folder / run.name, tuned.weights, tuned.config, {"arm": run.arm, "seed": run.seed})
+            write_weights(folder / run.name, tuned.weights, tuned.config, run.facts | {"before": self.facts})
         rows = [self.judged(run, tuned, work)]
         for name, arm in ARMS.items():
             if arm.judged_as == run.arm:
