@@ -1,11 +1,13 @@
-"""Which backend computes a call: the Triton kernels where they can, the PyTorch reference elsewhere."""
+"""The registry of backends: the Triton kernels compute a call where they can, the PyTorch reference elsewhere."""
 
 import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 
 def _is_installed(package: str) -> bool:
@@ -16,7 +18,7 @@ def _is_installed(package: str) -> bool:
 
 
 def why_not_importable(package: str, module: str) -> str | None:
-    """Why `module` of an optional package can't be imported here, in one line; None if it can."""
+    """Say in one line why `module` of an optional package can't be imported here, or return None if it can."""
     try:
         importlib.import_module(module)
     except Exception as error:  # not installed, or a part of it is not, or not for this GPU: any error is the answer
@@ -24,42 +26,76 @@ def why_not_importable(package: str, module: str) -> str | None:
     return None
 
 
-# What the Triton backend lacks on this machine, if anything. Looked up here, since torch.compile can't.
+# The package that the Triton backend lacks on this machine, if any. Looked up at import: torch.compile cannot trace it.
 MISSING_PACKAGE = next((package for package in ("triton", "sage_kernels") if not _is_installed(package)), None)
 
 
-def why_not_triton(find_obstacle: Callable[[], str | None]) -> str | None:
-    """Why the kernels can't run, or None if they can. find_obstacle: what they say themselves, if they are there."""
+# The library imports the kernels here alone, and only within a call, since they import the library. A family of kernels
+# is found together with the reason why it can't compute the call at hand, or None.
+
+
+def sagebwd_kernels(query: Tensor, smooth_q: bool) -> tuple[ModuleType, str | None]:
+    from sage_kernels.sagebwd import ops
+
+    return ops, ops.obstacle(query, smooth_q)
+
+
+def sla2_kernels(query: Tensor, settings: object) -> tuple[ModuleType, str | None]:
+    from sage_kernels.sla2 import ops
+
+    return ops, ops.obstacle(query, settings)
+
+
+def ring_kernels() -> ModuleType:
+    from sage_kernels.sagebwd import ring
+
+    return ring
+
+
+def why_not_triton(find_kernels: Callable[..., tuple[ModuleType, str | None]], *call: object) -> str | None:
+    """Say why the kernels can't compute a call, or return None if they can."""
     if MISSING_PACKAGE:
         return f"the package {MISSING_PACKAGE} is not installed"
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # as torch.autograd asks
         return "the kernels don't run under torch.func and torch.vmap"
-    return find_obstacle()
+    return find_kernels(*call)[1]
 
 
-def chosen_backend(backend: str, find_obstacle: Callable[[], str | None], depth: int = 1) -> str:
-    """ "triton" or "reference", given what the user asked for and why the kernels can't run, if they can't.
+def chosen_kernels(
+    backend: str, find_kernels: Callable[..., tuple[ModuleType, str | None]], *call: object, depth: int = 1
+) -> ModuleType | None:
+    """Return the kernels that compute a call, or None if the reference does.
 
-    depth: calls between the user's code and this one, so that the warning of "auto" points there.
+    Args:
+        backend: "auto", "triton" or "reference", as the user asked.
+        find_kernels: A family of this module.
+        call: What it is asked about.
+        depth: The number of calls between the user's code and this one; the warning of "auto" points there.
+
+    Raises:
+        ValueError: The user asked for "triton", and the kernels can't compute this call.
     """
     if backend == "reference":
-        return backend
-    obstacle = why_not_triton(find_obstacle)
+        return None
+    obstacle = why_not_triton(find_kernels, *call)
     if obstacle is None:
-        return "triton"
+        return find_kernels(*call)[0]
     if backend == "triton":
         raise ValueError(f"backend: expected 'triton' to be usable, but {obstacle}")
     warn_once(f"backend='auto' uses the reference, because {obstacle}.", depth + 1)
-    return "reference"
+    return None
 
 
 _said: set[str] = set()  # kinds of warnings
 
 
 def warn_once(message: str, depth: int, kind: str = "") -> None:
-    """Warn, unless the same was said before. depth: calls between this one and the code that the warning points at.
+    """Warn, unless the same was said before.
 
-    kind: what counts as the same; without it, the message.
+    Args:
+        message: The warning.
+        depth: The number of calls between this one and the code that the warning points at.
+        kind: Warnings of one kind count as the same; without it, equal messages do.
     """
     kind = kind or message
     if kind not in _said:
@@ -67,6 +103,6 @@ def warn_once(message: str, depth: int, kind: str = "") -> None:
         warnings.warn(f"sage_ref: {message}", stacklevel=2 + depth)
 
 
-# torch.compile can't trace a warning. It calls what is marked so (torch.compiler.assume_constant_result, whose import
-# takes seconds) while it compiles: that says it once, too.
+# torch.compile can't trace a warning, but calls a function with this mark while it compiles: the warning appears once
+# there, too. (The mark is torch.compiler.assume_constant_result's, whose import takes seconds.)
 warn_once._dynamo_marked_constant = True

@@ -73,6 +73,15 @@ def check_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         raise ValueError(f"key: expected a number of heads that divides query's {heads}, got {kv_heads}")
 
 
+def checked_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, ...]:
+    """Check the tensors of one attention and return them as autocast would cast them."""
+    check_each(query=query, key=key, value=value)
+    check_reverse_mode(query=query, key=key, value=value)
+    query, key, value = cast_for_autocast(query, key, value)
+    check_together(query, key, value, enable_gqa)
+    return query, key, value
+
+
 def check_options(scale: float | None, backend: str, **switches: bool) -> None:
     check_switches(**switches)
     check_scale(scale)
@@ -114,8 +123,8 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature: expected a number {limits}, got {shown(temperature)}")
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast casts them for SDPA, and `savable`."""
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors as autocast would for SDPA; clone inference tensors, which autograd can't save."""
     tensors = savable(*tensors)
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -125,7 +134,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def savable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors; of one made in inference mode, which autograd can't keep, a copy."""
+    """Return the tensors, with copies of those made in inference mode, which autograd can't save."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tensors
     return tuple(x.clone() if x is not None and x.is_inference() else x for x in tensors)
@@ -204,7 +213,7 @@ def check_heads(
     """
     check_each(query=query, key=key, value=value)
     check_device_of_module(weight, query=query)
-    query, key, value = autocast(query, key, value)
+    query, key, value = cast_for_autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
     if query.shape[1] != num_heads:
         raise ValueError(f"query: expected {num_heads} heads, as the module has, got {query.shape[1]}")

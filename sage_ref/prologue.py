@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_ref.checks import check_device, check_floating, is_number, shown
+from sage_ref.checks import check_device, check_floating, is_number, savable, shown
 from sage_ref.shapes import working_dtype
 
 LEAST_EPS = 1e-30  # far above the least number that float32 holds
@@ -75,8 +75,8 @@ class RoundedGradient(torch.autograd.Function):
         return grad_z.to(ctx.dtype).to(grad_z.dtype), None
 
 
-def check_prologue(prologue: Prologue, query: Tensor, key: Tensor) -> None:
-    """TypeError or ValueError that names what doesn't fit query [B, H, Nq, D] and key [B, Hkv, Nk, D]."""
+def checked_prologue(prologue: Prologue, query: Tensor, key: Tensor) -> Prologue:
+    """Check a prologue for query [B, H, Nq, D] and key [B, Hkv, Nk, D]; return it with tensors that can be saved."""
     if not isinstance(prologue, Prologue):
         raise TypeError(f"prologue: expected a sage_ref.Prologue or None, got {type(prologue).__name__}")
     tokens, head_dim = max(query.shape[2], key.shape[2]), query.shape[3]
@@ -106,3 +106,4 @@ def check_prologue(prologue: Prologue, query: Tensor, key: Tensor) -> None:
         raise TypeError(f"prologue.eps: expected a float, got {type(prologue.eps).__name__}")
     if not LEAST_EPS <= prologue.eps <= 1:
         raise ValueError(f"prologue.eps: expected a number from {LEAST_EPS:g} to 1, got {shown(prologue.eps)}")
+    return Prologue(*savable(*prologue[:4]), prologue.eps)

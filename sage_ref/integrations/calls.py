@@ -1,23 +1,16 @@
 """A call of somebody else's attention: what it asks for, and what happens where SageBwd can't do that."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from sage_ref.backend import warn_once
-from sage_ref.checks import (
-    autocast,
-    check_choice,
-    check_each,
-    check_options,
-    check_reverse_mode,
-    check_scale,
-    check_together,
-)
+from sage_ref.checks import cast_for_autocast, check_choice, check_scale, checked_attention
 from sage_ref.integrations.padding import Parts, by_parts, can_be_read, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
-from sage_ref.sagebwd.settings import GRANULARITIES
+from sage_ref.sagebwd.settings import Options
 
 OTHERWISE = ("error", "exact")
 UNREADABLE = "mask: expected None under torch.compile and torch.func, where no mask can be read"
@@ -49,24 +42,18 @@ class Call(NamedTuple):
         return parts_of(self.attn_mask, (*self.query.shape[:3], self.key.shape[2]))
 
 
-class Options(NamedTuple):
-    """How SageBwd computes, as in `sagebwd_attention`, and what is done with a call that it can't compute.
+class Policy(NamedTuple):
+    """How SageBwd computes calls, and what is done with a call that it can't compute.
 
     otherwise: "error", a ValueError; "exact", exact attention for that call, and one warning for each reason.
     """
 
-    smooth_k: bool = True
-    smooth_q: bool = False
-    granularity: str = "row"
-    unbiased: bool = False
-    backend: str = "auto"
-    otherwise: str = "error"
+    options: Options
+    otherwise: str
 
-    def checked(self) -> "Options":
-        """These options; TypeError or ValueError name the one that is none."""
-        switches = {name: getattr(self, name) for name in ("smooth_k", "smooth_q", "unbiased")}
-        check_options(None, self.backend, **switches)
-        check_choice("granularity", self.granularity, GRANULARITIES)
+    def checked(self) -> "Policy":
+        """Return this policy; TypeError or ValueError name the option that doesn't fit."""
+        self.options.check()
         check_choice("otherwise", self.otherwise, OTHERWISE)
         return self
 
@@ -76,10 +63,8 @@ def obstacle(call: Call) -> str | None:
     if call.dropout_p:
         return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
     try:
-        check_each(query=call.query, key=call.key, value=call.value)
-        check_reverse_mode(query=call.query, key=call.key, value=call.value)
+        checked_attention(call.query, call.key, call.value, call.enable_gqa)
         check_scale(call.scale)
-        check_together(*autocast(call.query, call.key, call.value), call.enable_gqa)
     except (TypeError, ValueError) as error:
         return str(error)
     return None if call.attn_mask is None else obstacle_of_mask(call)
@@ -98,34 +83,19 @@ def obstacle_of_mask(call: Call) -> str | None:
 
 
 def by_sagebwd(call: Call, options: Options) -> Tensor:
-    """O [B, H, Nq, D] of a call without an obstacle. Where a mask hides all keys from a query its O is zero."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-        return sagebwd_attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-            smooth_k=options.smooth_k,
-            smooth_q=options.smooth_q,
-            granularity=options.granularity,
-            unbiased=options.unbiased,
-            backend=options.backend,
-        )
-
+    """Compute O [B, H, Nq, D] of a call without an obstacle. A query that sees no key gets zeros."""
+    attention = partial(sagebwd_attention, scale=call.scale, enable_gqa=call.enable_gqa, **options._asdict())
     tensors = call.query, call.key, call.value
     if call.attn_mask is None:
-        return attention(*tensors, call.is_causal)
-    return by_parts(attention, *autocast(*tensors), call.parts())
+        return attention(*tensors, is_causal=call.is_causal)
+    return by_parts(attention, *cast_for_autocast(*tensors), call.parts())
 
 
-def refuse(reason: str, options: Options, depth: int) -> None:
-    """Raise, or say once that attention stays exact. depth: calls between this one and the code that is warned."""
-    if options.otherwise == "error":
+def refuse(reason: str, otherwise: str, depth: int) -> None:
+    """Raise, or warn once that attention stays exact, `depth` calls above this one."""
+    if otherwise == "error":
         raise ValueError(reason)
-    kind, _, _ = reason.partition(", got ")  # what came may differ from call to call
+    kind, _, _ = reason.partition(", got ")  # the rest may differ from call to call
     warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth, kind)
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from sage_ref.backend import warn_once
 from sage_ref.checks import shown
-from sage_ref.integrations.calls import Call, Options, by_sagebwd, not_installed, obstacle, refuse
+from sage_ref.integrations.calls import Call, Policy, by_sagebwd, not_installed, obstacle, refuse
 from sage_ref.integrations.pytorch import SdpaMode
+from sage_ref.sagebwd.settings import Options
 from sage_ref.sla2 import SLA2
 
 NATIVE = "native"  # diffusers' name for F.scaled_dot_product_attention
@@ -53,9 +54,9 @@ def register(
     names, registry = _dispatch()
     if not isinstance(name, str) or not name or name != name.lower():
         raise ValueError(f"name: expected a string in lower case, got {shown(name)}")
-    if name in names._value2member_map_ and not hasattr(registry._backends.get(names(name)), "options_of_sage_ref"):
+    if name in names._value2member_map_ and not hasattr(registry._backends.get(names(name)), "policy_of_sage_ref"):
         raise ValueError(f"name: expected one that diffusers doesn't have, got {name!r}")
-    options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
+    policy = Policy(Options(smooth_k, smooth_q, granularity, unbiased, backend), otherwise).checked()
 
     def sagebwd(
         query: Tensor,
@@ -80,12 +81,12 @@ def register(
         elif _parallel_config is not None:
             reason = "_parallel_config: expected None, since tokens can't be on several GPUs here, got one"
         if reason is None:
-            return by_sagebwd(call, options).transpose(1, 2)
-        refuse(reason, options, depth=2)
+            return by_sagebwd(call, policy.options).transpose(1, 2)
+        refuse(reason, policy.otherwise, depth=2)
         rest |= {"enable_gqa": enable_gqa, "return_lse": return_lse, "_parallel_config": _parallel_config}
         return registry._backends[names(NATIVE)](query, key, value, **rest)
 
-    sagebwd.options_of_sage_ref = options
+    sagebwd.policy_of_sage_ref = policy
     registry.register(_member(names, name))(sagebwd)
 
 

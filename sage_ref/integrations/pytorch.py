@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sage_ref.integrations.calls import Call, Options, by_sagebwd, obstacle, refuse
+from sage_ref.integrations.calls import Call, Policy, by_sagebwd, obstacle, refuse
+from sage_ref.sagebwd.settings import Options
 
 
 class SdpaMode(TorchFunctionMode):
@@ -83,17 +84,17 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         otherwise: str = "exact",
     ):
         super().__init__()
-        self.options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
+        self.policy = Policy(Options(smooth_k, smooth_q, granularity, unbiased, backend), otherwise).checked()
         self.taken = 0
 
     def attend(self, call: Call) -> Tensor:
         reason = obstacle(call)
         if reason is not None:
-            refuse(reason, self.options, depth=3)
+            refuse(reason, self.policy.otherwise, depth=3)
             return call.exactly()
         if not torch.compiler.is_compiling():
             self.taken += 1
-        return by_sagebwd(call, self.options)
+        return by_sagebwd(call, self.policy.options)
 
     def unreachable(self, reason: str) -> None:
-        refuse(reason, self.options, depth=4)
+        refuse(reason, self.policy.otherwise, depth=4)

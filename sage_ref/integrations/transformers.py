@@ -10,7 +10,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from sage_ref.checks import shown
-from sage_ref.integrations.calls import UNREADABLE, Call, Options, by_sagebwd, not_installed, obstacle, refuse
+from sage_ref.integrations.calls import UNREADABLE, Call, Policy, by_sagebwd, not_installed, obstacle, refuse
+from sage_ref.sagebwd.settings import Options
 
 # What some models hand to their attention, and what changes its result. A sliding window stands in the mask.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
@@ -56,8 +57,8 @@ def register(
 
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a string that is not empty, got {shown(name)}")
-    options = Options(smooth_k, smooth_q, granularity, unbiased, backend, otherwise).checked()
-    AttentionInterface.register(name, partial(attention, options=options))
+    policy = Policy(Options(smooth_k, smooth_q, granularity, unbiased, backend), otherwise).checked()
+    AttentionInterface.register(name, partial(attention, policy=policy))
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
@@ -71,7 +72,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     *,
-    options: Options,
+    policy: Policy,
     **model_specific,
 ) -> tuple[Tensor, None]:
     """What transformers calls. query [B, H, Nq, D]; key, value [B, Hkv, Nk, D] -> O [B, Nq, H, D], and no weights.
@@ -87,12 +88,12 @@ def attention(
     call = Call(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=query.shape[1] != key.shape[1])
     reason = obstacle(call) or unsupported(model_specific)
     if reason is None:
-        return by_sagebwd(call, options).transpose(1, 2), None
+        return by_sagebwd(call, policy.options).transpose(1, 2), None
     if reason.startswith(UNREADABLE):
         reason += "; transformers makes none without an attention_mask and with use_cache=True"
     if unknown_to_both := handed_over(model_specific, NOR_BY_SDPA):
         raise ValueError(unknown_to_both)
-    refuse(reason, options, depth=2)
+    refuse(reason, policy.otherwise, depth=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **model_specific}

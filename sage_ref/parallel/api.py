@@ -1,24 +1,20 @@
 """`parallel_sagebwd_attention`: check the arguments, choose how processes share the work."""
 
+from functools import partial
+
 import torch.distributed as dist
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.backend import chosen_backend
-from sage_ref.checks import (
-    autocast,
-    check_choice,
-    check_each,
-    check_options,
-    check_reverse_mode,
-    check_together,
-)
+from sage_ref.backend import chosen_kernels, ring_kernels, sagebwd_kernels
+from sage_ref.checks import check_choice, checked_attention
+from sage_ref.parallel import ring_reference
 from sage_ref.parallel.exchange import check_alike, ranks_of
 from sage_ref.parallel.ring import ring_attention
 from sage_ref.parallel.shards import RingOptions
 from sage_ref.parallel.ulysses import check_heads_divide, exchanged
-from sage_ref.sagebwd.api import sagebwd_attention, triton_obstacle
-from sage_ref.sagebwd.settings import GRANULARITIES
+from sage_ref.sagebwd.api import sagebwd_attention
+from sage_ref.sagebwd.settings import Options
 
 METHODS = ("auto", "ulysses", "ring")
 
@@ -66,13 +62,9 @@ def parallel_sagebwd_attention(
     compare shapes when one comes for the first time. Shapes that each has seen before, but not the same ones now, are
     not noticed: the call waits for ever or computes nonsense. So let all processes cut or pad alike.
     """
-    check_each(query=query, key=key, value=value)
-    check_reverse_mode(query=query, key=key, value=value)
-    query, key, value = autocast(query, key, value)
-    check_together(query, key, value, enable_gqa)
-    switches = {"is_causal": is_causal, "enable_gqa": enable_gqa, "unbiased": unbiased}
-    check_options(scale, backend, smooth_k=smooth_k, smooth_q=smooth_q, **switches)
-    check_choice("granularity", granularity, GRANULARITIES)
+    query, key, value = checked_attention(query, key, value, enable_gqa)
+    options = Options(smooth_k, smooth_q, granularity, unbiased, backend)
+    options.check(scale, is_causal=is_causal, enable_gqa=enable_gqa)
     check_choice("method", method, METHODS)
     ranks = ranks_of(group)
     if method == "auto":
@@ -85,16 +77,12 @@ def parallel_sagebwd_attention(
         raise ValueError(
             f"key: expected as many keys as queries for a causal ring, {query.shape[2]}, got {key.shape[2]}"
         )
-    backend = chosen_backend(backend, lambda: triton_obstacle(query, smooth_q))
+    kernels = chosen_kernels(backend, sagebwd_kernels, query, smooth_q)
     check_alike(ranks, query, key)
-    options = {"is_causal": is_causal, "smooth_k": smooth_k, "smooth_q": smooth_q, "granularity": granularity}
     if method == "ring":
-        scale = softmax_scale(scale, query.shape[3])
-        return ring_attention(query, key, value, ranks, RingOptions(scale=scale, **options), backend)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return sagebwd_attention(
-            query, key, value, scale=scale, enable_gqa=True, unbiased=unbiased, backend=backend, **options
-        )
-
+        ring_options = RingOptions(is_causal, softmax_scale(scale, query.shape[3]), smooth_k, smooth_q, granularity)
+        parts = ring_reference if kernels is None else ring_kernels()
+        return ring_attention(query, key, value, ranks, ring_options, parts)
+    chosen = options._replace(backend="reference" if kernels is None else "triton")._asdict()
+    attention = partial(sagebwd_attention, is_causal=is_causal, scale=scale, enable_gqa=True, **chosen)
     return exchanged(attention, query, key, value, ranks)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sage_ref.derivatives import gradients_once
-from sage_ref.parallel import ring_reference
 from sage_ref.parallel.exchange import Passing, Ranks
 from sage_ref.parallel.shards import RingOptions, Shards
 from sage_ref.shapes import in_dtype, working_dtype
@@ -27,13 +26,9 @@ from sage_ref.shapes import in_dtype, working_dtype
 
 @torch.compiler.disable
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions, backend: str
+    query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions, parts: ModuleType
 ) -> Tensor:
-    """O [B, H, n, D] of valid arguments: query [B, H, n, D], key and value [B, Hkv, m, D], this process's tokens."""
-    if backend == "triton":
-        from sage_kernels.sagebwd import ring as parts
-    else:
-        parts = ring_reference
+    """Compute O [B, H, n, D] from this process's tokens: query [B, H, n, D], key and value [B, Hkv, m, D], checked."""
     return RingFunction.apply(query, key, value, ranks, options, parts)
 
 

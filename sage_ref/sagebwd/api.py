@@ -6,18 +6,10 @@ import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.backend import chosen_backend
-from sage_ref.checks import (
-    autocast,
-    check_choice,
-    check_each,
-    check_options,
-    check_reverse_mode,
-    check_together,
-    savable,
-)
-from sage_ref.prologue import Prologue, RoundedGradient, check_prologue
-from sage_ref.sagebwd.settings import GRANULARITIES, UNBIASED_SETTINGS, SageBwdSettings
+from sage_ref.backend import chosen_kernels, sagebwd_kernels
+from sage_ref.checks import checked_attention
+from sage_ref.prologue import Prologue, RoundedGradient, checked_prologue
+from sage_ref.sagebwd.settings import Options, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
 
@@ -81,34 +73,26 @@ def sagebwd_attention(
     Tensors are dense: not sparse, nested or on the meta device. A subclass of Tensor gives the same subclass.
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
-    check_each(query=query, key=key, value=value)
-    check_reverse_mode(query=query, key=key, value=value)
-    query, key, value = autocast(query, key, value)
-    check_together(query, key, value, enable_gqa)
-    switches = {"is_causal": is_causal, "enable_gqa": enable_gqa, "unbiased": unbiased}
-    check_options(scale, backend, smooth_k=smooth_k, smooth_q=smooth_q, **switches)
-    check_choice("granularity", granularity, GRANULARITIES)
+    query, key, value = checked_attention(query, key, value, enable_gqa)
+    options = Options(smooth_k, smooth_q, granularity, unbiased, backend)
+    options.check(scale, is_causal=is_causal, enable_gqa=enable_gqa)
     if prologue is not None:
-        check_prologue(prologue, query, key)
-        prologue = Prologue(*savable(*prologue[:4]), prologue.eps)
-    options = {"is_causal": is_causal, "smooth_k": smooth_k, "granularity": granularity}
-    if chosen_backend(backend, lambda: triton_obstacle(query, smooth_q)) == "triton":
-        from sage_kernels.sagebwd.ops import sagebwd_attention as triton_attention
-
-        scale = softmax_scale(scale, query.shape[3])
-        return triton_attention(query, key, value, scale=scale, prologue=prologue, unbiased=unbiased, **options)
-    if unbiased:
-        options |= UNBIASED_SETTINGS
-    return reference_attention(query, key, value, SageBwdSettings(scale=scale, smooth_q=smooth_q, **options), prologue)
+        prologue = checked_prologue(prologue, query, key)
+    kernels = chosen_kernels(backend, sagebwd_kernels, query, smooth_q)
+    if kernels is None:
+        return reference_attention(query, key, value, options.settings(is_causal, scale), prologue)
+    choice = {"smooth_k": smooth_k, "granularity": granularity, "unbiased": unbiased, "prologue": prologue}
+    c = softmax_scale(scale, query.shape[3])
+    return kernels.sagebwd_attention(query, key, value, is_causal=is_causal, scale=c, **choice)
 
 
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, settings: SageBwdSettings, prologue: Prologue | None = None
 ) -> Tensor:
-    """`sagebwd_attention` on the reference backend with every setting open; the arguments are not checked.
+    """Compute `sagebwd_attention` on the reference backend, with every setting open. Arguments are not checked.
 
-    As in the kernels, what a prologue makes of Q and K stays in the working dtype. Its gradient and O are rounded to
-    the dtype of query.
+    As in the kernels, the Q and K that a prologue returns stay in the working dtype. Their gradients and O are rounded
+    to the dtype of query.
     """
     dtype = query.dtype
     if prologue is not None:
@@ -118,10 +102,3 @@ def reference_attention(
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     output, _ = SageBwdFunction.apply(query, key, value, settings)
     return output.to(dtype)
-
-
-def triton_obstacle(query: Tensor, smooth_q: bool = False) -> str | None:
-    """Why the SageBwd kernels can't take this call, or None if they can."""
-    from sage_kernels.sagebwd.ops import obstacle
-
-    return obstacle(query, smooth_q)

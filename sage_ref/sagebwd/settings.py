@@ -1,17 +1,40 @@
 """The choices of SageBwd: what the paper fixes, and what this project varies."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sage_ref.checks import check_choice, check_count, check_scale, check_switches, shown
+from sage_ref.checks import check_choice, check_count, check_options, check_scale, check_switches, shown
 from sage_ref.quantization import ROUNDINGS, BlockShape, fake_quantize
 
 MATMULS = ("S", "O", "S_backward", "dV", "dP", "dQ", "dK")
 GRANULARITIES = ("block", "row")
 # `sagebwd_attention(..., unbiased=True)`: errors of O even out over the keys.
 UNBIASED_SETTINGS = {"p_rounding": "ordered", "smooth_v": True}
+
+
+class Options(NamedTuple):
+    """The options that every public function of SageBwd has; `sage_ref.sagebwd_attention` explains them."""
+
+    smooth_k: bool = True
+    smooth_q: bool = False
+    granularity: str = "row"
+    unbiased: bool = False
+    backend: str = "auto"
+
+    def check(self, scale: float | None = None, **switches: bool) -> None:
+        """Raise TypeError or ValueError that names an option, the scale or a switch that doesn't fit."""
+        own = {name: getattr(self, name) for name in ("smooth_k", "smooth_q", "unbiased")}
+        check_options(scale, self.backend, **own, **switches)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+
+    def settings(self, is_causal: bool, scale: float | None) -> "SageBwdSettings":
+        """Return what the reference computes."""
+        choice = {"smooth_k": self.smooth_k, "smooth_q": self.smooth_q, "granularity": self.granularity}
+        choice |= UNBIASED_SETTINGS if self.unbiased else {}
+        return SageBwdSettings(is_causal=is_causal, scale=scale, **choice)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ SLA2.forward (a router)                 ->  dispatch
 import torch
 from torch import Tensor
 
-from sage_ref.backend import chosen_backend
+from sage_ref.backend import chosen_kernels, sla2_kernels
 from sage_ref.checks import (
-    autocast,
+    cast_for_autocast,
     check_alpha,
     check_block_mask,
     check_each,
@@ -70,7 +70,7 @@ def sparse_linear_attention(
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
     check_each(query=query, key=key, value=value)
-    query, key, value = autocast(query, key, value)
+    query, key, value = cast_for_autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
     check_options(scale, backend, quantize=quantize)
     settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize)
@@ -95,18 +95,9 @@ def dispatch(
     query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; chooser: bool [B, H, Tm, Tn], or what chooses the blocks;
     alpha [B, H, Tm]. Called by a public function only: the warning of "auto" points at whoever calls that.
     """
-    if chosen_backend(backend, lambda: sparse_linear_obstacle(query, settings), depth=2) == "triton":
-        from sage_kernels.sla2.ops import attention
-
-        return attention(query, key, value, chooser, alpha, settings)
-    return reference_attention(query, key, value, chooser, alpha, settings)
-
-
-def sparse_linear_obstacle(query: Tensor, settings: BlockSettings) -> str | None:
-    """Why the SLA2 kernels, which are installed, can't take this call, or None if they can."""
-    from sage_kernels.sla2.ops import obstacle
-
-    return obstacle(query, settings)
+    kernels = chosen_kernels(backend, sla2_kernels, query, settings, depth=2)
+    attention = reference_attention if kernels is None else kernels.attention
+    return attention(query, key, value, chooser, alpha, settings)
 
 
 def reference_attention(

@@ -123,13 +123,13 @@ class SLA2(nn.Module):
         """Weights of `relaxation`: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
         scores = self.relaxation.scores_of(self.router(query, key))
         protected, count = self._protected(protect, key)
-        if protect is None:
-            return self.relaxation.block_weights(scores, count)[0]
-        remaining = count - int(protected.sum())
-        if remaining == 0:
-            return protected.to(scores.dtype).expand_as(scores)
-        weights, _ = self.relaxation.block_weights(scores[..., ~protected], remaining)
-        return torch.ones_like(scores).masked_scatter(~protected, weights)
+        others = scores
+        if protected is not None:
+            others, count = scores[..., ~protected], count - int(protected.sum())
+            if count == 0:
+                return protected.to(scores.dtype).expand_as(scores)
+        weights, _ = self.relaxation.block_weights(others, count)
+        return weights if protected is None else torch.ones_like(scores).masked_scatter(~protected, weights)
 
     def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor | None, int]:
         """bool [Tn], blocks with a protected key, if there may be any; and how many each query block selects."""

@@ -6,15 +6,14 @@ import json
 import torch
 
 from sage_lab.records import markdown_table, provenance, replaced
-from sage_ref.backend import why_not_triton
-from sage_ref.sagebwd.api import triton_obstacle
+from sage_ref.backend import sagebwd_kernels, why_not_triton
 
 
 def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = provenance(options.command)
     example = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device)
-    obstacle = why_not_triton(lambda: triton_obstacle(example))
+    obstacle = why_not_triton(sagebwd_kernels, example, False)
     facts["backend chosen by auto"] = f"reference, because {obstacle}" if obstacle else "triton"
     print(markdown_table(("what", "here"), facts.items()))
     if options.json:
