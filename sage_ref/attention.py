@@ -36,19 +36,19 @@ class AttentionBackward(NamedTuple):
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:
-    """c of S = c Q K^T: `scale` if given, else 1/sqrt(head_dim)."""
+    """Return c of S = c Q K^T: `scale` if given, else 1/sqrt(head_dim)."""
     return 1 / math.sqrt(head_dim) if scale is None else float(scale)
 
 
 def causal_mask(n_q: int, n_k: int, device: torch.device) -> Tensor:
-    """bool [Nq, Nk], True where query i may see key j: j <= i (top-left convention, as in SDPA)."""
+    """Return bool [Nq, Nk], True where query i may see key j: j <= i (top-left convention, as in SDPA)."""
     return torch.ones(n_q, n_k, dtype=torch.bool, device=device).tril()
 
 
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None
 ) -> AttentionForward:
-    """O = softmax(c Q K^T) V in the dtype of the inputs.
+    """Compute O = softmax(c Q K^T) V in the dtype of the inputs.
 
     query [..., Nq, D], key [..., Nk, D], value [..., Nk, Dv], one floating dtype.
     """
@@ -72,10 +72,10 @@ def attention_backward(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> AttentionBackward:
-    """Gradients of `attention_forward`, given dO and the forward's output and log_sum_exp.
+    """Compute the gradients of `attention_forward` from dO and the forward's output and log_sum_exp.
 
     The softmax's Jacobian needs no [Nq, Nq] matrix: since rowsum(P * dP) = rowsum(dO * O) = delta,
-    dS = P * (dP - delta 1^T). So every row of dS sums to zero.
+    dS = P * (dP - delta 1^T). Every row of dS therefore sums to zero.
     """
     q, k, v, do = query, key, value, grad_output
     c = softmax_scale(scale, q.shape[-1])

@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments: errors name the argument, what was expected and what came."""
+"""Checks of the public functions' arguments. Errors read "name: expected ..., got ..."."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_COUNT = 2**31 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# Of an entry of query and key, where squares of it are summed: over features, queries and keys, in float32.
+# The largest entry of query and key where squares are summed over features, queries and keys, in float32.
 LARGEST_ENTRY = 1e15
 LEAST_TEMPERATURE = 1e-6
 
 
 def shown(value: object) -> str:
-    """value as an error shows it: short, also if it is an integer of 10,000 digits."""
+    """Return value as an error shows it, shortened even if it is an integer of 10,000 digits."""
     if isinstance(value, int) and abs(value) > 10**18:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """A tensor whose entries lie in memory, one by one: not nested, sparse or of another library's layout."""
+    """Check that x is a tensor with every entry in memory: not nested, sparse or of another library's layout."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if torch.compiler.is_compiling():  # which may not ask for a layout, and traces dense tensors alone
@@ -157,7 +157,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def check_block_mask(block_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """block_mask expanded to `shape`, [B, H, Tm, Tn]."""
+    """Check block_mask and expand it to `shape`, [B, H, Tm, Tn]."""
     check_bool("block_mask", block_mask)
     check_device("block_mask", block_mask, query)
     return _expanded("block_mask", block_mask, shape)
@@ -182,7 +182,7 @@ def check_protect(protect: Tensor, keys: int) -> None:
 
 
 def check_alpha(alpha: Tensor | float, query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """alpha as a tensor expanded to `shape`, [B, H, Tm]."""
+    """Check alpha and return it as a tensor expanded to `shape`, [B, H, Tm]."""
     if is_number(alpha):
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha: expected a number in [0, 1], got {shown(alpha)}")
@@ -207,9 +207,9 @@ def _expanded(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def check_heads(
     query: Tensor, key: Tensor, value: Tensor, num_heads: int, head_dim: int, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """The inputs of a module for `num_heads` heads of size `head_dim`, as autocast casts them; GQA is fine.
+    """Check the inputs of a module with `num_heads` heads of size `head_dim`; return them as autocast would cast them.
 
-    weight: one of the module's, for its device.
+    Keys and values may have fewer heads. `weight` is one of the module's, for its device.
     """
     check_each(query=query, key=key, value=value)
     check_device_of_module(weight, query=query)
@@ -229,7 +229,7 @@ def check_device_of_module(weight: Tensor, **tensors: Tensor) -> None:
 
 
 def check_reverse_mode(**tensors: Tensor) -> None:
-    """Gradients that are written by hand are those of reverse mode alone."""
+    """Refuse forward mode: gradients that are written by hand exist in reverse mode alone."""
     if torch.compiler.is_compiling():
         return
     for name, x in tensors.items():
@@ -245,7 +245,7 @@ def check_entries(**tensors: Tensor) -> None:
 
 
 def check_matrix(name: str, x: Tensor) -> None:
-    """Of a floating dtype, [..., R, C]."""
+    """Check that x is floating, [..., R, C]."""
     check_floating(name, x)
     if x.dim() < 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected at least 2 dimensions, none of size zero, got shape {tuple(x.shape)}")

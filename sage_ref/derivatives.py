@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class GradientsOnce(torch.autograd.Function):
-    """compute(*tensors), a tuple of gradients; whoever differentiates them again is told that it can't be done."""
+    """compute(*tensors), a tuple of gradients that raises an error when it is differentiated again."""
 
     generate_vmap_rule = True
 
@@ -25,10 +25,10 @@ class GradientsOnce(torch.autograd.Function):
 
 
 def gradients_once(of: str, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """compute(*tensors): what the backward pass of the public function `of` returns.
+    """Return compute(*tensors), the gradients of the public function `of`.
 
-    A second derivative, by create_graph=True or by torch.func, is a RuntimeError when it is taken: else it would
-    silently lack terms. Compiled code has no second derivatives in any case.
+    A second derivative, by create_graph=True or by torch.func, raises RuntimeError when it is taken: it would silently
+    lack terms. Compiled code has no second derivatives in any case.
     """
     # A backward pass that nobody will differentiate runs without gradients. Compiled code has no such graph, and can't
     # trace one function inside another.

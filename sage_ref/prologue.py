@@ -1,4 +1,4 @@
-"""What a model does to queries and keys before they meet: QK-norm, then rotary positions, in one step.
+"""The prologue of attention: QK-norm, then rotary positions, applied to queries and keys in one step.
 
 QK-norm:  y = x gamma / sqrt(mean(x^2) + eps)
 rotation: z_i = y_i cos - y_(i + D/2) sin,  z_(i + D/2) = y_i sin + y_(i + D/2) cos   (angles of the token, i < D/2)
@@ -22,10 +22,12 @@ LEAST_EPS = 1e-30  # far above the least number that float32 holds
 class Prologue(NamedTuple):
     """QK-norm, if there are gains, and the rotation. Token n of queries and of keys takes row n of the angles' tables.
 
-    cos, sin: [tokens, D/2], at least as many tokens as Q and K have. They get no gradient.
-    query_gain, key_gain: gamma [D] of QK-norm, which get gradients; None: no norm.
-    eps: of QK-norm, a positive number.
-    All of a floating dtype; the sums are in float32, in float64 for float64.
+    Args:
+        cos: Cosines [tokens, D/2] of the angles, for at least as many tokens as Q and K have; floating, no gradient.
+        sin: Their sines, likewise.
+        query_gain: gamma [D] of QK-norm for queries, floating, differentiable; None means no norm.
+        key_gain: Likewise for keys.
+        eps: A positive number of QK-norm. Sums are in float32, for float64 in float64.
     """
 
     cos: Tensor
@@ -35,7 +37,7 @@ class Prologue(NamedTuple):
     eps: float = 1e-6
 
     def applied(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query [..., Nq, D] and key [..., Nk, D], normalised and rotated, in the working dtype: not rounded back."""
+        """Normalise and rotate query [..., Nq, D] and key [..., Nk, D]; the results keep the working dtype."""
         return self._one(query, self.query_gain), self._one(key, self.key_gain)
 
     def _one(self, x: Tensor, gain: Tensor | None) -> Tensor:
@@ -47,7 +49,7 @@ class Prologue(NamedTuple):
 
 
 def before_attention(query: Tensor, key: Tensor, prologue: Prologue, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """query and key, normalised and rotated, in dtype: what attention without a prologue is given. Rounded once."""
+    """Normalise and rotate query and key, and round them once, to the dtype that attention without a prologue gets."""
     return tuple(x.to(dtype) for x in prologue.applied(query, key))
 
 
@@ -58,7 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RoundedGradient(torch.autograd.Function):
-    """apply(z, dtype) is z; its gradient is rounded to dtype on the way, as if it had lain in memory in dtype."""
+    """The identity apply(z, dtype) = z, whose gradient is rounded to dtype as if it were stored in memory in dtype."""
 
     generate_vmap_rule = True
 

@@ -25,7 +25,7 @@ BlockShape = tuple[int | None, int | None]  # (rows, columns) that share a scale
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """X ~ scale * values. values: int8 [..., R, C]; scale: float32 or wider [..., ceil(R/rows), ceil(C/columns)]."""
+    """X ~ scale * values: int8 [..., R, C], and [..., ceil(R/rows), ceil(C/columns)] in float32 or wider."""
 
     values: Tensor
     scale: Tensor
@@ -37,7 +37,7 @@ class QuantizedTensor:
         return QuantizedTensor(self.values.mT, self.scale.mT, self.block_shape[::-1])
 
     def dequantize(self) -> Tensor:
-        """scale * values, [..., R, C] in the dtype of scale."""
+        """Return scale * values, [..., R, C], in the dtype of scale."""
         rows, columns = self.values.shape[-2:]
         return self.values.to(self.scale.dtype) * spread(self.scale, self.block_shape, rows, columns)
 
@@ -48,16 +48,22 @@ def quantize(
     rounding: str = "nearest",
     generator: torch.Generator | None = None,
 ) -> QuantizedTensor:
-    """psi(X): one scale per block of x [..., R, C], values in INT8.
+    """Compute psi(X): INT8 values with one scale per block of x.
 
-    rounding: "nearest" (ties to even); "stochastic": up with probability equal to the fraction, so that the expected
-    value is X itself; draws come from `generator`, or torch's global one if None; "ordered": up where the fraction
-    exceeds a threshold that row and column fix (`ordered_thresholds`), so that the mean over neighbours is close to X.
-    A block of zeros gets scale 0; one so small that its scale is no normal number becomes zeros. A block that holds
-    a NaN or an infinity gets a scale that makes every value of the block NaN when dequantised; other blocks don't
-    notice. Entries up to the largest number of their dtype are fine.
-    TypeError or ValueError name the argument that doesn't fit: x is floating, dense and not empty, a block's sides are
-    at least 1 (a longer one is the whole axis).
+    A block of zeros gets scale 0. A block so small that its scale is subnormal becomes zeros. A block that holds a NaN
+    or an infinity gets a scale that makes all its values NaN when dequantised; other blocks are not affected. Entries
+    may be as large as their dtype allows.
+
+    Args:
+        x: [..., R, C], floating, dense and not empty.
+        block_shape: The (rows, columns) that share a scale, each at least 1; None or a longer side is the whole axis.
+        rounding: "nearest" (ties to even); "stochastic": up with a probability equal to the fraction, so that the
+            expected value is X itself; "ordered": up where the fraction exceeds a threshold that row and column fix
+            (`ordered_thresholds`), so that the mean over neighbours is close to X.
+        generator: Source of the stochastic draws; None means torch's global one.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
     integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
     return QuantizedTensor(integers.to(torch.int8), scale, block_shape)
@@ -69,16 +75,16 @@ def fake_quantize(
     rounding: str = "nearest",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """quantize(x, ...).dequantize() without the detour through int8: x rounded to its own INT8 grid."""
+    """Round x to its own INT8 grid: quantize(x, ...).dequantize() without the detour through int8."""
     integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
     return integers.mul_(spread(scale, block_shape, *x.shape[-2:]))
 
 
 def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """A^ B^ of two int8 tensors [..., M, K] x [..., K, N] -> int32 [..., M, N], exactly.
+    """Compute A^ B^ of two int8 tensors [..., M, K] x [..., K, N] -> int32 [..., M, N], exactly.
 
-    Float32 units do the work: no dot product of 1024 int8 pairs exceeds 2^24, the last integer before
-    float32 has gaps. Longer contractions are summed in int32, piece by piece.
+    It runs on float32 units: no dot product of 1024 int8 pairs exceeds 2^24, the last integer before float32 has gaps.
+    Longer contractions are summed in int32, piece by piece.
     """
     for name, x in (("a", a), ("b", b)):
         check_dense(name, x)
@@ -99,7 +105,7 @@ def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-    """MM(A^, B^) s_A s_B: an exact integer matmul, then the two scales.
+    """Compute MM(A^, B^) s_A s_B: an exact integer matmul, then the two scales.
 
     a [..., M, K], b [..., K, N]; each scale must be constant along K, else ValueError.
     """
@@ -116,7 +122,7 @@ def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 
 
 def _round_to_grid(x, block_shape, rounding, generator):
-    """(round(X / s) as floats, s, the block shape with None replaced)."""
+    """Return round(X / s) as floats, s, and the block shape with None replaced."""
     check_matrix("x", x)
     check_block_shape(block_shape)
     check_choice("rounding", rounding, ROUNDINGS)
@@ -142,10 +148,10 @@ def _round_to_grid(x, block_shape, rounding, generator):
 
 
 def ordered_thresholds(rows: int, columns: int, like: Tensor) -> Tensor:
-    """What ordered dither adds before it rounds down, [rows, columns]: the same 8 x 8 numbers of (0, 1) over and over.
+    """Return what ordered dither adds before it rounds down: an 8 x 8 pattern, repeated over [rows, columns].
 
-    They are 1/128, 3/128, ... 127/128. Eight neighbours in a row lie in different eighths, and so do eight on a
-    diagonal: P may depend on the distance of query and key alone. dtype and device: of `like`.
+    The numbers are 1/128, 3/128, ... 127/128. Eight neighbours in a row are in different eighths of (0, 1), and so are
+    eight on a diagonal: P may depend on the distance of query and key alone. dtype and device are those of `like`.
     """
     row, column = (torch.arange(size, device=like.device) for size in (rows, columns))
     eighth, part = (column[None, :] + 2 * row[:, None]) % 8, (5 * row % 8)[:, None]
@@ -153,7 +159,7 @@ def ordered_thresholds(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def block_max(x, rows, columns):
-    """max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; the last blocks may be partial."""
+    """Return max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; the last blocks may be partial."""
     pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
     if pad_rows or pad_columns:
         x = F.pad(x, (0, pad_columns, 0, pad_rows))
@@ -162,7 +168,7 @@ def block_max(x, rows, columns):
 
 
 def spread(scale, block_shape, rows, columns):
-    """scale [..., blocks, blocks] repeated over its blocks and cut to [..., rows, columns]; size 1 broadcasts."""
+    """Repeat scale [..., blocks, blocks] over its blocks and cut it to [..., rows, columns]; size 1 broadcasts."""
     for axis, block, size in ((-2, block_shape[0], rows), (-1, block_shape[1], columns)):
         if scale.shape[axis] not in (1, size):
             scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)

@@ -1,35 +1,35 @@
-"""Tiles, heads and dtypes: what the reference of SageBwd and that of SLA2 mean in the same way."""
+"""Tiles, heads and dtypes, as the references of SageBwd and SLA2 share them."""
 
 import torch
 from torch import Tensor
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """The reference computes in float32 whatever it is given, except float64, which it keeps."""
+    """Return the dtype in which the reference computes: float64 for float64, float32 for all else."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype; x itself if it has that dtype.
+    """Return x in dtype, or x itself if it has that dtype.
 
-    For what an autograd.Function returns: in PyTorch 2.11 torch.compile takes `to` with nothing to do for a view, and
-    the gradient that reaches the function is zero.
+    An autograd.Function needs this for its results: in PyTorch 2.11 torch.compile takes a `to` with nothing to do for a
+    view, and the gradient that reaches the function is zero.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def tiles(length: int, block: int) -> list[slice]:
-    """[0, block), [block, 2 block), ... up to length; the last tile may be partial."""
+    """Return [0, block), [block, 2 block), ... up to length; the last tile may be partial."""
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def block_that_fits(block: int, length: int) -> int:
-    """block, or the whole length where that is shorter. A branch: min would stay an unknown for torch.compile."""
+    """Return block, or length where that is shorter, by a branch: torch.compile would keep a min as an unknown."""
     return block if block < length else length
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [B, Hkv, Nk, D] for each of `heads` query heads: [B, H, Nk, D]."""
+    """Repeat keys or values [B, Hkv, Nk, D] for each of `heads` query heads: [B, H, Nk, D]."""
     if x.shape[1] == heads:
         return x
     # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
@@ -37,6 +37,6 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def in_working_dtype(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """query [B, H, Nq, D], and keys or values [B, Hkv, Nk, D] repeated for its heads, all in the working dtype."""
+    """Return query [B, H, Nq, D], and keys or values repeated for its heads, in the working dtype."""
     heads, dtype = query.shape[1], working_dtype(query)
     return query.to(dtype), *(repeat_heads(x.to(dtype), heads) for x in others)

@@ -1,4 +1,4 @@
-"""Making Q, K and V easier to quantise: K-smoothing, Q-smoothing, V-smoothing, QK-norm.
+"""Smoothing of Q, K and V and QK-norm, which make them easier to quantise.
 
 Queries and keys carry offsets that all tokens share. An offset widens a block's scale and so costs precision,
 yet the softmax ignores most of it.
@@ -18,7 +18,7 @@ from sage_ref.checks import check_count, check_device_of_module, check_floating
 
 
 def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
-    """K_sm = K - mu_K and mu_K. key [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
+    """Return K_sm = K - mu_K and mu_K: key [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
 
     The mean runs over the whole sequence. In causal attention that includes future keys: nothing leaks in exact
     arithmetic, a trace the size of the rounding error does in INT8.
@@ -28,7 +28,7 @@ def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def key_mean_scores(query: Tensor, key_mean: Tensor, scale: float) -> Tensor:
-    """What K-smoothing takes from every score of a row: c Q mu_K^T, [..., Nq, 1].
+    """Return c Q mu_K^T [..., Nq, 1], which K-smoothing subtracts from every score of a row.
 
     Added to the log-sum-exp of the smoothed scores it gives that of the scores themselves.
     """
@@ -36,17 +36,17 @@ def key_mean_scores(query: Tensor, key_mean: Tensor, scale: float) -> Tensor:
 
 
 def smooth_value(value: Tensor) -> tuple[Tensor, Tensor]:
-    """V_sm = V - mu_V and mu_V. value [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
+    """Return V_sm = V - mu_V and mu_V: value [..., Nk, D] -> ([..., Nk, D], [..., 1, D]).
 
-    Rows of P sum to one, so P V = P V_sm + 1 mu_V^T. And dP = dO V^T = dO V_sm^T + (dO mu_V) 1^T: what is added to a
-    row of dP is added to delta as well. The mean runs over future tokens, too, as that of `smooth_key` does.
+    Rows of P sum to one, so P V = P V_sm + 1 mu_V^T. And dP = dO V^T = dO V_sm^T + (dO mu_V) 1^T: a row of dP and its
+    delta change by the same amount. The mean includes future tokens, too, as in `smooth_key`.
     """
     mean = value.mean(-2, keepdim=True)
     return value - mean, mean
 
 
 def smooth_query(query: Tensor, block_q: int) -> tuple[Tensor, Tensor]:
-    """Q_sm = Q - mu_Q and mu_Q, the mean of each block of block_q queries (the last block may be partial).
+    """Return Q_sm = Q - mu_Q and mu_Q, the mean of each block of block_q queries; the last block may be partial.
 
     query [..., Nq, D] -> ([..., Nq, D], [..., Nq, D]): the mean stands in every row of its block.
     """
@@ -56,7 +56,7 @@ def smooth_query(query: Tensor, block_q: int) -> tuple[Tensor, Tensor]:
 
 
 def query_mean_grad_key(grad_scores: Tensor, query_mean: Tensor, scale: float) -> Tensor:
-    """The branch of dK that goes through mu_Q: dK = c dS^T Q_sm + c dS^T (1 mu_Q^T). Here the second term.
+    """Return the second term of dK = c dS^T Q_sm + c dS^T (1 mu_Q^T), the branch that goes through mu_Q.
 
     grad_scores [..., Nq, Nk], query_mean [..., Nq, D] as `smooth_query` returns it -> [..., Nk, D].
     """
@@ -64,14 +64,19 @@ def query_mean_grad_key(grad_scores: Tensor, query_mean: Tensor, scale: float) -
 
 
 class QKNorm(nn.Module):
-    """RMS-normalise every query and every key: x * gamma / sqrt(mean(x^2) + 1e-6), with learned gains.
+    """QK-norm: every query and every key becomes x * gamma / sqrt(mean(x^2) + 1e-6), with learned gains gamma.
 
-    forward(query [..., Nq, D], key [..., Nk, D]) -> the same two shapes and dtypes. float16, bfloat16, float32 or
-    float64, each of any finite size: squares don't overflow. A NaN or an infinity makes its token NaN. TypeError or
-    ValueError name the argument that doesn't fit: another dtype, D that is not head_dim, a tensor that isn't dense or
-    is on another device than the gains.
     With gamma = 1, |q_i . k_j| <= D: no outlier can widen a block's scale, which keeps INT8 training stable at large
-    tokens-per-step.
+    batch sizes.
+
+    forward(query [..., Nq, D], key [..., Nk, D]) returns the same two shapes and dtypes: float16, bfloat16, float32 or
+    float64, with entries of any finite size, since squares don't overflow. A NaN or an infinity makes its token NaN.
+
+    Args:
+        head_dim: D.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
 
     def __init__(self, head_dim: int):
@@ -85,7 +90,7 @@ class QKNorm(nn.Module):
 
 
 def _normalise(name: str, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """norm(x) in the wider of the dtypes of x and the gain, returned in that of x."""
+    """Compute norm(x) in the wider of the dtypes of x and of the gain, and return it in that of x."""
     check_floating(name, x)
     check_device_of_module(norm.weight, **{name: x})
     if x.shape[-1:] != norm.normalized_shape:

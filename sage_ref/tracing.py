@@ -1,4 +1,4 @@
-"""How far every intermediate of SageBwd is from full precision: the papers' tables.
+"""Errors of every intermediate of SageBwd against full precision, as in the papers' tables.
 
 cosine = <x, y> / (|x| |y|), relative L2 = |x - y| / |y|, RMS(y) = |y| / sqrt(numel), over all entries, in float64.
 """
@@ -24,18 +24,18 @@ class TensorError(NamedTuple):
 
 
 def rms(x: Tensor) -> float:
-    """sqrt(mean(x^2))."""
+    """Compute sqrt(mean(x^2))."""
     return x.double().square().mean().sqrt().item()
 
 
 def relative_l2(approximation: Tensor, exact: Tensor) -> float:
-    """|approximation - exact| / |exact|."""
+    """Compute |approximation - exact| / |exact|."""
     exact = exact.double()
     return ((approximation.double() - exact).norm() / exact.norm()).item()
 
 
 def cosine(approximation: Tensor, exact: Tensor) -> float:
-    """<approximation, exact> / (|approximation| |exact|)."""
+    """Compute <approximation, exact> / (|approximation| |exact|)."""
     approximation, exact = approximation.double(), exact.double()
     return ((approximation * exact).sum() / (approximation.norm() * exact.norm())).item()
 
@@ -43,7 +43,7 @@ def cosine(approximation: Tensor, exact: Tensor) -> float:
 def exact_intermediates(
     query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, settings: SageBwdSettings
 ) -> dict[str, Tensor]:
-    """Every tensor of `INTERMEDIATES` in float64, all seven matmuls exact."""
+    """Return every tensor of `INTERMEDIATES` in float64, with all seven matmuls exact."""
     q, k, v, do = (x.double() for x in (query, key, value, grad_output))
     options = {"is_causal": settings.is_causal, "scale": settings.scale}
     forward = attention_forward(q, k, v, **options)
@@ -63,7 +63,7 @@ def sagebwd_intermediates(
 def trace(
     query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, settings: SageBwdSettings
 ) -> dict[str, TensorError]:
-    """The error of every intermediate, by the paper's name. All inputs [..., N, D]."""
+    """Return the error of every intermediate by the paper's name. All inputs are [..., N, D]."""
     exact = exact_intermediates(query, key, value, grad_output, settings)
     quantized = sagebwd_intermediates(query, key, value, grad_output, settings)
     return {
@@ -73,7 +73,7 @@ def trace(
 
 
 def grad_scores_bound(grad_probabilities: Tensor, delta: Tensor) -> float:
-    """The paper's bound on RMS(dS): max_i ||dP_i - delta_i 1||_inf / sqrt(N).
+    """Compute the paper's bound on RMS(dS): max_i ||dP_i - delta_i 1||_inf / sqrt(N).
 
     It holds because the rows of P sum to one, so RMS(P_i) <= 1/sqrt(N). grad_probabilities [..., Nq, Nk].
     """

@@ -1,4 +1,6 @@
-"""What several tests share: reproducible hypothesis runs, and seeded inputs."""
+"""Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the lines of each folder at the end."""
+
+import tomllib
 
 import hypothesis
 import pytest
@@ -18,6 +20,17 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print the lines of Python in each folder beside its budget."""
+    budgets = tomllib.loads((config.rootpath / "pyproject.toml").read_text())["tool"]["line-budgets"]
+    lines = {
+        folder: sum(len(p.read_bytes().splitlines()) for p in (config.rootpath / folder).rglob("*.py"))
+        for folder in budgets
+    }
+    shown = ", ".join(f"{folder} {lines[folder]:,} of {most:,}" for folder, most in budgets.items())
+    terminalreporter.write_line(f"lines of Python: {shown}")
 
 
 def pytest_runtest_setup():

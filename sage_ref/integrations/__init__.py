@@ -1,4 +1,4 @@
-"""SageBwd and SLA2 in models that others wrote.
+"""SageBwd and SLA2 in other libraries' models.
 
 pytorch       `sage_ref.sdpa`: what calls F.scaled_dot_product_attention
 transformers  SageBwd as an attention by name

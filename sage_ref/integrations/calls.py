@@ -1,4 +1,4 @@
-"""A call of somebody else's attention: what it asks for, and what happens where SageBwd can't do that."""
+"""Calls of another library's attention: their arguments, and what happens where SageBwd can't compute them."""
 
 from functools import partial
 from typing import NamedTuple
@@ -32,13 +32,13 @@ class Call(NamedTuple):
     enable_gqa: bool = False
 
     def exactly(self) -> Tensor:
-        """O by PyTorch."""
+        """Compute O by PyTorch."""
         options = {"attn_mask": self.attn_mask, "dropout_p": self.dropout_p, "is_causal": self.is_causal}
         options |= {"scale": self.scale, "enable_gqa": self.enable_gqa}
         return F.scaled_dot_product_attention(self.query, self.key, self.value, **options)
 
     def parts(self) -> Parts | None:
-        """What the mask leaves of each sequence, if it is padding; see `parts_of`."""
+        """Return what the mask leaves of each sequence, if it is padding; see `parts_of`."""
         return parts_of(self.attn_mask, (*self.query.shape[:3], self.key.shape[2]))
 
 
@@ -59,7 +59,7 @@ class Policy(NamedTuple):
 
 
 def obstacle(call: Call) -> str | None:
-    """Why SageBwd can't compute this call, as an error says it; None if it can."""
+    """Say why SageBwd can't compute this call, as an error would, or return None if it can."""
     if call.dropout_p:
         return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
     try:
@@ -71,7 +71,7 @@ def obstacle(call: Call) -> str | None:
 
 
 def obstacle_of_mask(call: Call) -> str | None:
-    """`obstacle` of a call with a mask."""
+    """Return the `obstacle` of a call with a mask."""
     got = f"got one of {call.attn_mask.dtype}"
     if not can_be_read(call.attn_mask):
         return f"{UNREADABLE}, {got}"
@@ -100,5 +100,5 @@ def refuse(reason: str, otherwise: str, depth: int) -> None:
 
 
 def not_installed(package: str, error: ImportError) -> ImportError:
-    """The error for an optional package that is also the name of its extra."""
+    """Return the error for an optional package that is also the name of its extra."""
     return ImportError(f"{package}: expected it to be installed (pip install 'sage-ref[{package}]'), got: {error}")

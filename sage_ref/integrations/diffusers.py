@@ -38,7 +38,7 @@ def register(
     backend: str = "auto",
     otherwise: str = "error",
 ) -> None:
-    """Make `name` an attention backend of diffusers. Again: other options.
+    """Make `name` an attention backend of diffusers; call it again to change options.
 
     Then `model.set_attention_backend("sagebwd")`, for all models whose processors have backends. diffusers' registry is
     not public and its names are an enum: this extends both, as diffusers 0.42 has them.
@@ -70,7 +70,7 @@ def register(
         return_lse: bool = False,
         _parallel_config: object = None,
     ) -> Tensor:
-        """query [B, Nq, H, D]; key, value [B, Nk, Hkv, D] -> O [B, Nq, H, D]."""
+        """Compute O [B, Nq, H, D] of query [B, Nq, H, D]; key, value [B, Nk, Hkv, D]."""
         rest = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         call = Call(*(x.transpose(1, 2) for x in (query, key, value)), **rest, enable_gqa=enable_gqa)
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):  # diffusers: [B, Nk]
@@ -91,7 +91,7 @@ def register(
 
 
 def _dispatch():
-    """diffusers' enum of backends, and their registry."""
+    """Return diffusers' enum of backends, and their registry."""
     try:
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     except ImportError as error:
@@ -100,7 +100,7 @@ def _dispatch():
 
 
 def _member(names, value: str):
-    """The member of an enum of strings with this value; made, if there is none. Enums have no public way to grow."""
+    """Return the member of an enum of strings with this value; make it if there is none."""
     if value not in names._value2member_map_:
         member = str.__new__(names, value)
         member._name_, member._value_ = value.upper(), value
@@ -113,7 +113,7 @@ def _member(names, value: str):
 
 
 class SLA2Processor(nn.Module):
-    """An attention processor whose attention is SLA2, and all else, projections and positions, another processor's.
+    """An attention processor with SLA2 as attention; all else, projections and positions, is the other processor's.
 
     processor: the other one; it must call F.scaled_dot_product_attention, as diffusers' do on their native backend.
     attention: the module, whose router and alpha are parameters of the model.
@@ -128,7 +128,7 @@ class SLA2Processor(nn.Module):
         self.attention = attention
 
     def forward(self, layer: nn.Module, *inputs, **options):
-        """What `layer`, which has this processor, calls; the arguments are the other processor's."""
+        """Run as the processor of `layer`; the arguments are the other processor's."""
         reached: list[bool] = []
         with _Sla2Mode(self.attention, reached):
             output = self.processor(layer, *inputs, **options)
@@ -139,7 +139,7 @@ class SLA2Processor(nn.Module):
 
 
 class _Sla2Mode(SdpaMode):
-    """SDPA by this SLA2. reached: gets an entry for each call."""
+    """SDPA computed by this SLA2; `reached` gets an entry for each call."""
 
     def __init__(self, attention: SLA2, reached: list[bool]):
         super().__init__()
@@ -160,7 +160,7 @@ def install_sla2(
     model: nn.Module, names: list[str] | None = None, *, sparsity: float = 0.97, block_q: int = 128,
     block_kv: int = 64, quantize: bool = True, query_blocks: int = 1, backend: str = "auto",
 ) -> list[SLA2]:  # fmt: skip
-    """Give each self-attention of a diffusers model an SLA2 of its own. Returns them, in the model's order.
+    """Give each self-attention of a diffusers model an SLA2 of its own, and return them in the model's order.
 
     names: keys of `model.attn_processors`, or one, to choose others than all that are no cross-attention.
     The other arguments: as in `sage_ref.SLA2`.
@@ -193,13 +193,13 @@ def install_sla2(
 
 
 def _made(layer: nn.Module, options: dict, backend: str) -> SLA2:
-    """A new SLA2 for a layer, on its device."""
+    """Return a new SLA2 for a layer, on its device."""
     attention = SLA2(layer.inner_dim // layer.heads, layer.heads, **options, backend=backend)
     return attention.to(next(layer.parameters()).device)
 
 
 def _install(model: nn.Module, made: dict[str, tuple[SLA2, dict]]) -> None:
-    """made: by the processor's name in `model.attn_processors`, the module and, for the config, its options."""
+    """Install modules, given with their options for the config by the processor's name in `model.attn_processors`."""
     for name, (attention, _) in made.items():
         layer = model.get_submodule(name.removesuffix(".processor"))
         before = layer.processor.processor if isinstance(layer.processor, SLA2Processor) else layer.processor
@@ -209,12 +209,12 @@ def _install(model: nn.Module, made: dict[str, tuple[SLA2, dict]]) -> None:
 
 
 def _saved_options(model: nn.Module) -> dict[str, dict]:
-    """By the processor's name, what `install_sla2` or diffusers' from_pretrained put into the config."""
+    """Return the options that `install_sla2` or from_pretrained put into the config, by the processor's name."""
     return dict(getattr(model, "config", {}).get("sla2", {}))
 
 
 def load_sla2(model: nn.Module, folder: str | Path, *, backend: str = "auto") -> list[SLA2]:
-    """After from_pretrained: give a model the SLA2 that it was saved with, by save_pretrained(folder). Returns them.
+    """Give a model, after from_pretrained, the SLA2 that save_pretrained(folder) saved with it, and return its modules.
 
     folder: on this machine; of a pipeline, the model's own folder in it. The weights are safetensors, in any number of
         files. Router and alpha get the dtype that they were saved in.
@@ -242,7 +242,7 @@ def load_sla2(model: nn.Module, folder: str | Path, *, backend: str = "auto") ->
 
 
 def _saved_state(folder: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors in a folder's safetensors whose names have one of the prefixes."""
+    """Return the tensors in a folder's safetensors whose names have one of the prefixes."""
     from safetensors import safe_open  # diffusers needs it, too
 
     state: dict[str, Tensor] = {}
@@ -256,12 +256,12 @@ def _saved_state(folder: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
-    """Every SLA2 in a model, in its order."""
+    """Return every SLA2 in a model, in its order."""
     return (module for module in model.modules() if isinstance(module, SLA2))
 
 
 def stage(model: nn.Module, number: int) -> None:
-    """`SLA2.stage` of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha.
+    """Set the stage of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha.
 
     A saved model doesn't say in which stage it was: it loads in stage 2. ValueError for a model without SLA2.
     """
@@ -277,7 +277,7 @@ def _some_sla2(model: nn.Module) -> list[SLA2]:
 
 @torch.no_grad()
 def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
-    """`SLA2.initialize_alpha` of every SLA2 in a model, on what it gets in model(*inputs, **options)."""
+    """Run `SLA2.initialize_alpha` of every SLA2 in a model on the inputs that it gets in model(*inputs, **options)."""
     hooks = [
         module.register_forward_pre_hook(lambda module, qkv: module.initialize_alpha(*qkv[:2]))
         for module in _some_sla2(model)

@@ -1,4 +1,4 @@
-"""A mask that says no more than where a batch is filled up: sequences cut to their own tokens need none.
+"""Padding masks, which need no masked attention if each sequence is cut to its own tokens.
 
 Sequences of several lengths share a batch because padding is put after them or before them. Attention then needs no
 mask if each is computed on its own tokens; sequences with padding in the same places are computed together.
@@ -28,9 +28,9 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> (its vers
 
 
 def can_be_read(mask: Tensor) -> bool:
-    """Whether Python may look at the numbers: not under torch.compile, torch.func or torch.vmap.
+    """Return whether Python may read a mask: not under torch.compile, torch.func or torch.vmap.
 
-    On meta and in a FakeTensor there are none.
+    A meta tensor and a FakeTensor have no numbers to read.
     """
     if torch.compiler.is_compiling() or mask.device.type == "meta" or isinstance(mask, torch._subclasses.FakeTensor):
         return False
@@ -38,7 +38,7 @@ def can_be_read(mask: Tensor) -> bool:
 
 
 def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
-    """What each sequence of a batch attends to under a mask of SDPA; None if the mask is more than padding.
+    """Return what each sequence of a batch attends to under a mask of SDPA; None if the mask is more than padding.
 
     mask: bool, True where a query sees a key, or float, 0 there and at most `HIDDEN` elsewhere, the same for all heads.
     sizes: B, H, Nq, Nk, to which it broadcasts.
@@ -61,7 +61,7 @@ def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
 
 
 def _waits(mask: Tensor) -> bool:
-    """Whether reading it waits for a device."""
+    """Return whether reading a mask waits for its device."""
     return mask.device.type != "cpu"
 
 
@@ -94,7 +94,7 @@ def _read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
 
 
 class _Facts(NamedTuple):
-    """Of one sequence: its keys are `start` to `stop`; the others are 0 or 1.
+    """Facts of one sequence: its keys are `start` to `stop`; the other fields are 0 or 1.
 
     everyone: every query sees a key.
     whole, causal: what queries see is a part without causality, with it.
@@ -108,7 +108,7 @@ class _Facts(NamedTuple):
 
 
 def _facts(sees: Tensor, n_q: int) -> Tensor:
-    """sees [b, n_q or 1, n_k], bool -> the `_Facts` of each sequence, [b, 5]."""
+    """Return the `_Facts` of each sequence, [b, 5], from bool sees [b, n_q or 1, n_k]."""
     has, looks = sees.any(1), sees.any(2)  # [b, n_k] and [b, n_q or 1]: keys that are seen, queries that see
     n_k = has.shape[1]
     start = has.int().argmax(1)
@@ -128,7 +128,7 @@ def _facts(sees: Tensor, n_q: int) -> Tensor:
 
 
 def _whole_parts(one: _Facts, n_q: int, n_k: int) -> tuple[Part, ...]:
-    """Of one sequence without causality."""
+    """Return the parts of one sequence without causality."""
     keys = start, stop = one.start, one.stop
     if start == stop:
         return ()
@@ -139,7 +139,7 @@ def _whole_parts(one: _Facts, n_q: int, n_k: int) -> tuple[Part, ...]:
 
 
 def by_parts(attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, parts: Parts) -> Tensor:
-    """O [B, H, Nq, D] from attention(query, key, value, is_causal) of each part; zero for a query without one.
+    """Compute O [B, H, Nq, D] by attention(query, key, value, is_causal) of each part; a query without one gets zeros.
 
     query [B, H, Nq, D]; key, value [B, Hkv, Nk, D]. Sequences with the same part are one call.
     """
@@ -158,7 +158,7 @@ def by_parts(attention: Callable[..., Tensor], query: Tensor, key: Tensor, value
 
 
 def _with_zeros(found: dict[tuple[int, int], Tensor], like: Tensor) -> Tensor:
-    """The outputs [H, stop - start, D] of one sequence in order, and zeros between them: [H, Nq, D]."""
+    """Join the outputs [H, stop - start, D] of one sequence, with zeros between them: [H, Nq, D]."""
     pieces, end = [], 0
     for (start, stop), output in sorted(found.items(), key=lambda item: item[0]):
         pieces += [like.new_zeros(like.shape[0], start - end, like.shape[2]), output]

@@ -1,4 +1,4 @@
-"""SageBwd in models that call `torch.nn.functional.scaled_dot_product_attention`, whoever wrote them."""
+"""SageBwd in any model that calls `torch.nn.functional.scaled_dot_product_attention`."""
 
 import inspect
 from types import FunctionType
@@ -13,14 +13,14 @@ from sage_ref.sagebwd.settings import Options
 
 
 class SdpaMode(TorchFunctionMode):
-    """While it is entered, calls of SDPA in this thread go to `attend`, those of the innermost mode first."""
+    """A context inside which this thread's calls of SDPA go to `attend`, the innermost context's first."""
 
     def attend(self, call: Call) -> Tensor:
-        """O of a call. SDPA called in here is that of the mode around this one, or PyTorch's."""
+        """Compute O of a call. SDPA called in here is that of the mode around this one, or PyTorch's."""
         raise NotImplementedError
 
     def unreachable(self, reason: str) -> None:
-        """Called when attention is computed where no mode sees it."""
+        """React to attention that is computed where no mode sees it."""
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
@@ -33,7 +33,7 @@ class SdpaMode(TorchFunctionMode):
         return function(*arguments, **options)
 
     def _multi_head_attention(self, *arguments, **options):
-        """What `torch.nn.MultiheadAttention` calls. A mode sees this call, but not that of SDPA inside it."""
+        """Run the call of `torch.nn.MultiheadAttention`. A mode sees it, but not the call of SDPA inside it."""
         function = F.multi_head_attention_forward
         if torch.compiler.is_compiling():
             self.unreachable("model: expected no torch.nn.MultiheadAttention under torch.compile, got one")

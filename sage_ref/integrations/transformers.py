@@ -28,7 +28,7 @@ def register(
     backend: str = "auto",
     otherwise: str = "error",
 ) -> None:
-    """Make `name` an attention of transformers, in every model that takes attentions by name. Again: other options.
+    """Make `name` an attention of transformers, for models that take attentions by name; again, to change options.
 
     smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
     otherwise: what happens to a call that SageBwd can't compute: "error", a ValueError that says why; "exact",
@@ -75,7 +75,7 @@ def attention(
     policy: Policy,
     **model_specific,
 ) -> tuple[Tensor, None]:
-    """What transformers calls. query [B, H, Nq, D]; key, value [B, Hkv, Nk, D] -> O [B, Nq, H, D], and no weights.
+    """Compute O [B, Nq, H, D], without weights, of query [B, H, Nq, D]; key, value [B, Hkv, Nk, D].
 
     is_causal: None means the module's, which is True if it has none. model_specific: the other arguments that
     transformers hands to every attention, see `UNSUPPORTED`.
@@ -101,14 +101,14 @@ def attention(
 
 
 def unsupported(model_specific: dict) -> str | None:
-    """The first argument that SageBwd doesn't know, as an error says it, if there is one."""
+    """Return the first argument that SageBwd doesn't know, as an error says it, if there is one."""
     if model_specific.get("output_attentions"):
         return "output_attentions: expected False, since SageBwd never has the weights, got True"
     return handed_over(model_specific, UNSUPPORTED)
 
 
 def handed_over(model_specific: dict, names: tuple[str, ...]) -> str | None:
-    """The first of these arguments that a model hands over, as an error says it, if there is one."""
+    """Return the first of these arguments that a model passes, as an error says it, if there is one."""
     for name in names:
         if (x := model_specific.get(name)) is not None:
             got = shown(x) if isinstance(x, int | float) else type(x).__name__

@@ -1,4 +1,4 @@
-"""Context parallel: one sequence whose tokens lie on several devices, by torch.distributed alone.
+"""Context parallelism: one sequence with its tokens on several devices, by torch.distributed alone.
 
 exchange   who takes part, this process's tokens, and heads for tokens in one all-to-all
 ulysses    any attention, once every process has all tokens of some heads

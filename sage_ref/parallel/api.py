@@ -35,32 +35,45 @@ def parallel_sagebwd_attention(
     unbiased: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """`sage_ref.sagebwd_attention` of sequences whose tokens lie in the P processes of `group`.
+    """Compute `sage_ref.sagebwd_attention` of sequences whose tokens are spread over the P processes of `group`.
 
-    query: [B, H, Nq/P, D]; key, value: [B, Hkv, Nk/P, D], this process's tokens (`local_tokens`), in every process of
-        the same shapes; dtypes and all options but the following as in `sagebwd_attention`, and the same in every
-        process. is_causal goes by positions in the whole sequence. There is no prologue: apply QK-norm and rotary
-        positions to this process's tokens before.
-    group: None means all processes.
-    method: "ulysses", each process computes H/P heads of whole sequences, so P must divide H; "ring", each computes all
-        heads of its queries while keys and values go round; "auto": "ulysses" where P divides H, else "ring".
-    unbiased: with "ulysses" only: the ring rounds P to nearest.
+    Compared with one process, "ulysses" computes the same numbers for every head, bit for bit in the kernels; on a CPU
+    PyTorch's matmuls may add up in a different order. Where P doesn't divide Hkv, several processes need the same keys,
+    whose gradients are rounded once more.
 
-    Returns O, [B, H, Nq/P, D] in the dtype of query, differentiable once in query, key and value.
-
-    Against one process, "ulysses" computes of every head the same numbers, bit for bit in the kernels; on CPU PyTorch's
-    matmuls may add up in another order. Where P doesn't divide Hkv, several processes need the same keys, whose
-    gradients are rounded once more.
     "ring" smooths keys by the mean of all Nk. A shard of a multiple of 128 tokens has the blocks of 128 that share a
-    scale in one process; other shards end blocks of their own, which are quantised as well but not to the same numbers.
-    Parts from the shards, in 16 bit from the kernels, are added up in an order of their own. With the kernels INT8
-    copies of keys and values travel in the forward pass; in the backward pass K^ in INT8, V in 16 bit, and the sums of
-    dK and dV in float32. With is_causal Nq is Nk, and processes are not equally busy: the last one visits all keys.
+    scale in one process; other shards end in blocks of their own, which are quantised to different numbers. Parts from
+    the shards, in 16 bit from the kernels, are added up in an order of their own. With the kernels INT8 copies of keys
+    and values travel in the forward pass; in the backward pass K^ in INT8, V in 16 bit, and the sums of dK and dV in
+    float32. With is_causal processes are not equally busy: the last one visits all keys.
 
-    torch.compile breaks its graph at what is sent. TypeError or ValueError name the argument as in `sagebwd_attention`;
-    also: no process group, a P that doesn't divide H, an unbiased ring, shapes that differ between processes. Processes
-    compare shapes when one comes for the first time. Shapes that each has seen before, but not the same ones now, are
-    not noticed: the call waits for ever or computes nonsense. So let all processes cut or pad alike.
+    torch.compile breaks its graph at the exchange. Processes compare shapes when one is new. Shapes that each has seen
+    before, but that differ now, are not noticed: the call waits for ever or computes nonsense. All ranks must therefore
+    truncate or pad identically.
+
+    Args:
+        query: This process's tokens (`local_tokens`), [B, H, Nq/P, D], of the same shape in every process.
+        key: This process's tokens, [B, Hkv, Nk/P, D].
+        value: This process's tokens, [B, Hkv, Nk/P, D].
+        group: None means all processes.
+        method: "ulysses": each process computes H/P heads of whole sequences, so P must divide H. "ring": each computes
+            all heads of its queries while keys and values go round. "auto": "ulysses" where P divides H, else "ring".
+        is_causal: By positions in the whole sequence; in a ring Nq is then Nk.
+        scale: As in `sagebwd_attention`, like all that follow, and the same in every process. There is no prologue:
+            apply QK-norm and rotary positions to this process's tokens beforehand.
+        enable_gqa: Likewise.
+        smooth_k: Likewise.
+        smooth_q: Likewise.
+        granularity: Likewise.
+        unbiased: With "ulysses" only: the ring rounds P to nearest.
+        backend: Likewise.
+
+    Returns:
+        O, [B, H, Nq/P, D] in the dtype of query, differentiable once in query, key and value.
+
+    Raises:
+        TypeError, ValueError: As in `sagebwd_attention`; also without a process group, if P doesn't divide H, for an
+            unbiased ring, and if shapes differ between processes.
     """
     query, key, value = checked_attention(query, key, value, enable_gqa)
     options = Options(smooth_k, smooth_q, granularity, unbiased, backend)

@@ -1,6 +1,6 @@
-"""Who shares a sequence, which tokens are whose, and heads for tokens in one all-to-all.
+"""The processes that share a sequence, their tokens, and the all-to-all that exchanges heads for tokens.
 
-n = N / P tokens lie in each of P processes. `gather_tokens` makes of them all N tokens of H / P heads, and
+Each of P processes holds n = N / P tokens. `gather_tokens` turns them into all N tokens of H / P heads, and
 `gather_heads` is its reverse; each is the other's gradient, and neither changes a bit.
 """
 
@@ -24,12 +24,12 @@ class Ranks(NamedTuple):
     count: int
 
     def device_rank(self, rank: int) -> int:
-        """The number among all processes of the one that is `rank` in the group."""
+        """Return the number among all processes of the one that is `rank` in the group."""
         return dist.get_global_rank(self.group, rank)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    """group: None means all processes. ValueError where there is no group, or one without this process."""
+    """Return the ranks of a group, of all processes if None; ValueError without a group or outside of it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "group: expected processes that share the sequence (start them with torchrun, and call "
@@ -45,9 +45,10 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def local_tokens(x: Tensor, dim: int = -2, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This process's N / P tokens of x, which has all N of them along `dim`: a view.
+    """Return this process's N / P tokens of x, which has all N of them along `dim`: a view.
 
-    ValueError if the P processes of `group` don't divide N, or if there is no group.
+    Raises:
+        ValueError: The P processes of `group` don't divide N, or there is no group.
     """
     check_dense("x", x)
     ranks = ranks_of(group)
@@ -63,10 +64,10 @@ def local_tokens(x: Tensor, dim: int = -2, *, group: dist.ProcessGroup | None = 
 
 @torch.compiler.disable
 def check_alike(ranks: Ranks, query: Tensor, key: Tensor) -> None:
-    """ValueError in all processes if one has other shapes than the first: the exchange would mix up tokens, or wait.
+    """Raise ValueError in all processes if shapes differ: the exchange would mix up tokens, or wait for ever.
 
-    A process compares when a shape comes for the first time, which costs a small all-gather. So all must see a new
-    shape in the same call: one that is new in some of them alone makes them wait for the others.
+    A process compares a shape when it is new, which costs a small all-gather. All must therefore meet a new shape in
+    the same call: if it is new in some of them alone, these wait for the others.
     """
     shape = (*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3])
     known = (ranks.group.group_name, shape)
@@ -85,16 +86,16 @@ def check_alike(ranks: Ranks, query: Tensor, key: Tensor) -> None:
 
 @torch.compiler.disable
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """[B, H, n, D], this process's tokens of all heads -> [B, H / P, N, D], all tokens of this process's heads.
+    """Exchange [B, H, n, D], this process's tokens of all heads, for [B, H / P, N, D], all tokens of its own heads.
 
-    Heads [r H / P, (r + 1) H / P) are process r's. The result's heads lie last in memory. Differentiable.
+    Heads [r H / P, (r + 1) H / P) belong to process r. The result has its heads last in memory. Differentiable.
     """
     return GatherTokens.apply(x, ranks)
 
 
 @torch.compiler.disable
 def gather_heads(x: Tensor, ranks: Ranks) -> Tensor:
-    """[B, H / P, N, D] -> [B, H, n, D]: the reverse of `gather_tokens`."""
+    """Reverse `gather_tokens`: [B, H / P, N, D] -> [B, H, n, D]."""
     return GatherHeads.apply(x, ranks)
 
 
@@ -125,7 +126,7 @@ class GatherHeads(torch.autograd.Function):
 
 
 def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
-    """parts[r] goes to process r; of the result [r] came from it."""
+    """Send parts[r] to process r, and return what each process sent here."""
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ranks.group)
@@ -145,26 +146,26 @@ class Passing:
         self.works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What came."""
+        """Wait for the transfer and return the tensors that arrived."""
         for work in self.works:
             work.wait()
         return tuple(self.received)
 
 
 def mean_over(x: Tensor, ranks: Ranks) -> Tensor:
-    """The mean of the processes' x, in its dtype: added up by torch.distributed, in an order of its own."""
+    """Return the mean of the processes' x, in its dtype; torch.distributed adds up in an order of its own."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=ranks.group)
     return total / ranks.count
 
 
 def largest_up_to(x: Tensor, ranks: Ranks, *, is_causal: bool) -> Tensor:
-    """The largest of the processes' x, entry by entry; if causal, of those up to this one."""
+    """Return the largest of the processes' x, entry by entry; if causal, of the processes up to this one."""
     return gathered(x, ranks)[: ranks.rank + 1 if is_causal else None].amax(0)
 
 
 def gathered(x: Tensor, ranks: Ranks) -> Tensor:
-    """[P, ...]: every process's x, of one shape. Not differentiable."""
+    """Return every process's x, of one shape, as [P, ...]. Not differentiable."""
     everywhere = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.count)]
     dist.all_gather(everywhere, x.contiguous(), group=ranks.group)
     return torch.stack(everywhere)

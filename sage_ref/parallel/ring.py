@@ -58,7 +58,7 @@ class RingFunction(torch.autograd.Function):
 
 
 def ring_forward(shards: Shards, ranks: Ranks, options: RingOptions, parts: ModuleType) -> tuple[Tensor, Tensor]:
-    """O [B, H, n, D] in the working dtype, and L as `parts` has it, [B, H, n or more]."""
+    """Compute O [B, H, n, D] in the working dtype, and L in the convention of `parts`, [B, H, n or more]."""
     visiting = shards.visiting
     for step in range(ranks.count):
         passing = Passing(visiting, ranks) if step < ranks.count - 1 else None
@@ -83,7 +83,7 @@ def ring_backward(
     options: RingOptions,
     parts: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, n, D], dK and dV [B, Hkv, m, D] in the working dtype."""
+    """Compute dQ [B, H, n, D], dK and dV [B, Hkv, m, D] in the working dtype."""
     visiting, sums, dq = shards.visiting, None, 0
     for step in range(ranks.count):
         passing = Passing(visiting, ranks) if step < ranks.count - 1 else None
@@ -101,5 +101,5 @@ def ring_backward(
 
 
 def _is_visible(step: int, ranks: Ranks, options: RingOptions) -> bool:
-    """Whether this process's queries see the keys that are here in a step: those of process rank - step."""
+    """Return whether this process's queries see the keys that are here in a step, those of process rank - step."""
     return not options.is_causal or step <= ranks.rank

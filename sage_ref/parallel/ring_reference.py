@@ -1,4 +1,4 @@
-"""One shard of keys in the ring, on the reference: `sage_ref.sagebwd.whole`, with keys that are smoothed before.
+"""One shard of keys in the ring, on the reference: `sage_ref.sagebwd.whole` with keys smoothed beforehand.
 
 L is the natural log-sum-exp of the smoothed scores.
 """
@@ -16,7 +16,7 @@ exp, logaddexp = torch.exp, torch.logaddexp
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions) -> tuple[Shards, Shards]:
-    """For the forward pass and for the backward pass: Q stays, K_sm and V go round, in the working dtype."""
+    """Return the shards of the forward and of the backward pass: Q stays; K_sm and V go round, in the working dtype."""
     k, v = (x.to(working_dtype(x)) for x in (key, value))
     if options.smooth_k:
         k = k - mean_over(k.mean(-2, keepdim=True), ranks)
@@ -27,7 +27,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: Ri
 def attend(
     here: tuple[Tensor, ...], visiting: tuple[Tensor, ...], options: RingOptions, *, is_diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, n, D] in the working dtype and L [B, H, n] of one shard of keys. is_diagonal: of this process's."""
+    """Compute O [B, H, n, D] in the working dtype and L [B, H, n] of one shard; is_diagonal: it is this process's."""
     (query,), (k, v) = here, (repeat_heads(x, here[0].shape[1]) for x in visiting)
     forward = sagebwd_forward(query, k, v, _settings(options, is_diagonal, k.dtype))
     return forward.output, forward.log_sum_exp
@@ -43,7 +43,7 @@ def gradients(
     *,
     is_diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of dQ [B, H, n, D], dK and dV [B, Hkv, m, D] that pass through one shard of keys."""
+    """Compute the parts of dQ [B, H, n, D], dK and dV [B, Hkv, m, D] that pass through one shard of keys."""
     (query,), kv_heads = here, visiting[0].shape[1]
     q = query.to(working_dtype(query))
     k, v = (repeat_heads(x, q.shape[1]) for x in visiting)

@@ -1,4 +1,4 @@
-"""What the ring and the parts of both its backends pass to one another."""
+"""Values that the ring and the parts of its two backends exchange."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class RingOptions(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """What a pass works on: tensors that stay, and those that visit one process after the other."""
+    """The tensors of a pass: some stay, others visit one process after the other."""
 
     here: tuple[Tensor, ...]
     visiting: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""SLA2 over several processes: its heads are shared out among them."""
+"""SLA2 over several processes, each of which computes some of the heads."""
 
 import torch
 import torch.distributed as dist
@@ -12,19 +12,27 @@ from sage_ref.sla2.api import dispatch
 
 
 class ParallelSLA2(SLA2):
-    """`sage_ref.SLA2` of sequences whose tokens lie in the P processes of `group`, by Ulysses.
+    """`sage_ref.SLA2` of sequences whose tokens are spread over the P processes of `group`, by Ulysses.
 
-    forward(query [B, H, Nq/P, D], key, value [B, Hkv, Nk/P, D], protect=None) -> [B, H, Nq/P, D] in the dtype of query.
-    Every process has the same shapes. protect: bool [Nk], of the whole sequence, the same in every process.
+    forward(query [B, H, Nq/P, D], key, value [B, Hkv, Nk/P, D], protect=None) returns [B, H, Nq/P, D] in the dtype of
+    query. Every process has the same shapes. protect is bool [Nk], of the whole sequence, the same in every process.
 
-    Arguments, parameters, their names and stages are SLA2's, so a state_dict fits both. group: None means all processes
-    there are at the first call. Process r computes heads [r H/P, (r + 1) H/P), and gives alpha's other heads a gradient
-    of zero; after DDP or FSDP2 over the same processes, gradients are those of one process for the mean of the losses.
+    Parameters, their names and stages are SLA2's, so a state_dict fits both. Process r computes heads
+    [r H/P, (r + 1) H/P), and gives alpha's other heads a gradient of zero; after DDP or FSDP2 over the same processes,
+    gradients are those of one process for the mean of the losses.
 
-    Of every head the same is computed as by one process, but PyTorch's matmuls (router scores, the linear branch's
-    sums) may add up in another order for fewer heads at once. Where two blocks score so nearly the same, the other one
-    may be chosen. Where P doesn't divide Hkv, gradients of key and value are rounded once more.
-    TypeError or ValueError as in SLA2, and in the first call if P doesn't divide num_heads, or if there is no group.
+    Each head is computed as by one process, but PyTorch's matmuls (router scores, the linear branch's sums) may add up
+    in a different order for fewer heads at once. Where two blocks score nearly the same, the other one may be chosen.
+    Where P doesn't divide Hkv, gradients of key and value are rounded once more.
+
+    Args:
+        head_dim: D.
+        num_heads: H, a multiple of P.
+        group: None means all processes that exist at the first call.
+        options: As in SLA2.
+
+    Raises:
+        TypeError, ValueError: As in SLA2; and in the first call if P doesn't divide H, or if there is no group.
     """
 
     def __init__(self, head_dim: int, num_heads: int, *, group: dist.ProcessGroup | None = None, **options):
@@ -47,7 +55,7 @@ class ParallelSLA2(SLA2):
 
     @torch.no_grad()
     def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
-        """As `SLA2.initialize_alpha`, of this process's tokens: query [B, H, Nq/P, D], key [B, Hkv, Nk/P, D]."""
+        """Set alpha as SLA2 does, from all processes' tokens: query [B, H, Nq/P, D], key [B, Hkv, Nk/P, D]."""
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
         ranks = self._ranks(query, key)
         largest = {"query": query.abs().amax(), "key": key.abs().amax()}

@@ -1,8 +1,8 @@
-"""Ulysses (arXiv 2309.14509): heads for tokens before the attention, tokens for heads after it.
+"""Ulysses (arXiv 2309.14509): processes exchange tokens for heads before the attention, and back after it.
 
-Between the two all-to-alls a process has whole sequences, of some heads. So nothing that an attention does along a
-sequence knows of the processes: the mean of K, blocks that share a scale, tiles, block masks. Of every head the same
-numbers are computed as by one process.
+Between the two all-to-alls a process has whole sequences of some heads. Nothing that an attention does along a sequence
+knows of the processes: the mean of K, blocks that share a scale, tiles, block masks. Every head gets the same numbers
+as in one process.
 """
 
 import math
@@ -23,20 +23,27 @@ def ulysses(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """attention(query, key, value) of sequences whose tokens lie in the P processes of `group`; None: all processes.
+    """Compute attention(query, key, value) of sequences whose tokens are spread over the P processes of `group`.
 
-    query: [B, H, Nq/P, D]; key, value: [B, Hkv, Nk/P, D], this process's tokens, all of one dtype and on one device,
-        in every process of the same shapes. P must divide H, and Hkv H.
-    attention: gets query [B, H/P, Nq, D], key and value [B, H', Nk, D] with all tokens and heads [r H/P, (r + 1) H/P)
-        of process r, heads last in memory, and returns [B, H/P, Nq, D]. H' is Hkv/P, or more where P doesn't divide
-        Hkv: then keys and values are sent to all processes that need them, and H' divides H/P.
+    The bits are those of one process if `attention` gives a head the same bits whatever the other heads; where keys are
+    sent to several processes, their gradients are added up, which rounds once more. It is as often differentiable as
+    `attention`. torch.compile breaks its graph at the exchange.
 
-    Returns [B, H, Nq/P, D]. As often differentiable as `attention`. Bits are those of one process if `attention` gives
-    a head the same bits whatever the others; where keys were sent to several processes, their gradients are added up,
-    which rounds once more. torch.compile breaks its graph at the exchange.
+    Args:
+        attention: A function of query [B, H/P, Nq, D] and key and value [B, H', Nk, D], with all tokens and heads
+            [r H/P, (r + 1) H/P) of process r, heads last in memory, that returns [B, H/P, Nq, D]. H' is Hkv/P, or more
+            where P doesn't divide Hkv: then keys and values are sent to all processes that need them; H' divides H/P.
+        query: This process's tokens [B, H, Nq/P, D]. All processes have the same shapes; P must divide H.
+        key: This process's tokens [B, Hkv, Nk/P, D], of query's dtype and device; Hkv must divide H.
+        value: Likewise.
+        group: None means all processes.
 
-    Raises TypeError or ValueError naming the argument: no process group, heads that P doesn't divide, shapes that
-    differ between processes (compared when a shape comes for the first time).
+    Returns:
+        O, [B, H, Nq/P, D].
+
+    Raises:
+        TypeError, ValueError: An argument does not fit, there is no process group, or shapes differ between processes,
+            which is checked when a shape is new.
     """
     check_each(query=query, key=key, value=value)
     check_together(query, key, value, enable_gqa=True)
@@ -54,12 +61,12 @@ def check_heads_divide(heads: int, ranks: Ranks) -> None:
 def exchanged(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, ranks: Ranks
 ) -> Tensor:
-    """`ulysses` of valid arguments."""
+    """Compute `ulysses` of checked arguments."""
     return gather_heads(attention(*whole_sequences(ranks, query, key, value)), ranks)
 
 
 def whole_sequences(ranks: Ranks, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """All tokens of this process's query heads, and of the keys or values that they share."""
+    """Return all tokens of this process's query heads, and of the keys or values that they share."""
     copies = math.lcm(others[0].shape[1], ranks.count) // others[0].shape[1]
     repeated = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in others)
     return tuple(gather_tokens(x, ranks) for x in (query, *repeated))

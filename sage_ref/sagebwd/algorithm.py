@@ -46,7 +46,7 @@ def tiled_forward(
     block_q: int = 64,
     block_kv: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1. query [..., Nq, D], key, value [..., Nk, D] -> O [..., Nq, D], L [..., Nq] of the unsmoothed S."""
+    """Run Algorithm 1: query [..., Nq, D], key, value [..., Nk, D] -> O [..., Nq, D], L [..., Nq] of unsmoothed S."""
     c = softmax_scale(scale, query.shape[-1])  # Erratum: the printed S lacks c
     query_tiles, key_tiles = tiles(query.shape[-2], block_q), tiles(key.shape[-2], block_kv)
     visible = visible_keys(query, key, is_causal)
@@ -96,7 +96,7 @@ def tiled_backward(
     block_q: int = 64,
     block_kv: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: dQ, dK, dV from dO [..., Nq, D] and the forward's O and L."""
+    """Run Algorithm 2: dQ, dK, dV from dO [..., Nq, D] and the forward's O and L."""
     c = softmax_scale(scale, query.shape[-1])  # Erratum: the printed S, dQ and dK lack c
     query_tiles, key_tiles = tiles(query.shape[-2], block_q), tiles(key.shape[-2], block_kv)
     visible = visible_keys(query, key, is_causal)
@@ -127,13 +127,13 @@ def tiled_backward(
 
 
 def psi(x: Tensor, block_shape: BlockShape = (None, None)) -> tuple[Tensor, Tensor]:
-    """(s, X^) of a tile, with one scale: s [..., 1, 1]; with block_shape (1, None) one per row: s [..., Bq, 1]."""
+    """Return (s, X^) of a tile, with one scale, s [..., 1, 1]; with block_shape (1, None) one a row, s [..., Bq, 1]."""
     quantized = quantize(x, block_shape)
     return quantized.scale, quantized.values
 
 
 def visible_keys(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-    """bool [Nq, Nk]: True where query i may see key j."""
+    """Return bool [Nq, Nk], True where query i may see key j."""
     n_q, n_k = query.shape[-2], key.shape[-2]
     if is_causal:
         return causal_mask(n_q, n_k, query.device)

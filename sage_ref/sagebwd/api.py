@@ -29,49 +29,58 @@ def sagebwd_attention(
     prologue: Prologue | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention for training with six of its seven matmuls in INT8 (SageBwd, Algorithms 1 and 2).
+    """Compute attention for training with six of its seven matmuls in INT8 (SageBwd, arXiv 2603.02170).
 
-    O = softmax(c Q K^T) V with Q, K, P, V quantised in the forward pass and P, dO, dS, Q, K in the backward pass;
-    dP = dO V^T stays in 16 bit. Called like `torch.nn.functional.scaled_dot_product_attention`.
-
-    query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D]; float16, bfloat16, float32 or float64, all alike.
-    is_causal: query i sees keys 0..i, also when Nq != Nk.
-    scale: c; None means 1/sqrt(D).
-    enable_gqa: allow Hkv < H; H must be a multiple of Hkv, and heads in groups of H/Hkv share keys and values.
-    smooth_k, smooth_q: subtract the mean key of the sequence, the mean query of each block, before quantising.
-    granularity: which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
-        matmul's result, a query for dQ and a key for dK and dV. "block": the whole tile, as the paper prints it.
-    unbiased: smooth V as K is, and round P by ordered dither in O = P V (see `quantize`). The errors of an O then even
-        out over the keys, so delta = rowsum(dO * O), and with it dS, is off by less.
-    prologue: QK-norm and rotary positions, applied to query and key first (see `Prologue`; D is even then). The kernels
-        do it in float32 while they read query and key to quantise them, so z, what is quantised, is never rounded to
-        the dtype of query; its gradient is, before it goes back through rotation and norm.
-    backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else reference,
-        with one warning that says why.
+    O = softmax(c Q K^T) V with Q, K, P, V quantised in the forward pass (Algorithm 1) and P, dO, dS, Q, K in the
+    backward pass (Algorithm 2); dP = dO V^T stays in 16 bit. It is called like
+    `torch.nn.functional.scaled_dot_product_attention`, and under autocast it casts query, key and value as SDPA does:
+    all but float64, to the autocast dtype.
 
     Both backends quantise alike: in blocks of 128 tokens, and P and dS in tiles of 128 x 128. The paper gives no tile
     sizes; `sage_ref.sagebwd` has its algorithms as printed, and every other choice in `SageBwdSettings`.
 
-    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key, value and a prologue's gains.
-    Under autocast, query, key and value are cast as SDPA's are: all but float64, to the autocast dtype.
-
-    NaN and infinity: a scale is shared by a block, so a NaN in a query gives NaN in that query's block, and a NaN in
-    a value NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
+    NaN and infinity: a block shares its scale, so a NaN in a query gives NaN in that query's block, and a NaN in a
+    value gives NaN in every query block that reads it. With smooth_k a NaN in a key reaches every query of its
     (batch, key head), since the mean does; without, every query that sees a key of its block. With unbiased a NaN in a
-    value does as one in a key with smooth_k. Other heads and batches never notice.
+    value does the same as one in a key with smooth_k. Other heads and batches are never affected.
 
-    Magnitudes: sums are in float32, in float64 for float64. On the reference float16 of any size and other dtypes up to
-    1e15 don't overflow; a result that its dtype can't hold is infinite, as O may be within 1% of the dtype's largest
+    Magnitudes: sums are in float32, for float64 in float64. On the reference float16 of any size and other dtypes up to
+    1e15 don't overflow. A result that its dtype can't hold is infinite, as O may be within 1% of the dtype's largest
     number. A block of numbers below 1.5e-36 counts as zeros. INT8 is off by up to 1/254 of a block's largest number:
-    where scores exceed about 100 it may prefer another key (`QKNorm` keeps them small). Where c max|q| max|k| exceeds
-    30,000 the kernels' O is NaN, and just below that a row is off by up to a tenth, a third if unbiased; on Hopper
-    GPUs, with head sizes above 32, O is NaN from 1e6 on.
+    where scores exceed about 100 it may prefer a different key (`QKNorm` keeps them small). Where c max|q| max|k|
+    exceeds 30,000 the kernels' O is NaN, and just below that a row is off by up to a tenth, or a third if unbiased; on
+    Hopper GPUs, with head sizes above 32, O is NaN from 1e6 on.
 
-    torch.compile takes it whole. torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes
-    there. Forward mode (torch.func.jvp) is a ValueError, a second derivative a RuntimeError when it is taken.
+    Derivatives: O is differentiable once in query, key, value and a prologue's gains. torch.compile takes it whole.
+    torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes there.
 
-    Tensors are dense: not sparse, nested or on the meta device. A subclass of Tensor gives the same subclass.
-    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    Args:
+        query: [B, H, Nq, D], float16, bfloat16, float32 or float64. Tensors are dense: not sparse, nested or on the
+            meta device. A subclass of Tensor gives the same subclass.
+        key: [B, Hkv, Nk, D] in the dtype of query.
+        value: [B, Hkv, Nk, D] in the dtype of query.
+        is_causal: Query i sees keys 0..i, also when Nq != Nk.
+        scale: c; None means 1/sqrt(D).
+        enable_gqa: Allow Hkv < H. H must be a multiple of Hkv, and groups of H/Hkv heads share keys and values.
+        smooth_k: Subtract the mean key of the sequence before quantising.
+        smooth_q: Subtract the mean query of each block before quantising.
+        granularity: Which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
+            matmul's result, a query for dQ and a key for dK and dV. "block": the whole tile, as the paper prints it.
+        unbiased: Smooth V as K is, and round P by ordered dither in O = P V (see `quantize`). The errors of an O then
+            even out over the keys, so delta = rowsum(dO * O), and with it dS, is off by less.
+        prologue: QK-norm and rotary positions, applied to query and key first (see `Prologue`); D is then even. The
+            kernels do it in float32 while they read query and key, so z, the tensor that is quantised, is never
+            rounded to the dtype of query; its gradient is, before it goes back through rotation and norm.
+        backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else the reference,
+            with one warning that says why.
+
+    Returns:
+        O, [B, H, Nq, D] in the dtype of query.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit, or is in forward mode (torch.func.jvp); the message names it,
+            what was expected and what it got.
+        RuntimeError: A second derivative is taken.
     """
     query, key, value = checked_attention(query, key, value, enable_gqa)
     options = Options(smooth_k, smooth_q, granularity, unbiased, backend)

@@ -31,7 +31,7 @@ class Sla2Forward(NamedTuple):
 
 
 class Sla2Backward(NamedTuple):
-    """What Algorithm 3 returns, and dalpha."""
+    """The result of Algorithm 3, and dalpha."""
 
     grad_query: Tensor  # dQ     [..., Nq, D]
     grad_key: Tensor  # dK       [..., Nk, D]
@@ -40,7 +40,7 @@ class Sla2Backward(NamedTuple):
 
 
 def psi(x: Tensor, settings: BlockSettings, rows: int | None = None) -> tuple[Tensor | float, Tensor]:
-    """(s, X^) with X ~ s X^: INT8 with one scale per `rows` rows (None: all), or (1, X) without quantisation."""
+    """Return (s, X^) with X ~ s X^: INT8 with one scale per `rows` rows (None: all), or (1, X) without quantisation."""
     if not settings.quantize:
         return 1.0, x
     found = quantize(x, (rows, None))
@@ -48,14 +48,14 @@ def psi(x: Tensor, settings: BlockSettings, rows: int | None = None) -> tuple[Te
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """A B: MM, exact in int32, where A and B are INT8."""
+    """Compute A B: MM, exact in int32, where A and B are INT8."""
     return integer_matmul(a, b) if a.dtype == torch.int8 else a @ b
 
 
 def tiled_forward(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, alpha: Tensor, settings: BlockSettings
 ) -> Sla2Forward:
-    """Algorithm 2 for one head. query [Nq, D], key, value [Nk, D], block_mask bool [Tm, Tn], alpha [Tm], one dtype.
+    """Run Algorithm 2 for one head: query [Nq, D], key, value [Nk, D], block_mask bool [Tm, Tn], alpha [Tm], one dtype.
 
     settings.quantize: the sparse branch in INT8, as quantisation-aware training runs it.
     """
@@ -112,9 +112,9 @@ def tiled_backward(
     forward: Sla2Forward,
     settings: BlockSettings,
 ) -> Sla2Backward:
-    """Algorithm 3 for one head, and dalpha. dO [Nq, D]; other shapes as in `tiled_forward`.
+    """Run Algorithm 3 for one head, and compute dalpha. dO [Nq, D]; other shapes as in `tiled_forward`.
 
-    All from the unquantised Q, K, V; only O^s and L are those of the forward pass, in INT8 or not.
+    Everything comes from the unquantised Q, K, V; only O^s and L are the forward pass's, in INT8 or not.
     """
     c = softmax_scale(settings.scale, query.shape[-1])
     query_blocks, key_blocks = tiles(len(query), settings.block_q), tiles(len(key), settings.block_kv)

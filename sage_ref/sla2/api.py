@@ -36,30 +36,15 @@ def sparse_linear_attention(
     block_kv: int = 64,
     backend: str = "auto",
 ) -> Tensor:
-    """SLA2's attention for a given block mask: O = alpha O_s + (1 - alpha) O_l (Algorithms 2 and 3 of SLA2).
+    """Compute SLA2's attention for a block mask: O = alpha O_s + (1 - alpha) O_l (arXiv 2602.12675, Alg. 2, 3).
 
-    O_s = softmax(c Q K^T over the selected blocks) V; O_l = phi(Q) H / (phi(Q) Z), linear attention with phi = softmax
-    over the features, over the others.
-
-    query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D], Hkv a divisor of H; float16, bfloat16, float32 or float64, all
-        alike; any lengths, also Nq != Nk.
-    block_mask: bool, broadcastable to [B, H, ceil(Nq / block_q), ceil(Nk / block_kv)]; True selects a block. Partial
-        last blocks count the tokens they have. A query without a selected block has O_s = 0, one without an unselected
-        block O_l = 0.
-    alpha: weight of the softmax branch in [0, 1], a number or a floating tensor broadcastable to
-        [B, H, ceil(Nq / block_q)]. Of a tensor the range is not checked; with a negative alpha the kernels' dK and dV
-        are NaN.
-    quantize: O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
-    scale: c; None means 1/sqrt(D).
-    block_q, block_kv: queries and keys of one entry of block_mask; more than there are is all of them.
-    backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else reference, with
-        one warning that says why.
-
-    Returns O, [B, H, Nq, D] in the dtype of query. Differentiable once in query, key, value and alpha. Under autocast
-    query, key and value are cast as SDPA's are.
+    O_s = softmax(c Q K^T over the selected blocks) V. O_l = phi(Q) H / (phi(Q) Z) is linear attention over the others,
+    with phi = softmax over the features. A query without a selected block has O_s = 0, one without an unselected block
+    O_l = 0. Under autocast query, key and value are cast as SDPA's are.
 
     NaN and infinity: every key and value is in one of the two branches, so a NaN in one of them reaches every query of
-    its (batch, key head); a NaN in a query reaches at most that query's block. Other heads and batches never notice.
+    its (batch, key head); a NaN in a query reaches at most that query's block. Other heads and batches are never
+    affected.
 
     Magnitudes, derivatives and kinds of tensors: as in `sagebwd_attention`, up to 1e15 in every dtype. With quantize
     the backward pass compares its scores with INT8's L: where they differ by more than 88 (scores beyond about 1e4)
@@ -67,7 +52,28 @@ def sparse_linear_attention(
     head sizes above 32, it is right up to 1e6. The kernels keep dS in 16 bit: float16's gradients overflow with a dS
     of 65504.
 
-    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    Args:
+        query: [B, H, Nq, D], float16, bfloat16, float32 or float64.
+        key: [B, Hkv, Nk, D] in the dtype of query, Hkv a divisor of H; Nk may differ from Nq.
+        value: [B, Hkv, Nk, D] in the dtype of query.
+        block_mask: bool, broadcastable to [B, H, ceil(Nq / block_q), ceil(Nk / block_kv)]; True selects a block. A
+            partial last block counts the tokens that it has.
+        alpha: Weight of the softmax branch in [0, 1], a number or a floating tensor broadcastable to
+            [B, H, ceil(Nq / block_q)]. A tensor's range is not checked; with a negative alpha the kernels' dK and dV
+            are NaN.
+        quantize: Compute O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
+        scale: c; None means 1/sqrt(D).
+        block_q: Queries of one entry of block_mask; more than there are is all of them.
+        block_kv: Keys of one entry of block_mask, likewise.
+        backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else the
+            reference, with one warning that says why.
+
+    Returns:
+        O, [B, H, Nq, D] in the dtype of query, differentiable once in query, key, value and alpha.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it, what was expected and what it got.
+        RuntimeError: A second derivative is taken.
     """
     check_each(query=query, key=key, value=value)
     query, key, value = cast_for_autocast(query, key, value)
@@ -90,7 +96,7 @@ def dispatch(
     settings: BlockSettings,
     backend: str,
 ) -> Tensor:
-    """O of valid arguments on the backend that `backend` stands for; both backends have this signature.
+    """Compute O of checked arguments on the backend that `backend` stands for; both backends have this signature.
 
     query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; chooser: bool [B, H, Tm, Tn], or what chooses the blocks;
     alpha [B, H, Tm]. Called by a public function only: the warning of "auto" points at whoever calls that.
@@ -103,7 +109,7 @@ def dispatch(
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """`dispatch` in plain PyTorch: choose the blocks, then Algorithms 2 and 3 on whole matrices."""
+    """Compute `dispatch` in plain PyTorch: choose the blocks, then run Algorithms 2 and 3 on whole matrices."""
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     if isinstance(chooser, Routing):
         with torch.autocast(query.device.type, enabled=False):

@@ -21,10 +21,17 @@ FEATURE_MAPS = ("softmax", "elu+1", "relu")
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """block_q x block_kv: what one entry of a block mask stands for. scale: c, None means 1/sqrt(D).
+    """Blocks of block_q x block_kv tokens, each one entry of a block mask, and what SLA2 computes in them.
 
-    feature_map: phi of the linear branch, one of FEATURE_MAPS. quantize: the sparse branch's forward pass in INT8.
-    TypeError or ValueError name the field that doesn't fit.
+    Args:
+        block_q: Queries of a block.
+        block_kv: Keys of a block.
+        scale: c; None means 1/sqrt(D).
+        feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
+        quantize: Run the sparse branch's forward pass in INT8.
+
+    Raises:
+        TypeError, ValueError: A field does not fit; the message names it.
     """
 
     block_q: int = 128
@@ -42,23 +49,23 @@ class BlockSettings:
 
 
 def block_count(n: int, block: int) -> int:
-    """Blocks of `block` tokens in a sequence of n; the last may be partial."""
+    """Return the number of blocks of `block` tokens in a sequence of n; the last may be partial."""
     return -(-n // block)
 
 
 def into_blocks(x: Tensor, block: int) -> Tensor:
-    """[..., N, D] -> [..., ceil(N / block), block, D], the last block filled up with zeros; block is N at most."""
+    """Cut [..., N, D] into [..., ceil(N / block), block, D], with zeros at the end; block is N at most."""
     block = block_that_fits(block, x.shape[-2])
     return F.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
 
 
 def from_blocks(blocks: Tensor, n: int) -> Tensor:
-    """The reverse of `into_blocks`: [..., ceil(N / block), block, D] -> [..., N, D]."""
+    """Reverse `into_blocks`: [..., ceil(N / block), block, D] -> [..., N, D]."""
     return blocks.flatten(-3, -2)[..., :n, :]
 
 
 def block_mean(x: Tensor, block: int) -> Tensor:
-    """Mean of the tokens of each block, [..., N, D] -> [..., ceil(N / block), D]; a partial block's own tokens only."""
+    """Return the mean of each block's own tokens, [..., N, D] -> [..., ceil(N / block), D]."""
     blocks = into_blocks(x, block)
     first = torch.arange(blocks.shape[-3], device=x.device) * block
     tokens = (x.shape[-2] - first).clamp(max=block)
@@ -66,28 +73,28 @@ def block_mean(x: Tensor, block: int) -> Tensor:
 
 
 def router_means(query: Tensor, key: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """What every router looks at: Qbar [..., Tm, D] and Kbar [..., Tn, D], means over blocks of Q and of smoothed K."""
+    """Return what every router sees: Qbar [..., Tm, D] and Kbar [..., Tn, D], block means of Q and of smoothed K."""
     return block_mean(query, settings.block_q), block_mean(smooth_key(key)[0], settings.block_kv)
 
 
 def spread_blocks(block_weights: Tensor, n_q: int, n_k: int, settings: BlockSettings) -> Tensor:
-    """The weight of every (query, key) pair: [..., Tm, Tn] -> [..., Nq, Nk]."""
+    """Return the weight of every (query, key) pair: [..., Tm, Tn] -> [..., Nq, Nk]."""
     by_query = block_weights.repeat_interleave(block_that_fits(settings.block_q, n_q), -2)[..., :n_q, :]
     return by_query.repeat_interleave(block_that_fits(settings.block_kv, n_k), -1)[..., :n_k]
 
 
 def per_query(alpha: Tensor, n_q: int, settings: BlockSettings) -> Tensor:
-    """alpha of each query's block: [..., Tm] -> [..., Nq, 1]."""
+    """Return alpha of each query's block: [..., Tm] -> [..., Nq, 1]."""
     return alpha.repeat_interleave(block_that_fits(settings.block_q, n_q), -1)[..., :n_q, None]
 
 
 def selected_count(sparsity: float, key_blocks: int) -> int:
-    """How many key blocks a query block selects: (1 - sparsity) of them, rounded (half to even), and at least one."""
+    """Return how many key blocks a query block selects: (1 - sparsity) of them, half rounded to even, at least one."""
     return max(1, round((1 - sparsity) * key_blocks))
 
 
 def top_blocks(scores: Tensor, count: int) -> Tensor:
-    """bool, True for the `count` largest scores of each row; among equal scores the block that comes first wins.
+    """Return bool, True for the `count` largest scores of each row; among equal scores the first block wins.
 
     scores [..., Tm, Tn]. count beyond Tn selects all. A NaN counts as larger than any number.
     """
@@ -97,13 +104,13 @@ def top_blocks(scores: Tensor, count: int) -> Tensor:
 
 
 def heuristic_scores(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
-    """SLA's guess at where the mass is: softmax(c Qbar Kbar^T) of block means, K smoothed first. [..., Tm, Tn]."""
+    """Guess where the mass is, as SLA does: softmax(c Qbar Kbar^T) of block means, K smoothed first, [..., Tm, Tn]."""
     q_bar, k_bar = router_means(query, key, settings)
     return (q_bar @ k_bar.mT * softmax_scale(settings.scale, query.shape[-1])).softmax(-1)
 
 
 def block_mass(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
-    """Where the mass is: the sum of P over a block's keys, mean over its queries. [..., Tm, Tn], rows sum to 1."""
+    """Return the mass of P by block, summed over keys, mean over queries: [..., Tm, Tn], rows sum to 1."""
     p = (query @ key.mT * softmax_scale(settings.scale, query.shape[-1])).softmax(-1)
     by_query = into_blocks(p.mT, settings.block_kv).sum(-2).mT  # [..., Nq, Tn]
     return block_mean(by_query, settings.block_q)

@@ -28,7 +28,7 @@ from sage_ref.sla2.blocks import BlockSettings, from_blocks, into_blocks, per_qu
 def sparse_branch(
     query: Tensor, key: Tensor, value: Tensor, block_weights: Tensor, settings: BlockSettings
 ) -> tuple[Tensor, Tensor]:
-    """O_s = P V with P_ij proportional to M e^{S_ij}, and L = log(sum_j M e^{S_ij}); differentiable in all four.
+    """Compute O_s = P V with P_ij proportional to M e^{S_ij}, and L = log(sum_j M e^{S_ij}); all four get gradients.
 
     SLA2 prints softmax(S * M); a score that is masked out is -inf, not 0, and a weight M in between is read as
     M e^S, that is S + log M (erratum).
@@ -49,14 +49,14 @@ def sparse_branch(
 
 
 def feature_map(x: Tensor, kind: str) -> Tensor:
-    """phi(x) >= 0, [..., N, D] -> [..., N, D]: softmax over the features, elu(x) + 1, or relu(x)."""
+    """Return phi(x) >= 0, [..., N, D] -> [..., N, D]: softmax over the features, elu(x) + 1, or relu(x)."""
     if kind == "softmax":
         return x.softmax(-1)
     return F.elu(x) + 1 if kind == "elu+1" else F.relu(x)
 
 
 def feature_map_backward(x: Tensor, phi: Tensor, grad_phi: Tensor, kind: str) -> Tensor:
-    """dx from dphi, where phi = feature_map(x, kind)."""
+    """Return dx from dphi, where phi = feature_map(x, kind)."""
     if kind == "softmax":
         return phi * (grad_phi - (phi * grad_phi).sum(-1, keepdim=True))
     slope = phi.clamp(max=1) if kind == "elu+1" else (x > 0).to(x.dtype)  # elu' is e^x = phi below 0, 1 above
@@ -64,13 +64,13 @@ def feature_map_backward(x: Tensor, phi: Tensor, grad_phi: Tensor, kind: str) ->
 
 
 def key_block_sums(key_features: Tensor, value: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """What key blocks add to the linear branch: h_j = phi(K_j)^T V_j [..., Tn, D, D] and z_j = phi(K_j)^T 1."""
+    """Return the linear branch's sums of key blocks: h_j = phi(K_j)^T V_j [..., Tn, D, D] and z_j = phi(K_j)^T 1."""
     k_j, v_j = into_blocks(key_features, settings.block_kv), into_blocks(value, settings.block_kv)
     return k_j.mT @ v_j, k_j.sum(-2)
 
 
 def weighted_sums(weights: Tensor, h: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """H_i = sum_j w_ij h_j and Z_i = sum_j w_ij z_j: one matmul of [Tm, Tn] with [Tn, D (D + 1)].
+    """Compute H_i = sum_j w_ij h_j and Z_i = sum_j w_ij z_j by one matmul of [Tm, Tn] with [Tn, D (D + 1)].
 
     Adding up the unselected blocks of each query block, as Algorithm 2 is printed, would read nearly every h_j Tm
     times; the matmul reads it once.
@@ -81,7 +81,7 @@ def weighted_sums(weights: Tensor, h: Tensor, z: Tensor) -> tuple[Tensor, Tensor
 
 
 def linear_branch(query: Tensor, key: Tensor, value: Tensor, block_weights: Tensor, settings: BlockSettings) -> Tensor:
-    """O_l over key blocks weighted by block_weights [..., Tm, Tn] (1 - M in SLA): [..., Nq, D], differentiable."""
+    """Compute O_l [..., Nq, D] over key blocks with weights [..., Tm, Tn], 1 - M in SLA; differentiable."""
     h, z = key_block_sums(feature_map(key, settings.feature_map), value, settings)
     h_i, z_i = weighted_sums(block_weights.to(query.dtype), h, z)
     q_i = into_blocks(feature_map(query, settings.feature_map), settings.block_q)
@@ -89,7 +89,7 @@ def linear_branch(query: Tensor, key: Tensor, value: Tensor, block_weights: Tens
 
 
 def divisor(weight_sum: Tensor) -> Tensor:
-    """What to divide a weighted sum by: its weights' sum, and infinity where that is 0 and there is nothing to average.
+    """Return the divisor of a weighted sum: its weights' sum, or infinity where that is 0 and nothing is averaged.
 
     For the linear branch, 0 means that no key has a feature in common with the query. A sum so close to 0 that the
     gradients would overflow counts as 0.
@@ -99,14 +99,14 @@ def divisor(weight_sum: Tensor) -> Tensor:
 
 
 def mix(o_s: Tensor, o_l: Tensor, alpha: Tensor) -> Tensor:
-    """O = alpha O_s + (1 - alpha) O_l. o_s, o_l [..., Nq, D]; alpha broadcastable, for example [..., Nq, 1]."""
+    """Compute O = alpha O_s + (1 - alpha) O_l. o_s, o_l [..., Nq, D]; alpha broadcasts, for example [..., Nq, 1]."""
     return alpha * o_s + (1 - alpha) * o_l
 
 
 def soft_sparse_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, block_weights: Tensor, alpha: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """O = alpha O_s + (1 - alpha) O_l with weights in [0, 1] for M, differentiable in every tensor: for stage 1.
+    """Compute O = alpha O_s + (1 - alpha) O_l with weights in [0, 1] for M, differentiable in every tensor (stage 1).
 
     The softmax weighs e^S by M, the linear branch weighs key blocks by 1 - M.
     block_weights [..., Tm, Tn], alpha [..., Tm]. At weights 0 and 1 this is `sla2_forward` without quantisation.

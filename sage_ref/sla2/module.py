@@ -28,20 +28,29 @@ from sage_ref.sla2.router import Relaxation, Router, Routing
 class SLA2(nn.Module):
     """Sparse-linear attention with a learnable router; a drop-in for attention between any two sequences.
 
-    forward(query [B, H, Nq, D], key, value [B, Hkv, Nk, D], protect=None) -> [B, H, Nq, D] in the dtype of query.
-    Hkv < H is grouped-query attention; Hkv must divide H. protect: bool [Nk], True for keys that every query must
-    attend to: their blocks are chosen first (and count towards the selected ones).
+    forward(query [B, H, Nq, D], key, value [B, Hkv, Nk, D], protect=None) returns [B, H, Nq, D] in the dtype of query.
+    Hkv < H is grouped-query attention; Hkv must divide H. protect is bool [Nk], True for keys that every query must
+    attend to: their blocks are chosen first, and count towards the selected ones. Magnitudes and derivatives are as in
+    `sage_ref.sparse_linear_attention`.
 
-    sparsity: share of key blocks that a query block leaves to the linear branch; of Tn blocks it selects
-        `selected_count`, at least one. query_blocks: how many alphas a head has, one per query block, for inputs of
-        exactly that many blocks; the default 1 is broadcast to any length.
-    quantize: run the sparse branch of stage 2 in INT8 (forward pass only). relaxation: what stage 1 has for the hard
-        mask; `router.PRINTED` is the paper's formula, the default departs from it (sage_ref/sla2/router.py says why).
-    backend: as in `sage_ref.sparse_linear_attention`; stage 1 always runs on the reference.
+    stage(1) trains router and alpha through `relaxation`, with all blocks computed. stage(2), the initial state, is the
+    real thing: hard Top-k, with alpha trained and the router frozen.
 
-    stage(1) trains router and alpha through `relaxation`, with all blocks computed. stage(2), the initial state,
-    is the real thing: hard Top-k, alpha trains with the model, the router is frozen. ValueError or TypeError
-    name the argument that doesn't fit. Magnitudes, derivatives: as in `sage_ref.sparse_linear_attention`.
+    Args:
+        head_dim: D.
+        num_heads: H.
+        sparsity: Share of the key blocks that a query block leaves to the linear branch; see `selected_count`.
+        block_q: Queries of a block.
+        block_kv: Keys of a block.
+        quantize: Run the sparse branch of stage 2 in INT8, in the forward pass.
+        query_blocks: How many alphas a head has, one per query block, for inputs of exactly that many blocks; 1 is
+            broadcast to any length.
+        relaxation: Stands in for the hard mask in stage 1. `router.PRINTED` is the paper's formula; the default
+            departs from it, as `sage_ref.sla2.router` explains.
+        backend: As in `sage_ref.sparse_linear_attention`; stage 1 always runs on the reference.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class SLA2(nn.Module):
         return self
 
     def alpha(self, batch: int, query_blocks: int) -> Tensor:
-        """sigmoid(alpha_logit), [B, H, Tm] as a view."""
+        """Return sigmoid(alpha_logit), [B, H, Tm] as a view."""
         stored = self.alpha_logit.shape[1]
         if stored not in (1, query_blocks):
             raise ValueError(f"query: expected {stored} blocks of queries, one per alpha of a head, got {query_blocks}")
@@ -88,39 +97,41 @@ class SLA2(nn.Module):
 
     @torch.no_grad()
     def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
-        """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, mean over what shares it.
+        """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, averaged where shared.
 
-        Kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn. ValueError, and alpha stays as it
-        was, if query or key holds a NaN, an infinity or an entry above 1e15.
+        Alpha is kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn.
+
+        Raises:
+            ValueError: query or key holds a NaN, an infinity or an entry above 1e15. Alpha stays as it was.
         """
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
         check_entries(query=query, key=key)
         self.set_alpha(self.selected_mass(query, key, protect))
 
     def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
-        """What rowsum(P1) of the selected blocks is, mean over the batch: [H, Tm], of all heads or some."""
+        """Return the mean softmax mass of the selected blocks over the batch, [H, Tm]: per head and query block."""
         with torch.autocast(query.device.type, enabled=False):
             q, k = in_working_dtype(query, key)
             return (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)
 
     def set_alpha(self, mass: Tensor) -> None:
-        """alpha from the mass [H, Tm] of every head's query blocks, mean over what shares it."""
+        """Set alpha from the mass [H, Tm] of every head's query blocks, averaged over the blocks that share it."""
         self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
         if self.alpha_logit.shape[1] == 1:
             mass = mass.mean(-1, keepdim=True)
         self.alpha_logit.copy_(mass.logit(eps=1e-4))
 
     def block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
-        """The hard choice: bool [B, H, Tm, Tn], equally many blocks in every row. query, key: equally many heads."""
+        """Return the hard choice, bool [B, H, Tm, Tn], for query and key with equally many heads."""
         return self.routing(key, protect).block_mask(query, key, self.settings)
 
     def routing(self, key: Tensor, protect: Tensor | None = None) -> Routing:
-        """What makes the hard choice, for keys [..., Nk, D]."""
+        """Return the router's hard choice for keys [..., Nk, D], still to be made."""
         protected, count = self._protected(protect, key)
         return Routing(self.router.proj_q.weight.detach(), self.router.proj_k.weight.detach(), count, protected)
 
     def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
-        """Weights of `relaxation`: [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
+        """Return the weights of `relaxation`, [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
         scores = self.relaxation.scores_of(self.router(query, key))
         protected, count = self._protected(protect, key)
         others = scores
@@ -132,7 +143,7 @@ class SLA2(nn.Module):
         return weights if protected is None else torch.ones_like(scores).masked_scatter(~protected, weights)
 
     def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor | None, int]:
-        """bool [Tn], blocks with a protected key, if there may be any; and how many each query block selects."""
+        """Return bool [Tn], the blocks with a protected key, or None; and how many blocks each query block selects."""
         n_k, block_kv = key.shape[-2], self.settings.block_kv
         count = selected_count(self.sparsity, block_count(n_k, block_kv))
         if protect is None:
@@ -152,7 +163,7 @@ class SLA2(nn.Module):
     def _soft_attention(
         self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None, alpha: Tensor
     ) -> Tensor:
-        """Stage 1: O with the weights of `relaxation` for M, in the dtype of query."""
+        """Compute stage 1: O with the weights of `relaxation` for M, in the dtype of query."""
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = in_working_dtype(query, key, value)
             weights = self.soft_block_mask(q, k, protect)

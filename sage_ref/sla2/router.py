@@ -36,7 +36,7 @@ from sage_ref.derivatives import gradients_once
 from sage_ref.sla2.blocks import BlockSettings, router_means, top_blocks
 
 SCORES = ("P_c", "log P_c")
-# Of an unselected block in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
+# An unselected block's M in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
 LEAST_WEIGHT = 1e-3
 NARROW = 0.7  # from a bracket of this width on Newton's method is certain to converge
 NEWTON_STEPS = 5
@@ -45,8 +45,8 @@ NEWTON_STEPS = 5
 class SoftTopK(torch.autograd.Function):
     """sigmoid(x / tau + lambda) with rows that sum to `count`, and its exact gradient.
 
-    With w = s (1 - s), ds = (w dx - w (w . dx) / sum(w)) / tau: the second term is what lambda gives way so that the
-    row keeps its sum. The matrix is symmetric, so the gradient of x is the same formula with ds in place of dx.
+    With w = s (1 - s), ds = (w dx - w (w . dx) / sum(w)) / tau: the second term is lambda's change, which preserves the
+    row sum. The matrix is symmetric, so the gradient of x is the same formula with ds in place of dx.
     Returns s in the dtype of x and, without a gradient, in float64.
     """
 
@@ -73,7 +73,7 @@ class SoftTopK(torch.autograd.Function):
 
 
 def row_shift(logits: Tensor, count: int) -> Tensor:
-    """lambda [..., 1] with rows of sigmoid(logits + lambda) that sum to `count`, up to float64's last digits.
+    """Return lambda [..., 1] such that rows of sigmoid(logits + lambda) sum to `count`, up to float64's last digits.
 
     logits [..., n], float64, zero in the middle between the last of the `count` largest and the first of the others.
     Then lambda lies between -log(n - count) and log(count), whatever the temperature. Say k = count, and the last of
@@ -99,17 +99,19 @@ def row_shift(logits: Tensor, count: int) -> Tensor:
 
 
 def _soft_top_k_gradient(temperature, grad_soft, soft, x):
-    """dx. x itself is there so that autograd knows that a second derivative would depend on it."""
+    """Return dx. x is an argument so that autograd knows that a second derivative would depend on it."""
     w = soft * (1 - soft)
     shared = (w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
     return (((w * grad_soft - w * shared) / temperature).to(grad_soft.dtype),)
 
 
 def soft_top_k(x: Tensor, count: int, temperature: float = 0.1) -> Tensor:
-    """SoftTop-k of x [..., Tn] along the last axis: numbers in (0, 1), each row summing to `count` within 1e-6.
+    """Compute SoftTop-k of x [..., Tn] along the last axis: numbers in (0, 1); each row sums to `count` within 1e-6.
 
-    x is floating and finite. `count` of Tn or more gives all ones. Once differentiable, in reverse mode.
-    TypeError or ValueError unless count >= 1 and temperature is in [1e-6, 3.4e38].
+    x is floating and finite. A `count` of Tn or more gives all ones. Differentiable once, in reverse mode.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit: count >= 1, temperature in [1e-6, 3.4e38].
     """
     check_floating("x", x)
     check_reverse_mode(x=x)
@@ -125,12 +127,17 @@ def soft_top_k(x: Tensor, count: int, temperature: float = 0.1) -> Tensor:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """What stands in for the hard mask while the router is fitted: SoftTop-k at a temperature.
+    """The stand-in for the hard mask while the router is fitted: SoftTop-k at a temperature.
 
-    scores: what SoftTop-k is applied to, "P_c" as printed, or "log P_c", whose blocks come in the same order but whose
-    differences do not shrink with the number of blocks. temperature: in [1e-6, 3.4e38]. straight_through: SoftTop-k
-    gives the gradient alone; the forward pass takes the hard mask (0 raised to LEAST_WEIGHT, which bounds the
-    gradient). TypeError or ValueError name the field that doesn't fit.
+    Args:
+        scores: The argument of SoftTop-k: "P_c" as printed, or "log P_c", which puts blocks in the same order but whose
+            differences do not shrink with the number of blocks.
+        temperature: In [1e-6, 3.4e38].
+        straight_through: SoftTop-k gives the gradient alone; the forward pass takes the hard mask, with 0 raised to
+            LEAST_WEIGHT, which bounds the gradient.
+
+    Raises:
+        TypeError, ValueError: A field does not fit; the message names it.
     """
 
     scores: str = "log P_c"
@@ -147,11 +154,11 @@ class Relaxation:
         return f"{'straight-through' if self.straight_through else 'soft'}, {self.scores} / {self.temperature:g}"
 
     def scores_of(self, logits: Tensor) -> Tensor:
-        """P_c or log P_c from the router's logits [..., Tm, Tn]."""
+        """Return P_c or log P_c from the router's logits [..., Tm, Tn]."""
         return logits.softmax(-1) if self.scores == "P_c" else logits.log_softmax(-1)
 
     def block_weights(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """(M for the two branches, SoftTop-k), [..., Tm, Tn] each, rows of SoftTop-k summing to `count`."""
+        """Return M for the two branches and SoftTop-k, [..., Tm, Tn] each; rows of SoftTop-k sum to `count`."""
         soft = soft_top_k(scores, count, self.temperature)
         if not self.straight_through:
             return soft, soft
@@ -163,7 +170,7 @@ PRINTED = Relaxation("P_c", 0.1, straight_through=False)
 
 
 class Router(nn.Module):
-    """Scores of key blocks for each query block. proj_q, proj_k [D, D], one pair for all heads, start at the identity.
+    """Scores of key blocks for each query block. One pair proj_q, proj_k [D, D] for all heads starts at the identity.
 
     forward(query [..., Nq, D], key [..., Nk, D]) -> logits c proj_q(Qbar) proj_k(Kbar)^T, [..., Tm, Tn]. Their softmax
     is P_c; it puts the blocks of a row in the same order.
@@ -182,7 +189,7 @@ class Router(nn.Module):
 
 
 def router_logits(query: Tensor, key: Tensor, proj_q: Tensor, proj_k: Tensor, settings: BlockSettings) -> Tensor:
-    """c proj_q(Qbar) proj_k(Kbar)^T. query [..., Nq, D], key [..., Nk, D], proj [D, D] -> [..., Tm, Tn]."""
+    """Compute c proj_q(Qbar) proj_k(Kbar)^T: query [..., Nq, D], key [..., Nk, D], proj [D, D] -> [..., Tm, Tn]."""
     q_bar, k_bar = router_means(query, key, settings)
     q_bar, k_bar = q_bar @ proj_q.to(query.dtype).mT, k_bar @ proj_k.to(key.dtype).mT
     return q_bar @ k_bar.mT * softmax_scale(settings.scale, query.shape[-1])
@@ -197,7 +204,7 @@ class Routing(NamedTuple):
     protected: Tensor | None = None  # bool [Tn], key blocks that are selected first
 
     def block_mask(self, query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
-        """bool [..., Tm, Tn], `count` blocks in every row. query [..., Nq, D], key [..., Nk, D]."""
+        """Return bool [..., Tm, Tn], `count` blocks in every row: query [..., Nq, D], key [..., Nk, D]."""
         logits = router_logits(query, key, self.proj_q, self.proj_k, settings).detach()
         if self.protected is not None:
             logits = logits.masked_fill(self.protected, math.inf)

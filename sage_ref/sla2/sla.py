@@ -1,10 +1,10 @@
 """SLA, the baseline of SLA2: O = O_s + Proj(O_l), blocks chosen by a heuristic (arXiv 2509.24006).
 
-`branches.py` has the two branches, `blocks.heuristic_scores` what chooses the blocks. Proj has one more task than to
-repair the linear branch: what P1 V lacks of O_s, (alpha - 1) O_s, which is why SLA2 learns alpha instead.
+`branches.py` has the two branches, and `blocks.heuristic_scores` chooses the blocks. Proj must repair the linear branch
+and also supply what P1 V lacks of O_s, (alpha - 1) O_s, which is why SLA2 learns alpha instead.
 
-There are no kernels of its own: on a GPU O_s is SLA2's attention with alpha = 1 and O_l the one with alpha = 0, each of
-which computes both. So it takes twice the time that it should; its numbers are right.
+SLA has no kernels of its own: on a GPU O_s is SLA2's attention with alpha = 1, and O_l is the one with alpha = 0. Each
+computes both branches, so SLA takes twice the time that it should; its numbers are right.
 """
 
 import torch
@@ -21,11 +21,21 @@ from sage_ref.sla2.branches import linear_branch, sparse_branch
 class SLA(nn.Module):
     """O = O_s + Proj(O_l): SLA with its block mask from mean-pooled queries and keys.
 
-    sparsity: share of key blocks that a query block leaves to the linear branch. skipped: share of key blocks, those
-    with the lowest scores, that neither branch sees. Proj starts at zero: at first SLA is sparse attention.
-    backend: as in `sage_ref.sparse_linear_attention`; only the reference, plain PyTorch, skips blocks.
-    forward(query, key, value [B, H, N, D], GQA as in SLA2) -> [B, H, Nq, D]. Differentiable.
-    TypeError or ValueError name the argument that doesn't fit. Magnitudes: as in `sparse_linear_attention`.
+    forward(query, key, value [B, H, N, D], GQA as in SLA2) returns [B, H, Nq, D], differentiable. Proj starts at zero:
+    at first SLA is sparse attention. Magnitudes are as in `sparse_linear_attention`.
+
+    Args:
+        head_dim: D.
+        num_heads: H.
+        sparsity: Share of the key blocks that a query block leaves to the linear branch.
+        skipped: Share of the key blocks, those with the lowest scores, that neither branch sees.
+        block_q: Queries of a block.
+        block_kv: Keys of a block.
+        feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
+        backend: As in `sage_ref.sparse_linear_attention`; only the reference, plain PyTorch, skips blocks.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
 
     def __init__(
@@ -59,7 +69,7 @@ class SLA(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def block_masks(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """(selected, linear), bool [B, H, Tm, Tn]: what each branch sees. query and key with equally many heads."""
+        """Return the blocks that each branch sees, bool [B, H, Tm, Tn], for query and key with equally many heads."""
         scores = heuristic_scores(query, key, self.settings).detach()
         key_blocks = scores.shape[-1]
         selected = top_blocks(scores, selected_count(self.sparsity, key_blocks))
@@ -81,6 +91,6 @@ class SLA(nn.Module):
         return (o_s + repair).to(query.dtype)
 
     def one_branch(self, query: Tensor, key: Tensor, value: Tensor, selected: Tensor, alpha: float) -> Tensor:
-        """O_s with alpha = 1, O_l with alpha = 0: [B, H, Nq, D]."""
+        """Return O_s with alpha = 1, O_l with alpha = 0: [B, H, Nq, D]."""
         blocks = {"block_q": self.settings.block_q, "block_kv": self.settings.block_kv}
         return sparse_linear_attention(query, key, value, selected, alpha, backend=self.backend, **blocks)

@@ -1,7 +1,7 @@
 """SLA2's Algorithms 2 and 3 on whole matrices, and as one differentiable operation.
 
-The same numbers as `algorithm.py`, for any leading dimensions: what `backend="reference"` computes. Instead of adding
-up h_j for every block of queries, H_i is one product, complement mask times h (`branches.weighted_sums`).
+These are the numbers of `algorithm.py` for any leading dimensions, and what `backend="reference"` computes. Instead of
+adding up h_j for every block of queries, H_i is one product, complement mask times h (`branches.weighted_sums`).
 
 Quantisation-aware training: with `quantize` the forward pass of the sparse branch runs in INT8 as SageBwd's does (K
 smoothed; psi per block of Q, K and V, per row of a tile of P); the backward pass works on the unquantised Q, K, V with
@@ -36,10 +36,10 @@ from sage_ref.smoothing import key_mean_scores, smooth_key
 def sla2_forward(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, alpha: Tensor, settings: BlockSettings
 ) -> Sla2Forward:
-    """Algorithm 2 on whole matrices.
+    """Compute Algorithm 2 on whole matrices.
 
     query [..., Nq, D], key, value [..., Nk, D], block_mask bool [..., Tm, Tn], alpha [..., Tm].
-    Computed, and returned, in float32 (float64 for float64).
+    It is computed and returned in float32, for float64 in float64.
     """
     q, k, v = (x.to(working_dtype(x)) for x in (query, key, value))
     sparse = int8_sparse_branch if settings.quantize else sparse_branch
@@ -52,7 +52,7 @@ def sla2_forward(
 def int8_sparse_branch(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, settings: BlockSettings
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_branch` for a bool mask with Q, K, P, V in INT8; not differentiable."""
+    """Compute `sparse_branch` for a bool mask with Q, K, P, V in INT8; not differentiable."""
     c = softmax_scale(settings.scale, query.shape[-1])
     k_sm, k_mean = smooth_key(key)
     q_hat = fake_quantize(query, (settings.block_q, None))
@@ -78,7 +78,7 @@ def sla2_backward(
     log_sum_exp: Tensor,
     settings: BlockSettings,
 ) -> Sla2Backward:
-    """Algorithm 3 on whole matrices, and dalpha, from dO and the forward's O_s and L. In float32 or float64.
+    """Compute Algorithm 3 on whole matrices, and dalpha, from dO and the forward's O_s and L, in float32 or float64.
 
     grad_output, sparse_output [..., Nq, D], log_sum_exp [..., Nq, 1]; other shapes as in `sla2_forward`.
     """
@@ -144,7 +144,7 @@ class SparseLinearFunction(torch.autograd.Function):
 
 
 def _four_gradients(settings, grad_output, query, key, value, block_mask, alpha, *saved):
-    """dQ, dK, dV, dalpha in the dtypes of what they belong to."""
+    """Return dQ, dK, dV and dalpha in the dtypes of query, key, value and alpha."""
     with torch.autocast(grad_output.device.type, enabled=False):
         gradients = sla2_backward(grad_output, query, key, value, block_mask, alpha, *saved, settings)
     return tuple(dx.to(x.dtype) for dx, x in zip(gradients, (query, key, value, alpha), strict=True))

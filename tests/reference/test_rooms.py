@@ -1,77 +1,95 @@
-"""Rooms import in one direction only: what stands on a floor takes from its own room and from the floors below."""
+"""The house: packages and rooms import in one direction, folders keep their budgets, docstrings begin plainly."""
 
 import ast
+import tomllib
+from pathlib import Path
 
 import pytest
-from sage_lab.records import REPOSITORY
 
+REPOSITORY = Path(__file__).parents[2]
+BUDGETS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["line-budgets"]
+# From the ground up: a package imports packages that come before it. Notebooks may use all of them.
+PACKAGES = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "course/sage_course", "exercises")
+# Rooms of a package by floor, from the ground up. A room imports from floors below, on the ground floor from all rooms.
 FLOORS = {
     "sage_ref": (
-        {
-            "attention", "quantization", "shapes", "smoothing", "prologue", "checks", "derivatives", "backend",
-            "records", "moved",
-        },
+        {"attention", "backend", "checks", "derivatives", "prologue", "quantization", "shapes", "smoothing"},
         {"sagebwd", "sla2"},
-        {"parallel"},
-        {"tracing", "models", "integrations"},
-        {"training"},
-        {"command_line"},
-        {"experiments"},
-        {"course"},
+        {"integrations", "parallel", "tracing"},
     ),
-    "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}, {"measure", "hub"}),
-}  # fmt: skip
-# The public functions call the kernels, which need the reference's settings: both ways, but only within a call.
-BACKENDS = {
-    "sage_ref/sagebwd/api.py",
-    "sage_ref/sla2/api.py",
-    "sage_ref/parallel/ring.py",
-    "course/sage_course/teaching.py",
+    "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}),
 }
-SOLUTIONS = REPOSITORY / "sage_ref" / "course" / "solutions"  # some in Triton; nothing imports them at once
+REGISTRY = "sage_ref/backend.py"  # finds the kernels, within a call, since they import the library
+LEFT_OVER = {"lab/sage_lab/bench/bench_command.py imports sage_course.results.paired"}
+PLAIN_DOCSTRINGS = ("sage_ref",)  # kernels, lab and course follow as they are rewritten
+NOT_PLAIN = ("What", "Of", "As", "So", "Those", "That", "Likewise")
+
+
+def files(folder):
+    return sorted((REPOSITORY / folder).rglob("*.py"))
 
 
 def imports(path):
-    """(name of a module, whether the file needs it to be imported itself) for all it imports."""
+    """Yield (module, whether it is imported with the file itself) of all imports in a file."""
     tree = ast.parse(path.read_text())
     at_once = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            for name in node.names:
-                yield f"{node.module}.{name.name}", id(node) in at_once
+            yield from ((f"{node.module}.{name.name}", id(node) in at_once) for name in node.names)
         elif isinstance(node, ast.Import):
-            for name in node.names:
-                yield name.name, id(node) in at_once
+            yield from ((name.name, id(node) in at_once) for name in node.names)
 
 
-def room_of(path, root):
-    return path.relative_to(root).with_suffix("").parts[0]
+def relative(path):
+    return str(path.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_from_packages_below_it(package):
+    above = {Path(name).name for name in PACKAGES[PACKAGES.index(package) + 1 :]}
+    wrong = {
+        f"{relative(path)} imports {name.rpartition('.')[0]}"
+        for path in files(package)
+        for name, at_once in imports(path)
+        if name.partition(".")[0] in above and (relative(path) != REGISTRY or at_once)
+    }
+    assert wrong <= LEFT_OVER
 
 
 @pytest.mark.parametrize("package", FLOORS)
-def test_every_file_imports_from_its_room_and_from_lower_floors(package):
-    root, floors = REPOSITORY / package, FLOORS[package]
-    floor_of = {room: number for number, rooms in enumerate(floors) for room in rooms}
-    found = {room_of(path, root) for path in root.rglob("*.py")} - {"__init__", "__main__"}
-    assert found == floor_of.keys()
-    wrong = []
-    for path in root.rglob("*.py"):
-        room = room_of(path, root)
-        for name, _ in imports(path) if room in floor_of else ():
-            prefix, _, rest = name.partition(".")
+def test_a_room_imports_from_floors_below_it(package):
+    root = REPOSITORY / package
+    floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
+    wrong, found = set(), set()
+    for path in files(package):
+        room = path.relative_to(root).with_suffix("").parts[0]
+        if room in ("__init__", "__main__"):
+            continue
+        found.add(room)
+        for name, _ in imports(path):
+            top, _, rest = name.partition(".")
             other = rest.partition(".")[0]
-            if prefix != root.name or other not in floor_of or other == room:
+            if top != root.name or other not in floor_of or other == room:
                 continue
-            if floor_of[other] >= floor_of[room] and not (floor_of[other] == floor_of[room] == 0):
-                wrong.append(f"{path.relative_to(REPOSITORY)} imports {name}")
+            if floor_of[other] >= max(floor_of[room], 1):
+                wrong.add(f"{relative(path)} imports {name}")
+    assert found == floor_of.keys()
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_a_folder_keeps_its_budget_of_lines(folder):
+    lines = sum(len(path.read_text().splitlines()) for path in files(folder))
+    assert lines <= BUDGETS[folder], f"{folder}: {lines} lines of Python, {BUDGETS[folder]} are allowed"
+
+
+@pytest.mark.parametrize("folder", PLAIN_DOCSTRINGS)
+def test_a_docstring_begins_with_a_verb_or_the_noun_it_is(folder):
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    wrong = [
+        f"{relative(path)}: {text.splitlines()[0]}"
+        for path in files(folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)) and text.split()[0] in NOT_PLAIN
+    ]
     assert wrong == []
-
-
-def test_the_reference_imports_the_kernels_only_within_a_call():
-    for path in (REPOSITORY / "sage_ref").rglob("*.py"):
-        for name, at_once in imports(path):
-            if path.parent != SOLUTIONS:
-                assert not (at_once and name.startswith("sage_course.lessons.")), path
-            if name.startswith("sage_kernels") and path.parent != SOLUTIONS:
-                assert not at_once, path
-                assert str(path.relative_to(REPOSITORY)) in BACKENDS, path
