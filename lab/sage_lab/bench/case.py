@@ -20,7 +20,6 @@ from sage_lab.records import Row
 
 # Operations of a direction over those of the forward pass: two matmuls, five, and both.
 OPERATIONS = {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}
-LAYOUTS = ("bhnd", "bnhd")  # in memory; the second is how a projection leaves [B, N, H, D], given as views
 LONG = 32768  # tokens from which on matrices of scores don't fit, and FlashAttention-2 is the judge
 # The columns of a row, in this order; a case has all of them or all but those of sparse attention.
 COLUMNS = (
@@ -39,7 +38,7 @@ class Shape(NamedTuple):
     n: int
     head_dim: int
     causal: bool = False
-    layout: str = "bhnd"
+    layout: str = "bhnd"  # in memory; "bnhd": as a projection leaves them, given as views
 
 
 class Measurement(NamedTuple):
@@ -63,16 +62,18 @@ class Case:
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"):
         """Draw query, key, value and grad_output."""
         torch.compiler.reset()  # it gives up after eight shapes
-        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        self.tensors = tuple(self._draw(heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads))
+        self.shape, self.dtype = shape, dtype
+        heads = shape.heads, shape.kv_heads, shape.kv_heads, shape.heads
+        self.tensors = tuple(self._draw(count, device) for count in heads)
+        self.device = self.tensors[0].device
         self.scale, self.judged_queries = 1 / math.sqrt(shape.head_dim), shape.n
         self.options = {"is_causal": shape.causal, "scale": self.scale}
 
-    def _draw(self, heads: int) -> Tensor:
+    def _draw(self, heads: int, device: str) -> Tensor:
         batch, n, head_dim = self.shape.batch, self.shape.n, self.shape.head_dim
         if self.shape.layout == "bnhd":
-            return torch.randn(batch, n, heads, head_dim, device=self.device, dtype=self.dtype).transpose(1, 2)
-        return torch.randn(batch, heads, n, head_dim, device=self.device, dtype=self.dtype)
+            return torch.randn(batch, n, heads, head_dim, device=device, dtype=self.dtype).transpose(1, 2)
+        return torch.randn(batch, heads, n, head_dim, device=device, dtype=self.dtype)
 
     @property
     def columns(self) -> Row:
@@ -109,7 +110,7 @@ class Case:
         """Time all that can be made in turn. columns: further ones of their rows."""
         columns |= {"scope": scope, "direction": direction}
         entries = absent.tried(make, self.columns | columns)
-        times = paired({name: entry.call for name, entry in entries.items()}, self.repetitions)
+        times = paired({name: entry.call for name, entry in entries.items()}, self.repetitions) if entries else {}
         for name, entry in entries.items():
             yield self.row(entry, times[name], host_microseconds(entry.call), **columns)
 

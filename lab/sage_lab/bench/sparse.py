@@ -73,19 +73,18 @@ class SparseCase(Case):
         """Return the inputs of a forward level, with the blocks that the router chose."""
         return prepare(*self.tensors[:3], self.router, self.alpha, level, scale=self.scale)
 
-    def exact_for(self, block_mask: Tensor, alpha: Tensor | None = None) -> Results:
-        """Compute the first head's results for a mask in blocks of 64 keys."""
+    def exact_for(self, block_mask: Tensor, *, softmax_alone: bool = False) -> Results:
+        """Compute the first head's results for a mask in blocks of 64 keys.
+
+        softmax_alone: without the linear branch, which is the same with alpha = 1.
+        """
         rows = triton.cdiv(self.judged_queries, MASK_BLOCK_Q)
-        alpha = self.alpha if alpha is None else alpha
+        alpha = torch.ones_like(self.alpha) if softmax_alone else self.alpha
         return sparse_head(*self.judged_tensors, block_mask[:, :, :rows], alpha[:, :, :rows])
 
-    def exact_softmax(self, block_mask: Tensor, block_kv: int) -> Results:
-        """Compute the first head's results of the softmax branch alone: with alpha = 1, O is O_s."""
-        return self.exact_for(self.narrow(block_mask, block_kv), torch.ones_like(self.alpha))
-
-    def narrow(self, block_mask: Tensor, block_kv: int) -> Tensor:
-        """Return a mask in our blocks of 64 keys."""
-        return block_mask.repeat_interleave(block_kv // MASK_BLOCK_KV, -1)[..., : self.key_blocks]
+    def narrow(self, wide_mask: Tensor) -> Tensor:
+        """Return a mask in blocks of 128 keys in our blocks of 64."""
+        return wide_mask.repeat_interleave(PEER_BLOCK_KV // MASK_BLOCK_KV, -1)[..., : self.key_blocks]
 
     def wide_mask(self, count: int) -> Tensor:
         """Draw `count` blocks of 128 keys per row: bool [B, H, Tm, ceil(N / 128)]."""
@@ -103,7 +102,8 @@ class SparseCase(Case):
     def sparse_peer(self, name: str, wide_mask: Tensor) -> Contender:
         """Return a peer with a mask in blocks of 128 keys."""
         attention = PEERS[name].required().sparse(wide_mask, PEER_BLOCK_KV, self.shape.n)
-        return self.contender(name, attention, self.exact_softmax(wide_mask, PEER_BLOCK_KV), op="sla2")
+        exact = self.exact_for(self.narrow(wide_mask), softmax_alone=True)
+        return self.contender(name, attention, exact, op="sla2")
 
 
 def user_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
@@ -119,7 +119,7 @@ def user_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
 
 def ours(case: SparseCase, wide_mask: Tensor, quantize: bool) -> Contender:
     """Return the public function with its softmax branch in INT8 or in 16 bit."""
-    block_mask = case.narrow(wide_mask, PEER_BLOCK_KV)
+    block_mask = case.narrow(wide_mask)
     level = forward_level(case.device, case.shape.head_dim, quantize)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -163,9 +163,8 @@ def forward_peer(case: SparseCase, name: str, block_mask: Tensor) -> Entry:
     """Return a peer's forward pass with our blocks of 64 keys, with which it has no backward pass."""
     sparse = PEERS[name].required().sparse(block_mask, MASK_BLOCK_KV, case.shape.n)
     attention = partial(sparse, *case.tensors[:3])
-    return Entry(
-        "sla2", name, None, attention, require_close(attention(), case.exact_softmax(block_mask, MASK_BLOCK_KV)[0])
-    )
+    error = require_close(attention(), case.exact_for(block_mask, softmax_alone=True)[0])
+    return Entry("sla2", name, None, attention, error)
 
 
 def part_rows(case: SparseCase) -> Iterator[Row]:
