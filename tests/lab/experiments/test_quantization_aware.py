@@ -114,5 +114,5 @@ def test_the_command_makes_the_row_of_the_record(tmp_path, monkeypatch):
     (row,), (recorded,) = (record.select(**vars(run)) for record in records)
     assert row.keys() == recorded.keys()
     errors_of = {name: x for name, x in recorded.items() if name not in vars(run)}
-    assert {name: row[name] for name in errors_of} == pytest.approx(errors_of, abs=1e-3)
+    assert {name: row[name] for name in errors_of} == pytest.approx(errors_of, abs=0.01)
     assert not list(tmp_path.glob("**/*.partial"))
