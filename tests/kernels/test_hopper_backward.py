@@ -34,7 +34,6 @@ from sage_kernels.sagebwd.backward import level4, level5
 from sage_kernels.sagebwd.backward import level6_apart as apart
 from sage_kernels.sagebwd.backward.level4 import keys, queries
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
-from sage_kernels.sagebwd.forward import level5_hopper
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS
 from sage_lab.bench import tuning
 
@@ -43,8 +42,8 @@ from sage_ref import sagebwd_attention
 pytestmark = MARKS
 LEVELS = {4: level4, 5: level5, 6: apart}
 PROGRAMS = {
-    queries: "query_program", keys: "key_program", narrow: "narrow_program", wide: "wide_program",
-    apart: "pairs_program",
+    queries: "dq_hopper_program", keys: "dkdv_hopper_program", narrow: "dqdkdv_program", wide: "dqdkdv_wide_program",
+    apart: "dkdv_pairs_program",
 }  # fmt: skip
 WRONG = "from what the reference computes|^$"  # numbers: what `assert_backward` says
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
@@ -600,18 +599,6 @@ def test_their_programs_are_those_that_the_ladder_names(head_dim, size):
     for level, names in expected.items():
         assert BACKWARD_LEVELS[level].kernels(size) == LEVELS[level].kernels(head_dim) == names[size]
         assert set(names[size]) <= set(LEVELS[level].LAUNCHES)
-
-
-@pytest.mark.parametrize("module", [level5_hopper, *LEVELS.values()])
-def test_every_parameter_of_a_program_is_declared_once(module):
-    for kernel in module.LAUNCHES:
-        program, constants, _ = module.program_of(kernel)
-        declared = module.signature(kernel, 128, torch.float16)
-        assert not declared.keys() & constants.keys()
-        of_program = {p.name for p in program.params if p.is_constexpr}
-        assert set(program.arg_names) - of_program == declared.keys()
-        assert of_program - constants.keys() <= {"D", "DP", "IS_CAUSAL", "RAGGED"}
-        assert not any("bf16" in kind for kind in declared.values() if kind is not None)
 
 
 @on_the_cpu

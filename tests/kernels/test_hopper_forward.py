@@ -52,8 +52,8 @@ def run_source(case, tensors=None, **names):
     query, key, value, _ = tensors or draw(case)
     inputs = prepare_forward(query, key, value, LEVEL, **case.prepared)
     with pytest.MonkeyPatch.context() as patch:
-        program = OnCPU(level5_hopper.hopper_program, seed=case.n_q, **names)
-        patch.setattr(level5_hopper, "hopper_program", program)
+        program = OnCPU(level5_hopper.forward_hopper_program, seed=case.n_q, **names)
+        patch.setattr(level5_hopper, "forward_hopper_program", program)
         return level5_hopper.run(inputs, **case.options)
 
 
@@ -258,7 +258,7 @@ def hopper_on_the_cpu(monkeypatch):
     """Level 5 is chosen, and runs on the CPU; the backward level stays the interpreter's."""
     monkeypatch.setattr(hopper, "obstacle", lambda device, head_dim: None)
     monkeypatch.setattr(ops, "backward_level", lambda *where: 3)
-    monkeypatch.setattr(level5_hopper, "hopper_program", OnCPU(level5_hopper.hopper_program))
+    monkeypatch.setattr(level5_hopper, "forward_hopper_program", OnCPU(level5_hopper.forward_hopper_program))
 
 
 @on_the_cpu

@@ -18,21 +18,21 @@ from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_le
 from sage_kernels.sagebwd import ops as sagebwd_ops
 from sage_kernels.sagebwd.backward import prepare as backward_prepare
 from sage_kernels.sagebwd.backward import program as backward_programs
-from sage_kernels.sagebwd.backward.level4.keys import key_program
-from sage_kernels.sagebwd.backward.level4.queries import query_program
-from sage_kernels.sagebwd.backward.level5.narrow import narrow_program
+from sage_kernels.sagebwd.backward.level4.keys import dkdv_hopper_program
+from sage_kernels.sagebwd.backward.level4.queries import dq_hopper_program
+from sage_kernels.sagebwd.backward.level5.narrow import dqdkdv_program
 from sage_kernels.sagebwd.backward.level5.units import finish_program
-from sage_kernels.sagebwd.backward.level5.wide import wide_program
-from sage_kernels.sagebwd.backward.level6_apart import pairs_program
+from sage_kernels.sagebwd.backward.level5.wide import dqdkdv_wide_program
+from sage_kernels.sagebwd.backward.level6_apart import dkdv_pairs_program
 from sage_kernels.sagebwd.forward import prepare as forward_prepare
 from sage_kernels.sagebwd.forward.key_mean import key_mean_program, key_sums_program
-from sage_kernels.sagebwd.forward.level5_hopper import hopper_program
+from sage_kernels.sagebwd.forward.level5_hopper import forward_hopper_program
 from sage_kernels.sagebwd.forward.program import forward_program
 from sage_kernels.sla2 import ops as sla2_ops
 from sage_kernels.sla2.backward import program as sla2_backward
-from sage_kernels.sla2.forward.program import sparse_forward_program
-from sage_kernels.sla2.prepare import prepare_program
-from sage_kernels.sla2.routing import MASK_BLOCK_Q, sequence_mean_program
+from sage_kernels.sla2.forward.program import sla2_forward_program
+from sage_kernels.sla2.prepare import sla2_prepare_program
+from sage_kernels.sla2.routing import MASK_BLOCK_Q, sla2_sequence_mean_program
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -627,17 +627,33 @@ def test_autocast(operation, dtype):
 
 def kernels_compiled(operation) -> int:
     if operation in MASKED:
-        programs = (sparse_forward_program, prepare_program, sequence_mean_program, quantize_program)
-        programs += (sla2_backward.linear_query_program, sla2_backward.query_program, sla2_backward.key_program)
-        programs += (sla2_backward.join_program,)
+        programs = (sla2_forward_program, sla2_prepare_program, sla2_sequence_mean_program, quantize_program)
+        programs += (
+            sla2_backward.sla2_linear_query_program,
+            sla2_backward.sla2_query_program,
+            sla2_backward.sla2_key_program,
+        )
+        programs += (sla2_backward.sla2_join_program,)
     else:
-        programs = (forward_program, hopper_program, backward_programs.dq_program, backward_programs.dkdv_program)
-        programs += (query_program, key_program, narrow_program, wide_program, finish_program, pairs_program)
+        programs = (
+            forward_program,
+            forward_hopper_program,
+            backward_programs.dq_program,
+            backward_programs.dkdv_program,
+        )
+        programs += (
+            dq_hopper_program,
+            dkdv_hopper_program,
+            dqdkdv_program,
+            dqdkdv_wide_program,
+            finish_program,
+            dkdv_pairs_program,
+        )
         programs += (
             key_sums_program,
             key_mean_program,
-            forward_prepare.prepare_program,
-            backward_prepare.prepare_program,
+            forward_prepare.prepare_forward_program,
+            backward_prepare.prepare_backward_program,
         )
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 

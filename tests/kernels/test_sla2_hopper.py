@@ -39,8 +39,8 @@ pytestmark = MARKS
 LEVEL = 4
 IS_HERE = hopper.obstacle(DEVICE, 64) is None
 PROGRAMS = (
-    (level4_hopper, "hopper_program"), (linear_queries_hopper, "linear_query_program"),
-    (queries_hopper, "query_program"), (keys_hopper, "key_program"),
+    (level4_hopper, "sla2_forward_hopper_program"), (linear_queries_hopper, "sla2_linear_query_hopper_program"),
+    (queries_hopper, "sla2_query_hopper_program"), (keys_hopper, "sla2_key_hopper_program"),
 )  # fmt: skip
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HERE, reason="needs a Hopper GPU")]

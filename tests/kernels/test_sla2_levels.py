@@ -300,9 +300,9 @@ def test_the_limit_of_registers_reaches_the_compiler(kernel, monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **options: limits.append(options["maxnreg"])
 
-    monkeypatch.setattr(forward, "sparse_forward_program", Program())
-    monkeypatch.setattr(backward, "query_program", Program())
-    monkeypatch.setattr(backward, "key_program", Program())
+    monkeypatch.setattr(forward, "sla2_forward_program", Program())
+    monkeypatch.setattr(backward, "sla2_query_program", Program())
+    monkeypatch.setattr(backward, "sla2_key_program", Program())
     limited = {kernel: DEFAULTS[kernel]._replace(max_registers=168)}
     monkeypatch.setattr(ladder, "choose_launch", lambda name, *_: limited.get(name, DEFAULTS[name]))
     if kernel == "sla2_forward":

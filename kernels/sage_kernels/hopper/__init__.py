@@ -21,5 +21,7 @@ def obstacle(device: torch.device, head_dim: int) -> str | None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has: programs that go from one piece of work to the next are as many."""
+    """Return how many a GPU has: as many as there are programs that go from one piece of work to the next."""
+    if device.type == "meta":  # nothing runs: programs are only noted
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -114,9 +114,6 @@ def count_query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
 
 # Tiles in shared memory
 
-TYPES = {torch.int8: "i8", torch.int32: "i32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-Tiles = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # parameter -> type and shape of what its descriptor fetches
-
 
 @cache  # one takes longer to make than the rest of a descriptor
 def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout:
@@ -143,22 +140,6 @@ def descriptor_fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.
     x = x if x.dim() == len(tile) else x.flatten(0, 2)
     fields = vars(TensorDescriptor.from_tensor(x, list(tile), layout(*tile, dtype=dtype)))
     return {name: value for name, value in fields.items() if name != "base"}
-
-
-def descriptors(tensors: tuple[Tensor, ...], tiles: Tiles) -> list[TensorDescriptor]:
-    return [descriptor(x, *shape) for x, (_, shape) in zip(tensors, tiles.values(), strict=True)]
-
-
-def signature_of(
-    tiles: Tiles, pointers: dict[str, torch.dtype], sizes: tuple[str, ...] = SIZES, **numbers: str
-) -> dict[str, str]:
-    """Triton's type of every parameter that is no constant. Pointers are divisible by 16, sizes may be anything."""
-    fetched = {
-        name: f"tensordesc<{TYPES[dtype]}{list(shape)},{layout(*shape, dtype=dtype)!r}>"
-        for name, (dtype, shape) in tiles.items()
-    }
-    pointed = {name: f"*{TYPES[dtype]}" for name, dtype in pointers.items()}
-    return fetched | pointed | dict.fromkeys(sizes, "i32") | numbers
 
 
 class Fetched(NamedTuple):

@@ -43,8 +43,8 @@ class ForwardLevel(NamedTuple):
     int8: str  # which tensors are read in INT8
     grouped: bool = False  # transposed copies in the order of tiles.group_columns
     dithered_key_tile: object = None  # of an unbiased O: P rounded by ordered dither
-    # The module of a level that is Hopper's alone, with programs of its own: kernels, program_of, signature, LAUNCHES
-    # and run(inputs, is_causal=..., scale=...).
+    # The module of a level that is Hopper's alone, with programs of its own: kernels, LAUNCHES and
+    # run(inputs, is_causal=..., scale=...).
     hopper: ModuleType | None = None
 
     @property

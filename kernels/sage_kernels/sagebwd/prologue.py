@@ -19,7 +19,6 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand
 from sage_ref.prologue import Prologue
 
@@ -146,26 +145,6 @@ def rotate_back_program(
         rotate_back(dz, x, out, sums_ptr, token, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, HALF)
 
 
-def prologue_signature(with_prologue: bool) -> Signature:
-    """Triton's types of the parameters that `Prologue` becomes, in its order; with gains, if there is one."""
-    tensors = ("cos_ptr", "sin_ptr", "q_gain_ptr", "k_gain_ptr")
-    return dict.fromkeys(tensors, FLOATS if with_prologue else None) | {"eps": NUMBER}
-
-
-def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `rotate_back_program`, with a norm."""
-    types = {}
-    for name in ("dzq", "dzk", "q", "k", "dq", "dk"):
-        types |= strided(name, POINTERS[dtype])
-    sizes = ("heads", "kv_heads", "n_q", "n_k", "query_blocks", "key_blocks", "query_programs")
-    return types | {"gain_sums_ptr": FLOATS} | dict.fromkeys(sizes, SIZE) | prologue_signature(True)
-
-
-def constants(head_dim: int) -> dict:
-    """The constants of `rotate_back_program`."""
-    return {"D": head_dim, "HALF": padded_head_dim(head_dim) // 2, "BLOCK": ROWS}
-
-
 def run_rotate_back(
     grad_query: Tensor, grad_key: Tensor, query: Tensor | None, key: Tensor | None, prologue: Prologue, start: Start
 ) -> tuple[Tensor, ...]:
@@ -186,7 +165,8 @@ def run_rotate_back(
     arguments = (
         *tensors, gain_sums, *prologue, heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
     )  # fmt: skip
-    start(rotate_back_program, (programs,), arguments, constants(head_dim), {"num_warps": WARPS})
+    constants = {"D": head_dim, "HALF": padded_head_dim(head_dim) // 2, "BLOCK": ROWS}
+    start(rotate_back_program, (programs,), arguments, constants, {"num_warps": WARPS})
     if not with_norm:
         return out
     return *out, gain_sums[:query_programs].sum(0), gain_sums[query_programs:].sum(0)

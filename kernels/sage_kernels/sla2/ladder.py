@@ -34,7 +34,7 @@ class Level(NamedTuple):
     int8: str = ""  # which tensors are read in INT8
     kernel: str = "sla2_forward_16bit"  # its sparse program, by its name in DEFAULTS or in LAUNCHES of `hopper`
     fused: bool = True  # the linear branch and the mix in the sparse program
-    hopper: ModuleType | None = None  # of a level that is Hopper's alone: program_of, signature, LAUNCHES and run
+    hopper: ModuleType | None = None  # of a level that is Hopper's alone: LAUNCHES and run
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -114,13 +114,13 @@ def run(
     launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:
         tensors = inputs.query, inputs.key, inputs.value, prepared.choice.block_mask, inputs.alpha, prepared.key_sums
-        return Forward(level0_as_printed.run(*tensors, launch, scale=scale), None, None)
+        return Forward(level0_as_printed.run(*tensors, launch, start, scale=scale), None, None)
     save = save or not chosen.fused
     forward = run_forward(inputs, chosen.key_tile, launch, start, scale=scale, fused=chosen.fused, save=save)
     if chosen.fused:
         return forward
     mix = sla2_launch("sla2_mix", level, inputs.query)
-    return forward._replace(output=level1_lists.run_mix(inputs, forward.sparse_output, mix))
+    return forward._replace(output=level1_lists.run_mix(inputs, forward.sparse_output, mix, start))
 
 
 def run_backward(

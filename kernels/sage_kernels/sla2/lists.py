@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.signature import POINTERS, SIZE, Signature
-from sage_kernels.sla2.sums import SUMS_DTYPE, padded_columns, sums_dtype
+from sage_kernels.sla2.sums import padded_columns, sums_dtype
 
 
 class BlockLists(NamedTuple):
@@ -52,7 +51,7 @@ def list_range(entries_ptr, count_ptr, n_k, MASK_BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def list_program(
+def sla2_list_program(
     mask_ptr, stride_row, stride_column, columns, entries_ptr, counts_ptr, complement_ptr, padded, WIDTH: tl.constexpr
 ):
     """One program: one row of a mask, or one column as if it were a row. complement_ptr None: the list alone."""
@@ -63,15 +62,6 @@ def list_program(
     store_list(selected, column, head * rows + row, columns, entries_ptr, counts_ptr)
     if complement_ptr is not None:
         store_complement(selected, column, head * rows + row, columns, padded, complement_ptr)
-
-
-def signature() -> Signature:
-    """Triton's types of the parameters of `list_program`, with a complement."""
-    lists = POINTERS[torch.int32]
-    return {
-        "mask_ptr": POINTERS[torch.bool], "stride_row": SIZE, "stride_column": SIZE, "columns": SIZE,
-        "entries_ptr": lists, "counts_ptr": lists, "complement_ptr": POINTERS[SUMS_DTYPE], "padded": SIZE,
-    }  # fmt: skip
 
 
 def block_lists(
@@ -89,7 +79,7 @@ def block_lists(
     counts = block_mask.new_empty(batch, heads, rows, dtype=torch.int32)
     padded = padded_columns(columns)
     arguments = block_mask, *strides, columns, entries, counts, complement, padded
-    start(list_program, (rows, batch * heads), arguments, {"WIDTH": row_width(columns)}, options(columns))
+    start(sla2_list_program, (rows, batch * heads), arguments, {"WIDTH": row_width(columns)}, options(columns))
     return BlockLists(entries, counts)
 
 

@@ -15,13 +15,11 @@ of dK and dV in float32.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.signature import POINTERS, SIZE, Signature
 from sage_ref.sla2.blocks import block_count
 
 KEY_BLOCKS_PER_PLACE = 4
@@ -37,7 +35,7 @@ class Pieces(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["columns", "places", "least"])
-def pieces_program(counts_ptr, first_ptr, blocks_ptr, group_size, columns, places, least, WIDTH: tl.constexpr):
+def sla2_pieces_program(counts_ptr, first_ptr, blocks_ptr, group_size, columns, places, least, WIDTH: tl.constexpr):
     """One program: one key head. counts: of the lists by key of the `group_size` query heads that share it."""
     kv_head, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     length = tl.zeros([WIDTH], tl.int32)
@@ -53,12 +51,6 @@ def pieces_program(counts_ptr, first_ptr, blocks_ptr, group_size, columns, place
         tl.store(blocks_ptr + first + piece, column, mask=piece < pieces)
 
 
-def signature() -> Signature:
-    """Triton's types of the parameters of `pieces_program`."""
-    tensors = dict.fromkeys(("counts_ptr", "first_ptr", "blocks_ptr"), POINTERS[torch.int32])
-    return tensors | dict.fromkeys(("group_size", "columns", "places", "least"), SIZE)
-
-
 def pieces_of(counts: Tensor, kv_heads: int, start: Start = start_with_triton) -> Pieces:
     """How the lists by key are split. counts: int32 [B, H, Tn], their lengths."""
     batch, heads, columns = counts.shape
@@ -66,5 +58,5 @@ def pieces_of(counts: Tensor, kv_heads: int, start: Start = start_with_triton) -
     first, blocks = counts.new_empty(batch, kv_heads, columns + 1), counts.new_empty(batch, kv_heads, places)
     arguments = counts, first, blocks, heads // kv_heads, columns, places, LEAST_ENTRIES
     width = 1 << columns.bit_length()
-    start(pieces_program, (batch * kv_heads,), arguments, {"WIDTH": width}, {"num_warps": WARPS})
+    start(sla2_pieces_program, (batch * kv_heads,), arguments, {"WIDTH": width}, {"num_warps": WARPS})
     return Pieces(first, blocks)

@@ -24,10 +24,9 @@ from sage_kernels.common.quantize import (
     psi,
     quantize_tile,
 )
-from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, group_columns, load_tokens, softmax_features
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
-from sage_kernels.sla2.sums import SUMS_DTYPE, padded_columns, sums_dtype
+from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from sage_ref.sla2.blocks import block_count
 
 LAUNCH = Launch(MASK_BLOCK_Q, MASK_BLOCK_KV, 8, 1, 128)  # more registers, and a multiprocessor runs one at a time
@@ -50,7 +49,7 @@ def column_sums(x, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "sums_rows"])
-def prepare_program(
+def sla2_prepare_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, q_bar_ptr, q_hat_ptr, q_scale_ptr,
     sums_ptr, k_bar_ptr, vt_hat_ptr, v_scale_ptr,
@@ -100,21 +99,6 @@ def prepare_program(
         tl.store(sums_ptr + d[:, None] * DP + d[None, :], h_j.to(dtype))
 
 
-def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `prepare_program`, with all that may be asked for."""
-    x = POINTERS[dtype]
-    tensors = dict.fromkeys(("q_hat_ptr", "vt_hat_ptr"), HAT) | {"sums_ptr": POINTERS[SUMS_DTYPE]}
-    tensors |= dict.fromkeys(("q_bar_ptr", "q_scale_ptr", "k_bar_ptr", "v_scale_ptr"), FLOATS)
-    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "sums_rows"), SIZE)
-    sizes |= {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "factor": NUMBER}
-    return strided("q", x) | strided("k", x) | strided("v", x) | tensors | sizes
-
-
-def constants(head_dim: int) -> dict:
-    """The constants of `prepare_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": MASK_BLOCK_Q, "BLOCK_KV": MASK_BLOCK_KV}
-
-
 def read_blocks(
     query: Tensor,
     key: Tensor,
@@ -149,5 +133,6 @@ def read_blocks(
         heads, kv_heads, n_q, n_k, n_q_padded, padded_length(n_k), query_programs, rows, factor,
     )  # fmt: skip
     grid = (query_programs + batch * kv_heads * rows,)
-    start(prepare_program, grid, arguments, constants(head_dim), LAUNCH.options)
+    constants = {"D": head_dim, "DP": dp, "BLOCK_Q": MASK_BLOCK_Q, "BLOCK_KV": MASK_BLOCK_KV}
+    start(sla2_prepare_program, grid, arguments, constants, LAUNCH.options)
     return Blocks(sums, k_bar, q_bar, q_hat, v_hat)

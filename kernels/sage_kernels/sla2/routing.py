@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK
-from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature
 from sage_kernels.sla2.lists import (
     BlockLists,
     Choice,
@@ -22,7 +21,7 @@ from sage_kernels.sla2.lists import (
     store_complement,
     store_list,
 )
-from sage_kernels.sla2.sums import SUMS_DTYPE, padded_columns
+from sage_kernels.sla2.sums import padded_columns
 from sage_ref.sla2.blocks import block_count
 
 MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
@@ -33,7 +32,9 @@ if SCALE_BLOCK % MASK_BLOCK_Q or SCALE_BLOCK % MASK_BLOCK_KV:  # kernels would r
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
-def sequence_mean_program(means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def sla2_sequence_mean_program(
+    means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
     """One program: some features of one head."""
     d, head = tl.program_id(0) * 32 + tl.arange(0, 32), tl.program_id(1).to(tl.int64)
     total = tl.zeros([STEP, 32], tl.float32)
@@ -45,27 +46,17 @@ def sequence_mean_program(means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK
     tl.store(mean_ptr + head * D + d, tl.sum(total, 0) / n, mask=d < D)
 
 
-def sequence_mean_signature() -> Signature:
-    """Triton's types of the parameters of `sequence_mean_program`."""
-    return {"means_ptr": FLOATS, "mean_ptr": FLOATS, "n": SIZE, "blocks": SIZE}
-
-
-def sequence_mean_constants(head_dim: int, block: int) -> dict:
-    """The constants of `sequence_mean_program`."""
-    return {"D": head_dim, "BLOCK": block, "STEP": 64}
-
-
 def sequence_mean(means: Tensor, n: int, block: int, start: Start = start_with_triton) -> Tensor:
     """Mean over all n tokens, [B, H, D], from the means of its blocks [B, H, blocks, D]; the last may be partial."""
     batch, heads, blocks, head_dim = means.shape
     mean = means.new_empty(batch, heads, head_dim)
     grid, arguments = (block_count(head_dim, 32), batch * heads), (means, mean, n, blocks)
-    start(sequence_mean_program, grid, arguments, sequence_mean_constants(head_dim, block), {})
+    start(sla2_sequence_mean_program, grid, arguments, {"D": head_dim, "BLOCK": block, "STEP": 64}, {})
     return mean
 
 
 @triton.jit
-def top_blocks_program(
+def sla2_top_blocks_program(
     scores_ptr, protected_ptr, mask_ptr, complement_ptr, entries_ptr, counts_ptr, columns, padded, count,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -93,16 +84,6 @@ def top_blocks_program(
     store_list(selected.to(tl.int32), column, row, count, entries_ptr, counts_ptr)
 
 
-def top_blocks_signature() -> Signature:
-    """Triton's types of the parameters of `top_blocks_program`, with protected blocks."""
-    lists = POINTERS[torch.int32]
-    return {
-        "scores_ptr": FLOATS, "protected_ptr": POINTERS[torch.bool], "mask_ptr": POINTERS[torch.bool],
-        "complement_ptr": POINTERS[SUMS_DTYPE], "entries_ptr": lists, "counts_ptr": lists,
-        "columns": SIZE, "padded": SIZE, "count": SIZE,
-    }  # fmt: skip
-
-
 def top_blocks(
     scores: Tensor, count: int, start: Start = start_with_triton, *, protected: Tensor | None = None
 ) -> Choice:
@@ -118,7 +99,7 @@ def top_blocks(
     )
     arguments = scores, protected, mask, complement, *lists, columns, padded_columns(columns), count
     grid, constants = (lists.counts.numel(),), {"WIDTH": row_width(columns)}
-    start(top_blocks_program, grid, arguments, constants, options(columns))
+    start(sla2_top_blocks_program, grid, arguments, constants, options(columns))
     return Choice(mask, complement, lists)
 
 

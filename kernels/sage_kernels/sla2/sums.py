@@ -18,8 +18,8 @@ COLUMNS = 8  # numbers of SUMS_DTYPE in 16 bytes
 
 
 def sums_dtype(x: Tensor) -> torch.dtype:
-    """That of h_j, z_j, H_i, Z_i and the complement. Triton's interpreter, on the CPU, multiplies bfloat16 wrongly."""
-    return SUMS_DTYPE if x.is_cuda else torch.float32
+    """Return the type of h_j, z_j, H_i, Z_i and the complement. Triton's interpreter multiplies bfloat16 wrongly."""
+    return torch.float32 if x.is_cpu else SUMS_DTYPE
 
 
 def padded_columns(key_blocks: int) -> int:

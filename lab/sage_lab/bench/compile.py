@@ -1,17 +1,25 @@
-"""Compile every kernel of every level for GPUs that needn't be there, and read what the compiler made of it.
+"""Compile every kernel of every level for GPUs that need not be there, and check what the compiler made of it.
 
-For each: registers, spills, shared memory and the INT8 and 16-bit tensor-core instructions found in the machine code.
-A kernel fails whose tensor-core instructions aren't those that its level promises, which takes more registers than its
-launch allows, spills more than its record allows or wants more shared memory than the GPU has, and so does a program
-for Hopper in which the assembler made matmuls wait for one another, or threads meet in a bank of shared memory.
+For each kernel: registers, spills, shared memory, and the INT8 and 16-bit tensor-core instructions in the machine code.
+A kernel fails if its tensor-core instructions are not those that its level promises, if it takes more registers than
+its launch allows, if it spills more than its record allows, or if it wants more shared memory than the GPU has. A
+program for Hopper also fails if the assembler made matmuls wait for one another, or if threads meet in a bank of shared
+memory.
 
-Left out for 8.9 is all but what `sagebwd_attention` and SLA2 run by themselves: 8.9 takes the launches of 8.6, and the
-machine code for both has the same instructions in the same order, with another spelling of one conversion.
+What is compiled is what the kernels start: their own code runs on tensors without memory, with a `Start` that takes
+notes, and Triton's launcher derives the types from the noted arguments.
 
-For 8.0, 8.6 and 8.9 Triton writes the same program, so what differs in nothing else is only assembled for each.
+The record has a digest of each kernel as Triton's front end writes it, which takes a tenth of a second. Only kernels
+whose digest differs from the record are compiled; `--all` compiles all.
+
+For 8.9, only what `sagebwd_attention` and SLA2 run by themselves is compiled: 8.9 takes the launches of 8.6, and the
+machine code for both has the same instructions in the same order, apart from the spelling of one conversion. For 8.0,
+8.6 and 8.9 Triton writes the same program, so cases that differ in nothing else are compiled once and assembled for
+each.
 """
 
 import argparse
+import hashlib
 import io
 import json
 import re
@@ -19,64 +27,53 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
 import triton
 from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
-from sage_kernels.common.signature import Signature, compiler_arguments
-from sage_kernels.sagebwd import prologue
+from sage_kernels.common.launcher import Start
+from sage_kernels.common.quantize import padded_length
+from sage_kernels.sagebwd import ladder
 from sage_kernels.sagebwd.backward import level5
-from sage_kernels.sagebwd.backward import prepare as before_backward
-from sage_kernels.sagebwd.backward import program as backward
-from sage_kernels.sagebwd.backward.level5 import units
-from sage_kernels.sagebwd.forward import key_mean
-from sage_kernels.sagebwd.forward import prepare as before_forward
-from sage_kernels.sagebwd.forward import program as forward
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, BackwardLevel, ForwardLevel
-from sage_kernels.sla2 import lists, pieces, routing
-from sage_kernels.sla2 import prepare as before_sla2
-from sage_kernels.sla2.backward import program as sla2_backward
-from sage_kernels.sla2.forward import level0_as_printed, level1_lists
-from sage_kernels.sla2.forward import program as sla2_forward
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
+from sage_kernels.sla2 import ladder as sla2_ladder
+from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, HOPPER_BACKWARD, LEVELS
 from sage_kernels.sla2.ladder import Level as Sla2Level
+from torch import Tensor
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
 
 from sage_lab.bench.bank_conflicts import conflicts
 from sage_lab.command_line import Failed, positive
 from sage_lab.records import markdown_table, replaced, write_record
+from sage_ref.prologue import Prologue
+from sage_ref.sla2.router import Routing
 
-RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> spills
+RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> [spills, digest]
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 SAME_PTX = (80, 86, 89)  # compute capabilities for which Triton writes the same PTX, but for the name of its target
-# SLA2's programs that run around its ladder, with the warps they are launched with, or all of the launch.
-SLA2_AROUND = {
-    "sla2_prepare": before_sla2.LAUNCH, "sla2_join": sla2_backward.JOIN_WARPS,
-    "sla2_linear_key": sla2_backward.LINEAR_KEY_WARPS, "sla2_list": 1, "sla2_top_blocks": 1,
-    "sla2_sequence_mean": 4, "sla2_pieces": pieces.WARPS,
-}  # fmt: skip
-SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")  # they hardly depend on the head size
-# Likewise of SageBwd's: what runs before both passes, and after the backward one. With "rotary" in
-# front: as a prologue with QK-norm has it.
-SAGEBWD_AROUND = {
-    "key_sums": key_mean.WARPS, "rotary_key_sums": key_mean.WARPS, "key_mean": 4,
-    "prepare_forward": before_forward.launch(128),
-    "rotary_prepare_forward": before_forward.launch(128),
-    "prepare_backward": before_backward.WARPS, "finish": 4, "rotate_back": prologue.WARPS,
-}  # fmt: skip
+# SLA2's programs that hardly depend on the head size.
+SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")
+# SageBwd's programs before the forward pass, before the backward pass and after it. "rotary_": with a prologue.
 BEFORE_FORWARD = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")
+AROUND = (*BEFORE_FORWARD, "prepare_backward", "finish", "rotate_back")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATMUL = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*"
 LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bits of an instruction
@@ -85,7 +82,7 @@ LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bit
 class Case(NamedTuple):
     """One kernel to compile."""
 
-    kernel: str  # a key of DEFAULTS, of a Hopper level's LAUNCHES or of SLA2_AROUND
+    kernel: str  # a key of DEFAULTS, of a Hopper level's LAUNCHES, or a program around them
     level: int
     capability: int
     head_dim: int
@@ -99,16 +96,9 @@ class Case(NamedTuple):
         return f"{self.kernel} level {self.level} D{self.head_dim} {mask}" + " unbiased" * self.is_unbiased
 
 
-class Source(NamedTuple):
-    """A program and what the compiler must be told to make of it what `ladder` launches."""
-
-    program: Any
-    signature: Signature
-    constants: dict
-    options: dict
-
-
 class Compiled(NamedTuple):
+    """What the compiler made of a kernel."""
+
     registers: int
     spills: int  # local-memory instructions, loads and stores
     shared: int  # bytes
@@ -118,8 +108,11 @@ class Compiled(NamedTuple):
     conflicts: tuple[str, ...]  # of a Hopper program's threads in shared memory, see `bank_conflicts`
 
 
+# Which kernels there are
+
+
 def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Every kernel of the SageBwd levels, causal (the longer code: it holds the loop without a mask as well)."""
+    """Yield every kernel of the SageBwd levels, causal: the longer code, which has the loop without a mask as well."""
     for capability in capabilities:
         for head_dim in head_dims:
             for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
@@ -129,7 +122,7 @@ def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Ca
 
 
 def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
-    """The programs that run before and after SageBwd's last levels, for the head size that takes more registers."""
+    """Yield the programs before and after SageBwd's last levels, for the head size that takes more registers."""
     for capability in capabilities:
         if capability not in SAME_CODE:
             last = {levels: compiled_levels(levels, capability)[-1] for levels in (FORWARD_LEVELS, BACKWARD_LEVELS)}
@@ -143,7 +136,7 @@ def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
 
 
 def unbiased_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """The forward levels that take `unbiased`, and what runs before the last of them."""
+    """Yield the forward levels that take `unbiased`, and what runs before the last of them."""
     for case in cases(capabilities, head_dims):
         if case.kernel == "forward" and level_of(case).takes_unbiased:
             yield case._replace(is_unbiased=True)
@@ -152,14 +145,8 @@ def unbiased_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> It
             yield case._replace(is_unbiased=True)
 
 
-def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
-    """The levels of a ladder that can run there; of one of SAME_CODE the one that is taken there."""
-    found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
-    return found[-1:] if capability in SAME_CODE else found
-
-
 def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Every program of the SLA2 levels. The level of one that several run is the first; the backward's are 0 and 1."""
+    """Yield every program of the SLA2 levels, once for all levels that run it; the backward's levels are 0 and 1."""
     others = [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
     others += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
     of_hopper = [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key")]
@@ -175,163 +162,217 @@ def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterat
                 yield Case(kernel, 0, capability, head_dims[0], False)
 
 
+def every_case() -> list[Case]:
+    return [*cases(), *around_cases(), *unbiased_cases(), *sla2_cases()]
+
+
+def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
+    """Return the levels of a ladder that can run there; for a capability of SAME_CODE, the one that is taken there."""
+    found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
+    return found[-1:] if capability in SAME_CODE else found
+
+
 def named(case: Case) -> str:
-    """Its name in the record."""
+    """Return its name in the record."""
     return f"sm_{case.capability} {case.name}"
-
-
-def level_of(case: Case) -> ForwardLevel | BackwardLevel:
-    """A SageBwd case's level."""
-    return (FORWARD_LEVELS if case.kernel in ("forward", *BEFORE_FORWARD) else BACKWARD_LEVELS)[case.level]
 
 
 def is_sla2(case: Case) -> bool:
     return case.kernel.startswith("sla2_")
 
 
+def is_forward(case: Case) -> bool:
+    if is_sla2(case):
+        return case.kernel == "sla2_prepare" or case.kernel in LEVELS[case.level].kernels
+    return case.kernel in ("forward", *BEFORE_FORWARD)
+
+
+def level_of(case: Case) -> ForwardLevel | BackwardLevel:
+    """Return a SageBwd case's level."""
+    return (FORWARD_LEVELS if is_forward(case) else BACKWARD_LEVELS)[case.level]
+
+
 def hopper_of(case: Case) -> ModuleType | None:
-    """The module of a level of Hopper's, in Gluon; None if it is another's program."""
+    """Return the module of a Hopper level, in Gluon; None for every other program."""
     if is_sla2(case):
         forward = {level.kernel: level.hopper for level in LEVELS}
         return (forward | HOPPER_BACKWARD).get(case.kernel)
-    return None if case.kernel in SAGEBWD_AROUND else level_of(case).hopper
+    return None if case.kernel in AROUND else level_of(case).hopper
 
 
-def is_int8(case: Case) -> bool:
-    if is_sla2(case):
-        return case.kernel == LEVELS[case.level].kernel and bool(LEVELS[case.level].int8)
-    return case.kernel not in SAGEBWD_AROUND and bool(level_of(case).int8)
-
-
-def launch_of(case: Case) -> Launch:
-    """What `ladder` launches; of a level of Hopper's, the warps and registers that compute."""
+def launch_of(case: Case) -> Launch | None:
+    """Return what `ladder` launches; for a Hopper level, the warps and registers that compute; None around levels."""
     if case.launch is not None:
         return case.launch
-    if known := (SLA2_AROUND | SAGEBWD_AROUND).get(case.kernel):
-        return known if isinstance(known, Launch) else Launch(0, 0, known, 1)
     if (hopper := hopper_of(case)) is not None:
         return hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
-    return known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal), DEFAULTS[case.kernel])
+    found = known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal))
+    return found or DEFAULTS.get(case.kernel)
+
+
+# What the kernels start
+
+
+class Source(NamedTuple):
+    """A program and what Triton's launcher tells the compiler when the kernels start it."""
+
+    program: Any
+    signature: dict[str, Any]  # Triton's type of every parameter
+    constants: dict[tuple[int, ...], Any]  # by the places of parameters
+    attributes: dict[tuple[int, ...], list]  # which parameters are multiples of 16
+    options: dict[str, Any]
+
+
+class Notes(list):
+    """A `Start` that starts nothing and remembers (program, arguments, constants, options)."""
+
+    def __call__(self, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
+        self.append((program, arguments, constants, options))
 
 
 def source_of(case: Case) -> Source:
-    """The program of a case as it is launched with bfloat16 tensors."""
-    if case.kernel in SAGEBWD_AROUND:
-        return _around_source(case)
-    return _sla2_source(case) if is_sla2(case) else _sagebwd_source(case)
+    """Return the program of a case as the kernels start it with bfloat16 tensors on that GPU."""
+    program, arguments, constants, options = started(case)
+    backend = CUDABackend(GPUTarget("cuda", case.capability, 32))
+    bind = create_function_from_signature(program.signature, program.params, backend)
+    bound, specialization, _ = bind(*arguments, **constants, **options)
+    told = program._pack_args(backend, constants | options, bound, specialization, {})
+    return Source(program, *told[1:], options)
 
 
-def _around_source(case: Case) -> Source:
-    level, options, head_dim = level_of(case), launch_of(case).options, case.head_dim
-    with_prologue = case.kernel.startswith("rotary_")
-    if case.kernel.endswith("key_sums"):
-        signature = key_mean.sums_signature(with_prologue=with_prologue)
-        return Source(key_mean.key_sums_program, signature, key_mean.sums_constants(head_dim), options)
-    if case.kernel == "key_mean":
-        return Source(key_mean.key_mean_program, key_mean.mean_signature(), key_mean.mean_constants(head_dim), options)
-    if case.kernel.endswith("prepare_forward"):
-        signature = before_forward.signature(with_prologue=with_prologue, is_unbiased=case.is_unbiased)
-        constants = before_forward.constants(head_dim, level.grouped)
-        return Source(before_forward.prepare_program, signature, constants, options)
-    if case.kernel == "rotate_back":
-        signature = prologue.signature()
-        return Source(prologue.rotate_back_program, signature, prologue.constants(head_dim), options)
-    if case.kernel == "prepare_backward":
-        signature = before_backward.signature(with_units=level.pairs)
-        constants = before_backward.constants(head_dim, level.grouped, case.is_causal)
-        return Source(before_backward.prepare_program, signature, constants, options)
-    return Source(units.finish_program, units.finish_signature(), units.finish_constants(head_dim), options)
+def started(case: Case) -> tuple[Any, tuple, dict, dict]:
+    """Return (program, arguments, constants, options) of a case: the first start of a program of its name.
+
+    Names differ from the kernel's by what the program is told: a prologue, 16 bit, a scale per block, dK or dV alone.
+    """
+    start, name = Notes(), re.sub("^rotary_|_16bit$|_per_block$", "", case.kernel)
+    outputs = {}
+    if name in ("dk", "dv", "dkdv"):
+        name, outputs = "dkdv", {"WITH_DK": "dk" in name, "WITH_DV": "dv" in name}
+
+    def choose(kernel: str, level: int, head_dim: int, is_causal: bool, device: torch.device) -> Launch:
+        launch = case.launch if kernel == case.kernel else None
+        return launch_of(Case(kernel, level, case.capability, head_dim, is_causal, launch))
+
+    with mock.patch.multiple(ladder, choose_launch=choose), mock.patch.multiple(sla2_ladder, choose_launch=choose):
+        (start_sla2 if is_sla2(case) else start_sagebwd)(case, start)
+    return next(
+        note for note in start
+        if re.fullmatch(f"{name}(_hopper)?_program", note[0].__name__) and note[2].items() >= outputs.items()
+    )  # fmt: skip
 
 
-def _sagebwd_source(case: Case) -> Source:
-    level, launch, head_dim, is_causal = level_of(case), launch_of(case), case.head_dim, case.is_causal
-    if level.hopper is not None:
-        program, constants, options = level.hopper.program_of(case.kernel)
-        constants = constants | {"D": head_dim, "DP": head_dim, "IS_CAUSAL": is_causal}
-        if "RAGGED" in program.arg_names:  # the last block of keys isn't full: more code, as a causal mask is
-            constants["RAGGED"] = is_causal
-        unbiased = {"is_unbiased": True} if case.is_unbiased else {}
-        return Source(program, level.hopper.signature(case.kernel, head_dim, **unbiased), constants, options)
-    if case.kernel == "forward":
-        key_tile = level.dithered_key_tile if case.is_unbiased else level.key_tile
-        constants = forward.constants(key_tile, head_dim, launch, is_causal)
-        signature = forward.signature(level.int8, is_unbiased=case.is_unbiased)
-        return Source(forward.forward_program, signature, constants, launch.options)
-    signature = (backward.dq_signature if case.kernel.startswith("dq") else backward.dkdv_signature)(bool(level.int8))
-    if case.kernel.startswith("dq"):
-        constants = backward.dq_constants(level.key_tile, head_dim, launch, is_causal, level.per_block)
-        return Source(backward.dq_program, signature, constants, launch.options)
-    outputs = case.kernel.partition("_")[0]
-    constants = backward.dkdv_constants(level.query_tile, head_dim, launch, is_causal, level.per_block, outputs)
-    return Source(backward.dkdv_program, signature, constants, launch.options)
+def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
 
 
-def _sla2_source(case: Case) -> Source:
-    head_dim, launch, level = case.head_dim, launch_of(case), LEVELS[case.level]
-    if (hopper := hopper_of(case)) is not None:
-        program, constants, options = hopper.program_of(case.kernel)
-        return Source(program, hopper.signature(head_dim), constants | {"D": head_dim, "DP": head_dim}, options)
-    sparse = sla2_forward.signature(int8=bool(level.int8), fused=level.fused, save=True)
-    sources = {
-        "sla2_as_printed": (
-            level0_as_printed.as_printed_program, level0_as_printed.signature(),
-            sla2_forward.tile_constants(head_dim, launch),
-        ),
-        "sla2_mix": (level1_lists.mix_program, level1_lists.signature(), level1_lists.constants(head_dim, launch)),
-        "sla2_linear_query": (
-            sla2_backward.linear_query_program, sla2_backward.linear_query_signature(smoothed=True),
-            sla2_backward.linear_query_constants(head_dim, launch),
-        ),
-        "sla2_query": (
-            sla2_backward.query_program, sla2_backward.query_signature(),
-            sla2_backward.query_constants(head_dim, launch),
-        ),
-        "sla2_key": (
-            sla2_backward.key_program, sla2_backward.key_signature(), sla2_backward.key_constants(head_dim, launch),
-        ),
-        "sla2_join": (
-            sla2_backward.join_program, sla2_backward.join_signature(), sla2_backward.join_constants(head_dim),
-        ),
-        "sla2_linear_key": (
-            sla2_backward.linear_key_program, sla2_backward.linear_key_signature(),
-            sla2_backward.join_constants(head_dim),
-        ),
-        "sla2_prepare": (before_sla2.prepare_program, before_sla2.signature(), before_sla2.constants(head_dim)),
-        "sla2_pieces": (pieces.pieces_program, pieces.signature(), {"WIDTH": 512}),
-        "sla2_list": (lists.list_program, lists.signature(), {"WIDTH": 512}),
-        "sla2_top_blocks": (routing.top_blocks_program, routing.top_blocks_signature(), {"WIDTH": 512}),
-        "sla2_sequence_mean": (
-            routing.sequence_mean_program, routing.sequence_mean_signature(),
-            routing.sequence_mean_constants(head_dim, routing.MASK_BLOCK_KV),
-        ),
-    }  # fmt: skip
-    loop = sla2_forward.sparse_forward_program, sparse, sla2_forward.constants(level.key_tile, head_dim, launch)
-    return Source(*sources.get(case.kernel, loop), launch.options)
+def start_sagebwd(case: Case, start: Start) -> None:
+    """Start what a SageBwd level starts. No size is 1 or a multiple of 16 that is not so in most launches."""
+    n = 203 if case.is_causal else 256  # a last block that is not full takes more code, as a causal mask does
+    query, key, value, grad_output = (empty(1, heads, n, case.head_dim) for heads in (4, 2, 2, 4))
+    angles, gain = empty(n, case.head_dim // 2, dtype=torch.float32), empty(case.head_dim, dtype=torch.float32)
+    rotary, options = Prologue(angles, angles, gain, gain), {"is_causal": case.is_causal, "scale": 0.1}
+    level = level_of(case)
+    inputs = ladder.prepare_forward(
+        query, key, value, case.level if is_forward(case) else 4, start, scale=0.1, smooth_k=True,
+        unbiased=case.is_unbiased, prologue=rotary if case.kernel.startswith("rotary_") else NO_PROLOGUE,
+    )  # fmt: skip
+    if is_forward(case):
+        if level.hopper is None:
+            ladder.run_forward(inputs, case.level, start, **options)
+        else:
+            level.hopper.run(inputs, start, **options)
+        return
+    hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat, "v_range": inputs.v_range, "is_causal": case.is_causal}
+    log_sum_exp = empty(1, 4, padded_length(n), dtype=torch.float32)
+    inputs = ladder.prepare_backward(grad_output, query, key, value, query, log_sum_exp, case.level, start, **hats)
+    if level.hopper is None:
+        ladder.run_backward(inputs, case.level, start, **options)
+    else:
+        level.hopper.run(inputs, start, **options)
+    run_rotate_back(query, key, query, key, rotary, start)
 
 
-def has_16_bit_matmul(case: Case) -> bool:
-    """dP is one everywhere; in SLA2 so is phi(Q) H."""
-    if case.kernel == "forward":
-        return level_of(case).int8 != "QKV"
-    return case.kernel not in ("dv", *SLA2_ONCE, *SAGEBWD_AROUND)
+def start_sla2(case: Case, start: Start) -> None:
+    """Start what an SLA2 level starts, over 290 key blocks: lists of up to 512 are one program."""
+    n_q, n_k, head_dim = 300, 64 * 290 - 5, case.head_dim
+    query, key, value, grad_output = (
+        empty(1, heads, n, head_dim) for heads, n in ((4, n_q), (2, n_k), (2, n_k), (4, n_q))
+    )
+    alpha, projection = empty(1, 4, 3, dtype=torch.float32), empty(head_dim, head_dim)
+    if case.kernel == "sla2_list":
+        chooser = empty(1, 4, 3, 290, dtype=torch.bool)
+    else:
+        chooser = Routing(projection, projection, 10, empty(290, dtype=torch.bool))
+    level = case.level if is_forward(case) else 3
+    prepared = sla2_ladder.prepare(query, key, value, chooser, alpha, level, start, scale=0.1)
+    forward = sla2_ladder.run(prepared, level, start, scale=0.1, save=True)
+    if not is_forward(case):
+        tensors = grad_output, query, key, value, alpha, prepared.inputs.sums, *forward[1:], prepared.k_mean
+        sla2_ladder.run_backward(BackwardInputs(*tensors), prepared.choice, start, scale=0.1, level=case.level)
+
+
+# What the compiler makes of it
+
+
+class Promise(NamedTuple):
+    """What a kernel must keep to, besides its record."""
+
+    int8: bool  # whether it has INT8 tensor-core instructions
+    float16: bool  # whether it has some in 16 bit
+    registers: int  # of a thread, at most
+    shared: int  # bytes, at most
+
+
+def promise(case: Case) -> Promise:
+    """Return what a kernel must keep to. dP is a 16-bit matmul everywhere, and in SLA2 so is phi(Q) H."""
+    int8 = case.kernel not in AROUND and bool(level_of(case).int8)
+    float16 = case.kernel not in ("dv", *SLA2_ONCE, *AROUND)
+    if is_sla2(case):
+        int8 = case.kernel == LEVELS[case.level].kernel and bool(LEVELS[case.level].int8)
+    elif case.kernel == "forward":
+        float16 = level_of(case).int8 != "QKV"
+    limit = getattr(launch_of(case), "max_registers", None)
+    return Promise(int8, float16, limit or 255, SHARED_MEMORY[case.capability])
+
+
+def compiler_source(source: Source) -> ASTSource:
+    kind = GluonASTSource if source.program.is_gluon() else ASTSource
+    return kind(source.program, source.signature, source.constants, source.attributes)
 
 
 def compiled_kernel(case: Case):
-    """Triton's compiled kernel, for the case's GPU."""
-    program, signature, constants, options = source_of(case)
-    source_type = ASTSource if hopper_of(case) is None else GluonASTSource
-    source = source_type(program, *compiler_arguments(program, signature, constants))
-    return triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
+    """Return Triton's compiled kernel, for the case's GPU."""
+    source = source_of(case)
+    return triton.compile(
+        compiler_source(source), target=GPUTarget("cuda", case.capability, 32), options=source.options
+    )
+
+
+def digest(case: Case) -> str:
+    """Return a digest of what decides the check of a kernel: its code before any pass, its options, what it promises.
+
+    Triton's version stands for what its passes and its assembler do.
+    """
+    source, target = source_of(case), GPUTarget("cuda", case.capability, 32)
+    backend, context = CUDABackend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(dict(source.options))
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    code = compiler_source(source).make_ir(target, options, functions, modules, context).str_nodebug()
+    parts = (code, case.capability, sorted(source.options.items()), tuple(promise(case)), triton.__version__)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def compile_case(case: Case) -> Compiled:
-    """What the compiler made of one kernel, launched as `ladder` would launch it on that GPU."""
+    """Return what the compiler made of one kernel, launched as `ladder` would launch it on that GPU."""
     return compile_kernel(case)[1]
 
 
 def compile_kernel(case: Case) -> tuple[Any, Compiled]:
-    """Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
+    """Return Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
         knobs.nvidia.dump_ptxas_log = True
         kernel = compiled_kernel(case)
@@ -340,15 +381,15 @@ def compile_kernel(case: Case) -> tuple[Any, Compiled]:
 
 
 def compile_same(cases: Sequence[Case]) -> list[Compiled]:
-    """The same as compile_case of each, for cases for which Triton writes the same PTX: it does so for the first."""
+    """Return `compile_case` of each, for cases for which Triton writes the same PTX: it does so for the first."""
     kernel, first = compile_kernel(cases[0])
     return [first, *(compiled_from(kernel, *assembled(kernel.asm["ptx"], case)) for case in cases[1:])]
 
 
 def assembled(ptx: str, case: Case) -> tuple[bytes, str]:
-    """(cubin, what the assembler says) of PTX that was written for another of SAME_PTX."""
+    """Return (cubin, what the assembler says) of PTX that was written for a different one of SAME_PTX."""
     backend = CUDABackend(GPUTarget("cuda", case.capability, 32))
-    options = backend.parse_options(source_of(case).options)
+    options = backend.parse_options(dict(source_of(case).options))
     ptx = re.sub(r"^\.target sm_\d+", f".target sm_{case.capability}", ptx, flags=re.MULTILINE)
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
@@ -357,7 +398,7 @@ def assembled(ptx: str, case: Case) -> tuple[bytes, str]:
 
 
 def compiled_from(kernel, cubin: bytes, said: str) -> Compiled:
-    """What Triton's compiled kernel is like, with this machine code, of which the assembler said this."""
+    """Return what Triton's compiled kernel is like, with this machine code, of which the assembler said this."""
     return Compiled(
         registers=int(re.search(r"Used (\d+) registers", said)[1]),
         spills=local_memory_instructions(cubin),
@@ -378,9 +419,9 @@ def count_float16(ptx: str) -> int:
 
 
 def local_memory_instructions(cubin: bytes) -> int:
-    """How many LDL and STL a kernel has: spills. Its code is what the ELF sections .text... hold, 16 bytes each.
+    """Count a kernel's LDL and STL: spills. Its code is what the ELF sections .text... hold, 16 bytes each.
 
-    The disassembler says the same, and takes longer to start than many a kernel to compile.
+    The disassembler gives the same number, but takes longer to start than many a kernel takes to compile.
     """
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
@@ -395,7 +436,7 @@ def local_memory_instructions(cubin: bytes) -> int:
 
 
 def machine_code(kernel) -> str:
-    """The GPU's own instructions (SASS), one a line."""
+    """Return the GPU's own instructions (SASS), one a line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -403,18 +444,17 @@ def machine_code(kernel) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def same_ptx(wanted: Sequence[Case]) -> list[list[Case]]:
-    """All of `wanted`, those together for which Triton writes the same PTX."""
+def same_ptx(wanted: Iterable[Case]) -> list[list[Case]]:
+    """Return all of `wanted`, those together for which Triton writes the same PTX."""
     groups = {}
     for case in wanted:
         source = source_of(case)
         family = SAME_PTX if case.capability in SAME_PTX else case.capability
-        parts = (tuple(part.items()) for part in (source.signature, source.constants, source.options))
-        groups.setdefault((family, source.program, *parts), []).append(case)
+        groups.setdefault((family, source.program, repr(source[1:])), []).append(case)
     return list(groups.values())
 
 
-def compile_all(wanted: Sequence[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:
+def compile_all(wanted: Iterable[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:
     """Compile in parallel processes; cases that share their PTX come together."""
     groups = same_ptx(wanted)
     with ProcessPoolExecutor(workers) as pool:
@@ -423,20 +463,20 @@ def compile_all(wanted: Sequence[Case], workers: int) -> Iterator[tuple[Case, Co
 
 
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
-    """What is wrong with a compiled kernel, or None."""
+    """Return what is wrong with a compiled kernel, or None."""
+    promised = promise(case)
     for bits, found, expected in (
-        ("INT8", compiled.int8_instructions, is_int8(case)),
-        ("16-bit", compiled.float16_instructions, has_16_bit_matmul(case)),
+        ("INT8", compiled.int8_instructions, promised.int8),
+        ("16-bit", compiled.float16_instructions, promised.float16),
     ):
         if bool(found) != expected:
             return f"expected {'' if expected else 'no '}{bits} tensor-core instructions, found {found}"
-    allowed = launch_of(case).max_registers or 255
-    if not 0 < compiled.registers <= allowed:
-        return f"{compiled.registers} registers, its launch allows {allowed}"
+    if not 0 < compiled.registers <= promised.registers:
+        return f"{compiled.registers} registers, its launch allows {promised.registers}"
     if compiled.spills > recorded_spills:
         return f"{compiled.spills} spill instructions, {recorded_spills} recorded"
-    if compiled.shared > SHARED_MEMORY[case.capability]:
-        return f"{compiled.shared} bytes of shared memory, the GPU has {SHARED_MEMORY[case.capability]}"
+    if compiled.shared > promised.shared:
+        return f"{compiled.shared} bytes of shared memory, the GPU has {promised.shared}"
     if compiled.serialized:
         return f"matmuls wait for one another: {', '.join(compiled.serialized)}"
     if compiled.conflicts:
@@ -444,42 +484,67 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
     return None
 
 
+# The command
+
+
+def read_compiled() -> dict[str, tuple[int, str | None]]:
+    """Return (spills, digest) by name; nothing of a record that cannot be read, so that everything is compiled."""
+    try:
+        return {name: (int(spills), str(seen)) for name, (spills, seen) in json.loads(RECORD.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def write_compiled(known: dict[str, tuple[int, str | None]]) -> None:
+    """Write the record, one line a kernel."""
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
+    with replaced(RECORD) as temporary:
+        temporary.write_text(f"{{\n{lines}\n}}\n")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, nargs="+", choices=SHARED_MEMORY, help="only these")
     parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
-    parser.add_argument("--update", action="store_true", help="record the spills found as the new limit")
+    parser.add_argument("--all", action="store_true", help="compile what is as recorded, too")
+    parser.add_argument("--update", action="store_true", help="record what is compiled, its spills as the new limit")
     parser.add_argument("--workers", type=positive, default=2, help="processes")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compile every level for sm_80 to sm_120 and check the result."""
-    every = [*cases(), *around_cases(), *unbiased_cases(), *sla2_cases()]
+    """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
+    every = every_case()
     wanted = [
         case for case in every
         if (not options.capability or case.capability in options.capability) and (options.only or "") in named(case)
     ]  # fmt: skip
     if not wanted:
         raise ValueError(f"only: expected a part of a name such as {named(every[0])!r}, got {options.only!r}")
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    recorded = read_compiled()
+    with ProcessPoolExecutor(options.workers) as pool:
+        digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
+    asked = [x for x in wanted if options.all or recorded.get(named(x), (0, None))[1] != digests[x]]
     rows, complaints = [], []
-    for case, compiled in compile_all(wanted, options.workers):
+    for case, compiled in compile_all(asked, options.workers):
         name = named(case)
-        wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, 0))
+        wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, (0, None))[0])
         rows.append({"kernel": name} | compiled._asdict())
-        print(f"{len(rows)} of {len(wanted)}: {name}", file=sys.stderr)
-        recorded[name] = compiled.spills
+        print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
         if wrong:
             complaints.append(f"{name}: {wrong}")
+        else:
+            recorded[name] = compiled.spills, digests[case]
     names = [*map(named, wanted)]
     rows.sort(key=lambda row: names.index(row["kernel"]))
-    print(markdown_table(rows[0], [row.values() for row in rows]))
+    if rows:
+        print(markdown_table(rows[0], [row.values() for row in rows]))
     if options.json:
         write_record(options.json, rows, command=options.command)
-    if options.update:
-        with replaced(RECORD) as temporary:
-            known = {name: recorded[name] for name in map(named, every) if name in recorded}  # no level that is gone
-            temporary.write_text(json.dumps(known, indent=1) + "\n")
+    if options.update:  # without kernels that are gone
+        write_compiled({name: recorded[name] for name in map(named, every) if name in recorded})
     if complaints:
         print("\n".join(complaints), file=sys.stderr)
-        raise Failed(f"{len(complaints)} of {len(rows)} kernels are not as they should be")
-    print(f"{len(rows)} kernels compiled; none spills more than recorded, all use the tensor cores they promise.")
+        raise Failed(f"{len(complaints)} of {len(wanted)} kernels are not as they should be")
+    print(
+        f"{len(wanted) - len(asked)} kernels are as recorded, {len(asked)} were compiled: none spills more than "
+        "recorded, all use the tensor cores they promise."
+    )

@@ -24,7 +24,6 @@ into a matmul by then, so no load of them is still on its way when the copy engi
 
 from collections import namedtuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,9 +35,9 @@ from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SIZES, TILE, Fetched, Sizes, Tiles, accumulator, acquire, add_scaled_half,
-    allocate, barrier, copy_own, count_query_tiles, descriptors, fetch, fetch_with_lines, fetched_rows, key_work_item,
-    release, ring, row_and_column, signature_of, sizes_of, start_16bit, start_int8, store_halves,
+    HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SIZES, TILE, Fetched, Sizes, accumulator, acquire, add_scaled_half,
+    allocate, barrier, copy_own, count_query_tiles, descriptor, fetch, fetch_with_lines, fetched_rows, key_work_item,
+    release, ring, row_and_column, sizes_of, start_16bit, start_int8, store_halves,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level4 import queries
 from sage_kernels.sagebwd.backward.level5.units import ds_half, join_pairs, load_factors, p_half, quantize_pairs
@@ -168,7 +167,7 @@ def load_tiles(descriptors, keys, rings, lines, sizes, DP: gl.constexpr, IS_CAUS
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def pairs_program(
+def dkdv_pairs_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, factors_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
@@ -205,29 +204,6 @@ def kernels(head_dim: int) -> tuple[str, ...]:
     return ("dq", "dkdv_pairs") if padded_head_dim(head_dim) in HEAD_DIMS else ()
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D, DP, RAGGED and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
-    return queries.program_of() if kernel == "dq" else (pairs_program, CONSTANTS, OPTIONS)
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
-    rows, tile, line = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim), (torch.float32, (TILE.value,))
-    transposed = (torch.int8, tile[::-1])
-    return {
-        "k_descriptor": (torch.int8, rows), "v_descriptor": (dtype, rows), "q_descriptor": (torch.int8, tile),
-        "do_descriptor": (dtype, tile), "qt_descriptor": transposed, "dot_descriptor": transposed,
-        "l_descriptor": line, "delta_descriptor": line,
-    }  # fmt: skip
-
-
-def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter of a program that is no constant; dO, V and gradients are of `dtype`."""
-    if kernel == "dq":
-        return queries.signature(padded_head_dim, dtype)
-    pointers = dict.fromkeys(("k_scale_ptr", "factors_ptr"), torch.float32) | {"dk_ptr": dtype, "dv_ptr": dtype}
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, dk_scale="fp32")
-
-
 def run_keys(
     inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start = start_with_triton, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -240,17 +216,17 @@ def run_keys(
         do_heads_per_row=do.heads_per_row, out_heads_per_row=heads_per_row(inputs.value),
     )  # fmt: skip
     dk, dv = empty_in_layout_of(inputs.value), empty_in_layout_of(inputs.value)
-    tensors = (
-        k_hat.values, v.rows, q_hat.values, do.rows, q_hat.transposed, do_hat.transposed, inputs.units.log_sum_exp,
-        inputs.units.delta,
-    )  # fmt: skip
+    own, tile = (ROWS.value, dp), (TILE.value, dp)
     arguments = (
-        *descriptors(tensors, tile_shapes(dp, key.dtype)), k_hat.scale, inputs.units.factors, dk, dv, *sizes,
+        descriptor(k_hat.values, *own), descriptor(v.rows, *own), descriptor(q_hat.values, *tile),
+        descriptor(do.rows, *tile), descriptor(q_hat.transposed, *tile[::-1]),
+        descriptor(do_hat.transposed, *tile[::-1]), descriptor(inputs.units.log_sum_exp, TILE.value),
+        descriptor(inputs.units.delta, TILE.value), k_hat.scale, inputs.units.factors, dk, dv, *sizes,
         1 / LOG2_E,  # of dK: the scale of Q^ carries c log2(e)
     )  # fmt: skip
     ragged = key.shape[2] % TILE.value != 0
     constants = CONSTANTS | {"D": head_dim, "DP": dp, "RAGGED": ragged, "IS_CAUSAL": is_causal}
-    start(pairs_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
+    start(dkdv_pairs_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
     return dk, dv
 
 

@@ -28,12 +28,10 @@ from sage_kernels.common.quantize import (
     Quantized,
     empty_copies,
     load_block,
-    padded_head_dim,
     padded_length,
     psi,
     store_transposed,
 )
-from sage_kernels.common.signature import FLOATS, HAT, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 
 STRETCH = tl.constexpr(15)  # log2; of P, for float16 ends at 2^16
 LARGEST_SUM = tl.constexpr(30)  # log2; of the sums of dQ, for int32 ends at 2^31
@@ -116,7 +114,7 @@ def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK:
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs"])
-def prepare_program(
+def prepare_backward_program(
     do_ptr, do_stride_b, do_stride_h, do_stride_n, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
     q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr,
     qt_hat_ptr, marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr,
@@ -160,24 +158,6 @@ def prepare_program(
         transpose_tile(k_hat_ptr + numbers, kt_hat_ptr + numbers, t % kv_blocks, n_k_padded, DP, BLOCK, GROUPED)
 
 
-def signature(*, with_units: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `prepare_program`."""
-    hats = dict.fromkeys(("q_hat_ptr", "k_hat_ptr", "qt_hat_ptr", "kt_hat_ptr", "dot_hat_ptr"), HAT)
-    scales = ("q_scale_ptr", "k_scale_ptr", "marked_q_scale_ptr", "do_scale_ptr", "log_sum_exp_ptr", "delta_ptr")
-    units = ("v_range_ptr", "stretched_ptr", "fitted_ptr", "factors_ptr", "step_ptr", "unit_ptr")
-    units = dict.fromkeys(units, FLOATS if with_units else None)
-    sizes = dict.fromkeys(("heads", "group_size", "n_q", "query_programs"), SIZE)
-    sizes |= {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
-    tensors = strided("do", POINTERS[dtype]) | strided("o", POINTERS[dtype])
-    return tensors | hats | dict.fromkeys(scales, FLOATS) | units | sizes
-
-
-def constants(head_dim: int, grouped: bool, is_causal: bool) -> dict:
-    """The constants of `prepare_program`."""
-    sizes = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK}
-    return sizes | {"GROUPED": grouped, "IS_CAUSAL": is_causal}
-
-
 def prepare(
     grad_output: Tensor,
     output: Tensor,
@@ -215,7 +195,8 @@ def prepare(
         q_hat_t, marked, k_hat_t, do_hat.transposed, do_hat.scale, delta, *(units or [None] * len(Units._fields)),
         heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
     )  # fmt: skip
-    grid, known = (query_programs + k_hat.scale.numel(),), constants(head_dim, grouped, is_causal)
-    start(prepare_program, grid, arguments, known, {"num_warps": WARPS})
+    constants = {"D": head_dim, "DP": dp, "BLOCK": SCALE_BLOCK, "GROUPED": grouped, "IS_CAUSAL": is_causal}
+    grid = (query_programs + k_hat.scale.numel(),)
+    start(prepare_backward_program, grid, arguments, constants, {"num_warps": WARPS})
     q_hat, k_hat = q_hat._replace(transposed=q_hat_t, scale=marked), k_hat._replace(transposed=k_hat_t)
     return Prepared(q_hat, k_hat, do_hat, delta, units)

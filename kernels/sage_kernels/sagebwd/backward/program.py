@@ -11,7 +11,6 @@ tile i). In QUERY_TILE everything is transposed: st_ij is S_ij^T, [Bkv, Bq].
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +19,6 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, Tile, key_tile_range, load_tokens, load_with_scale
 from sage_kernels.sagebwd.backward.prepare import Units
 
@@ -180,52 +178,12 @@ def dkdv_program(
         tl.store(dv_ptr + offsets, dv_j.to(dv_ptr.dtype.element_ty), mask=inside)
 
 
-SIZES = {
-    "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE,
-    "log2_scale": NUMBER,
-}  # fmt: skip
-
-
-def shared_signature(is_int8: bool, dtype: torch.dtype) -> Signature:
-    """Triton's types of the parameters that both programs have."""
-    hat = HAT if is_int8 else POINTERS[dtype]
-    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr"), FLOATS if is_int8 else None)
-    tensors = strided("q", hat) | strided("k", hat) | strided("v", POINTERS[dtype]) | strided("do", POINTERS[dtype])
-    return tensors | scales | {"log_sum_exp_ptr": FLOATS, "delta_ptr": FLOATS} | SIZES
-
-
-def dq_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `dq_program`."""
-    outputs = strided("dq", POINTERS[dtype]) | {"scale": NUMBER}
-    return shared_signature(is_int8, dtype) | {"kt_ptr": HAT if is_int8 else None} | outputs
-
-
-def dkdv_signature(is_int8: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `dkdv_program`."""
-    hats = dict.fromkeys(("qt_ptr", "dot_ptr"), HAT if is_int8 else None)
-    outputs = strided("dk", POINTERS[dtype]) | {"dv_ptr": POINTERS[dtype], "dk_scale": NUMBER}
-    return shared_signature(is_int8, dtype) | hats | {"do_scale_ptr": FLOATS if is_int8 else None} | outputs
-
-
-def shared_constants(head_dim: int, launch: Launch, is_causal: bool, per_block: bool) -> dict:
-    """The constants that both programs have."""
+def constants_of(launch: Launch, head_dim: int, is_causal: bool, per_block: bool) -> dict:
+    """Return the constants that both programs have."""
     return {
         "PER_BLOCK": per_block, "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q,
         "BLOCK_KV": launch.block_kv, "SCALE_BLOCK": SCALE_BLOCK, "IS_CAUSAL": is_causal,
     }  # fmt: skip
-
-
-def dq_constants(key_tile, head_dim: int, launch: Launch, is_causal: bool, per_block: bool) -> dict:
-    """The constants of `dq_program`."""
-    return {"KEY_TILE": key_tile} | shared_constants(head_dim, launch, is_causal, per_block)
-
-
-def dkdv_constants(
-    query_tile, head_dim: int, launch: Launch, is_causal: bool, per_block: bool, outputs: str = "dkdv"
-) -> dict:
-    """The constants of `dkdv_program`. outputs: "dk", "dv" or both."""
-    parts = {"QUERY_TILE": query_tile, "WITH_DK": "dk" in outputs, "WITH_DV": "dv" in outputs}
-    return parts | shared_constants(head_dim, launch, is_causal, per_block)
 
 
 def run_dq(
@@ -250,7 +208,7 @@ def run_dq(
         inputs.log_sum_exp, inputs.delta, dq, *dq.stride()[:3], heads, heads // key.shape[1], n_q, n_k,
         n_q_padded, n_k_padded, scale * LOG2_E, scale,
     )  # fmt: skip
-    constants = dq_constants(key_tile, head_dim, launch, is_causal, per_block)
+    constants = constants_of(launch, head_dim, is_causal, per_block) | {"KEY_TILE": key_tile}
     start(dq_program, (n_q_padded // launch.block_q, batch * heads), arguments, constants, launch.options)
     return dq
 
@@ -283,7 +241,8 @@ def run_dkdv(
         do, *do.stride()[:3], dot, s_do, inputs.log_sum_exp, inputs.delta, dk, *dk.stride()[:3], dv,
         heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded, scale * LOG2_E, dk_scale,
     )  # fmt: skip
-    constants = dkdv_constants(query_tile, head_dim, launch, is_causal, per_block, outputs)
+    constants = constants_of(launch, head_dim, is_causal, per_block)
+    constants |= {"QUERY_TILE": query_tile, "WITH_DK": "dk" in outputs, "WITH_DV": "dv" in outputs}
     grid = (n_k_padded // launch.block_kv, batch * kv_heads)
     start(dkdv_program, grid, arguments, constants, launch.options)
     return dk, dv

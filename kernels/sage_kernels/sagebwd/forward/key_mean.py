@@ -13,9 +13,8 @@ from torch import Tensor
 
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens
-from sage_kernels.sagebwd.prologue import NO_PROLOGUE, Rotary, load_rotated, prologue_signature
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE, Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
 PARTS = 16  # of a sequence, at most
@@ -64,27 +63,6 @@ def key_mean_program(
     tl.store(mean_ptr + head * D + d, tl.math.div_rn(total, tl.zeros_like(total) + n_k), mask=d < D)
 
 
-def sums_signature(*, with_prologue: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `key_sums_program`; a prologue has gains."""
-    types = strided("k", POINTERS[dtype]) | {"sums_ptr": FLOATS} | prologue_signature(with_prologue)
-    return types | dict.fromkeys(("kv_heads", "n_k", "parts", "steps"), SIZE)
-
-
-def sums_constants(head_dim: int) -> dict:
-    """The constants of `key_sums_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "STEP": STEP}
-
-
-def mean_signature() -> Signature:
-    """Triton's types of the parameters of `key_mean_program`."""
-    return {"sums_ptr": FLOATS, "mean_ptr": FLOATS, "n_k": SIZE, "parts": SIZE}
-
-
-def mean_constants(head_dim: int) -> dict:
-    """The constants of `key_mean_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "PARTS": PARTS}
-
-
 def key_mean(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
     """float32 [B, Hkv, D]: the mean over the tokens of key [B, Hkv, Nk, D], normalised and rotated by a prologue."""
     batch, kv_heads, n_k, head_dim = key.shape
@@ -93,9 +71,9 @@ def key_mean(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
     sums = key.new_empty(batch, kv_heads, parts, head_dim, dtype=torch.float32)
     mean = key.new_empty(batch, kv_heads, head_dim, dtype=torch.float32)
     arguments = key, *key.stride()[:3], sums, *prologue, kv_heads, n_k, parts, steps
-    heads = batch * kv_heads
-    start(key_sums_program, (heads * parts,), arguments, sums_constants(head_dim), {"num_warps": WARPS})
-    start(key_mean_program, (heads,), (sums, mean, n_k, parts), mean_constants(head_dim), {})
+    heads, sizes = batch * kv_heads, {"D": head_dim, "DP": padded_head_dim(head_dim)}
+    start(key_sums_program, (heads * parts,), arguments, sizes | {"STEP": STEP}, {"num_warps": WARPS})
+    start(key_mean_program, (heads,), (sums, mean, n_k, parts), sizes | {"PARTS": PARTS}, {})
     return mean
 
 

@@ -40,9 +40,9 @@ from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, Tiles, accumulator, acquire, allocate, barrier, copy_own,
-    count_key_tiles, descriptors, dither_to_int8, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
-    signature_of, sizes_of, skip, start_int8, store_tokens, work_item,
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Sizes, accumulator, acquire, allocate, barrier, copy_own,
+    count_key_tiles, descriptor, dither_to_int8, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    sizes_of, skip, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.forward.program import ForwardInputs
 
@@ -226,7 +226,7 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: 
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def hopper_program(
+def forward_hopper_program(
     q_descriptor, k_descriptor, vt_descriptor, q_scale_ptr, k_scale_ptr, v_scale_ptr, v_mean_ptr, o_ptr,
     log_sum_exp_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
@@ -261,26 +261,6 @@ def kernels(head_dim: int) -> tuple[str, ...]:
     return ("forward",)
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D, DP and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
-    return hopper_program, {}, OPTIONS
-
-
-def tile_shapes(padded_head_dim: int) -> Tiles:
-    q, k = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim)
-    return {"q_descriptor": (torch.int8, q), "k_descriptor": (torch.int8, k), "vt_descriptor": (torch.int8, k[::-1])}
-
-
-def signature(
-    kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16, *, is_unbiased: bool = False
-) -> dict[str, str | None]:
-    """Triton's type of every parameter of a program that is no constant, O being of `dtype`."""
-    pointers = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "log_sum_exp_ptr"), torch.float32)
-    if is_unbiased:
-        pointers["v_mean_ptr"] = torch.float32
-    return {"v_mean_ptr": None} | signature_of(tile_shapes(padded_head_dim), pointers | {"o_ptr": dtype})
-
-
 def run(
     inputs: ForwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -298,9 +278,10 @@ def run(
     )  # fmt: skip
     log_sum_exp = query.new_empty(batch, heads, sizes.q_blocks * SCALE_Q.value, dtype=torch.float32)
     arguments = (
-        *descriptors((q_hat.values, k_hat.values, v_hat.transposed), tile_shapes(dp)),
+        descriptor(q_hat.values, ROWS.value, dp), descriptor(k_hat.values, TILE.value, dp),
+        descriptor(v_hat.transposed, dp, TILE.value),
         q_hat.scale, k_hat.scale, v_hat.scale, inputs.v_mean, output, log_sum_exp, *sizes,
     )  # fmt: skip
     constants = {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
-    start(hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
+    start(forward_hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
     return output, log_sum_exp

@@ -25,9 +25,8 @@ from sage_kernels.common.quantize import (
     scale_of,
     without_mean,
 )
-from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens
-from sage_kernels.sagebwd.prologue import Rotary, load_rotated, prologue_signature
+from sage_kernels.sagebwd.prologue import Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
 # No tile: blocks have SCALE_BLOCK tokens.
@@ -40,7 +39,7 @@ def launch(head_dim: int) -> Launch:
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
-def prepare_program(
+def prepare_forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr, v_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
     q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr,
@@ -114,33 +113,6 @@ def quantize_block(
         tl.store(out.scale + block, scale * tl.abs(factor))
 
 
-def signature(*, with_prologue: bool, is_unbiased: bool = False, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `prepare_program`, with a K that is smoothed; a prologue has gains.
-
-    is_unbiased: V is smoothed, too.
-    """
-    pointer = POINTERS[dtype]
-    tensors = strided("q", pointer) | strided("k", pointer) | strided("v", pointer)
-    scales = dict.fromkeys(("k_mean_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS)
-    scales |= dict.fromkeys(("v_mean_ptr", "v_range_ptr"), FLOATS if is_unbiased else None)
-    sizes = dict.fromkeys(("heads", "kv_heads", "n_q", "n_k", "query_programs", "key_programs"), SIZE)
-    padded = {"n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE}
-    return (
-        tensors
-        | dict.fromkeys(("q_hat_ptr", "k_hat_ptr", "vt_hat_ptr"), HAT)
-        | scales
-        | prologue_signature(with_prologue)
-        | sizes
-        | padded
-        | {"factor": NUMBER}
-    )
-
-
-def constants(head_dim: int, grouped: bool) -> dict:
-    """The constants of `prepare_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}
-
-
 def quantize_inputs(
     query: Tensor,
     key: Tensor,
@@ -175,6 +147,6 @@ def quantize_inputs(
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
-    options = launch(head_dim).options
-    start(prepare_program, grid, arguments, constants(head_dim, grouped), options)
+    constants = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}
+    start(prepare_forward_program, grid, arguments, constants, launch(head_dim).options)
     return q_hat, k_hat, v_hat, v_hat.scale if with_values and v_mean is None else v_range

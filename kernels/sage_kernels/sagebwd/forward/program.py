@@ -17,7 +17,6 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, key_tile_range, load_with_scale
 
 
@@ -81,27 +80,6 @@ def forward_program(
     tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
 
 
-def signature(int8: str, dtype: torch.dtype = torch.bfloat16, *, is_unbiased: bool = False) -> Signature:
-    """Triton's types of the parameters of `forward_program`. int8: which of Q, K, V are. is_unbiased: V is smoothed."""
-    types = {}
-    for name in "qkv":
-        is_int8 = name.upper() in int8
-        types |= strided(name, HAT if is_int8 else POINTERS[dtype])
-        types[f"{name}_scale_ptr"] = FLOATS if is_int8 else None
-    return types | {"v_mean_ptr": FLOATS if is_unbiased else None} | strided("o", POINTERS[dtype]) | {
-        "log_sum_exp_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE,
-        "n_q_padded": PADDED_SIZE, "n_k_padded": PADDED_SIZE, "log2_scale": NUMBER,
-    }  # fmt: skip
-
-
-def constants(key_tile, head_dim: int, launch: Launch, is_causal: bool) -> dict:
-    """The constants of `forward_program`."""
-    return {
-        "KEY_TILE": key_tile, "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q,
-        "BLOCK_KV": launch.block_kv, "SCALE_BLOCK": SCALE_BLOCK, "IS_CAUSAL": is_causal,
-    }  # fmt: skip
-
-
 def run(
     inputs: ForwardInputs, key_tile, launch: Launch, start: Start, *, is_causal: bool, log2_scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -122,6 +100,9 @@ def run(
         output, *output.stride()[:3], log_sum_exp,
         heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, log2_scale,
     )  # fmt: skip
-    grid, known = (n_q_padded // launch.block_q, batch * heads), constants(key_tile, head_dim, launch, is_causal)
-    start(forward_program, grid, arguments, known, launch.options)
+    constants = {
+        "KEY_TILE": key_tile, "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q,
+        "BLOCK_KV": launch.block_kv, "SCALE_BLOCK": SCALE_BLOCK, "IS_CAUSAL": is_causal,
+    }  # fmt: skip
+    start(forward_program, (n_q_padded // launch.block_q, batch * heads), arguments, constants, launch.options)
     return output, log_sum_exp

@@ -34,8 +34,8 @@ from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, add_tokens, allocate, descriptors, fast_exp2,
-    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring, signature_of,
+    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2,
+    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring,
     start_16bit,
 )  # fmt: skip
 
@@ -191,7 +191,7 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def key_program(
+def sla2_key_hopper_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
     entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr,
     heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
@@ -224,27 +224,6 @@ def key_program(
     )  # fmt: skip
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D and DP, options of its launch) of a name in `LAUNCHES`."""
-    return key_program, {}, OPTIONS
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
-    """What each descriptor fetches."""
-    tile = (dtype, (1, ROWS.value, padded_head_dim))
-    tiles = dict.fromkeys(("k_descriptor", "v_descriptor", "q_descriptor", "do_descriptor"), tile)
-    line = (torch.float32, (ROWS.value,))
-    return tiles | {"log_sum_exp_descriptor": line, "delta_descriptor": line}
-
-
-def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter that is no constant; tensors in 16 bit are of `dtype`."""
-    lists = ("entries_ptr", "counts_ptr", "first_pieces_ptr", "piece_blocks_ptr")
-    pointers = dict.fromkeys(lists, torch.int32) | dict.fromkeys(("dk_ptr", "dv_ptr"), dtype)
-    pointers |= {"partial_ptr": torch.float32}
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, SIZES, log2_scale="fp32", scale="fp32")
-
-
 def run(
     inputs: BackwardInputs,
     gradients: QueryGradients,
@@ -267,12 +246,12 @@ def run(
         heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1], key_blocks, places, batch * kv_heads * places,
         lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
     )  # fmt: skip
-    tensors = (*fetched, gradients.alpha_log_sum_exp, gradients.delta)
     arguments = (
-        *descriptors(tensors, tile_shapes(dp, query.dtype)), *lists, *pieces, dk, dv, partial, *sizes,
+        *(descriptor(x, 1, ROWS.value, dp) for x in fetched), descriptor(gradients.alpha_log_sum_exp, ROWS.value),
+        descriptor(gradients.delta, ROWS.value), *lists, *pieces, dk, dv, partial, *sizes,
         scale * math.log2(math.e), scale,
     )  # fmt: skip
     grid = (batch * kv_heads * (places + key_blocks),)
-    start(key_program, grid, arguments, {"D": head_dim, "DP": dp}, OPTIONS)
+    start(sla2_key_hopper_program, grid, arguments, {"D": head_dim, "DP": dp}, OPTIONS)
     run_join(inputs, pieces, grad_sums, partial, outputs, start, scale=scale)
     return outputs

@@ -16,7 +16,6 @@ Expect: limited by memory, which moves 194 KB for each block of queries. What ca
 from collections import namedtuple
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,11 +41,10 @@ from sage_kernels.sla2.forward.level4_hopper import (
     inverse_or_zero,
     softmax_features,
 )
-from sage_kernels.sla2.sums import SUMS_DTYPE
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Ring, Tiles, accumulator_16bit, acquire, descriptors, fetch, fetch_tokens, fetched_tokens,
-    matrix, matrix_layout, operand_16bit, release, ring, ring_of, signature_of, start_16bit, store_tokens,
+    LOADING_REGISTERS, ROWS, Ring, accumulator_16bit, acquire, descriptor, fetch, fetch_tokens, fetched_tokens,
+    matrix, matrix_layout, operand_16bit, release, ring, ring_of, start_16bit, store_tokens,
 )  # fmt: skip
 
 LAUNCHES = {"sla2_linear_query_hopper": Launch(QUERIES.value, 0, 4 * WARPGROUPS.value, 1, REGISTERS.value)}
@@ -118,7 +116,7 @@ def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl
 
 @gluon.jit
 def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """All of warpgroup W's half of each block of queries. Alg. 3, as `linear_query_program` says."""
+    """All of warpgroup W's half of each block of queries. Alg. 3, as `sla2_linear_query_program` says."""
     layout: gl.constexpr = accumulator_16bit(DP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
@@ -199,7 +197,7 @@ def store_sums(shared, turn, pointers, sums, block, DP: gl.constexpr, W: gl.cons
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def linear_query_program(
+def sla2_linear_query_hopper_program(
     q_descriptor, do_descriptor, o_s_descriptor, h_descriptor,
     k_mean_ptr, alpha_ptr, sums_ptr, log_sum_exp_ptr, dq_ptr, dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr,
     alpha_log_sum_exp_ptr,
@@ -239,30 +237,6 @@ def linear_query_program(
     )  # fmt: skip
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D and DP, options of its launch) of a name in `LAUNCHES`."""
-    return linear_query_program, {}, OPTIONS
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype, sums_dtype: torch.dtype) -> Tiles:
-    """What each descriptor fetches, Q being of `dtype`."""
-    tokens = (dtype, (1, QUERIES.value, padded_head_dim))
-    h = (sums_dtype, (padded_head_dim, padded_head_dim))
-    return {"q_descriptor": tokens, "do_descriptor": tokens, "o_s_descriptor": tokens, "h_descriptor": h}
-
-
-def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter that is no constant, with smoothed keys; tensors in 16 bit are of `dtype`."""
-    floats = (
-        "k_mean_ptr", "alpha_ptr", "log_sum_exp_ptr", "dalpha_ptr", "delta_ptr", "unsmoothed_ptr",
-        "alpha_log_sum_exp_ptr",
-    )  # fmt: skip
-    pointers = dict.fromkeys(floats, torch.float32) | dict.fromkeys(("sums_ptr", "dsums_ptr"), SUMS_DTYPE)
-    return signature_of(
-        tile_shapes(padded_head_dim, dtype, SUMS_DTYPE), pointers | {"dq_ptr": dtype}, SIZES, log2_scale="fp32"
-    )
-
-
 def run(inputs: BackwardInputs, start: Start = start_with_triton, *, scale: float) -> QueryGradients:
     """What `program.run_linear_query` gives."""
     query = inputs.query
@@ -277,8 +251,8 @@ def run(inputs: BackwardInputs, start: Start = start_with_triton, *, scale: floa
         items, programs, q_blocks, heads // inputs.key.shape[1], n_q, *rows, heads_per_row(gradients.grad_query)
     )
     arguments = (
-        *descriptors((*fetched, inputs.sums.view(-1, dp)), tile_shapes(dp, query.dtype, inputs.sums.dtype)),
+        *(descriptor(x, 1, QUERIES.value, dp) for x in fetched), descriptor(inputs.sums.view(-1, dp), dp, dp),
         inputs.k_mean, inputs.alpha, inputs.sums, inputs.log_sum_exp, *gradients, *sizes, scale * LOG2_E.value,
     )  # fmt: skip
-    start(linear_query_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)
+    start(sla2_linear_query_hopper_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)
     return gradients

@@ -21,7 +21,6 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.signature import FLOATS, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import TINY, Operand, Tile, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.backward import level0_16bit
 from sage_kernels.sagebwd.backward.program import KeyHead, KeyTile, QueryHead, QueryTile
@@ -29,7 +28,6 @@ from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.pieces import Pieces, pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
-from sage_kernels.sla2.sums import SUMS_DTYPE
 from sage_ref.sla2.blocks import block_count
 
 JOIN_WARPS = LINEAR_KEY_WARPS = 8
@@ -59,7 +57,7 @@ class QueryGradients(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["n_q"])
-def linear_query_program(
+def sla2_linear_query_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     k_mean_ptr, alpha_ptr, sums_ptr, o_s_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
     dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, group_size, n_q, log2_scale,
@@ -126,7 +124,7 @@ def linear_query_program(
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
-def query_program(
+def sla2_query_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
@@ -202,7 +200,7 @@ def partial_pointers(partial_ptr, number, DP: tl.constexpr, MASK_BLOCK_KV: tl.co
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width", "sums_rows", "places"])
-def key_program(
+def sla2_key_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
     entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr, delta_ptr, alpha_log_sum_exp_ptr,
@@ -273,7 +271,7 @@ def key_program(
 
 
 @triton.jit(do_not_specialize=["n_k", "sums_rows", "places"])
-def join_program(
+def sla2_join_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n,
     first_pieces_ptr, piece_blocks_ptr, dsums_ptr, partial_ptr,
     dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
@@ -305,7 +303,7 @@ def join_program(
 
 
 @triton.jit(do_not_specialize=["n_k", "sums_rows"])
-def linear_key_program(
+def sla2_linear_key_program(
     k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n, dsums_ptr,
     dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
     kv_heads, n_k, sums_rows, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
@@ -320,78 +318,6 @@ def linear_key_program(
     out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
     key, nothing = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV), tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     store_key_gradients(nothing, nothing, out, key, n_k, 0.0, D, DP)
-
-
-PIECES = dict.fromkeys(("first_pieces_ptr", "piece_blocks_ptr"), POINTERS[torch.int32]) | {"places": SIZE}
-
-
-def linear_query_signature(*, smoothed: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `linear_query_program`. smoothed: whether there is a k_mean."""
-    x, sums = POINTERS[dtype], POINTERS[SUMS_DTYPE]
-    return strided("q", x) | strided("do", x) | strided("dq", x) | {
-        "k_mean_ptr": FLOATS if smoothed else None, "alpha_ptr": FLOATS, "sums_ptr": sums, "o_s_ptr": x,
-        "log_sum_exp_ptr": FLOATS, "dalpha_ptr": FLOATS, "dsums_ptr": sums, "delta_ptr": FLOATS,
-        "unsmoothed_ptr": FLOATS, "alpha_log_sum_exp_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE,
-        "log2_scale": NUMBER,
-    }  # fmt: skip
-
-
-def sparse_signature(dtype: torch.dtype) -> Signature:
-    """Triton's types of the parameters that both sparse programs have."""
-    x, lists = POINTERS[dtype], POINTERS[torch.int32]
-    return strided("q", x) | strided("k", x) | strided("v", x) | strided("do", x) | {
-        "entries_ptr": lists, "counts_ptr": lists, "delta_ptr": FLOATS, "heads": SIZE, "group_size": SIZE, "n_q": SIZE,
-        "n_k": SIZE, "n_q_padded": PADDED_SIZE, "width": SIZE, "log2_scale": NUMBER, "scale": NUMBER,
-    }  # fmt: skip
-
-
-def query_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `query_program`."""
-    return sparse_signature(dtype) | strided("dq", POINTERS[dtype]) | {"alpha_ptr": FLOATS, "log_sum_exp_ptr": FLOATS}
-
-
-def key_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `key_program`."""
-    tensors = {"alpha_log_sum_exp_ptr": FLOATS, "partial_ptr": FLOATS, "dsums_ptr": POINTERS[SUMS_DTYPE]}
-    outputs = strided("dk", POINTERS[dtype]) | strided("dv", POINTERS[dtype])
-    return sparse_signature(dtype) | outputs | tensors | PIECES | {"sums_rows": SIZE}
-
-
-def join_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `join_program`."""
-    x = POINTERS[dtype]
-    return strided("k", x) | strided("v", x) | strided("dk", x) | strided("dv", x) | PIECES | {
-        "dsums_ptr": POINTERS[SUMS_DTYPE], "partial_ptr": FLOATS, "kv_heads": SIZE, "n_k": SIZE, "sums_rows": SIZE,
-        "scale": NUMBER,
-    }  # fmt: skip
-
-
-def linear_key_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `linear_key_program`."""
-    x = POINTERS[dtype]
-    tensors = strided("k", x) | strided("v", x) | strided("dk", x) | strided("dv", x)
-    return tensors | {"dsums_ptr": POINTERS[SUMS_DTYPE]} | dict.fromkeys(("kv_heads", "n_k", "sums_rows"), SIZE)
-
-
-def linear_query_constants(head_dim: int, launch: Launch) -> dict:
-    """The constants of `linear_query_program`. launch.block_kv: columns at a time."""
-    dp = padded_head_dim(head_dim)
-    return {"D": head_dim, "DP": dp, "MASK_BLOCK_Q": MASK_BLOCK_Q, "COLUMNS": min(launch.block_kv, dp)}
-
-
-def query_constants(head_dim: int, launch: Launch) -> dict:
-    """The constants of `query_program`."""
-    return {"KEY_TILE": level0_16bit.key_tile} | tile_constants(head_dim, launch)
-
-
-def key_constants(head_dim: int, launch: Launch) -> dict:
-    """The constants of `key_program`."""
-    return {"QUERY_TILE": level0_16bit.query_tile} | tile_constants(head_dim, launch)
-
-
-def join_constants(head_dim: int) -> dict:
-    """The constants of `join_program` and `linear_key_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "MASK_BLOCK_KV": MASK_BLOCK_KV}
 
 
 def empty_gradients(inputs: BackwardInputs) -> QueryGradients:
@@ -414,8 +340,10 @@ def run_linear_query(
         inputs.sparse_output, inputs.log_sum_exp, gradients.grad_query, *gradients.grad_query.stride()[:3],
         *gradients[1:], heads, heads // inputs.key.shape[1], n_q, scale * math.log2(math.e),
     )  # fmt: skip
-    grid, constants = (block_count(n_q, MASK_BLOCK_Q), batch * heads), linear_query_constants(head_dim, launch)
-    start(linear_query_program, grid, arguments, constants, launch.options)
+    dp = padded_head_dim(head_dim)
+    constants = {"D": head_dim, "DP": dp, "MASK_BLOCK_Q": MASK_BLOCK_Q, "COLUMNS": min(launch.block_kv, dp)}
+    grid = (block_count(n_q, MASK_BLOCK_Q), batch * heads)
+    start(sla2_linear_query_program, grid, arguments, constants, launch.options)
     return gradients
 
 
@@ -437,8 +365,9 @@ def run_query(
         *gradients.grad_query.stride()[:3], heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1],
         lists.entries.shape[-1], scale * math.log2(math.e), scale,
     )  # fmt: skip
-    grid, constants = (block_count(n_q, launch.block_q), batch * heads), query_constants(head_dim, launch)
-    start(query_program, grid, arguments, constants, launch.options)
+    constants = tile_constants(head_dim, launch) | {"KEY_TILE": level0_16bit.key_tile}
+    grid = (block_count(n_q, launch.block_q), batch * heads)
+    start(sla2_query_program, grid, arguments, constants, launch.options)
 
 
 def run_key(
@@ -466,7 +395,8 @@ def run_key(
         lists.entries.shape[-1], rows, places, scale * math.log2(math.e), scale,
     )  # fmt: skip
     grid = (batch * kv_heads * (places + first.shape[2] - 1),)
-    start(key_program, grid, arguments, key_constants(head_dim, launch), launch.options)
+    constants = tile_constants(head_dim, launch) | {"QUERY_TILE": level0_16bit.query_tile}
+    start(sla2_key_program, grid, arguments, constants, launch.options)
     run_join(inputs, pieces, grad_sums, partial, (dk, dv), start, scale=scale)
     return dk, dv
 
@@ -488,8 +418,8 @@ def run_join(
         key, *key.stride()[:3], value, *value.stride()[:3], *pieces, grad_sums, partial, dk, *dk.stride()[:3],
         dv, *dv.stride()[:3], key.shape[1], key.shape[2], grad_sums.shape[2], pieces.blocks.shape[2], scale,
     )  # fmt: skip
-    constants = join_constants(key.shape[3])
-    start(join_program, (pieces.blocks.numel(),), arguments, constants, {"num_warps": JOIN_WARPS})
+    constants = {"D": key.shape[3], "DP": padded_head_dim(key.shape[3]), "MASK_BLOCK_KV": MASK_BLOCK_KV}
+    start(sla2_join_program, (pieces.blocks.numel(),), arguments, constants, {"num_warps": JOIN_WARPS})
 
 
 def run_linear_key(
@@ -504,5 +434,6 @@ def run_linear_key(
         kv_heads, n_k, grad_sums.shape[2],
     )  # fmt: skip
     grid, options = (block_count(n_k, MASK_BLOCK_KV), batch * kv_heads), {"num_warps": LINEAR_KEY_WARPS}
-    start(linear_key_program, grid, arguments, join_constants(head_dim), options)
+    constants = {"D": head_dim, "DP": padded_head_dim(head_dim), "MASK_BLOCK_KV": MASK_BLOCK_KV}
+    start(sla2_linear_key_program, grid, arguments, constants, options)
     return dk, dv

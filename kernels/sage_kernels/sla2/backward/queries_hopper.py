@@ -15,7 +15,6 @@ import math
 from collections import namedtuple
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -39,8 +38,8 @@ from sage_kernels.sla2.forward.level4_hopper import (
 from sage_kernels.sla2.lists import BlockLists
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator_16bit, acquire, descriptors, fast_exp2, fetch_tokens, fetched_tokens,
-    matrix, operand_16bit, release, ring, signature_of, start_16bit, store_tokens, stored_tokens,
+    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, descriptor, fast_exp2, fetch_tokens, fetched_tokens,
+    matrix, operand_16bit, release, ring, start_16bit, store_tokens, stored_tokens,
 )  # fmt: skip
 
 PLACES = gl.constexpr(4)  # tiles of K and of V in flight
@@ -167,7 +166,7 @@ def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: g
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def query_program(
+def sla2_query_hopper_program(
     q_descriptor, do_descriptor, k_descriptor, v_descriptor,
     entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr,
     items, programs, q_blocks, group_size, n_q, n_k, width,
@@ -196,25 +195,6 @@ def query_program(
     )  # fmt: skip
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D and DP, options of its launch) of a name in `LAUNCHES`."""
-    return query_program, {}, OPTIONS
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
-    """What each descriptor fetches."""
-    q, k = (1, QUERIES.value, padded_head_dim), (1, KEYS.value, padded_head_dim)
-    names = ("q_descriptor", "do_descriptor", "k_descriptor", "v_descriptor")
-    return {name: (dtype, shape) for name, shape in zip(names, (q, q, k, k), strict=True)}
-
-
-def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter that is no constant; tensors in 16 bit are of `dtype`."""
-    pointers = dict.fromkeys(("entries_ptr", "counts_ptr"), torch.int32)
-    pointers |= dict.fromkeys(("alpha_ptr", "delta_ptr", "log_sum_exp_ptr"), torch.float32) | {"dq_ptr": dtype}
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, SIZES, log2_scale="fp32", scale="fp32")
-
-
 def run(
     inputs: BackwardInputs,
     gradients: QueryGradients,
@@ -228,6 +208,7 @@ def run(
     batch, heads, n_q, head_dim = query.shape
     dp, (q_blocks, width) = padded_head_dim(head_dim), lists.entries.shape[2:]
     fetched, rows = zip(*(fetched_tokens(x) for x in (query, inputs.grad_output, key, inputs.value)), strict=True)
+    q, do, k, v = fetched
     items = batch * heads * q_blocks
     programs = min(items, multiprocessors(query.device))
     sizes = Sizes(
@@ -235,7 +216,8 @@ def run(
         heads_per_row(gradients.grad_query),
     )  # fmt: skip
     arguments = (
-        *descriptors(fetched, tile_shapes(dp, query.dtype)), *lists, inputs.alpha, gradients.delta,
-        gradients.log_sum_exp, gradients.grad_query, *sizes, scale * math.log2(math.e), scale,
+        descriptor(q, 1, QUERIES.value, dp), descriptor(do, 1, QUERIES.value, dp), descriptor(k, 1, KEYS.value, dp),
+        descriptor(v, 1, KEYS.value, dp), *lists, inputs.alpha, gradients.delta, gradients.log_sum_exp,
+        gradients.grad_query, *sizes, scale * math.log2(math.e), scale,
     )  # fmt: skip
-    start(query_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)
+    start(sla2_query_hopper_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)

@@ -7,23 +7,21 @@ unselected blocks, not the attention, are what this level spends its time on.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
-from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
-from sage_kernels.sla2.sums import SUMS_DTYPE
 from sage_ref.sla2.blocks import block_count
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "sums_rows"])
-def as_printed_program(
+def sla2_as_printed_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
     v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr,
     o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, group_size, n_q, n_k, sums_rows, log2_scale,
@@ -63,15 +61,6 @@ def as_printed_program(
     store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
 
 
-def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `as_printed_program`."""
-    x = POINTERS[dtype]
-    return strided("q", x) | strided("k", x) | strided("v", x) | strided("o", x) | {
-        "mask_ptr": POINTERS[torch.bool], "alpha_ptr": FLOATS, "key_sums_ptr": POINTERS[SUMS_DTYPE],
-        "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "sums_rows": SIZE, "log2_scale": NUMBER,
-    }  # fmt: skip
-
-
 def run(
     query: Tensor,
     key: Tensor,
@@ -80,6 +69,7 @@ def run(
     alpha: Tensor,
     key_sums: Tensor,
     launch: Launch,
+    start: Start,
     *,
     scale: float,
 ) -> Tensor:
@@ -87,10 +77,11 @@ def run(
     output = empty_in_layout_of(query)
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     batch, heads, n_q, head_dim = query.shape
-    as_printed_program[(block_count(n_q, launch.block_q), batch * heads)](
+    arguments = (
         query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], block_mask, alpha, key_sums,
         output, *output.stride()[:3], heads, heads // key.shape[1], n_q, key.shape[2], key_sums.shape[2],
         scale * math.log2(math.e),
-        **tile_constants(head_dim, launch), **launch.options,
     )  # fmt: skip
+    grid = (block_count(n_q, launch.block_q), batch * heads)
+    start(sla2_as_printed_program, grid, arguments, tile_constants(head_dim, launch), launch.options)
     return output

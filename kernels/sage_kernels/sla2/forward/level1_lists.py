@@ -4,24 +4,22 @@ Idea: a query block's list names the few key blocks that it visits; H_i of all q
 rows h_j (`sums.py`). What remains per query is phi(Q) H and the mix, a pass over Q and O_s.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.signature import FLOATS, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import Operand, load_tokens, store_tokens
 from sage_kernels.sla2.forward.program import ForwardInputs, mixed_output
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
-from sage_kernels.sla2.sums import SUMS_DTYPE
 from sage_ref.sla2.blocks import block_count
 
 
 @triton.jit(do_not_specialize=["n_q"])
-def mix_program(
+def sla2_mix_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, alpha_ptr, sums_ptr, o_s_ptr,
     o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, n_q,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
@@ -37,27 +35,16 @@ def mix_program(
     store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
 
 
-def signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `mix_program`."""
-    x = POINTERS[dtype]
-    tensors = {"alpha_ptr": FLOATS, "sums_ptr": POINTERS[SUMS_DTYPE], "o_s_ptr": x}
-    return strided("q", x) | strided("o", x) | tensors | {"heads": SIZE, "n_q": SIZE}
-
-
-def constants(head_dim: int, launch: Launch) -> dict:
-    """The constants of `mix_program`."""
-    dp = padded_head_dim(head_dim)
-    return {"D": head_dim, "DP": dp, "BLOCK_Q": launch.block_q, "MASK_BLOCK_Q": MASK_BLOCK_Q}
-
-
-def run_mix(inputs: ForwardInputs, sparse_output: Tensor, launch: Launch) -> Tensor:
-    """O [B, H, Nq, D] from O_s."""
+def run_mix(inputs: ForwardInputs, sparse_output: Tensor, launch: Launch, start: Start) -> Tensor:
+    """Compute O [B, H, Nq, D] from O_s."""
     query = last_axis_contiguous(inputs.query)
     batch, heads, n_q, head_dim = query.shape
     output = empty_in_layout_of(inputs.query)
-    mix_program[(block_count(n_q, launch.block_q), batch * heads)](
-        query, *query.stride()[:3], inputs.alpha, inputs.sums, sparse_output, output,
-        *output.stride()[:3], heads, n_q,
-        **constants(head_dim, launch), num_warps=launch.num_warps,
+    arguments = (
+        query, *query.stride()[:3], inputs.alpha, inputs.sums, sparse_output, output, *output.stride()[:3], heads, n_q,
     )  # fmt: skip
+    dp = padded_head_dim(head_dim)
+    constants = {"D": head_dim, "DP": dp, "BLOCK_Q": launch.block_q, "MASK_BLOCK_Q": MASK_BLOCK_Q}
+    grid = (block_count(n_q, launch.block_q), batch * heads)
+    start(sla2_mix_program, grid, arguments, constants, {"num_warps": launch.num_warps})
     return output

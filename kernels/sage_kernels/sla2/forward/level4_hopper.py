@@ -36,12 +36,11 @@ from sage_kernels.hopper import multiprocessors
 from sage_kernels.sagebwd.forward.level5_hopper import PARTS, SMALLEST_NORMAL, add_row_sums, exponentials, fast_log2
 from sage_kernels.sla2 import routing
 from sage_kernels.sla2.forward.program import SMALLEST_SUM, Forward, ForwardInputs
-from sage_kernels.sla2.sums import SUMS_DTYPE
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, Tiles, accumulator, accumulator_16bit, acquire, as_operand, descriptors, moved, fast_exp2,
+    LOADING_REGISTERS, ROWS, accumulator, accumulator_16bit, acquire, as_operand, descriptor, moved, fast_exp2,
     fast_reciprocal, fetch, fetch_tokens, fetched_tokens, matrix, operand, operand_16bit, release, ring,
-    round_to_packed, signature_of, start_int8, store_tokens,
+    round_to_packed, start_int8, store_tokens,
 )  # fmt: skip
 
 QUERIES, KEYS = gl.constexpr(routing.MASK_BLOCK_Q), gl.constexpr(routing.MASK_BLOCK_KV)
@@ -266,7 +265,7 @@ def query_rows(rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr, W: gl.
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def hopper_program(
+def sla2_forward_hopper_program(
     q_hat_descriptor, k_descriptor, vt_descriptor, q_descriptor, h_descriptor,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_s_ptr,
     log_sum_exp_ptr,
@@ -296,28 +295,6 @@ def hopper_program(
     )  # fmt: skip
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D and DP, options of its launch) of a name in `LAUNCHES`."""
-    return hopper_program, {}, OPTIONS
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype, sums_dtype: torch.dtype) -> Tiles:
-    """What each descriptor fetches, Q being of `dtype`."""
-    q, k = (QUERIES.value, padded_head_dim), (KEYS.value, padded_head_dim)
-    return {
-        "q_hat_descriptor": (torch.int8, q), "k_descriptor": (torch.int8, k), "vt_descriptor": (torch.int8, k[::-1]),
-        "q_descriptor": (dtype, (1, *q)), "h_descriptor": (sums_dtype, (padded_head_dim, padded_head_dim)),
-    }  # fmt: skip
-
-
-def signature(padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter that is no constant, with O_s and L asked for, Q and O being of `dtype`."""
-    floats = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "alpha_ptr", "log_sum_exp_ptr")
-    pointers = dict.fromkeys(floats, torch.float32) | dict.fromkeys(("entries_ptr", "counts_ptr"), torch.int32)
-    pointers |= {"sums_ptr": SUMS_DTYPE, "o_ptr": dtype, "o_s_ptr": dtype}
-    return signature_of(tile_shapes(padded_head_dim, dtype, SUMS_DTYPE), pointers, SIZES)
-
-
 def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool) -> Forward:
     """O, and with save O_s and L, as `program.run_forward` gives them, from level 3's inputs."""
     query, q_hat, k_hat, v_hat = inputs.query, inputs.q_hat, inputs.k_hat, inputs.v_hat
@@ -334,11 +311,12 @@ def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool) 
         items, programs, q_blocks, k_hat.values.shape[2] // KEYS.value, heads // kv_heads, n_q, n_k, width,
         q_heads_per_row, heads_per_row(output),
     )  # fmt: skip
-    fetched = q_hat.values, k_hat.values, v_hat.transposed, tokens, inputs.sums.view(-1, dp)
     arguments = (
-        *descriptors(fetched, tile_shapes(dp, query.dtype, inputs.sums.dtype)),
+        descriptor(q_hat.values, QUERIES.value, dp), descriptor(k_hat.values, KEYS.value, dp),
+        descriptor(v_hat.transposed, dp, KEYS.value), descriptor(tokens, 1, QUERIES.value, dp),
+        descriptor(inputs.sums.view(-1, dp), dp, dp),
         q_hat.scale, k_hat.scale, v_hat.scale, inputs.alpha, *inputs.lists, inputs.sums, output, o_s, log_sum_exp,
         *sizes,
     )  # fmt: skip
-    start(hopper_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)
+    start(sla2_forward_hopper_program, (programs,), arguments, {"D": head_dim, "DP": dp}, OPTIONS)
     return Forward(output, o_s, log_sum_exp)

@@ -15,11 +15,9 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
-from sage_kernels.common.signature import FLOATS, HAT, NUMBER, PADDED_SIZE, POINTERS, SIZE, Signature, strided
 from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features, store_tokens
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
-from sage_kernels.sla2.sums import SUMS_DTYPE
 
 SMALLEST_SUM = tl.constexpr(9.8607613e-32)  # float32's tiny / eps, as in `sage_ref.sla2.branches.divisor`
 
@@ -57,7 +55,7 @@ def mixed_output(o_s, alpha_i, q_i, sums_ptr, D: tl.constexpr, DP: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
-def sparse_forward_program(
+def sla2_forward_program(
     q_ptr, q_stride_b, q_stride_h, q_stride_n, q_hat_ptr, q_scale_ptr,
     k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
     alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, o_s_ptr, log_sum_exp_ptr,
@@ -110,30 +108,12 @@ def sparse_forward_program(
         store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
 
 
-def signature(*, int8: bool, fused: bool, save: bool, dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `sparse_forward_program`."""
-    x, hat, lists = POINTERS[dtype], HAT if int8 else POINTERS[dtype], POINTERS[torch.int32]
-    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), FLOATS if int8 else None)
-    tensors = strided("q", x) | strided("k", hat) | strided("v", hat) | scales | {"q_hat_ptr": HAT if int8 else None}
-    return tensors | strided("o", x if fused else None) | {
-        "alpha_ptr": FLOATS, "entries_ptr": lists, "counts_ptr": lists, "sums_ptr": POINTERS[SUMS_DTYPE],
-        "o_s_ptr": x if save else None, "log_sum_exp_ptr": FLOATS if save else None,
-        "heads": SIZE, "group_size": SIZE, "n_q": SIZE, "n_k": SIZE, "n_q_padded": PADDED_SIZE,
-        "n_k_padded": PADDED_SIZE, "width": SIZE, "log2_scale": NUMBER,
-    }  # fmt: skip
-
-
 def tile_constants(head_dim: int, launch: Launch) -> dict:
     """The constants of all sparse programs."""
     return {
         "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q, "MASK_BLOCK_Q": MASK_BLOCK_Q,
         "MASK_BLOCK_KV": MASK_BLOCK_KV,
     }  # fmt: skip
-
-
-def constants(key_tile, head_dim: int, launch: Launch) -> dict:
-    """The constants of `sparse_forward_program`."""
-    return {"KEY_TILE": key_tile} | tile_constants(head_dim, launch)
 
 
 class Forward(NamedTuple):
@@ -176,6 +156,7 @@ def run_forward(
         log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
     )  # fmt: skip
-    grid, known = (padded_length(n_q) // launch.block_q, batch * heads), constants(key_tile, head_dim, launch)
-    start(sparse_forward_program, grid, arguments, known, launch.options)
+    constants = tile_constants(head_dim, launch) | {"KEY_TILE": key_tile}
+    grid = (padded_length(n_q) // launch.block_q, batch * heads)
+    start(sla2_forward_program, grid, arguments, constants, launch.options)
     return Forward(output, o_s, log_sum_exp)

@@ -8,7 +8,6 @@ Expect: tensor cores and issue slots are each busy for half to two thirds of the
 than they overlap.
 """
 
-import torch
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
@@ -25,16 +24,6 @@ LAUNCHES = queries.LAUNCHES | keys.LAUNCHES
 def kernels(head_dim: int) -> tuple[str, ...]:
     """The programs that a head size takes: names in `LAUNCHES`."""
     return ("dq", "dkdv") if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dq", "dk", "dv")
-
-
-def program_of(kernel: str):
-    """(program, its constants besides D, DP and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
-    return queries.program_of() if kernel == "dq" else keys.program_of(kernel)
-
-
-def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter of a program that is no constant; dO, V and gradients are of `dtype`."""
-    return (queries if kernel == "dq" else keys).signature(padded_head_dim, dtype)
 
 
 def run_kernel(

@@ -15,7 +15,6 @@ Q^T: dS^ Q^ and the next Q^: S^T, r Q^T | the next dO.
 
 from collections import namedtuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,9 +26,9 @@ from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Fetched, Sizes, Tiles, accumulator,
-    accumulator_16bit, acquire, add_scaled, allocate, barrier, copy_own, count_query_tiles, descriptors, fast_exp2,
-    fetch, fetch_with_lines, key_work_item, release, ring, row_and_column, signature_of, sizes_of, skip, start_16bit,
+    HALF, LOADING_REGISTERS, ROWS, SCALE_KV, SCALE_Q, SIZES, TILE, Fetched, Sizes, accumulator,
+    accumulator_16bit, acquire, add_scaled, allocate, barrier, copy_own, count_query_tiles, descriptor, fast_exp2,
+    fetch, fetch_with_lines, key_work_item, release, ring, row_and_column, sizes_of, skip, start_16bit,
     start_int8, store_tokens,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.level4.queries import add_product, launch_options, quantize_by_row, start_scores
@@ -249,7 +248,7 @@ def load_tiles(
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def key_program(
+def dkdv_hopper_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, k_scale_ptr, q_scale_ptr, do_scale_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
@@ -299,49 +298,30 @@ def key_program(
         )  # fmt: skip
 
 
-def program_of(kernel: str):
-    constants, options = launch_options(LAUNCHES[kernel])
-    return key_program, constants | {"WITH_DK": "dk" in kernel, "WITH_DV": "dv" in kernel}, options
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
-    rows, tile, line = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim), (TILE.value,)
-    return {
-        "k_descriptor": (torch.int8, rows), "v_descriptor": (dtype, rows), "q_descriptor": (torch.int8, tile),
-        "do_descriptor": (dtype, tile), "qt_descriptor": (torch.int8, tile[::-1]),
-        "dot_descriptor": (torch.int8, tile[::-1]), "l_descriptor": (torch.float32, line),
-        "delta_descriptor": (torch.float32, line),
-    }  # fmt: skip
-
-
-def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
-    pointers = dict.fromkeys(("k_scale_ptr", "q_scale_ptr", "do_scale_ptr"), torch.float32)
-    pointers |= {"dk_ptr": dtype, "dv_ptr": dtype}
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers, dk_scale="fp32")
-
-
 def run(
     kernel: str, inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool
 ) -> tuple[Tensor, ...]:
     """dK, dV or both [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
     key, q_hat, k_hat, do_hat = inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     head_dim, launch = key.shape[3], LAUNCHES[kernel]
-    program, constants, options = program_of(kernel)
+    constants, options = launch_options(launch)
     sizes = sizes_of(
         inputs.query, key, launch.block_kv, of_keys=True, bytes_per_number=BYTES_PER_NUMBER[kernel],
         v_heads_per_row=v.heads_per_row, do_heads_per_row=do.heads_per_row,
         out_heads_per_row=heads_per_row(inputs.value),
     )  # fmt: skip
     gradients = tuple(empty_in_layout_of(inputs.value) for _ in range(len(kernel) // 2))
-    tensors = (
-        k_hat.values, v.rows, q_hat.values, do.rows, q_hat.transposed, do_hat.transposed, inputs.log_sum_exp,
-        inputs.delta,
-    )  # fmt: skip
+    dp = padded_head_dim(head_dim)
+    own, tile = (ROWS.value, dp), (TILE.value, dp)
     arguments = (
-        *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), key.dtype)),
+        descriptor(k_hat.values, *own), descriptor(v.rows, *own), descriptor(q_hat.values, *tile),
+        descriptor(do.rows, *tile), descriptor(q_hat.transposed, *tile[::-1]),
+        descriptor(do_hat.transposed, *tile[::-1]), descriptor(inputs.log_sum_exp, TILE.value),
+        descriptor(inputs.delta, TILE.value),
         k_hat.scale, q_hat.scale, do_hat.scale, gradients[0], gradients[-1], *sizes,
         1 / LOG2_E,  # of dK alone: the scale of Q^ carries c log2(e)
     )  # fmt: skip
-    constants = constants | {"D": head_dim, "DP": padded_head_dim(head_dim), "IS_CAUSAL": is_causal}
-    start(program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
+    constants |= {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
+    constants |= {"WITH_DK": "dk" in kernel, "WITH_DV": "dv" in kernel}
+    start(dkdv_hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     return gradients

@@ -13,7 +13,6 @@ the product is added. The next dP starts after that addition, for it takes the r
 
 from collections import namedtuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,9 +25,9 @@ from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import NO_KEY, TINY
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Fetched, Sizes, Tiles, accumulator, acquire, add_scaled, allocate,
-    barrier, copy_own, count_key_tiles, descriptors, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
-    row_and_column, signature_of, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
+    LOADING_REGISTERS, ROWS, SCALE_Q, SIZES, TILE, Fetched, Sizes, accumulator, acquire, add_scaled, allocate,
+    barrier, copy_own, count_key_tiles, descriptor, fast_exp2, fast_reciprocal, fetch, release, ring, round_to_int8,
+    row_and_column, sizes_of, skip, start_16bit, start_int8, store_tokens, work_item,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 
@@ -169,7 +168,7 @@ def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS:
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def query_program(
+def dq_hopper_program(
     q_descriptor, do_descriptor, k_descriptor, v_descriptor, kt_descriptor,
     q_scale_ptr, k_scale_ptr, log_sum_exp_ptr, delta_ptr, dq_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,
@@ -204,23 +203,6 @@ def launch_options(launch: Launch) -> tuple[dict, dict]:
     return constants, {"num_warps": 4, "maxnreg": AT_START[launch.max_registers]}
 
 
-def program_of():
-    return query_program, *launch_options(LAUNCHES["dq"])
-
-
-def tile_shapes(padded_head_dim: int, dtype: torch.dtype) -> Tiles:
-    rows, tile = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim)
-    return {
-        "q_descriptor": (torch.int8, rows), "do_descriptor": (dtype, rows), "k_descriptor": (torch.int8, tile),
-        "v_descriptor": (dtype, tile), "kt_descriptor": (torch.int8, tile[::-1]),
-    }  # fmt: skip
-
-
-def signature(padded_head_dim: int, dtype: torch.dtype) -> dict[str, str]:
-    pointers = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "log_sum_exp_ptr", "delta_ptr"), torch.float32)
-    return signature_of(tile_shapes(padded_head_dim, dtype), pointers | {"dq_ptr": dtype}, scale="fp32")
-
-
 def run(
     inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool, scale: float
 ) -> tuple[Tensor]:
@@ -233,11 +215,13 @@ def run(
         do_heads_per_row=do.heads_per_row, out_heads_per_row=heads_per_row(query),
     )  # fmt: skip
     dq = empty_in_layout_of(query)
-    tensors = (q_hat.values, do.rows, k_hat.values, v.rows, k_hat.transposed)
+    dp = padded_head_dim(head_dim)
+    own, tile = (ROWS.value, dp), (TILE.value, dp)
     arguments = (
-        *descriptors(tensors, tile_shapes(padded_head_dim(head_dim), query.dtype)),
+        descriptor(q_hat.values, *own), descriptor(do.rows, *own), descriptor(k_hat.values, *tile),
+        descriptor(v.rows, *tile), descriptor(k_hat.transposed, *tile[::-1]),
         q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, dq, *sizes, scale,
     )  # fmt: skip
-    constants = constants | {"D": head_dim, "DP": padded_head_dim(head_dim), "IS_CAUSAL": is_causal}
-    start(query_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
+    constants |= {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
+    start(dq_hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     return (dq,)

@@ -9,7 +9,6 @@ Expect: five matmuls a tile instead of seven (at 128, instead of eight), fewer e
 what is left.
 """
 
-import torch
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
@@ -26,26 +25,12 @@ def kernels(head_dim: int) -> tuple[str, ...]:
     return ("dqdkdv",) if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dqdkdv_wide",)
 
 
-def program_of(kernel: str):
-    """(program, its constants besides D, DP, RAGGED and IS_CAUSAL, options of its launch) of a name in `LAUNCHES`."""
-    if kernel == "dqdkdv":
-        return narrow.narrow_program, narrow.CONSTANTS, narrow.OPTIONS
-    return wide.wide_program, wide.CONSTANTS, wide.OPTIONS
-
-
-def queries_added(kernel: str) -> int:
-    """Of how many queries a program adds parts of dQ at once."""
-    return (narrow if kernel == "dqdkdv" else wide).QUERIES_ADDED
-
-
-def signature(kernel: str, padded_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Triton's type of every parameter of a program that is no constant; dO, V and gradients are of `dtype`."""
-    return units.signature(units.tile_shapes(padded_head_dim, queries_added(kernel), dtype), dtype)
-
-
 def run(
     inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from what `prepare_backward` makes for level 5."""
-    (kernel,) = kernels(inputs.query.shape[3])
-    return units.run(inputs, *program_of(kernel), queries_added(kernel), start, is_causal=is_causal, scale=scale)
+    if padded_head_dim(inputs.query.shape[3]) == HEAD_DIMS[0]:
+        launch = narrow.dqdkdv_program, narrow.CONSTANTS, narrow.OPTIONS, narrow.QUERIES_ADDED
+    else:
+        launch = wide.dqdkdv_wide_program, wide.CONSTANTS, wide.OPTIONS, wide.QUERIES_ADDED
+    return units.run(inputs, *launch, start, is_causal=is_causal, scale=scale)

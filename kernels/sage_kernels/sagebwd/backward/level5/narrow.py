@@ -190,7 +190,7 @@ def load_tiles(descriptors, keys, kt_tile, rings, lines, sizes, DP: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def narrow_program(
+def dqdkdv_program(
     k_descriptor, v_descriptor, kt_descriptor, q_descriptor, do_descriptor, qt_descriptor, dot_descriptor, l_descriptor,
     delta_descriptor, dq_descriptor, k_scale_ptr, factors_ptr, step_ptr, dk_ptr, dv_ptr,
     blocks, heads_total, heads_together, group_size, n_q, n_k, q_blocks, kv_blocks,

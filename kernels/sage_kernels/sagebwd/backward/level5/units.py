@@ -24,11 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.signature import FLOATS, NUMBER, POINTERS, SIZE, Signature, strided
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    HALF, ROWS, SCALE_KV, SCALE_Q, TILE, Tiles, accumulator, copy_own, descriptors, fast_exp2, fast_reciprocal,
-    fetched_rows, operand, row_and_column, signature_of, sizes_of, unpack,
+    HALF, ROWS, SCALE_KV, SCALE_Q, TILE, accumulator, copy_own, descriptor, fast_exp2, fast_reciprocal,
+    fetched_rows, operand, row_and_column, sizes_of, unpack,
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
@@ -224,34 +223,6 @@ def finish_program(
     tl.store(dq_ptrs, dq, mask=(query < n_q)[:, None] & (d < D)[None, :])
 
 
-def finish_signature(dtype: torch.dtype = torch.bfloat16) -> Signature:
-    """Triton's types of the parameters of `finish_program`."""
-    tensors = {"sums_ptr": POINTERS[torch.int32], "unit_ptr": FLOATS, "q_scale_ptr": FLOATS}
-    return tensors | strided("dq", POINTERS[dtype]) | {"heads": SIZE, "n_q": SIZE, "scale": NUMBER}
-
-
-def finish_constants(head_dim: int) -> dict:
-    """The constants of `finish_program`."""
-    return {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_Q.value}
-
-
-def tile_shapes(padded_head_dim: int, queries_added: int, dtype: torch.dtype) -> Tiles:
-    """queries_added: of how many queries a program adds parts of dQ at once."""
-    rows, tile, line = (ROWS.value, padded_head_dim), (TILE.value, padded_head_dim), (torch.float32, (TILE.value,))
-    transposed = (torch.int8, tile[::-1])
-    return {
-        "k_descriptor": (torch.int8, rows), "v_descriptor": (dtype, rows), "kt_descriptor": transposed,
-        "q_descriptor": (torch.int8, tile), "do_descriptor": (dtype, tile), "qt_descriptor": transposed,
-        "dot_descriptor": transposed, "l_descriptor": line, "delta_descriptor": line,
-        "dq_descriptor": (torch.int32, (queries_added, HALF.value)),
-    }  # fmt: skip
-
-
-def signature(tiles: Tiles, dtype: torch.dtype) -> dict[str, str]:
-    pointers = dict.fromkeys(("k_scale_ptr", "factors_ptr", "step_ptr"), torch.float32)
-    return signature_of(tiles, pointers | {"dk_ptr": dtype, "dv_ptr": dtype}, dk_scale="fp32")
-
-
 def run(
     inputs: BackwardInputs,
     program,
@@ -263,7 +234,10 @@ def run(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] by one of the two programs, from inputs with units."""
+    """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] by one of the two programs, from inputs with units.
+
+    queries_added: of how many queries the program adds parts of dQ at once.
+    """
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     (grad_output, do_per_row), (value, v_per_row) = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
     (batch, heads, n_q, head_dim), n_k, dp = query.shape, key.shape[2], padded_head_dim(query.shape[3])
@@ -275,16 +249,18 @@ def run(
     )  # fmt: skip
     sums = torch.zeros(batch, heads, sizes.q_blocks * SCALE_Q.value, dp, dtype=torch.int32, device=query.device)
     dq, dk, dv = (empty_in_layout_of(x) for x in (query, inputs.value, inputs.value))
-    tensors = (
-        k_hat.values, value, k_hat.transposed, q_hat.values, grad_output, q_hat.transposed, do_hat.transposed,
-        log_sum_exp, delta, sums,
-    )  # fmt: skip
+    own, tile = (ROWS.value, dp), (TILE.value, dp)
     arguments = (
-        *descriptors(tensors, tile_shapes(dp, queries_added, query.dtype)), k_hat.scale, factors, step, dk, dv, *sizes,
+        descriptor(k_hat.values, *own), descriptor(value, *own), descriptor(k_hat.transposed, *tile[::-1]),
+        descriptor(q_hat.values, *tile), descriptor(grad_output, *tile), descriptor(q_hat.transposed, *tile[::-1]),
+        descriptor(do_hat.transposed, *tile[::-1]), descriptor(log_sum_exp, TILE.value),
+        descriptor(delta, TILE.value), descriptor(sums, queries_added, HALF.value),
+        k_hat.scale, factors, step, dk, dv, *sizes,
         1 / LOG2_E,  # of dK: the scale of Q^ carries c log2(e)
     )  # fmt: skip
     constants = constants | {"D": head_dim, "DP": dp, "RAGGED": n_k % TILE.value != 0, "IS_CAUSAL": is_causal}
     start(program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
     arguments = sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale
-    start(finish_program, (sizes.q_blocks, batch * heads), arguments, finish_constants(head_dim), {})
+    constants = {"D": head_dim, "DP": dp, "BLOCK": SCALE_Q.value}
+    start(finish_program, (sizes.q_blocks, batch * heads), arguments, constants, {})
     return dq, dk, dv
