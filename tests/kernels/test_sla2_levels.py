@@ -412,10 +412,10 @@ def test_a_long_sequence_at_97_percent(level, selected, dtype):
 # What a call starts: each start costs the CPU more than a short sequence takes the GPU
 
 FORWARD_STARTS = {
-    (LEVEL_16BIT, False): ["prepare", "list", "sparse_forward"],
-    (LEVEL_16BIT, True): ["prepare", "top_blocks", "sparse_forward"],
-    (LEVEL_INT8, False): ["prepare", "list", "sequence_mean", "quantize", "sparse_forward"],
-    (LEVEL_INT8, True): ["prepare", "top_blocks", "sequence_mean", "quantize", "sparse_forward"],
+    (LEVEL_16BIT, False): ["sla2_prepare", "sla2_list", "sla2_forward"],
+    (LEVEL_16BIT, True): ["sla2_prepare", "sla2_top_blocks", "sla2_forward"],
+    (LEVEL_INT8, False): ["sla2_prepare", "sla2_list", "sla2_sequence_mean", "quantize", "sla2_forward"],
+    (LEVEL_INT8, True): ["sla2_prepare", "sla2_top_blocks", "sla2_sequence_mean", "quantize", "sla2_forward"],
 }
 
 
@@ -457,7 +457,7 @@ def test_no_call_starts_more_than_it_needs(level, routed):
     inputs = backward.BackwardInputs(grad_output, query, key, value, alpha, *saved)
     with Operations() as operations:
         ladder.run_backward(inputs, prepared.choice, start, scale=case.c)
-    assert started == ["linear_query", "query", "list", "pieces", "key", "join"]
+    assert started == [f"sla2_{name}" for name in ("linear_query", "query", "list", "pieces", "key", "join")]
     assert operations.names == ["bmm.default"]
 
 
