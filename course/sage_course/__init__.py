@@ -1,1 +1,1 @@
-"""What the course needs beside the library: tables of results, verdicts, figures, helpers of notebooks."""
+"""The course: checks of cells to fill in, lessons, figures, tables of results, helpers of notebooks."""

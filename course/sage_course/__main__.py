@@ -1,4 +1,4 @@
-"""`python -m sage_course`: write what README.md, RESULTS.md, the kernels' pages and the notebooks' frames show."""
+"""`python -m sage_course`: write the measured parts of README.md, RESULTS.md, the kernels' pages and the notebooks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Two functions side by side: what one level of a ladder changes in the one before."""
+"""Two functions side by side, to show what one level of a ladder changes in the level before."""
 
 import difflib
 import html
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from sage_course.check import source
 
-COLORS = {"-": "#fbe3d6", "+": "#dcebf7", " ": "transparent"}  # what goes, what comes: also said by a sign
+COLORS = {"-": "#fbe3d6", "+": "#dcebf7", " ": "transparent"}  # removed, added: signs say it, too
 
 
 class Difference:
-    """Shown by a notebook as two columns; as text, and so by nbval, as a list of lines that go and come."""
+    """Two texts that a notebook shows as two columns; as text, and so for nbval, it lists removed and added lines."""
 
     def __init__(self, before: Callable, after: Callable):
         self.before, self.after = (source(function).splitlines() for function in (before, after))
@@ -31,7 +31,7 @@ class Difference:
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
     def pairs(self) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-        """((sign, line) of the one before, the same of the one after), row by row; empty where one has no line."""
+        """Yield ((sign, line) before, (sign, line) after), row by row; a line is empty where a side has none."""
         matcher = difflib.SequenceMatcher(None, self.before, self.after, autojunk=False)
         for kind, first, last, start, stop in matcher.get_opcodes():
             left, right = self.before[first:last], self.after[start:stop]

@@ -1,4 +1,4 @@
-"""What the notebooks share besides figures: versions, predictions, and where Triton runs."""
+"""Helpers of the notebooks: versions, predictions, the grader, made-up inputs, and where Triton runs."""
 
 import platform
 import subprocess
@@ -14,14 +14,14 @@ _guesses: dict[str, tuple[object, dict[str, str]]] = {}
 
 
 def versions() -> str:
-    """One line that names what a notebook ran with."""
+    """Return one line that names the versions a notebook ran with."""
     names = ("torch", "triton", "numpy", "matplotlib")
     installed = [f"{name} {metadata.version(name)}" for name in names if util.find_spec(name)]
     return f"Python {platform.python_version()}, " + ", ".join(installed)
 
 
 def predict(question: str, guess: object = ..., choices: Sequence[str] = ()) -> None:
-    """Keep the reader's guess until the answer is computed: a number, or the letter of one of `choices`."""
+    """Keep the reader's guess, a number or the letter of one of `choices`, until the answer is computed."""
     lettered = dict(zip("abcdefgh", choices, strict=False))
     if lettered and guess is not ... and guess not in lettered:
         raise ValueError(f"guess: expected one of {list(lettered)}, got {guess!r}")
@@ -32,7 +32,7 @@ def predict(question: str, guess: object = ..., choices: Sequence[str] = ()) -> 
 
 
 def compare(question: str, measured: float | str, digits: int = 3) -> None:
-    """Put the answer beside the reader's guess: a measured number, or the letter of the right choice."""
+    """Print the answer, a measured number or the letter of the right choice, next to the reader's guess."""
     if question not in _guesses:
         raise ValueError(f"question: expected one of {sorted(_guesses)}, got {question!r}")
     guess, lettered = _guesses[question]
@@ -49,10 +49,12 @@ def compare(question: str, measured: float | str, digits: int = 3) -> None:
 
 
 def grade(exercise: str) -> None:
-    """Print what `python -m exercises grade` says to exercises/NAME/exercise.py as it stands, from any folder.
+    """Print the result of `python -m exercises grade NAME`, from any folder.
 
-    The grader is no part of the library but a program beside it, so it is started as one, in a process of its own.
-    RuntimeError if it was the grader that broke, or there is no such exercise.
+    The grader is a program of its own, so it runs in its own process.
+
+    Raises:
+        RuntimeError: the grader itself failed, or there is no such exercise.
     """
     command = [sys.executable, "-m", "exercises", "grade", exercise]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -64,7 +66,7 @@ def grade(exercise: str) -> None:
 
 
 def measured_here() -> Record | None:
-    """What `python -m sage_lab bench --levels` measures at N=8192, on this machine's GPU; None without one."""
+    """Measure what `python -m sage_lab bench --levels` does at N=8192 on this machine's GPU; None without one."""
     if triton_device() != "cuda":
         return None
     from sage_lab.bench.dense import LADDER
@@ -77,10 +79,17 @@ def measured_here() -> Record | None:
 def letter_inputs(
     text: str, *, sharpness: float = 0.5, key_offset: float = 0.0, head_dim: int = 64, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Q, K, V, dO, float32 [1, 1, N, D], of a made-up head with one token per letter of `text`.
+    """Make Q, K, V and dO, float32 [1, 1, N, D], of a made-up head with one token per letter of `text`.
 
     A query matches the keys of the same letter, best where the letter before agrees too, so a repeated word finds
-    itself. sharpness multiplies Q; key_offset times one random vector is added to every key. V and dO are random.
+    itself. V and dO are random.
+
+    Args:
+        text: the tokens.
+        sharpness: factor of Q.
+        key_offset: factor of one random vector that is added to every key.
+        head_dim: D.
+        seed: for all random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     letters = sorted(set(text))
@@ -95,7 +104,7 @@ def letter_inputs(
 
 
 def bytes_kept_for_backward(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> int:
-    """Bytes that autograd holds on to between function(*inputs) and its backward pass, each storage counted once."""
+    """Count the bytes that autograd keeps between function(*inputs) and its backward pass, each storage once."""
     kept = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:

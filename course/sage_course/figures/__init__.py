@@ -1,87 +1,35 @@
-"""Figures the notebooks and the README share. A function that makes a Figure returns it; others draw on given axes."""
+"""Figures of the notebooks and the README. A function that makes a Figure returns it; others draw on given axes."""
 
-# ruff: noqa: F401 (what notebooks import from here)
-from sage_course.figures.errors import (
-    draw_block_sizes,
-    draw_cumulative,
-    draw_probabilities,
-    error_heatmap,
-    error_map,
-    sigma_figure,
-)
+# ruff: noqa: F401, I001 (for notebooks to import; several names a line)
+from sage_course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
 from sage_course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, draw_units, power_figure
 from sage_course.figures.kernels import (
-    KIND_COLORS,
-    LEVEL_NAMES,
-    draw_instructions,
-    ladder_figure,
-    overview_figure,
-    roofline_figure,
-)
-from sage_course.figures.layers import layer_errors_figure, layer_training_figure
+    KIND_COLORS, LEVEL_NAMES, draw_instructions, ladder_figure, overview_figure, roofline_figure,
+)  # fmt: skip
 from sage_course.figures.memory import memory_hierarchy
 from sage_course.figures.noise import (
-    VARIANT_STYLES,
-    draw_gradients,
-    gradients_figure,
-    noise_figure,
-    tokens_at_bias_figure,
-)
+    VARIANT_STYLES, draw_gradients, gradients_figure, noise_figure, tokens_at_bias_figure,
+)  # fmt: skip
 from sage_course.figures.precision import precision_map
-from sage_course.figures.pretraining import MAIN_KINDS, final_losses_figure, gap_figure, pretrain_curves_figure
+from sage_course.figures.pretraining import (
+    MAIN_KINDS, final_losses_figure, gap_figure, layer_errors_figure, layer_training_figure, pretrain_curves_figure,
+)  # fmt: skip
 from sage_course.figures.sla2_flow import sla2_flow
 from sage_course.figures.sla2_kernels import (
-    DENSE_PEERS,
-    SLA2_LEVEL_NAMES,
-    dense_time,
-    sla2_ladder_figure,
-    sla2_paired_figure,
-    sla2_parts,
-    sla2_parts_figure,
+    DENSE_PEERS, SLA2_LEVEL_NAMES, dense_time, sla2_ladder_figure, sla2_paired_figure, sla2_parts, sla2_parts_figure,
     sla2_time,
-)
+)  # fmt: skip
 from sage_course.figures.sparse import (
-    block_choices_figure,
-    draw_block_mass,
-    list_lengths_figure,
-    outline_blocks,
-    quantization_aware_figure,
-    soft_mask_figure,
-    sparsity_figure,
-)
+    draw_block_mass, list_lengths_figure, outline_blocks, quantization_aware_figure, soft_mask_figure, sparsity_figure,
+)  # fmt: skip
 from sage_course.figures.style import (
-    BLACK,
-    BLUE,
-    COLORS,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    TENSOR_COLORS,
-    YELLOW,
-    panels,
-    show_letters,
-    show_matrix,
-)
+    BLACK, BLUE, COLORS, GREEN, ORANGE, PURPLE, RED, SKY, TENSOR_COLORS, YELLOW, panels, show_letters, show_matrix,
+)  # fmt: skip
 from sage_course.figures.table1 import table1_choices_figure, table1_figure
 from sage_course.figures.tile_loop import (
-    backward_film,
-    backward_order,
-    backward_step_figure,
-    forward_film,
-    forward_step_figure,
-    forward_steps,
-    owners,
-    sparse_owner_figure,
-    sparse_owners,
-)
+    backward_film, backward_order, backward_step_figure, forward_film, forward_step_figure, forward_steps, owners,
+    sparse_owner_figure, sparse_owners,
+)  # fmt: skip
 from sage_course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
-from sage_course.figures.video import (
-    Films,
-    arms_figure,
-    film_strips_figure,
-    films_of,
-    selected_figure,
-)
+from sage_course.figures.video import Films, arms_figure, film_strips_figure, films_of, selected_figure
 from sage_course.results.hopper_model import MULTIPROCESSORS, PEAK, TERA_SLOTS, busy, level_clocks, unit_clocks

@@ -1,4 +1,4 @@
-"""Boxes and arrows: what the drawn diagrams share. One unit of a diagram is one inch, so letters keep their size."""
+"""Boxes and arrows of the drawn diagrams. One unit of a diagram is one inch, so letters keep their size."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
 
 def diagram(width: float, height: float, title: str) -> tuple[Figure, Axes]:
-    """An empty sheet of `width` x `height` inches, with its title in the half inch above them."""
+    """Return an empty sheet of `width` x `height` inches, with its title in the half inch above."""
     figure = plt.figure(figsize=(width, height + 0.5))
     axes = figure.add_axes((0, 0, 1, height / (height + 0.5)))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -46,7 +46,7 @@ def diagram(width: float, height: float, title: str) -> tuple[Figure, Axes]:
 
 
 def draw_box(axes: Axes, box: Box, text: str, *, fill: str, **style) -> FancyBboxPatch:
-    """A box with text in its middle, black or white, whichever can be read on `fill`; style: of the patch."""
+    """Draw a box with text in its middle, black or white, whichever can be read on `fill`. style: the patch's."""
     corner = box.x - box.width / 2, box.y - box.height / 2
     shape = "round,pad=0,rounding_size=0.06"
     patch = FancyBboxPatch(corner, box.width, box.height, boxstyle=shape, **({"fc": fill, "ec": "0.3"} | style))
@@ -57,7 +57,7 @@ def draw_box(axes: Axes, box: Box, text: str, *, fill: str, **style) -> FancyBbo
 
 
 def draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **style) -> FancyArrowPatch:
-    """An arrow between two points."""
+    """Draw an arrow between two points."""
     look = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 1, "shrinkB": 1, "color": "0.25", "linewidth": 1.2}
     arrow = FancyArrowPatch(start, end, **(look | style))
     axes.add_patch(arrow)
@@ -65,11 +65,11 @@ def draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float],
 
 
 def draw_note(axes: Axes, place: tuple[float, float], text: str, **style) -> None:
-    """Letters without a box."""
+    """Write text without a box."""
     axes.text(*place, text, **({"ha": "center", "va": "center", "fontsize": LETTERS} | style))
 
 
 def ink_on(patch: FancyBboxPatch) -> str:
-    """Black or white: the colour of letters on a patch."""
+    """Return the colour of letters on a patch, black or white."""
     red, green, blue, _ = patch.get_facecolor()
     return "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "black"

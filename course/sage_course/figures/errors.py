@@ -1,10 +1,9 @@
-"""Where INT8's error is: in every tensor, tile and entry."""
+"""Figures of INT8's error: by tensor, by tile and by entry."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -12,12 +11,12 @@ from matplotlib.patches import FancyBboxPatch
 from sage_lab.experiments.table1 import table1_inputs
 from torch import Tensor
 
-from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
+from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, SKY, panels
 from sage_ref.quantization import INT8_MAX, fake_quantize, quantize
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import exact_intermediates, relative_l2, rms, sagebwd_intermediates
 
-# Where each tensor of the two passes stands in `error_map`, and what it is computed from.
+# Each tensor's place in `error_map`, and the tensors that it is computed from.
 _MAP_PLACES = {
     "P": (0, 1), "O": (1, 1), "delta": (2, 1), "dQ": (3, 1),
     "dV": (0, 0), "dP": (1, 0), "dS": (2, 0), "dK": (3, 0),
@@ -28,7 +27,7 @@ _MAP_ARROWS = (
 
 
 def error_map(axes: Axes, errors: Mapping[str, float], *, title: str) -> None:
-    """The tensors of the forward and the backward pass as boxes, an arrow from each to what is computed from it.
+    """Draw the tensors of both passes as boxes, with an arrow from each to what is computed from it.
 
     errors: relative L2 error by name (`tracing.INTERMEDIATES`); the colour goes from 0.1% to 100%, logarithmically.
     """
@@ -49,7 +48,7 @@ def error_map(axes: Axes, errors: Mapping[str, float], *, title: str) -> None:
 
 
 def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]], *, title: str = "") -> None:
-    """Relative L2 errors as a coloured table, errors[row][column]; what is exact (below 1e-9) stays blank."""
+    """Draw relative L2 errors as a coloured table, errors[row][column]; exact ones (below 1e-9) stay blank."""
     rows, columns = list(errors), list(next(iter(errors.values())))
     values = [[errors[row][column] for column in columns] for row in rows]
     largest = max(map(max, values))
@@ -65,7 +64,7 @@ def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]], *, titl
 
 
 def sigma_figure(sigmas: Sequence[float]) -> Figure:
-    """For each standard deviation of Q and K: every entry of P as SageBwd computes it against the exact one."""
+    """Draw every entry of P in SageBwd against the exact one, for each standard deviation of Q and K."""
     title = "An error in S multiplies P: the same INT8 grid, larger scores"
     figure, axes = panels(len(sigmas), width=3.0, height=3.2, sharey=True, title=title)
     for ax, sigma in zip(axes, sigmas, strict=True):
@@ -81,9 +80,9 @@ def sigma_figure(sigmas: Sequence[float]) -> Figure:
 
 
 def draw_block_sizes(axes: Axes, x: Tensor, *, where: Tensor, title: str) -> None:
-    """Relative L2 error of x [R, C] against the number of rows that share a scale: measured, and s^2/12 averaged.
+    """Draw x's relative L2 error against the number of rows that share a scale: measured, and by s^2/12.
 
-    where: bool [R, C], the entries whose error counts.
+    x: [R, C]. where: bool [R, C], the entries whose error counts.
     """
     sizes = [2**i for i in range(x.shape[0].bit_length()) if 2**i <= x.shape[0]]
     measured = [relative_l2(fake_quantize(x, (rows, None))[where], x[where]) for rows in sizes]
@@ -96,7 +95,7 @@ def draw_block_sizes(axes: Axes, x: Tensor, *, where: Tensor, title: str) -> Non
 
 
 def draw_probabilities(axes: Axes, p: Tensor, *, title: str) -> None:
-    """How the entries of P~ = exp(S - rowmax(S)), [R, N], and the probability they hold are spread over size.
+    """Draw how the entries of P~ = exp(S - rowmax(S)), [R, N], and their probability are spread over size.
 
     With one scale per row, INT8 makes zeros of all entries left of the line at half a step, 1/254.
     """
@@ -109,22 +108,3 @@ def draw_probabilities(axes: Axes, p: Tensor, *, title: str) -> None:
     axes.axvline(0.5 / INT8_MAX, color=BLACK, linewidth=1)
     axes.set(xscale="log", xlabel=r"entry of $\tilde{P}$ (largest of its row: 1)", ylabel="share per bin")
     axes.set_title(title, fontsize=10)
-
-
-def draw_cumulative(axes: Axes, sizes: Mapping[str, Tensor], *, weights: Tensor | None = None, title: str) -> None:
-    """For each tensor, which share of its entries is at most so large: |x| logarithmically, a line per name.
-
-    weights: shaped like each tensor; how much an entry counts, None: all alike. A line that starts above 0 has zeros.
-    """
-    shares = torch.linspace(0, 1, 501, dtype=torch.float64)[1:]
-    for (name, x), color, style in zip(sizes.items(), (BLACK, BLUE, RED, GREEN), ("-", "--", "-.", ":"), strict=False):
-        counts = torch.ones_like(x, dtype=torch.float64) if weights is None else weights.double()
-        ordered, order = x.double().abs().flatten().sort()
-        below = counts.flatten()[order].cumsum(0)
-        found = torch.searchsorted(below / below[-1], shares - 1e-9).clamp(max=len(ordered) - 1)
-        axes.plot(ordered[found], shares, style, color=color, label=name)
-    share = "share" if weights is None else "weighted share"
-    axes.set(xscale="log", ylim=(0, 1), xlabel="size", ylabel=f"{share} at most that large")
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)

@@ -1,4 +1,4 @@
-"""How busy each unit of a Hopper GPU is, by counting and by a profiler, at what power, and who works when."""
+"""Figures of a Hopper GPU: how busy each unit is, by counting and by a profiler, at what power; who works when."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -14,7 +14,7 @@ UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2
 
 
 def draw_units(axes: Axes, levels: Mapping[object, Mapping[str, float]], measured: Mapping, *, title: str) -> None:
-    """A group of bars per level: clocks per score that each unit needs. Lines: all by turns, and what was measured."""
+    """Draw each level's clocks per score, a bar per unit. Lines: all units by turns, and the measured time."""
     for x, (level, clocks) in enumerate(levels.items()):
         for i, (unit, color) in enumerate(UNIT_COLORS.items()):
             label = UNIT_NAMES[unit] if x == 0 else None
@@ -30,10 +30,10 @@ def draw_units(axes: Axes, levels: Mapping[object, Mapping[str, float]], measure
 def busy_figure(
     profile: Record, instructions: Record, kernels: Mapping[str, int], *, scores: Mapping[int, float], title: str
 ) -> Figure:
-    """How busy each unit was according to the profiler (bars) and by counting (diamonds), for head sizes 128 and 64.
+    """Draw how busy each unit was, by the profiler (bars) and by counting (diamonds), for head sizes 128 and 64.
 
-    kernels: level of each program shown; those that a record lacks are left out. scores: how many of them the profiled
-    shape has, by head size.
+    kernels: level of each program; those that a record lacks are left out. scores: number of scores of the profiled
+    shape, by head size.
     """
     figure, axes = panels(2, width=5.2, height=3.6, sharey=True, title=title)
     for ax, head_dim in zip(axes, (128, 64), strict=True):
@@ -58,7 +58,7 @@ def busy_figure(
 
 
 def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
-    """Watts and clock of every program after it ran for a while; open circles where power held the clock down."""
+    """Draw each program's watts and clock in a long run; open circles where power held the clock down."""
     figure, (watts, clocks) = panels(2, width=5.2, height=3.6, title=title)
     names = dict.fromkeys(row["kernel"] for row in profile.rows)
     names = sorted(names, key=lambda name: "cuDNN" in name)  # ours first
@@ -84,9 +84,9 @@ def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
 
 
 def draw_activity(axes: Axes, log: Mapping[str, Sequence[str]], colors: Mapping[str, str], *, title: str) -> None:
-    """Who does what when: a line per name of `log`, the first at the top, of what it did in each tick.
+    """Draw who does what when: a line per name of `log`, the first at the top, with its activity in each tick.
 
-    What has no colour is left white.
+    An activity without a colour is left white.
     """
     for y, activities in enumerate(log.values()):
         start = 0

@@ -1,4 +1,4 @@
-"""What the kernels of each level do and how fast they are."""
+"""Figures of the kernels' levels: their speed, their instructions, the roofs above them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,10 +14,10 @@ from sage_course.results.hopper_model import PEAK, TERA_SLOTS
 
 
 def overview_figure(table2: Record, bench: Record) -> Figure:
-    """The course in one picture: where INT8's error grows in a trained model, and what each kernel idea gains.
+    """Draw the course in one picture: where INT8's error grows in a trained model, and what each kernel idea gains.
 
-    table2: rows of `python -m sage_lab table2`, of which the most error-prone layer with QK-norm is drawn; bench: rows
-    of `python -m sage_lab bench`, of which the forward kernels at the README's size are.
+    table2: rows of `python -m sage_lab table2`; the most error-prone layer with QK-norm is drawn. bench: rows of
+    `python -m sage_lab bench`; the forward kernels at the README's size are drawn.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", width_ratios=(1.15, 1))
     errors = {row["tensor"]: row["rel_l2"] for row in most_error_prone(table2.select(qk_norm=True))}
@@ -48,7 +48,7 @@ LEVEL_NAMES = {
 
 
 def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | None = None) -> Figure:
-    """TOPS of every level at N=8192, kernel alone and with quantisation, for head sizes 128 and 64; peers as lines.
+    """Draw every level's TOPS at N=8192, kernel alone and with quantisation, for both head sizes; peers as lines.
 
     bench: rows of `python -m sage_lab bench`; direction "fwd" or "bwd"; here: rows measured on this machine.
     """
@@ -77,7 +77,7 @@ def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | N
     return figure
 
 
-# The kinds of `python -m sage_lab instructions`, in the order they are stacked.
+# The kinds of `python -m sage_lab instructions`, in stacking order.
 KIND_COLORS = {
     "matmul": BLACK, "exp2": ORANGE, "maximum": GREEN, "arithmetic": BLUE, "conversion": RED, "move": PURPLE,
     "spill": YELLOW, "rest": "0.8",
@@ -85,7 +85,7 @@ KIND_COLORS = {
 
 
 def draw_instructions(axes: Axes, kernels: Mapping[str, Sequence[Row]], *, title: str) -> None:
-    """One bar per name of `kernels`: instructions per score of its rows by kind, stacked."""
+    """Draw a bar per name of `kernels`: the instructions per score in its rows by kind, stacked."""
     bottom = [0.0] * len(kernels)
     for kind, color in KIND_COLORS.items():
         heights = [sum(row["per_score"] for row in rows if row["kind"] == kind) for rows in kernels.values()]
@@ -96,7 +96,7 @@ def draw_instructions(axes: Axes, kernels: Mapping[str, Sequence[Row]], *, title
 
 
 def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figure:
-    """Forward levels' TOPS against matmul operations per instruction, under the roofs of an H200.
+    """Draw the forward levels' TOPS against matmul operations per instruction, under the roofs of an H200.
 
     Roofs: the tensor cores (flat), the issue slots (sloped); dashed: both one after the other instead of overlapped.
     """

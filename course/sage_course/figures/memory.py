@@ -1,4 +1,4 @@
-"""The memories of a GPU, and what a fused attention kernel keeps in which."""
+"""A figure of the memories of a GPU, and of the tensors that a fused attention kernel keeps in each."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ HBM_RATE = 4.8  # TB/s
 
 
 class Memory(NamedTuple):
-    """One level: what it is called, how much it holds, and what a fused forward kernel keeps there."""
+    """A memory: its name, its size, and the tensors that a fused forward kernel keeps there."""
 
     name: str
     size: str
@@ -31,13 +31,13 @@ MEMORIES = (
 
 
 def memory_rates() -> tuple[float, float, float]:
-    """TB/s of the whole GPU: registers from shared memory, shared memory from L2, L2 from HBM."""
+    """Return TB/s of the whole GPU: registers from shared memory, shared memory from L2, L2 from HBM."""
     per_clock = SHARED_RATE * MULTIPROCESSORS, L2_RATE * MULTIPROCESSORS
     return *(rate * CLOCK / 1e12 for rate in per_clock), HBM_RATE
 
 
 def memory_hierarchy() -> Figure:
-    """Registers, shared memory, L2 cache and HBM of an H200: sizes, rates, and the tensors of a fused forward kernel.
+    """Draw registers, shared memory, L2 cache and HBM of an H200: sizes, rates, tensors of a fused forward kernel.
 
     Sources: NVIDIA's data sheet of the H200 (141 GB, 4.8 TB/s; the clock from its 1979 TOPS); Hopper Tuning Guide and
     CUDA C++ Programming Guide, compute capability 9.0 (per multiprocessor, of which there are 132: 64K registers of 4
@@ -60,7 +60,7 @@ def memory_hierarchy() -> Figure:
 
 
 def draw_chips(axes, left: float, y: float, memory: Memory) -> None:
-    """The tensors that a memory holds, one box each, from `left` to the right."""
+    """Draw the tensors that a memory holds, a box each, from `left` to the right."""
     for tensor in memory.tensors:
         width = 0.25 + 0.075 * len(tensor.replace("$", "").replace("_", ""))
         never = tensor.startswith("never")

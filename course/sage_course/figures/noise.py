@@ -1,4 +1,4 @@
-"""Gradient noise against the bias of quantisation."""
+"""Figures of gradient noise and of the bias of quantisation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from sage_lab.records import Row
 from sage_course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, SKY, panels
 from sage_course.results.pretraining import noise_of
 
-# What `python -m sage_lab noise` compares with exact attention in float32, as far as figures show it.
+# The variants of `python -m sage_lab noise` that figures show: marker and colour.
 VARIANT_STYLES = {
     "per block, nearest": ("o", RED), "per block, stochastic": ("s", ORANGE), "per row, nearest": ("^", BLUE),
     "per row, stochastic": ("v", SKY), "bf16": ("D", GREEN),
@@ -21,7 +21,7 @@ TWO_WEIGHTS, THEIR_BIAS, THEIR_TOKENS_AT_BIAS = (1.0, 0.6), (0.18, -0.12), 1024
 
 
 def draw_gradients(axes: Axes, tokens_per_step: int) -> None:
-    """Gradients of a model with two weights: of 100 batches, exact and with a bias, and where their means lie."""
+    """Draw gradients of a model with two weights: of 100 batches, exact and with a bias, and their means."""
     generator = torch.Generator().manual_seed(0)
     bias = torch.tensor(THEIR_BIAS)
     deviation = (bias.square().sum() * THEIR_TOKENS_AT_BIAS / tokens_per_step / 2).sqrt()  # of each of the two
@@ -37,7 +37,7 @@ def draw_gradients(axes: Axes, tokens_per_step: int) -> None:
 
 
 def gradients_figure(sizes: Sequence[int], *, title: str) -> Figure:
-    """`draw_gradients` for several numbers of tokens per step."""
+    """Draw gradients for several numbers of tokens per step."""
     figure, axes = panels(len(sizes), width=3.3, height=3.5, sharey=True, title=title)
     for ax, size in zip(axes, sizes, strict=True):
         draw_gradients(ax, size)
@@ -47,7 +47,7 @@ def gradients_figure(sizes: Sequence[int], *, title: str) -> Figure:
 
 
 def noise_figure(row_of: Mapping[str, Row], sizes: Mapping[str, int], *, title: str, caption: str) -> Figure:
-    """Lengths of noise and bias against the tokens of a step; crosses mark T*.
+    """Draw the lengths of noise and bias against the tokens of a step; crosses mark T*.
 
     row_of: variant -> its row, all of one group of parameters of one checkpoint. A band is two standard errors of |b|^2
     either way. sizes: name -> tokens per step, marked by dotted lines.
@@ -74,7 +74,7 @@ def noise_figure(row_of: Mapping[str, Row], sizes: Mapping[str, int], *, title: 
 def tokens_at_bias_figure(
     checkpoints: Mapping[str, Sequence[Row]], sizes: Mapping[str, int], *, title: str, caption: str
 ) -> Figure:
-    """T* (the tokens at which bias reaches noise) of the whole model: a line per variant, a mark per checkpoint.
+    """Draw T*, at which bias reaches noise, of the whole model: a line per variant, a mark per checkpoint.
 
     checkpoints: name -> rows. sizes: name -> tokens per step, marked by dotted lines.
     """
@@ -94,7 +94,7 @@ def tokens_at_bias_figure(
 
 
 def _mark(axes: Axes, sizes: Mapping[str, int]) -> None:
-    """A dotted line for each number of tokens per step, its name beside it."""
+    """Draw a dotted line with a name for each number of tokens per step."""
     for name, size in sizes.items():
         axes.axvline(size, color=BLACK, linewidth=1, linestyle=":")
         place = {"rotation": 90, "fontsize": 9, "va": "bottom", "ha": "right"}

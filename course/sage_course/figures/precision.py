@@ -1,4 +1,4 @@
-"""The seven matmuls of attention and the number format of each operand."""
+"""A map of the seven matmuls of attention, with the number format of each operand."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Operand(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """A matmul of the map: its number in notebook 01, what it computes, and where it stands."""
+    """A matmul of the map: its number in notebook 01, its formula, operands and place."""
 
     number: int
     formula: str
@@ -28,7 +28,7 @@ class Matmul(NamedTuple):
 
 
 def matmuls_of(settings: SageBwdSettings) -> dict[str, Matmul]:
-    """The matmuls by their names in `MATMULS`. P and dS have the scales that the settings say, others one per tile."""
+    """Return the matmuls by their names in `MATMULS`. The settings choose the scales of P and dS; others: per tile."""
     by_row = settings.granularity == "row"
     per_query, per_key = ("query", "key") if by_row else ("tile", "tile")
 
@@ -49,10 +49,10 @@ def matmuls_of(settings: SageBwdSettings) -> dict[str, Matmul]:
 
 
 def precision_map(settings: SageBwdSettings, highlight: str | None = None) -> Figure:
-    """Forward and backward pass as a graph of seven matmuls: operands in INT8 or 16 bit, and who shares a scale.
+    """Draw both passes as a graph of seven matmuls: operands in INT8 or 16 bit, and what shares a scale.
 
     settings: `exact_matmuls` stay in 16 bit; `granularity` says what shares a scale in P and dS. highlight: a name of
-    `MATMULS` to put in front of the others; ValueError for any other name.
+    `MATMULS`; the others are drawn pale. ValueError for any other name.
     """
     if highlight is not None and highlight not in MATMULS:
         raise ValueError(f"highlight: expected one of {MATMULS}, got {highlight!r}")
@@ -79,7 +79,7 @@ def precision_map(settings: SageBwdSettings, highlight: str | None = None) -> Fi
 
 
 def draw_matmul(axes: Axes, matmul: Matmul, number_format: str, *, framed: bool) -> None:
-    """One matmul: number and formula above its two operands, each with its format and who shares a scale."""
+    """Draw a matmul: number and formula above its two operands, each with its format and what shares a scale."""
     box = matmul.box
     frame = {"ec": BLACK, "linewidth": 3} if framed else {"ec": "0.5"}
     draw_box(axes, box, "", fill="0.96", **frame)
@@ -91,7 +91,7 @@ def draw_matmul(axes: Axes, matmul: Matmul, number_format: str, *, framed: bool)
 
 
 def draw_between(axes: Axes, matmuls: dict[str, Matmul]) -> None:
-    """What is computed between the matmuls, number by number in float32, and the arrows."""
+    """Draw the computations between the matmuls, entry by entry in float32, and the arrows."""
     boxes = {
         "softmax": (Box(4.55, 5.75, 2.2, 0.72), "$\\tilde P = e^{S - m}$, row sums $l$\n$L = m + \\ln l$"),
         "P": (Box(4.55, 3.85, 2.2, 0.5), "$P = e^{S - L}$"),

@@ -1,16 +1,20 @@
-"""Runs of pre-training, by tokens per step and attention."""
+"""Figures of pre-training runs, by tokens per step and attention, and of the errors in their layers."""
 
+from collections.abc import Sequence
 from statistics import mean
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from sage_lab.experiments.table2 import PAPER_TABLE2
 from sage_lab.records import Record
 
-from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
+from sage_course.figures.errors import error_heatmap
+from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, TENSOR_COLORS, panels
 from sage_course.results.pretraining import (
     PAPER_LOSSES,
     RUN_KINDS,
     final_losses,
+    last_errors,
     mean_interval,
     pretrain_runs,
     relative_gaps,
@@ -20,7 +24,7 @@ MAIN_KINDS = {"exact": BLACK, "SageBwd, K smoothed": ORANGE}
 
 
 def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
-    """Validation loss over training, with QK-norm: mean and range over seeds; below, the differences seed by seed.
+    """Draw validation losses over training, with QK-norm: mean and range; below, the differences seed by seed.
 
     record: rows of `python -m sage_lab pretrain-grid`. Drawn from the end of the warm-up on.
     """
@@ -68,7 +72,7 @@ def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
 
 
 def final_losses_figure(record: Record, *, title: str) -> Figure:
-    """Final loss of every kind of run, one dot per seed; grey: the range of exact attention with QK-norm."""
+    """Draw the final loss of every kind of run, a dot per seed; grey: the range of exact attention with QK-norm."""
     sizes = record.provenance["plan"]["tokens_per_step"]
     figure, axes = panels(len(sizes), width=4.8, height=3.6, sharey=True, title=title)
     kinds = [
@@ -98,9 +102,9 @@ def final_losses_figure(record: Record, *, title: str) -> Figure:
 
 
 def gap_figure(record: Record, *, title: str) -> Figure:
-    """SageBwd's final loss less exact attention's, in percent: by seed, their mean with its 95% interval, the paper's.
+    """Draw SageBwd's final loss minus exact attention's, in percent: by seed, their mean with its 95% interval.
 
-    The paper's small and large number of tokens per step stand beside ours.
+    The paper's differences at its small and large number of tokens per step stand next to ours.
     """
     sizes = record.provenance["plan"]["tokens_per_step"]
     figure, (ax,) = panels(1, width=6.4, height=3.4, title=title)
@@ -119,4 +123,35 @@ def gap_figure(record: Record, *, title: str) -> Figure:
     ax.set(ylabel="SageBwd's loss less exact's,\n% of exact's", xlim=(-0.5, len(sizes) - 0.5))
     ax.legend(fontsize=9, loc="lower left")
     figure.supxlabel(record.caption, fontsize=9)
+    return figure
+
+
+def layer_errors_figure(record: Record, tokens_per_step: int, *, title: str) -> Figure:
+    """Draw the error of every intermediate in every layer of the model with QK-norm, at the end of training."""
+    figure, (ax,) = panels(1, width=7.2, height=3.6, title=title)
+    errors = last_errors(record, tokens_per_step, qk_norm=True)
+    error_heatmap(ax, {layer: {name: found[name] for name in PAPER_TABLE2} for layer, found in errors.items()})
+    ax.set_xlabel("error in")
+    figure.supxlabel(f"{record.caption}; {tokens_per_step:,} tokens per step, QK-norm", fontsize=9)
+    return figure
+
+
+def layer_training_figure(record: Record, tokens_per_step: int, tensors: Sequence[str], *, title: str) -> Figure:
+    """Draw each tensor's error over training, with QK-norm: its mean over the layers and their range."""
+    figure, (ax,) = panels(1, width=6.4, height=3.6, title=title)
+    for tensor in tensors:
+        rows = record.select(tokens_per_step=tokens_per_step, qk_norm=True, tensor=tensor)
+        errors: dict[float, list[float]] = {}
+        for row in rows:
+            errors.setdefault(row["step"] * tokens_per_step / 1e6, []).append(row["rel_l2"])
+        color = TENSOR_COLORS.get(tensor, BLACK)
+        ax.plot(list(errors), [mean(found) for found in errors.values()], color=color, label=tensor)
+        ax.fill_between(
+            list(errors), [min(found) for found in errors.values()], [max(found) for found in errors.values()],
+            color=color, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+    ax.set(xlabel="tokens, millions", ylabel="relative L2 error")
+    ax.set_ylim(0, 1.3 * ax.get_ylim()[1])  # room for the legend
+    ax.legend(fontsize=10, title="mean and range over layers", title_fontsize=9, ncols=len(tensors), loc="upper center")
+    figure.supxlabel(f"{record.caption}; {tokens_per_step:,} tokens per step, QK-norm", fontsize=9)
     return figure

@@ -1,4 +1,4 @@
-"""SLA2's data flow, from Q, K, V to O."""
+"""A diagram of SLA2's data flow, from Q, K, V to O."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,10 +24,10 @@ ROUTER_ARROWS = (
 
 
 def sla2_flow(block_mask: Tensor) -> Figure:
-    """Router, block mask, the two branches and their mix.
+    """Draw router, block mask, the two branches and their mix.
 
-    block_mask: bool [Tm, Tn], drawn with its look-up table; 4 x 8 blocks can be read well. Blue is what belongs to the
-    sparse branch, orange to the linear one, green what is learned.
+    block_mask: bool [Tm, Tn], drawn with its look-up table; 4 x 8 blocks can be read well. The sparse branch is
+    blue, the linear one orange; learned parts are green.
     """
     title = "SLA2: the router gives a few blocks to softmax attention, all others to linear attention"
     figure, axes = diagram(9.2, 5.95, title)
@@ -62,7 +62,7 @@ def sla2_flow(block_mask: Tensor) -> Figure:
 
 
 def table_text(block_mask: Tensor, rows: int = 3, entries: int = 6) -> str:
-    """The first lists of the look-up table, shortened where they are long."""
+    """Return the first lists of the look-up table, shortened where they are long."""
     lines = ["look-up table: selected blocks"]
     for i, selected in enumerate(block_mask[:rows]):
         blocks = selected.nonzero().flatten().tolist()
@@ -71,7 +71,7 @@ def table_text(block_mask: Tensor, rows: int = 3, entries: int = 6) -> str:
 
 
 def draw_mask(axes: Axes, box: Box, block_mask: Tensor) -> None:
-    """The mask, block by block, in `box`: selected ones in the colour of the sparse branch."""
+    """Draw the mask block by block in `box`, selected ones in the colour of the sparse branch."""
     rows, columns = block_mask.shape
     width, height = box.width / columns, box.height / rows
     for i, selected in enumerate(block_mask.tolist()):

@@ -1,4 +1,4 @@
-"""How fast the kernels of SLA2 are."""
+"""Figures of the speed of SLA2's kernels."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ PAIRED_PEERS = (*DENSE_PEERS, ("flex", "FlexAttention", ORANGE), ("fa4", "FlashA
 
 
 def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **changed: Any) -> float | None:
-    """Milliseconds of one row of `python -m sage_lab bench --op sla2`; None where nothing was measured.
+    """Return the milliseconds of one row of `python -m sage_lab bench --op sla2`; None where nothing was measured.
 
-    The whole forward op of one of our levels, or the row whose columns have the values in `changed`.
+    The row is the whole forward op of one of our levels, or that whose columns have the values in `changed`.
     """
     row = {"op": "sla2", "provider": "sage_kernels", "scope": "op", "direction": "fwd", "part": None} | changed
     rows = bench.select(n_q=n, sparsity=sparsity, level=level, **row)
@@ -26,12 +26,12 @@ def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **chang
 
 
 def dense_time(bench: Record, n: int, provider: str, direction: str = "fwd") -> float:
-    """Milliseconds of attention over all blocks, in the same record."""
+    """Return the milliseconds of attention over all blocks, in the same record."""
     return sla2_time(bench, n, 0.0, None, op="attention", provider=provider, scope="autograd", direction=direction)
 
 
 def sla2_parts(bench: Record, n: int, sparsity: float) -> dict[str, float]:
-    """Milliseconds of the op's steps, by name; what was measured beside them, "... alone", is left out."""
+    """Return the milliseconds of the op's parts by name, without the extra measurements named "... alone"."""
     rows = bench.select(scope="part", n_q=n, sparsity=sparsity)
     return {row["part"]: row["ms_median"] for row in rows if not row["part"].endswith("alone")}
 
@@ -39,7 +39,7 @@ def sla2_parts(bench: Record, n: int, sparsity: float) -> dict[str, float]:
 def sla2_ladder_figure(
     bench: Record, lengths: Sequence[int], sparsity: float, *, title: str, here: Record | None = None
 ) -> Figure:
-    """Milliseconds of every forward level's kernel; attention over all blocks as lines.
+    """Draw the milliseconds of every forward level's kernel; attention over all blocks as lines.
 
     here: rows measured on this machine.
     """
@@ -67,7 +67,7 @@ def sla2_ladder_figure(
 
 
 def sla2_parts_figure(bench: Record, lengths: Sequence[int], sparsity: float, *, title: str) -> Figure:
-    """The INT8 op's steps, each timed alone and stacked: per length, in percent of their sum."""
+    """Draw the INT8 op's parts, each timed alone, stacked by length in percent of their sum."""
     figure, (ax,) = panels(1, width=8.6, height=3.6, title=title)
     parts = [sla2_parts(bench, n, sparsity) for n in lengths]
     sums = [sum(part.values()) for part in parts]
@@ -85,7 +85,7 @@ def sla2_parts_figure(bench: Record, lengths: Sequence[int], sparsity: float, *,
 
 
 def sla2_paired_figure(paired: Record, *, title: str) -> Figure:
-    """Each peer's time over ours against N, forward and both passes; masks of both kinds. Ours is the line at 1.
+    """Draw each peer's time over ours against N, forward and both passes, both kinds of mask. Ours is the line at 1.
 
     paired: rows of `python -m sage_lab bench --op sla2` that were timed in turn.
     """

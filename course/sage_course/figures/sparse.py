@@ -1,6 +1,6 @@
-"""Sparse-linear attention: block masks, the linear branch, routers, training for INT8."""
+"""Figures of sparse-linear attention: block masks, the linear branch, routers, training for INT8."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
@@ -30,7 +30,7 @@ from sage_ref.tracing import relative_l2
 
 
 def outline_blocks(axes: Axes, block_mask: Tensor, *, color: str = RED) -> None:
-    """A line around the selected blocks of an image of [Tm, Tn] blocks: neighbours share one outline."""
+    """Outline the selected blocks of an image of [Tm, Tn] blocks; neighbours share one outline."""
     rows, columns = block_mask.shape
     width = 0.8 if max(rows, columns) > 64 else 1.5  # points; small blocks would vanish under a thick line
     padded = torch.zeros(rows + 2, columns + 2, dtype=torch.bool)
@@ -44,7 +44,7 @@ def outline_blocks(axes: Axes, block_mask: Tensor, *, color: str = RED) -> None:
 
 
 def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = None, title: str) -> None:
-    """What each block of keys holds of its row's probability, [Tm, Tn], logarithmically; outlined: selected blocks."""
+    """Draw each key block's share of its row's probability, [Tm, Tn], logarithmically; outline selected blocks."""
     norm = LogNorm(0.05 / mass.shape[-1], 20 / mass.shape[-1], clip=True)
     axes.imshow(mass.numpy(), cmap="Greys", norm=norm, aspect="auto", interpolation="nearest")
     if block_mask is not None:
@@ -55,21 +55,8 @@ def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = Non
     axes.figure.colorbar(colors, ax=axes, fraction=0.046, extend="both", label="share of the row's mass")
 
 
-def block_choices_figure(mass: Tensor, choices: Mapping[str, Tensor], *, title: str) -> Figure:
-    """The true mass of one head's blocks [Tm, Tn], and beside it each choice of blocks, outlined.
-
-    choices: bool [Tm, Tn] by name; the share of the mass that each holds stands above it, mean over rows.
-    """
-    figure, axes = pairs(1 + len(choices), title=title)
-    draw_block_mass(axes[0], mass, title="true mass")
-    for ax, (name, mask) in zip(axes[1:], choices.items(), strict=True):
-        held = (mass * mask).sum(-1).mean()
-        draw_block_mass(ax, mass, block_mask=mask, title=f"{name}: {held:.2f} of the mass")
-    return figure
-
-
 def pairs(count: int, *, title: str) -> tuple[Figure, Sequence[Axes]]:
-    """Axes two by two: wide enough for single blocks to be seen."""
+    """Return axes two by two, wide enough for single blocks to be visible."""
     rows = (count + 1) // 2
     figure, grid = plt.subplots(rows, 2, figsize=(9.4, 2.9 * rows + 0.3), layout="constrained", squeeze=False)
     figure.suptitle(title, fontsize=11)
@@ -78,15 +65,16 @@ def pairs(count: int, *, title: str) -> tuple[Figure, Sequence[Axes]]:
     return figure, grid.flatten()[:count]
 
 
-CORNER = slice(24), slice(48)  # of a head's blocks: so few that each can be seen
+CORNER = slice(24), slice(48)  # of a head's blocks, so few that each is visible
 
 
 def sparsity_figure(
     query: Tensor, key: Tensor, value: Tensor, sparsities: Sequence[float], settings: BlockSettings
 ) -> Figure:
-    """For each sparsity: what the blocks that SLA's heuristic selects hold in all heads; drawn: a corner of the first.
+    """Draw the blocks that SLA's heuristic selects at each sparsity, in a corner of the first head.
 
-    query, key, value [B, H, N, D]. Errors are those of O_s alone and of the mix with the true mass as alpha.
+    query, key, value [B, H, N, D]. Titles have the mass of the selected blocks, over all heads, and the errors of O_s
+    alone and of the mix with the true mass as alpha.
     """
     figure, axes = pairs(
         len(sparsities), title="The fewer blocks the softmax keeps, the more the linear branch has to say"
@@ -106,7 +94,7 @@ def sparsity_figure(
 
 
 def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) -> Figure:
-    """SoftTop-k of one row of P_c and of log P_c at each temperature, blocks by rank; dotted: hard Top-k.
+    """Draw SoftTop-k of one row of P_c and of log P_c at each temperature, blocks by rank; dotted: hard Top-k.
 
     logits [Tn], as the router gives them for a block of queries; count: how many blocks the row sums to.
     """
@@ -127,7 +115,7 @@ def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) 
 
 
 def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
-    """A block mask [Tm, Tn], and how long its lists are, longest first: by query block and by key block."""
+    """Draw a block mask [Tm, Tn] and the lengths of its lists, longest first, by query block and by key block."""
     rows, columns = block_mask.shape
     figure, (ax, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", width_ratios=(2, 1))
     figure.suptitle(title, fontsize=11)
@@ -146,7 +134,7 @@ def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
 
 
 def quantization_aware_figure(record: Record, *, title: str) -> Figure:
-    """Error of the quantised layer against the outlier in V, by way of training: mean and standard deviation.
+    """Draw the quantised layer's error against the outlier in V, by way of training: mean and standard deviation.
 
     record: rows of `sage_lab.experiments.quantization_aware.study_rows`. One panel per layer and video.
     """

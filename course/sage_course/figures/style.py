@@ -1,4 +1,4 @@
-"""Colours, rows of axes, matrices: what all figures share."""
+"""Colours, rows of axes and matrices, shared by all figures."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-# Every PNG of the course, in a notebook or saved: sharp on the screens of today.
+# Every PNG of the course, in a notebook or saved: sharp on today's screens.
 plt.rcParams["figure.dpi"] = 150
 
-# Okabe and Ito's palette: told apart by colour-blind readers, also in print.
+# Okabe and Ito's palette: colour-blind readers can tell its colours apart, also in print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, BLACK = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000",
 )  # fmt: skip
@@ -22,7 +22,7 @@ TENSOR_COLORS = {"O": BLUE, "dQ": ORANGE, "dK": GREEN, "dV": RED}
 def panels(
     count: int, *, width: float = 3.4, height: float = 3.0, title: str = "", **options
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A row of `count` axes with one message over all of them."""
+    """Return a row of `count` axes with one title over all of them."""
     figure, axes = plt.subplots(
         1, count, figsize=(width * count, height), squeeze=False, layout="constrained", **options
     )
@@ -40,10 +40,10 @@ def show_matrix(
     limit: float | None = None,
     hidden: Tensor | None = None,
 ) -> None:
-    """A matrix as an image with its own colour bar; signed values get a diverging map centred on zero.
+    """Draw a matrix as an image with its own colour bar; signed values get a diverging map centred on zero.
 
-    hidden: bool, shaped like matrix: entries that are not there, such as masked scores. They are hatched, so that none
-    looks like a zero, and whatever value they have does not count.
+    hidden: bool, shaped like matrix: entries that don't exist, such as masked scores. They are hatched, so that none
+    looks like a zero, and their values do not count.
     """
     matrix = matrix.detach().float().cpu()
     hidden = torch.zeros_like(matrix, dtype=torch.bool) if hidden is None else hidden.cpu()

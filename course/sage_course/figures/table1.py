@@ -1,4 +1,4 @@
-"""Table 1 of the SageBwd paper, measured and swept."""
+"""Figures of Table 1 of the SageBwd paper, measured and swept."""
 
 from collections.abc import Iterable
 from statistics import geometric_mean
@@ -11,7 +11,7 @@ from sage_course.figures.style import BLACK, COLORS, TENSOR_COLORS, panels
 
 
 def table1_figure(record: Record, setting: dict) -> Figure:
-    """Relative L2 error against sigma for O, dQ, dK, dV: measured with one setting of the sweep, and the paper's."""
+    """Draw the relative L2 error of O, dQ, dK and dV against sigma: with one setting of the sweep, and the paper's."""
     figure, axes = panels(4, width=2.8, sharey=True, title="INT8 error grows with the scores, fastest in dQ and dK")
     for ax, tensor in zip(axes, TENSOR_COLORS, strict=True):
         rows = sorted(record.select(tensor=tensor, **setting), key=lambda row: row["sigma"])
@@ -34,7 +34,7 @@ def table1_figure(record: Record, setting: dict) -> Figure:
 
 
 def table1_choices_figure(record: Record) -> Figure:
-    """Table 1's sweep, one panel per open choice: here / paper, geometric mean over tensors and the other choices."""
+    """Draw Table 1's sweep, a panel per open choice: here / paper, geometric mean over tensors and other choices."""
     choices = {
         "N": lambda row: row["n"],
         "D": lambda row: row["head_dim"],

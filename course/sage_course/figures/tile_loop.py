@@ -1,4 +1,4 @@
-"""The loop over tiles as a film: what each step computes, and what has been added up so far."""
+"""Films of the loop over tiles: what each tile computes, and what has been added up so far."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ FORGOTTEN, TO_COME = "0.8", "white"
 
 
 class ForwardStep(NamedTuple):
-    """After one tile of S: which it was, and m, l, O of its queries."""
+    """The state after one tile of S: its place, and m, l, O of its queries."""
 
     i: int
     j: int
@@ -31,7 +31,7 @@ class ForwardStep(NamedTuple):
 
 
 def forward_steps(scores: Tensor, values: Tensor, block: int) -> list[ForwardStep]:
-    """The online softmax in tiles of block x block: scores [Nq, Nk], values [Nk, D]. -inf is a masked score.
+    """Compute the online softmax in tiles of block x block: scores [Nq, Nk], values [Nk, D]. -inf: a masked score.
 
     As in Algorithm 1, a tile without any score is left out.
     """
@@ -53,7 +53,7 @@ def forward_steps(scores: Tensor, values: Tensor, block: int) -> list[ForwardSte
 
 
 def forward_film(scores: Tensor, values: Tensor, block: int, shown: Sequence[int] | None = None) -> Figure:
-    """The forward pass as small pictures: the tile of S of each step, and m, l, O so far.
+    """Draw the forward pass as small pictures: each tile of S, and m, l, O so far.
 
     scores [Nq, Nk] of at most 16 queries (-inf: masked), values [Nk, D]. shown: numbers of the steps, from 0; None:
     all of them.
@@ -70,7 +70,7 @@ def forward_film(scores: Tensor, values: Tensor, block: int, shown: Sequence[int
 
 
 def forward_step_figure(scores: Tensor, values: Tensor, block: int, step: int) -> Figure:
-    """One picture of `forward_film`, larger: for a slider over the steps, from 0."""
+    """Draw one picture of `forward_film`, larger, for a slider over the steps, from 0."""
     steps = forward_steps(scores, values, block)
     figure, (ax,) = panels(1, width=6.0, height=0.32 * len(scores) + 1.1)
     draw_forward(ax, scores, values, block, steps[: step + 1], len(steps))
@@ -84,7 +84,7 @@ FORWARD_KEY = "red: above 0, blue: below; grey: computed and forgotten; x old: f
 def draw_forward(
     axes: Axes, scores: Tensor, values: Tensor, block: int, steps: Sequence[ForwardStep], count: int
 ) -> None:
-    """The last of `steps`, of `count` in all: S, then a column each for the factor, m and l, then O."""
+    """Draw the last of `steps`, of `count` in all: S, then a column each for the factor, m and l, then O."""
     (n_q, n_k), width, now = scores.shape, values.shape[-1], steps[-1]
     query_blocks, key_blocks = tiles(n_q, block), tiles(n_k, block)
     number_width = 0.16 * n_k + 1.3
@@ -122,7 +122,7 @@ def draw_forward(
 
 
 def draw_cells(axes: Axes, matrix: Tensor, corner: tuple[float, float], limit: float) -> None:
-    """A matrix as coloured cells of size 1 from `corner` on; what is -inf is hatched."""
+    """Draw a matrix as coloured cells of size 1 from `corner` on; -inf is hatched."""
     (x, y), (rows, columns) = corner, matrix.shape
     axes.add_patch(Rectangle(corner, columns, rows, fc="white", ec="0.6", linewidth=0, hatch="////"))
     shown = matrix.masked_fill(matrix == -math.inf, math.nan).numpy()
@@ -133,7 +133,7 @@ def draw_cells(axes: Axes, matrix: Tensor, corner: tuple[float, float], limit: f
 
 
 def film_strip(count: int, columns: int, height: float, title: str) -> tuple[Figure, Sequence[Axes]]:
-    """Axes for `count` pictures of so many inches' height, `columns` in a row."""
+    """Return axes for `count` pictures, `height` inches high, `columns` in a row."""
     rows = math.ceil(count / columns)
     figure, grid = plt.subplots(
         rows, columns, figsize=(9.0, rows * height + 0.75), layout="constrained", squeeze=False
@@ -145,12 +145,12 @@ def film_strip(count: int, columns: int, height: float, title: str) -> tuple[Fig
 
 
 def backward_order(visible: Tensor) -> list[tuple[int, int]]:
-    """The tiles (i, j) in Algorithm 2's order, keys outside, queries inside. visible: bool [Tm, Tn]."""
+    """Return the tiles (i, j) in Algorithm 2's order, keys outside, queries inside. visible: bool [Tm, Tn]."""
     return [(i, j) for j in range(visible.shape[1]) for i in range(visible.shape[0]) if visible[i, j]]
 
 
 def backward_film(visible: Tensor, shown: Sequence[int] | None = None) -> Figure:
-    """The backward pass as small pictures: the tile of each step, and how much of dQ_i, dK_j, dV_j has been added up.
+    """Draw the backward pass as small pictures: each tile, and how much of dQ_i, dK_j, dV_j has been added up.
 
     visible: bool [Tm, Tn], the tiles that are not masked, at most 5 along keys. shown: numbers of the steps, from 0;
     None: all of them.
@@ -167,7 +167,7 @@ def backward_film(visible: Tensor, shown: Sequence[int] | None = None) -> Figure
 
 
 def backward_step_figure(visible: Tensor, step: int) -> Figure:
-    """One picture of `backward_film`, larger: for a slider over the steps, from 0."""
+    """Draw one picture of `backward_film`, larger, for a slider over the steps, from 0."""
     order = backward_order(visible)
     figure, (ax,) = panels(1, width=6.0, height=0.45 * (visible.shape[0] + 3) + 0.8)
     draw_backward(ax, visible, order[: step + 1], len(order))
@@ -179,7 +179,7 @@ BACKWARD_KEY = "orange: this step; 1/3: one of three parts is in the sum; green:
 
 
 def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]], count: int) -> None:
-    """The last tile of `order`, of `count` in all, and the parts that each sum has received."""
+    """Draw the last tile of `order`, of `count` in all, and the parts that each sum has received."""
     now_i, now_j = order[-1]
     colors = dict.fromkeys(order[:-1], FORGOTTEN) | {order[-1]: ORANGE}
     draw_tiles(axes, visible, colors)
@@ -197,7 +197,7 @@ def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]],
 
 
 def draw_sum(axes: Axes, corner: tuple[float, float], name: str, parts: int, total: int, *, is_now: bool) -> None:
-    """A gradient of one block: how many of its parts are in the sum."""
+    """Draw a gradient of one block, with the number of its parts that are in the sum."""
     color = GREEN if parts == total else YELLOW if parts else TO_COME
     edge = {"ec": ORANGE, "linewidth": 2.5, "zorder": 3} if is_now else {"ec": "0.6", "linewidth": 0.6}
     axes.add_patch(Rectangle(corner, 1, 0.92, fc=color, **edge))
@@ -207,7 +207,7 @@ def draw_sum(axes: Axes, corner: tuple[float, float], name: str, parts: int, tot
 
 
 def draw_tiles(axes: Axes, visible: Tensor, colors: dict[tuple[int, int], str]) -> None:
-    """A grid of tiles (i, j), white but for `colors`; masked ones are hatched."""
+    """Draw a grid of tiles (i, j), white except for `colors`; masked ones are hatched."""
     rows, columns = visible.shape
     for i in range(rows):
         for j in range(columns):
@@ -217,7 +217,7 @@ def draw_tiles(axes: Axes, visible: Tensor, colors: dict[tuple[int, int], str]) 
 
 
 class Owner(NamedTuple):
-    """A program of the backward pass: the tiles it goes through, what it keeps and what it adds to in memory."""
+    """A program of the backward pass: the tiles it visits, the sums it keeps, and whether it adds to dQ in memory."""
 
     title: str
     matmuls: tuple[str, ...]
@@ -234,7 +234,7 @@ OWNERS = (
 
 
 def owners(count: int = 4) -> Figure:
-    """Who adds up dQ_i, and who dK_j and dV_j: the two programs of the split backward pass, and the one-pass program.
+    """Draw who adds up dQ_i, dK_j and dV_j: the two programs of the split backward pass, and the one-pass program.
 
     count: tiles along queries and along keys, at least 3.
     """
@@ -248,7 +248,7 @@ def owners(count: int = 4) -> Figure:
 
 
 def draw_owner(axes: Axes, owner: Owner, count: int) -> None:
-    """One program: its tiles and sums in blue (row) or green (column); integers added in memory in orange."""
+    """Draw a program: its tiles and sums in blue (row) or green (column), integers added in memory in orange."""
     color = BLUE if owner.column is None else GREEN
     own = {(i, j): color for i in range(count) for j in range(count) if owner.row == i or owner.column == j}
     draw_tiles(axes, torch.ones(count, count, dtype=torch.bool), own)
@@ -276,7 +276,7 @@ def draw_owner(axes: Axes, owner: Owner, count: int) -> None:
 
 
 def sparse_owners(block_mask: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Figure:
-    """What programs of sparse attention read: along a row of a block mask for dQ_i, down a column for dK_j and dV_j.
+    """Draw what programs of sparse attention read: a row of a block mask for dQ_i, a column for dK_j and dV_j.
 
     block_mask: bool [Tm, Tn], at most 6 x 10. rows, columns: the programs that are shown.
     """
@@ -290,14 +290,14 @@ def sparse_owners(block_mask: Tensor, rows: Sequence[int], columns: Sequence[int
 
 
 def sparse_owner_figure(block_mask: Tensor, row: int | None = None, column: int | None = None) -> Figure:
-    """One picture of `sparse_owners`, larger: for a slider. Either row or column is given."""
+    """Draw one picture of `sparse_owners`, larger, for a slider. Either row or column is given."""
     figure, (ax,) = panels(1, width=6.0, height=0.45 * (block_mask.shape[0] + 3) + 0.8)
     draw_sparse_owner(ax, block_mask, row, column)
     return figure
 
 
 def draw_sparse_owner(axes: Axes, block_mask: Tensor, row: int | None, column: int | None) -> None:
-    """Selected tiles in grey; those of one program in blue (row) or green (column), and the sums it owns."""
+    """Draw selected tiles in grey, one program's in blue (row) or green (column), and the sums it owns."""
     tile_rows, tile_columns = block_mask.shape
     selected = [tuple(tile) for tile in block_mask.nonzero().tolist()]
     color = BLUE if column is None else GREEN
@@ -317,7 +317,7 @@ def draw_sparse_owner(axes: Axes, block_mask: Tensor, row: int | None, column: i
 
 
 def label_box(axes: Axes, corner: tuple[float, float], name: str, fill: str) -> None:
-    """A block of a gradient."""
+    """Draw a block of a gradient."""
     axes.add_patch(Rectangle(corner, 0.95, 0.92, fc=fill, ec="0.6", linewidth=0.6))
     ink = "white" if fill in (BLUE, GREEN) else "black"
     axes.text(corner[0] + 0.475, corner[1] + 0.46, name, ha="center", va="center", fontsize=9, color=ink)

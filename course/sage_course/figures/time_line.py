@@ -1,4 +1,4 @@
-"""Warps with different jobs on a time line: one loads, others compute, barriers hand the tiles over."""
+"""Time lines of warps with different jobs: one loads, others compute, barriers pass the tiles on."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, pane
 
 
 class Step(NamedTuple):
-    """What a warpgroup does with a tile; of the steps on tensor cores only one runs at a time."""
+    """A warpgroup's work on a tile. Tensor cores run one step at a time."""
 
     name: str
     ticks: int
@@ -18,7 +18,7 @@ class Step(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A step of one worker, from the tick `start` to before the tick `end`. Worker 0 loads, the others compute."""
+    """A step of one worker, from tick `start` until tick `end`. Worker 0 loads, the others compute."""
 
     worker: int
     name: str
@@ -32,9 +32,9 @@ LOAD = Step("load", 2)
 
 
 def schedule(tiles: int, warpgroups: int, places: int, steps: Sequence[Step]) -> list[Job]:
-    """Who does what when, if everyone starts as soon as barriers and tensor cores let it.
+    """Compute who does what when, if everyone starts as soon as barriers and tensor cores allow.
 
-    A tile can be read when it is loaded, and its place be loaded anew when all warpgroups have done their last step
+    A tile can be read when it is loaded. Its place can be loaded again when all warpgroups have done their last step
     with it. Ticks have no length: this shows an order, no speed.
     """
     jobs: list[Job] = []
@@ -66,7 +66,7 @@ def is_on_tensor_cores(job: Job, steps: Sequence[Step]) -> bool:
 
 
 class Moment(NamedTuple):
-    """A barrier completes: a tile is "ready" to be read, or its place is "empty" again."""
+    """The completion of a barrier: a tile is "ready" to be read, or its place is "empty" again."""
 
     kind: str
     tile: int
@@ -74,7 +74,7 @@ class Moment(NamedTuple):
 
 
 def moments(jobs: Sequence[Job], places: int, steps: Sequence[Step]) -> list[Moment]:
-    """When tiles become ready, and when places become empty that are loaded once more."""
+    """Return when tiles become ready, and when places that are loaded again become empty."""
     loads = [job for job in jobs if job.name == LOAD.name]
     found = [Moment("ready", load.tile, load.end) for load in loads]
     for load in loads[places:]:
@@ -85,9 +85,9 @@ def moments(jobs: Sequence[Job], places: int, steps: Sequence[Step]) -> list[Mom
 
 
 def hopper_time_line(tiles: int = 3, warpgroups: int = 3, places: int = 2) -> Figure:
-    """A forward kernel for Hopper: one warp loads K and V with TMA, warpgroups compute, all share the tensor cores.
+    """Draw a forward kernel for Hopper: a warp loads K and V with TMA, warpgroups compute and share the tensor cores.
 
-    Schematic: the lengths of the steps are chosen to be seen, not measured. places: of a tile of K and V in shared
+    It is schematic: the lengths of the steps are not measured. places: how many tiles of K and V fit into shared
     memory. The bars are those of `schedule`.
     """
     jobs = schedule(tiles, warpgroups, places, FORWARD_STEPS)
@@ -114,9 +114,9 @@ def hopper_time_line(tiles: int = 3, warpgroups: int = 3, places: int = 2) -> Fi
 
 
 def two_warps_and_a_barrier(tiles: int = 3) -> Figure:
-    """One warp loads a tile, another computes with it, and there is one place for it: who waits for whom, and when.
+    """Draw who waits for whom if one warp loads tiles, a second one computes, and there is one place for a tile.
 
-    Schematic, as `hopper_time_line`.
+    It is schematic, as `hopper_time_line` is.
     """
     steps = (Step("compute", 3),)
     jobs = schedule(tiles, 1, 1, steps)
@@ -131,7 +131,7 @@ def two_warps_and_a_barrier(tiles: int = 3) -> Figure:
 
 
 def draw_jobs(axes: Axes, jobs: Sequence[Job], names: Sequence[str], colors: dict[str, str]) -> None:
-    """A line per worker, the first at the top: its jobs with their tile's number, hatched where it waits."""
+    """Draw a line per worker, the first at the top: its jobs with their tile's number, hatched where it waits."""
     for worker, name in enumerate(names):
         time = 0
         for job in sorted((job for job in jobs if job.worker == worker), key=lambda job: job.start):

@@ -1,4 +1,4 @@
-"""Videos as strips and films, what a router selected drawn on the frames, arms of a fine-tuning with intervals."""
+"""Figures of videos: strips and films, a router's selection on the frames, a fine-tuning's arms with intervals."""
 
 import base64
 import html
@@ -19,16 +19,16 @@ DIMMED = 0.35  # of the brightness, where nothing is selected
 
 
 def shown(frame: Tensor) -> Tensor:
-    """[3, size, size] in [-1, 1] in the order and range of matplotlib: [size, size, 3] in [0, 1]."""
+    """Turn [3, size, size] in [-1, 1] into matplotlib's [size, size, 3] in [0, 1]."""
     return ((frame + 1) / 2).clamp(0, 1).permute(1, 2, 0)
 
 
 def film_strips_figure(
     videos: Mapping[str, Tensor], *, title: str, frames: int = 4, columns: Sequence[str] | None = None
 ) -> Figure:
-    """A row of frames for each video [3, T, size, size] in [-1, 1]: as many as asked for, spread over its length.
+    """Draw a row of frames for each video [3, T, size, size] in [-1, 1], spread over its length.
 
-    columns: what to write below the frames, in place of their numbers.
+    columns: texts below the frames, in place of their numbers.
     """
     frames = len(columns or range(frames))
     length = next(iter(videos.values())).shape[1]
@@ -69,12 +69,12 @@ class Films:
 
 
 def films_of(videos: Mapping[str, Tensor]) -> Films:
-    """videos [3, T, size, size] in [-1, 1] by name."""
+    """Make films of videos [3, T, size, size] in [-1, 1], by name."""
     return Films({name: film(video) for name, video in videos.items()})
 
 
 def draw_selected(axes: Sequence[Axes], frames: Tensor, selected: Tensor, queries: Tensor) -> None:
-    """Frames with all dimmed but the blocks that are selected; outlined: those, and the block that asks.
+    """Draw frames with all but the selected blocks dimmed; outline these, and the block of queries.
 
     frames [3, S, size, size] in [-1, 1], one for each axes: the first of each cube. selected, queries: bool [S, R, C],
     cubes of a video in time, height and width.
@@ -92,7 +92,7 @@ def draw_selected(axes: Sequence[Axes], frames: Tensor, selected: Tensor, querie
 
 
 def selected_figure(frames: Tensor, choices: Mapping[str, Tensor], queries: Tensor, *, title: str) -> Figure:
-    """A row for each choice of blocks, as `draw_selected` has them: bool [S, R, C] by name."""
+    """Draw a row for each choice of blocks, bool [S, R, C] by name, as `draw_selected` does."""
     slices = frames.shape[1]
     figure, grid = plt.subplots(
         len(choices), slices, figsize=(1.8 * slices + 1.4, 1.8 * len(choices) + 0.5), squeeze=False,
@@ -106,10 +106,10 @@ def selected_figure(frames: Tensor, choices: Mapping[str, Tensor], queries: Tens
 
 
 def arms_figure(differences: Mapping[str, tuple[float, float, float, int]], *, title: str, caption: str = "") -> Figure:
-    """How much larger each arm's loss is than that of the full model, fine-tuned alike.
+    """Draw by how much each arm's loss is above full attention's, with the same fine-tuning.
 
-    differences: arm -> (mean, low, high, seeds). An interval that holds 0 is grey: nothing is decided. An open circle:
-    one seed, so that the interval says nothing about seeds.
+    differences: arm -> (mean, low, high, seeds). An interval that holds 0 is grey: nothing is decided. A circle is open
+    where there is one seed, so that the interval does not include the scatter of seeds.
     """
     figure, ax = plt.subplots(figsize=(7.2, 0.32 * len(differences) + 1.5), layout="constrained")
     figure.suptitle(title, fontsize=11)

@@ -1,1 +1,1 @@
-"""Tables and numbers that pages and notebooks read from the records."""
+"""Tables, numbers and verdicts that pages and notebooks read from the records."""

@@ -1,7 +1,7 @@
-"""The SageBwd paper's claims about training, each with what our recorded runs show and a verdict by a fixed rule.
+"""The SageBwd paper's claims about training, each with the result of our runs and a verdict by a fixed rule.
 
 A gap between SageBwd and exact attention is supported if its 95% interval lies above zero, contradicted at our size if
-the interval ends below the paper's gap at its large step, and undecided if it holds both. What the paper says of its
+the interval ends below the paper's gap at its large step, and undecided if it holds both. A claim about the paper's
 large step is not tested by steps that are all smaller than its small one.
 """
 
@@ -28,7 +28,7 @@ from sage_course.results.pretraining import (
 
 SUPPORTED, PARTLY, UNDECIDED = "supported", "supported in part", "cannot be decided"
 CONTRADICTED, UNTESTED = "contradicted at our size", "not tested at our size"
-# Tokens per step of the paper -> by what share SageBwd's final loss is above exact attention's.
+# Tokens per step of the paper -> SageBwd's final loss over exact attention's, minus one.
 PAPER_GAPS = {size: losses["sagebwd"] / losses["exact"] - 1 for size, losses in PAPER_LOSSES.items()}
 LARGEST_GAP = max(PAPER_GAPS.values())
 
@@ -40,14 +40,14 @@ class Claim(NamedTuple):
 
 
 def decide(found: Interval, gap: float) -> str:
-    """Does a loss differ? found: of the relative gap; gap: the paper's."""
+    """Decide whether a loss differs. found: the relative gap; gap: the paper's."""
     if found.mean - found.half > 0:
         return SUPPORTED
     return CONTRADICTED if found.mean + found.half < gap else UNDECIDED
 
 
 def claims(runs: Record, layers: Record) -> list[Claim]:
-    """The four claims, (iii) in two parts. runs, layers: of `pretrain-grid`, its --json and its --traces."""
+    """Judge the four claims, (iii) in two parts. runs, layers: records of `pretrain-grid`, its --json and --traces."""
     small, large = runs.provenance["plan"]["tokens_per_step"]
     at_small, at_large = (mean_interval(relative_gaps(runs, size)) for size in (small, large))
     return [
@@ -68,13 +68,13 @@ def claims(runs: Record, layers: Record) -> list[Claim]:
 
 
 def described(gap: Interval) -> str:
-    """ "+0.2% (95% interval -0.4% to +0.8%, 3 seeds)"."""
+    """Describe a gap, as in "loss +0.2% (95% interval -0.4% to +0.8%, 3 seeds)"."""
     low, high = gap.mean - gap.half, gap.mean + gap.half
     return f"loss {gap.mean:+.1%} (95% interval {low:+.1%} to {high:+.1%}, {gap.count} seeds)"
 
 
 def most_error_prone(layers: Record, sizes: Sequence[int]) -> Claim:
-    """Does dS arrive with more error than what it is made of, and is the worst error that of a gradient made of it?"""
+    """Judge whether dS has more error than its inputs, and whether a gradient made of it has the largest error."""
     traced = [errors for size in sizes for norm in (True, False) for errors in last_errors(layers, size, norm).values()]
     above = {name: sum(errors["dS"] > errors[name] for errors in traced) for name in ("P", "O")}
     behind = sum(max(errors, key=errors.get) in ("dQ", "dK") for errors in traced)
@@ -98,7 +98,7 @@ def divergence(runs: Record, large: int) -> Claim:
 
 
 def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
-    """The plan has one seed of these kinds of run, fewer than it takes to tell them from the scatter of the seeds."""
+    """Report both kinds of smoothing without a verdict: one seed of each can't be told from the scatter of seeds."""
     cells = [(size, norm) for size in sizes for norm in (True, False)]
     listed = []
     for kind, name in {"SageBwd, nothing smoothed": "nothing", "SageBwd, Q and K smoothed": "Q and K"}.items():
@@ -112,7 +112,7 @@ def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
 
 
 def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float]:
-    """By checkpoint: |bias| / noise of one step in the query and key weights of the worst layer, 0 if none found."""
+    """Return |bias| / noise of one step in the worst layer's query and key weights, by checkpoint; 0 if none found."""
     found = []
     for rows in noise_checkpoints(noise).values():
         ratios = [bias_to_noise(noise_of(rows, group, variant), tokens_per_step) for group in score_groups(rows)]
@@ -121,7 +121,7 @@ def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float
 
 
 def hypothesis(runs: Record, noise: Record) -> str:
-    """In words: bias against noise with our kernels at our large step, and with the paper's scales at its steps."""
+    """Compare bias and noise in words: our kernels at our large step, and the paper's scales at its steps."""
     steps = [("our kernels", "per row, nearest", "our", max(runs.provenance["plan"]["tokens_per_step"]))]
     steps += [("one scale per tile, as printed,", "per block, nearest", "the paper's", size) for size in PAPER_LOSSES]
     parts = []

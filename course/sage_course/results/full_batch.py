@@ -1,8 +1,8 @@
-"""What recorded runs on a whole fixed corpus say (`python -m sage_lab full-batch`): gaps, their verdict, T*, remedies.
+"""Results of runs on a whole fixed corpus (`python -m sage_lab full-batch`): gaps, their verdict, T*, remedies.
 
-A gap is by how many nats an arm ends behind exact attention, both judged by exact attention. Training is so sensitive
-that any small error parts two runs. So a gap counts where it is larger than the controls': of exact attention in
-bfloat16, and of exact attention with a random error in every step.
+A gap is the number of nats by which an arm ends behind exact attention, both judged by exact attention. Training is so
+sensitive that any small error separates two runs. So a gap counts only if it is larger than those of two controls:
+exact attention in bfloat16, and exact attention with a random error in every step.
 """
 
 import math
@@ -36,12 +36,12 @@ RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "recommended": 
 
 
 class Condition(NamedTuple):
-    """All seeds of one arm under one training."""
+    """One arm under one training, all of its seeds."""
 
     arm: str
     qk_norm: bool
     learning_rate: float
-    gaps: list[float]  # nats, one per seed; infinite: diverged
+    gaps: list[float]  # nats, one per seed; infinite where it diverged
     control: float  # the controls' largest gap, nats
     counts_from: float  # nats, `margin` times the controls' gap: no smaller gap can be told from scatter
     exact_loss: float  # nats per byte that exact attention ends with, mean over the seeds
@@ -49,12 +49,12 @@ class Condition(NamedTuple):
 
     @property
     def counts_from_share(self) -> float:
-        """Of exact attention's loss. The paper's nats are per token, ours per byte: only shares can be compared."""
+        """Return `counts_from` as a share of exact attention's loss: the paper's nats are per token, ours per byte."""
         return self.counts_from / self.exact_loss
 
 
 class Remedied(NamedTuple):
-    """gap: nats, of the seed that every remedy has. gradient_error: at the end, relative."""
+    """An arm and what it gains. gap: nats, of the seed that every remedy has; gradient_error: at the end, relative."""
 
     arm: str
     gap: float
@@ -62,7 +62,7 @@ class Remedied(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Tokens per step at which the bias reaches the noise. found: None if no batch hid the gap."""
+    """The tokens per step at which the bias reaches the noise. found: None if no batch size hid the gap."""
 
     predicted: float | None
     found: int | None
@@ -70,7 +70,7 @@ class Crossing(NamedTuple):
 
 
 def recorded(name: str) -> Record | None:
-    """The record of that name; None if nothing is recorded."""
+    """Return the record of that name; None if nothing is recorded."""
     return read_record(name) if (RECORDED / f"{name}.json").exists() else None
 
 
@@ -84,7 +84,7 @@ def finished_of(record: Record) -> Finished:
 
 
 def conditions(record: Record) -> list[Condition]:
-    """Of every arm of the screening but exact attention and the controls, in that order."""
+    """Return the condition of every arm of the screening except exact attention and the controls."""
     plan, finished = plan_of(record), finished_of(record)
     found = []
     for first in screening(plan):
@@ -106,9 +106,10 @@ def _with_truth(run: FullBatchRun, finished: Finished) -> bool:
 
 
 def verdict_of(gaps: Sequence[float], control: float, margin: float) -> str:
-    """Behind: with its 95% interval above the controls' gap, or diverged. Not behind: none above `margin` times it.
+    """Decide whether an arm is behind exact attention.
 
-    One seed has no interval: a gap of it that counts decides nothing.
+    It is if its 95% interval lies above the controls' gap, or if it diverged. It is not if no gap is above `margin`
+    times the controls'. One seed has no interval: if its gap counts, nothing is decided.
     """
     if any(math.isinf(x) for x in gaps):
         return BEHIND
@@ -124,9 +125,9 @@ def _interval(gaps: Sequence[float]) -> Interval | None:
 
 
 def claim_of(found: Sequence[Condition]) -> Claim:
-    """Claim (iii) without noise: does bias alone make SageBwd fall behind? Arms with a remedy do not count.
+    """Judge claim (iii) without noise: does bias alone make SageBwd fall behind? Arms with a remedy do not count.
 
-    Supported if one is behind. Contradicted if none is, and in one of them the paper's gap would have counted.
+    It is supported if one arm is behind. It is contradicted if none is, although the paper's gap would have counted.
     """
     printed = [condition for condition in found if "remedy" not in ARMS[condition.arm].changes]
     behind = sum(condition.verdict == BEHIND for condition in printed)
@@ -144,7 +145,7 @@ def claim_of(found: Sequence[Condition]) -> Claim:
 
 
 def described(condition: Condition) -> str:
-    """One line, in thousandths of a nat."""
+    """Describe a condition in one line, in thousandths of a nat."""
     norm = "QK-norm" if condition.qk_norm else "no QK-norm"
     interval = _interval(condition.gaps)
     mean = f"{1000 * (interval.mean if interval else condition.gaps[0]):+8.2f}"
@@ -154,7 +155,7 @@ def described(condition: Condition) -> str:
 
 
 def gaps_figure(found: Sequence[Condition], *, title: str, caption: str) -> Figure:
-    """A row per condition: a dot per seed; in grey, gaps that do not count. A diverged run has no dot."""
+    """Draw a row per condition and a dot per seed; grey: gaps that do not count. A diverged run has no dot."""
     figure, (ax,) = panels(1, width=7.4, height=1.2 + 0.32 * len(found), title=title)
     for y, condition in enumerate(found):
         counts = 1000 * condition.counts_from
@@ -172,13 +173,13 @@ def gaps_figure(found: Sequence[Condition], *, title: str, caption: str) -> Figu
 
 
 def _worst(plan: FullBatchPlan, finished: Finished) -> FullBatchRun | None:
-    """The run that is furthest behind; None as long as the screening is not complete."""
+    """Return the run that is furthest behind; None as long as the screening is not complete."""
     complete = all(run in finished for run in screening(plan))
     return furthest_behind(plan, finished) if complete else None
 
 
 def remedied(record: Record) -> list[Remedied]:
-    """The arm that is furthest behind, and its remedies, the smallest gap first; empty if no arm is behind."""
+    """Return the arm that is furthest behind and its remedies, the smallest gap first; empty if no arm is behind."""
     plan, finished = plan_of(record), finished_of(record)
     worst = _worst(plan, finished)
     if worst is None:
@@ -193,10 +194,7 @@ def _last_error(row: Row) -> float:
 
 
 def crossing(record: Record) -> Crossing | None:
-    """Of the arm that is furthest behind: T* from its runs on the whole corpus, and the largest batch without a gap.
-
-    None if no arm is behind.
-    """
+    """Return T* of the arm that is furthest behind, and the largest batch without a gap; None if no arm is behind."""
     plan, finished = plan_of(record), finished_of(record)
     worst = _worst(plan, finished)
     if worst is None:
@@ -210,7 +208,7 @@ def crossing(record: Record) -> Crossing | None:
 
 
 def pretraining_figure(record: Record, *, title: str) -> Figure:
-    """The second half of the validation losses, a panel for each seed; rows of `pretrain-grid --plan repair`."""
+    """Draw the second half of the validation losses, a panel per seed; rows of `pretrain-grid --plan repair`."""
     starts = sorted({(row["qk_norm"], row["seed"]) for row in record.rows}, key=lambda start: (not start[0], start[1]))
     figure, axes = panels(len(starts), width=3.2, height=3.4, sharey=True, title=title)
     for ax, (qk_norm, seed) in zip(axes, starts, strict=True):
@@ -226,7 +224,7 @@ def pretraining_figure(record: Record, *, title: str) -> Figure:
 
 
 def pretraining_gaps(record: Record) -> list[tuple[str, bool, int, float]]:
-    """(run, QK-norm, seed, final loss less that of exact attention with the same seed); infinite if it diverged."""
+    """Return (run, QK-norm, seed, final loss minus exact attention's with the same seed), infinite if it diverged."""
     exact = {(row["qk_norm"], row["seed"]): row for row in record.rows if row["attention"] == "exact"}
     found = []
     for row in record.rows:
@@ -238,7 +236,7 @@ def pretraining_gaps(record: Record) -> list[tuple[str, bool, int, float]]:
 
 
 def run_name(row: Row) -> str:
-    """One of RUN_COLORS."""
+    """Name a run as RUN_COLORS does."""
     if row["attention"] == "exact":
         return "exact"
     if row["remedy"] != "none":

@@ -1,4 +1,4 @@
-"""A model of a Hopper GPU's speed: what each unit of a multiprocessor has to do for one score."""
+"""A model of a Hopper GPU's speed: the work of each unit of a multiprocessor for one score."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 from sage_lab.records import Record, Row
 
 MULTIPROCESSORS = 132
-# Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units. The
-# L2 cache is shared by all; its 5120 bytes are what NVIDIA names for the generation before.
+# Rates of one multiprocessor of an H200 per clock: multiply-adds of the tensor cores, instructions of the other units.
+# All share the L2 cache; its 5120 bytes are NVIDIA's number for the generation before.
 INT8_RATE, SIXTEEN_BIT_RATE = 4096, 2048
 EXP2_RATE, ALU_RATE, ISSUE_RATE = 16, 64, 128
 L2_RATE = 5120 / MULTIPROCESSORS
@@ -23,7 +23,7 @@ TERA_SLOTS = PEAK["bf16"] / 4096 * 128
 
 
 class Work(NamedTuple):
-    """What a program does for a score, in units of D."""
+    """The work of a program for a score, in units of D."""
 
     int8: int  # multiply-adds in INT8
     sixteen_bit: int  # and in 16 bit
@@ -45,7 +45,7 @@ def work_of(kernel: str, level: int) -> Work:
 
 
 def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
-    """Clocks of a multiprocessor that each unit needs for one score of a program, if nothing holds it up.
+    """Compute the clocks that each unit needs for one score of a program, if nothing holds it up.
 
     rows: one program's rows of `python -m sage_lab instructions`. "turns" is the time if no two units ever worked
     at once: tensor cores, exp2, ALU, then all other instructions.
@@ -68,7 +68,7 @@ def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def programs(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, list[Row]]:
-    """The programs of a level by name, each with its rows; of "dkdv" beside "dk" and "dv" the split ones."""
+    """Return a level's programs by name, each with its rows; the split "dk" and "dv" where "dkdv" is there, too."""
     found = {}
     for row in instructions.select(level=level, head_dim=head_dim):
         if (row["kernel"] == "forward") == (direction == "fwd"):
@@ -79,12 +79,12 @@ def programs(instructions: Record, level: int, head_dim: int, direction: str = "
 
 
 def level_clocks(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, float]:
-    """`unit_clocks` of a level's programs, one after the other: summed."""
+    """Add up `unit_clocks` of a level's programs, which run one after the other."""
     clocks = [unit_clocks(rows) for rows in programs(instructions, level, head_dim, direction).values()]
     return {unit: sum(each[unit] for each in clocks) for unit in clocks[0]} if clocks else {}
 
 
 def busy(rows: Sequence[Row], ms: float, ghz: float, scores: float) -> dict[str, float]:
-    """Per cent of a program's time that each unit must have been busy, from its instructions: `unit_clocks` / time."""
+    """Return the per cent of a program's time that each unit must have been busy: `unit_clocks` / time."""
     available = ms * 1e6 * ghz * MULTIPROCESSORS / scores
     return {unit: 100 * clocks / available for unit, clocks in unit_clocks(rows).items() if unit in UNIT_NAMES}

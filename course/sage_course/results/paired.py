@@ -16,7 +16,7 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backw
 
 
 def headline() -> str:
-    """For the first page: what INT8 gains and loses, on its own, in a training step, and sparse."""
+    """Return the first page's text: what INT8 gains and loses, on its own, in a training step, and sparse."""
     both = {"scope": "autograd", "direction": "fwd+bwd", "cuda_graph": False}
     rows = read_record(PAIRED).select(**both, layout="bhnd")
     dense = [peer_ratios(of) for _, of in turns(rows)]
@@ -55,7 +55,7 @@ def headline() -> str:
 
 
 def video_times() -> str:
-    """A sentence with what all of a video model takes longer with FlashAttention-4 than with SLA2, by length."""
+    """Return a sentence with a whole video model's times, FlashAttention-4 over SLA2, by length."""
     rows = read_record(VIDEO).rows
     tokens = list(dict.fromkeys(row["tokens"] for row in rows))
     ms = {(row["what"], row["tokens"], row["provider"]): row["ms_median"] for row in rows}
@@ -71,7 +71,7 @@ def video_times() -> str:
 
 
 def paired_speed(direction: str) -> str:
-    """Peers' times over ours by shape, and what one call costs the host."""
+    """Return the table of peers' times over ours by shape, and of what one call costs the host."""
     record = read_record(PAIRED)
     rows = record.select(scope="autograd", direction=direction, layout="bhnd", cuda_graph=False)
     lines = []
@@ -87,7 +87,7 @@ def paired_speed(direction: str) -> str:
 
 
 def _errors(rows: Sequence[Row]) -> str:
-    """A sentence with everyone's relative L2 error, of the worst of O, dQ, dK and dV."""
+    """Return a sentence with everyone's relative L2 error, of the worst of O, dQ, dK and dV."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         errors.setdefault(row["provider"], []).append(row["rel_l2"])
@@ -96,7 +96,7 @@ def _errors(rows: Sequence[Row]) -> str:
 
 
 def paired_ways() -> str:
-    """What layout and a CUDA graph change: cuDNN's time over ours, both passes; and what an unbiased O costs."""
+    """Return the table of what layout and a CUDA graph change, cuDNN's time over ours, and of an unbiased O's cost."""
     record = read_record(PAIRED)
     ways = {(layout, graph): {} for layout, graph in (("bhnd", False), ("bnhd", False), ("bhnd", True))}
     unbiased = {}
@@ -114,7 +114,7 @@ def paired_ways() -> str:
 
 
 def paired_pinned() -> str:
-    """cuDNN's time over ours with the Triton that is pinned, beside that of the machine."""
+    """Return the table of cuDNN's time over ours, with the machine's Triton and with the pinned one."""
     both = {"scope": "autograd", "direction": "fwd+bwd", "layout": "bhnd", "cuda_graph": False}
     records = [read_record(name) for name in (PAIRED, PAIRED_PINNED)]
     usual, pinned = (
@@ -130,7 +130,7 @@ def paired_pinned() -> str:
 
 
 def paired_sparse() -> str:
-    """Peers' times over those of `sparse_linear_attention`, by length, mask and direction."""
+    """Return the table of peers' times over those of `sparse_linear_attention`, by length, mask and direction."""
     record = read_record(PAIRED_SPARSE)
     peers = [name for name in PEER_NAMES if record.select(provider=name)]
     lines = []
@@ -152,6 +152,6 @@ def _shape(where: dict) -> str:
 
 
 def _absent(record: Record) -> str:
-    """A sentence on the peers that were missing in some turn; nothing if none was."""
+    """Return a sentence on the peers that were missing in some turn; empty if none was."""
     names = dict.fromkeys(PEER_NAMES[row["provider"]] for row in record.provenance.get("missing", ()))
     return f" Not in every turn, for reasons that the record gives: {', '.join(names)}." if names else ""

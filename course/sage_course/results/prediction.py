@@ -1,6 +1,6 @@
-"""The tables about GPUs that we don't have: what `python -m sage_lab predict` and `choose` recorded.
+"""Tables about GPUs that we don't have, from the records of `python -m sage_lab predict` and `choose`.
 
-Nothing here was timed, so every table says that it is a prediction, or what a compiler made.
+Nothing here was timed, so every table says that it is a prediction or a compiler's output.
 """
 
 from importlib import resources
@@ -15,13 +15,13 @@ CAPABILITIES = {80: "8.0", 86: "8.6 and 8.9", 120: "12.0"}
 
 
 def origin(record: Record) -> str:
-    """Where a record that nobody measured comes from."""
+    """Describe where a record that nobody measured comes from."""
     facts = record.provenance
     return f"compiled by Triton {facts['triton']}, {facts['date'][:10]}, commit {facts['commit'][:7]}"
 
 
 def part_of(record: Record, name: str) -> Record:
-    """The rows of one part, "prediction", "H200" or "published": each part has columns of its own."""
+    """Return the rows of one part, "prediction", "H200" or "published": each part has columns of its own."""
     return record._replace(rows=record.select(part=name))
 
 
@@ -36,7 +36,7 @@ def _gpus(record: Record) -> list[str]:
 
 
 def gains() -> str:
-    """How many times faster INT8 should be than FlashAttention-2, by GPU."""
+    """Return the table of how much faster than FlashAttention-2 INT8 should be, by GPU."""
     record = part_of(read_record(PREDICTED), "prediction")
     columns = [(direction, head_dim) for direction in DIRECTIONS for head_dim in HEAD_DIMS]
     lines = []
@@ -49,7 +49,7 @@ def gains() -> str:
 
 
 def predicted() -> str:
-    """TOPS of FlashAttention-2 and of INT8, by GPU and head size."""
+    """Return the table of TOPS of FlashAttention-2 and of INT8, by GPU and head size."""
     record = part_of(read_record(PREDICTED), "prediction")
     lines = []
     for gpu in _gpus(record):
@@ -63,7 +63,7 @@ def predicted() -> str:
 
 
 def predicted_check() -> str:
-    """Predicted over measured, level by level on the H200; then what others published."""
+    """Return two tables, predicted over measured: level by level on the H200, and times that others published."""
     record = read_record(PREDICTED)
     ours = record.select(part="H200")
     lines = []
@@ -88,7 +88,7 @@ def predicted_check() -> str:
 
 
 def spills() -> str:
-    """Spill instructions in the loops over tiles, with the default launches and with those that `choose` took."""
+    """Return the table of spills in the loops over tiles, with the default launches and with those of `choose`."""
     table = resources.files("sage_kernels.common") / "launch_compiled.json"
     before, after = read_record(BEFORE), read_record(Path(str(table)))
     columns = [(capability, head_dim) for capability in CAPABILITIES for head_dim in HEAD_DIMS]

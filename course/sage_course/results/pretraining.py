@@ -1,6 +1,6 @@
-"""What recorded pre-training runs and gradients say: losses by seed and their intervals, bias against noise, claims.
+"""Numbers from pre-training runs and gradients: losses by seed, intervals, bias against noise, errors by layer.
 
-Records are those of `python -m sage_lab pretrain-grid` (runs, and traces of their layers) and of `noise`.
+The records are those of `python -m sage_lab pretrain-grid` (runs, and traces of their layers) and of `noise`.
 """
 
 import math
@@ -26,12 +26,12 @@ RUN_KINDS = {
 
 
 def t_quantile(degrees: int) -> float:
-    """Student's t, 97.5%, for that many degrees of freedom."""
+    """Return the 97.5% quantile of Student's t."""
     return float(stdtrit(degrees, 0.975))
 
 
 class Interval(NamedTuple):
-    """Of the mean of `count` values: its standard error, and half the width of its 95% interval (Student's t)."""
+    """The mean of `count` values, its standard error, and half the width of its 95% interval (Student's t)."""
 
     mean: float
     error: float
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """ValueError for fewer than two values."""
+    """Return the mean of at least two values, with its interval."""
     count = len(values)
     if count < 2:
         raise ValueError(f"values: expected at least 2 of them, got {count}")
@@ -49,7 +49,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True) -> dict[int, Row]:
-    """seed -> run of one of RUN_KINDS, at the learning rate that was chosen for its tokens per step."""
+    """Return seed -> run of one of RUN_KINDS, at the learning rate that was chosen for its tokens per step."""
     attention, smoothing, granularity = RUN_KINDS[kind]
     rate = record.provenance["learning_rate"][str(tokens_per_step)]
     rows = record.select(
@@ -60,17 +60,17 @@ def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool
 
 
 def default_granularity(granularity: str | None) -> str:
-    """Old records say None where the kernels ran with their own, which is the default now."""
+    """Return the granularity of a run: old records have None where the kernels used their own, now the default."""
     return granularity or SageBwdSettings.granularity
 
 
 def final_losses(runs: Mapping[int, Row]) -> dict[int, float]:
-    """seed -> final validation loss, of the runs that did not diverge."""
+    """Return seed -> final validation loss, for the runs that did not diverge."""
     return {seed: row["final_val_loss"] for seed, row in runs.items() if not row["diverged"]}
 
 
 def loss_summary(runs: Mapping[int, Row]) -> str:
-    """ "0.6617 (0.6592 to 0.6639, 3 seeds)"."""
+    """Describe final losses, as in "0.6617 (0.6592 to 0.6639, 3 seeds)"."""
     losses = list(final_losses(runs).values())
     diverged = f", {len(runs) - len(losses)} diverged" if len(losses) < len(runs) else ""
     if len(losses) < 2:
@@ -81,19 +81,19 @@ def loss_summary(runs: Mapping[int, Row]) -> str:
 def paired_differences(
     record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True, *, baseline: str = "exact"
 ) -> dict[int, float]:
-    """seed -> final loss of that kind less that of the baseline: same weights at the start, same batches."""
+    """Return seed -> final loss of that kind minus the baseline's, which has the same first weights and batches."""
     losses, others = (final_losses(pretrain_runs(record, x, tokens_per_step, qk_norm)) for x in (kind, baseline))
     return {seed: losses[seed] - others[seed] for seed in losses if seed in others}
 
 
 def relative_gaps(record: Record, tokens_per_step: int) -> list[float]:
-    """By seed: SageBwd's final loss less exact attention's, as a share of the mean of the latter."""
+    """Return SageBwd's final loss minus exact attention's, by seed, as a share of exact attention's mean."""
     exact = mean(final_losses(pretrain_runs(record, "exact", tokens_per_step)).values())
     return [gap / exact for gap in paired_differences(record, "SageBwd, K smoothed", tokens_per_step).values()]
 
 
 def noise_checkpoints(record: Record) -> dict[str, list[Row]]:
-    """The rows of every checkpoint of a noise record by a name for it, in the order they were measured."""
+    """Return name -> rows for every checkpoint of a noise record, in the order they were measured."""
     found: dict[str, list[Row]] = {}
     for row in record.rows:
         norm = "QK-norm" if row["qk_norm"] else "no QK-norm"
@@ -103,28 +103,28 @@ def noise_checkpoints(record: Record) -> dict[str, list[Row]]:
 
 
 def noise_of(rows: Iterable[Row], group: str, variant: str) -> Row:
-    """The one row of a checkpoint that has this group and variant."""
+    """Return the one row of a checkpoint that has this group and variant."""
     (row,) = (row for row in rows if (row["group"], row["variant"]) == (group, variant))
     return row
 
 
 def bias_to_gradient(row: Row) -> float:
-    """|b| / |G|; zero where no bias was found, NaN where no gradient was."""
+    """Return |b| / |G|: zero where no bias was found, NaN where no gradient was."""
     return math.sqrt(max(row["bias_square"], 0) / row["gradient_square"]) if row["gradient_square"] > 0 else math.nan
 
 
 def score_groups(rows: Iterable[Row]) -> list[str]:
-    """The groups of parameters that make Q and K, layer by layer."""
+    """Return the groups of parameters that make Q and K, layer by layer."""
     return [group for group in dict.fromkeys(row["group"] for row in rows) if group.endswith("query and key")]
 
 
 def bias_to_noise(row: Row, tokens_per_step: float) -> float:
-    """|b| / sqrt(tr(Sigma) / T); NaN where no bias was found."""
+    """Return |b| / sqrt(tr(Sigma) / T); NaN where no bias was found."""
     return math.sqrt(tokens_per_step / row["tokens_at_bias"]) if row["tokens_at_bias"] else math.nan
 
 
 def last_errors(record: Record, tokens_per_step: int, qk_norm: bool) -> dict[str, dict[str, float]]:
-    """ "layer 0" -> tensor -> relative L2 error at the end of training; rows of `pretrain-grid --traces`."""
+    """Return "layer 0" -> tensor -> relative L2 error at the end of training; rows of `pretrain-grid --traces`."""
     rows = record.select(tokens_per_step=tokens_per_step, qk_norm=qk_norm)
     last = max(row["step"] for row in rows)
     found: dict[str, dict[str, float]] = {}

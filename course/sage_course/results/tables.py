@@ -1,4 +1,4 @@
-"""The tables of RESULTS.md about the papers' tables and about training, from the records."""
+"""The tables of RESULTS.md about the papers' own tables and about training, from the records."""
 
 import itertools
 
@@ -19,7 +19,7 @@ MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
 
 
 def table1() -> str:
-    """The paper's Table 1 beside ours at the closest setting of the sweep."""
+    """Return the paper's Table 1 with ours at the closest setting of the sweep."""
     record = read_record(TABLE1)
     best = closest_setting(record)
     lines = []
@@ -33,7 +33,7 @@ def table1() -> str:
 
 
 def table2() -> str:
-    """The paper's Table 2 beside ours on the most error-prone layer of both committed captures."""
+    """Return the paper's Table 2 with ours on the most error-prone layer of both committed captures."""
     record = read_record(TABLE2)
     lines = []
     for qk_norm in (True, False):
@@ -51,7 +51,7 @@ def table2() -> str:
 
 
 def pretraining() -> str:
-    """Final losses of the pre-training runs beside the paper's, and what all runs say about its claims."""
+    """Return the final losses of the pre-training runs with the paper's, and the verdicts on its claims."""
     runs = read_record(PRETRAIN)
     sizes = runs.provenance["plan"]["tokens_per_step"]
     lines = []
@@ -72,7 +72,7 @@ def pretraining() -> str:
 
 
 def pretraining_speed() -> str:
-    """Time of a training step with exact attention and with SageBwd."""
+    """Return the time of a training step with exact attention and with SageBwd."""
     record = read_record(PRETRAIN_SPEED)
     exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
     if record.select(attention="flash_attention_4"):
@@ -91,7 +91,7 @@ def pretraining_speed() -> str:
 
 
 def parallel() -> str:
-    """Time and memory of one long sequence on one GPU and on several."""
+    """Return time and memory of one long sequence on one GPU and on several."""
     record = read_record(CONTEXT_PARALLEL)
     plan, memory = (record.provenance[name] for name in ("plan", "memory_bytes"))
     title = f"Forward and backward, of the slowest process, {record.timed}:"

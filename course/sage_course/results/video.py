@@ -1,12 +1,9 @@
-"""What the recorded fine-tuning of a video model says: its arms, the paper's claims, times, pictures (notebook 13).
+"""Results of fine-tuning a video model, for notebook 13: arms, the paper's claims, times, pictures.
 
-They come from `python -m sage_lab video finetune --all` and `video speed` on a GPU. While a file is missing, all that
-is shown of it is a sentence that says so, and which command writes it.
+Their records come from `python -m sage_lab video finetune --all` and `video speed` on a GPU.
 """
 
 import math
-from collections.abc import Callable
-from functools import wraps
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -33,13 +30,7 @@ from torch import Tensor
 
 from sage_course.figures.video import Films, arms_figure, films_of, selected_figure
 
-# In the folder of records.
-ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"
-COMMANDS = {
-    ARMS: "python -m sage_lab video finetune --all",
-    SPEED: "python -m sage_lab video speed",
-    PICTURES: "python -m sage_lab video finetune --all",
-}
+ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
 # VisionReward at 97% sparsity, if the arm doesn't say otherwise. The paper's full model was not fine-tuned.
 PAPER_SCORES = {
     NOT_TUNED: 0.1084, "SLA2": 0.1039, AFTERWARDS: 0.0850, "router at its start": 0.0876, "SLA at 90%": 0.0872,
@@ -50,37 +41,18 @@ COLUMN_WORDS = dict(zip(ALL_COLUMNS, ("made-up scenes", "real clips", "PSNR", "S
 
 
 class Text(str):
-    """Markdown, which a notebook shows as such."""
+    """Markdown, which a notebook renders."""
 
     def _repr_markdown_(self) -> str:
         return str(self)
-
-
-def if_there(*names: str) -> Callable:
-    """Of a function of no arguments: where a file of that name is missing, a sentence that says so, alone."""
-
-    def decorate(make: Callable[[], list]) -> Callable[[], list]:
-        @wraps(make)
-        def made() -> list:
-            missing = [name for name in names if not (RECORDED / name).exists()]
-            return [nothing(missing[0])] if missing else make()
-
-        return made
-
-    return decorate
-
-
-def nothing(name: str) -> Text:
-    return Text(f"Nothing is recorded yet: there is no {name}. On a GPU, `{COMMANDS[name]}` makes it.")
 
 
 def record_of(name: str) -> Record:
     return read_record(RECORDED / name)
 
 
-@if_there(ARMS)
 def comparison() -> list[Text | Figure]:
-    """To be displayed: the table of arms, their losses beside full attention's, and the claims."""
+    """Return what a notebook displays: the table of arms, their losses beside full attention's, and the claims."""
     record = record_of(ARMS)
     more = {arm: above_full(record, arm) for arm in dict.fromkeys(row["arm"] for row in record.rows)}
     found = {arm: difference for arm, difference in more.items() if difference is not None}
@@ -88,27 +60,23 @@ def comparison() -> list[Text | Figure]:
     return [arms(record), _closed(figure), claims(record)]
 
 
-@if_there(ARMS, PICTURES)
 def pictures() -> list[Figure | Films]:
-    """To be displayed: a scene as each model restored it, films from equal noise, what the router selected."""
+    """Return what a notebook displays: a restored scene, films from equal noise, what the router selected."""
     record = record_of(ARMS)
     names = {"truth": "restored_truth"} | {arm: f"{name}_restored" for arm, name in _drawn(record).items()}
-    # Every second frame, and two samples: a notebook is not to weigh too much.
+    # Every second frame, and two samples: a notebook must stay small.
     restored = films_of({arm: _strip(name)[:, ::2] for arm, name in names.items()})
     films = films_of({arm: video[:, ::2] for arm, video in samples().items() if arm in (FULL, "SLA2")})
     return [restored, films, _closed(selection(record))]
 
 
 def samples() -> dict[str, Tensor]:
-    """Arm -> its sample [3, T, size, size] in [-1, 1], at half its size; all from equal noise. Empty: none recorded."""
-    if not all((RECORDED / name).exists() for name in (ARMS, PICTURES)):
-        return {}
+    """Return each arm's sample [3, T, size, size] in [-1, 1], at half its size; all began with equal noise."""
     return {arm: _film(name) for arm, name in _drawn(record_of(ARMS)).items()}
 
 
-@if_there(SPEED)
 def speed() -> list[Text]:
-    """To be displayed: a training step and sampling at every length, with SLA2 and what it competes with."""
+    """Return what a notebook displays: times of a training step and of sampling, with SLA2 and its competitors."""
     record = record_of(SPEED)
     left_out = record.provenance.get("not_timed", {})
     more = "".join(f" Not timed: {contender}, {reason}." for contender, reason in left_out.items())
@@ -118,13 +86,13 @@ def speed() -> list[Text]:
 
 
 def above_full(record: Record, arm: str) -> Difference | None:
-    """How much larger the arm's loss is than that of full attention, fine-tuned alike; None if nothing says."""
+    """Return by how much the arm's loss is above full attention's; None if no seed has both."""
     more = None if arm == FULL else paired(record.rows, FULL, arm, LOSS)
     return None if more is None else bootstrap(more)
 
 
 def arms(record: Record) -> Text:
-    """A line for each arm: means over seeds, its loss above full attention's with an interval, the paper's score."""
+    """Return a line per arm: means over seeds, its loss above full attention's, the paper's score."""
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in record.rows):
         found = record.select(arm=arm)
@@ -141,7 +109,7 @@ def arms(record: Record) -> Text:
 
 
 def claims(record: Record) -> Text:
-    """Each claim with its paired difference, interval and verdict on the loss; then its verdicts on all measures."""
+    """Return each claim with its paired difference and verdict on the loss, then its verdicts on all measures."""
     found = verdict_rows(record.rows, ALL_COLUMNS)
     verdicts = {(row["claim"], row["on"]): row["verdict"] for row in found}
     lines = [
@@ -153,7 +121,7 @@ def claims(record: Record) -> Text:
 
 
 def selection(record: Record) -> Figure:
-    """What one block of queries selected, by the first head of the last layer."""
+    """Draw the blocks that one block of queries selected, in the first head of the last layer."""
     row = record.select(arm="SLA2")[0]
     tensors = load_file(RECORDED / PICTURES / "selected.safetensors")
     frames = tensors["video"] / 127.5 - 1
@@ -168,37 +136,37 @@ def selection(record: Record) -> Figure:
 
 
 def _closed(figure: Figure) -> Figure:
-    """One that a notebook shows when it is displayed, and not a second time at the end of the cell."""
+    """Close a figure, so that a notebook does not show it a second time at the end of the cell."""
     plt.close(figure)
     return figure
 
 
 def _drawn(record: Record) -> dict[str, str]:
-    """Arm -> the name of its run, of those that were drawn."""
+    """Return the run's name for each arm that has pictures."""
     seed = record.provenance["plan"]["seeds"][0]
     names = {arm: VideoRun(arm, seed).name for arm in DRAWN}
     return {arm: name for arm, name in names.items() if (RECORDED / PICTURES / f"{name}.gif").exists()}
 
 
 def _film(name: str) -> Tensor:
-    """[3, T, size, size] in [-1, 1] of a GIF, at half its size."""
+    """Read a GIF at half its size: [3, T, size, size] in [-1, 1]."""
     with Image.open(RECORDED / PICTURES / f"{name}.gif") as film:
         return _halved([frame.convert("RGB") for frame in ImageSequence.Iterator(film)])
 
 
 def _strip(name: str) -> Tensor:
-    """[3, frames, size, size] in [-1, 1] of a PNG with square frames side by side, at half its size."""
+    """Read a PNG of square frames side by side at half its size: [3, frames, size, size] in [-1, 1]."""
     with Image.open(RECORDED / PICTURES / f"{name}.png") as strip:
         size, starts = strip.height, range(0, strip.width, strip.height)
         return _halved([strip.convert("RGB").crop((x, 0, x + size, size)) for x in starts])
 
 
 def _halved(frames: list[Image.Image]) -> Tensor:
-    """[3, T, size, size] in [-1, 1] of T pictures of twice that size."""
+    """Halve T pictures: [3, T, size, size] in [-1, 1]."""
     pixels = np.stack([frame.reduce(2) for frame in frames])
     return torch.from_numpy(pixels).permute(3, 0, 1, 2) / 127.5 - 1
 
 
 def _unpacked(bits: Tensor, count: int) -> Tensor:
-    """bool [..., count] of bits, the first in the highest."""
+    """Unpack bits, highest first, into bool [..., count]."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=count)).bool()
