@@ -12,7 +12,7 @@ import pytest
 import torch
 from sage_lab import records
 from sage_lab.command_line import written
-from sage_lab.records import Record, markdown_table, only_writer, provenance, read_record, replaced, write_record
+from sage_lab.records import Record, only_writer, provenance, read_record, replaced, write_record
 
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
 
@@ -151,7 +151,3 @@ def test_the_commit_is_marked_when_sources_differ_from_it(tmp_path, monkeypatch,
 def test_caption_names_devices_day_and_commits(gpu, commit, caption):
     facts = {"gpu": gpu, "cpu": "a CPU, 2 cores", "date": "2026-01-02T03:04:05+00:00", "commit": commit}
     assert Record(facts, []).caption == f"measured on {caption}"
-
-
-def test_markdown_table():
-    assert markdown_table(("a", "b"), [(1, None), ("x", 0.5)]) == "| a | b |\n| --- | --- |\n| 1 | None |\n| x | 0.5 |"

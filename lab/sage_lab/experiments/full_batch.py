@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -302,29 +302,14 @@ def result_row(run: FullBatchRun, training: FullBatchTraining) -> Row:
     }
 
 
-def full_batch_table(finished: Finished) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return header and lines: means over seeds of every kind of run; gaps in millinats, with their range."""
-    kinds: dict[tuple, list[FullBatchRun]] = {}
-    for run in finished:
-        kinds.setdefault((run.qk_norm, run.learning_rate, run.batch_tokens, run.arm), []).append(run)
-    lines = []
-    for kind, runs in kinds.items():
-        rows = [finished[run] for run in runs]
-        losses = [row["final_loss"] for row in rows if row["final_loss"] is not None]
-        gaps = [1000 * gap(finished, run) for run in runs if run.replace(arm=TRUTH) in finished]
-        errors = [row["curve"][-1][CURVE.index("gradient_error")] for row in rows]
-        at_bias = [row["tokens_at_bias"] for row in rows if row["tokens_at_bias"] is not None]
-        cells = (
-            f"{mean(losses):.5f}" if losses else "-",
-            f"{mean(gaps):+.2f}" if gaps else "-",
-            f"{min(gaps):+.2f} to {max(gaps):+.2f}" if len(gaps) > 1 else "-",
-            f"{mean(errors):.2%}",
-            f"{median(at_bias):.2g}" if at_bias else "-",
-            f"{mean(row['seconds'] / max(1, row['steps']) for row in rows) * 1000:.0f}",
-        )
-        lines.append((*kind, len(runs), *cells))
-    header = ("QK-norm", "learning rate", "tokens per step", "arm", "seeds", "loss", "gap, mnat", "range")
-    return (*header, "gradient error", "T*", "ms per step"), lines
+def full_batch_table(finished: Finished) -> str:
+    """Return a table of the finished runs: what each ended with, and its gap to exact attention in millinats."""
+    error, lines = CURVE.index("gradient_error"), []
+    for run, row in finished.items():
+        behind = f"{1000 * gap(finished, run):+.2f}" if run.replace(arm=TRUTH) in finished else "-"
+        loss = row["diverged"] or f"{row['final_loss']:.5f}"
+        lines.append((run.name, loss, behind, f"{row['curve'][-1][error]:.2%}", f"{row['tokens_at_bias'] or 0:.2g}"))
+    return markdown_table(("run", "loss", "gap, mnat", "gradient error", "T*"), lines)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -375,6 +360,6 @@ def run(options: argparse.Namespace) -> None:
     with opened(plan.runs, options.folder, arguments, [options.device], deadline(options.minutes)) as work:
         left = work.finish(trained, write)
         write()
-    print(markdown_table(*full_batch_table({run: rows[0] for run, rows in work.finished.items()})))
+    print(full_batch_table({run: rows[0] for run, rows in work.finished.items()}))
     if left:
         print(f"\n{len(left)} runs are known to be left, first {left[0].name}: the same command goes on")

@@ -268,26 +268,15 @@ def _checkpoint_rows(
     return [facts | row for row in gradient_noise(model, train_corpus, settings)]
 
 
-def noise_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return header and lines for the layers and the whole model."""
-    header = (
-        "step",
-        "QK-norm",
-        "part",
-        "gradient",
-        "noise scale",
-        "|bias| / |G|",
-        "tokens per step where bias = noise",
-    )
-    lines = []
-    for row in rows:
-        if "," not in row["group"]:
-            scale, at_bias = (f"{x:.3g}" if x else "-" for x in (row["noise_scale"], row["tokens_at_bias"]))
-            relative = (
-                math.sqrt(max(row["bias_square"], 0) / row["gradient_square"]) if row["gradient_square"] > 0 else 0
-            )
-            lines.append((row["step"], row["qk_norm"], row["group"], row["variant"], scale, f"{relative:.2%}", at_bias))
-    return header, lines
+def noise_table(rows: Sequence[Row]) -> str:
+    """Return a table of the layers and the whole model."""
+    names = ("step", "qk_norm", "group", "variant", "noise_scale", "gradient_square", "bias_square", "tokens_at_bias")
+    lines = [
+        [f"{row[name]:.3g}" if isinstance(row[name], float) else row[name] for name in names]
+        for row in rows
+        if "," not in row["group"]
+    ]
+    return markdown_table(names, lines)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -307,7 +296,7 @@ def run(options: argparse.Namespace) -> None:
     parts = FinishedParts(options.json or Path("runs/noise.json"), (options.checkpoints, settings, options.device))
     with only_writer(parts.path):
         rows = noise_of_checkpoints(options.checkpoints, corpus, settings, parts, options.device)
-    print(markdown_table(*noise_table(rows)))
+    print(noise_table(rows))
     if options.json:
         facts = {"corpus": corpus.facts, "settings": asdict(settings)}
         write_record(options.json, rows, command=options.command, **facts)

@@ -15,7 +15,6 @@ from sage_lab.experiments.full_batch import (
     TRUTH,
     FullBatchPlan,
     deviating,
-    full_batch_table,
     gap,
     planned,
     screening,
@@ -64,18 +63,14 @@ def test_an_arm_is_the_model_and_the_training_it_is_described_as(name):
     assert config.backend == ("triton" if is_kernel else "reference")
     assert settings.attention_in_bfloat16 == (is_kernel or name == "bf16")
     assert (settings.random_error > 0) == (name == "random error")
-    assert (settings.batch_size, settings.sequences, settings.seed) == (256, 256, 1)
+    assert (settings.batch_size, settings.micro_batch_size, settings.sequences, settings.seed) == (256, 32, 256, 1)
+    small = PLAN.settings(run.replace(batch_tokens=2**14), compile=False)
+    assert (small.batch_size, small.micro_batch_size, small.sequences) == (16, 16, 256)
     if config.attention == "sagebwd":
         scales = ("block", 64, 64) if name.startswith("per tile") else ("row", 128, 128)
         assert (config.granularity, config.block_q, config.block_kv) == scales
         _, _, remedy = name.partition(": ")
         assert config.remedy == (UNBIASED if name == "kernels, unbiased" else remedy or "none")
-
-
-def test_a_small_batch_is_one_pass():
-    run = PLAN.run(TRUTH, True, 0.1, 1).replace(batch_tokens=2**14)
-    settings = PLAN.settings(run, compile=False)
-    assert (settings.batch_size, settings.micro_batch_size, settings.sequences) == (16, 16, 256)
 
 
 def test_the_screening_is_every_arm_without_and_with_norm_and_nothing_follows_before_it_ends():
@@ -162,18 +157,6 @@ def test_tokens_at_bias_are_the_median_of_the_second_half():
     assert tokens_at_bias(curve((1.0, None), (1.0, None))) is None
 
 
-def test_the_table_has_gaps_over_seeds():
-    runs = [PLAN.run(arm, False, 0.1, seed) for seed in (0, 1) for arm in (TRUTH, "per tile")]
-    finished = {run: row_of(2.0 + seed_gap) for run, seed_gap in zip(runs, (0, 0.001, 0, 0.003), strict=True)}
-    header, lines = full_batch_table(finished)
-    assert header[-1] == "ms per step"
-    kind = (False, 0.1, PLAN.tokens)
-    assert lines == [
-        (*kind, TRUTH, 2, "2.00000", "+0.00", "+0.00 to +0.00", "1.00%", "2e+06", "2000"),
-        (*kind, "per tile", 2, "2.00200", "+2.00", "+1.00 to +3.00", "1.00%", "2e+06", "2000"),
-    ]
-
-
 # The command
 
 TINY = replace(
@@ -201,7 +184,7 @@ def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, 
     assert [row["arm"] for row in whole[:4]] == list(TINY.arms)
     assert len(whole) >= 2 * len(TINY.arms)
     shown = capsys.readouterr().out
-    assert "| per tile |" in shown
+    assert "| per_tile_qk_normFalse_learning_rate0.01_seed0_batch_tokens512 |" in shown
     assert "left" not in shown
     advance, calls = FullBatchTraining.advance, []
 

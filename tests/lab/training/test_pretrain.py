@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -179,11 +178,13 @@ def test_impossible_settings_are_refused():
 # A run
 
 
-def test_training_learns(uninterrupted):
+def test_training_learns_and_ends_at_its_last_step_whatever_the_reports(tmp_path, uninterrupted):
     first, last = uninterrupted.losses[0], uninterrupted.losses[-1]
     assert first["validation_loss"] == pytest.approx(math.log(16), rel=0.05)
     assert last["validation_loss"] < 0.7 * math.log(16)
     assert [row["step"] for row in uninterrupted.losses] == [0, 4, 8, 12]
+    short = pretrained(tmp_path, settings=replace(SETTINGS, steps=5))
+    assert [row["step"] for row in short.losses] == [0, 4, 5]
 
 
 def test_the_log_has_a_line_for_every_step_and_for_every_report(uninterrupted, folder):
@@ -200,12 +201,6 @@ def test_the_log_has_a_line_for_every_step_and_for_every_report(uninterrupted, f
     seconds = [x for x in seconds if x]
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[-1] == pytest.approx(uninterrupted.seconds, abs=1e-4)
-
-
-def test_a_run_ends_at_its_last_step_whatever_the_reports(tmp_path):
-    training = pretrained(tmp_path, settings=replace(SETTINGS, steps=5))
-    assert training.step == saved(tmp_path / "run.pt")["step"] == 5
-    assert [row["step"] for row in training.losses] == [0, 4, 5]
 
 
 def test_when_time_is_over_a_run_stops_at_a_checkpoint_and_goes_on(tmp_path, uninterrupted):
@@ -288,32 +283,19 @@ def test_half_a_line_of_the_log_is_taken_back(tmp_path, uninterrupted, folder, m
     assert log_rows(tmp_path) == log_rows(folder)
 
 
-def test_a_finished_run_does_nothing_and_says_the_same(tmp_path, uninterrupted, folder, monkeypatch):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    for name in ("advance", "report", "save"):
-        monkeypatch.setattr(Pretraining, name, None)
-    again = pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
-    for file in folder.iterdir():
-        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
-    assert result_row(again) == result_row(uninterrupted)
-
-
 @pytest.mark.parametrize(
-    ("config", "settings", "message"),
+    ("corpus", "config", "settings", "message"),
     [
-        (STOCHASTIC, replace(SETTINGS, seed=1), "expected a run with seed=1, .*run.pt has seed=0"),
-        (STOCHASTIC, replace(SETTINGS, micro_batch_size=1), "expected a run with micro_batch_size=1, .* has "),
-        (CONFIG, SETTINGS, "expected a run with attention=exact, .*run.pt has attention=sagebwd"),
+        (sixteen_letters(), STOCHASTIC, replace(SETTINGS, seed=1), "seed=1, .*run.pt has seed=0"),
+        (sixteen_letters(), CONFIG, SETTINGS, "attention=exact, .*run.pt has attention=sagebwd"),
+        (Corpus("other", sixteen_letters().tokens.flip(0), 16), STOCHASTIC, SETTINGS, "corpus_sha256="),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted, folder, config, settings, message):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=f"checkpoint: {message}"):
-        pretrained(tmp_path, config, settings)
-    assert (tmp_path / "run.jsonl").read_bytes() == (folder / "run.jsonl").read_bytes()
-    other = Corpus("other", sixteen_letters().tokens.flip(0), 16)
-    with pytest.raises(ValueError, match="checkpoint: expected a run with corpus_sha256="):
-        Pretraining(other, config, settings).load(folder / "run.pt")
+def test_a_checkpoint_of_another_run_is_refused(uninterrupted, folder, corpus, config, settings, message):
+    before = (folder / "run.pt").read_bytes()
+    with pytest.raises(ValueError, match=f"checkpoint: expected a run with {message}"):
+        train(Pretraining(corpus, config, settings), folder / "run.pt")
+    assert (folder / "run.pt").read_bytes() == before
 
 
 def test_what_a_kill_while_saving_leaves_is_gone_after_the_next_save(tmp_path, monkeypatch):
@@ -375,63 +357,40 @@ def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt_and_leaves_a_who
 # Divergence
 
 
+# What is poisoned, the step where the run ends, and why. Guessing is ln 16 = 2.7726.
 DIVERGENCES = {
-    "loss": ({"step": 6, "loss": math.inf}, 6, "the loss of step 6 is not finite"),
-    "gradient": ({"step": 6, "gradient": math.inf}, 6, "the gradient of step 6 is not finite"),
-    "right after a report": ({"step": 4, "gradient": math.inf}, 4, "the gradient of step 4 is not finite"),
-    "first step": ({"step": 0, "loss": math.nan}, 0, "the loss of step 0 is not finite"),
-    "guessing": ({"step": 4, "loss": 2.9}, 8, "the loss before step 8 is 2.900, that of guessing 2.773"),
-}
+    "loss": ({"step": 6, "loss": math.inf}, {}, 6, "the loss of step 6 is not finite"),
+    "gradient right after a report": ({"step": 4, "gradient": math.inf}, {}, 4, "the gradient of step 4 is not finite"),
+    "first step": ({"step": 0, "loss": math.nan}, {}, 0, "the loss of step 0 is not finite"),
+    "guessing": ({"step": 4, "loss": 2.9}, {}, 8, "the loss before step 8 is 2.900, that of guessing 2.773"),
+    "part of the warm-up is not judged": (
+        {"step": 0, "loss": 2.9}, {"warmup_steps": 5}, 12, "the loss before step 12 is 2.900, that of guessing 2.773"
+    ),
+    "nor are the first steps": (
+        {"step": 0, "loss": 2.9}, {"warmup_steps": 0}, 8, "the loss before step 8 is 2.900, that of guessing 2.773"
+    ),
+    "as good as guessing": ({"step": 0, "loss": 2.77}, {}, 12, None),
+    "warm-up": ({"step": 0, "loss": 2.9}, {"warmup_steps": 12}, 12, None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DIVERGENCES)
-def test_divergence_ends_the_run_as_a_result(tmp_path, monkeypatch, case):
-    poison, step, reason = DIVERGENCES[case]
-    with monkeypatch.context() as patch:
-        cases.poisoned(patch, **poison)
-        training = pretrained(tmp_path)
-    row, rows, state = result_row(training), log_rows(tmp_path), saved(tmp_path / "run.pt")
-    assert rows[-1] == {"step": step, "diverged": reason}
-    assert all(x.isfinite().all() for x in state["model"].values())
-    assert (row["diverged"], row["final_val_loss"], row["steps"]) == (reason, None, step)
-    assert row["curve"][0][0] == 0
-    again = pretrained(tmp_path)  # nothing is poisoned any more, but it stays ended
-    for end in (state, vars(training), vars(again)):
-        assert (end["step"], end["diverged"]) == (step, reason)
-    assert result_row(again) == row
-    assert log_rows(tmp_path) == rows
-
-
-@pytest.mark.parametrize(
-    ("loss", "warmup_steps", "last_poor_step", "diverged_before"),
-    [
-        (2.77, 3, 12, None),  # guessing is ln 16 = 2.7726
-        (2.9, 12, 12, None),
-        (2.9, 5, 12, 12),  # the report that warm-up had a part in is not judged
-        (2.9, 0, 12, 8),  # nor are the first steps, without warm-up
-        (2.9, 0, 4, None),
-    ],
-)
-def test_losses_are_judged_by_guessing_after_the_warm_up(
-    tmp_path, monkeypatch, loss, warmup_steps, last_poor_step, diverged_before
-):
-    cases.poisoned(monkeypatch, step=0, until=last_poor_step, loss=loss)
-    found = pretrained(tmp_path, settings=replace(SETTINGS, warmup_steps=warmup_steps)).diverged
-    expected = f"the loss before step {diverged_before} is {loss:.3f}, that of guessing 2.773"
-    assert found == (expected if diverged_before else None)
-
-
-@pytest.mark.parametrize("case", ["right after a report", "guessing"])
-def test_a_run_killed_as_it_diverged_says_so_once(tmp_path, monkeypatch, case):
-    poison, step, reason = DIVERGENCES[case]
-    last = {"step": step, "diverged": reason}
+def test_divergence_ends_the_run_as_a_result_also_if_it_is_killed_as_it_diverges(tmp_path, monkeypatch, case):
+    poison, changes, step, reason = DIVERGENCES[case]
+    settings = replace(SETTINGS, **changes)
     cases.poisoned(monkeypatch, **poison)
-    cases.stopped_run(monkeypatch, "save", lambda training, path: training.diverged, tmp_path)
-    assert log_rows(tmp_path)[-1] == last
-    pretrained(tmp_path)
-    assert log_rows(tmp_path)[-1] == last
-    assert log_rows(tmp_path).count(last) == 1
-    assert [row["step"] for row in log_rows(tmp_path) if "loss" in row] == list(range(1, step + 1))
+    if reason:
+        cases.stopped_run(monkeypatch, "save", lambda training, path: training.diverged, tmp_path, settings=settings)
+    training = pretrained(tmp_path, settings=settings)
+    row, rows, state = result_row(training), log_rows(tmp_path), saved(tmp_path / "run.pt")
+    assert (row["diverged"], row["steps"]) == (reason, step)
+    assert (row["final_val_loss"] is None) == (reason is not None)
+    assert all(x.isfinite().all() for x in state["model"].values())
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, step + 1))
+    assert [row for row in rows if "diverged" in row] == ([{"step": step, "diverged": reason}] if reason else [])
+    monkeypatch.undo()  # nothing is poisoned any more, but it stays ended
+    assert result_row(pretrained(tmp_path, settings=settings)) == row
+    assert log_rows(tmp_path) == rows
 
 
 # Traces, and the row of a record
