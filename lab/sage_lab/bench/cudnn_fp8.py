@@ -124,16 +124,10 @@ class Pass:
         self, operation: str, inputs: Shapes, returned: Shapes, scaled: tuple[str, ...], options: dict, *,
         heads_last: bool, device: str, normalised_later: tuple[str, ...] = (),
     ):  # fmt: skip
-        """Build the graph.
+        """Build the graph of a method of cudnn.pygraph, whose arguments are `inputs` and `options`.
 
-        Args:
-            operation: a method of cudnn.pygraph.
-            inputs: the tensors it takes, by the names of its arguments.
-            returned: the tensors it returns, in its order.
-            scaled: what it rounds to E4M3.
-            options: its further arguments.
-            heads_last, device: where tensors are.
-            normalised_later: what has 1 as its largest entry when it is rounded, whatever is reported.
+        returned: what it returns, in its order. scaled: what it rounds to E4M3. normalised_later: what has 1 as its
+        largest entry when it is rounded, whatever is reported.
         """
         import cudnn
 

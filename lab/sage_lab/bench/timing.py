@@ -95,10 +95,7 @@ class Captured(NamedTuple):
 
 
 def captured(candidate: Callable[[], tuple[Tensor, ...]]) -> Captured:
-    """Capture a call as a CUDA graph.
-
-    The call must make its outputs, gradients too, from tensors that stay where they are.
-    """
+    """Capture a call as a CUDA graph; it must make its outputs from tensors that stay where they are."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
