@@ -32,7 +32,7 @@ def course_map() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"course": course_map, "speed": paired.headline},
+    "README.md": {"course": course_map, "speed": paired.first_page},
     "RESULTS.md": {
         "table1": tables.table1,
         "table2": tables.table2,
@@ -87,7 +87,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 def run(options: argparse.Namespace) -> None:
     overview = REPOSITORY / OVERVIEW
     overview.parent.mkdir(exist_ok=True)
-    overview_figure(read_record(tables.TABLE2), read_record(kernels.BENCH)).savefig(overview)
+    overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(overview)
     changed = []
     for path, text in texts():
         if text != path.read_text():

@@ -121,7 +121,7 @@ SLA2_POINT = ((8192, 32760), 0.97)
 UNITS = {4: {"tensor": 0.1, "exp2": 0.2, "alu": 0.15, "issue": 0.05, "l2": 0.01, "turns": 0.5}}
 PROFILED = {"forward": 5, "dq": 4, "dk": 4, "dv": 4, "no such program": 4}
 OTHERS = {
-    "overview": lambda r: figures.overview_figure(r("table2_captures"), r(BENCH)),
+    "overview": lambda r: figures.overview_figure(r("table2_captures"), r("paired_h200")),
     "table 1": lambda r: figures.table1_figure(r("table1_sweep"), closest_setting(r("table1_sweep"))),
     "choices of table 1": lambda r: figures.table1_choices_figure(r("table1_sweep")),
     "forward ladder": lambda r: figures.ladder_figure(r(BENCH), "fwd", title="", here=without_hopper(r(BENCH))),
@@ -171,7 +171,7 @@ OTHERS = {
 BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward step", "backward film", "backward step",
            "owners", "sparse owners", "sparse owner of nothing", "SLA2", "Hopper", "two warps")  # fmt: skip
 SEEN = {
-    "overview": 12344773, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
+    "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
     "backward ladder": 2968664254, "roofline": 772261119, "busy": 2992085643, "power": 742676946, "curves": 4040896106,
     "final losses": 730149032, "gaps": 1994684345, "layers": 3684787641, "layers in training": 3190487975,
     "noise": 667663389, "T*": 3978415046, "SLA2 ladder": 981905570, "SLA2 parts": 1210285485,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from sage_lab.bench.ratios import OURS, PEER_NAMES
 from sage_lab.experiments.table2 import most_error_prone
 from sage_lab.records import Record, Row
 
@@ -13,27 +14,33 @@ from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, S
 from sage_course.results.hopper_model import PEAK, TERA_SLOTS
 
 
-def overview_figure(table2: Record, bench: Record) -> Figure:
-    """Draw the course in one picture: where INT8's error grows in a trained model, and what each kernel idea gains.
+def overview_figure(table2: Record, paired: Record) -> Figure:
+    """Draw the course in one picture: where INT8's error grows in a trained model, and what both passes cost.
 
-    table2: rows of `python -m sage_lab table2`; the most error-prone layer with QK-norm is drawn. bench: rows of
-    `python -m sage_lab bench`; the forward kernels at the README's size are drawn.
+    table2: rows of `python -m sage_lab table2`; the most error-prone layer with QK-norm is drawn. paired: rows of
+    `python -m sage_lab bench`; both passes at D=128, N=8192 are drawn.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", width_ratios=(1.15, 1))
     errors = {row["tensor"]: row["rel_l2"] for row in most_error_prone(table2.select(qk_norm=True))}
     error_map(left, errors, title="INT8's error on its way to the gradients\n(relative L2, a trained language model)")
-    size = {"n_q": 8192, "head_dim": 128, "causal": False, "direction": "fwd"}
-    levels = sorted(bench.select(provider="sage_kernels", scope="kernel", **size), key=lambda row: row["level"])
-    names = [name.partition("\n")[2] for name in LEVEL_NAMES["fwd"][: len(levels)]]
-    right.bar(names, [row["tops"] for row in levels], color=[SKY] + [BLUE] * len(levels[1:]), width=0.6)
-    for provider, name, color in (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN)):
-        tops = bench.select(provider=provider, **size)[0]["tops"]
-        right.axhline(tops, color=color, linestyle="--", linewidth=1.2)
-        right.text(len(levels) - 0.6, tops + 8, name, color=color, fontsize=9)
-    title = f"One idea per kernel level\n(forward, D=128, N=8192, {bench.provenance['gpu']}, {bench.timed})"
-    right.set_title(title, fontsize=10)
-    right.set(ylabel="TOPS", ylim=(0, 1.1 * max(row["tops"] for row in levels)), xlim=(-0.5, len(levels) + 1.3))
-    right.tick_params(axis="x", labelsize=9)
+    size = {"n_q": 8192, "head_dim": 128, "causal": False, "layout": "bhnd", "cuda_graph": False, "scope": "autograd"}
+    rows = {
+        row["provider"]: row for row in paired.select(direction="fwd+bwd", **size) if row["heads"] == row["kv_heads"]
+    }
+    names = {name: PEER_NAMES[name] for name in ("sdpa_flash", "sdpa_cudnn", "cudnn_fp8", "fa4")} | {
+        OURS: "SageBwd, INT8"
+    }
+    names = dict(sorted(names.items(), key=lambda item: rows[item[0]]["ms_median"]))
+    times = [rows[name]["ms_median"] for name in names]
+    bars = right.barh(list(names.values()), times, color=[BLUE if name == OURS else SKY for name in names], height=0.62)
+    labels = [f"{rows[name]['ms_median']:.1f} ms, error {rows[name]['rel_l2']:.1%}" for name in names]
+    right.bar_label(bars, labels, padding=4, fontsize=9)
+    right.invert_yaxis()
+    right.set_title(
+        f"Forward and backward pass, timed in turn\n(D=128, N=8192, {paired.provenance['gpu']})", fontsize=10
+    )
+    right.set(xlabel="milliseconds (shorter is better)", xlim=(0, 1.45 * max(times)))
+    right.tick_params(axis="y", labelsize=9)
     return figure
 
 

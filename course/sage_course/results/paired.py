@@ -15,59 +15,46 @@ COMPARED = "A peer's time over ours, all timed in turn: above 1 where ours is fa
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 
-def headline() -> str:
-    """Return the first page's text: what INT8 gains and loses, on its own, in a training step, and sparse."""
+def first_page() -> str:
+    """Return the README's table: how many times as fast as each peer we are, alone, in training, and sparse."""
     both = {"scope": "autograd", "direction": "fwd+bwd", "cuda_graph": False}
-    rows = read_record(PAIRED).select(**both, layout="bhnd")
-    dense = [peer_ratios(of) for _, of in turns(rows)]
-    errors = {name: max(row["rel_l2"] for row in rows if row["provider"] == name) for name in (OURS, "cudnn_fp8")}
-    spans = {}
-    for peer in PEER_NAMES:
-        found = [ratios[peer] for ratios in dense if peer in ratios]
-        spans[peer] = f"{min(found):.2f} to {max(found):.2f}"
-    is_fastest = all(ratios.get("fa4") == min(1, *ratios.values()) for ratios in dense)
-    fastest = ": it is the fastest everywhere" if is_fastest else ""
+    dense, sparse = read_record(PAIRED), read_record(PAIRED_SPARSE)
+    rows = dense.select(**both, layout="bhnd", head_dim=128)
+    lines = {}
+    for where, of in turns(rows):
+        if where["n_q"] in (1024, 4096, 16384) and where["heads"] == where["kv_heads"]:
+            lines[f"SageBwd, {where['n_q']:,} tokens{', causal' if where['causal'] else ''}"] = peer_ratios(of)
+    lines = dict(sorted(lines.items(), key=lambda line: "causal" in line[0]))
     steps = read_record(PRETRAIN_SPEED)
-    trained = sorted(steps.select(attention="sagebwd", devices=1), key=lambda row: row["context"])
-    exact, fa4 = (
-        " and ".join(f"{relative_rate(steps, row, attention=name):.2f}" for row in trained)
-        for name in ("exact", "flash_attention_4")
+    names = {"sdpa_flash": "flash_attention_2", "sdpa_cudnn": "exact", "fa4": "flash_attention_4"}
+    for row in sorted(steps.select(attention="sagebwd", devices=1), key=lambda row: row["context"]):
+        ratios = {peer: relative_rate(steps, row, attention=name) for peer, name in names.items()}
+        lines[f"training step of a small Llama with SageBwd, {row['context']:,} tokens"] = ratios
+    *_, (where, of) = turns(sparse.select(mask="random", **both))
+    same_mask = peer_ratios(of)
+    lines[f"SLA2 at 97% sparsity, {where['n_q']:,} tokens"] = same_mask | {"fa4": None}
+    names = {"sdpa_flash": "flash_attention_2", "sdpa_cudnn": "cudnn", "fa4": "flash_attention_4"}
+    video = read_record(VIDEO)
+    for tokens in sorted({row["tokens"] for row in video.rows}):
+        ms = {row["provider"]: row["ms_median"] for row in video.select(what="step", tokens=tokens)}
+        ratios = {peer: ms[name] / ms["sla2"] for peer, name in names.items()}
+        lines[f"training step of a small video model with SLA2, {tokens:,} tokens"] = ratios
+    peers = ("sdpa_flash", "sdpa_cudnn", "cudnn_fp8", "fa4")
+    cells = [(name, *(f"{ratios[x]:#.3g}x" if ratios.get(x) else "" for x in peers)) for name, ratios in lines.items()]
+    table = markdown_table(("how many times as fast as", *(PEER_NAMES[peer] for peer in peers)), cells)
+    errors = {name: max(row["rel_l2"] for row in rows if row["provider"] == name) for name in (OURS, "cudnn_fp8")}
+    is_fastest = all(ratios["fa4"] == min(1, *ratios.values()) for ratios in (peer_ratios(of) for _, of in turns(rows)))
+    explained = (
+        "Forward and backward pass together, head size 128, quantisation included, all timed in turn on one GPU "
+        f"({dense.provenance['gpu']}); below 1x we are slower. "
+        f"FlashAttention-4 in bf16 is {'the fastest dense attention at every length' if is_fastest else 'fast'}: INT8 "
+        "makes matmuls cheaper, but not exponentials and rounding, and dP stays in 16 bit. cuDNN's FP8 attention has "
+        f"{errors['cudnn_fp8'] / errors[OURS]:.1f} times our error. SLA2 (alone: with a given, random block mask) is "
+        "compared with attention to all keys. FlashAttention-4 with the same block mask takes "
+        f"{same_mask['fa4']:.2f} times SLA2's time, but computes no linear branch. All times and conditions: "
+        "[RESULTS.md](RESULTS.md)."
     )
-    contexts = " and ".join(f"{row['context']:,}" for row in trained)
-    _, longest = list(turns(read_record(PAIRED_SPARSE).select(mask="random", **both)))[-1]
-    sparse, n = peer_ratios(longest), longest[0]["n_q"]
-    speed = (
-        "- **Speed.** On an H200, all timed in turn, quantisation included, both passes of attention alone: "
-        f"FlashAttention-2 takes {spans['sdpa_flash']} times as long as we do, cuDNN {spans['sdpa_cudnn']}, cuDNN "
-        f"in FP8 {spans['cudnn_fp8']} (with {errors['cudnn_fp8'] / errors[OURS]:.1f} times our error), "
-        f"FlashAttention-4 in bf16 {spans['fa4']}{fastest}. We lose most at short lengths and with a causal mask: INT8 "
-        "makes matmuls cheaper, not exponentials and rounding, and dP stays in 16 bit. A training step (our kernels do "
-        f"its QK-norm and rotation, too) is {exact} times as fast ({contexts} tokens) as with cuDNN, {fa4} with "
-        "FlashAttention-4."
-    )
-    sla2 = (
-        f"- **Sparse.** At {n:,} tokens FlashAttention-2 takes {sparse['sdpa_flash']:.0f} times as long for all keys "
-        f"as SLA2 at 97% with a given, random mask, cuDNN {sparse['sdpa_cudnn']:.0f}. FlashAttention-4 with the same "
-        f"mask takes {sparse['fa4']:.2f} times as long: it is faster, but computes the softmax branch alone. "
-        f"{video_times()}"
-    )
-    return "\n".join(textwrap.fill(text, 128, subsequent_indent="  ", break_on_hyphens=False) for text in (speed, sla2))
-
-
-def video_times() -> str:
-    """Return a sentence with a whole video model's times, FlashAttention-4 over SLA2, by length."""
-    rows = read_record(VIDEO).rows
-    tokens = list(dict.fromkeys(row["tokens"] for row in rows))
-    ms = {(row["what"], row["tokens"], row["provider"]): row["ms_median"] for row in rows}
-    step, sampling, alone = (
-        " and ".join(f"{ms[what, n, 'flash_attention_4'] / ms[what, n, 'sla2']:.1f}" for n in tokens)
-        for what in ("step", "sampling, CUDA graph", "sampling")
-    )
-    return (
-        f"A small video model with full attention by FlashAttention-4 takes {step} times as long for a training step "
-        f"({' and '.join(f'{n:,}' for n in tokens)} tokens) as with SLA2 at 97%, router and all; "
-        f"{sampling} for a sample, each pass a CUDA graph ({alone} without graphs)."
-    )
+    return f"{table}\n\n{textwrap.fill(explained, 128, break_on_hyphens=False)}"
 
 
 def paired_speed(direction: str) -> str:
