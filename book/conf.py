@@ -1,8 +1,8 @@
-"""How Sphinx makes the book: pages from the notebooks as committed, never executed. `make book` calls it.
+"""Sphinx's configuration of the book: pages from the notebooks as committed, never executed. `make book` uses it.
 
-Sources are the repository's own files, so the source folder is the repository's root; only home page, glossary and the
-pages about ways through the course lie in book/. Nothing comes from the network when a page is read: mathematics is set
-by the MathJax of the package sphinx-mathjax-offline, and search runs in the reader's browser.
+The sources are the repository's own files, so the source folder is the repository's root; only the home page, the
+glossary and the pages about ways through the course are in book/. A page needs no network: mathematics is set by the
+MathJax of the package sphinx-mathjax-offline, and search runs in the reader's browser.
 """
 
 import sys
@@ -34,11 +34,10 @@ exclude_patterns = [".*", "**/.*", "build", "dist", "runs", "tests", "sage_ref",
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_ipywidgets_js = {}  # sliders need a running kernel; course_pages says so where one stands
+nb_ipywidgets_js = {}  # sliders need a running kernel; course_pages puts a note in their place
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
-# The list of warnings that may pass, each with its reason. It is empty: `make book` stops at any warning.
-suppress_warnings = []
+suppress_warnings = []  # `make book` stops at any warning
 
 html_theme = "furo"
 html_title = "Trainable low-bit attention"

@@ -1,7 +1,7 @@
-"""A Sphinx extension: what turns the repository's notebooks and pages into a book.
+"""A Sphinx extension that turns the repository's notebooks and pages into a book.
 
 - Each notebook gets badges in place of its link and cell for Colab, and a note where a slider needs a kernel.
-- A link to, or the name of, a file of the repository that is no page leads to its public address.
+- A link to a file of the repository that is no page, or its name, leads to its public address.
 - Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
 - MathJax is copied from its package, and the folder's index.html leads to the home page.
 """
@@ -36,13 +36,13 @@ HOME = """<!doctype html>
 
 
 def notebook_head(path: Path) -> str:
-    """Markdown in place of the link and the cell for Colab: where to run the notebook, and where its file is."""
+    """Return Markdown in place of the link and the cell for Colab: badges for Colab and for the notebook's file."""
     return f"""[![Open in Colab](/book/static/colab.svg)]({colab_address(path)}) \
 [![The notebook's file](/book/static/file.svg)]({file_address(path)})"""
 
 
 def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Event source-read: the notebook's JSON with its head for the cell for Colab, and notes in place of sliders."""
+    """Handle the event source-read: put a head in place of the cell for Colab, and notes in place of sliders."""
     path = Path(f"{docname}.ipynb")
     if not (REPOSITORY / path).exists():
         return
@@ -62,7 +62,7 @@ def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
 
 
 class LinksToTheRepository(SphinxTransform):
-    """Files that are no page of the book are linked at the repository's public address."""
+    """Links to the repository's public address, for files that are no page of the book."""
 
     default_priority = 400
 
@@ -78,7 +78,7 @@ class LinksToTheRepository(SphinxTransform):
                 _into_link(node, file, keep=True)
 
     def _no_page(self, node: addnodes.pending_xref, here: Path) -> Path | None:
-        """The file or folder that MyST took for a page, or a folder that it took for a label."""
+        """Return the file or folder that MyST took for a page, or the folder that it took for a label."""
         target = node["reftarget"]
         if node.get("refdomain") == "doc" and target not in self.env.found_docs:
             return Path(self.env.doc2path(target))
@@ -86,7 +86,7 @@ class LinksToTheRepository(SphinxTransform):
 
 
 def _named(text: str) -> Path | None:
-    """The file or folder that `text` names: from the root, or from the kernels' folder, as their pages do."""
+    """Return the file or folder that `text` names, from the root, or from the kernels' folder as their pages do."""
     folders = [REPOSITORY, REPOSITORY / "kernels" / "sage_kernels"] if "/" in text.lstrip("/.") else []
     return next((folder / text for folder in folders if (folder / text).exists() and not text.startswith("/")), None)
 
@@ -103,7 +103,7 @@ def _into_link(node: nodes.Element, path: Path, keep: bool = False) -> None:
 
 
 class CourseMap(SphinxDirective):
-    """All notebooks with their minutes."""
+    """The table of all notebooks with their minutes."""
 
     def run(self) -> list[nodes.Node]:
         rows = [
@@ -114,7 +114,7 @@ class CourseMap(SphinxDirective):
 
 
 class ExerciseMap(SphinxDirective):
-    """All exercises with difficulty and minutes."""
+    """The table of all exercises with difficulty and minutes."""
 
     def run(self) -> list[nodes.Node]:
         headers = [(name, header_of(read_master(name), name)) for name in exercise_names()]
@@ -126,7 +126,11 @@ class ExerciseMap(SphinxDirective):
 
 
 def steps(lines: list[str]) -> list[tuple[str, int]]:
-    """(link, minutes) for each line, such as "notebook 02" or "exercise 05". ValueError names a line that fits none."""
+    """Return (link, minutes) for each line, such as "notebook 02" or "exercise 05".
+
+    Raises:
+        ValueError: a line is neither.
+    """
     known = {
         f"notebook {number}": (f"[{title}](/{path.as_posix()})", minutes)
         for path, number, title, minutes in notebooks()
@@ -161,7 +165,7 @@ class Way(SphinxDirective):
 
 
 def add_files(app: Sphinx, error: Exception | None) -> None:
-    """Event build-finished: MathJax and the folder's index.html."""
+    """Handle the event build-finished: copy MathJax, and write the folder's index.html."""
     if error is None and app.builder.format == "html":
         package = Path(find_spec("sphinx-mathjax-offline").origin).parent / "static" / "mathjax"
         for part in MATHJAX_PARTS:
