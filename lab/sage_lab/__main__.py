@@ -9,7 +9,7 @@ from sage_lab.command_line import Parser, add_json_option, end_with_parent, fini
 
 
 class Command(NamedTuple):
-    """A module with `run(options)` and perhaps `add_options(parser)`, imported only when its command is called."""
+    """A module with NAME_command(options) and perhaps add_options(parser), imported only when its command is called."""
 
     module: str
     description: str
@@ -93,7 +93,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
         if arguments[:1] == [name]:
             chosen = importlib.import_module(module)
             getattr(chosen, "add_options", lambda parser: None)(command)
-            command.set_defaults(run=chosen.run)
+            command.set_defaults(run=getattr(chosen, f"{name.replace('-', '_')}_command"))
         add_json_option(command)
     options = parser.parse_args(arguments)
     options.command = written("sage_lab", arguments)

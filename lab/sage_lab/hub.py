@@ -200,7 +200,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=positive, default=1, help="of the kernel's version on the hub")
 
 
-def run(options: argparse.Namespace) -> None:
+def hub_command(options: argparse.Namespace) -> None:
     """Write the kernels in the layout of Hugging Face's kernel hub."""
     try:
         version = metadata.version(NAME)

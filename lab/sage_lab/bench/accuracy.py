@@ -157,7 +157,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
 
 
-def run(options: argparse.Namespace) -> None:
+def accuracy_command(options: argparse.Namespace) -> None:
     """Compare the kernels with the reference on this GPU."""
     require_gpu()
     rows = list(sla2_rows() if options.op == "sla2" else sagebwd_rows())

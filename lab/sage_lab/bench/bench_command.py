@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without", choices=PEERS, nargs="+", default=(), help="leave out peers, one that crashes say")
 
 
-def run(options: argparse.Namespace) -> None:
+def bench_command(options: argparse.Namespace) -> None:
     """Time the public function and its peers in turn on this GPU; goes on where it was stopped."""
     measurement = MEASUREMENTS[options.op, options.levels]
     shapes = chosen(measurement.shapes, n=options.n, head_dim=options.head_dim)

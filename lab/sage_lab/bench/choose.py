@@ -180,7 +180,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, default=2, help="processes")
 
 
-def run(options: argparse.Namespace) -> None:
+def choose_command(options: argparse.Namespace) -> None:
     """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
     path = options.json or TABLE
     if options.defaults and path == TABLE:

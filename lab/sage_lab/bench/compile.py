@@ -510,7 +510,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, default=2, help="processes")
 
 
-def run(options: argparse.Namespace) -> None:
+def compile_command(options: argparse.Namespace) -> None:
     """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
     every = every_case()
     wanted = [

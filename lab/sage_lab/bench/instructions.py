@@ -105,7 +105,7 @@ def kind_of(instruction: str) -> str:
     return next(kind for kind, pattern in KINDS.items() if re.match(pattern, instruction))
 
 
-def run(options: argparse.Namespace) -> None:
+def instructions_command(options: argparse.Namespace) -> None:
     """Count what the loop of every level executes."""
     found = list(rows())
     print(markdown_table(found[0], [row.values() for row in found]))

@@ -188,7 +188,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="compare predictions with what was measured")
 
 
-def run(options: argparse.Namespace) -> None:
+def predict_command(options: argparse.Namespace) -> None:
     """Predict what INT8 attention brings on a GPU that needn't be there."""
     known = gpus()
     if unknown := sorted(set(options.gpu or ()) - set(known)):

@@ -205,7 +205,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def profile_command(options: argparse.Namespace) -> None:
     """Measure what limits the Hopper kernels; needs Nsight Compute."""
     if options.shared_memory:
         found = list(shared_memory_rows(case for case in cases(capabilities=(90,)) if hopper_of(case)))

@@ -1,1 +1,1 @@
-"""The commands that measure something, each in one file: what it does, `add_options(parser)` and `run(options)`."""
+"""The commands that measure something, each in one file with `add_options(parser)` and `NAME_command(options)`."""

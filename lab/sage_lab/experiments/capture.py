@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def capture_command(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
     model, arguments = load_model(options.checkpoint, options.device)
     if arguments["corpus_sha256"] != corpus.sha256:

@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=output_file, default="runs/capture_video.pt", metavar="FILE")
 
 
-def run(options: argparse.Namespace) -> None:
+def capture_video_command(options: argparse.Namespace) -> None:
     shape = {name: getattr(options, name) for name in ("frames", "size", "width", "heads")}
     config = VideoDiTConfig(**shape, cube=tuple(options.cube), layers=options.depth)
     check_choice_of(config, options.noise_levels, options.layers)

@@ -291,7 +291,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def context_parallel_command(options: argparse.Namespace) -> None:
     names = ("heads", "head_dim", "causal", "repetitions", "longest")
     plan = ParallelPlan(
         tuple(options.lengths), tuple(dict.fromkeys(options.attentions)),

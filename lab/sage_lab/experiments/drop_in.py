@@ -158,7 +158,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=10, help="of Trainer")
 
 
-def run(options: argparse.Namespace) -> None:
+def drop_in_command(options: argparse.Namespace) -> None:
     if reason := missing():
         raise Failed(reason)
     from transformers.utils import logging

@@ -33,15 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sage_lab.command_line import (
-    add_corpus_option,
-    add_device_option,
-    add_minutes_option,
-    corpus_of,
-    from_zero,
-    positive,
-    positive_number,
-)
+from sage_lab.command_line import add_corpus_option, add_device_option, add_minutes_option, corpus_of
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table
@@ -182,6 +174,7 @@ CPU_PLAN = FullBatchPlan(
     micro_batch=8,
     validation_sequences=8,
 )
+PLANS = {"gpu": FullBatchPlan(), "cpu": CPU_PLAN}
 Finished = dict[FullBatchRun, Row]
 
 
@@ -313,34 +306,19 @@ def full_batch_table(finished: Finished) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default = FullBatchPlan()
     on_gpu = torch.cuda.is_available()
     add_corpus_option(parser)
-    parser.add_argument("--plan", choices=("gpu", "cpu"), default="gpu" if on_gpu else "cpu")
-    parser.add_argument("--steps", type=positive, help=f"of a run; default: the plan's, {default.steps} on a GPU")
-    parser.add_argument("--learning-rates", type=positive_number, nargs="+", help="default: the plan's")
-    parser.add_argument("--seeds", type=from_zero, nargs="+", help="default: the plan's")
+    parser.add_argument("--plan", choices=PLANS, default="gpu" if on_gpu else "cpu")
     add_minutes_option(parser)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
     parser.add_argument("--folder", type=Path, default="runs/full_batch", help="of finished runs and of checkpoints")
     add_device_option(parser)
 
 
-def plan_of(options: argparse.Namespace) -> FullBatchPlan:
-    changes = {name: getattr(options, name) for name in ("steps", "learning_rates", "seeds")}
-    changes = {name: tuple(x) if isinstance(x, list) else x for name, x in changes.items() if x is not None}
-    base = FullBatchPlan() if options.plan == "gpu" else CPU_PLAN
-    return FullBatchPlan(**{name: getattr(base, name) for name in FullBatchPlan.__dataclass_fields__} | changes)
-
-
-# Fields of a plan that choose its runs; a run itself does not depend on them.
-SELECTIONS = ("learning_rates", "seeds", "arms", "unsmoothed", "remedies", "halvings", "margin")
-
-
-def run(options: argparse.Namespace) -> None:
+def full_batch_command(options: argparse.Namespace) -> None:
     if options.plan == "gpu" and not options.device.startswith("cuda"):
         raise ValueError(f"plan: expected cpu on device {options.device}, got gpu")
-    plan, corpus = plan_of(options), corpus_of(options)
+    plan, corpus = PLANS[options.plan], corpus_of(options)
     torch.set_float32_matmul_precision("highest")
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
@@ -356,7 +334,7 @@ def run(options: argparse.Namespace) -> None:
         if options.json and work.rows:
             work.record(options.json, options.command, **facts)
 
-    arguments = {name: x for name, x in asdict(plan).items() if name not in SELECTIONS}, corpus.sha256, options.device
+    arguments = plan, corpus.sha256, options.device
     with opened(plan.runs, options.folder, arguments, [options.device], deadline(options.minutes)) as work:
         left = work.finish(trained, write)
         write()

@@ -290,7 +290,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def noise_command(options: argparse.Namespace) -> None:
     settings = NoiseSettings(options.batches, options.sequences, options.folds, tuple(options.variants))
     corpus = corpus_of(options)
     parts = FinishedParts(options.json or Path("runs/noise.json"), (options.checkpoints, settings, options.device))

@@ -9,7 +9,7 @@ from sage_lab.records import markdown_table, provenance, replaced
 from sage_ref.backend import sagebwd_kernels, why_not_triton
 
 
-def run(options: argparse.Namespace) -> None:
+def info_command(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = provenance(options.command)
     example = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device)

@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def pretrain_command(options: argparse.Namespace) -> None:
     for name, number in (("tokens_per_step", options.context), ("tokens", options.tokens_per_step)):
         if getattr(options, name) % number:
             raise ValueError(f"{name}: expected a multiple of {number}, got {getattr(options, name)}")

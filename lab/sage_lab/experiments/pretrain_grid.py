@@ -277,7 +277,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def pretrain_grid_command(options: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
     if options.plan != "cpu" and not (on_gpu or options.report_only):
         raise ValueError(f"plan: expected cpu, as this machine has no CUDA device, got {options.plan}")

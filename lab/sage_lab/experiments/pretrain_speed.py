@@ -305,7 +305,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def pretrain_speed_command(options: argparse.Namespace) -> None:
     names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
     plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
     path = options.json or Path("runs/pretrain_speed.json")

@@ -140,7 +140,7 @@ def tuning_row(run: TuningRun, tensors: dict[str, Tensor], settings: TuningSetti
 RUNS = [TuningRun(*x) for x in itertools.product((2, 4), (1.0, 30.0, 100.0, 300.0), WAYS, range(5))]
 
 
-def run(options: argparse.Namespace) -> None:
+def quantization_aware_command(options: argparse.Namespace) -> None:
     layers = read_capture(RECORDED / "capture_video.safetensors").layers
     with opened(Plan("quantization_aware", [RUNS]), Path("runs"), TuningSettings()) as work:
         work.finish(

@@ -145,7 +145,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=from_zero, default=0)
 
 
-def run(options: argparse.Namespace) -> None:
+def repair_command(options: argparse.Namespace) -> None:
     paths = options.capture or [RECORDED / f"{name}.safetensors" for name in CAPTURES.values()]
     captures = {path.stem: read_capture(path) for path in paths}
     for path in paths:

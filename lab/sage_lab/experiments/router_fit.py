@@ -429,7 +429,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def train_router_command(options: argparse.Namespace) -> None:
     if options.outlier is None:
         capture = options.capture or RECORDED / "capture_video.safetensors"
         layers = read_capture(capture).layers

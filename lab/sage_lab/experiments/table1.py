@@ -126,7 +126,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def table1_command(options: argparse.Namespace) -> None:
     sweep = Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
     path = options.json or Path("runs/table1.json")
     with opened(Plan(path.stem, [table1_runs(sweep)]), path.parent, sweep, [options.device]) as work:

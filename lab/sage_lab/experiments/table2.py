@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--granularity", default="block", choices=("block", "row"))
 
 
-def run(options: argparse.Namespace) -> None:
+def table2_command(options: argparse.Namespace) -> None:
     settings = SageBwdSettings.printed(is_causal=True, granularity=options.granularity)
     header, columns, rows, facts = ["tensor"], [list(PAPER_TABLE2)], [], []
     recorded = (RECORDED / f"{name}.safetensors" for name in CAPTURES.values())

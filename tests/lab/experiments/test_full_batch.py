@@ -169,7 +169,7 @@ COMMAND = ["full-batch", "--corpus", "text.txt", "--device", "cpu", "--folder", 
 
 @pytest.fixture
 def tiny(text, monkeypatch):
-    monkeypatch.setattr(full_batch, "CPU_PLAN", TINY)
+    monkeypatch.setitem(full_batch.PLANS, "cpu", TINY)
     monkeypatch.setattr("sage_lab.records._commit", lambda: "0" * 40)
     return text
 
@@ -215,22 +215,6 @@ def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, 
     assert row["tokens_at_bias_here"] == pytest.approx(here)
 
 
-def test_a_plan_of_more_runs_goes_on_with_those_that_are_finished_and_names_both_commits(tiny, monkeypatch):
-    main(COMMAND)
-    first = read_record(tiny / "out.json")
-    monkeypatch.setattr("sage_lab.records._commit", lambda: "1" * 40)
-    train, trained = full_batch.train, []
-    monkeypatch.setattr(full_batch, "train", lambda *run, **how: trained.append(run) or train(*run, **how))
-    main([*COMMAND, "--seeds", "0", "1"])
-    record = read_record(tiny / "out.json")
-    assert record.select(seed=0) == first.rows
-    assert len(trained) == len(record.select(seed=1)) > 0
-    assert record.provenance["commit"] == ["0" * 40, "1" * 40]
-    trained.clear()
-    main([*COMMAND, "--steps", "1", "--minutes", "1e-9", "--json", "none.json"])  # other runs
-    assert not (tiny / "none.json").exists()
-
-
 def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
     main([*COMMAND, "--minutes", "1e-9"])
     first = "exact_qk_normFalse_learning_rate0.01_seed0_batch_tokens512"
@@ -238,11 +222,3 @@ def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
     assert not (tiny / "out.json").exists()
     main([*COMMAND, "--minutes", "10"])
     assert read_record(tiny / "out.json").provenance["unfinished"] == []
-
-
-def test_options_change_the_plan(tiny, capsys):
-    main([*COMMAND, "--steps", "1", "--learning-rates", "0.02", "0.01", "--seeds", "3", "--minutes", "1e-9"])
-    assert "first exact_qk_normFalse_learning_rate0.02_seed3_batch_tokens512" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main([*COMMAND, "--plan", "gpu"])
-    assert "plan: expected cpu on device cpu, got gpu" in capsys.readouterr().err

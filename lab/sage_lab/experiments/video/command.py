@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(act=act)
 
 
-def run(options: argparse.Namespace) -> None:
+def video_command(options: argparse.Namespace) -> None:
     options.act(options)
 
 
