@@ -10,7 +10,7 @@ from sage_course import readme
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(prog="python -m sage_course", description=__doc__)
     add_json_option(parser)
-    if status := finish("python -m sage_course", lambda: readme.run(parser.parse_args(arguments))):
+    if status := finish("python -m sage_course", lambda: readme.write_pages(parser.parse_args(arguments))):
         sys.exit(status)
 
 

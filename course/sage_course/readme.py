@@ -84,7 +84,8 @@ def texts() -> Iterator[tuple[Path, str]]:
         yield path, framed(path.read_text(), path.relative_to(REPOSITORY), public_address())
 
 
-def run(options: argparse.Namespace) -> None:
+def write_pages(options: argparse.Namespace) -> None:
+    """Write the figure, and every file whose text is not as it should be."""
     overview = REPOSITORY / OVERVIEW
     overview.parent.mkdir(exist_ok=True)
     overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(overview)

@@ -16,15 +16,8 @@ def table1_figure(record: Record, setting: dict) -> Figure:
     for ax, tensor in zip(axes, TENSOR_COLORS, strict=True):
         rows = sorted(record.select(tensor=tensor, **setting), key=lambda row: row["sigma"])
         sigma = [row["sigma"] for row in rows]
-        ax.plot(
-            sigma,
-            [row["paper_rel_l2"] for row in rows],
-            "s--",
-            color=BLACK,
-            markersize=6,
-            mfc="none",
-            label="paper, Table 1",
-        )
+        paper = [row["paper_rel_l2"] for row in rows]
+        ax.plot(sigma, paper, "s--", color=BLACK, markersize=6, mfc="none", label="paper, Table 1")
         ax.plot(sigma, [row["rel_l2"] for row in rows], "o-", color=TENSOR_COLORS[tensor], label="sage_ref")
         ax.set(title=tensor, xlabel="sigma of Q and K", yscale="log", xticks=sigma)
         ax.grid(alpha=0.3)

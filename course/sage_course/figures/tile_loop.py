@@ -1,7 +1,7 @@
 """Films of the loop over tiles: what each tile computes, and what has been added up so far."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -72,10 +72,8 @@ def forward_film(scores: Tensor, values: Tensor, block: int, shown: Sequence[int
 def forward_step_figure(scores: Tensor, values: Tensor, block: int, step: int) -> Figure:
     """Draw one picture of `forward_film`, larger, for a slider over the steps, from 0."""
     steps = forward_steps(scores, values, block)
-    figure, (ax,) = panels(1, width=6.0, height=0.32 * len(scores) + 1.1)
-    draw_forward(ax, scores, values, block, steps[: step + 1], len(steps))
-    figure.supxlabel(FORWARD_KEY, fontsize=LETTERS)
-    return figure
+    height = 0.32 * len(scores) + 1.1
+    return one_picture(height, FORWARD_KEY, draw_forward, scores, values, block, steps[: step + 1], len(steps))
 
 
 FORWARD_KEY = "red: above 0, blue: below; grey: computed and forgotten; x old: factor $e^{m_{old} - m_{new}}$"
@@ -101,10 +99,9 @@ def draw_forward(
     limit = scores[scores > -math.inf].abs().max()
     draw_cells(axes, scores[queries, keys], (keys.start, queries.start), limit)
     outline = {"fill": False, "ec": ORANGE, "linewidth": 2.5, "zorder": 4}
-    axes.add_patch(
-        Rectangle((keys.start, queries.start), keys.stop - keys.start, queries.stop - queries.start, **outline)
-    )
-    for row in range(queries.stop - queries.start):
+    height = queries.stop - queries.start
+    axes.add_patch(Rectangle((keys.start, queries.start), keys.stop - keys.start, height, **outline))
+    for row in range(height):
         numbers = now.rescale[row], now.m[row], now.l[row]
         for start, number in zip(starts, numbers, strict=True):
             place = start + number_width / 2, queries.start + row + 0.5
@@ -112,7 +109,7 @@ def draw_forward(
     axes.add_patch(Rectangle((o_start, 0), width, n_q, fill=False, ec="0.6", linewidth=0.6))
     for step in {step.i: step for step in steps}.values():
         draw_cells(axes, step.o, (o_start, query_blocks[step.i].start), values.abs().max())
-    axes.add_patch(Rectangle((o_start, queries.start), width, queries.stop - queries.start, **outline))
+    axes.add_patch(Rectangle((o_start, queries.start), width, height, **outline))
     headings = ("S", n_k / 2), *zip(("x old", "m", "l"), (start + number_width / 2 for start in starts), strict=True)
     for name, x in (*headings, ("O / l" if now.is_last else "O", o_start + width / 2)):
         axes.text(x, -0.15, name, ha="center", va="bottom", fontsize=LETTERS)
@@ -144,6 +141,15 @@ def film_strip(count: int, columns: int, height: float, title: str) -> tuple[Fig
     return figure, grid.flatten()[:count]
 
 
+def one_picture(height: float, key: str, draw: Callable, *arguments) -> Figure:
+    """Draw one picture of a film, larger, with its key below."""
+    figure, (ax,) = panels(1, width=6.0, height=height)
+    draw(ax, *arguments)
+    if key:
+        figure.supxlabel(key, fontsize=LETTERS)
+    return figure
+
+
 def backward_order(visible: Tensor) -> list[tuple[int, int]]:
     """Return the tiles (i, j) in Algorithm 2's order, keys outside, queries inside. visible: bool [Tm, Tn]."""
     return [(i, j) for j in range(visible.shape[1]) for i in range(visible.shape[0]) if visible[i, j]]
@@ -169,10 +175,8 @@ def backward_film(visible: Tensor, shown: Sequence[int] | None = None) -> Figure
 def backward_step_figure(visible: Tensor, step: int) -> Figure:
     """Draw one picture of `backward_film`, larger, for a slider over the steps, from 0."""
     order = backward_order(visible)
-    figure, (ax,) = panels(1, width=6.0, height=0.45 * (visible.shape[0] + 3) + 0.8)
-    draw_backward(ax, visible, order[: step + 1], len(order))
-    figure.supxlabel(BACKWARD_KEY, fontsize=LETTERS)
-    return figure
+    height = 0.45 * (visible.shape[0] + 3) + 0.8
+    return one_picture(height, BACKWARD_KEY, draw_backward, visible, order[: step + 1], len(order))
 
 
 BACKWARD_KEY = "orange: this step; 1/3: one of three parts is in the sum; green: the sum is complete"
@@ -291,9 +295,7 @@ def sparse_owners(block_mask: Tensor, rows: Sequence[int], columns: Sequence[int
 
 def sparse_owner_figure(block_mask: Tensor, row: int | None = None, column: int | None = None) -> Figure:
     """Draw one picture of `sparse_owners`, larger, for a slider. Either row or column is given."""
-    figure, (ax,) = panels(1, width=6.0, height=0.45 * (block_mask.shape[0] + 3) + 0.8)
-    draw_sparse_owner(ax, block_mask, row, column)
-    return figure
+    return one_picture(0.45 * (block_mask.shape[0] + 3) + 0.8, "", draw_sparse_owner, block_mask, row, column)
 
 
 def draw_sparse_owner(axes: Axes, block_mask: Tensor, row: int | None, column: int | None) -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 from sage_kernels.common.device import triton_device
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 
 GUARD = 777.0  # a number that no computation here produces
 ROOM = 64 * 64  # of guards behind a tensor
@@ -103,17 +104,12 @@ def run_range(function, n, block_q, block_kv):
     return out.cpu()
 
 
-def _draw(n: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, 16, generator=generator) for _ in range(count)]
-
-
 def _scores() -> list[tuple]:
-    return [(*_draw(20, 2), 16)]
+    return [(*draws(0, (20, 16), (20, 16)), 16)]
 
 
 def _attention() -> list[tuple]:
-    q, k, v = _draw(40, 3)
+    q, k, v = draws(0, *[(40, 16)] * 3)
     k[16:] *= 2  # so that later tiles hold larger scores
     return [(q, k, v, 16)]
 

@@ -100,15 +100,9 @@ def run_ring(q_hat, k_hat, seed=0, **functions):
     """
     out = torch.zeros(len(q_hat), dtype=torch.int32)
     tiles = len(k_hat) // TILE.value
-    arguments = (
-        descriptor(q_hat, ROWS.value, HEAD_DIM),
-        descriptor(k_hat, TILE.value, HEAD_DIM),
-        out,
-        len(q_hat),
-        tiles,
-    )
+    descriptors = descriptor(q_hat, ROWS.value, HEAD_DIM), descriptor(k_hat, TILE.value, HEAD_DIM)
     try:
-        OnCPU(ring_program, seed, **functions)[(1,)](*arguments, num_warps=4, maxnreg=128)
+        OnCPU(ring_program, seed, **functions)[(1,)](*descriptors, out, len(q_hat), tiles, num_warps=4, maxnreg=128)
     except (AssertionError, IndexError, RuntimeError) as error:
         return str(error)
     return out

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sage_course.check import Gap, Mistake
+from sage_course.lessons import draws
 from sage_ref.quantization import fake_quantize
 
 BLOCK_Q, BLOCK_KV = 128, 64
@@ -52,28 +53,23 @@ def value_and_gradients(function, exact: Tensor, quantized: Tensor) -> tuple[Ten
     return found.detach(), *gradients
 
 
-def _draw(count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(192, 8, generator=generator, dtype=torch.float64) for _ in range(count)]
-
-
 def _half_hidden() -> Tensor:
     return torch.arange(192)[None, :].expand(192, -1) // BLOCK_KV == 1
 
 
 def _inputs() -> list[tuple]:
-    q, k, v = _draw(3)
+    q, k, v = draws(0, *[(192, 8)] * 3, dtype=torch.float64)
     sizes = torch.linspace(0.2, 3, 192, dtype=torch.float64)[:, None]  # so that blocks differ
     return [(sizes * q, sizes * k + 2, sizes.flip(0) * v, _half_hidden(), 0.35)]
 
 
 def _outputs() -> list[tuple]:
-    exact = _draw(1)[0][:4]
+    (exact,) = draws(0, (4, 8), dtype=torch.float64)
     return [(exact, torch.round(4 * exact) / 4)]
 
 
 def _handed_in() -> list[tuple]:
-    q, k, v, do, o = _draw(5)
+    q, k, v, do, o = draws(0, *[(192, 8)] * 5, dtype=torch.float64)
     return [(do, q, k, v, o, torch.logsumexp(0.35 * q @ k.mT, -1, keepdim=True) + 0.1, _half_hidden(), 0.35)]
 
 

@@ -65,18 +65,13 @@ def predicted() -> str:
 def predicted_check() -> str:
     """Return two tables, predicted over measured: level by level on the H200, and times that others published."""
     record = read_record(PREDICTED)
-    ours = record.select(part="H200")
+    ours = part_of(record, "H200")
     lines = []
     for direction, name in (("fwd", "forward"), ("bwd", "backward")):
-        for level in sorted({row["level"] for row in ours if row["direction"] == direction}):
-            rows = [
-                row for d in HEAD_DIMS for row in ours
-                if (row["direction"], row["level"], row["head_dim"]) == (direction, level, d)
-            ]  # fmt: skip
-            cells = [
-                f"{x['ms_predicted']:.2f} / {x['ms_measured']:.2f} = {x['predicted_over_measured']:.2f}" for x in rows
-            ]
-            lines.append((f"{name} {level}", *cells))
+        for level in sorted({row["level"] for row in ours.select(direction=direction)}):
+            rows = [row for d in HEAD_DIMS for row in ours.select(direction=direction, level=level, head_dim=d)]
+            cell = "{ms_predicted:.2f} / {ms_measured:.2f} = {predicted_over_measured:.2f}".format
+            lines.append((f"{name} {level}", *(cell(**row) for row in rows)))
     header = ("H200, ms, predicted / measured", *(f"D={d}" for d in HEAD_DIMS))
     others = [
         (x["gpu"], x["what"], x["head_dim"], "causal" if x["causal"] else "no mask", x["predicted"], x["published"],
