@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 from sage_kernels.common.candidates import Launch, candidates
+from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.sagebwd.backward.program import run_dkdv, run_dq
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
 from sage_kernels.sagebwd.ops import forward_level
@@ -97,7 +98,7 @@ def sla2_runner(kernel: Kernel, case: SparseCase) -> Run:
         return lambda launch: {"O": sla2_ladder.run(prepared, kernel.level, scale=scale, launch=launch).output}
     saved = sla2_ladder.run(prepared, 1, scale=scale)
     if kernel.kernel == "sla2_mix":
-        return lambda launch: {"O": run_mix(prepared.inputs, saved.sparse_output, launch)}
+        return lambda launch: {"O": run_mix(prepared.inputs, saved.sparse_output, launch, start_with_triton)}
     judged = grad_output.clone()
     judged[:, :, case.judged_queries :] = 0
     inputs = BackwardInputs(judged, *operands, case.alpha, sums, saved.sparse_output, saved.log_sum_exp, None)
