@@ -1,8 +1,9 @@
-"""What the kernel tests share: where they run, cases, and what the oracles say of a case.
+"""Cases, oracles and helpers of the kernel tests: where kernels run here, and what SageBwd's oracles say of a case.
 
-G is exact attention in float64, S the reference simulating the same quantisation in float32, E attention as PyTorch's
-16-bit operations compute it. On a GPU cases have full sizes and both 16-bit types; elsewhere Triton's interpreter runs
-a few small ones in float16 (its bfloat16 matmul returns garbage).
+G is exact attention in float64. S is the reference, which simulates the same quantisation in float32. E is attention
+as PyTorch's 16-bit operations compute it. On a GPU cases have full sizes and both 16-bit types. Elsewhere a few small
+ones run in float16: Triton's programs in its interpreter (whose bfloat16 matmul returns garbage), and Hopper's programs
+in our emulator.
 """
 
 import fcntl
@@ -17,6 +18,7 @@ from functools import lru_cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -25,18 +27,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
-from sage_kernels.common.quantize import SCALE_BLOCK
-from sage_kernels.sagebwd import ops
-from sage_kernels.sagebwd.ladder import (
-    BACKWARD_LEVELS,
-    FORWARD_LEVELS,
-    obstacle,
-    prepare_backward,
-    prepare_forward,
-    run_backward,
-    run_forward,
-)
+from sage_kernels import hopper
+from sage_kernels.common.launch import Launch
+from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.memory import is_heads_last
+from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim
+from sage_kernels.common.tiles import TINY
+from sage_kernels.hopper.emulator import OnCPU
+from sage_kernels.sagebwd import ladder, ops
+from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
+from triton.experimental.gluon._runtime import GluonJITFunction
 
+from sage_ref import Prologue
 from sage_ref.attention import AttentionBackward, attention_forward, causal_mask, softmax_scale
 from sage_ref.quantization import fake_quantize, quantize
 from sage_ref.sagebwd import MATMULS, SageBwdSettings, sagebwd_backward, sagebwd_forward, smooth
@@ -45,19 +47,97 @@ from sage_ref.smoothing import key_mean_scores, smooth_key
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# The levels that run here: those of Hopper's need that GPU.
-FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle(chosen, DEVICE, 64) is None]
-BACKWARD = [level for level, chosen in enumerate(BACKWARD_LEVELS) if obstacle(chosen, DEVICE, 128) is None]
+MULTIPROCESSORS = 2  # of the GPU that the emulator stands for
+# For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
+MARKS = [pytest.mark.gpu] * ON_GPU + [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning"),
+]
+on_the_cpu = pytest.mark.skipif(ON_GPU, reason="the GPU tests run the program itself")
+DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+# Hopper's programs on the CPU
+
+
+@contextmanager
+def as_hopper() -> Iterator[None]:
+    """Without a GPU, let Hopper's levels run inside: `emulated` starts their programs. On a GPU nothing changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            fits = lambda device, head_dim: None if padded_head_dim(head_dim) in hopper.HEAD_DIMS else "head size"  # noqa: E731
+            patch.setattr(hopper, "obstacle", fits)
+            sheet = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+            patch.setattr(torch.cuda, "get_device_properties", lambda device: sheet)
+        yield
+
+
+def emulated(seed: int = 0, **names) -> Start:
+    """Return what starts a program as Triton does, but Gluon programs on the CPU where there is no GPU.
+
+    names: what some global names of a program's source mean instead. seed: who is ahead, of the groups of warps.
+    """
+
+    def start(program, *arguments):
+        if isinstance(program, GluonJITFunction) and not ON_GPU:
+            program = OnCPU(program, seed=seed, **{"row_maximum": row_maximum, **names})
+        return start_with_triton(program, *arguments)
+
+    return start
+
+
+def row_maximum(x, is_positive):
+    """Return the largest |x| of every row, passing over NaN as a GPU's maximum does."""
+    assert not is_positive or not (x < 0).any()
+    return x.abs().nan_to_num(0.0, posinf=math.inf).amax(1).clamp(min=TINY.value)
+
+
+def obstacle_here(level, head_dim: int) -> str | None:
+    """Return why a level of a ladder can't run here, in the emulator neither, or None if it can."""
+    with as_hopper():
+        return ladder.obstacle(level, DEVICE, head_dim)
+
+
+# Layouts: tensors [B, H, N, D] equal to the given one
+
+
+def heads_last(x: Tensor) -> Tensor:
+    """Return x as [B, N, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def part_of_more_heads(x: Tensor) -> Tensor:
+    return torch.stack([x, x + 1, x - 1], 2).flatten(1, 2)[:, ::3]
+
+
+def head_dim_outermost(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def every_third_number(x: Tensor) -> Tensor:
+    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
+
+
+LAYOUTS = [heads_last, part_of_more_heads, head_dim_outermost, every_third_number]
+
+
+def are_views_of_memory(xs, heads_last: list[bool]) -> bool:
+    """Return whether each tensor is a dense view of its memory, with the heads last or not as given."""
+    return [is_heads_last(x) for x in xs] == heads_last and all(
+        (x.transpose(1, 2) if last else x).is_contiguous() for x, last in zip(xs, heads_last, strict=True)
+    )
+
+
+# Cases
 EXACT_MATMULS = (MATMULS, ("dP", "O"))  # of forward levels 0 and 1; in the others dP alone is in 16 bit
 ONE_PASS, DQ_APART = 5, 6  # the backward levels that keep P and dS in float16; the second not for dQ
 STRETCH = 2.0**15  # of that P
 PER_BLOCK = 2  # the backward level with one scale per tile of P and dS; level 0 is in 16 bit, others scale by rows
-# For pytestmark: on a GPU every test of a module runs there. The interpreter warns where a GPU just computes NaN.
-MARKS = [pytest.mark.gpu] * ON_GPU + [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 
 
 def case_name(case: NamedTuple, what: str) -> str:
-    """Shape, `what`, dtype, and of the fields after the dtype those that aren't the default."""
+    """Return shape, `what`, dtype, and of the fields after the dtype those that aren't the default."""
     name = f"{case.n_q}x{case.n_k}-{what}-{str(case.dtype).removeprefix('torch.')}"
     values, defaults = case._asdict(), case._field_defaults
     return "-".join(
@@ -65,8 +145,13 @@ def case_name(case: NamedTuple, what: str) -> str:
     )
 
 
+def name_of(value) -> str:
+    """Name a parameter in a test's id."""
+    return "x".join(map(str, value)) if isinstance(value, Launch) else str(value)
+
+
 def drawn_tensors(case: NamedTuple, generator: torch.Generator) -> list[Tensor]:
-    """Gaussian Q, K, V, dO in float32; Q and K of size `std`, and every key `key_offset` times one vector away."""
+    """Draw Gaussian Q, K, V, dO in float32; Q and K of size `std`, every key `key_offset` times one vector away."""
     q_shape = (case.batch, case.heads, case.n_q, case.head_dim)
     kv_shape = (case.batch, case.kv_heads, case.n_k, case.head_dim)
     shapes = (q_shape, kv_shape, kv_shape, q_shape, case.head_dim)
@@ -118,33 +203,44 @@ COMPILED = (
 )  # fmt: skip
 SHAPES = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
 KV_HEADS = (8, 2, 1)  # of 8 heads: one each, grouped 4:1, all together
+# Two tiles of queries and of keys, partial ones; shared keys.
+SMALL = Case(150, 140, 64, 2, 1, is_causal=True)
+OPTIONS = [
+    SMALL._replace(scale=-0.2, key_offset=3.0),
+    SMALL._replace(scale=0.0),
+    SMALL._replace(smooth_k=False),
+    SMALL._replace(unbiased=True, value_offset=3.0),
+    Case(113, 203, 96, 1, 1, unbiased=True),
+    Case(113, 203, 96, ramp=4.0),  # the second key tile's scores exceed the first's: 2 to that power is no float32
+]
+HOPPER_CASES = []  # for the levels of Hopper's alone
 if ON_GPU:
     CASES = [
         Case(*shape, head_dim, 8, KV_HEADS[(i + j) % 3], is_causal, dtype)
         for (i, shape), (j, (head_dim, is_causal, dtype)) in product(enumerate(SHAPES), enumerate(COMPILED))
     ]
+    OPTIONS += [SMALL._replace(scale=0.3), SMALL._replace(scale=-0.2), SMALL._replace(key_offset=3.0)]
 else:
     CASES = [
-        Case(1, 1, 32),
-        Case(3, 3, 128, 8, 2, is_causal=True, batch=2),
-        Case(64, 1, 64),
-        Case(113, 203, 32, 4, 2),
-        Case(203, 113, 64, 2, 1, is_causal=True),
-        Case(113, 203, 96, 1, 1, is_causal=True),
+        Case(1, 1, 64),
+        Case(3, 3, 128, 4, 2, is_causal=True, batch=2),
+        Case(64, 1, 32),
+        Case(113, 203, 40, 4, 2),
+        Case(203, 113, 96, 2, 1, is_causal=True),
+        Case(113, 203, 32, 1, 1, is_causal=True),
         Case(128, 128, 64, is_causal=True),
         Case(70, 90, 80),
     ]
-# Two tiles of queries and of keys, partial ones; shared keys. A level of Hopper's needs a head size of more than 32.
-SMALL = Case(150, 140, 64 if ON_GPU else 32, 2, 1, is_causal=True)
-OPTIONS = [
-    SMALL._replace(scale=0.3),
-    SMALL._replace(scale=-0.2),
-    SMALL._replace(scale=0.0),
-    SMALL._replace(smooth_k=False),
-    SMALL._replace(key_offset=3.0),
-    SMALL._replace(unbiased=True, value_offset=3.0),
-    Case(113, 203, 96, 1, 1, unbiased=True),
-]
+    HOPPER_CASES = [
+        Case(300, 420, 64, 1, 1),
+        Case(420, 300, 64, 2, 1, is_causal=True),
+        Case(420, 300, 128, 1, 1, is_causal=True),  # dV's three warpgroups have different last tiles
+        Case(257, 384, 128, 1, 1),
+        Case(20, 400, 64, 1, 1, is_causal=True),  # keys that no query sees
+        Case(400, 20, 33, 1, 1, is_causal=True),
+        Case(20, 300, 128, 4, 2, is_causal=True),
+        Case(150, 140, 64, 1, 1, std=5.0),
+    ]
 
 # Four blocks of values; some are zeros, or next to nothing beside others.
 VALUE_BLOCKS = [
@@ -166,7 +262,7 @@ class Forward(NamedTuple):
 
 @lru_cache(maxsize=4)
 def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Seeded Gaussian Q, K, V, dO."""
+    """Draw seeded Gaussian Q, K, V, dO."""
     q, k, v, do = drawn_tensors(case, torch.Generator(DEVICE).manual_seed(case.n_q + case.n_k))
     q, k = q + case.ramp, k + torch.linspace(-case.ramp, case.ramp, case.n_k, device=DEVICE)[:, None]
     if case.value_blocks:
@@ -174,29 +270,68 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(x.to(case.dtype) for x in (q, k, v + case.value_offset, do))
 
 
+def altered(case: Case, **alter) -> tuple[Tensor, ...]:
+    """Return copies of Q, K, V, dO of a case; alter: name -> function that changes that tensor where it is."""
+    tensors = dict(zip(("query", "key", "value", "grad_output"), (x.clone() for x in draw(case)), strict=True))
+    for name, function in alter.items():
+        function(tensors[name])
+    return tuple(tensors.values())
+
+
+def times(factor, *where):
+    """Return a function that multiplies what `where` selects."""
+    return lambda x: x[where].mul_(factor)
+
+
+def prologue_for(case: Case, with_norm: bool, still: bool = False) -> Prologue:
+    """Draw angles and gains that differ from token to token and feature to feature; still: angles of zero."""
+    generator = torch.Generator(DEVICE).manual_seed(case.head_dim)
+    tokens = max(case.n_q, case.n_k) + 5
+    angle = 6 * torch.rand(tokens, case.head_dim // 2, generator=generator, device=DEVICE) * (not still)
+    gains = 0.5 + torch.rand(2, case.head_dim, generator=generator, device=DEVICE) if with_norm else ()
+    return Prologue(angle.cos(), angle.sin(), *gains, eps=1e-3 if with_norm else 1e-6)
+
+
+# The levels that run here, on a CPU the levels of Hopper's too
+FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle_here(chosen, 128) is None]
+BACKWARD = [level for level, chosen in enumerate(BACKWARD_LEVELS) if obstacle_here(chosen, 128) is None]
+HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper is not None]
+
+
 def takes(level: int, case: Case, levels=FORWARD_LEVELS) -> bool:
-    """Whether level `level` of a ladder can run a case here."""
+    """Return whether level `level` of a ladder can run a case here."""
     unable = levels is FORWARD_LEVELS and case.unbiased and not levels[level].takes_unbiased
-    return not unable and obstacle(levels[level], DEVICE, case.head_dim) is None
+    return not unable and obstacle_here(levels[level], case.head_dim) is None
 
 
-def run_forward_level(case: Case, level: int, tensors=None, **launch) -> Forward:
+def run_forward_level(case: Case, level: int, tensors=None, *, start: Start | None = None, **launch) -> Forward:
+    """Return what a forward level makes of a case, or of other tensors; `start` may change programs for Hopper."""
     if not takes(level, case):
         pytest.skip(f"forward level {level} doesn't take {case}")
     query, key, value, _ = tensors or draw(case)
-    inputs = prepare_forward(query, key, value, level, **case.prepared)
-    return Forward(inputs, *run_forward(inputs, level, **case.options, **launch))
+    start = start or emulated(case.n_q)
+    inputs = ladder.prepare_forward(query, key, value, level, **case.prepared)
+    with as_hopper():
+        return Forward(inputs, *ladder.run_forward(inputs, level, start, **case.options, **launch))
 
 
-def run_backward_level(case: Case, level: int, tensors=None, forward: Forward | None = None) -> tuple[Tensor, ...]:
-    """dQ, dK, dV of backward level `level` after the forward level that feeds it."""
+def prepare_backward_level(case: Case, level: int, tensors=None, forward: Forward | None = None, **changed):
+    """Return what a backward level reads, after the forward level that feeds it. changed: other Q^, K^ or V's range."""
+    query, key, value, grad_output = tensors or draw(case)
+    feeder = feeding(level, case)
+    forward = forward or (run_forward_level(case, feeder, tensors) if tensors else forward_level(case, feeder))
+    options = {name: getattr(forward.inputs, name) for name in ("q_hat", "k_hat", "v_range")} | changed
+    tensors = grad_output, query, key, value, forward.output, forward.log_sum_exp
+    return ladder.prepare_backward(*tensors, level, is_causal=case.is_causal, **options)
+
+
+def run_backward_level(case: Case, level: int, tensors=None, forward=None, start: Start | None = None):
+    """Return dQ, dK, dV of backward level `level` after the forward level that feeds it."""
     if not takes(level, case, BACKWARD_LEVELS):
         pytest.skip(f"backward level {level} doesn't take head size {case.head_dim}")
-    query, key, value, grad_output = tensors or draw(case)
-    inputs, output, log_sum_exp = forward or forward_level(case, feeding(level, case))
-    options = {name: getattr(inputs, name) for name in ("q_hat", "k_hat", "v_range")} | {"is_causal": case.is_causal}
-    prepared = prepare_backward(grad_output, query, key, value, output, log_sum_exp, level, **options)
-    return run_backward(prepared, level, **case.options)
+    inputs = prepare_backward_level(case, level, tensors, forward)
+    with as_hopper():
+        return ladder.run_backward(inputs, level, start or emulated(case.n_q), **case.options)
 
 
 forward_level = lru_cache(maxsize=12)(run_forward_level)
@@ -204,23 +339,23 @@ backward_level = lru_cache(maxsize=12)(run_backward_level)
 
 
 def feeding(backward_level: int, case: Case) -> int:
-    """The forward level whose O, L, Q^ and K^ a backward level gets."""
+    """Return the forward level whose O, L, Q^ and K^ a backward level gets."""
     return ops.forward_level(DEVICE, case.head_dim) if backward_level else 0
 
 
 def shared(case: Case, x: Tensor) -> Tensor:
-    """K or V repeated for the query heads that share it."""
+    """Repeat K or V for the query heads that share it."""
     return x.repeat_interleave(case.heads // case.kv_heads, dim=1)
 
 
 def summed(case: Case, x: Tensor) -> Tensor:
-    """Gradients of the repeated K or V summed over those heads."""
+    """Sum the gradients of the repeated K or V over those heads."""
     return x.unflatten(1, (case.kv_heads, -1)).sum(2)
 
 
 @lru_cache(maxsize=2)
 def exact(case: Case) -> tuple[Tensor, ...]:
-    """G: O, dQ, dK, dV in float64."""
+    """Compute G: O, dQ, dK, dV in float64."""
     query, key, value, grad_output = (x.double() for x in draw(case))
     leaves = [x.requires_grad_() for x in (query, key, value)]
     output = attention_forward(query, shared(case, key), shared(case, value), **case.options).output
@@ -229,7 +364,7 @@ def exact(case: Case) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=2)
 def eager(case: Case) -> tuple[Tensor, ...]:
-    """E: O, dQ, dK, dV as PyTorch's 16-bit matmuls and softmax give them."""
+    """Compute E: O, dQ, dK, dV as PyTorch's 16-bit matmuls and softmax give them."""
     query, key, value, grad_output = draw(case)
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     scores = leaves[0] @ shared(case, leaves[1]).mT * case.c
@@ -246,7 +381,7 @@ def settings(case: Case, **options) -> SageBwdSettings:
 
 @lru_cache(maxsize=12)
 def simulated_forward(case: Case, level: int) -> tuple[Tensor, Tensor]:
-    """S: O and L (natural, of the unsmoothed scores) of a forward level; level 0 quantises nothing."""
+    """Compute S: O and L (natural, of the unsmoothed scores) of a forward level; level 0 quantises nothing."""
     query, key, value, _ = (x.float() for x in draw(case))
     options = settings(case, exact_matmuls=EXACT_MATMULS[level] if level < 2 else ("dP",))
     output, log_sum_exp, _ = sagebwd_forward(query, shared(case, key), shared(case, value), options)
@@ -254,7 +389,7 @@ def simulated_forward(case: Case, level: int) -> tuple[Tensor, Tensor]:
 
 
 def natural_log_sum_exp(case: Case, level: int) -> Tensor:
-    """A forward level's L [B, H, Nq]: from log2 to natural, from the smoothed scores to the scores themselves."""
+    """Return a forward level's L [B, H, Nq]: natural instead of log2, of the scores instead of the smoothed ones."""
     query, key, _, _ = draw(case)
     log_sum_exp = forward_level(case, level).log_sum_exp[..., : case.n_q] * math.log(2)
     if level == 0 or not case.smooth_k:
@@ -265,7 +400,7 @@ def natural_log_sum_exp(case: Case, level: int) -> Tensor:
 
 @lru_cache(maxsize=12)
 def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
-    """S: dQ, dK, dV of an INT8 backward level, from the kernel's own O and L, so that one pass is judged alone."""
+    """Compute S: dQ, dK, dV of an INT8 backward level, from the kernel's own O and L to judge one pass alone."""
     query, key, value, grad_output = (x.float() for x in draw(case))
     forward = forward_level(case, feeding(level, case))
     gradients = sagebwd_backward(
@@ -280,7 +415,7 @@ def simulated_backward(case: Case, level: int) -> tuple[Tensor, ...]:
 
 
 def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBackward:
-    """P, dP - delta and their product in float16, each times a power of two."""
+    """Compute gradients from P, dP - delta and their product in float16, each times a power of two."""
     query, key, value, grad_output = (x.float() for x in draw(case))
     q, k = smooth(query, shared(case, key), settings(case))[:2]
     q, do = (fake_quantize(x, (SCALE_BLOCK, None)).double() for x in (q, grad_output))
@@ -296,7 +431,7 @@ def one_pass_gradients(case: Case, gradients: AttentionBackward) -> AttentionBac
 
 
 def fits(case: Case, value: Tensor, grad_output: Tensor) -> Tensor:
-    """The power of two [B, H, Nq, 1] by which dP - delta of a block of queries surely fits in float16."""
+    """Return the power of two [B, H, Nq, 1] by which dP - delta of a block of queries surely fits in float16."""
     largest_do = 127 * quantize(grad_output, (SCALE_BLOCK, None)).scale  # [B, H, blocks, 1]
     n_k, blocks = -(-case.n_k // SCALE_BLOCK), largest_do.shape[2]
     v = torch.nn.functional.pad(shared(case, value).abs().amax(-1), (0, n_k * SCALE_BLOCK - case.n_k))
@@ -310,12 +445,12 @@ def fits(case: Case, value: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def in_float16(x: Tensor) -> Tensor:
-    """Rounded to float16 and kept within it."""
+    """Round to float16 and keep within it."""
     return x.clamp(-65504, 65504).half().float()
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """float16 numbers x [..., R, C] on an INT8 grid per row and 128 columns, whose inverse scale / 64 is a float16."""
+    """Round float16 x [..., R, C] to an INT8 grid per row and 128 columns, whose inverse scale / 64 is a float16."""
     tiles = torch.nn.functional.pad(x, (0, -x.shape[-1] % SCALE_BLOCK)).unflatten(-1, (-1, SCALE_BLOCK))
     largest = tiles.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-15)
     inverse = 64 * (127 / 64 / largest).half().double()
@@ -327,20 +462,20 @@ def distance(x: Tensor, y: Tensor) -> float:
 
 
 def assert_simulated(case: Case, found: Tensor, simulated: Tensor, allowed: Tensor | float = 0.0) -> None:
-    """Relative L2 against S at most 2e-3; what is zero but for rounding is held against dO's size instead."""
+    """Assert a relative L2 against S of at most 2e-3; hold what is zero but for rounding against dO's size instead."""
     simulated = simulated.to(case.dtype).float()
     error, limit = distance(found, simulated), 2e-3 * simulated.norm() + 1e-5 * draw(case)[3].norm() + allowed
     assert error <= limit, f"{error:.3g} from what the reference computes, {limit:.3g} allowed"
 
 
 def assert_as_good_as_eager(case: Case, found: Tensor, exact: Tensor, eager: Tensor) -> None:
-    """Error against G at most twice E's, plus the dtype's rounding."""
+    """Assert an error against G of at most twice E's, plus the dtype's rounding."""
     size = max(exact.norm(), 1e-2 * draw(case)[3].norm())
     assert distance(found, exact) <= 2 * distance(eager, exact) + torch.finfo(case.dtype).eps * size
 
 
 def assert_forward(case: Case, level: int, output: Tensor) -> None:
-    """The oracle's verdict on a forward level's O."""
+    """Hold a forward level's O against its oracle."""
     if level == 0:
         assert_as_good_as_eager(case, output, exact(case)[0], eager(case)[0])
     else:
@@ -350,7 +485,7 @@ def assert_forward(case: Case, level: int, output: Tensor) -> None:
 
 
 def assert_forward_by_blocks(case: Case, level: int, output: Tensor) -> None:
-    """As `assert_forward` of an INT8 level, for every block of queries: small rows don't hide behind large ones.
+    """Hold an INT8 level's O against S for every block of queries: small rows don't hide behind large ones.
 
     A block scatters more than a whole tensor.
     """
@@ -360,7 +495,7 @@ def assert_forward_by_blocks(case: Case, level: int, output: Tensor) -> None:
 
 
 def assert_backward(case: Case, level: int, gradients: tuple[Tensor, ...]) -> None:
-    """The oracle's verdict on a backward level's dQ, dK, dV."""
+    """Hold a backward level's dQ, dK, dV against its oracle."""
     if level == 0:
         for found, g, e in zip(gradients, exact(case)[1:], eager(case)[1:], strict=True):
             assert_as_good_as_eager(case, found, g, e)
@@ -374,7 +509,7 @@ def all_equal(results, expected) -> bool:
 
 
 class Calls(TorchDispatchMode):
-    """The names of PyTorch's operations that run."""
+    """The names of the PyTorch operations that run inside."""
 
     def __init__(self):
         super().__init__()
@@ -386,7 +521,7 @@ class Calls(TorchDispatchMode):
 
 
 class Constant(torch.autograd.Function):
-    """x, through which no gradient flows."""
+    """The identity, through which no gradient flows."""
 
     @staticmethod
     def forward(ctx, x):
@@ -401,7 +536,7 @@ GUARD = 1 << 14  # elements on either side of a tensor
 
 
 def guarded(x: Tensor, fill: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """(a view equal to x into a larger buffer, the two parts of the buffer around it, full of `fill`)."""
+    """Return (a view equal to x into a larger buffer, the two parts of the buffer around it, full of `fill`)."""
     buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype, device=x.device)
     view = buffer[GUARD:-GUARD].view(x.shape).copy_(x)
     return view, (buffer[:GUARD], buffer[-GUARD:])
@@ -409,7 +544,7 @@ def guarded(x: Tensor, fill: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 @contextmanager
 def guarded_allocations() -> Iterator[list[Tensor]]:
-    """Inside, new tensors start out as NaN (77 in integers) between two guards; afterwards these must be untouched."""
+    """Let new tensors start out as NaN (77 in integers) between two guards, which must be untouched at the end."""
     guards = []
     owners = {"empty": torch, "empty_like": torch, "new_empty": Tensor}
 

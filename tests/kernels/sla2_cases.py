@@ -1,4 +1,4 @@
-"""What the SLA2 kernel tests share: cases, how a level is run, and what the oracles say of a case.
+"""Cases of the SLA2 kernel tests, how a level is run, and what the oracles say of a case.
 
 G is SLA2 in float64, S the reference in float32 (INT8 simulated), E what PyTorch's 16-bit operations make of the same
 formula, with its linear branch in the type in which the kernels keep their sums: bfloat16 on a GPU, float32 in the
@@ -13,7 +13,19 @@ from typing import NamedTuple
 
 import kernel_cases
 import torch
-from kernel_cases import DEVICE, KV_HEADS, ON_GPU, SHAPES, case_name, distance, drawn_tensors, shared
+from kernel_cases import (
+    DEVICE,
+    KV_HEADS,
+    ON_GPU,
+    SHAPES,
+    as_hopper,
+    case_name,
+    distance,
+    drawn_tensors,
+    emulated,
+    shared,
+)
+from sage_kernels.common.launcher import Start
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import Forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run, run_backward
@@ -41,8 +53,14 @@ from sage_ref.sla2 import (
 from sage_ref.sla2.router import Routing
 from sage_ref.smoothing import key_mean_scores
 
-FORWARD = [level for level, chosen in enumerate(LEVELS) if chosen.hopper is None]
+# The levels of the tests that all share: on a CPU Hopper's too, in the emulator; on a GPU they have tests of their own.
+FORWARD = [level for level, chosen in enumerate(LEVELS) if chosen.hopper is None or not ON_GPU]
 TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # portable levels that the registered operation runs, and the backward pass follows
+BACKWARD = [
+    (LEVEL_16BIT, 0),
+    (LEVEL_INT8, 0),
+    *[(LEVEL_INT8, 1)] * (not ON_GPU),
+]  # a level, and one of the backward pass
 
 
 class Case(NamedTuple):
@@ -76,6 +94,9 @@ class Case(NamedTuple):
 
 
 SELECTED = ("none", "one", "half", "all but one", "all")
+# Two blocks of queries, three of keys, partial ones; shared keys.
+SMALL = Case(150, 140, "mixed", 32 if ON_GPU else 48, 2, 1)
+HOPPER_CASES = []  # for the levels of Hopper's alone
 if ON_GPU:
     COMPILED = tuple(product((32, 64, 96, 128), (torch.float16, torch.bfloat16)))
     CASES = [
@@ -84,29 +105,27 @@ if ON_GPU:
             enumerate(SHAPES), enumerate(SELECTED), enumerate(COMPILED)
         )
     ]
+    CHANGES = [{"scale": -0.2}, {"scale": 0.0}, {"key_offset": 8.0}, {"alpha": 1.5}]
 else:
     CASES = [
-        Case(1, 1, "none", 32, batch=2),
+        Case(1, 1, "none", 64, batch=2),
         Case(1, 1, "all", 32),
         Case(3, 3, "mixed", 48, 4, 1),
-        Case(64, 1, "mixed", 32),
+        Case(64, 1, "mixed", 40),
         Case(150, 203, "none", 32, 1, 1),
-        Case(150, 203, "one", 64, 4, 1),
-        Case(203, 140, "half", 64, 2, 1),
+        Case(150, 203, "one", 64, 4, 2, batch=2),
+        Case(203, 140, "half", 128, 2, 1),
         Case(128, 192, "all but one", 96, 1, 1),
         Case(130, 128, "all", 64, 1, 1),
-        Case(140, 150, "mixed", 48, 4, 2),
     ]
-SMALL = Case(150, 140, "mixed", 32, 2, 1)  # two blocks of queries, three of keys, partial ones; shared keys
-OPTIONS = [
-    SMALL._replace(scale=-0.2),
-    SMALL._replace(scale=0.0),
-    SMALL._replace(scale=1.0, selected="half"),
-    SMALL._replace(key_offset=8.0),
-    SMALL._replace(alpha=0.0),
-    SMALL._replace(alpha=1.0),
-    SMALL._replace(alpha=1.5),
-]
+    HOPPER_CASES = [
+        Case(400, 330, "mixed", 64, 4, 2),
+        Case(260, 1100, "half", 64, 2, 1),  # lists longer than the places for tiles
+        Case(300, 700, "none", 64, 2, 2),
+    ]
+    CHANGES = [{"scale": -0.2, "key_offset": 8.0}, {"scale": 0.0, "alpha": 1.5}]
+CHANGES += [{"scale": 1.0, "selected": "half"}, {"alpha": 0.0}, {"alpha": 1.0}]
+OPTIONS = [SMALL._replace(**changes) for changes in CHANGES]
 
 
 class Tensors(NamedTuple):
@@ -133,7 +152,7 @@ class Exact(NamedTuple):
 
 @lru_cache(maxsize=4)
 def draw(case: Case) -> Tensors:
-    """Seeded Gaussian Q, K, V, dO, a block mask and alpha."""
+    """Draw seeded Gaussian Q, K, V, dO, a block mask and alpha."""
     generator = torch.Generator(DEVICE).manual_seed(case.n_q + case.n_k)
     tensors = drawn_tensors(case, generator)
     alpha = torch.rand(case.blocks[:3], generator=generator, device=DEVICE)
@@ -143,7 +162,7 @@ def draw(case: Case) -> Tensors:
 
 
 def drawn_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Every row selects as many blocks as `case.selected` says; mixed: any number, none and all among them.
+    """Draw a mask whose rows select as many blocks as `case.selected` says; mixed: any number, none and all among them.
 
     popular: one of its own, and the middle block, which all rows select.
     """
@@ -167,23 +186,48 @@ def drawn_mask(case: Case, generator: torch.Generator) -> Tensor:
     return torch.rand(case.blocks, generator=generator, device=DEVICE).argsort(-1) < count
 
 
-def run_level(case: Case, level: int, tensors: Tensors | None = None, **launch) -> Result:
+def altered(case: Case, **alter) -> Tensors:
+    """Return copies of a case's tensors; alter: name -> function that changes that tensor where it is."""
+    tensors = Tensors(*(x.clone() for x in draw(case)))
+    for name, function in alter.items():
+        function(getattr(tensors, name))
+    return tensors
+
+
+def takes(case: Case, level: int, level_of_backward: int = 0) -> bool:
+    """Return whether the levels can run a case: those of Hopper's need a head size of more than 32."""
+    return case.head_dim > 32 or not (LEVELS[level].hopper or level_of_backward)
+
+
+def run_level(
+    case: Case, level: int, tensors: Tensors | None = None, *, start: Start | None = None, save=None, **launch
+) -> Result:
+    """Return what a level makes of a case, or of other tensors; `start` may change programs for Hopper."""
     query, key, value, _, block_mask, alpha = tensors or draw(case)
     prepared = prepare(query, key, value, block_mask, alpha, level, scale=case.c)
-    return Result(prepared, run(prepared, level, scale=case.c, save=level > 0, **launch))
+    save = level > 0 if save is None else save
+    with as_hopper():
+        return Result(prepared, run(prepared, level, start or emulated(case.n_q), scale=case.c, save=save, **launch))
 
 
 def run_gradients(
-    case: Case, level: int, tensors: Tensors | None = None, result: Result | None = None, level_of_backward: int = 0
+    case: Case,
+    level: int,
+    tensors: Tensors | None = None,
+    result: Result | None = None,
+    level_of_backward: int = 0,
+    start: Start | None = None,
 ) -> tuple[Tensor, ...]:
-    """dQ, dK, dV, dalpha after forward level `level`."""
+    """Return dQ, dK, dV, dalpha after forward level `level`."""
     query, key, value, grad_output, _, alpha = tensors or draw(case)
     prepared, forward = result or forward_level(case, level)
     inputs = BackwardInputs(
         grad_output, query, key, value, alpha, prepared.inputs.sums, forward.sparse_output, forward.log_sum_exp,
         prepared.k_mean,
     )  # fmt: skip
-    return run_backward(inputs, prepared.choice, scale=case.c, level=level_of_backward)
+    with as_hopper():
+        start = start or emulated(case.n_q)
+        return run_backward(inputs, prepared.choice, start, scale=case.c, level=level_of_backward)
 
 
 forward_level = lru_cache(maxsize=12)(run_level)
@@ -191,21 +235,21 @@ gradients_after = lru_cache(maxsize=6)(run_gradients)
 
 
 def drawn_router(case: Case, count: int, protected: Tensor | None = None) -> Routing:
-    """Projections that are not the identity."""
+    """Draw projections that are not the identity."""
     generator = torch.Generator(DEVICE).manual_seed(case.head_dim)
     shape = (2, case.head_dim, case.head_dim)
     return Routing(*torch.randn(shape, generator=generator, device=DEVICE), count, protected)
 
 
 def summed(case: Case, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """dQ, dK, dV, dalpha with dK and dV of the repeated heads summed over those that share one."""
+    """Return dQ, dK, dV, dalpha with dK and dV of the repeated heads summed over those that share one."""
     dq, dk, dv, dalpha = gradients
     return dq, kernel_cases.summed(case, dk), kernel_cases.summed(case, dv), dalpha
 
 
 @lru_cache(maxsize=2)
 def exact(case: Case) -> Exact:
-    """G, in float64."""
+    """Compute G, in float64."""
     query, key, value, grad_output, block_mask, alpha = draw(case)
     q, k, v, do, alpha = (x.double() for x in (query, shared(case, key), shared(case, value), grad_output, alpha))
     forward = sla2_forward(q, k, v, block_mask, alpha, case.settings())
@@ -216,7 +260,7 @@ def exact(case: Case) -> Exact:
 
 @lru_cache(maxsize=2)
 def eager(case: Case) -> Exact:
-    """E: matmuls and softmax in 16 bit, gradients by autograd."""
+    """Compute E: matmuls and softmax in 16 bit, gradients by autograd."""
     query, key, value, grad_output, block_mask, alpha = draw(case)
     leaves = [x.detach().requires_grad_() for x in (query, key, value, alpha)]
     q, k, v = leaves[0], shared(case, leaves[1]), shared(case, leaves[2])
@@ -236,7 +280,7 @@ def eager(case: Case) -> Exact:
 
 @lru_cache(maxsize=6)
 def simulated(case: Case, level: int) -> tuple[Tensor, Tensor]:
-    """S: O, and L (natural, of the unsmoothed scores; -inf without a key)."""
+    """Compute S: O, and L (natural, of the unsmoothed scores; -inf without a key)."""
     query, key, value, _, block_mask, alpha = draw(case)
     q, k, v = query.float(), shared(case, key).float(), shared(case, value).float()
     forward = sla2_forward(q, k, v, block_mask, alpha, case.settings(quantize=bool(LEVELS[level].int8)))
@@ -244,7 +288,7 @@ def simulated(case: Case, level: int) -> tuple[Tensor, Tensor]:
 
 
 def natural_log_sum_exp(case: Case, result: Result) -> Tensor:
-    """A level's L, [B, H, Nq, 1]: from log2 to natural, from the smoothed scores to the scores themselves."""
+    """Return a level's L, [B, H, Nq, 1]: natural instead of log2, of the scores instead of the smoothed ones."""
     log_sum_exp = result.forward.log_sum_exp[..., : case.n_q, None] * math.log(2)
     if result.prepared.k_mean is None:
         return log_sum_exp
@@ -254,7 +298,7 @@ def natural_log_sum_exp(case: Case, result: Result) -> Tensor:
 
 @lru_cache(maxsize=4)
 def simulated_gradients(case: Case, level: int) -> tuple[Tensor, ...]:
-    """dQ, dK, dV, dalpha in float64 from the kernel's own O_s and L, so that one pass is judged alone."""
+    """Compute dQ, dK, dV, dalpha in float64 from the kernel's own O_s and L, so that one pass is judged alone."""
     query, key, value, grad_output, block_mask, alpha = draw(case)
     q, k, v, do, alpha = (x.double() for x in (query, shared(case, key), shared(case, value), grad_output, alpha))
     result = forward_level(case, level)
@@ -264,7 +308,10 @@ def simulated_gradients(case: Case, level: int) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=2)
 def sizes(case: Case) -> tuple[float, ...]:
-    """What rounding errors of O, dQ, dK, dV, dalpha are measured by; dalpha's sum adds products that nearly cancel."""
+    """Return the sizes that rounding errors of O, dQ, dK, dV, dalpha are measured by.
+
+    dalpha's sum adds products that nearly cancel.
+    """
     query, key, value, grad_output, block_mask, alpha = draw(case)
     q, k, v = query.float(), shared(case, key).float(), shared(case, value).float()
     forward = sla2_forward(q, k, v, block_mask, alpha, case.settings())
@@ -275,18 +322,18 @@ def sizes(case: Case) -> tuple[float, ...]:
 
 
 def assert_as_good_as_eager(case: Case, found: Tensor, exact: Tensor, error: float, size: float) -> None:
-    """The error against the exact tensor at most twice E's, plus the dtype's rounding."""
+    """Assert an error against the exact tensor of at most twice E's, plus the dtype's rounding."""
     assert distance(found, exact) <= 2 * error + torch.finfo(case.dtype).eps * size
 
 
 def assert_close(case: Case, found: Tensor, simulated: Tensor, allowed: float = 0.0) -> None:
-    """Relative L2 against S at most 2e-3; what is zero but for rounding is held against dO's size instead."""
+    """Assert a relative L2 against S of at most 2e-3; hold what is zero but for rounding against dO's size instead."""
     expected = simulated.to(found.dtype).double()
     assert distance(found, expected) <= 2e-3 * expected.norm() + 1e-5 * draw(case).grad_output.norm() + allowed
 
 
 def assert_forward(case: Case, level: int, output: Tensor) -> None:
-    """The oracles' verdict on a forward level's O."""
+    """Hold a forward level's O against the oracles."""
     g, e, s = exact(case), eager(case), simulated(case, level)[0]
     if LEVELS[level].int8:
         assert_close(case, output, s, distance(e.linear_share, g.linear_share))
@@ -297,7 +344,7 @@ def assert_forward(case: Case, level: int, output: Tensor) -> None:
 
 
 def assert_gradients(case: Case, level: int, gradients: tuple[Tensor, ...]) -> None:
-    """The oracles' verdict on dQ, dK, dV, dalpha after a level."""
+    """Hold dQ, dK, dV, dalpha after a level against the oracles."""
     expected = simulated_gradients(case, level)
     errors = [distance(*pair) for pair in zip(eager(case).gradients, exact(case).gradients, strict=True)]
     for found, s, error, size in zip(gradients, expected, errors, sizes(case)[1:], strict=True):

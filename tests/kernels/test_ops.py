@@ -3,53 +3,50 @@
 import functools
 import math
 import re
+import sys
 import warnings
-from itertools import product
+from itertools import cycle, product
 
 import kernel_cases
 import pytest
 import sla2_cases
 import torch
 import torch.nn.functional as F
-from kernel_cases import DEVICE, MARKS, ON_GPU, PER_BLOCK, Calls, Constant, all_equal, fill_cache
-from layouts import heads_last
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    EVERY_DTYPE,
+    MARKS,
+    ON_GPU,
+    PER_BLOCK,
+    Calls,
+    Constant,
+    all_equal,
+    fill_cache,
+    heads_last,
+    prologue_for,
+)
 from sage_course.teaching import bytes_kept_for_backward
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length, quantize_program
 from sage_kernels.sagebwd import ops as sagebwd_ops
-from sage_kernels.sagebwd.backward import prepare as backward_prepare
-from sage_kernels.sagebwd.backward import program as backward_programs
-from sage_kernels.sagebwd.backward.level4.keys import dkdv_hopper_program
-from sage_kernels.sagebwd.backward.level4.queries import dq_hopper_program
-from sage_kernels.sagebwd.backward.level5.narrow import dqdkdv_program
-from sage_kernels.sagebwd.backward.level5.units import finish_program
-from sage_kernels.sagebwd.backward.level5.wide import dqdkdv_wide_program
-from sage_kernels.sagebwd.backward.level6_apart import dkdv_pairs_program
-from sage_kernels.sagebwd.forward import prepare as forward_prepare
-from sage_kernels.sagebwd.forward.key_mean import key_mean_program, key_sums_program
-from sage_kernels.sagebwd.forward.level5_hopper import forward_hopper_program
-from sage_kernels.sagebwd.forward.program import forward_program
+from sage_kernels.sagebwd.prologue import NO_PROLOGUE
 from sage_kernels.sla2 import ops as sla2_ops
-from sage_kernels.sla2.backward import program as sla2_backward
-from sage_kernels.sla2.forward.program import sla2_forward_program
-from sage_kernels.sla2.prepare import sla2_prepare_program
-from sage_kernels.sla2.routing import MASK_BLOCK_Q, sla2_sequence_mean_program
+from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
-from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
-from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
+from sage_ref import SLA, SLA2, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
 from sage_ref.shapes import in_working_dtype
-from sage_ref.sla2.router import Routing
 from sage_ref.tracing import relative_l2
 
 pytestmark = MARKS
-DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
-HEAD_DIM = kernel_cases.SMALL.head_dim
+HEAD_DIM = 64 if ON_GPU else 32
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """On a GPU: what the tests below run is compiled beforehand, in parallel."""
+    """On a GPU, compile beforehand and in parallel what the tests below run."""
     if ON_GPU:
         run_level = kernel_cases.run_backward_level
         jobs = [
@@ -62,6 +59,10 @@ def compiled():
             (Sla2(quantize, routed=False).of_the_ladder, Sla2.Case(20, 20, "half", head_dim, 2, kv_heads, dtype))
             for head_dim, kv_heads, dtype, quantize in product((32, 64, 128), (2, 1), DTYPES, (False, True))
         ]
+        jobs += [
+            (with_gradients, operation, case._replace(dtype=dtype))
+            for operation, case, dtype in product(PROLOGUES, ROTATED, DTYPES)
+        ]
         fill_cache(jobs)
 
 
@@ -69,47 +70,64 @@ def compiled():
 
 
 class SageBwd:
-    """`sagebwd_attention`; its cases say whether it is causal, its scale and whether K is smoothed."""
+    """`sagebwd_attention`; its cases say whether it is causal, its scale and whether K is smoothed.
+
+    norm: None, or a prologue with QK-norm or without.
+    """
 
     Case = kernel_cases.Case
     tiny = Case(20, 40, HEAD_DIM, 2, 1, is_causal=True)
+    ragged = Case(3, 130, 48, 2, 1)
     kernel = torch.ops.sage_kernels.forward.default
     backward_kernel = torch.ops.sage_kernels.backward.default
+    prologue_kernel = torch.ops.sage_kernels.prologue_backward.default
 
-    def __init__(self, granularity="row"):
-        self.granularity = granularity
+    def __init__(self, granularity="row", norm=None):
+        self.granularity, self.norm = granularity, norm
 
     def __repr__(self):
-        return f"sagebwd-{self.granularity}"
+        return f"sagebwd-{self.granularity}" if self.norm is None else f"rotated{'-normed' * self.norm}"
+
+    def prologue(self, case):
+        return None if self.norm is None else prologue_for(case, self.norm)
 
     def inputs(self, case):
-        """What gets a gradient: Q, K, V."""
-        return kernel_cases.draw(case)[:3]
+        """Return what gets a gradient: Q, K, V, and the gains of a prologue with QK-norm."""
+        return *kernel_cases.draw(case)[:3], *(self.prologue(case)[2:4] if self.norm else ())
 
     def grad_output(self, case):
         return kernel_cases.draw(case)[3]
 
     def on(self, case, backend="triton", **options):
-        """The public function of the inputs, with everything else as a case says."""
+        """Return the public function of the inputs, with everything else as a case says."""
         options |= {"is_causal": case.is_causal, "scale": case.scale, "smooth_k": case.smooth_k}
         options |= {"unbiased": case.unbiased, "granularity": self.granularity, "enable_gqa": True, "backend": backend}
-        return functools.partial(sagebwd_attention, **options)
+        prologue = self.prologue(case)
+
+        def call(query, key, value, *gains):
+            given = prologue._replace(query_gain=gains[0], key_gain=gains[1]) if gains else prologue
+            return sagebwd_attention(query, key, value, prologue=given, **options)
+
+        return call
 
     def of_the_ladder(self, case):
-        """O, dQ, dK, dV."""
+        """Return O, dQ, dK, dV."""
         row = sagebwd_ops.backward_level(DEVICE, kernel_cases.SMALL.head_dim, case.is_causal)
         level = PER_BLOCK if self.granularity == "block" else row
         forward = kernel_cases.run_forward_level(case, kernel_cases.feeding(level, case))
         return forward.output, *kernel_cases.run_backward_level(case, level, forward=forward)
 
-    def backward_arguments(self, case):
-        _, _, value, grad_output = kernel_cases.draw(case)
-        level = sagebwd_ops.forward_level(DEVICE, case.head_dim)
-        inputs, output, log_sum_exp = kernel_cases.forward_level(case, level)
-        q_hat, k_hat = inputs.q_hat, inputs.k_hat
-        hats = (q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_range)
-        saved = (value, output, log_sum_exp, *hats)
-        return grad_output, *saved, False, 0.125, self.granularity
+    def registered(self, case, layout=lambda x: x):
+        """Return (kernel, arguments) of all that is registered."""
+        query, key, value, grad_output = (layout(x) for x in kernel_cases.draw(case))
+        prologue = self.prologue(case) or NO_PROLOGUE
+        arguments = query, key, value, case.is_causal, 0.125, True, *prologue
+        results = self.kernel(*arguments, case.unbiased)
+        backward = grad_output, value, *results, case.is_causal, 0.125, self.granularity
+        raw = (query, key) if self.norm else (None, None)
+        calls = [(self.kernel, (*arguments, unbiased)) for unbiased in (False, True)]
+        calls += [(self.backward_kernel, backward)]
+        return calls + [(self.prologue_kernel, (grad_output, key, *raw, *prologue))] * (self.norm is not None)
 
 
 class Sla2:
@@ -117,6 +135,7 @@ class Sla2:
 
     Case = sla2_cases.Case
     tiny = Case(20, 70, "half", 32, 2, 1)
+    ragged = Case(3, 130, "all", 48, 2, 1)  # opcheck compares lists to their ends: past a row's count are no numbers
     kernel = torch.ops.sage_kernels.sla2_forward.default
     backward_kernel = torch.ops.sage_kernels.sla2_backward.default
 
@@ -127,7 +146,7 @@ class Sla2:
         return "-".join(["sla2", "int8" if self.quantize else "16bit", *["routed"] * self.routed])
 
     def inputs(self, case):
-        """What gets a gradient: Q, K, V, alpha."""
+        """Return what gets a gradient: Q, K, V, alpha."""
         tensors = sla2_cases.draw(case)
         return (*tensors[:3], self.module(case).alpha_logit.detach() if self.routed else tensors.alpha)
 
@@ -135,7 +154,7 @@ class Sla2:
         return sla2_cases.draw(case).grad_output
 
     def on(self, case, backend="triton", **options):
-        """The public function, or the module, of the inputs, with everything else as a case says."""
+        """Return the public function, or the module, of the inputs, with everything else as a case says."""
         if self.routed:
             module = self.module(case, backend=backend, **options)
             return lambda *qkv_alpha: torch.func.functional_call(module, {"alpha_logit": qkv_alpha[3]}, qkv_alpha[:3])
@@ -144,7 +163,7 @@ class Sla2:
         return lambda query, key, value, alpha: sparse_linear_attention(query, key, value, block_mask, alpha, **options)
 
     def module(self, case, *, backend="triton", sparsity=0.5, query_blocks=1, **options):
-        """An SLA2 whose projections aren't the identity and whose alphas differ."""
+        """Return an SLA2 whose projections aren't the identity and whose alphas differ."""
         options |= {"sparsity": sparsity, "query_blocks": query_blocks, "quantize": self.quantize, "backend": backend}
         module = SLA2(case.head_dim, case.heads, **options).to(DEVICE)
         router = sla2_cases.drawn_router(case, 1)
@@ -155,7 +174,7 @@ class Sla2:
         return module
 
     def of_the_ladder(self, case):
-        """O, dQ, dK, dV, dalpha."""
+        """Return O, dQ, dK, dV, dalpha."""
         level, level_of_backward = self.level(case), sla2_ops.backward_level(DEVICE, case.head_dim)
         result = sla2_cases.run_level(case, level)
         gradients = sla2_cases.run_gradients(case, level, result=result, level_of_backward=level_of_backward)
@@ -164,29 +183,36 @@ class Sla2:
     def level(self, case):
         return sla2_ops.forward_level(DEVICE, case.head_dim, self.quantize)
 
-    def backward_arguments(self, case):
-        query, key, value, grad_output, block_mask, alpha = sla2_cases.draw(case)
-        prepared, forward = sla2_cases.run_level(case, self.level(case))
-        lists, complement = prepared.choice.lists, prepared.choice.complement
-        saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *lists, complement
-        return grad_output, query, key, value, alpha, block_mask, *saved, prepared.k_mean, 0.125
+    def registered(self, case, layout=lambda x: x):
+        """Return (kernel, arguments) of all that is registered."""
+        tensors = sla2_cases.draw(case)
+        tensors = tensors._replace(query=layout(tensors.query), key=layout(tensors.key))
+        query, key, value, grad_output, block_mask, alpha = tensors
+        protected = torch.arange(case.blocks[3], device=DEVICE) == 2
+        router = sla2_cases.drawn_router(case, min(2, case.blocks[3]), protected)
+        chooser = (None, *router[:2], protected, router.count) if self.routed else (block_mask, *[None] * 3, 0)
+        calls = [
+            (self.kernel, (query, key, value, alpha, *chooser, self.quantize, 0.125, save)) for save in (True, False)
+        ]
+        if not self.routed:
+            prepared, forward = sla2_cases.run_level(case, self.level(case), tensors)
+            lists, complement = prepared.choice.lists, prepared.choice.complement
+            saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *lists, complement
+            backward = grad_output, query, key, value, alpha, block_mask, *saved, prepared.k_mean, 0.125
+            calls.append((self.backward_kernel, backward))
+        return calls
 
-    def forward_arguments(self, case, save, count=1, protected=None):
-        """In the order of the registered operation."""
-        query, key, value, _, block_mask, alpha = sla2_cases.draw(case)
-        router = sla2_cases.drawn_router(case, count, protected)
-        chooser = (
-            (None, router.proj_q, router.proj_k, protected, count) if self.routed else (block_mask, *[None] * 3, 0)
-        )
-        return query, key, value, alpha, *chooser, self.quantize, 0.125, save
 
-
-SAGEBWD = [SageBwd("row"), SageBwd("block")]
+SAGEBWD, PROLOGUES = [SageBwd("row"), SageBwd("block")], [SageBwd(norm=norm) for norm in (False, True)]
 MASKED, ROUTED = ([Sla2(quantize, routed) for quantize in (False, True)] for routed in (False, True))
-ONE_OF_EACH = pytest.mark.parametrize("operation", [SAGEBWD[0], MASKED[0]], ids=repr)
-ALL = pytest.mark.parametrize("operation", [*SAGEBWD, *MASKED], ids=repr)
-ALL_AND_ROUTED = pytest.mark.parametrize("operation", [*SAGEBWD, *MASKED, *ROUTED], ids=repr)
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def each_of(*operations):
+    return pytest.mark.parametrize("operation", operations, ids=repr)
+
+
+ONE_OF_EACH = each_of(SAGEBWD[0], MASKED[0])
+ALL = each_of(*SAGEBWD, *PROLOGUES, *MASKED, *ROUTED)
 
 
 def with_requested_gradients(inputs):
@@ -194,11 +220,14 @@ def with_requested_gradients(inputs):
 
 
 def with_gradients(operation, case, inputs=None, grad_output=None, call=None):
-    """O, and the gradients of all inputs."""
+    """Return O, and the gradients of all inputs."""
     leaves = with_requested_gradients(operation.inputs(case) if inputs is None else inputs)
     output = (call or operation.on(case))(*leaves)
     grad_output = operation.grad_output(case) if grad_output is None else grad_output
     return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
+
+
+results_of = functools.lru_cache(maxsize=32)(with_gradients)
 
 
 # The registration
@@ -206,81 +235,36 @@ def with_gradients(operation, case, inputs=None, grad_output=None, call=None):
 
 @EVERY_DTYPE
 @ALL
-def test_opcheck_backward(operation, dtype):
-    case = operation.Case(3, 130, head_dim=48, heads=2, kv_heads=1, dtype=dtype)
-    torch.library.opcheck(operation.backward_kernel, operation.backward_arguments(case))
+def test_opcheck(operation, dtype):
+    for kernel, arguments in operation.registered(operation.ragged._replace(dtype=dtype)):
+        torch.library.opcheck(kernel, arguments)
 
 
-@EVERY_DTYPE
-def test_opcheck_forward(dtype):
-    operation = SAGEBWD[0]
-    inputs = operation.inputs(SageBwd.Case(3, 130, 48, heads=2, kv_heads=1, dtype=dtype))
-    torch.library.opcheck(operation.kernel, (*inputs, True, 0.125, True))
-    torch.library.opcheck(operation.kernel, (*inputs, True, 0.125, True), {"unbiased": True})
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize("operation", MASKED + ROUTED, ids=repr)
-def test_opcheck_sla2_forward(operation, save, dtype):
-    """With a mask that selects all: opcheck compares lists to their ends, and past a row's count they are undefined."""
-    case = Sla2.Case(3, 130, "all", 32, 2, 1, dtype)
-    protected = torch.arange(3, device=DEVICE) == 2
-    arguments = operation.forward_arguments(case, save, 2, protected)
-    torch.library.opcheck(operation.kernel, arguments)
-
-
-def described(results):
-    return [(x.shape, x.stride(), x.dtype, x.device) for x in results]
-
-
-def test_fake_results_lie_in_memory_as_the_real_ones_do():
+@ALL
+def test_fake_results_lie_in_memory_as_the_real_ones_do(operation):
     """torch.compile plans with them. Heads of a token side by side, as in a model."""
-    case = SageBwd.tiny._replace(batch=2)
-    query, key, value, grad_output = (heads_last(x) for x in kernel_cases.draw(case))
-    results = SageBwd.kernel(query, key, value, True, 0.1, True)
-    calls = [(SageBwd.kernel, (query, key, value, True, 0.1, True))]
-    calls += [(SageBwd.backward_kernel, (grad_output, value, *results, True, 0.1, "row"))]
-    for kernel, arguments in calls:
-        with torch._subclasses.FakeTensorMode() as mode:
-            fake = described(kernel(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments)))
-        assert fake == described(kernel(*arguments))
 
+    def described(results):
+        results = results if isinstance(results, list | tuple) else [results]
+        return [(x.shape, x.stride(), x.dtype, x.device) for x in results]
 
-# opcheck's fake tensors aren't compared where nothing is saved for a gradient, nor their values' places in the list.
-@pytest.mark.parametrize(("head_dim", "n_q", "n_k"), [(48, 1, 1), (33, 130, 200)])
-@pytest.mark.parametrize("operation", MASKED + ROUTED, ids=repr)
-def test_fake_results_are_shaped_like_the_real_ones(operation, head_dim, n_q, n_k):
-    arguments = operation.forward_arguments(Sla2.Case(n_q, n_k, "half", head_dim, 2, 1), save=True)
-
-    qkv = *(heads_last(x) for x in arguments[:2]), arguments[2]
-    arguments = *qkv, *arguments[3:]
-    with torch._subclasses.FakeTensorMode() as mode:
-        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        fake = described(operation.kernel(*given))
-    real = described(operation.kernel(*arguments))
-    assert fake == real
-    assert len(real) == 7 + operation.routed + operation.quantize
-
-
-def test_fake_gradients_of_sla2_lie_in_memory_as_the_real_ones_do():
-    operation = MASKED[0]
-    grad_output, query, key, *rest = operation.backward_arguments(Sla2.Case(130, 200, "half", 48, 2, 2))
-    arguments = grad_output, heads_last(query), heads_last(key), *rest
-    with torch._subclasses.FakeTensorMode() as mode:
-        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        fake = described(operation.backward_kernel(*given))
-    assert fake == described(operation.backward_kernel(*arguments))
+    for case in (operation.ragged._replace(batch=2), operation.ragged._replace(n_q=1, n_k=1, head_dim=34)):
+        for kernel, arguments in operation.registered(case, heads_last):
+            with torch._subclasses.FakeTensorMode() as mode:
+                given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+                fake = described(kernel(*given))
+            assert fake == described(kernel(*arguments))
 
 
 # Autograd
 
 
 LADDERS = [
-    *product(SAGEBWD, [
+    *product(SAGEBWD[:1], [
         {"is_causal": False}, {"is_causal": True}, {"is_causal": False, "scale": -0.3}, {"scale": 0},
         {"is_causal": False, "smooth_k": False}, {"unbiased": True, "value_offset": 3.0},
     ]),
+    *product(SAGEBWD[1:], [{"is_causal": False, "scale": -0.3}, {"smooth_k": False}, {"unbiased": True}]),
     *product(MASKED, [{}, {"scale": -0.3}, {"scale": 0}]),
 ]  # fmt: skip
 
@@ -307,24 +291,29 @@ def test_a_gradient_that_is_one_number_seen_everywhere(operation):
     assert all_equal([x.grad for x in leaves], with_gradients(operation, operation.tiny, grad_output=ones)[1:])
 
 
-@pytest.mark.parametrize(("operation", "needed"), [*product(SAGEBWD[:1], range(3)), *product(MASKED[:1], range(4))])
-def test_inputs_without_gradients(operation, needed):
+@each_of(SAGEBWD[0], PROLOGUES[1], MASKED[0])
+def test_inputs_without_gradients(operation):
     case = operation.tiny
-    leaves = [x.detach().requires_grad_(i == needed) for i, x in enumerate(operation.inputs(case))]
-    operation.on(case)(*leaves).backward(operation.grad_output(case))
-    everything = with_gradients(operation, case)[1:]
-    for i, (leaf, gradient) in enumerate(zip(leaves, everything, strict=True)):
-        assert torch.equal(leaf.grad, gradient) if i == needed else leaf.grad is None
+    everything = results_of(operation, case)[1:]
+    for needed in range(len(everything)):
+        leaves = [x.detach().requires_grad_(i == needed) for i, x in enumerate(operation.inputs(case))]
+        operation.on(case)(*leaves).backward(operation.grad_output(case))
+        for i, (leaf, gradient) in enumerate(zip(leaves, everything, strict=True)):
+            assert torch.equal(leaf.grad, gradient) if i == needed else leaf.grad is None
 
 
 @ALL
-def test_the_backward_pass_fills_no_gradients_of_what_it_saved(operation):
-    leaves = with_requested_gradients(operation.inputs(operation.tiny))
+def test_inputs_are_left_as_they_were_and_no_gradient_of_what_was_saved_is_filled(operation):
+    inputs, grad_output = operation.inputs(operation.tiny), operation.grad_output(operation.tiny)
+    before = [x.clone() for x in (*inputs, grad_output)]
+    leaves = [x.detach().requires_grad_() for x in inputs]
     output = operation.on(operation.tiny)(*leaves)
     with Calls() as calls:
-        torch.autograd.grad(output, leaves, operation.grad_output(operation.tiny))
-    assert any(name.startswith(("backward", "sla2_backward")) for name in calls.names)
-    assert not [name for name in calls.names if "zero" in name or "full" in name]
+        torch.autograd.grad(output, leaves, grad_output)
+    assert all_equal((*inputs, grad_output), before)
+    ours = [name for name in calls.names if name.removeprefix("sla2_").startswith(("backward", "prologue_backward"))]
+    assert len(ours) == 1 + (operation in PROLOGUES)
+    assert operation in ROUTED or not [name for name in calls.names if "zero" in name or "full" in name]
 
 
 @ONE_OF_EACH
@@ -334,7 +323,7 @@ def test_no_gradient_comes_of_a_constant(operation):
     assert not any(x.grad is not None for x in leaves)
 
 
-@ONE_OF_EACH
+@each_of(SAGEBWD[0], PROLOGUES[1], MASKED[0])
 def test_a_second_derivative_is_an_error(operation):
     leaves = with_requested_gradients(operation.inputs(operation.tiny))
     output = operation.on(operation.tiny)(*leaves)
@@ -343,59 +332,45 @@ def test_a_second_derivative_is_an_error(operation):
         gradient.sum().backward()
 
 
-@ALL_AND_ROUTED
-def test_inputs_are_left_as_they_were(operation):
-    inputs, grad_output = operation.inputs(operation.tiny), operation.grad_output(operation.tiny)
-    before = [x.clone() for x in (*inputs, grad_output)]
-    operation.on(operation.tiny)(*(x.detach().requires_grad_() for x in inputs)).backward(grad_output)
-    assert all_equal((*inputs, grad_output), before)
-
-
-@ONE_OF_EACH
-def test_no_grad_records_nothing(operation):
-    inputs = operation.inputs(operation.tiny)
-    with torch.no_grad():
-        assert not operation.on(operation.tiny)(*with_requested_gradients(inputs)).requires_grad
-    assert not operation.on(operation.tiny)(*inputs).requires_grad
-
-
-class Saves(TorchDispatchMode):
-    """Whether each forward pass was told to keep something, which it does then."""
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        results = operation(*arguments, **(options or {}))
-        if operation is Sla2.kernel:
-            self.seen.append(arguments[-1])
-            assert arguments[-1] or len(results) == 1
-        return results
-
-    def __enter__(self):
-        self.seen = []
-        return super().__enter__()
-
-
-@pytest.mark.parametrize("operation", [MASKED[0], ROUTED[0]], ids=repr)
-def test_without_a_gradient_nothing_is_kept(operation):
-    *inputs, alpha = operation.inputs(operation.tiny)
+@each_of(SAGEBWD[0], MASKED[0], ROUTED[0])
+def test_without_a_gradient_nothing_is_recorded_nor_kept(operation):
+    inputs, kept = operation.inputs(operation.tiny), []
     call, leaves = operation.on(operation.tiny), with_requested_gradients(inputs)
-    with Saves() as saves:
+
+    class Saves(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            results = function(*arguments, **(options or {}))
+            if function is operation.kernel:
+                kept.append(len(results) > 1)
+            return results
+
+    with Saves():
         with torch.no_grad():
-            first = call(*leaves, alpha.clone().requires_grad_())
-        second, third = call(*inputs, alpha), call(*leaves, alpha)
-    assert [x.requires_grad for x in (first, second, third)] == saves.seen == [False, False, True]
+            first = call(*leaves)
+        second, third = call(*inputs), call(*leaves)
+    assert [x.requires_grad for x in (first, second, third)] == [False, False, True]
+    assert operation in SAGEBWD or kept == [False, False, True]
     assert all_equal((first, second), (third, third))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_bytes_sagebwd_keeps_for_the_backward_pass(head_dim):
-    """6 D + 4 per token and head, and one float32 per block of Q, of K and of V; FlashAttention keeps 8 D + 4."""
+@pytest.mark.parametrize(("operation", "head_dim"), [*product(SAGEBWD[:1], (64, 128)), *product(PROLOGUES, (64,))])
+def test_bytes_sagebwd_keeps_for_the_backward_pass(operation, head_dim):
+    """6 D + 4 per token and head, and one float32 per block of Q, of K and of V; FlashAttention keeps 8 D + 4.
+
+    With a prologue, the model's tables as well; with QK-norm, Q and K in 16 bit and the gains.
+    """
     case = SageBwd.Case(256, 256, head_dim)
     blocks = (case.n_q + 2 * case.n_k) // SCALE_BLOCK
     expected = case.heads * (case.n_q * (6 * head_dim + 4) + 4 * blocks)
-    assert bytes_kept_for_backward(SAGEBWD[0].on(case), *SAGEBWD[0].inputs(case)) == expected
+    if operation.norm is not None:
+        expected += sum(x.numel() * x.itemsize for x in operation.prologue(case)[:2])
+    if operation.norm:
+        expected += 2 * 2 * case.heads * case.n_q * head_dim + 2 * 4 * head_dim
+    *qkv, gains = *operation.inputs(case)[:3], operation.inputs(case)[3:]
+    assert bytes_kept_for_backward(lambda *x: operation.on(case)(*x, *gains), *qkv) == expected
 
 
-@pytest.mark.parametrize("operation", MASKED, ids=repr)
+@each_of(*MASKED)
 def test_bytes_sla2_keeps_for_the_backward_pass(operation):
     """Q, K, V, O_s in 16 bit, L, alpha, H and Z of every query block, mask, lists and complement; the mean key."""
     case = Sla2.Case(200, 300, "half", 64)
@@ -415,29 +390,23 @@ def test_masks_and_alphas_are_broadcast_and_alphas_gradient_is_summed_in_its_dty
     block_mask = tensors.block_mask[:, :1, :1]
     expanded = block_mask.expand(tensors.block_mask.shape).contiguous()
     attention = functools.partial(sparse_linear_attention, backend="triton")
-
-    def expected(alpha):
-        alpha = alpha.detach().float().expand(tensors.alpha.shape).contiguous()
-        on_expanded = lambda *qkv_alpha: attention(*qkv_alpha[:3], expanded, qkv_alpha[3])  # noqa: E731
-        return with_gradients(operation, case, (*tensors[:3], alpha), call=on_expanded)
-
-    for dtype in (torch.float32, torch.float16):
-        alpha = torch.tensor([[0.3], [0.8]], device=DEVICE, dtype=dtype, requires_grad=True)
-        output = attention(*tensors[:3], block_mask, alpha)
-        (dalpha,) = torch.autograd.grad(output, alpha, tensors.grad_output)
-        expected_output, *_, expected_dalpha = expected(alpha)
-        assert torch.equal(output, expected_output)
-        assert dalpha.dtype == dtype
-        torch.testing.assert_close(dalpha, expected_dalpha.sum((0, 2))[:, None].to(dtype))
-    number = attention(*tensors[:3], block_mask, 0.8)
-    assert torch.equal(number, expected(torch.full_like(tensors.alpha, 0.8))[0])
+    on_expanded = lambda *qkv_alpha: attention(*qkv_alpha[:3], expanded, qkv_alpha[3])  # noqa: E731
+    alpha = torch.tensor([[0.3], [0.8]], device=DEVICE, dtype=torch.float16, requires_grad=True)
+    for given in (alpha, 0.8):
+        output = attention(*tensors[:3], block_mask, given)
+        every = torch.as_tensor(given, device=DEVICE).detach().float().expand(tensors.alpha.shape).contiguous()
+        expected, *_, dalpha = with_gradients(operation, case, (*tensors[:3], every), call=on_expanded)
+        assert torch.equal(output, expected)
+        if given is alpha:
+            (found,) = torch.autograd.grad(output, alpha, tensors.grad_output)
+            assert found.dtype == torch.float16
+            torch.testing.assert_close(found, dalpha.sum((0, 2))[:, None].half())
 
 
-# The module
+# The modules
 
 
-@pytest.mark.parametrize("operation", ROUTED, ids=repr)
-@pytest.mark.parametrize("protecting", [True, False])
+@pytest.mark.parametrize(("operation", "protecting"), [*zip(ROUTED, (True, False), strict=True)])
 def test_the_module_gives_what_the_reference_backend_does(protecting, operation):
     """Same blocks, same output, same gradients, alpha's logits included; projections, GQA, an alpha per block."""
     case = Sla2.Case(140, 200, "half", 32, 2, 1)
@@ -456,7 +425,7 @@ def test_the_module_gives_what_the_reference_backend_does(protecting, operation)
         assert relative_l2(found, expected) <= (1e-2 if ON_GPU else 2e-3)  # bfloat16 sums on a GPU
 
 
-@pytest.mark.parametrize(("sparsity", "quantize"), [(0.0, False), (0.5, False), (0.5, True), (0.97, True)])
+@pytest.mark.parametrize(("sparsity", "quantize"), [(0.0, True), (0.5, False), (0.97, True)])
 def test_the_module_selects_the_blocks_of_the_reference_router(sparsity, quantize):
     """Compared bit by bit with the operation under that mask; the router has no gradient even if asked for one."""
     case = Sla2.Case(130, 200, "half", 32, 2, 1)
@@ -471,6 +440,24 @@ def test_the_module_selects_the_blocks_of_the_reference_router(sparsity, quantiz
     output.sum().backward()
     assert all(weight.grad is None for weight in module.router.parameters())
     assert module.alpha_logit.grad.isfinite().all()
+
+
+def test_sla_by_the_kernels_is_the_references():
+    """O_s with alpha = 1, O_l with alpha = 0, forward and backward."""
+    found, inputs = [], [torch.randn(1, 1, 128, 32, device=DEVICE) for _ in range(4)]
+    for backend in ("reference", "triton"):
+        sla = SLA(32, 1, sparsity=0.5, backend=backend).to(DEVICE)
+        torch.nn.init.eye_(sla.proj.weight)  # at its start, 0, the linear branch has no effect
+        q, k, v, do = (x.half().requires_grad_() for x in inputs)
+        output = sla(q, k, v)
+        found.append((output, *torch.autograd.grad(output, (q, k, v, sla.proj.weight), do.detach())))
+    assert all(relative_l2(x, y) < (1e-2 if ON_GPU else 4e-3) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"skipped": 0.1}, {"feature_map": "relu"}])
+def test_what_sla_has_beside_the_kernels_is_refused(options):
+    with pytest.raises(ValueError, match=r"^backend: expected 'reference', which alone takes skipped=.*, got 'auto'"):
+        SLA(32, 1, sparsity=0.5, backend="auto", **options)
 
 
 # torch.compile, CUDA graphs, autocast
@@ -506,18 +493,16 @@ def test_compiled_without_a_graph_break_at_any_length(compiler):
 
 
 @every_compiler
-@pytest.mark.parametrize("operation", [*MASKED, ROUTED[1]], ids=repr)
+@each_of(*PROLOGUES, *MASKED, ROUTED[1])
 def test_compiled_without_a_graph_break(operation, compiler):
-    case, call = operation.tiny, operation.on(operation.tiny)
-    *inputs, alpha = operation.inputs(case)
-    if operation.routed:  # alphas of 1/2 and 1: the sigmoid is exact, in a fused program too
-        alpha = torch.tensor([0.0, 200.0], device=DEVICE).view_as(alpha)
+    case, call, inputs = operation.tiny, operation.on(operation.tiny), operation.inputs(operation.tiny)
+    if operation in ROUTED:  # alphas of 1/2 and 1: the sigmoid is exact, in a fused program too
+        inputs = *inputs[:3], torch.tensor([0.0, 200.0], device=DEVICE).view_as(inputs[3])
     compiled = torch.compile(call, fullgraph=True, backend=compiler)
-    results = (with_gradients(operation, case, (*inputs, alpha), call=function) for function in (call, compiled))
-    *found, dalpha = zip(*results, strict=True)
+    *found, last = zip(*(with_gradients(operation, case, inputs, call=x) for x in (call, compiled)), strict=True)
     assert all(torch.equal(*pair) for pair in found)
-    assert torch.equal(*dalpha) or operation.routed  # whose gradient goes on through a sigmoid
-    torch.testing.assert_close(*dalpha)
+    assert torch.equal(*last) or operation in ROUTED  # whose alpha's gradient goes on through a sigmoid
+    torch.testing.assert_close(*last)
 
 
 @every_compiler
@@ -572,7 +557,7 @@ def test_cuda_graph(operation):
 
 
 class Layer(torch.nn.Module):
-    """Projections around an attention, heads side by side in memory: what `make_graphed_callables` is given."""
+    """Projections around an attention, heads side by side in memory, for `make_graphed_callables`."""
 
     def __init__(self, operation, case):
         super().__init__()
@@ -589,7 +574,7 @@ class Layer(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.gpu
 def test_make_graphed_callables():
-    """As kernels/README.md says: a module's forward and backward in graphs give what they give without."""
+    """As kernels/README.md says, a module's forward and backward in graphs give what they give without."""
     case = SageBwd.Case(300, 300, 64, 4, 4, is_causal=True, dtype=torch.bfloat16, batch=2)
     torch.manual_seed(0)
     layer = Layer(SAGEBWD[0], case).to(DEVICE, case.dtype)
@@ -607,9 +592,9 @@ def test_make_graphed_callables():
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("operation", [SAGEBWD[0], *MASKED, *ROUTED], ids=repr)
+@each_of(SAGEBWD[0], *([*MASKED, *ROUTED] if ON_GPU else [MASKED[1], ROUTED[0]]))
 def test_autocast(operation, dtype):
-    """float32 inputs are cast to the autocast type, which the kernels then take, and gradients come back in float32.
+    """The kernels take float32 inputs cast to the autocast type, and gradients come back in float32.
 
     SLA2's router, sums and alpha keep their type.
     """
@@ -626,35 +611,19 @@ def test_autocast(operation, dtype):
 
 
 def kernels_compiled(operation) -> int:
-    if operation in MASKED:
-        programs = (sla2_forward_program, sla2_prepare_program, sla2_sequence_mean_program, quantize_program)
-        programs += (
-            sla2_backward.sla2_linear_query_program,
-            sla2_backward.sla2_query_program,
-            sla2_backward.sla2_key_program,
-        )
-        programs += (sla2_backward.sla2_join_program,)
-    else:
-        programs = (
-            forward_program,
-            forward_hopper_program,
-            backward_programs.dq_program,
-            backward_programs.dkdv_program,
-        )
-        programs += (
-            dq_hopper_program,
-            dkdv_hopper_program,
-            dqdkdv_program,
-            dqdkdv_wide_program,
-            finish_program,
-            dkdv_pairs_program,
-        )
-        programs += (
-            key_sums_program,
-            key_mean_program,
-            forward_prepare.prepare_forward_program,
-            backward_prepare.prepare_backward_program,
-        )
+    """Count what was compiled of an operation's programs.
+
+    Two kinds aren't counted of SLA2: programs of lists, where the number of blocks is a constant, and Hopper's.
+    """
+    room = "sla2" if operation in MASKED else "sagebwd"
+    uncounted = "sla2_list_program", "sla2_top_blocks_program", "sla2_pieces_program"
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(f"sage_kernels.{room}.") and (room == "sagebwd" or not name.endswith("hopper"))
+    ]
+    programs = {x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    programs = {quantize_program, *(x for x in programs if x.fn.__name__ not in uncounted)}
     return sum(len(cache[0]) for program in programs for cache in program.device_caches.values())
 
 
@@ -694,21 +663,42 @@ SAME_ON_BOTH = [
     SageBwd.Case(160, 100, 48, 2, 1, is_causal=True, unbiased=True),
     SageBwd.Case(100, 160, 96, 4, 1, unbiased=True),
 ]
+ROTATED = [
+    SageBwd.Case(70, 90, 64, 2, 1, is_causal=True),
+    SageBwd.Case(90, 70, 48, 4, 2, batch=2),
+    SageBwd.Case(1, 3, 80),
+    SageBwd.Case(128, 128, 128, 1, 1, is_causal=True, key_offset=3.0),
+    SageBwd.Case(33, 33, 34, smooth_k=False),
+    SageBwd.Case(40, 60, 64, scale=-0.3),
+    SageBwd.Case(70, 60, 64, 2, 1, is_causal=True, unbiased=True, value_offset=3.0),
+]
+if ON_GPU:
+    ROTATED += [
+        SageBwd.Case(1000, 1100, 64, 8, 2, True), SageBwd.Case(1025, 1025, 128, 4, 4, True, batch=2),
+        SageBwd.Case(600, 2000, 96, 4, 1),
+    ]  # fmt: skip
+    ON_BOTH = [*product(SAGEBWD, SAME_ON_BOTH), *product(PROLOGUES, ROTATED)]
+else:
+    ON_BOTH = [*zip(cycle(SAGEBWD), SAME_ON_BOTH, strict=False), *zip(cycle(PROLOGUES), ROTATED, strict=False)]
+    ON_BOTH += [(PROLOGUES[1], ROTATED[0]), (PROLOGUES[0], ROTATED[3])]
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("operation", SAGEBWD, ids=repr)
-@pytest.mark.parametrize("case", SAME_ON_BOTH, ids=str)
-def test_the_reference_simulates_the_kernels(case, operation, dtype):
-    """O, dQ, dK and dV, end to end, in the defaults of both and with one scale per tile on both.
+@pytest.mark.parametrize(("operation", "case"), ON_BOTH, ids=str)
+def test_the_reference_simulates_the_kernels(operation, case, dtype):
+    """O and all gradients, end to end, in the defaults of both and with one scale per tile on both.
 
     They differ by rounding alone: O's last bits reach delta, and a dS near a tie may go to the other side. Where a
     whole tile shares a scale that step is larger: up to 6e-3 of dQ and dK in single shapes that are not here.
     """
     case = case._replace(dtype=dtype)
     calls = (operation.on(case, backend) for backend in ("triton", "reference"))
-    for x, y in zip(*(with_gradients(operation, case, call=call) for call in calls), strict=True):
-        assert relative_l2(x, y) <= (5e-3 if dtype == torch.bfloat16 else 4e-3)
+    results = (with_gradients(operation, case, call=call) for call in calls)
+    for number, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        allowed = 5e-3 if dtype == torch.bfloat16 or number >= 4 else 4e-3  # 4, 5: of gains
+        floor = 0.0 if operation.norm is None else 1e-5
+        assert (found.double() - expected.double()).norm() <= allowed * expected.double().norm() + floor
 
 
 def test_the_granularities_differ_in_their_gradients():
@@ -717,22 +707,14 @@ def test_the_granularities_differ_in_their_gradients():
     assert all(relative_l2(x, y) > 5e-3 for x, y in zip(row[1:], block[1:], strict=True))
 
 
-def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
-    calls, spied = [], ((sagebwd_ops, "sagebwd_attention"), (sla2_ops, "attention"))
-    for module, name in spied:
-        kernel = getattr(module, name)
-        spy = lambda *x, kernel=kernel, **options: calls.append((x, options)) or kernel(*x, **options)  # noqa: E731
-        monkeypatch.setattr(module, name, spy)
-    with warnings.catch_warnings():
+@each_of(SAGEBWD[0], MASKED[0], ROUTED[0])
+def test_auto_takes_the_kernels_where_they_can_run(operation):
+    inputs = operation.inputs(operation.tiny)
+    with warnings.catch_warnings(), Calls() as calls:
         warnings.simplefilter("error")
-        for operation in (SAGEBWD[0], MASKED[0], ROUTED[0]):
-            inputs = operation.inputs(operation.tiny)
-            auto = operation.on(operation.tiny, backend="auto")(*inputs)
-            assert torch.equal(auto, operation.on(operation.tiny)(*inputs))
-    (_, options), _, (masked, _), _, (routed, _), _ = calls
-    expected = {"is_causal": True, "scale": SageBwd.tiny.c, "smooth_k": True, "granularity": "row", "unbiased": False}
-    assert options == expected | {"prologue": None}
-    assert (type(masked[3]), type(routed[3])) == (torch.Tensor, Routing)
+        auto = operation.on(operation.tiny, backend="auto")(*inputs)
+    assert {"forward.default", "sla2_forward.default"} & set(calls.names)
+    assert torch.equal(auto, operation.on(operation.tiny)(*inputs))
 
 
 TYPES = "torch.float16 or torch.bfloat16" if ON_GPU else "torch.float16"
@@ -797,21 +779,16 @@ def test_shared_keys_must_be_asked_for():
 # What NaN and infinity do: head 1 of 2 in batch 1 of 2 holds one. Two blocks of what is poisoned, where blocks matter
 
 
-@functools.cache
-def without_nan(operation, case):
-    return with_gradients(operation, case)
-
-
 def with_one_bad_number(operation, case, name, token, bad):
-    """(results, the same with it): O and all gradients."""
+    """Return (results, the same with it): O and all gradients."""
     inputs = dict(zip(("query", "key", "value", "alpha"), operation.inputs(case), strict=False))
     inputs[name] = inputs[name].clone()
     inputs[name][1, 1, token, 3] = bad
-    return without_nan(operation, case), with_gradients(operation, case, inputs.values())
+    return results_of(operation, case), with_gradients(operation, case, inputs.values())
 
 
 def assert_nothing_else_changed(clean, found, touched):
-    """O and dQ outside the rows `touched` of that head; the other gradients in other heads."""
+    """Compare O and dQ outside the rows `touched` of that head; the other gradients in other heads."""
     for rows, before in zip(found[:2], clean, strict=False):
         expected = before.clone()
         expected[1, 1, touched] = rows[1, 1, touched]
@@ -830,9 +807,9 @@ ROUGH = FULL._replace(n_k=20, smooth_k=False)
     ("name", "token", "bad", "case"),
     [
         ("query", 0, math.nan, FULL._replace(n_q=140, n_k=20)), ("query", 139, math.inf, CAUSAL),
-        ("key", 135, -math.inf, FULL), ("key", 135, math.nan, CAUSAL), ("key", 3, math.nan, ROUGH),
-        ("key", 3, math.nan, ROUGH._replace(is_causal=True)), ("key", 135, math.inf, CAUSAL._replace(smooth_k=False)),
-        ("value", 135, math.inf, FULL), ("value", 3, math.nan, CAUSAL), ("value", 135, math.nan, CAUSAL),
+        ("key", 135, -math.inf, FULL), ("key", 3, math.nan, ROUGH._replace(is_causal=True)),
+        ("key", 135, math.inf, CAUSAL._replace(smooth_k=False)), ("key", 135, math.nan, CAUSAL),
+        ("value", 135, math.inf, FULL), ("value", 135, math.nan, CAUSAL),
         ("value", 135, math.nan, CAUSAL._replace(unbiased=True)),
     ],
     ids=str,
@@ -851,14 +828,13 @@ def test_nan_goes_where_the_docstring_of_sagebwd_says_and_nowhere_else(name, tok
     assert [x[1, 1].isnan().any().item() for x in found[1:]] == [True, True, not dv_never_reads_v]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")  # the interpreter's inf - inf
-@pytest.mark.parametrize("operation", MASKED, ids=repr)
 @pytest.mark.parametrize(
-    ("name", "token", "bad"),
+    ("operation", "name", "token", "bad"),
     [
-        ("query", 0, math.nan), ("query", 129, math.inf), ("key", 80, math.nan), ("key", 3, math.inf),
-        ("value", 80, math.inf), ("value", 3, math.nan),
+        (MASKED[0], "query", 0, math.nan), (MASKED[1], "query", 129, math.inf), (MASKED[1], "key", 80, math.nan),
+        (MASKED[0], "key", 3, math.inf), (MASKED[0], "value", 80, math.inf), (MASKED[1], "value", 3, math.nan),
     ],
+    ids=str,
 )  # fmt: skip
 def test_nan_goes_where_the_docstring_of_sla2_says_and_nowhere_else(name, token, bad, operation):
     shape = (130, 70) if name == "query" else (20, 90)
@@ -874,7 +850,7 @@ def test_nan_goes_where_the_docstring_of_sla2_says_and_nowhere_else(name, token,
     assert not dalpha[1, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("operation", ROUTED, ids=repr)
+@each_of(*ROUTED)
 def test_nan_in_a_query_leaves_the_choice_of_other_blocks_of_queries_alone(operation):
     case = Sla2.Case(130, 200, "half", 32, 2, 1)
     query, *rest = operation.inputs(case)
