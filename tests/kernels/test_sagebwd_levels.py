@@ -346,7 +346,7 @@ def test_any_strides(level):
 @pytest.mark.parametrize("level", [x for x in BACKWARD if x != 4], ids="backward{}".format)
 def test_results_lie_in_memory_as_their_inputs_do(level):
     """O and dQ as Q, dK and dV as V; level 4, which no operation runs, makes them contiguous."""
-    case = Case(20, 40, 128 if level == 6 else 64, 2, 1, is_causal=True, batch=2)
+    case = Case(20, 40, 128 if level == 6 else 64, is_causal=True, batch=2)
     query, key, value, grad_output = draw(case)
     for of_q, of_v in ((False, True), (True, False)) if level > 4 or ON_GPU else [(level % 2 == 0, level % 2 == 1)]:
         tensors = [heads_last(x) if last else x for x, last in ((query, of_q), (key, of_v), (value, of_v))]
@@ -357,7 +357,7 @@ def test_results_lie_in_memory_as_their_inputs_do(level):
 
 @EVERY_FORWARD
 def test_an_output_lies_in_memory_as_its_query_does(level):
-    case = Case(20, 40, 64, 2, 1, is_causal=True)
+    case = Case(20, 40, is_causal=True)
     output = run_forward_level(case, level, [heads_last(x) for x in draw(case)]).output
     assert are_views_of_memory([output], [True])
 
