@@ -1,4 +1,4 @@
-"""Calls that an audit found unclean: kinds of tensors, numbers out of range, magnitudes, torch.func, torch.compile."""
+"""Magnitudes at the edge of what is documented, torch.func, torch.vmap and torch.compile of every public function."""
 
 import math
 from functools import partial
@@ -12,9 +12,7 @@ from torch.testing import assert_close
 from sage_ref import SLA, SLA2, QKNorm, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as backends
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.quantization import integer_matmul, quantize, quantized_matmul
-from sage_ref.sagebwd import SageBwdSettings
-from sage_ref.sla2 import BlockSettings, Relaxation, soft_top_k
+from sage_ref.quantization import quantize
 
 BLOCKS = {"block_q": 16, "block_kv": 8}
 SMALL = BLOCKS | {"sparsity": 0.5}
@@ -49,33 +47,6 @@ def with_gradients(call, tensors):
 # Kinds of tensors
 
 
-KINDS = {
-    "sparse": (lambda x: x.to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
-    "mkldnn": (lambda x: x.to_mkldnn(), TypeError, "a dense tensor, got torch._mkldnn"),
-    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[0]]), TypeError, "a dense tensor, got a nested one"),
-    "meta": (lambda x: x.to("meta"), ValueError, "a device that holds data, got meta"),
-    "complex": (lambda x: x.cfloat(), TypeError, "dtype float16, bfloat16, float32 or float64, got torch.complex64"),
-    "integer": (lambda x: x.int(), TypeError, "dtype float16, bfloat16, float32 or float64, got torch.int32"),
-    "quantised": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), TypeError, "dtype float16, .*qint8"),
-    "a list": (torch.Tensor.tolist, TypeError, "a torch.Tensor, got list"),
-}
-TAKERS = CALLS | {
-    "initialize_alpha": lambda q, k, v: SLA2(8, 2, **SMALL).initialize_alpha(q, k),
-    "QKNorm": lambda q, k, v: QKNorm(8)(q, k),
-}
-
-
-@pytest.mark.filterwarnings("ignore")  # PyTorch's, of layouts that it is going to drop
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("taker", TAKERS)
-def test_a_tensor_of_another_kind_is_named(taker, kind):
-    change, error, message = KINDS[kind]
-    q, k, v = drawn()
-    for name, tensors in (("query", (change(q), k, v)), ("key", (q, change(k), v))):
-        with pytest.raises(error, match=f"^{name}: expected {message}"):
-            TAKERS[taker](*tensors)
-
-
 @EVERY
 def test_subclasses_negated_views_and_inference_tensors_work(call):
     class Subclass(torch.Tensor):
@@ -96,24 +67,6 @@ def test_subclasses_negated_views_and_inference_tensors_work(call):
     assert leaf.grad.any()
 
 
-def test_masks_alphas_and_protected_keys_are_dense_and_where_they_can_be_read():
-    q, k, v = drawn()
-    for name, bad, message in (
-        ("block_mask", MASK.to_sparse(), "a dense tensor, got torch.sparse_coo"),
-        ("alpha", torch.tensor([0.5]).to_sparse(), "a dense tensor, got torch.sparse_coo"),
-        ("alpha", torch.tensor([0.5]).to_mkldnn(), "a dense tensor, got torch._mkldnn"),
-    ):
-        with pytest.raises(TypeError, match=f"^{name}: expected {message}$"):
-            sparse(q, k, v, **{name: bad})
-    protect = torch.zeros(20).bool()
-    for stage in (1, 2):
-        model = SLA2(8, 2, backend="reference", **SMALL).stage(stage)
-        with pytest.raises(ValueError, match="^protect: expected a device that holds data, got meta$"):
-            model(q, k, v, protect.to("meta"))
-        with pytest.raises(TypeError, match="^protect: expected a dense tensor"):
-            model(q, k, v, protect.to_sparse())
-
-
 @pytest.mark.parametrize("module", [SLA(8, 2), SLA2(8, 2), QKNorm(8)], ids=["SLA", "SLA2", "QKNorm"])
 def test_a_module_says_that_it_is_on_another_device(module):
     q, k, v = drawn()
@@ -121,43 +74,7 @@ def test_a_module_says_that_it_is_on_another_device(module):
         module.to("meta")(*((q, k) if isinstance(module, QKNorm) else (q, k, v)))
 
 
-# Numbers and options
-
-
-OUT_OF_RANGE = [
-    *((partial(dense, *drawn(), scale=x), "scale") for x in (10**400, -(10**5000), 1e300, 10**40)),
-    *((partial(sparse, *drawn(), scale=x), "scale") for x in (10**400, 1e300)),
-    *((partial(sparse, *drawn(), alpha=x), "alpha") for x in (10**400, math.nan, math.inf, -0.1, 1.1)),
-    *((partial(sparse, *drawn(), block_q=x), "block_q") for x in (10**400, 2**31)),
-    *((partial(dense, *drawn(), granularity=x), "granularity") for x in (torch.ones(2).numpy(), "x" * 1000)),
-    *((partial(QKNorm, x), "head_dim") for x in (0, -1, 1.5, "8", None, True, 2**63)),
-    *((partial(SLA2, 8, 2, relaxation=x), "relaxation") for x in (None, "soft", 1, Relaxation)),
-    *((partial(Relaxation, temperature=x), "temperature") for x in ("1", True, math.inf, 1e-300, 10**400)),
-    *((partial(Relaxation, straight_through=x), "straight_through") for x in (1, "no")),
-    *((SLA2(8, 2).stage, "number", x) for x in (True, torch.tensor([1, 2]))),
-    *((partial(SageBwdSettings, block_q=x), "block_q") for x in ("64", 1.5, True)),
-    *((partial(SageBwdSettings, exact_matmuls=x), "exact_matmuls") for x in (None, "dP")),
-    (partial(SageBwdSettings, smooth_k=1), "smooth_k"),
-    (partial(SageBwdSettings, scale=math.nan), "scale"),
-    (partial(BlockSettings, quantize=1), "quantize"),
-    (partial(BlockSettings, scale="1"), "scale"),
-    *((partial(soft_top_k, torch.ones(4), x), "count") for x in (1.5, "2", True)),
-    (partial(soft_top_k, torch.ones(4).int(), 2), "x"),
-    (partial(soft_top_k, torch.ones(()), 2), "x"),
-    *((partial(quantize, torch.ones(4, 4), x), "block_shape") for x in (3, (1,), (0, 1), (1.5, 2))),
-    *((partial(quantize, x), "x") for x in (None, torch.ones(4), torch.ones(0, 4), torch.ones(4, 4).int())),
-    (partial(integer_matmul, torch.ones(2, 3).char(), torch.ones(2, 3).char()), "b"),
-    (partial(integer_matmul, torch.ones(2, 3, 3).char(), torch.ones(4, 3, 3).char()), "b"),
-    (partial(integer_matmul, None, torch.ones(2, 3).char()), "a"),
-    (partial(quantized_matmul, torch.ones(2, 3), torch.ones(3, 2)), "a"),
-]
-
-
-@pytest.mark.parametrize(("call", "name", "arguments"), [(*row[:2], row[2:]) for row in OUT_OF_RANGE])
-def test_what_is_out_of_range_is_named_in_a_short_line(call, name, arguments):
-    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .+, got ") as caught:
-        call(*arguments)
-    assert len(str(caught.value)) < 200
+# Numbers
 
 
 def test_integers_are_as_good_as_floats_for_a_scale():
