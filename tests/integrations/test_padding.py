@@ -11,6 +11,7 @@ from torch import nn
 from sage_ref import sagebwd_attention, sdpa
 from sage_ref.integrations import padding
 from sage_ref.integrations.padding import Part, parts_of
+from sage_ref.tracing import relative_l2
 
 REFERENCE = {"backend": "reference"}
 LENGTHS = (150, 37, 140, 37)  # two alike; 150 and 140 have two blocks of 128 tokens
@@ -68,10 +69,6 @@ def with_gradients(attention, tensors, weights):
     return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
 
 
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("place", PLACES)
@@ -93,7 +90,7 @@ def test_a_padded_sequence_has_the_bits_of_the_unpadded_one_and_its_padding_no_g
         exact = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, **options), alone, weights[i, :, span])
         for of_batch, of_same, of_exact in zip(found, same, exact, strict=True):
             assert torch.equal(of_batch[i : i + 1, :, span], of_same)
-            assert 1e-3 < relative(of_same, of_exact) < place.error
+            assert 1e-3 < relative_l2(of_same, of_exact) < place.error
         outside = torch.ones(N, dtype=torch.bool)
         outside[span] = False
         assert not any(gradient[i, :, outside].any() for gradient in found[1:])
@@ -110,8 +107,8 @@ def test_without_causality_queries_beside_padding_may_be_of_another_sequence(qkv
         found = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
         shorter = F.scaled_dot_product_attention(qkv[0][:, :, :99], *qkv[1:], mask, enable_gqa=True)
     for i in range(len(LENGTHS)):
-        assert 1e-3 < relative(found[i], exact[i]) < 0.03
-        assert 1e-3 < relative(shorter[i], exact[i, :, :99]) < 0.03
+        assert 1e-3 < relative_l2(found[i], exact[i]) < 0.03
+        assert 1e-3 < relative_l2(shorter[i], exact[i, :, :99]) < 0.03
 
 
 FORMS = {
@@ -235,7 +232,7 @@ def test_a_transformer_of_pytorch_is_taken_with_its_padding_mask():
         found = layer(x, src_key_padding_mask=~has)
         alone = layer(x[1:2, :37])
     assert routed.taken == 2
-    assert 1e-5 < relative(found[has], layer(x, src_key_padding_mask=~has)[has]) < 0.02
+    assert 1e-5 < relative_l2(found[has], layer(x, src_key_padding_mask=~has)[has]) < 0.02
     torch.testing.assert_close(found[1:2, :37], alone, rtol=0, atol=1e-6)
 
 
