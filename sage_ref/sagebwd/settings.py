@@ -116,8 +116,8 @@ class SageBwdSettings:
 
         Args:
             matmul: Its name.
-            a: Q, P~, P^T, dO, dS or dS^T.
-            b: K, V, dO, V, K or Q, by tokens: K of S and V of dP are not transposed yet.
+            a: Q, P~, P, dO, dS or dS^T; P of dV is not transposed yet.
+            b: K, V, dO, V, K or Q; K of S and V of dP are not transposed yet.
             k_mean: mu_K, which was subtracted from the K of dQ. Nothing is owed for it: rows of dS sum to zero.
         """
         if matmul in self.exact_matmuls:
@@ -127,7 +127,7 @@ class SageBwdSettings:
             "S": (tokens_of_q, tokens_of_k, "nearest"),
             "O": ((1, self.block_kv), tokens_of_k, self.p_rounding),
             "S_backward": (tokens_of_q, tokens_of_k, "nearest"),
-            "dV": (self.per_key[::-1], tokens_of_q, "nearest"),
+            "dV": (self.per_key, tokens_of_q, "nearest"),
             "dP": (tokens_of_q, tokens_of_k, "nearest"),
             "dQ": (self.per_query, tokens_of_k, self.ds_rounding),
             "dK": (self.per_key[::-1], tokens_of_q, self.ds_rounding),

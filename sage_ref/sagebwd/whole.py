@@ -89,8 +89,8 @@ def sagebwd_backward(
     # P is at most 1, or a little more if S was rounded differently in the forward pass. But where the offset is huge,
     # L minus the offset has lost its digits: then exp must not overflow.
     p = unvisited_to_zero((s - (log_sum_exp[..., None] - offset)).clamp(max=LARGEST_LOG_P).exp_(), seen)
-    p_hat_t, do_hat = settings.operands("dV", p.mT, do)  # Alg. 2, steps 2 and 5
-    dv = visited_matmul(p_hat_t, do_hat, seen_by_key)
+    p_hat, do_hat = settings.operands("dV", p, do)  # Alg. 2, steps 2 and 5
+    dv = visited_matmul(p_hat.mT, do_hat, seen_by_key)
     do_hat, v_hat = settings.operands("dP", do, v)  # Alg. 2, step 6: exact, unless settings say otherwise
     dp = do_hat @ v_hat.mT
     delta = settings.delta(do, o, p, dp)  # Alg. 2, step 3

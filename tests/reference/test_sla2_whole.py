@@ -265,18 +265,12 @@ def test_autograd_hands_back_what_the_functions_compute(inputs, dtype, settings,
         assert torch.equal(x, wide_x.to(like.dtype))
 
 
-def test_gradients_only_where_asked_and_no_second_one(inputs):
+def test_gradients_only_where_asked(inputs):
     q, k, v, do, mask, alpha = problem(inputs, 20, 20)
     alpha.requires_grad_()
     SparseLinearFunction.apply(q, k, v, mask, alpha, SMALL)[0].backward(do)
     assert alpha.grad.any()
     assert q.grad is None
-    q.requires_grad_()
-    output, *_ = SparseLinearFunction.apply(q, k, v, mask, alpha, SMALL)
-    for loss in (output.sum(), output.square().sum()):
-        (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
-        with pytest.raises(RuntimeError, match="^sparse_linear_attention: expected to be differentiated once, got a"):
-            gradient.sum().backward()
 
 
 @pytest.mark.parametrize("settings", [SMALL, INT8])
