@@ -1,4 +1,4 @@
-"""sage_ref: trainable low-bit attention (SageBwd, SLA2) in plain PyTorch, to be read beside the papers."""
+"""sage_ref: trainable low-bit attention (SageBwd, SLA2) in plain PyTorch, to be read next to the papers."""
 
 from sage_ref.integrations.pytorch import sdpa
 from sage_ref.prologue import Prologue

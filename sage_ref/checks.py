@@ -28,7 +28,7 @@ def check_dense(name: str, x: Tensor) -> None:
     """Check that x is a tensor with every entry in memory: not nested, sparse or of another library's layout."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if torch.compiler.is_compiling():  # which may not ask for a layout, and traces dense tensors alone
+    if torch.compiler.is_compiling():  # it can't query a layout, and traces dense tensors alone
         return
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")

@@ -30,7 +30,7 @@ def gradients_once(of: str, compute: Callable[..., tuple[Tensor, ...]], *tensors
     A second derivative, by create_graph=True or by torch.func, raises RuntimeError when it is taken: it would silently
     lack terms. Compiled code has no second derivatives in any case.
     """
-    # A backward pass that nobody will differentiate runs without gradients. Compiled code has no such graph, and can't
+    # A backward pass that will not be differentiated runs without gradients. Compiled code has no such graph, and can't
     # trace one function inside another.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return compute(*tensors)

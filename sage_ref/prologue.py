@@ -23,10 +23,8 @@ class Prologue(NamedTuple):
     """QK-norm, if there are gains, and the rotation. Token n of queries and of keys takes row n of the angles' tables.
 
     Args:
-        cos: Cosines [tokens, D/2] of the angles, for at least as many tokens as Q and K have; floating, no gradient.
-        sin: Their sines, likewise.
-        query_gain: gamma [D] of QK-norm for queries, floating, differentiable; None means no norm.
-        key_gain: Likewise for keys.
+        cos, sin: [tokens, D/2], for at least as many tokens as Q and K have; floating, without gradient.
+        query_gain, key_gain: gamma [D] of QK-norm, floating, differentiable; None means no norm.
         eps: A positive number of QK-norm. Sums are in float32, for float64 in float64.
     """
 

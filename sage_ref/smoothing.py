@@ -4,7 +4,7 @@ Queries and keys carry offsets that all tokens share. An offset widens a block's
 yet the softmax ignores most of it.
 
 K-smoothing, K_sm = K - 1 mu_K^T with mu_K the mean over tokens, is exact: it subtracts q_i . mu_K from every
-score of row i, which the softmax cancels. dQ = c dS K_sm too, since rows of dS sum to zero.
+score of row i, which the softmax cancels. dQ = c dS K_sm as well, since rows of dS sum to zero.
 Q-smoothing, Q_sm = Q - 1 mu_Q^T with mu_Q the mean of one query block, is not free: mu_Q K^T differs from key
 to key, so it is added back to the scores, and dK gains a second branch (see `query_mean_grad_key`).
 V-smoothing is not the paper's: see `smooth_value`.
@@ -30,7 +30,7 @@ def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
 def key_mean_scores(query: Tensor, key_mean: Tensor, scale: float) -> Tensor:
     """Return c Q mu_K^T [..., Nq, 1], which K-smoothing subtracts from every score of a row.
 
-    Added to the log-sum-exp of the smoothed scores it gives that of the scores themselves.
+    Adding it to the log-sum-exp of the smoothed scores gives the log-sum-exp of the scores themselves.
     """
     return query @ key_mean.mT * scale
 
@@ -96,7 +96,7 @@ def _normalise(name: str, x: Tensor, norm: nn.RMSNorm) -> Tensor:
     if x.shape[-1:] != norm.normalized_shape:
         raise ValueError(f"{name}: expected head size {norm.normalized_shape[0]}, got shape {tuple(x.shape)}")
     wide = torch.promote_types(torch.promote_types(x.dtype, norm.weight.dtype), torch.float32)
-    # Squares of larger numbers would overflow. The size of a token cancels, and beside such squares so does eps.
+    # Squares of larger numbers would overflow. The size of a token cancels, and eps is negligible next to such squares.
     largest = torch.finfo(wide).max ** 0.25
     size = x.detach().to(wide).abs().amax(-1, keepdim=True)
     safe = x.to(wide) * (largest / size.clamp_min(largest))

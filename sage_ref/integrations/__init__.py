@@ -1,10 +1,10 @@
 """SageBwd and SLA2 in other libraries' models.
 
-pytorch       `sage_ref.sdpa`: what calls F.scaled_dot_product_attention
+pytorch       `sage_ref.sdpa`: for code that calls F.scaled_dot_product_attention
 transformers  SageBwd as an attention by name
 diffusers     SageBwd as an attention backend; SLA2 as a part of the model
-calls         what a call asks for, and what happens where SageBwd can't do that
-padding       a mask that is padding, honoured by cutting each sequence to its own tokens
+calls         the arguments of a call, and what happens where SageBwd can't compute it
+padding       masks that are padding, honoured by cutting each sequence to its own tokens
 
 On a CPU the reference computes, on a GPU the kernels where they can: as `sage_ref.sagebwd_attention` chooses.
 
@@ -23,7 +23,6 @@ On a CPU the reference computes, on a GPU the kernels where they can: as `sage_r
 | diffusers, SLA2 | error | error | error |
 
 Under torch.compile `nn.MultiheadAttention` stays exact. Tests compile with the backends eager and aot_eager: on a CPU
-the default, inductor, has minutes of C++ to compile for the reference's steps. Tried by hand it gives the same numbers.
-Tests are in tests/integrations; `make test` installs what they need. `python -m sage_lab drop-in` measures a pretrained
-encoder with exact and with INT8 attention; notebooks/recorded/drop_in_cpu.json is what it found.
+the default, inductor, takes minutes to compile the reference's steps to C++; tried by hand it gives the same numbers.
+Tests are in tests/integrations; `make test` installs what they need.
 """

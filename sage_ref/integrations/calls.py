@@ -43,9 +43,9 @@ class Call(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How SageBwd computes calls, and what is done with a call that it can't compute.
+    """The options of SageBwd, and what is done with a call that it can't compute.
 
-    otherwise: "error", a ValueError; "exact", exact attention for that call, and one warning for each reason.
+    otherwise: "error" raises ValueError; "exact" computes exact attention, with one warning for each reason.
     """
 
     options: Options

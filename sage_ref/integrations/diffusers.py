@@ -1,9 +1,9 @@
 """SageBwd and SLA2 in Hugging Face's diffusers, for inference and for training.
 
-SageBwd is an attention backend, like diffusers' own: register(), then model.set_attention_backend("sagebwd").
-SLA2 has parameters, so it becomes a part of the model: install_sla2(model), before an optimiser is made. Later:
+SageBwd is an attention backend like diffusers' own: call register(), then model.set_attention_backend("sagebwd").
+SLA2 has parameters, so it becomes a part of the model: call install_sla2(model) before you make an optimiser. Later:
 
-    model.save_pretrained(folder)  # router and alpha are in its file, what install_sla2 was given in its config
+    model.save_pretrained(folder)  # router and alpha are in its file, the options of install_sla2 in its config
     model = WanTransformer3DModel.from_pretrained(folder)  # leaves router and alpha out, and diffusers says so
     load_sla2(model, folder)
 """
@@ -43,13 +43,16 @@ def register(
     Then `model.set_attention_backend("sagebwd")`, for all models whose processors have backends. diffusers' registry is
     not public and its names are an enum: this extends both, as diffusers 0.42 has them.
 
-    smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
-    otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, context
-        parallelism): "error", a ValueError that says why; "exact", diffusers' native attention, with one warning for
-        each reason.
+    Args:
+        name: A string in lower case.
+        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.
+        otherwise: What happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, context
+            parallelism). "error": a ValueError that says why. "exact": diffusers' native attention computes it, with
+            one warning for each reason.
 
-    Raises ImportError without diffusers or with one whose registry is another, TypeError or ValueError naming the
-    argument that doesn't fit.
+    Raises:
+        ImportError: diffusers is not installed, or has a different registry.
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
     names, registry = _dispatch()
     if not isinstance(name, str) or not name or name != name.lower():
@@ -115,8 +118,9 @@ def _member(names, value: str):
 class SLA2Processor(nn.Module):
     """An attention processor with SLA2 as attention; all else, projections and positions, is the other processor's.
 
-    processor: the other one; it must call F.scaled_dot_product_attention, as diffusers' do on their native backend.
-    attention: the module, whose router and alpha are parameters of the model.
+    Args:
+        processor: The other one; it must call F.scaled_dot_product_attention, as diffusers' do on their native backend.
+        attention: The module, whose router and alpha are parameters of the model.
     """
 
     def __init__(self, processor, attention: SLA2):
@@ -162,16 +166,19 @@ def install_sla2(
 ) -> list[SLA2]:  # fmt: skip
     """Give each self-attention of a diffusers model an SLA2 of its own, and return them in the model's order.
 
-    names: keys of `model.attn_processors`, or one, to choose others than all that are no cross-attention.
-    The other arguments: as in `sage_ref.SLA2`.
+    Router and alpha become parameters of the model: in `model.parameters()`, and in `state_dict` under
+    "....processor.attention". So load a state that has them after this, and make the optimiser after this, too. They
+    start in stage 2 with alpha at 0.95; then call `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
+    A second call on one model installs those that are not SLA2 yet. `model.config.sla2` keeps the options for
+    `load_sla2`; if a model already has it, it was saved with SLA2, and a warning says that this starts anew.
 
-    Router and alpha are parameters of the model: of `model.parameters()`, and in `state_dict` under
-    "....processor.attention". So load a state that has them after this, and make the optimiser after this, too.
-    They start in stage 2 with alpha at 0.95; then `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
-    Twice on one model: only those that are not SLA2 yet. `model.config.sla2` keeps what they were given, for
-    `load_sla2`; a model that already has it there was saved with SLA2, and a warning says that this starts anew.
+    Args:
+        model: A model of diffusers.
+        names: Keys of `model.attn_processors`, or one; None means all that are no cross-attention.
+        sparsity, block_q, block_kv, quantize, query_blocks, backend: As in `sage_ref.SLA2`.
 
-    Raises TypeError or ValueError naming the argument that doesn't fit.
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
     layers = {f"{name}.processor": layer for name, layer in model.named_modules() if hasattr(layer, "get_processor")}
     if names is None:
@@ -216,12 +223,16 @@ def _saved_options(model: nn.Module) -> dict[str, dict]:
 def load_sla2(model: nn.Module, folder: str | Path, *, backend: str = "auto") -> list[SLA2]:
     """Give a model, after from_pretrained, the SLA2 that save_pretrained(folder) saved with it, and return its modules.
 
-    folder: on this machine; of a pipeline, the model's own folder in it. The weights are safetensors, in any number of
-        files. Router and alpha get the dtype that they were saved in.
-    backend: as in `sage_ref.SLA2`.
+    Args:
+        model: A model whose config has the options of its SLA2. One that was saved without SLA2 needs no more than
+            from_pretrained; `install_sla2` then starts a new router.
+        folder: The model's folder on this machine, in a pipeline the one inside it. The weights are safetensors, in any
+            number of files. Router and alpha get the dtype in which they were saved.
+        backend: As in `sage_ref.SLA2`.
 
-    Raises ValueError for a model that was saved without SLA2, which needs no more than from_pretrained (`install_sla2`
-    then starts a new router), and for files that lack a router or have one twice; the model then stays as it was.
+    Raises:
+        ValueError: The model was saved without SLA2, or the files lack a router or have one twice. The model then stays
+            as it was.
     """
     options = _saved_options(model)
     if not options:
@@ -263,7 +274,10 @@ def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
 def stage(model: nn.Module, number: int) -> None:
     """Set the stage of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha.
 
-    A saved model doesn't say in which stage it was: it loads in stage 2. ValueError for a model without SLA2.
+    A saved model doesn't say in which stage it was: it loads in stage 2.
+
+    Raises:
+        ValueError: The model has no SLA2.
     """
     for module in _some_sla2(model):
         module.stage(number)

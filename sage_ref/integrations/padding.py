@@ -1,7 +1,7 @@
 """Padding masks, which need no masked attention if each sequence is cut to its own tokens.
 
 Sequences of several lengths share a batch because padding is put after them or before them. Attention then needs no
-mask if each is computed on its own tokens; sequences with padding in the same places are computed together.
+mask if each sequence is computed on its own tokens; sequences with padding in the same places are computed together.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ HIDDEN = torch.finfo(torch.float16).min  # a mask that is added hides a key by t
 
 
 class Part(NamedTuple):
-    """Queries of a sequence and the keys that they see, each as start and stop. is_causal: query i sees keys 0..i."""
+    """Queries of a sequence and the keys that they see, as start and stop; is_causal: query i sees keys 0..i."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -40,18 +40,20 @@ def can_be_read(mask: Tensor) -> bool:
 def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
     """Return what each sequence of a batch attends to under a mask of SDPA; None if the mask is more than padding.
 
-    mask: bool, True where a query sees a key, or float, 0 there and at most `HIDDEN` elsewhere, the same for all heads.
-    sizes: B, H, Nq, Nk, to which it broadcasts.
-
-    Padding is: the keys that a sequence has are next to each other, and a query sees all of them, or those up to its
-    own place (causal), or none. A query at a place without a key is cut off from the others. If the mask is causal it
-    is padding, too, and gets no part. If it isn't, nothing tells queries of the same sequence from those of another
-    one that happens to be as long (cross-attention): they get a part of their own.
+    It is padding if the keys that a sequence has are next to each other, and a query sees all of them, or those up to
+    its own place (causal), or none. A query at a place without a key is separated from the others: under a causal mask
+    it is padding, too, and gets no part. Without causality it may belong to a different sequence that happens to be as
+    long (cross-attention), so such queries get a part of their own.
 
     On a GPU reading a mask waits for it. There it is read once for as long as that tensor lives, since the layers of a
-    model share theirs, and again when PyTorch has changed it. A change that PyTorch doesn't count goes unseen.
+    model share theirs, and again when PyTorch has changed it. A change that PyTorch doesn't count goes unnoticed.
+
+    Args:
+        mask: bool, True where a query sees a key, or float, 0 there and at most `HIDDEN` elsewhere; the same for all
+            heads.
+        sizes: B, H, Nq, Nk, to which it broadcasts.
     """
-    if mask.is_inference() or not _waits(mask):  # of an inference tensor nobody counts the changes
+    if mask.is_inference() or not _waits(mask):  # changes of an inference tensor are not counted
         return _read(mask, sizes)
     key = mask._version, mask.data_ptr(), sizes
     known = _found.get(mask)
@@ -72,7 +74,7 @@ def _read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
     if not fits or mask.requires_grad or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return None
     mask = mask[(None,) * (4 - mask.dim())]
-    for dim in (1, 2):  # what heads or queries share is read once
+    for dim in (1, 2):  # read once what heads or queries share
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     sees = mask if mask.dtype == torch.bool else mask == 0
@@ -80,7 +82,7 @@ def _read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
     if mask.dtype != torch.bool:
         plain = plain & (sees | (mask <= HIDDEN)).all()
     facts = _facts(sees[:, 0].expand(-1, -1, n_k), n_q)
-    plain, *facts = torch.cat([plain[None], facts.flatten()]).tolist()  # the one time that Python waits for a GPU
+    plain, *facts = torch.cat([plain[None], facts.flatten()]).tolist()  # the only wait for a GPU
     if not plain:
         return None
     facts = [_Facts(*facts[i : i + len(_Facts._fields)]) for i in range(0, len(facts), len(_Facts._fields))]
@@ -116,7 +118,7 @@ def _facts(sees: Tensor, n_q: int) -> Tensor:
     place = torch.arange(n_k, device=sees.device)
     together = (has == (place >= start[:, None]) & (place < stop[:, None])).all(1)
     everyone = looks.all(1)
-    beside_key = (looks == has).all(1) if n_q == n_k else ~has.any(1)  # those that see are those that are beside a key
+    beside_key = (looks == has).all(1) if n_q == n_k else ~has.any(1)  # queries that see are at places with a key
     seen = has[:, None] & looks[:, :, None]
     whole = (sees == seen).all((1, 2)) & (everyone | beside_key)
     causal = torch.zeros_like(whole)

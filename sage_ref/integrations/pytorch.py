@@ -16,7 +16,7 @@ class SdpaMode(TorchFunctionMode):
     """A context inside which this thread's calls of SDPA go to `attend`, the innermost context's first."""
 
     def attend(self, call: Call) -> Tensor:
-        """Compute O of a call. SDPA called in here is that of the mode around this one, or PyTorch's."""
+        """Compute O of a call. A call of SDPA in here goes to the mode around this one, or to PyTorch."""
         raise NotImplementedError
 
     def unreachable(self, reason: str) -> None:
@@ -46,31 +46,35 @@ class SdpaMode(TorchFunctionMode):
 
 
 class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function that it replaces)
-    """`with sage_ref.sdpa():` SageBwd computes the calls of `F.scaled_dot_product_attention` inside, both passes.
+    """A context, `with sage_ref.sdpa():`, in which SageBwd computes the calls of `F.scaled_dot_product_attention`.
 
-    smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
-    otherwise: what happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with
-        another head size than the query's, ...): "exact", it stays PyTorch's, with one warning for each reason;
-        "error", a ValueError.
+    It takes calls with is_causal, scale and enable_gqa, and those that torch.nn.MultiheadAttention makes where its
+    weights are not requested (a TransformerEncoderLayer doesn't). `taken` counts them, except in compiled code.
 
-    Calls with is_causal, scale and enable_gqa are taken, and those that torch.nn.MultiheadAttention makes where nobody
-    asks for its weights (a TransformerEncoderLayer doesn't). `taken` counts them, but not in compiled code.
+    Masks: a mask is taken if it is padding, before or after the tokens of each sequence, with causality or without.
+    Each sequence is then computed on its own tokens, together with others of the same length. A query that sees no key
+    gets zeros; so does one in the padding of a causal mask. On a GPU each new mask is waited for and read, and read
+    again when PyTorch has changed it; a change by a foreign kernel goes unnoticed. torch.compile, torch.func and
+    torch.vmap can't read a mask: there SageBwd can't compute a call with one.
 
-    A mask is taken if it is padding, before or after the tokens of each sequence, with causality or without: each
-    sequence is computed on its own tokens, those of one length together. A query that sees no key gets zeros; so does
-    one in the padding of a causal mask. On a GPU that waits for each new mask, to read it, and for one that PyTorch has
-    changed; a change by somebody else's kernel goes unseen. torch.compile, torch.func and torch.vmap can't read a mask:
-    there it is one that SageBwd can't compute.
+    Nesting: the innermost context takes what it can, and passes the rest to the next one. Threads: a context holds in
+    the thread that entered it; a different thread enters its own.
 
-    Nested: the innermost takes what it can, and hands the others to the next one out. Threads: it holds in the thread
-    that entered it; another one enters its own. torch.compile: around the compiled function or inside it, without a
-    graph break, but for torch.nn.MultiheadAttention, which then stays exact. So does nn.TransformerEncoderLayer without
-    gradients, of whose fast path (torch.backends.mha.set_fastpath_enabled) compiled code says nothing. Activation
-    checkpointing computes the forward pass again during the backward pass, outside of this: give
-    `torch.utils.checkpoint` context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors
-    fails. With use_reentrant=True it checks nothing: enter this inside the function that is checkpointed.
+    torch.compile: around the compiled function or inside it, without a graph break. torch.nn.MultiheadAttention then
+    stays exact, and so does nn.TransformerEncoderLayer without gradients, whose fast path
+    (torch.backends.mha.set_fastpath_enabled) is invisible to compiled code. Activation checkpointing computes the
+    forward pass again during the backward pass, outside of this context: give `torch.utils.checkpoint`
+    context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors fails. With
+    use_reentrant=True it checks nothing: enter this context inside the function that is checkpointed.
 
-    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    Args:
+        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.
+        otherwise: What happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with a
+            different head size than the query's, ...). "exact": PyTorch computes it, with one warning for each reason.
+            "error": a ValueError.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ from sage_ref.checks import shown
 from sage_ref.integrations.calls import UNREADABLE, Call, Policy, by_sagebwd, not_installed, obstacle, refuse
 from sage_ref.sagebwd.settings import Options
 
-# What some models hand to their attention, and what changes its result. A sliding window stands in the mask.
+# Arguments of some models' attention that change its result. A sliding window is in the mask.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
-NOR_BY_SDPA = ("softcap", "s_aux")  # transformers' "sdpa" has neither, and leaves sinks, `s_aux`, out without a word
+NOR_BY_SDPA = ("softcap", "s_aux")  # transformers' "sdpa" has neither, and silently ignores sinks, `s_aux`
 
 
 def register(
@@ -30,24 +30,28 @@ def register(
 ) -> None:
     """Make `name` an attention of transformers, for models that take attentions by name; again, to change options.
 
-    smooth_k, smooth_q, granularity, unbiased, backend: as in `sage_ref.sagebwd_attention`.
-    otherwise: what happens to a call that SageBwd can't compute: "error", a ValueError that says why; "exact",
-        transformers' "sdpa" for that call, with one warning for each reason. Soft caps and sinks, which "sdpa" hasn't
-        either, are an error always.
-
-    Causal or not, grouped queries and `scaling` as the model has them. Padding on either side: each sequence is
-    computed on its own tokens, those of one length together. generate() with a dynamic or a static cache, whose empty
-    places are padding, too. On a GPU a batch's mask is read once, for all layers, and again when PyTorch has changed
-    it: what somebody else's kernel writes into it goes unseen. torch.compile can't read a mask, and transformers makes
-    one there of every attention_mask, and for a decoder without a cache: compile without an attention_mask and with
-    use_cache=True (Trainer: TrainingArguments(use_cache=True)), and give generate() with a static cache, which compiles
-    on a GPU, disable_compile=True.
+    Causal or not, grouped queries and `scaling` are as the model has them. Padding may be on either side: each sequence
+    is computed on its own tokens, together with others of the same length. generate() works with a dynamic or a static
+    cache, whose empty places are padding, too. On a GPU a batch's mask is read once for all layers, and again when
+    PyTorch has changed it; a change by a foreign kernel goes unnoticed. torch.compile can't read a mask, and
+    transformers makes one there of every attention_mask, and for a decoder without a cache: compile without an
+    attention_mask and with use_cache=True (Trainer: TrainingArguments(use_cache=True)), and give generate() with a
+    static cache, which compiles on a GPU, disable_compile=True.
 
     SageBwd can't compute packed sequences, a sliding window shorter than the sequence, several new tokens behind cached
-    ones, dropout of probabilities (set `attention_dropout`, in other models `attention_probs_dropout_prob`, to 0), soft
-    caps, sinks, position biases and paged caches. Attention weights are never there.
+    ones, dropout of probabilities (set `attention_dropout`, in some models `attention_probs_dropout_prob`, to 0), soft
+    caps, sinks, position biases and paged caches. It never returns attention weights.
 
-    Raises ImportError without transformers, TypeError or ValueError naming the argument that doesn't fit.
+    Args:
+        name: A string that is not empty.
+        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.
+        otherwise: What happens to a call that SageBwd can't compute. "error": a ValueError that says why. "exact":
+            transformers' "sdpa" computes that call, with one warning for each reason. Soft caps and sinks, which "sdpa"
+            lacks as well, are always an error.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: An argument does not fit; the message names it.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -77,8 +81,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute O [B, Nq, H, D], without weights, of query [B, H, Nq, D]; key, value [B, Hkv, Nk, D].
 
-    is_causal: None means the module's, which is True if it has none. model_specific: the other arguments that
-    transformers hands to every attention, see `UNSUPPORTED`.
+    is_causal None means the module's, which is True if it has none. model_specific are the remaining arguments that
+    transformers passes to every attention; see `UNSUPPORTED`.
     """
     n_q, n_k = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

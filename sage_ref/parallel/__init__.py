@@ -1,14 +1,14 @@
 """Context parallelism: one sequence with its tokens on several devices, by torch.distributed alone.
 
-exchange   who takes part, this process's tokens, and heads for tokens in one all-to-all
+exchange   the processes, this process's tokens, and the all-to-all that exchanges heads for tokens
 ulysses    any attention, once every process has all tokens of some heads
 ring       SageBwd with keys and values that go round, merged by their log-sum-exp: for fewer heads than processes
 api, sla2  `parallel_sagebwd_attention` and the module `ParallelSLA2`
 
 Process r of P holds the tokens r N/P to (r + 1) N/P of every sequence, in queries, keys and values alike. The rest of a
-model, which treats tokens one by one, needs no change; positions are those of the whole sequence. Let the loss of each
-process be the mean over its tokens: then DDP or FSDP2 over the same processes, which average gradients, give those of
-the mean over all tokens. All processes make the same calls in the same order, forward and backward, or the others wait.
+model treats tokens one by one and needs no change; positions count in the whole sequence. Let the loss of each process
+be the mean over its tokens: DDP or FSDP2 over the same processes, which average gradients, then give the gradients of
+the mean over all tokens. All processes must make the same calls in the same order, forward and backward, or they wait.
 
     torch.distributed.init_process_group("nccl")
     model = DistributedDataParallel(model)

@@ -53,20 +53,14 @@ def parallel_sagebwd_attention(
 
     Args:
         query: This process's tokens (`local_tokens`), [B, H, Nq/P, D], of the same shape in every process.
-        key: This process's tokens, [B, Hkv, Nk/P, D].
-        value: This process's tokens, [B, Hkv, Nk/P, D].
+        key, value: This process's tokens, [B, Hkv, Nk/P, D].
         group: None means all processes.
         method: "ulysses": each process computes H/P heads of whole sequences, so P must divide H. "ring": each computes
             all heads of its queries while keys and values go round. "auto": "ulysses" where P divides H, else "ring".
         is_causal: By positions in the whole sequence; in a ring Nq is then Nk.
-        scale: As in `sagebwd_attention`, like all that follow, and the same in every process. There is no prologue:
-            apply QK-norm and rotary positions to this process's tokens beforehand.
-        enable_gqa: Likewise.
-        smooth_k: Likewise.
-        smooth_q: Likewise.
-        granularity: Likewise.
+        scale, enable_gqa, smooth_k, smooth_q, granularity, backend: As in `sagebwd_attention`, and the same in every
+            process. There is no prologue: apply QK-norm and rotary positions to this process's tokens beforehand.
         unbiased: With "ulysses" only: the ring rounds P to nearest.
-        backend: Likewise.
 
     Returns:
         O, [B, H, Nq/P, D] in the dtype of query, differentiable once in query, key and value.

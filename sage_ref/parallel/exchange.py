@@ -37,7 +37,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
         )
     if group is None:
         group = dist.group.WORLD
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to whoever is not in it
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's answer to a process outside the group
         raise ValueError(f"group: expected one with this process, got one without process {dist.get_rank()}")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
@@ -134,7 +134,7 @@ def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
 
 
 class Passing:
-    """Tensors on their way to the next process, while those of the process before come here."""
+    """Tensors on their way to the next process, while the previous process's tensors arrive."""
 
     def __init__(self, tensors: tuple[Tensor, ...], ranks: Ranks):
         self.sent = [x.contiguous() for x in tensors]

@@ -1,15 +1,15 @@
 """Ring attention (arXiv 2310.01889) for SageBwd: keys and values go from process to process, queries stay.
 
-In step t process r has the keys and values of process r - t. It attends to them alone, which gives O_t and the
+In round t process r has the keys and values of process r - t. It attends to them alone, which gives O_t and the
 log-sum-exp L_t of a row's scores, and merges: L = log(e^L + e^L_t), O = e^(L_old - L) O + e^(L_t - L) O_t. The
-backward pass is a sum over shards once L and O are those of the whole row: P = exp(S - L), delta = rowsum(dO * O). dQ
-is added up where the queries are; the sums of dK and dV travel with their keys, and come home with the last step.
+backward pass is a sum over shards once L and O belong to the whole row: P = exp(S - L), delta = rowsum(dO * O). dQ is
+added up where the queries are; the sums of dK and dV travel with their keys, and are home after the last round.
 
-K-smoothing goes across processes. A mean per shard would be as exact in the forward pass, with a shift of L. Not in the
-backward: dQ = c dS (K - mu) needs rows of dS that sum to zero, which they do over all keys only, so all keys need the
-same mu. It is the mean over all tokens, as in one process.
+K-smoothing goes across processes. A mean per shard would be exact in the forward pass, with a shift of L, but not in
+the backward pass: dQ = c dS (K - mu) needs rows of dS that sum to zero, which holds over all keys only. All keys
+therefore need the same mu, the mean over all tokens, as in one process.
 
-`parts` of either backend is a module: `prepare`, then `attend` and `gradients` for one shard of keys, and the `exp` and
+Each backend has a module of `parts`: `prepare`, then `attend` and `gradients` for one shard of keys, and the `exp` and
 `logaddexp` that fit its L.
 """
 
@@ -101,5 +101,5 @@ def ring_backward(
 
 
 def _is_visible(step: int, ranks: Ranks, options: RingOptions) -> bool:
-    """Return whether this process's queries see the keys that are here in a step, those of process rank - step."""
+    """Return whether this process's queries see the keys that are here in a round, those of process rank - step."""
     return not options.is_causal or step <= ranks.rank

@@ -26,8 +26,7 @@ class ParallelSLA2(SLA2):
     Where P doesn't divide Hkv, gradients of key and value are rounded once more.
 
     Args:
-        head_dim: D.
-        num_heads: H, a multiple of P.
+        head_dim, num_heads: D and H, a multiple of P.
         group: None means all processes that exist at the first call.
         options: As in SLA2.
 

@@ -34,8 +34,7 @@ def ulysses(
             [r H/P, (r + 1) H/P) of process r, heads last in memory, that returns [B, H/P, Nq, D]. H' is Hkv/P, or more
             where P doesn't divide Hkv: then keys and values are sent to all processes that need them; H' divides H/P.
         query: This process's tokens [B, H, Nq/P, D]. All processes have the same shapes; P must divide H.
-        key: This process's tokens [B, Hkv, Nk/P, D], of query's dtype and device; Hkv must divide H.
-        value: Likewise.
+        key, value: This process's tokens [B, Hkv, Nk/P, D], of query's dtype and device; Hkv must divide H.
         group: None means all processes.
 
     Returns:

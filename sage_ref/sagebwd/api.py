@@ -57,13 +57,11 @@ def sagebwd_attention(
     Args:
         query: [B, H, Nq, D], float16, bfloat16, float32 or float64. Tensors are dense: not sparse, nested or on the
             meta device. A subclass of Tensor gives the same subclass.
-        key: [B, Hkv, Nk, D] in the dtype of query.
-        value: [B, Hkv, Nk, D] in the dtype of query.
+        key, value: [B, Hkv, Nk, D] in the dtype of query.
         is_causal: Query i sees keys 0..i, also when Nq != Nk.
         scale: c; None means 1/sqrt(D).
         enable_gqa: Allow Hkv < H. H must be a multiple of Hkv, and groups of H/Hkv heads share keys and values.
-        smooth_k: Subtract the mean key of the sequence before quantising.
-        smooth_q: Subtract the mean query of each block before quantising.
+        smooth_k, smooth_q: Subtract the mean key of the sequence, the mean query of each block, before quantising.
         granularity: Which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
             matmul's result, a query for dQ and a key for dK and dV. "block": the whole tile, as the paper prints it.
         unbiased: Smooth V as K is, and round P by ordered dither in O = P V (see `quantize`). The errors of an O then

@@ -44,16 +44,14 @@ class SageBwdSettings:
     Args:
         is_causal: Whether query i sees keys 0..i alone.
         scale: c of S = c Q K^T; None means 1/sqrt(D).
-        smooth_k: Subtract the mean key of the sequence before quantising.
-        smooth_q: Subtract the mean query of each block before quantising.
+        smooth_k, smooth_q: Subtract the mean key of the sequence, the mean query of each block, before quantising.
         smooth_v: Subtract the mean value of the sequence, in O and in dP. A NaN in V then reaches every query.
         block_q: Tokens of Q and of dO that share a scale; also the rows of a tile of P and dS.
         block_kv: Tokens of K and of V that share a scale; also the columns of a tile.
         granularity: Which entries of a tile of P and of dS share a scale in the backward pass. "row": one row of the
             matmul's result, a key for dV and dK, which contract over queries, and a query for dQ. "block": the whole
             tile, as printed.
-        p_rounding: Rounding of P in O: "nearest", "ordered" or "stochastic".
-        ds_rounding: Rounding of dS, likewise.
+        p_rounding, ds_rounding: Rounding of P in O and of dS: "nearest", "ordered" or "stochastic".
         generator: Source of stochastic rounding; None means torch's global one.
         exact_matmuls: The matmuls of `MATMULS` that are not quantised.
         output_dtype: The dtype in which O is returned and kept for delta; None means query's.

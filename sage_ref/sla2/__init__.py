@@ -2,7 +2,7 @@
 
 blocks      blocks of tokens, block masks, which blocks to select
 branches    the sparse and the linear branch for any block weights, differentiable
-algorithm   Algorithms 2 and 3, block by block, to be read beside the paper
+algorithm   Algorithms 2 and 3, block by block, to be read next to the paper
 whole       the same on whole matrices, and as one differentiable operation
 router      the learnable router, SoftTop-k
 sla, module the modules SLA and SLA2

@@ -1,7 +1,7 @@
 """SLA2's Algorithms 2 and 3 (arXiv 2602.12675), block by block, for one head: to be read beside the paper.
 
 Names are the paper's: Q_i -> q_i, S_ij -> s_ij, O^s -> o_s, O^l -> o_l, phi(K) = K^phi -> k_phi, D^s -> d_s. "Alg. 2,
-step 3" counts the steps below, in the paper's order; the numbers are not the printed lines', of which only Alg. 3, line
+step 3" counts the steps below, in the paper's order; they are not the printed line numbers, of which only Alg. 3, line
 17 is cited, for its erratum. `whole.py` gives the same numbers on whole matrices, and a test keeps the two equal.
 
 The block mask M comes from the router (`router.py`), which Algorithm 2 runs first.

@@ -54,8 +54,7 @@ def sparse_linear_attention(
 
     Args:
         query: [B, H, Nq, D], float16, bfloat16, float32 or float64.
-        key: [B, Hkv, Nk, D] in the dtype of query, Hkv a divisor of H; Nk may differ from Nq.
-        value: [B, Hkv, Nk, D] in the dtype of query.
+        key, value: [B, Hkv, Nk, D] in the dtype of query, Hkv a divisor of H; Nk may differ from Nq.
         block_mask: bool, broadcastable to [B, H, ceil(Nq / block_q), ceil(Nk / block_kv)]; True selects a block. A
             partial last block counts the tokens that it has.
         alpha: Weight of the softmax branch in [0, 1], a number or a floating tensor broadcastable to
@@ -63,8 +62,7 @@ def sparse_linear_attention(
             are NaN.
         quantize: Compute O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
         scale: c; None means 1/sqrt(D).
-        block_q: Queries of one entry of block_mask; more than there are is all of them.
-        block_kv: Keys of one entry of block_mask, likewise.
+        block_q, block_kv: Queries and keys of one entry of block_mask; more than there are is all of them.
         backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else the
             reference, with one warning that says why.
 
@@ -99,7 +97,7 @@ def dispatch(
     """Compute O of checked arguments on the backend that `backend` stands for; both backends have this signature.
 
     query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; chooser: bool [B, H, Tm, Tn], or what chooses the blocks;
-    alpha [B, H, Tm]. Called by a public function only: the warning of "auto" points at whoever calls that.
+    alpha [B, H, Tm]. Only public functions call it: the warning of "auto" points at their caller.
     """
     kernels = chosen_kernels(backend, sla2_kernels, query, settings, depth=2)
     attention = reference_attention if kernels is None else kernels.attention

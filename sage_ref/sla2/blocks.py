@@ -24,8 +24,7 @@ class BlockSettings:
     """Blocks of block_q x block_kv tokens, each one entry of a block mask, and what SLA2 computes in them.
 
     Args:
-        block_q: Queries of a block.
-        block_kv: Keys of a block.
+        block_q, block_kv: Queries and keys of a block.
         scale: c; None means 1/sqrt(D).
         feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
         quantize: Run the sparse branch's forward pass in INT8.

@@ -37,11 +37,9 @@ class SLA2(nn.Module):
     real thing: hard Top-k, with alpha trained and the router frozen.
 
     Args:
-        head_dim: D.
-        num_heads: H.
+        head_dim, num_heads: D and H.
         sparsity: Share of the key blocks that a query block leaves to the linear branch; see `selected_count`.
-        block_q: Queries of a block.
-        block_kv: Keys of a block.
+        block_q, block_kv: Queries and keys of a block.
         quantize: Run the sparse branch of stage 2 in INT8, in the forward pass.
         query_blocks: How many alphas a head has, one per query block, for inputs of exactly that many blocks; 1 is
             broadcast to any length.

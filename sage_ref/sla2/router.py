@@ -1,16 +1,15 @@
 """SLA2's learnable router: which blocks get softmax attention, and how that choice is trained (arXiv 2602.12675).
 
 P_c = softmax(c proj_q(Qbar) proj_k(Kbar)^T) with Qbar, Kbar the means of blocks of queries and of smoothed keys.
-Hard Top-k keeps the largest k% of each row, and has no gradient. In training SoftTop-k stands in:
+Hard Top-k keeps the largest k% of each row, and has no gradient. In training SoftTop-k replaces it:
 
 SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to as many blocks as Top-k keeps.
 
-Printed is SoftTop-k of P_c with tau = 0.1 in the place of Top-k. Here the default differs in two ways (`Relaxation`):
-the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c with tau = 1.
-Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat. Where a soft M weighs e^S, as
-`branches` reads softmax(S * M), a flat one cancels: the loss is near 0 whatever the hard mask would choose, and alpha
-ends far too large for it. Where M multiplies S it does not cancel, and stage 1 does not get anywhere either
-(`lab/sage_lab/experiments/router_fit.py`, READINGS).
+The paper prints SoftTop-k of P_c with tau = 0.1 in the place of Top-k. The default here differs in two ways
+(`Relaxation`): the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c
+with tau = 1. Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat. If a soft M weighs e^S,
+as `branches` reads softmax(S * M), a flat M cancels: the loss is near 0 whatever the hard mask would choose, and alpha
+ends far too large for it. If M multiplies S it does not cancel, and stage 1 does not learn either.
 
 With the identity for both projections this is SLA's heuristic router.
 """
@@ -76,12 +75,12 @@ def row_shift(logits: Tensor, count: int) -> Tensor:
     """Return lambda [..., 1] such that rows of sigmoid(logits + lambda) sum to `count`, up to float64's last digits.
 
     logits [..., n], float64, zero in the middle between the last of the `count` largest and the first of the others.
-    Then lambda lies between -log(n - count) and log(count), whatever the temperature. Say k = count, and the last of
-    the largest is h above zero, the first of the others h below. At log(k) each of the k largest lacks at most
+    Then lambda is between -log(n - count) and log(count), whatever the temperature. Let k = count, and let the last of
+    the largest be h above zero, the first of the others h below. At log(k) each of the k largest lacks at most
     1 / (1 + k e^h) of 1, and the next one alone is 1 / (1 + e^h / k), at least as much as they lack together: the row
-    sums to k or more. At the lower end likewise, to k or less. Bisection makes this bracket NARROW. Newton's method
-    does the rest: a sigmoid's slope changes by a factor of at most e^d over a distance d, so an error e < NARROW / 2
-    becomes less than e^2 e^e / 2, and 4e-11 after four steps.
+    sums to k or more. At the lower end it sums to k or less, by the same argument. Bisection makes this bracket NARROW.
+    Newton's method does the rest: a sigmoid's slope changes by a factor of at most e^d over a distance d, so an error
+    e < NARROW / 2 becomes less than e^2 e^e / 2, and 4e-11 after four iterations.
     """
     n = logits.shape[-1]
     lowest, highest = -math.log(n - count), math.log(count)

@@ -25,12 +25,10 @@ class SLA(nn.Module):
     at first SLA is sparse attention. Magnitudes are as in `sparse_linear_attention`.
 
     Args:
-        head_dim: D.
-        num_heads: H.
+        head_dim, num_heads: D and H.
         sparsity: Share of the key blocks that a query block leaves to the linear branch.
         skipped: Share of the key blocks, those with the lowest scores, that neither branch sees.
-        block_q: Queries of a block.
-        block_kv: Keys of a block.
+        block_q, block_kv: Queries and keys of a block.
         feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
         backend: As in `sage_ref.sparse_linear_attention`; only the reference, plain PyTorch, skips blocks.
 

@@ -119,7 +119,7 @@ def sla2_backward(
 class SparseLinearFunction(torch.autograd.Function):
     """`sla2_forward` and `sla2_backward` as one operation, differentiable once in query, key, value and alpha.
 
-    (O, O_s, L), of which O alone has a gradient.
+    It returns (O, O_s, L), of which O alone has a gradient.
     """
 
     generate_vmap_rule = True
