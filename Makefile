@@ -14,6 +14,7 @@ ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 .PHONY: lab book test compiled tests executed test-gpu bench grade notebooks clean
 
 lab: .venv/installed
+	$(BIN)/python -m exercises stubs
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 # HTML in build/book, from the notebooks as committed: nothing is executed. Stops at any warning.
@@ -49,6 +50,7 @@ bench: .venv/installed
 	$(BIN)/python -m sage_lab bench
 
 grade: .venv/installed
+	$(BIN)/python -m exercises stubs
 	$(BIN)/python -m exercises grade --all
 
 # Run every notebook from top to bottom and keep its outputs, but no widget state: GitHub doesn't show it.

@@ -20,7 +20,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 from exercises import exercise_names
-from exercises.stubs import header_of, read_master
+from exercises.stubs import header_of
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SLIDER_NOTE = '<p class="slider-note">Here the notebook has a slider. Run the notebook to move it.</p>'
@@ -117,7 +117,7 @@ class ExerciseMap(SphinxDirective):
     """The table of all exercises with difficulty and minutes."""
 
     def run(self) -> list[nodes.Node]:
-        headers = [(name, header_of(read_master(name), name)) for name in exercise_names()]
+        headers = [(name, header_of(name)) for name in exercise_names()]
         rows = [
             (name[:2], f"[{header.title}](/exercises/{name}/README.md)", header.difficulty, header.minutes)
             for name, header in headers
@@ -136,7 +136,7 @@ def steps(lines: list[str]) -> list[tuple[str, int]]:
         for path, number, title, minutes in notebooks()
     }
     for name in exercise_names():
-        header = header_of(read_master(name), name)
+        header = header_of(name)
         known[f"exercise {name[:2]}"] = (f"[{header.title}](/exercises/{name}/README.md)", header.minutes)
     for line in lines:
         if line not in known:

@@ -1,118 +1,175 @@
-"""python -m exercises stubs [--check] | grade [NAME | --all] [--submission DIR] | check [NAME ...] | package DIR"""
+"""python -m exercises stubs [--table] | grade [NAME | --all] [--submission DIR] | check [NAME ...] | package DIR"""
 
+import argparse
+import contextlib
+import errno
 import json
+import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from sage_lab.command_line import Parser, finish, input_path, output_file
+from exercises import ROOT, exercise_names
 
-from exercises import ROOT, exercise_names, grading
-from exercises.isolation import Sandbox
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m exercises", description=__doc__)
+    """Run a command and return the status that its process should end with."""
+    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    command = commands.add_parser("stubs", help="make exercise.py of every exercise, and the table in README.md")
-    command.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
+    command = commands.add_parser("stubs", help="make each exercise.py that isn't there")
+    command.add_argument("--table", action="store_true", help="write the table in README.md instead")
     command.set_defaults(run=make_stubs)
 
     command = commands.add_parser("grade", help="grade what is written in exercise.py")
-    command.add_argument("name", nargs="?", help="one exercise, as 01_block_quantizer or 01")
+    command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="01_block_quantizer or 01")
     command.add_argument("--all", action="store_true", help="every exercise")
-    command.add_argument(
-        "--submission", type=Path, metavar="DIR", help="folder of the files to grade (here: exercises/)"
-    )
-    command.add_argument("--json", type=output_file, metavar="FILE", help="write the results there too")
+    command.add_argument("--submission", type=folder, metavar="DIR", help="folder of what to grade (here: exercises/)")
+    command.add_argument("--json", type=file_to_write, metavar="FILE", help="write the results there too")
     command.add_argument("--seed", type=int, help="repeat a grading: draws the hidden inputs from this number")
     command.set_defaults(run=grade)
 
-    command = commands.add_parser("check", help="prove the exercises: masters pass, stubs fail, mutants are caught")
-    command.add_argument("names", nargs="*", help="exercises (default: all)")
-    command.add_argument("--json", type=output_file, metavar="FILE", help="write the verdicts there too")
+    command = commands.add_parser("check", help="prove that masters pass, stubs fail, mistakes meet their hint")
+    command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="exercises (default: all)")
+    command.add_argument("--seeds", type=int, default=1, help="on how many seeds each mistake is made (default: 1)")
     command.set_defaults(run=check)
 
     command = commands.add_parser("package", help="write autograder.zip and student.zip for Gradescope")
-    command.add_argument("folder", type=Path, metavar="DIR")
-    command.add_argument("names", nargs="*", help="exercises (default: all)")
-    command.add_argument("--seeds", type=input_path, metavar="FILE", help="hidden_seeds.json of an earlier package")
+    command.add_argument("folder", type=file_to_write, metavar="DIR")
+    command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="exercises (default: all)")
+    seeds = command.add_mutually_exclusive_group()
+    seeds.add_argument("--seeds", type=Path, metavar="FILE", help="hidden_seeds.json of an earlier package")
+    seeds.add_argument("--visible", action="store_true", help="no hidden inputs: it needs no bubblewrap")
     command.set_defaults(run=package)
 
     options = parser.parse_args(arguments)
-    return finish("python -m exercises", lambda: options.run(options, parser))
+    return finish(lambda: options.run(options, parser))
 
 
-# The student's zip has no masters, and neither stubs.py nor what needs it: each command imports its own module.
+def exercise(text: str) -> str:
+    """Return the name of an exercise given by its name or number."""
+    found = [name for name in exercise_names() if text in (name, name[:2])]
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(exercise_names())}, got {text!r}")
+    return found[0]
+
+
+def folder(text: str) -> Path:
+    if not text or not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder, got {text!r}")
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    path = Path(text)
+    if not text or not path.parent.is_dir() or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise argparse.ArgumentTypeError(f"expected a path in a folder that exists, got {text!r}")
+    return path
+
+
 def make_stubs(options, parser) -> int:
     from exercises import stubs
 
-    if not options.check:
-        for path in stubs.write():
-            print(f"wrote {path.relative_to(ROOT)}")
-        return 0
-    stale = stubs.out_of_date()
-    for path in stale:
-        print(f"{path.relative_to(ROOT)} is out of date: run python -m exercises stubs", file=sys.stderr)
-    return 1 if stale else 0
+    if options.table:
+        write(ROOT / "README.md", stubs.page())
+        return DONE
+    for path in stubs.write():
+        print(f"wrote {path.relative_to(ROOT)}")
+    return DONE
 
 
 def grade(options, parser) -> int:
-    """0 when the grading worked, whatever the score; 1 if a grader broke or a grading crashed."""
-    if (options.name is None) != options.all:
-        parser.error("expected one exercise or --all")
-    names = exercise_names() if options.all else [_full_name(options.name, parser)]
-    if options.submission and not options.submission.is_dir():
-        parser.error(f"--submission: expected a folder, got {options.submission}")
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json: expected a file in a folder that exists, got {options.json}")
-    seeds, results = grading.seeds_of_grading(options.seed), []
-    folder = grading.submission_folder(options.submission) if options.submission else ROOT
-    with Sandbox() as sandbox:
-        if sandbox.note:
-            print(sandbox.note, file=sys.stderr)
+    """Return 0 when the grading worked, whatever the score; 1 if a grader broke or a grading crashed."""
+    if bool(options.names) == options.all:
+        parser.error("grade: expected exercises or --all")
+    from exercises import grading, handing_in, isolation, stubs
+
+    if options.submission is None:
+        stubs.write()
+    names = options.names or exercise_names()
+    seeds, results = handing_in.seeds_of_grading(options.seed), []
+    with grading.Sandboxes() as sandboxes:
         for name in names:
-            result = grading.grade_folder(folder, name, seeds, sandbox, alone=not options.all)
+            result = grading.grade_folder(options.submission or ROOT, name, seeds, sandboxes, alone=len(names) == 1)
             print(grading.table(result), flush=True)
-            if not options.all and result.printed:
+            if len(names) == 1 and result.printed:
                 print("  what it printed:", *result.printed.splitlines()[-20:], sep="\n    ")
             if result.error:
                 print(result.error, file=sys.stderr)
             results.append(result)
     if len(results) > 1:
         print(f"\n{sum(x.score or 0 for x in results):g} of {sum(x.max_score for x in results):g} points")
+    if not sandboxes.walls:
+        print(isolation.OPEN)
     if options.json:
-        options.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
-    return 1 if any(result.broken or result.error for result in results) else 0
+        write(options.json, json.dumps([result.as_json() for result in results], indent=1) + "\n")
+    return FAILED if any(result.broken or result.error for result in results) else DONE
 
 
 def check(options, parser) -> int:
     from exercises import checking
 
-    names = [_full_name(name, parser) for name in options.names] or exercise_names()
-    report = checking.check(names)
-    print(checking.table(report))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if report["sound"] else 1
+    sound = True
+    for report in checking.check(options.names or exercise_names(), options.seeds):
+        print(checking.table(report), flush=True)
+        sound &= not report["problems"]
+    return DONE if sound else FAILED
 
 
 def package(options, parser) -> int:
-    from exercises import gradescope
+    from exercises import gradescope, handing_in
 
-    names = [_full_name(name, parser) for name in options.names] or exercise_names()
-    seeds = grading.read_seeds(options.seeds) if options.seeds else grading.fresh_seeds()
-    for path in gradescope.package(options.folder, names, seeds):
+    seeds = handing_in.read_seeds(options.seeds) if options.seeds else handing_in.fresh_seeds()
+    seeds = [] if options.visible else seeds
+    for path in gradescope.package(options.folder, options.names or exercise_names(), seeds):
         print(f"wrote {path}")
-    return 0
+    return DONE
 
 
-def _full_name(name, parser):
-    """An exercise by its name or its number."""
-    found = [full for full in exercise_names() if name in (full, full[:2])]
-    if not found:
-        parser.error(f"name: expected one of {', '.join(exercise_names())}, got {name!r}")
-    return found[0]
+def write(path: Path, content: str | bytes, mode: int = 0o644) -> None:
+    """Write a file in one step: whoever reads it finds the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def finish(run: Callable[[], int]) -> int:
+    """Run a command and return its status. What went wrong is one line on stderr."""
+
+    def end(number, frame):
+        raise SystemExit(128 + number)  # what was started is ended on the way out
+
+    for name in ("SIGTERM", "SIGHUP"):
+        signal.signal(getattr(signal, name), end)
+    os.umask(os.umask(0o022) & 0o077)  # what the command makes, it must be able to use
+    try:
+        status = run()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        line, status = "interrupted", INTERRUPTED
+    except OSError as error:
+        line, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT
+        if error.errno in (errno.EPIPE, errno.ENOSPC) and not error.filename:  # it is stdout that can't be written
+            with contextlib.suppress(OSError, AttributeError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            line, status = ("" if error.errno == errno.EPIPE else line), FAILED
+    except ValueError as error:
+        if ": expected " not in str(error):
+            raise
+        line, status = str(error), BAD_INPUT
+    if line:
+        print(f"python -m exercises: {line}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

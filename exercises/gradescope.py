@@ -5,6 +5,7 @@ words get into results.json. If a grader broke there is no results.json: Gradesc
 without a score, and the instructor finds the reason in the log, which students don't see.
 """
 
+import io
 import json
 import posixpath
 import re
@@ -14,16 +15,21 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from sage_lab.records import replaced
+import torch
 
-from exercises import ROOT, exercise_names, grading
-from exercises.isolation import Sandbox
+from exercises import ROOT, exercise_names
+from exercises.__main__ import write
+from exercises.answers import Exercise, Recorded
+from exercises.grading import ExerciseResult, Sandboxes, grade_folder, table
+from exercises.handing_in import seeds_of_grading
 
-FRAMEWORK = (
-    *("__init__.py", "__main__.py", "confinement.py", "grading.py", "isolation.py", "leftovers.py", "wire.py"),
-    "worker.py",
-)
-PINNED = ("safetensors", "torch", "triton", "numpy")  # what grading needs, under constraints.txt
+REPOSITORY = ROOT.parent
+ENGINE = [f"exercises/{name}.py" for name in ("__init__", "__main__", "answers", "grading", "handing_in", "isolation")]
+ENGINE += [f"exercises/{name}.py" for name in ("perform", "stubs", "task", "wire", "worker")]
+CHECK = ("sage_course/__init__.py", "sage_course/check.py")  # of the repository's folder course
+PINNED = ("torch", "triton", "numpy")  # what grading needs, under constraints.txt
+PRIVATE = ("master.py", "task.py", "hidden_seeds.json", "weights.json")
+MEMORY = 4 * 2**30  # bytes that the grader itself may map beyond what it has at the start
 ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
 SETUP = f"""#!/usr/bin/env bash
@@ -44,29 +50,27 @@ chmod a+rx /autograder
 """
 
 RUN = """#!/usr/bin/env bash
-# Runs for every submission. Submissions are another user: neither graders nor results are theirs to read or write.
+# Runs for every submission, which sees neither graders nor results: they are root's alone, and outside of its walls.
 set -euo pipefail
 chmod -R go-rwx /autograder/source /autograder/results /autograder/submission
 cd /autograder/source
-export PYTHONPATH=/autograder/source:/autograder/source/kernels
 exec /autograder/venv/bin/python -m exercises.gradescope /autograder/submission /autograder/results/results.json
 """
 
 STUDENT_README = """# Exercises
 
-Each folder holds one exercise: README.md is the task, exercise.py is where you write. From here, in the course's
-environment:
+Each folder holds one exercise: README.md is the task, exercise.py is where you write. From here, with PyTorch, NumPy
+and, for the exercises that need it, Triton:
 
     python -m exercises grade 01_block_quantizer
     python -m exercises grade --all
 
-Grading runs your code in a process of its own, on inputs that differ each time. It is graded by the same tests when
-you hand it in.
+Your code runs in a process of its own. It is graded on the same inputs when you hand it in, and on others.
 """
 
 
-def results_json(results: list[grading.ExerciseResult], weights: dict[str, float]) -> dict[str, Any]:
-    """A results.json. weights: points that an exercise is worth; its tests share them as in its grader.
+def results_json(results: list[ExerciseResult], weights: dict[str, float]) -> dict[str, Any]:
+    """Return a results.json. weights: points that an exercise is worth; its tests share them as in its task.
 
     ValueError if a grader broke or can't run here: there is no score to write.
     """
@@ -74,10 +78,9 @@ def results_json(results: list[grading.ExerciseResult], weights: dict[str, float
         raise ValueError(f"results: expected graders that work here, {', '.join(broken)} broke")
     tests = []
     for number, result in enumerate(results, 1):
-        counted = [test for test in result.tests if test.status != "skipped"]
-        points = [round(weights[result.exercise] * test.max_score / result.max_score, 2) for test in counted]
+        points = [round(weights[result.exercise] * test.max_score / result.max_score, 2) for test in result.tests]
         points[-1] += weights[result.exercise] - sum(points)  # what rounding left over
-        for part, (test, worth) in enumerate(zip(counted, points, strict=True), 1):
+        for part, (test, worth) in enumerate(zip(result.tests, points, strict=True), 1):
             tests.append(
                 {
                     "name": f"{result.exercise}: {test.name}",
@@ -91,9 +94,7 @@ def results_json(results: list[grading.ExerciseResult], weights: dict[str, float
             )
     return {
         "execution_time": round(sum(result.seconds for result in results)),  # a fraction could say something of inputs
-        "output_format": "text",
-        "test_output_format": "text",
-        "test_name_format": "text",
+        **dict.fromkeys(("output_format", "test_output_format", "test_name_format"), "text"),
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": tests,
@@ -101,82 +102,103 @@ def results_json(results: list[grading.ExerciseResult], weights: dict[str, float
 
 
 def grade_submission(submission: Path, destination: Path) -> int:
-    """Grade every exercise of this package; 0 and a results.json, or 1 and none if a grader broke.
+    """Grade every exercise of this package; return 0 and write a results.json, or 1 and none if a grader broke.
 
-    An exercise whose grading crashes twice outside of its grader has 0 points and says so; the others keep theirs.
+    With hidden inputs it grades behind bubblewrap's walls only. An exercise whose grading crashes twice outside of its
+    grader has 0 points and says so; the others keep theirs.
     """
     destination.unlink(missing_ok=True)
-    weights = json.loads((ROOT / "weights.json").read_text())
-    seeds, results = grading.seeds_of_grading(), []
-    folder = grading.submission_folder(submission)
-    with Sandbox() as sandbox:
-        if sandbox.note:
-            print(sandbox.note)
+    limit_memory()
+    weights = json.loads((ROOT / "weights.json").read_text(encoding="utf-8"))
+    seeds, results = seeds_of_grading(), []
+    with Sandboxes() as sandboxes:
+        if len(seeds) > 1 and not sandboxes.walls:
+            print("There is no score: hidden inputs need bubblewrap (bwrap), and it can't put up its walls here.")
+            print("A package without hidden inputs doesn't: python -m exercises package DIR --visible")
+            return 1
         for name in exercise_names():
-            results.append(grading.grade_folder(folder, name, seeds, sandbox, alone=len(weights) == 1))
-            print(grading.table(results[-1]))
+            results.append(grade_folder(submission, name, seeds, sandboxes, alone=len(weights) == 1))
+            print(table(results[-1]))
     print(*(x.error for x in results if x.error), sep="\n")
     try:
         content = results_json(results, weights)
     except ValueError as error:
         print("THE GRADER BROKE; there is no score.", error, sep="\n")
         return 1
-    with replaced(destination) as temporary:
-        temporary.write_text(json.dumps(content, indent=1))
+    write(destination, json.dumps(content, indent=1), mode=0o600)
     return 0
 
 
-def without_dead_links(path: str, text: str, files: Container[str]) -> str:
-    """A Markdown page with the words alone of each link to a file that isn't among `files`."""
+def limit_memory() -> None:
+    """Limit the grader's own memory: whatever a submission answers, it ends as an error here and harms nobody else."""
+    import resource
+
+    mapped = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = mapped + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def without_dead_links(path: str, content: bytes, files: Container[str]) -> bytes:
+    """Return a Markdown page with the words alone of each link to a file that isn't among `files`."""
     if not path.endswith(".md"):
-        return text
+        return content
 
     def kept(link):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[2].partition("#")[0]))
         return link[0] if "://" in link[2] or link[2].startswith("#") or target in files else link[1]
 
-    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", kept, text)
+    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", kept, content.decode()).encode()
 
 
 def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
-    """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes."""
+    """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes.
+
+    Students get stubs, tasks and what the masters give on the visible inputs; the autograder gets the masters.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    repository = ROOT.parent
-    weights = {name: grading.load_grader(name).max_score for name in names}
-    student = {f"exercises/{name}": (ROOT / name).read_text() for name in FRAMEWORK}
-    for name in names:
-        for file in ("grader.py", "README.md"):
-            student[f"exercises/{name}/{file}"] = (ROOT / name / file).read_text()
-    autograder = dict(student)
-    for name in names:
-        student[f"exercises/{name}/exercise.py"] = (ROOT / name / "exercise.py").read_text()
-    student["README.md"] = STUDENT_README
+    exercises = {name: Exercise(name) for name in names}
+    engine = {name: (REPOSITORY / name).read_bytes() for name in ENGINE}
+    engine |= {name: (REPOSITORY / "course" / name).read_bytes() for name in CHECK}
+    engine |= {f"exercises/{name}/README.md": (ROOT / name / "README.md").read_bytes() for name in names}
+    student = {**engine, "README.md": STUDENT_README.encode()}
+    for name, exercise in exercises.items():
+        student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
+        student[f"exercises/{name}/answers.pt"] = _saved(Recorded.content(exercise))
     student = {path: without_dead_links(path, text, student) for path, text in student.items()}
-    for file in sorted([*repository.glob("sage_ref/**/*.py"), *repository.glob("kernels/sage_kernels/**/*")]):
-        if file.suffix in (".py", ".json"):
-            autograder[str(file.relative_to(repository))] = file.read_text()
-    autograder |= {
-        "setup.sh": SETUP,
-        "run_autograder": RUN,
-        "constraints.txt": (repository / "constraints.txt").read_text(),
-        "exercises/gradescope.py": (ROOT / "gradescope.py").read_text(),
-        **{f"exercises/{name}/master.py": (ROOT / name / "master.py").read_text() for name in names},
-        "exercises/weights.json": json.dumps(weights, indent=1) + "\n",
-        "exercises/hidden_seeds.json": json.dumps(seeds) + "\n",
+    autograder = {
+        **engine,
+        "setup.sh": SETUP.encode(),
+        "run_autograder": RUN.encode(),
+        "constraints.txt": (REPOSITORY / "constraints.txt").read_bytes(),
+        "exercises/gradescope.py": (ROOT / "gradescope.py").read_bytes(),
+        **{f"exercises/{name}/{x}": (ROOT / name / x).read_bytes() for name in names for x in ("master.py", "task.py")},
+        "exercises/weights.json": json.dumps({name: x.points for name, x in exercises.items()}, indent=1).encode(),
+        "exercises/hidden_seeds.json": json.dumps(seeds).encode(),
     }
-    with replaced(folder / "hidden_seeds.json") as temporary:
-        temporary.write_text(json.dumps(seeds) + "\n")
-    written = [folder / "hidden_seeds.json"]
-    for path, files in ((folder / "autograder.zip", autograder), (folder / "student.zip", student)):
-        with replaced(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in sorted(files.items()):
-                entry = zipfile.ZipInfo(name, ZIP_DATE)
-                executable = name in ("setup.sh", "run_autograder")
-                entry.external_attr = (0o100755 if executable else 0o100644) << 16
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, text)
-        written.append(path)
-    return written
+    write(folder / "hidden_seeds.json", json.dumps(seeds) + "\n", mode=0o600)
+    write(folder / "autograder.zip", _zipped(autograder), mode=0o600)
+    write(folder / "student.zip", _zipped(student))
+    return [folder / name for name in ("hidden_seeds.json", "autograder.zip", "student.zip")]
+
+
+def _saved(content):
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def _zipped(files):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in sorted(files.items()):
+            name = posixpath.basename(path)
+            entry = zipfile.ZipInfo(path, ZIP_DATE)
+            mode = 0o600 if name in PRIVATE else 0o755 if name in ("setup.sh", "run_autograder") else 0o644
+            entry.external_attr = (0o100000 | mode) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, content)
+    return file.getvalue()
 
 
 if __name__ == "__main__":

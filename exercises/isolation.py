@@ -1,42 +1,44 @@
-"""The submission's process: started from a bare server, limited, and gone with all it started when it is done.
+"""The submission's process: behind bubblewrap's walls where they can be had, limited, and gone when it is done.
 
-The grader's process never imports a submission. It talks to a child over two pipes and reads plain values from them.
-As root (Gradescope, containers) the child is another, unprivileged user, behind the walls of confinement.py; otherwise
-it is the grader's own user, and limits guard against accidents only: see README.md.
+The grader's process never imports a submission. It sends calls to a child and reads plain values back. `Sandbox` is a
+server with torch loaded that forks such children one after the other; README.md says what holds them.
 """
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 import json
 import os
+import platform
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from exercises import confinement, leftovers, wire
+from exercises import wire
+from exercises.task import Call
+from exercises.worker import seccomp_program
 
-WORKER = Path(__file__).resolve().with_name("worker.py")
-SERVER_FILES = ("worker.py", "wire.py", "leftovers.py")
+SERVER_FILES = ("worker.py", "wire.py", "perform.py")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+# The server becomes a submission's user, ends its processes and removes its files.
+CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER")
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
 TEXT_LIMIT = 300  # characters of an error that are shown
 PRINTED_LIMIT = 4000  # characters kept of what it prints
-PRINTED_LINES = 100
-FILE_LINES = 10**6  # more than a submission can have
 ANSWER_LEAST, ANSWER_FACTOR = 2**18, 8  # bytes that an answer may have: this, and so many times what was sent
-SERVER_SECONDS = 120  # to import torch on a slow disk
-SERVER_END_SECONDS = 20
+SERVER_SECONDS, SERVER_END_SECONDS = 300, 20  # to import torch on a slow disk; to end a child and remove its files
+OPEN = "Without bubblewrap (bwrap): your files and the network are open to what is graded here; grade only your own."
 
 
 class Limits(NamedTuple):
@@ -45,10 +47,10 @@ class Limits(NamedTuple):
     call_seconds: float = 20.0
     exercise_seconds: float = 120.0
     cpu_seconds: int = 120
-    memory: int = 2 * 2**30  # bytes beyond what importing torch takes
+    memory: int = 2 * 2**30  # bytes of one process, beyond what importing torch takes
+    total_memory: int = 4 * 2**30  # bytes of the server and all processes, where a cgroup can be made
     file_size: int = 16 * 2**20
     disk: int = 64 * 2**20  # bytes of all its files
-    files: int = 2000
     processes: int = 16
     open_files: int = 128
 
@@ -63,336 +65,278 @@ class SandboxError(Exception):
 class ChildError(Exception):
     """The submission crashed, hung or answered nonsense. str(): with its own words, which may quote its inputs.
 
-    shown: the same without a word of the submission. fatal: its process can't be called again.
+    shown: the same without a word of the submission. fatal: its process can't be called again. raised: the type and
+    the text of an exception that it raised.
     """
 
-    def __init__(self, shown: str, detail: str | None = None, fatal: bool = False):
+    def __init__(self, shown: str, detail: str | None = None, fatal: bool = False, raised: str = ""):
         super().__init__(detail or shown)
-        self.shown, self.fatal = shown, fatal
+        self.shown, self.fatal, self.raised = shown, fatal, raised
 
 
-@dataclasses.dataclass(frozen=True)
-class Guarded:
-    """A tensor argument inside a larger buffer: +inf (integers: 77) stands `margin` elements before and after it."""
+@functools.cache
+def have_walls() -> bool:
+    """Return whether bubblewrap can put up its walls here, with a filter of system calls inside."""
+    if sys.platform != "linux" or torch.cuda.is_available() or not seccomp_program(platform.machine()):
+        return False
+    program = shutil.which("bwrap")
+    if not program:
+        return False
+    done = subprocess.run([*bubblewrap(2**20), "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.returncode == 0
 
-    tensor: Tensor
-    margin: int = 256
 
+def bubblewrap(disk: int, files: dict[str, int] | None = None) -> list[str]:
+    """Return the command that runs another one inside walls.
 
-class Buffer(NamedTuple):
-    """A guarded argument after the call. intact: nothing was stored outside of it."""
+    Inside are the system's programs, this Python and small folders in memory. Masters, seeds, other submissions, the
+    network and everybody else's processes are not there, and what is left behind ends with the command.
 
-    tensor: Tensor
-    intact: bool
+    Args:
+        disk: Bytes that /tmp and /dev/shm may have.
+        files: Descriptors whose content is shown as these files.
+    """
+    command = ["bwrap", "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
+    if os.getuid() == 0:  # the child becomes another user, and makes its namespace of users itself
+        for capability in CAPABILITIES:
+            command += ["--cap-add", f"CAP_{capability}"]
+    else:
+        command += ["--unshare-user"]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    python = [sys.prefix, sys.base_prefix, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    python.append(os.path.dirname(os.path.realpath(sys.executable)))
+    shown = [path for path in SYSTEM if os.path.exists(path) and not os.path.islink(path)]
+    for path in sorted(set(python), key=len):
+        if os.path.isdir(path) and path != "/" and not any(Path(path).is_relative_to(above) for above in shown):
+            shown.append(path)
+    # bubblewrap would close the folders above to all but root.
+    for path in sorted({above for x in (*shown, *(files or ())) for above in Path(x).parents} - {Path("/")}):
+        command += ["--perms", "0755", "--dir", str(path)]
+    for path in SYSTEM:
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+    for path in shown:
+        command += ["--ro-bind", path, path]
+    for folder in ("/tmp", "/dev/shm"):
+        command += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
+    for path, descriptor in (files or {}).items():
+        command += ["--perms", "0444", "--ro-bind-data", str(descriptor), path]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 class Sandbox:
-    """A server process with torch loaded; runs one submission at a time. A context manager."""
+    """A server process that runs one submission at a time. A context manager; it starts when it is needed.
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS):
+    walls: whether it is behind bubblewrap's; None: if they can be had.
+    """
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, walls: bool | None = None):
         self.limits = limits
-        self.as_root = os.getuid() == 0
-        self.folder = Path(tempfile.mkdtemp(prefix="grading-"))
-        self.on_gpu = torch.cuda.is_available()
-        self.users = self.server = self.control = None
-        self.open_because = None  # why submissions run without namespaces of their own
+        self.walls = have_walls() if walls is None else walls
+        self.server = self.control = self.group = None
 
     def __enter__(self) -> "Sandbox":
-        self._open_server()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_server()
-        leftovers.remove_tree(self.folder)
+        self.close()
 
-    @property
-    def note(self) -> str | None:
-        """What a grading should say about this machine; None if there is nothing."""
-        if not self.as_root:
-            return None
-        notes = []
-        if self.open_because:
-            notes.append(
-                f"note: submissions run without namespaces of their own: {self.open_because}. They see the files that"
-                " every user may read, and the network"
-            )
-            if closed := confinement.closed_to_others(Path(os.__file__)):
-                notes.append(
-                    f"note: submissions run as a user who may not enter {closed}, where this Python is installed:"
-                    " they can import torch, triton, numpy and common standard modules, and nothing else"
-                )
-        secret = [*WORKER.parent.glob("*/master.py"), WORKER.with_name("hidden_seeds.json")]
-        secret += [WORKER.parents[1] / ".git" / "HEAD"]
-        if path := confinement.readable(secret, inside=not self.open_because):
-            notes.append(
-                f"note: submissions can read {path}: close it to others before you grade what you don't trust,"
-                f" chmod -R go-rwx {WORKER.parents[1]}"
-            )
-        return "\n".join(notes) or None
-
-    def start(self, source: bytes) -> "Child":
-        """A fresh child that will import `source` as exercise.py."""
-        return Child(self, source)
-
-    def restart(self) -> None:
-        """Begin anew after a crash: the next submission finds a fresh server."""
-        with contextlib.suppress(OSError):
-            self._close_server()
-
-    def command(self, command: dict[str, Any], descriptors: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        """{"start": ...} or {"stop": true} for the server: its reply, about the old child, and the new one's pidfd."""
-        if self.server is None or self.server.poll() is not None:
-            self._close_server()
-            if "start" not in command:  # nothing runs that could be stopped
-                return {"status": None, "reason": ""}, []
-            self._open_server()
-        if "start" in command:  # users are those of the server that runs by now
-            command["start"]["users"] = self.users and self.users[:2]
-        try:
-            socket.send_fds(self.control, [json.dumps(command).encode()], list(descriptors))
-            reply, received, _, _ = socket.recv_fds(self.control, 2**16, 1)
-            reply = json.loads(reply)
-        except (OSError, ValueError) as error:
-            self._close_server()  # ended from outside, as a submission of the same user could do
-            raise ChildError("ended the grader's helper process", fatal=True) from error
-        if "error" in reply:
-            raise SandboxError(f"the process of a submission didn't start: {reply['error']}")
-        return reply, received
-
-    def _open_server(self):
-        if self.as_root:
-            self.users = confinement.lend_users()  # new ones: the last server may have left a process
-        walls = None
-        if self.as_root and not self.on_gpu:
-            walls = confinement.bubblewrap(self.folder, self.limits.disk, [WORKER.with_name(x) for x in SERVER_FILES])
-        if walls and self._serve(walls):
-            self.open_because = None
+    def open(self) -> None:
+        """Start the server if none runs; it gets ready by itself."""
+        if self.server is not None and self.server.poll() is None:
             return
-        if self.as_root:
-            reasons = self._log()[-1:] if walls else ["bubblewrap (bwrap) isn't installed"]
-            self.open_because = "they need the GPU" if self.on_gpu else " ".join(reasons) or "bubblewrap didn't start"
-            self.folder.chmod(0o711)  # others may pass, not list
-        if not self._serve([]):
-            raise SandboxError("the server of submissions didn't start: " + "\n".join(self._log()))
-
-    def _log(self):
-        return (self.folder / "server").read_text(errors="replace").splitlines()
-
-    def _serve(self, walls):
-        """Start the server, within walls or without; False if it doesn't answer."""
+        self.close()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "LANG": "C.UTF-8",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # macOS refuses to fork otherwise
-        }
-        if self.on_gpu:
-            environment |= {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ}
-        else:
-            environment["TRITON_INTERPRET"] = "1"
-        with theirs, open(self.folder / "server", "wb") as log:
+        on_gpu = torch.cuda.is_available()
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "USER": "submission"}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}  # macOS refuses to fork otherwise
+        environment |= {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ and on_gpu}
+        environment |= {} if on_gpu else {"TRITON_INTERPRET": "1"}
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(theirs)
+            command, descriptors, folder = [], [theirs.fileno()], str(Path(__file__).parent)
+            if self.walls:
+                folder = "/grader"
+                files = [opened.enter_context(open(Path(__file__).with_name(name), "rb")) for name in SERVER_FILES]
+                descriptors += [file.fileno() for file in files]
+                names = [f"{folder}/{name}" for name in SERVER_FILES]
+                command = bubblewrap(self.limits.disk, dict(zip(names, descriptors[1:], strict=True)))
+            self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
             self.server = subprocess.Popen(
-                [*walls, sys.executable, "-I", str(WORKER), str(theirs.fileno()), str(self.folder)],
-                pass_fds=[theirs.fileno()],
+                [*command, sys.executable, "-I", f"{folder}/worker.py", str(theirs.fileno())],
+                pass_fds=descriptors,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=self.log,
+                stderr=self.log,
                 cwd="/",
                 start_new_session=True,
             )
-        self.control.settimeout(SERVER_SECONDS)
-        with contextlib.suppress(OSError):
-            if self.control.recv(2**16):
-                return True
-        self._end_server()
-        return False
+        self.ready = False
+        self.group = memory_group(self.server.pid, self.limits) if self.walls else None
 
-    def _close_server(self):
-        if self.server is not None:
-            self._end_server()
-        for scratch in self.folder.glob("child*"):  # of a server that was ended before it could clean up
-            leftovers.remove_tree(scratch)
-        if self.users is not None:
-            leftovers.remove_files_of(self.users.uid)
-            leftovers.remove_segments_of(self.users.uid)
-            os.close(self.users.lock)
-            self.users = None
+    def start(self, source: bytes) -> "Child":
+        """Return a fresh child that will import `source` as exercise.py."""
+        self.open()
+        if not self.ready:
+            self.control.settimeout(SERVER_SECONDS)
+            if not self.control.recv(2**12):
+                self.log.seek(0)
+                raise SandboxError(
+                    f"the server of submissions didn't start: {self.log.read().decode(errors='replace')}"
+                )
+            self.ready = True
+        return Child(self, source)
 
-    def _end_server(self):
-        self.control.close()  # the server kills what is left and ends
+    def close(self) -> None:
+        """End the server and with it all that runs in it."""
+        server, self.server = self.server, None
+        if server is None:
+            return
+        self.control.close()
+        with contextlib.suppress(ProcessLookupError):
+            if self.walls:
+                os.killpg(server.pid, signal.SIGKILL)  # its namespaces end with it
         try:
-            self.server.wait(timeout=SERVER_END_SECONDS)
+            server.wait(timeout=SERVER_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self.server.kill()
-            self.server.wait()
-        self.server = self.control = None
+            server.kill()
+            server.wait()
+        self.log.close()
+        if self.group is not None:
+            with contextlib.suppress(OSError):
+                time.sleep(0.01)
+                self.group.rmdir()
+
+
+def memory_group(process: int, limits: Limits) -> Path | None:
+    """Put a process into a cgroup that limits the memory of all its children together; None where none can be made."""
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controllers == "memory":
+            root = Path("/sys/fs/cgroup", controllers)
+            group = root / path.lstrip("/") / f"grading-{process}"
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                try:
+                    limit = "memory.max" if number == "0" else "memory.limit_in_bytes"
+                    (group / limit).write_text(str(limits.total_memory), encoding="utf-8")
+                    (group / "cgroup.procs").write_text(str(process), encoding="utf-8")
+                except OSError:
+                    group.rmdir()
+                    raise
+                return group
+    return None
 
 
 class Child:
     """One process of one submission: call() until it ends or misbehaves, then close()."""
 
-    _numbers = itertools.count()
-
     def __init__(self, sandbox: Sandbox, source: bytes):
-        self.sandbox, self.calls, self.limits = sandbox, 0, sandbox.limits
-        self.launches = 0  # of Triton kernels in the last call, as the submission's process counts them
-        self.folder = sandbox.folder / f"printed{next(self._numbers)}"
-        self.folder.mkdir(mode=0o700)
-        (self.folder / "exercise.py").write_bytes(source)
-        theirs_in, self.requests = os.pipe()
-        self.answers, theirs_out = os.pipe()
-        os.set_blocking(self.requests, False)
-        printed = [
-            os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("out", "err")
-        ]
-        theirs = [theirs_in, theirs_out, *printed, os.open(self.folder / "exercise.py", os.O_RDONLY)]
-        self.ended = None
+        self.sandbox, self.limits, self.numbers = sandbox, sandbox.limits, itertools.count(1)
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        self.stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.status, self.ended = None, False
+        memory = ["RLIMIT_DATA"] if torch.cuda.is_available() else ["RLIMIT_DATA", "RLIMIT_AS"]  # CUDA maps terabytes
+        resources = {
+            **dict.fromkeys(memory, self.limits.memory),
+            "RLIMIT_CPU": self.limits.cpu_seconds,
+            "RLIMIT_FSIZE": self.limits.file_size,
+            "RLIMIT_NOFILE": self.limits.open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+        if sandbox.walls:  # elsewhere it would count the user's other processes, too
+            resources["RLIMIT_NPROC"] = self.limits.processes
+        deadline = time.monotonic() + SERVER_SECONDS
         try:
-            _, received = sandbox.command({"start": self._start()}, theirs)
-            # Another process may hold the pipe open when this one has ended.
-            self.ended = received[0] if received else None
-            os.close(theirs.pop(1))  # or the end of the answers would never be seen
-            wire.read(self.answers, time.monotonic() + SERVER_SECONDS, self.ended)
-        except Exception as error:
+            with theirs:
+                descriptors = [theirs.fileno(), self.output.fileno()]
+                socket.send_fds(sandbox.control, [json.dumps(resources).encode()], descriptors)
+            source = source.decode("utf-8", errors="surrogateescape")
+            wire.write(self.stream, wire.pack({"source": source}, []), deadline)
+            wire.read(self.stream, deadline, sandbox.control)
+        except (OSError, EOFError, TimeoutError, wire.WireError) as error:
             printed = self.printed()
             self.close()
-            if isinstance(error, EOFError | TimeoutError):
-                raise SandboxError(f"the process of a submission didn't start: {printed}") from error
-            raise
-        finally:
-            for descriptor in theirs:
-                os.close(descriptor)
+            raise SandboxError(f"the process of a submission didn't start: {printed}") from error
 
-    def _start(self):
-        limits = self.limits
-        # RLIMIT_AS can't be used with CUDA, which reserves address space by the terabyte.
-        memory = ["RLIMIT_DATA"] if self.sandbox.on_gpu else ["RLIMIT_DATA", "RLIMIT_AS"]
-        resources = {
-            "RLIMIT_CPU": limits.cpu_seconds,
-            "RLIMIT_FSIZE": limits.file_size,
-            "RLIMIT_NOFILE": limits.open_files,
-            "RLIMIT_NPROC": limits.processes + (0 if self.sandbox.as_root else _threads_of(os.getuid())),
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MSGQUEUE": 0,  # a queue would outlive its process
-        }
-        return {
-            "resources": resources,
-            "memory": limits.memory,
-            "memory_resources": memory,
-            "watched": {"memory": limits.memory, "disk": limits.disk, "files": limits.files},
-        }
+    def call(self, call: Call, *, device: str = "cpu", deadline: float = float("inf"), correct: Any = None) -> dict:
+        """Return what the submission's process says of a call, as `worker.perform` does.
 
-    def call(
-        self,
-        function: str,
-        arguments: tuple = (),
-        keywords: dict[str, Any] | None = None,
-        *,
-        mode: str = "call",
-        upstream: Any = None,
-        repeat: int = 1,
-        device: str = "cpu",
-        deadline: float = float("inf"),
-        correct: Any = None,
-    ) -> Any:
-        """What the submission's function claims; ChildError if nothing usable comes.
+        Args:
+            call: The function and its arguments.
+            device: Where its tensors are.
+            deadline: When the exercise's time is up.
+            correct: Names and source of functions that take the place of the submission's.
 
-        mode "call": the result. "gradients": (result, gradient of each tensor argument, None where there is none).
-        "in_place": (result, the arguments as the call left them). "casts": (result, whether NaN or too large
-        a number was converted to integers, which has no defined result). WireError: the arguments can't be sent.
+        Raises:
+            ChildError: Nothing usable comes.
         """
-        self.calls += 1
-        self.launches = 0
-        tensors = {}
-        plain = tuple(x.tensor if isinstance(x, Guarded) else x for x in arguments)
+        number, tensors = next(self.numbers), []
         content = {
-            "id": self.calls,
-            "function": function,
-            "arguments": wire.encode(plain, tensors),
-            "keywords": wire.encode(keywords or {}, tensors),
-            "upstream": wire.encode(upstream, tensors),
-            "mode": mode,
-            "repeat": repeat,
-            "margins": {i: x.margin for i, x in enumerate(arguments) if isinstance(x, Guarded)},
+            "id": number,
+            "function": call.function,
+            "arguments": wire.encode(call.arguments, tensors),
+            "upstream": wire.encode(call.upstream, tensors),
+            "outputs": call.outputs,
             "device": device,
             "correct": correct and correct._asdict(),
         }
-        margins = sum(2 * x.margin * x.tensor.element_size() for x in arguments if isinstance(x, Guarded))
-        size = margins + sum(x.numel() * x.element_size() for x in tensors.values())
+        size = sum(x.numel() * x.element_size() for x in tensors)
         content["limit"] = limit = min(ANSWER_LEAST + ANSWER_FACTOR * size, wire.MESSAGE_LIMIT // 2)
-        message = wire.pack(content, tensors)
         seconds = self.limits.call_seconds
         deadline = min(deadline, time.monotonic() + seconds)
         try:
-            with contextlib.suppress(BrokenPipeError):
-                wire.write(self.requests, message, deadline)
-            answer, returned = wire.read(self.answers, deadline, self.ended, limit)
-            if answer.get("id") != self.calls:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                wire.write(self.stream, wire.pack(content, tensors), deadline)
+            answer, returned = wire.read(self.stream, deadline, self.sandbox.control, limit)
+            if answer.get("id") != number:
                 raise wire.WireError("answered out of turn")
             if "error" in answer:
-                raise _as_child_error(answer["error"], function)
-            self.launches = answer.get("launches") if type(answer.get("launches")) is int else 0
-            result = wire.decode(answer.get("result"), returned)
-            if mode == "call":
-                return result
-            extra = wire.decode(answer.get("extra"), returned)
-            spoiled = wire.decode(answer.get("spoiled", {"tuple": []}), returned)
+                raise _as_child_error(answer["error"], call.function)
+            observed = wire.decode(answer.get("observed"), returned)
+            if not isinstance(observed, dict):
+                raise wire.WireError("returned something that can't be read")
         except TimeoutError:
             raise ChildError(f"took longer than {seconds:g} s", fatal=True) from None
         except EOFError:
-            if self.ended is not None:  # pipes close a moment before the exit code is known
-                select.select([self.ended], [], [], 0.5)
-            end, _ = self.sandbox.command({"stop": True})
-            raise ChildError(end["reason"] or _epitaph(end["status"]), fatal=True) from None
+            self._wait_for_end(patience=0.5)
+            raise ChildError(_epitaph(self.status), fatal=True) from None
         except wire.WireError as error:
             raise ChildError(str(error), fatal=True) from error
-        if mode == "casts":
-            return result, extra is not False
-        # In "gradients" tensors only: each has its gradient or None. The count is the submission's claim too.
-        sent = arguments if mode == "in_place" else [x for x in arguments if isinstance(x, Tensor)]
-        if not isinstance(extra, tuple) or len(extra) != len(sent) or not isinstance(spoiled, tuple):
-            raise ChildError("returned something that can't be read", fatal=True)
-        spoiled = [x for x in spoiled if type(x) is int]
-        # A margin that a kernel spoiled counts, although the submission may have mended it since.
-        pairs = enumerate(zip(sent, extra, strict=True))
-        return result, tuple(_returned(x, y, mode, mended=i in spoiled) for i, (x, y) in pairs)
+        return observed
 
     def printed(self) -> str:
-        """The end of what the submission wrote to stdout and stderr."""
-        texts = [(self.folder / name).read_bytes()[-PRINTED_LIMIT:].decode(errors="replace") for name in ("out", "err")]
-        lines = "".join(x if x.isprintable() or x == "\n" else "?" for x in "".join(texts)).strip().splitlines()
-        return "\n".join(lines[-PRINTED_LINES:])
+        """Return the end of what the submission wrote to stdout and stderr."""
+        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - PRINTED_LIMIT))
+        text = self.output.read().decode(errors="replace")
+        return "".join(x if x.isprintable() or x == "\n" else "?" for x in text).strip()
 
     def close(self) -> None:
-        """End the process and all it started, and remove its files."""
-        for descriptor in (self.requests, self.answers, self.ended):
-            if descriptor is not None:
-                os.close(descriptor)
-        with contextlib.suppress(ChildError):  # nothing of it is left if it ended the server
-            self.sandbox.command({"stop": True})
-        leftovers.remove_tree(self.folder)
+        """End the process and all it started; its files are removed."""
+        self.stream.close()
+        self._wait_for_end()
+        self.output.close()
 
-
-def _returned(argument, after, mode, mended):
-    """What came back for an argument: a Buffer if it was guarded, else its gradient or what it is after the call."""
-    if not isinstance(argument, Guarded):
-        gradient = mode == "gradients" and after is None
-        if isinstance(argument, Tensor) and not isinstance(after, Tensor) and not gradient:
-            raise ChildError("returned something that can't be read", fatal=True)
-        return after
-    tensor, margin = argument.tensor, argument.margin
-    if not isinstance(after, Tensor) or after.dtype != tensor.dtype or after.shape != (tensor.numel() + 2 * margin,):
-        raise ChildError("returned something that can't be read", fatal=True)
-    outside = torch.cat((after[:margin], after[margin + tensor.numel() :]))
-    intact = (outside == (float("inf") if tensor.is_floating_point() else 77)).all()
-    return Buffer(after[margin : margin + tensor.numel()].view(tensor.shape), bool(intact) and not mended)
+    def _wait_for_end(self, patience=0.0):
+        """Learn from the server how the child ended, or end it. A server that doesn't say is ended itself."""
+        if not self.ended:
+            self.ended = True
+            try:
+                if not select.select([self.sandbox.control], [], [], patience)[0]:
+                    self.sandbox.control.send(b"stop")
+                self.sandbox.control.settimeout(SERVER_END_SECONDS)
+                self.status = json.loads(self.sandbox.control.recv(2**12))
+            except (OSError, ValueError, AttributeError):
+                self.status = "server"
+                self.sandbox.close()
 
 
 def _as_child_error(error, function):
-    """A submission's own account of what went wrong. It may quote inputs: its text is for visible ones only."""
+    """Return a submission's own account of what went wrong. It may quote inputs: its text is for visible ones only."""
     if not isinstance(error, dict):
         return ChildError("returned something that can't be read", fatal=True)
     text = " ".join(re.sub(r"[^\x20-\x7e]", " ", str(error.get("text", "")))[:TEXT_LIMIT].split())
@@ -400,13 +344,15 @@ def _as_child_error(error, function):
         return ChildError("not written yet", f"not written yet: {text.removeprefix(f'{function}: ')}")
     if error.get("kind") == "answer":
         return ChildError("returned something that can't be used", text)
-    line = f"line {error['line']}: " if error.get("line") in range(1, FILE_LINES) else ""
-    return ChildError("raised an error", f"raised an error: {line}{text}")
+    line = f"line {error['line']}: " if type(error.get("line")) is int and 0 < error["line"] < 10**6 else ""
+    return ChildError("raised an error", f"raised an error: {line}{text}", raised=text)
 
 
 def _epitaph(code):
     if code is None:
         return "closed its connection to the grader"
+    if type(code) is not int:
+        return "ended the grader's helper process, perhaps by using too much memory"
     if code >= 0:
         return f"ended its process (exit status {code}) instead of returning"
     if code == -signal.SIGXCPU:
@@ -415,13 +361,3 @@ def _epitaph(code):
         return f"crashed ({signal.Signals(-code).name})"
     except ValueError:
         return f"crashed (signal {-code})"
-
-
-def _threads_of(uid):
-    """How many threads a user has: RLIMIT_NPROC counts them all."""
-    count = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if process.stat().st_uid == uid:
-                count += len(list((process / "task").iterdir()))
-    return count

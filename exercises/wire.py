@@ -1,140 +1,154 @@
-"""Messages between the grader and a submission's process: JSON for the structure, safetensors for the numbers.
+"""Messages between the grader and a submission's process: JSON for the structure, raw bytes for the numbers.
 
-One message is two lengths (32 and 64 bit), a JSON object and a safetensors block. No pickle: reading a message
-runs no code of its sender. Both sides load this file by its path, so it imports nothing of the package.
+One message is two lengths (32 and 64 bit), a JSON object and the tensors' bytes. No pickle: reading a message runs no
+code of its sender. Both sides load this file by its path, so it imports nothing of the package.
 """
 
-import dataclasses
 import json
 import math
-import os
 import select
+import socket
 import struct
 import time
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 LENGTHS = struct.Struct("<IQ")
-JSON_LIMIT = 2**20
+JSON_LIMIT = 2**21  # bytes; a submission's file is in one message
 MESSAGE_LIMIT = 2**26  # bytes of tensors in one message; an answer may have half of it at most
-HEADER_LIMIT = 2**16  # bytes of names and shapes of tensors
-TEXT_LIMIT = 10_000  # characters of one string
+TEXT_LIMIT = 10_000  # characters of one string of an answer
 LEAF_LIMIT = 256
 DEPTH_LIMIT = 8
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+}
 
 
 class WireError(Exception):
     """A value that can't be sent, or a message that isn't one; its text can be shown to a student."""
 
 
-def encode(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> dict[str, Any]:
-    """The JSON tree of tensors, numbers, strings, None and tuples, lists, dicts of them; tensors join `tensors`."""
+def encode(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+    """Return the JSON form of tensors, numbers, texts, None, and of lists and dicts of them; tensors join `tensors`."""
     if depth > DEPTH_LIMIT or len(tensors) > LEAF_LIMIT:
         raise WireError("returned too many nested values")
     if isinstance(value, Tensor):
-        key = f"t{len(tensors)}"
-        tensors[key] = _plain(value)
-        return {"tensor": key}
-    if isinstance(value, str) and len(value) > TEXT_LIMIT:
-        raise WireError("returned more text than is allowed")
-    if value is None or isinstance(value, bool | int | str):
-        return {"scalar": value}
-    if isinstance(value, float):
-        return {"scalar": value if math.isfinite(value) else None, "float": str(value)}
+        tensors.append(_plain(value))
+        return {"tensor": len(tensors) - 1}
     if isinstance(value, tuple | list):
-        return {"tuple": [encode(item, tensors, depth + 1) for item in value]}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return [encode(item, tensors, depth + 1) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: encode(item, tensors, depth + 1) for key, item in value.items()}}
+    return _scalar(value)
+
+
+def decode(tree: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+    """Return the value that `encode` took, with tuples for lists; anything else is a WireError."""
+    if depth > DEPTH_LIMIT:
+        raise WireError("returned too many nested values")
+    match tree:
+        case {"tensor": int(number)} if 0 <= number < len(tensors):
+            return tensors[number]
+        case {"dict": dict(items)} if len(items) <= LEAF_LIMIT:
+            return {key: decode(item, tensors, depth + 1) for key, item in items.items()}
+        case [*items] if len(items) <= LEAF_LIMIT:
+            return tuple(decode(item, tensors, depth + 1) for item in items)
+        case dict() | list():
+            raise WireError("returned something that can't be read")
+    return _scalar(tree)
+
+
+def _scalar(value):
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise WireError("returned an integer of more than 64 bits")
+    if isinstance(value, str) and len(value) > TEXT_LIMIT:
+        raise WireError("returned more text than is allowed")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     raise WireError(f"returned {type(value).__name__}, expected a tensor")
 
 
-def decode(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """The value of a tree made by encode; anything else is a WireError."""
-    if depth > DEPTH_LIMIT or not isinstance(tree, dict):
-        raise WireError("returned something that can't be read")
-    match tree:
-        case {"tensor": str(key)} if key in tensors:
-            return tensors[key]
-        case {"scalar": None, "float": "nan" | "inf" | "-inf" as text}:
-            return float(text)
-        case {"scalar": None | bool() | int() | float() | str() as scalar}:
-            return scalar
-        case {"tuple": list(items)} if len(items) <= LEAF_LIMIT:
-            return tuple(decode(item, tensors, depth + 1) for item in items)
-        case {"dict": dict(items)} if len(items) <= LEAF_LIMIT:
-            return {key: decode(item, tensors, depth + 1) for key, item in items.items()}
-    raise WireError("returned something that can't be read")
-
-
-def pack(content: dict[str, Any], tensors: dict[str, Tensor], limit: int = MESSAGE_LIMIT // 2) -> bytes:
-    """The bytes of a message. WireError for more than `limit` bytes of tensors."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def pack(content: dict[str, Any], tensors: list[Tensor], limit: int = MESSAGE_LIMIT // 2) -> bytes:
+    """Return the bytes of a message. WireError for more than `limit` bytes of tensors."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if size > limit:
         raise WireError(f"returned {size / 2**20:.3g} MiB of tensors, more than the {limit / 2**20:.3g} allowed")
-    text, block = json.dumps(content).encode(), safetensors.torch.save(tensors)
+    forms = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps(content | {"tensors": forms}).encode()
+    block = b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors if x.numel())
     if len(text) > JSON_LIMIT:
         raise WireError("returned more text than is allowed")
     return LENGTHS.pack(len(text), len(block)) + text + block
 
 
 def read(
-    descriptor: int, deadline: float = math.inf, ended: int | None = None, limit: int = MESSAGE_LIMIT // 2
-) -> tuple[dict, dict[str, Tensor]]:
-    """The next message. EOFError if the sender is gone, TimeoutError at `deadline` (time.monotonic), or WireError.
+    stream: socket.socket, deadline: float = math.inf, ended: Any = None, limit: int = MESSAGE_LIMIT // 2
+) -> tuple[dict, list[Tensor]]:
+    """Return the next message: its content and its tensors.
 
-    ended: a descriptor that becomes readable when the sender has ended, although another holds the pipe open.
-    limit: bytes of its tensors.
+    Args:
+        stream: Where it comes from.
+        deadline: When to raise TimeoutError, by time.monotonic.
+        ended: A socket that becomes readable when the sender has ended, although another process holds the stream open.
+        limit: Bytes of its tensors.
+
+    Raises:
+        EOFError: The sender is gone.
+        WireError: It is no message.
     """
-    text_size, block_size = LENGTHS.unpack(_read_exactly(descriptor, LENGTHS.size, deadline, ended))
-    if text_size > JSON_LIMIT or block_size > limit + HEADER_LIMIT:
+    text_size, block_size = LENGTHS.unpack(_read_exactly(stream, LENGTHS.size, deadline, ended))
+    if text_size > JSON_LIMIT or block_size > limit:
         raise WireError("returned more than is allowed")
-    text = _read_exactly(descriptor, text_size, deadline, ended)
-    block = _read_exactly(descriptor, block_size, deadline, ended)
-    return parse(text, block, limit)
+    text = _read_exactly(stream, text_size, deadline, ended)
+    return parse(text, _read_exactly(stream, block_size, deadline, ended), limit)
 
 
-def parse(text: bytes, block: bytes, limit: int = MESSAGE_LIMIT // 2) -> tuple[dict, dict[str, Tensor]]:
-    """The content and the tensors of a message's two parts; WireError, and nothing else, if they aren't any."""
+def parse(text: bytes, block: bytes, limit: int = MESSAGE_LIMIT // 2) -> tuple[dict, list[Tensor]]:
+    """Return the content and the tensors of a message's two parts; WireError, and nothing else, if they aren't any."""
     try:
-        content = json.loads(text)
-        tensors = safetensors.torch.load(block)
+        content, tensors, start = json.loads(text), [], 0
+        forms = content["tensors"]
+        fits = len(forms) <= LEAF_LIMIT + 1
+        for name, shape in forms if fits else ():
+            dtype, end = DTYPES[name], start + DTYPES[name].itemsize * math.prod(shape)
+            # A shape without elements may still be one that no result of it fits into memory, [0, 2**40] say.
+            fits &= len(shape) <= 16 and all(type(length) is int and length >= 0 for length in shape)
+            fits &= dtype.itemsize * math.prod(max(1, length) for length in shape) <= limit and end <= len(block)
+            if not fits:
+                break
+            part = bytearray(block[start:end])
+            tensors.append(
+                (torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)).reshape(shape)
+            )
+            start = end
+        if not fits or start != len(block):
+            raise ValueError("forms don't fit")
     except Exception as error:  # whatever goes wrong while reading is the sender's
         raise WireError("returned something that can't be read") from error
-    # A shape without elements may still be one that no result of it fits into memory, [0, 2**40] say.
-    sizes = (x.element_size() * math.prod(max(1, length) for length in x.shape) for x in tensors.values())
-    fits = len(tensors) <= LEAF_LIMIT + 1 and max(sizes, default=0) <= limit
-    if not isinstance(content, dict) or not fits or any(x.dtype not in DTYPES for x in tensors.values()):
-        raise WireError("returned something that can't be read")
     return content, tensors
 
 
-def write(descriptor: int, message: bytes, deadline: float = math.inf) -> None:
-    """All of a message; TimeoutError if the reader doesn't read it, BrokenPipeError if it is gone."""
+def write(stream: socket.socket, message: bytes, deadline: float = math.inf) -> None:
+    """Send a message; TimeoutError if the reader doesn't read it, BrokenPipeError if it is gone."""
     view = memoryview(message)
     while view:
-        _wait([], [descriptor], deadline)
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            continue
+        _wait([], [stream], deadline)
+        view = view[stream.send(view[: 2**16], socket.MSG_DONTWAIT) :]
 
 
-def _read_exactly(descriptor, size, deadline, ended):
+def _read_exactly(stream, size, deadline, ended):
     parts = []
     while size:
-        readable = _wait([descriptor, *([] if ended is None else [ended])], [], deadline)
-        if descriptor not in readable:
-            raise EOFError  # the sender ended and left nothing in the pipe
-        part = os.read(descriptor, min(size, 2**20))
+        readable = _wait([stream, *([] if ended is None else [ended])], [], deadline)
+        if stream not in readable:
+            raise EOFError  # the sender ended and left nothing here
+        try:
+            part = stream.recv(min(size, 2**20))
+        except ConnectionError:
+            part = b""
         if not part:
             raise EOFError
         parts.append(part)
@@ -151,9 +165,9 @@ def _wait(readers, writers, deadline):
 
 
 def _plain(tensor):
-    """A contiguous CPU copy without gradient, subclass or shared storage."""
+    """Return a contiguous CPU copy without gradient, subclass or shared storage."""
     with torch._C.DisableTorchFunctionSubclass():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES.values():
             raise WireError(f"returned a tensor of {tensor.dtype}, {tensor.layout}: expected a dense tensor")
         if tensor.numel() * tensor.element_size() > MESSAGE_LIMIT // 2:
             raise WireError(f"returned a tensor of {tensor.numel()} elements, more than is allowed")

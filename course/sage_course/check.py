@@ -1,17 +1,22 @@
-"""Cells to fill in: the reader's function is tried at once, on visible inputs, against the course's own.
+"""One check for cells to fill in and for exercises: a task, its solution, inputs, and mistakes as edits with hints.
+
+The reader's function is tried on the inputs and compared with the solution. If they differ, the hint belongs to the
+mistake whose results are the reader's: the solution with this mistake made.
 
 A notebook begins with `fill_in = lesson("sagebwd_forward")`. Its cells to fill in end with
 `psi = fill_in("psi", psi)`. While `...` stands in the function, the course's solution is used, so that a notebook runs
 from top to bottom. `course/sage_course/lessons` has the solutions, with what readers get wrong and a hint for each.
+`exercises/task.py` has the exercises' side.
 """
 
 import ast
 import inspect
 import linecache
+import math
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +28,16 @@ from torch import Tensor
 
 
 class Mistake(NamedTuple):
-    """A likely one: the solution's source with `old`, which stands in it once, replaced by `new`."""
+    """A likely mistake: the solution's source with `old`, which stands in it once, replaced by `new`."""
 
     old: str
     new: str
-    hint: str
+    hint: str = ""  # of an exercise: "" for that of the test that finds it
+    more: tuple[tuple[str, str], ...] = ()  # further edits, made after the first
+
+    @property
+    def edits(self) -> tuple[tuple[str, str], ...]:
+        return (self.old, self.new), *self.more
 
 
 def call(function: Callable, *inputs: Any) -> Any:
@@ -100,46 +110,86 @@ def source(function: Callable) -> str:
     return textwrap.dedent(inspect.getsource(getattr(function, "fn", function)))
 
 
-def mistaken(gap: Gap, mistake: Mistake) -> Callable:
-    """The solution with this mistake made."""
-    text = source(gap.solution)
-    if text.count(mistake.old) != 1:
-        raise ValueError(
-            f"mistake: expected {mistake.old!r} once in the solution, found it {text.count(mistake.old)} times"
-        )
-    text = text.replace(mistake.old, mistake.new)
-    original = getattr(gap.solution, "fn", gap.solution)
-    file = f"<{original.__name__} with {mistake.new!r}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads a program's text
-    names = dict(original.__globals__)
+def edited(text: str, mistakes: Iterable[Mistake]) -> str:
+    """Return the text with these mistakes made, one after the other; ValueError if an old text isn't there once."""
+    for old, new in (edit for mistake in mistakes for edit in mistake.edits):
+        if text.count(old) != 1:
+            raise ValueError(f"mistake: expected {old!r} once in the solution, found it {text.count(old)} times")
+        text = text.replace(old, new)
+    return text
+
+
+def defined(text: str, file: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a program's text in `names` and return them. Tracebacks and Triton find its lines."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), names)
-    return names[original.__name__]
+    return names
 
 
-def first_difference(found: Any, expected: Any, where: str = "") -> str | None:
-    """Two lines, what was expected and what was found; None if they agree."""
+def mistaken(gap: Gap, mistake: Mistake) -> Callable:
+    """Return the solution with this mistake made."""
+    original = getattr(gap.solution, "fn", gap.solution)
+    text = edited(source(gap.solution), [mistake])
+    file = f"<{original.__name__} with {mistake.new!r}>"
+    return defined(text, file, dict(original.__globals__))[original.__name__]
+
+
+def close_entries(found: Tensor, expected: Tensor) -> Tensor:
+    """Return which entries of two tensors of one shape agree: integers exactly, floats up to rounding."""
+    if not expected.is_floating_point():
+        return found == expected
+    x, y = found.double(), expected.double()
+    tolerance = 1e-5 * y.abs().nan_to_num(0, 0, 0).amax() if y.numel() else 0.0
+    return torch.isclose(x, y, rtol=1e-4, atol=float(tolerance), equal_nan=True)
+
+
+def first_difference(
+    found: Any,
+    expected: Any,
+    where: str = "",
+    *,
+    agree: Callable[[Tensor, Tensor], Tensor] = close_entries,
+    same_dtype: bool = False,
+) -> str | None:
+    """Return two lines, what was expected and what was found; None if they agree.
+
+    Args:
+        found: The reader's result.
+        expected: The solution's.
+        where: A prefix that names the part of the result.
+        agree: Says which entries of two tensors of one shape agree, or one bool for all of them.
+        same_dtype: Whether float32 may not stand for float64, nor int64 for int32.
+    """
+    how = {"agree": agree, "same_dtype": same_dtype}
     if isinstance(expected, tuple | list):
         if not isinstance(found, tuple | list) or len(found) != len(expected):
             return _lines(where, f"{len(expected)} results", _shown(found))
         parts = enumerate(zip(found, expected, strict=True))
-        differences = (first_difference(x, y, f"{where}result {number}, ") for number, (x, y) in parts)
+        differences = (first_difference(x, y, f"{where}result {number}, ", **how) for number, (x, y) in parts)
+        return next((text for text in differences if text is not None), None)
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or found.keys() != expected.keys():
+            keys = f"the keys {list(found)}" if isinstance(found, dict) else _shown(found)
+            return _lines(where, f"the keys {list(expected)}", keys)
+        differences = (first_difference(found[key], expected[key], f"{where}{key}, ", **how) for key in expected)
         return next((text for text in differences if text is not None), None)
     if isinstance(expected, float) and isinstance(found, Tensor) and found.dim() == 0:
         found = found.item()
     if not isinstance(expected, Tensor):
         same = type(found) is type(expected) and found == expected
-        if isinstance(expected, float) and isinstance(found, int | float):
-            same = abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
+        if {type(found), type(expected)} <= {int, float}:
+            same = math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-12)
         return None if same else _lines(where, _shown(expected), _shown(found))
-    if not isinstance(found, Tensor) or found.shape != expected.shape or _kind(found.dtype) != _kind(expected.dtype):
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
         return _lines(where, _shown(expected), _shown(found))
-    x, y = found.double(), expected.double()
-    tolerance = 1e-5 * y.abs().nan_to_num(0, 0, 0).amax() if y.numel() and expected.is_floating_point() else 0.0
-    wrong = ~torch.isclose(
-        x, y, rtol=1e-4 if expected.is_floating_point() else 0.0, atol=float(tolerance), equal_nan=True
-    )
-    if not wrong.any():
+    if found.dtype != expected.dtype and (same_dtype or _kind(found.dtype) != _kind(expected.dtype)):
+        return _lines(where, _shown(expected), _shown(found))
+    if agree(found, expected).all():
         return None
+    x, y = found.double(), expected.double()
+    wrong = ~close_entries(found, expected)
+    if not wrong.any():  # `agree` is stricter
+        wrong = x != y
     place = tuple(wrong.nonzero()[0].tolist())
     where = f"{where}{wrong.sum()} of {wrong.numel()} entries differ, the first at {list(place)}: "
     digits = ".6g" if expected.is_floating_point() else ".0f"
@@ -176,20 +226,46 @@ def _line_of(error: Exception, function: Callable) -> str:
 
 
 def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
-    """Of the mistake that gives what the function gives, in every trial; else in the trial that is shown."""
+    """Return the hint of the mistake that explains what the function gives."""
     found = [_tried(gap, function, trial) for trial in trials]
     if any(x is None for x in found):
         return "It returns None: is there a `return`?"
     expected = [_run(gap, gap.solution, trial) for trial in trials]
-    shown = [first_difference(x, y) is None for x, y in zip(found, expected, strict=True)].index(False)
-    likely = ""
-    for mistake in gap.mistakes:
-        given = [_tried(gap, mistaken(gap, mistake), trial) for trial in trials]
-        same = [first_difference(x, y) is None for x, y in zip(found, given, strict=True)]
-        if all(same):
-            return f"Hint: {mistake.hint}"
-        if same[shown]:
-            likely = likely or f"Hint: {mistake.hint}"
+    mistake = explained(
+        found,
+        expected,
+        gap.mistakes,
+        lambda mistake: (_tried(gap, mistaken(gap, mistake), trial) for trial in trials),
+        lambda x, y: first_difference(x, y) is None,
+    )
+    return f"Hint: {mistake.hint}" if mistake else ""
+
+
+def explained(
+    found: Sequence,
+    expected: Sequence,
+    mistakes: Iterable[Mistake],
+    results: Callable[[Mistake], Iterable],
+    same: Callable[[Any, Any], bool],
+) -> Mistake | None:
+    """Return the mistake that gives what was found in every trial, else in the first trial that is wrong.
+
+    Args:
+        found: A wrong function's results, one for each trial.
+        expected: The solution's results.
+        mistakes: Those that may explain them.
+        results: Returns the results of the solution with a mistake made, in the order of the trials.
+        same: Whether two results agree.
+    """
+    wrong = [same(x, y) for x, y in zip(found, expected, strict=True)].index(False)
+    likely = None
+    for mistake in mistakes:
+        given = list(results(mistake))
+        if not same(found[wrong], given[wrong]):
+            continue
+        if all(same(x, y) for x, y in zip(found, given, strict=True)):
+            return mistake
+        likely = likely or mistake
     return likely
 
 

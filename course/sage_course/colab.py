@@ -50,11 +50,12 @@ def pinned(root: Path = ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Install the pinned versions, then the course from its folder, without its dependencies."""
+    """Install the pinned versions and the course from its folder, without its dependencies; make exercises' files."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *pinned()], check=True)
     editable = [word for name in PROJECTS for word in ("--editable", str(ROOT / name))]
     subprocess.run([*pip, "--no-deps", *editable], check=True)
+    subprocess.run([sys.executable, "-m", "exercises", "stubs"], check=True, cwd=ROOT)
     print("Installed. If Colab asks to restart the session, do so, and run this cell again.")
 
 

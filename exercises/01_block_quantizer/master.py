@@ -1,15 +1,10 @@
 """Block quantiser: numbers to INT8, one scale per block.
 
-Difficulty: easy
-Importance: high
-Minutes: 20
-
 Write psi of the papers. A block is a group of consecutive rows of a matrix; all its numbers share one scale,
 
     s = max|X| / 127 over the block,        X^ = round(X / s), an integer from -127 to 127.
 
 Then s * X^ is X up to rounding: no number is off by more than s / 2.
-Afterwards you know what "INT8 with one scale per block" means down to the last bit, and what it costs in accuracy.
 """
 
 import torch

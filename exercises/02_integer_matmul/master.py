@@ -1,14 +1,7 @@
 """Integer matmul with scales.
 
-Difficulty: easy
-Importance: high
-Minutes: 20
-
 Two matrices arrive as INT8 values and float32 scales. Multiply the integers exactly, then put the scales back:
 once for the whole product, and once for a product whose scales change along the contraction.
-
-Afterwards you know which type adds up products of INT8 without loss, where a scale may leave a sum,
-and what a matmul kernel does when it may not.
 """
 
 import torch

@@ -1,14 +1,7 @@
 """K-smoothing and its gradient identity.
 
-Difficulty: easy
-Importance: high
-Minutes: 30
-
 Keys carry an offset that all tokens share, and INT8 wastes its steps on it. Subtract the mean key before rounding,
 keep the log-sum-exp that of the original scores, and show that the backward pass needs nothing new.
-
-Afterwards you know why K-smoothing is exact, what it changes in the log-sum-exp, and why neither dQ nor dK needs a
-term for the mean, even when dS is rounded.
 """
 
 import math

@@ -1,14 +1,7 @@
 """Q-smoothing and the missing branch of dK.
 
-Difficulty: medium
-Importance: medium
-Minutes: 40
-
 Subtract from each block of queries its mean. The softmax does not cancel this, so a second product puts it back
 into the scores, and dK gains a second branch, too.
-
-Afterwards you know why smoothing Q is not free where smoothing K is, and how the extra branch becomes an outer
-product per block of queries.
 """
 
 import math

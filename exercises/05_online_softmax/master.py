@@ -1,14 +1,7 @@
 """Online softmax with P in INT8.
 
-Difficulty: medium
-Importance: high
-Minutes: 45
-
 The forward pass of SageBwd walks over tiles of keys with a running maximum m, a running sum l and a running output O,
 and multiplies P and V in INT8. You write one step, with one scale per row of P, and the loop around it.
-
-Afterwards you know why the scale of P costs nothing, what exactly is rescaled when the maximum moves, and which
-lines of the printed Algorithm 1 cannot be run as they stand.
 """
 
 import math

@@ -1,14 +1,7 @@
 """dS and the delta trick.
 
-Difficulty: medium
-Importance: high
-Minutes: 40
-
 The gradient of the scores is a small difference times a probability, dS = P * (dP - delta). You compute delta in both
 ways, cheap and consistent, keep the difference in float32 though the inputs are float16, and round dS to INT8.
-
-Afterwards you know why delta = rowsum(dO * O) needs no second pass over the keys, when it is not rowsum(P * dP),
-and where 16 bits are enough and where they are not.
 """
 
 import math

@@ -1,14 +1,7 @@
 """The backward pass, one tile at a time.
 
-Difficulty: hard
-Importance: high
-Minutes: 60
-
 Algorithm 2 of SageBwd: rebuild P of one tile from L, round what is multiplied in INT8, keep dP in 16 bit, and add
 the tile's share to dQ, dK and dV. Then the two loops around it.
-
-Afterwards you know the five matmuls of a backward tile, which of their operands are integers, and what a kernel
-has to carry from tile to tile.
 """
 
 import math

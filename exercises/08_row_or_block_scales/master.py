@@ -1,14 +1,7 @@
 """One scale per row or per tile?
 
-Difficulty: hard
-Importance: medium
-Minutes: 60
-
 In the backward pass P and dS are rounded with one scale per tile. A scale per row of the result is finer, and a
 matmul can still use it. Write both for dV, dQ and dK, and measure the error of each.
-
-Afterwards you know which scale may leave which sum, why dS needs two different roundings with row scales, and when
-the finer scales are worth it.
 """
 
 import math

@@ -1,16 +1,10 @@
 """Quantise blocks of rows in a Triton kernel.
 
-Difficulty: easy
-Importance: high
-Minutes: 30
-
 psi(X) = (s, X^) with s = max|X| / 127 over one block of rows and X^ = round(X / s) in INT8, as a GPU does it: one
 program reads one block, finds its largest magnitude, and writes its integers and its scale.
 
 Nothing stops a program at the end of a tensor: behind it lies other memory. A load from there brings in a foreign
 number, a store destroys one, and nobody complains. The grader looks.
-
-Afterwards you know what a program is, how it finds its rows, and what masks are for.
 """
 
 import torch

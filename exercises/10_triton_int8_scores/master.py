@@ -1,17 +1,11 @@
 """One tile of INT8 scores per Triton program.
 
-Difficulty: medium
-Importance: high
-Minutes: 35
-
 S = c Q K^T from integers: program (i, j) multiplies the tiles Q^_i and K^_j, INT8 times INT8 into INT32, and only then
 turns the integers into scores, S_ij = c s_Q s_K Q^_i K^_j^T. The scales are constant along the contraction, so they
 come out of the sum.
 
 The quantiser has padded Q^ and K^ to whole tiles, so loading needs no mask. S is not padded: what a tile writes past
 the end of a row of S lands in the next row, and past the last row in somebody else's memory.
-
-Afterwards you know how an integer matmul gets its scales, and how a tile at the edge is stored.
 """
 
 import torch

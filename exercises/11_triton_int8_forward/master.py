@@ -1,18 +1,11 @@
 """The INT8 forward pass of attention in Triton.
 
-Difficulty: hard
-Importance: high
-Minutes: 75
-
 SageBwd's Algorithm 1 as one kernel. A program holds one tile of queries, Q^_i, and walks over the tiles of keys and
 values. For each it computes the scores as integers, updates the running maximum m and the running sum l, rounds the
 tile of P~ = 2^(S_ij - m) to INT8 with one scale per row, multiplies it with V^_j as integers, and adds. At the end it
 divides once. S never leaves the program.
 
 Scores are kept multiplied by log2(e): a GPU computes 2^x, not e^x.
-
-Afterwards you know how FlashAttention and INT8 fit into one loop, and what each line of the repository's forward
-levels does.
 """
 
 import math

@@ -1,9 +1,5 @@
 """The linear branch over the unselected blocks, by one matmul.
 
-Difficulty: medium
-Importance: high
-Minutes: 35
-
 Linear attention swaps the order of the products: phi(Q) (phi(K)^T V), so each block of keys is summed up once, in a
 matrix h_j = phi(K_j)^T V_j and a vector z_j = phi(K_j)^T 1. Query block i then needs
 
@@ -11,8 +7,6 @@ matrix h_j = phi(K_j)^T V_j and a vector z_j = phi(K_j)^T 1. Query block i then 
 
 At 97% sparsity these sums run over nearly all blocks, for every query block. Taken together they are one matmul,
 (1 - M) [Tm, Tn] times h [Tn, D * D], which reads every h_j once.
-
-Afterwards you know how SLA's and SLA2's linear branch is computed, and why the complement is a matmul.
 """
 
 import torch

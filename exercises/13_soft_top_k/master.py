@@ -1,17 +1,11 @@
 """SoftTop-k and its gradient.
 
-Difficulty: hard
-Importance: medium
-Minutes: 45
-
 Hard Top-k has no gradient, so SLA2's router trains with a mask that bends: s_j = sigmoid(x_j / tau + lambda), with one
 lambda per row, such that the row sums to k. No formula gives lambda, but the sum grows with it: bisection finds it.
 
 Autograd can't go through a bisection. The gradient comes from the constraint: when one score rises, lambda falls, so
 that the row keeps its sum. Derive it on paper: what does a small change of the scores, and the change of lambda that
 it brings, do to s? The page has hints, step by step.
-
-Afterwards you know how to differentiate through a solver without going through its steps.
 """
 
 import torch

@@ -1,14 +1,8 @@
 """Which blocks get softmax attention: the heuristic router.
 
-Difficulty: easy
-Importance: medium
-Minutes: 30
-
 SLA guesses where the mass of attention is from block means: smooth K (subtract its mean over tokens), average the
 queries of each block and the keys of each block, and take softmax(c Qbar Kbar^T). Each row keeps its largest entries,
 the hard Top-k. SLA2's router is the same with a learned projection of Qbar and of Kbar.
-
-Afterwards you know what a router costs, what it looks at, and where its edge cases are.
 """
 
 import torch

@@ -1,9 +1,5 @@
 """alpha, the share of the mass that the selected blocks hold.
 
-Difficulty: medium
-Importance: high
-Minutes: 35
-
 A block mask M splits the softmax P = P1 + P2 into the part on the selected blocks and the rest. Sparse attention
 renormalises its part, O_s = P1 V / alpha with alpha = rowsum(P1), and so forgets how much was left out. SLA2 puts it
 back: with O_rest = P2 V / (1 - alpha),
@@ -12,8 +8,6 @@ back: with O_rest = P2 V / (1 - alpha),
 
 is full attention exactly. SLA2 replaces O_rest by linear attention, and learns alpha, one number per head and block of
 queries, as a logit. The mean mass of the block is where it starts.
-
-Afterwards you know what alpha means, why SLA2's mix needs no projection to repair it, and why a masked score is -inf.
 """
 
 import math

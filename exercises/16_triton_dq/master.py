@@ -1,9 +1,5 @@
 """dQ of the INT8 backward pass in Triton.
 
-Difficulty: hard
-Importance: high
-Minutes: 60
-
 Half of SageBwd's Algorithm 2 as one kernel. A program holds one tile of queries and walks over the tiles of keys. For
 each it computes S_ij as integers once more, P_ij from the forward's L, dP_ij in 16 bit, and dS_ij = P_ij (dP_ij -
 delta). It rounds dS_ij to INT8 with one scale per row, multiplies it with K^_j as integers, and adds to dQ_i. No other
@@ -11,8 +7,6 @@ program adds to the same dQ_i, so there are no atomic additions.
 
 One scale per row is finer than the paper's one per tile, and it costs nothing: the product dS^_ij K^_j sums over keys,
 so a scale that differs from query to query stays outside of the sum.
-
-Afterwards you know what a backward kernel recomputes, what it must not round, and why dQ has a program of its own.
 """
 
 import math

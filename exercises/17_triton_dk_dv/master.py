@@ -1,9 +1,5 @@
 """dK and dV of the INT8 backward pass in Triton.
 
-Difficulty: hard
-Importance: high
-Minutes: 60
-
 The other half of SageBwd's Algorithm 2 as one kernel. A program holds one tile of keys and values and walks over the
 tiles of queries. It computes every tile transposed, one row per key: S_ij^T from K^_j Q^_i^T, from it P_ij^T, and
 dP_ij^T = V_j dO_i^T in 16 bit. Then
@@ -12,9 +8,6 @@ dP_ij^T = V_j dO_i^T in 16 bit. Then
 
 A scale must be constant along the sum. P_ij and dS_ij may have one scale per *key* here, a row of the transposed tile;
 for dQ, which is summed over keys, it was one per query. So P and dS are rounded differently for different matmuls.
-
-Afterwards you know why the tile is transposed, which scale an INT8 matmul allows, and which of SageBwd's seven matmuls
-stays in 16 bit.
 """
 
 import math

@@ -1,18 +1,11 @@
 """The sparse loop: attention over listed key blocks, in Triton.
 
-Difficulty: medium
-Importance: high
-Minutes: 60
-
 SLA2's sparse branch computes softmax attention over the key blocks that a query block has selected, 3% of them, say. A
 mask of -infinity would give the same result and save nothing. What saves time is a loop over a list: for every query
 block the numbers of its key blocks, and how many there are. A program loads a number j from the list, then the keys and
 values of block j, and does one step of the online softmax. Nothing else is read.
 
 First the lists, then the loop for one query block in PyTorch, then the same loop as a kernel.
-
-Afterwards you know how a kernel skips blocks, what is different about the last block and about an empty list, and why
-the order of a list doesn't matter.
 """
 
 import math

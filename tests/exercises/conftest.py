@@ -1,26 +1,49 @@
-"""What the tests of the exercises share: one sandbox for all of a process, since its server takes seconds to start."""
-
-import contextlib
-from pathlib import Path
+"""What the tests of the exercises share: sandboxes for a whole session, since each loads torch, and small exercises."""
 
 import pytest
 
-from exercises import __main__ as command_line
-from exercises import checking, gradescope
-from exercises.isolation import Sandbox
+from exercises.answers import Exercise
+from exercises.grading import Sandboxes, grade
+from exercises.isolation import Limits
+from exercises.task import Call, Task
+
+SEEDS = (0, "hidden")
 
 
 @pytest.fixture(scope="session")
-def sandbox():
-    with Sandbox() as sandbox:
-        yield sandbox
-        server = sandbox.server.pid
-    assert not sandbox.folder.exists()
-    assert not Path(f"/proc/{server}").exists()
+def sandboxes():
+    with Sandboxes() as sandboxes:
+        yield sandboxes
+
+
+@pytest.fixture(scope="session")
+def quick():
+    """Sandboxes that wait for a second."""
+    with Sandboxes(Limits(call_seconds=1, cpu_seconds=3)) as sandboxes:
+        yield sandboxes
+
+
+class Small(Exercise):
+    """An exercise without a folder. Its test calls `f` with numbers drawn, or what `calls` gives for a draw."""
+
+    def __init__(self, master="def f(x): return 2 * x\n", calls=None, mistakes=(), triton=False, **facts):
+        task, calls = Task(), calls or (lambda draw: [Call("f", (draw.normal(draw.integers(3, 9), 4),))])
+
+        def drawn(draw):
+            """THE HINT"""
+            return calls(draw)
+
+        task.test("the test", **facts)(drawn)
+        self.name, self.stub, self.master, self.triton = "00_small", "", master, triton
+        self.tests, self.mistakes, self.given = tuple(task.tests), mistakes, {}
 
 
 @pytest.fixture
-def commands_use_it(sandbox, monkeypatch):
-    """What a command starts and ends is the sandbox that runs already."""
-    for module in (checking, command_line, gradescope):
-        monkeypatch.setattr(module, "Sandbox", lambda: contextlib.nullcontext(sandbox))
+def graded(sandboxes):
+    """Grade a text as a submission of a small exercise."""
+
+    def graded(source, exercise=None, seeds=SEEDS, sandboxes=sandboxes):
+        return grade(exercise or Small(), source.encode("utf-8", "surrogateescape"), seeds, sandboxes)
+
+    graded.small = Small
+    return graded

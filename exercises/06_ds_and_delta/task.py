@@ -1,0 +1,93 @@
+"""Tests and mistakes of 06_ds_and_delta."""
+
+import math
+
+from exercises.task import Call, Mistake, Task
+
+task = Task(agree=1e-05)
+
+
+def inputs(draw, shared=0.0):
+    """Draw Q, K, V, dO float16 [N, D]; values share a vector of length `shared` sqrt(D), which dP - delta cancels."""
+    shape = draw.integers(40, 100), draw.choice((16, 32, 64))
+    q, k, v, do = (draw.normal(*shape) for _ in range(4))
+    return [x.half() for x in (q, k, v + shared * draw.normal(1, shape[1]), do)]
+
+
+@task.test("delta = rowsum(dO * O), in float32", points=2)
+def delta(draw):
+    """delta is one number per query, [N, 1]: the sum of dO * O, over which axis?"""
+    _, _, output, do = inputs(draw)
+    for size in (1.0, 1e-4):
+        yield Call("delta", ((size * do.float()).half(), (size * output.float()).half()))
+
+
+def scores(q, k):
+    return q.double() @ k.double().mT / math.sqrt(q.shape[1])
+
+
+@task.test("matching_delta = rowsum(P * dP), tile by tile", points=2)
+def matching(draw):
+    """rowsum(P * dP) is off. Is P exp(S - L), which axes do P and dP have, is every tile added?"""
+    q, k, v, do = inputs(draw, shared=2.0)
+    log_sum_exp = (scores(q, k).logsumexp(-1) + 0.1 * draw.normal(len(q))).float()
+    yield Call("matching_delta", (q, k, v, do, log_sum_exp, draw.choice((16, 24))))
+
+
+@task.test("the trick: both are the same number for exact attention", agree=0.0001)
+def trick(draw):
+    """rowsum(P * dP) is off. Is P exp(S - L), which axes do P and dP have, is every tile added?"""
+    q, k, v, do = inputs(draw)
+    yield Call("matching_delta", (q, k, v, do, scores(q, k).logsumexp(-1).float(), draw.choice((17, 32, 200))))
+
+
+@task.test("grad_scores_tile: dS = P * (dP - delta)", points=2, parts=(0,))
+def tile(draw, shared=0.0, size=1.0):
+    """dS is off. It is P * (dP - delta), entry by entry; in dP = dO V^T queries are rows."""
+    # Draw P, V, dO and delta of one tile [Bq, Bkv]; delta is exact to float32.
+    q, k, v, do = inputs(draw, shared)
+    p, dp = scores(q, k).softmax(-1), do.double() @ v.double().mT
+    rows, columns = slice(draw.integers(0, 10), 37), slice(draw.integers(0, 10), 30)
+    root = math.sqrt(size)
+    d = (p * dp).sum(-1, keepdim=True)[rows]
+    yield Call(
+        "grad_scores_tile",
+        ((size * p[rows, columns]).float(), v[columns], (root * do[rows]).half(), (root * d).float()),
+    )
+
+
+@task.test("grad_scores_tile: the difference in float32", parts=(0,), agree=0.0001)
+def grad_scores_tile_the_differenc(draw):
+    """dS is off where dP and delta are large and their difference is small. Is all of it float32?"""
+    yield from tile(draw, shared=20.0)
+
+
+@task.test("grad_scores_tile: psi(dS), however small", points=2, agree="int8")
+def small(draw):
+    """psi of a tile: round(dS / scale) in INT8, with one float32 scale, max|dS| / 127, however small."""
+    for power in (0, -10, -16):
+        yield from tile(draw, size=2.0**power)
+
+
+@task.test("grad_scores_tile: a tile of zeros", agree="entries")
+def zeros(draw):
+    """A tile of zeros has values 0 and scale 0. What is 0 / 0?"""
+    (call,) = tile(draw)
+    yield call._replace(arguments=(0 * call.arguments[0], *call.arguments[1:]))
+
+
+task.mistakes = (
+    Mistake("torch.where(scale > 0, scale, 1)", "scale.clamp(min=1e-8)",
+        "A dS of 1e-7 must survive: dS and its scale in float32, and no lower limit on the scale."),
+    Mistake("(grad_output.float() * output.float()).sum", "(grad_output * output).float().sum",
+        "Products of float16 tensors are float16: rounded, and 0 below 6e-8. Convert before multiplying."),
+    Mistake("do_i.float() @ v_j.float().mT", "do_i @ v_j.mT",
+        "dP - delta is a small difference of large numbers. Is all of it float32, dO and V before their product?"),
+    Mistake("p_ij * (dp - delta_i)", "p_ij * dp", "This is P * dP. What is subtracted from every row of dP?"),
+    Mistake("scale = ds.abs().amax() / 127", "scale = (ds.half().abs().amax() / 127).float()",
+        "A dS of 1e-7 must survive: dS and its scale in float32, and no lower limit on the scale."),
+    Mistake("torch.exp(query.float() @ k_j.float().mT * c - log_sum_exp[:, None])",
+        "torch.softmax(query.float() @ k_j.float().mT * c, -1)",
+        "A tile doesn't hold the whole row, so its softmax isn't P. L knows the whole row."),
+    Mistake("ds / torch.where(scale > 0, scale, 1)", "ds / scale"),
+)  # fmt: skip

@@ -1,0 +1,89 @@
+"""Tests and mistakes of 07_backward_tile."""
+
+import math
+
+from exercises.task import Call, Mistake, Task, dequantize, off_ties, quantize
+
+task = Task(agree="roundings")
+
+
+def inputs(draw, n_q, n_k, block_q, block_kv):
+    """Draw dO, Q, K, V, O float16 and L of a forward pass with rounded Q and K."""
+    head_dim = draw.choice((16, 32, 64))
+    q, k, v, do = (draw.normal(n, head_dim) for n in (n_q, n_k, n_k, n_q))
+    v = (v + 16 * draw.normal(1, head_dim)).half()  # shared by all values, so that dP - delta is a small difference
+    q, do = off_ties((1.5 * q).half(), block_q), off_ties((0.1 * do).half(), block_q)
+    k = off_ties((1.5 * (k - k.mean(0))).half(), block_kv)
+    rounded = (dequantize(*quantize(x, block), block) for x, block in ((q, block_q), (k, block_kv)))
+    s = next(rounded) @ next(rounded).mT / math.sqrt(head_dim)
+    return do, q, k, v, (s.softmax(-1) @ v.double()).half(), s.logsumexp(-1).float()
+
+
+def first_tile(draw):
+    """Draw a tile with the first half of the keys."""
+    block_q, block_kv = draw.integers(32, 64), draw.integers(32, 64)
+    do, q, k, v, o, l = inputs(draw, block_q, 2 * block_kv, block_q, block_kv)
+    return q, k[:block_kv], v[:block_kv], do, l[:, None], (do.float() * o.float()).sum(-1, keepdim=True)
+
+
+@task.test("recompute_probabilities: exp(S - L) of rounded scores", points=2)
+def probabilities(draw):
+    """P is off. S is c times the scaled INT8 product, P = exp(S - L)."""
+    q, k, _, _, l, _ = first_tile(draw)
+    yield Call("recompute_probabilities", (q, k, l))
+
+
+@task.test("backward_tile: dV", points=2, parts=(2,))
+@task.test("backward_tile: dQ and dK from dP in 16 bit", points=4, parts=(0, 1))
+def tile(draw):
+    """dV is P^T dO, dQ is c dS K, dK is c dS^T Q: both operands rounded, but dP in 16 bit. Is c in dV?"""
+    yield Call("backward_tile", first_tile(draw))
+
+
+@task.test("backward: one tile")
+def one(draw):
+    """With a single tile, backward returns what backward_tile does, in the order dQ, dK, dV."""
+    n = draw.integers(32, 60)
+    yield Call("backward", (*inputs(draw, n, n, n, n), n, n))
+
+
+@task.test("backward: all tiles, added up", points=3)
+def full(draw):
+    """Are blocks of queries cut with block_q and blocks of keys with block_kv, and scales taken per block?"""
+    block_q, block_kv = draw.choice(((32, 16), (16, 32), (32, 48)))
+    yield Call("backward", (*inputs(draw, 2 * block_q, 3 * block_kv, block_q, block_kv), block_q, block_kv))
+
+
+@task.test("backward: a partial last tile")
+def partial(draw):
+    """Is a last tile that is shorter left out, filled up, or cut elsewhere?"""
+    block_q, block_kv = draw.choice(((32, 24), (24, 32)))
+    n_q, n_k = 2 * block_q + draw.integers(5, 16), block_kv + draw.integers(5, 16)
+    yield Call("backward", (*inputs(draw, n_q, n_k, block_q, block_kv), block_q, block_kv))
+
+
+task.mistakes = (
+    Mistake("dq[rows] += dq_i", "dq[rows] = dq_i",
+        "A gradient holds the share of one tile only. Are the shares of all tiles added?",
+        (("dk[columns] += dk_j", "dk[columns] = dk_j"), ("dv[columns] += dv_j", "dv[columns] = dv_j"),)),
+    Mistake("""\
+    ds_hat = quantize(p_ij * (dp_ij - delta_i))
+""", """\
+    p_values, p_scale = quantize(p_ij)
+    ds_hat = quantize(p_values * p_scale * (dp_ij - delta_i))
+""", "dS takes P before rounding. The rounded one is for dV."),
+    Mistake("dv = scaled_matmul(transposed(quantize(p_ij)), quantize(do_i))", "dv = p_ij.mT @ do_i.float()",
+        "Are both operands of dV rounded, P and dO?"),
+    Mistake("scaled_matmul(quantize(q_i), transposed(quantize(k_j))) / math", "q_i.float() @ k_j.float().mT / math",
+        "P must belong to the L that is given, and the forward computed that from rounded Q and K.",
+        (("dv = scaled_matmul(transposed(quantize(p_ij)), quantize(do_i))", "dv = p_ij.mT @ do_i.float()"),
+         ("ds_hat = quantize(p_ij * (dp_ij - delta_i))", "ds = p_ij * (dp_ij - delta_i)"),
+         ("scaled_matmul(ds_hat, quantize(k_j))", "ds @ k_j.float()"),
+         ("scaled_matmul(transposed(ds_hat), quantize(q_i))", "ds.mT @ q_i.float()"),)),
+    Mistake("quantize(k_j)) * c", "quantize(k_j))", "S contains c = 1/sqrt(D). By the chain rule, which gradients do?",
+        (("quantize(q_i)) * c", "quantize(q_i))"),)),
+    Mistake("do_i.float() @ v_j.float().mT", "scaled_matmul(quantize(do_i), transposed(quantize(v_j)))",
+        "dP keeps 16 bit: dO and V as they came, not their rounded forms."),
+    Mistake("torch.exp(s_ij - l_i)", "torch.softmax(s_ij, -1)",
+        "Rows of a tile don't sum to 1: the other keys are elsewhere. L knows the whole row."),
+)  # fmt: skip

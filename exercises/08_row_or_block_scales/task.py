@@ -1,0 +1,129 @@
+"""Tests and mistakes of 08_row_or_block_scales."""
+
+import torch
+
+from exercises.task import Call, Mistake, Task, off_ties
+
+task = Task(agree="roundings")
+
+
+def uneven(draw, rows, columns):
+    """Draw a matrix whose rows differ in size by a factor of up to 300, and its columns by 30."""
+    sizes = 10 ** draw.uniform(rows, 1, low=-2, high=0.5) * 10 ** draw.uniform(1, columns, low=-1, high=0.5)
+    return draw.normal(rows, columns) * sizes
+
+
+@task.test("quantize: one scale per tile or per row", points=2, agree="int8")
+def scales(draw):
+    """The scale is max|X| / 127 of the whole tile, [1, 1], or of each row, [R, 1]. X / scale is rounded."""
+    rows, columns = draw.integers(20, 50), draw.integers(20, 50)
+    for n_columns in (rows, columns):
+        for granularity in ("row", "block"):
+            yield Call("quantize", (uneven(draw, rows, n_columns), granularity))
+
+
+@task.test("quantize: zeros", agree="int8")
+def zeros(draw):
+    """A row or tile of zeros has scale 0 and values 0. What is 0 / 0?"""
+    x = uneven(draw, draw.integers(8, 20), draw.integers(8, 20))
+    x[::2] = 0
+    for tile, granularity in ((x, "row"), (0 * x, "row"), (0 * x, "block")):
+        yield Call("quantize", (tile, granularity))
+
+
+@task.test("tiled_matmul: a tile at a time", points=3)
+def products(draw):
+    """The product is off. Each tile is rounded, multiplied, scaled, and then added to its rows."""
+    block = draw.choice((16, 24))
+    for extra in (0, draw.integers(3, block)):
+        left = uneven(draw, 2 * block + extra, 3 * block + extra)
+        right = off_ties(uneven(draw, left.shape[1], draw.choice((16, 32))), block)
+        for granularity in ("row", "block"):
+            yield Call("tiled_matmul", (left, right, granularity, block))
+
+
+def inputs(draw, block):
+    """Draw P, dS [Nq, Nk], dO, Q, K; the last tiles are partial."""
+    n_q, n_k = 2 * block + draw.integers(4, block), 3 * block + draw.integers(4, block)
+    head_dim = draw.choice((16, 32))
+    do, q, k = (off_ties(draw.normal(n, head_dim), block) for n in (n_q, n_q, n_k))
+    return uneven(draw, n_q, n_k).abs(), uneven(draw, n_q, n_k), do, q, k
+
+
+@task.test("gradients: scales that may leave the sum", points=3)
+def gradients(draw):
+    """A gradient is off. Which operand is on the left, and is it transposed?"""
+    block = draw.choice((16, 24))
+    tensors = inputs(draw, block)
+    for granularity in ("row", "block"):
+        yield Call("gradients", (*tensors, granularity, block))
+
+
+@task.test("gradients: causal dS")
+def causal(draw):
+    """A gradient is off. Which operand is on the left, and is it transposed?"""
+    block, n, head_dim = 16, 16 * draw.integers(2, 4), draw.choice((8, 16))
+    p, ds = (torch.ones(n, n).tril() * uneven(draw, n, n) for _ in range(2))
+    ds[0] = 0
+    do, q, k = (off_ties(draw.normal(n, head_dim), block) for _ in range(3))
+    for granularity in ("row", "block"):
+        yield Call("gradients", (p.abs(), ds, do, q, k, granularity, block))
+
+
+@task.test("relative_errors: row scales against block scales", points=3, agree=0.01)
+def errors(draw):
+    """The errors are off. Each is one number over the whole matrix; exact is the same product without rounding."""
+    block = draw.choice((16, 24))
+    yield Call("relative_errors", (*inputs(draw, block), block))
+
+
+@task.test("relative_errors: rows that are alike gain little", agree=0.02)
+def alike(draw):
+    """The errors are off. Each is one number over the whole matrix; exact is the same product without rounding."""
+    p, ds, do, q, k = inputs(draw, 16)
+    p, ds = draw.uniform(*p.shape, low=0.5), draw.normal(*ds.shape).sign() * draw.uniform(*ds.shape, low=0.9)
+    yield Call("relative_errors", (p, ds, do, q, k, 16))
+
+
+task.mistakes = (
+    Mistake("(left_values.int() @ right_values.int()) * left_scale * right_scale", "left[rows, inner] @ right[inner]",
+        "This is the exact product. Where are both operands rounded?"),
+    Mistake("((found[name] - x).norm() / x.norm()).item()", "((found[name] - x).abs().max() / x.abs().max()).item()",
+        "The error is |x - exact| / |exact|: relative to the exact result, in the L2 norm."),
+    Mistake("""\
+def gradients(
+""", """\
+def per_query(x, right, granularity, block):
+    result = torch.zeros(x.shape[1], right.shape[1])
+    for rows in tiles(x.shape[0], block):
+        values, scale = quantize(right[rows], "block")
+        for columns in tiles(x.shape[1], block):
+            left_values, left_scale = quantize(x[rows, columns], granularity)
+            result[columns] += (left_values * left_scale).mT @ (values * scale)
+    return result
+
+
+def gradients(
+""", "This scale stays inside the sum. Which rows are rows of the result: transpose, then round.",
+        (("tiled_matmul(p.mT, grad_output,", "per_query(p, grad_output,"),
+         ("tiled_matmul(ds.mT, query,", "per_query(ds, query,"),)),
+    Mistake('quantize(right[inner], "block")', "quantize(right[inner], granularity)",
+        "The right operand has one scale per block, whatever the granularity: its rows are summed over.",
+        (("(left_values.int() @ right_values.int()) * left_scale * right_scale",
+          "left_values * left_scale @ (right_values * right_scale)"),)),
+    Mistake('granularity == "block" else -1', 'granularity == "block" else -2',
+        "Is there one scale per row, or one per column?"),
+    Mistake("""\
+    for rows in tiles(left.shape[0], block):
+""", """\
+    left_values, left_scale = quantize(left, granularity)
+    for rows in tiles(left.shape[0], block):
+""", "The scales are those of the whole matrix. Every tile has its own.", (("""\
+            left_values, left_scale = quantize(left[rows, inner], granularity)
+""", """\
+            row_scale = left_scale[rows if granularity == "row" else slice(None)]
+"""),
+         ("(left_values.int() @ right_values.int()) * left_scale * right_scale",
+          "(left_values[rows, inner].int() @ right_values.int()) * row_scale * right_scale"),)),
+    Mistake("x / torch.where(scale > 0, scale, 1)", "x / scale"),
+)  # fmt: skip

@@ -1,0 +1,73 @@
+"""Tests and mistakes of 09_triton_quantize."""
+
+import torch
+
+from exercises.task import Call, Mistake, Task, off_ties
+
+task = Task(triton=True, agree=1e-06)
+
+
+def call(x, block):
+    values, scale = torch.full(x.shape, -128, dtype=torch.int8), torch.full((-(-len(x) // block),), -1.0)
+    return Call("quantize_blocks", (off_ties(x.float(), block).to(x.dtype), block, values, scale), outputs=2)
+
+
+@task.test("each block of rows has its scale", points=2, parts=(1,))
+@task.test("values are rounded to the nearest integer", points=2)
+def blocks(draw, sign=1):
+    """Is s the block's largest magnitude / 127, over all rows and columns, and X / s rounded to nearest?"""
+    # Draw two blocks or more that differ; in each the largest magnitude has this sign.
+    block = draw.choice((16, 32))
+    x = draw.normal(block * draw.integers(2, 4), draw.choice((16, 32, 64)))
+    x = x * (torch.arange(len(x)) // block + 1)[:, None]
+    x[draw.integers(0, block) :: block, draw.integers(0, 16)] = (
+        sign * x.abs().max() * torch.arange(1, len(x) // block + 1)
+    )
+    yield call(x, block)
+
+
+@task.test("the largest magnitude may be negative")
+def the_largest_magnitude_may_be_n(draw):
+    """Is the scale the block's largest magnitude divided by 127, over all its rows and columns?"""
+    yield from blocks(draw, sign=-1)
+
+
+@task.test("a last block with fewer rows", points=3)
+def ragged(draw):
+    """Rows past the end: what do they do to the scale of the last block, and which rows may be stored?"""
+    for n in (draw.integers(1, 16), 32 * draw.integers(1, 3) + draw.integers(1, 32)):
+        yield call(draw.normal(n, draw.choice((16, 32, 64))), draw.choice((16, 32, 64)))
+
+
+@task.test("float16 input, float32 arithmetic")
+def half(draw):
+    """float16 has 11 bits: is the scale computed, and X divided by it, in float32?"""
+    block = draw.choice((16, 32))
+    yield call((draw.normal(block * 2, 32) * draw.uniform(low=0.01, high=0.1)).half(), block)
+
+
+@task.test("small blocks and blocks of zeros", points=2)
+def small(draw):
+    """Is a block scaled by its own maximum, however small? And what is X / s in a block of zeros?"""
+    block = draw.choice((16, 32))
+    x = draw.normal(block * 3, 16) * 1e-7
+    yield call(x, block)
+    x[block : 2 * block] = 0
+    yield call(x, block)
+
+
+task.mistakes = (
+    Mistake("x / tl.where(scale == 0, 1.0, scale)", "x / scale",
+        "What happens to a block of zeros, where X / s is 0 / 0?"),
+    Mistake("tl.max(tl.abs(x)) / 127", "tl.maximum(tl.max(tl.abs(x)), 1e-5) / 127",
+        "Is a block of small numbers scaled by its own maximum, however small? A bound below it costs digits."),
+    Mistake("triton.cdiv(n, block)", "n // block",
+        "Is there one program for every block of rows, the last partial one included, and no other?"),
+    Mistake("tl.max(tl.abs(x))", "tl.max(x)", "The largest magnitude of a block can belong to a negative number."),
+    Mistake("tl.floor(ratio + 0.5).to", "ratio.to",
+        "Is X / s rounded to the nearest integer? Converting to int8 cuts the fraction off."),
+    Mistake("tl.load(x_ptr + offsets, mask=inside, other=0.0)", "tl.load(x_ptr + offsets)",
+        "Rows past the end are loaded into the last block: what do they do to its scale?"),
+    Mistake(".to(tl.int8), mask=inside)", ".to(tl.int8))",
+        "Integers were written past the end of the output. Which rows may be stored?"),
+)  # fmt: skip

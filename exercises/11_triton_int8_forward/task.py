@@ -1,0 +1,96 @@
+"""Tests and mistakes of 11_triton_int8_forward."""
+
+import math
+
+import torch
+
+from exercises.task import Call, Mistake, Task, int8_tiles
+
+task = Task(triton=True, agree="roundings")
+
+
+def call(q, k, v, block_q, block_kv, is_causal=False):
+    output, log_sum_exp = torch.full(q.shape, -12345.0), torch.full(q.shape[:1], -12345.0)
+    tiles = *int8_tiles(q, block_q), *int8_tiles(k, block_kv), *int8_tiles(v, block_kv)
+    return Call("int8_forward", (*tiles, len(k), is_causal, output, log_sum_exp), outputs=2)
+
+
+def drawn(draw, n_q, n_k, block_q, block_kv, is_causal=False, ramp=0.0):
+    """Draw Q, K, V; ramp: how much the scores grow from the first key to the last, roughly."""
+    d = draw.choice((32, 64))
+    rising = torch.linspace(-ramp, ramp, n_k)[:, None] / math.sqrt(d)
+    return call(
+        draw.normal(n_q, d) + ramp / 2, draw.normal(n_k, d) + rising, draw.normal(n_k, d), block_q, block_kv, is_causal
+    )
+
+
+@task.test("one tile of keys", points=2, parts=(0,))
+@task.test("L, the natural logarithm of the sum", parts=(1,), agree=1e-05)
+def one_tile(draw):
+    """Check S_ij (both scales and c), P~ = 2^(S_ij - m), s_P s_V, and the division by l. L is m and log l."""
+    block_kv = draw.choice((32, 64))
+    yield drawn(draw, 16 * draw.integers(1, 3), block_kv, 16, block_kv)
+
+
+@task.test("tiles that raise the maximum", points=2)
+def rising(draw):
+    """When a later tile raises the maximum, what happens to the l and the O_i that are already there?"""
+    yield drawn(draw, 32, 32 * draw.integers(2, 5), draw.choice((16, 32)), 32, ramp=3.0)
+
+
+@task.test("scores far below zero")
+def far_below(draw):
+    """All scores of a row can be far below 0. Where does its running maximum m start?"""
+    d = draw.choice((32, 64))
+    yield call(draw.normal(16, d) + 6, draw.normal(64, d) - 6, draw.normal(64, d), 16, 32)
+
+
+@task.test("each tile of V with its own scale")
+def values(draw):
+    """Each tile of V^ has its own scale. Is it applied before the tiles are added up?"""
+    d, tiles = draw.choice((32, 64)), draw.integers(2, 4)
+    size = torch.tensor(4.0) ** (draw.permutation(tiles) - 1)
+    v = draw.normal(32 * tiles, d) * size.repeat_interleave(32)[:, None]
+    yield call(draw.normal(16, d), draw.normal(32 * tiles, d), v, 16, 32)
+
+
+@task.test("partial tiles at the ends", points=3)
+def ragged(draw):
+    """Keys from n_k on do not exist, whatever stands in the padding, and which queries of the last tile exist?"""
+    sizes = (16, 32 + draw.integers(1, 32)), (draw.integers(17, 32), 64), (draw.integers(4, 16), draw.integers(1, 32))
+    for (n_q, n_k), block_q in zip(sizes, (16, 16, 32), strict=True):
+        yield drawn(draw, n_q, n_k, block_q, draw.choice((32, 64)))
+
+
+@task.test("causal", points=3)
+def causal(draw):
+    """Causal: query i sees the keys 0 to i, itself included."""
+    n = draw.integers(49, 65)
+    for n_q, n_k in ((n, n), (n, 40), (40, n)):
+        yield drawn(draw, n_q, n_k, draw.choice((16, 32)), 32, is_causal=True)
+
+
+task.mistakes = (
+    Mistake("tl.where(s_p == 0, 1.0, s_p)[:, None]", "s_p[:, None]",
+        "A row without a visible key in a tile has s_P = 0, and 0 / 0 is NaN, which as an integer may be anything."),
+    Mistake("(m + tl.math.log2(l)) * LN_2", "m + tl.math.log2(l)",
+        "m and log2(l) count in powers of two. L is a natural logarithm."),
+    Mistake('tl.full([BLOCK_Q], -float("inf"), tl.float32)', "tl.zeros([BLOCK_Q], tl.float32)"),
+    Mistake("LOG2_E / math", "1 / math",
+        "2^x is not e^x: which factor turns the one into the other, and where does it go?"),
+    Mistake("o_i * rescale[:, None] + product", "o_i + product"),
+    Mistake("visible = key[None, :] < n_k", "visible = key[None, :] >= 0",
+        "Keys from n_k on do not exist: their score is -inf, and whatever stands in the padding counts for nothing."),
+    Mistake("""\
+        m_new = tl.maximum(m, tl.max(s_ij, 1))
+""", """\
+        m_ij = tl.max(s_ij, 1)
+        m_new = tl.maximum(m, m_ij)
+""", "A row may see no key of a tile: its scores there are all -inf. What is -inf minus -inf?",
+        (("tl.math.exp2(s_ij - m_new[:, None])", "tl.math.exp2(s_ij - m_ij[:, None])"),
+         ("tl.sum(p_ij, 1)", "tl.sum(p_ij, 1) * tl.math.exp2(m_ij - m_new)"),
+         ("s_p = tl.max(p_ij, 1) / 127", "s_p = tl.math.exp2(m_ij - m_new) / 127"),
+         ("p_ij / tl.where(s_p == 0, 1.0, s_p)[:, None] + 0.5", "p_ij * 127 + 0.5"),)),
+    Mistake("product * (s_p * s_v)[:, None]", "tl.dot(p_ij, v_hat_j.to(tl.float32) * s_v)",
+        "Nearly right. Is P~ rounded to INT8, with one scale per row of the tile: that row's maximum / 127?"),
+)  # fmt: skip

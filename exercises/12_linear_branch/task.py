@@ -1,0 +1,114 @@
+"""Tests and mistakes of 12_linear_branch."""
+
+from exercises.task import Call, Mistake, Task
+
+task = Task(agree=1e-05)
+
+
+def case(draw, n, block_q, block_kv):
+    """Draw Q, K, V of some heads and a mask that selects about 40% of the blocks, and none or all of them in no row."""
+    heads, head_dim = draw.integers(2, 4), draw.choice((8, 16))
+    q, k, v = (draw.normal(heads, n, head_dim) for _ in range(3))
+    shape = heads, -(-n // block_q), -(-n // block_kv)
+    selected = draw.uniform(*shape) < 0.4
+    selected[..., 0], selected[..., -1] = True, False
+    swap = draw.uniform(*shape[:2]) < 0.5
+    selected[swap] = selected[swap].flip(-1)
+    return q, k, v, selected, block_q, block_kv
+
+
+@task.test("what each block of keys adds up to", points=2)
+def sums(draw):
+    """h_j is phi(K_j)^T V_j and z_j the sum of phi(K_j) over the keys of block j, per head. Where does phi go?"""
+    block_kv = draw.choice((4, 8))
+    _, k, v, *_ = case(draw, block_kv * draw.integers(3, 6), 8, block_kv)
+    yield Call("key_block_sums", (k, v, block_kv))
+
+
+@task.test("a last block with fewer keys")
+def padding(draw):
+    """phi of a row of zeros is not zero. What does a key that doesn't exist add to z_j?"""
+    block_kv = draw.choice((8, 16))
+    _, k, v, *_ = case(draw, block_kv * draw.integers(2, 5) + draw.integers(1, block_kv - 1), 8, block_kv)
+    yield Call("key_block_sums", (k, v, block_kv))
+
+
+def block_sums(k, v, block):
+    """Return h and z of whole blocks."""
+    phi, v = (x.unflatten(1, (-1, block)) for x in (k.softmax(-1), v))
+    return phi.mT @ v, phi.sum(2)
+
+
+@task.test("sums over the blocks not selected", points=2)
+def complement(draw):
+    """H_i and Z_i sum over the blocks that query block i has not selected, and over no others."""
+    _, k, v, selected, _, block_kv = case(draw, 16 * draw.integers(2, 5), draw.choice((8, 16)), 8)
+    yield Call("complement_sums", (selected, *block_sums(k, v, block_kv)))
+
+
+def huge_block(draw):
+    """Draw a case in which every query block has selected a block whose values are a million times as large."""
+    q, k, v, selected, block_q, block_kv = case(draw, 16 * draw.integers(3, 6), 16, 8)
+    huge = draw.integers(0, selected.shape[2])
+    v[:, 8 * huge : 8 * (huge + 1)] *= 1e6
+    selected[..., huge] = True
+    selected[..., huge - 1] = False
+    return q, k, v, selected, block_q, block_kv
+
+
+@task.test("sums beside a selected block with huge values")
+def huge_sums(draw):
+    """A block with huge values that is selected must not show in H_i or O_l. What is 1e8 + 1 - 1e8 in float32?"""
+    _, k, v, selected, _, block_kv = huge_block(draw)
+    yield Call("complement_sums", (selected, *block_sums(k, v, block_kv)))
+
+
+@task.test("O_l of every query", points=2)
+def branch(draw):
+    """O_l = phi(Q_i) H_i / (phi(Q_i) Z_i): which H_i belongs to which queries?"""
+    yield Call("linear_branch", case(draw, 16 * draw.integers(3, 6), draw.choice((8, 16)), draw.choice((4, 8))))
+
+
+@task.test("lengths that are no multiple of a block")
+def ragged(draw):
+    """The last block of queries may hold fewer than block_q of them, the last block of keys fewer than block_kv."""
+    for block_q, block_kv in ((16, 8), (8, 16)):
+        yield Call("linear_branch", case(draw, 16 * draw.integers(2, 5) + draw.integers(1, 7), block_q, block_kv))
+
+
+@task.test("a block of queries with nothing left")
+def nothing_left(draw):
+    """A query block that has selected every key block has Z_i = 0, and its O_l is 0."""
+    q, k, v, selected, *blocks = case(draw, 16 * draw.integers(3, 6), 16, 8)
+    selected[0, draw.integers(0, selected.shape[1])] = True
+    yield Call("linear_branch", (q, k, v, selected, *blocks))
+
+
+@task.test("O_l beside a selected block with huge values")
+def o_l_beside_a_selected_block_wi(draw):
+    """A block with huge values that is selected must not show in H_i or O_l. What is 1e8 + 1 - 1e8 in float32?"""
+    yield from [Call("linear_branch", huge_block(draw))]
+
+
+task.mistakes = (
+    Mistake("""\
+    weights = (~selected).to(h.dtype)
+    return (weights @ h.flatten(2)).unflatten(2, h.shape[2:]), weights @ z
+""", """\
+    weights = selected.to(h.dtype)
+    h_i = h.sum(1, keepdim=True) - (weights @ h.flatten(2)).unflatten(2, h.shape[2:])
+    return h_i, z.sum(1, keepdim=True) - weights @ z
+"""),
+    Mistake("(~selected).to(h.dtype)", "torch.ones_like(selected, dtype=h.dtype)"),
+    Mistake("for x in (feature_map(key), value))", "for x in (key, value))"),
+    Mistake("for x in (feature_map(key), value))", """\
+for x in (key, value))
+    k_phi = feature_map(k_phi)"""),
+    Mistake("""\
+    h_i, z_i = complement_sums(selected, *key_block_sums(key, value, block_kv))
+""", """\
+    h, z = key_block_sums(key, value, block_kv)
+    h_i, z_i = complement_sums(selected, h, z)[0], z.sum(1, keepdim=True)
+""", "The weights of O_l sum to 1: Z_i runs over the same blocks as H_i."),
+    Mistake("torch.where(weight_sum == 0, 1, weight_sum)", "weight_sum"),
+)  # fmt: skip

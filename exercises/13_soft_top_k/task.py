@@ -1,0 +1,81 @@
+"""Tests and mistakes of 13_soft_top_k."""
+
+from exercises.task import Call, Mistake, Task
+
+task = Task(agree=1e-05)
+
+
+def drawn(draw, spread=1.0):
+    """Draw x in float64, count and temperature."""
+    columns = draw.integers(6, 20)
+    x = draw.normal(draw.integers(2, 5), draw.integers(3, 9), columns).double() * spread
+    return x, draw.integers(2, columns), draw.choice((0.1, 0.25, 0.5))
+
+
+@task.test("rows that sum to count", points=2)
+def rows_that_sum_to_count(draw):
+    """Each row has to sum to count. Does lambda move until it does, and has the bisection come to an end?"""
+    yield from [Call("soft_top_k", drawn(draw))]
+
+
+@task.test("the values of s", points=2)
+def values(draw):
+    """s is off. It is sigmoid(x / tau + lambda), with the lambda at which its row sums to count."""
+    x, count, temperature = drawn(draw)
+    yield Call("soft_top_k", (x, count, temperature))
+    yield Call("soft_top_k", (x.float(), count, temperature))
+
+
+@task.test("scores far from zero")
+def far_away(draw):
+    """Scores can be far from 0, and tau small. Does lambda's first interval depend on the scores?"""
+    x, count, temperature = drawn(draw)
+    yield Call("soft_top_k", (x + 1e3, count, temperature))
+    yield Call("soft_top_k", (x - 1e3, 1, temperature))
+
+
+@task.test("the gradient of x", points=3)
+def gradient(draw):
+    """Compare with finite differences, score by score: does your s keep the row's sum? x enters as x / tau."""
+    x, count, temperature = drawn(draw, spread=0.3)
+    yield Call("soft_top_k", (x, count, temperature), upstream=draw.normal(*x.shape).double())
+
+
+@task.test("rows that are all 0 and 1", points=2)
+def saturated(draw):
+    """Where every s of a row is 0 or 1, no small change of x moves it: the gradient is 0. What is 0 / 0?"""
+    x, count, _ = drawn(draw)
+    x = x.argsort(-1).argsort(-1).double()  # 0, 1, 2, ... in some order: far apart at a low temperature
+    yield Call("soft_top_k", (x, count, 1e-4), upstream=draw.normal(*x.shape).double())
+    x[0] = 0
+    yield Call("soft_top_k", (x, count, 1e-4), upstream=draw.normal(*x.shape).double())
+
+
+task.mistakes = (
+    Mistake("SoftTopK.apply(x,", "SoftTopK.apply(x.detach(),",
+        "No gradient reaches x. Is x detached somewhere, or SoftTopK not applied?"),
+    Mistake("""\
+        lower, upper = share - logits.amax(-1, keepdim=True), share - logits.amin(-1, keepdim=True)
+""", """\
+        lower = torch.full_like(logits[..., :1], -100.0)
+        upper = -lower
+"""),
+    Mistake("w * (grad_soft - shared) / ctx", "w * grad_soft / ctx",
+        "This is the gradient at constant lambda. When one score rises, lambda falls, and the row keeps its sum."),
+    Mistake("logits.amax(-1, keepdim=True)", "logits.amax()",
+        "All rows together sum to the right number, but not each of them: lambda is one number per row.",
+        (("logits.amin(-1, keepdim=True)", "logits.amin()"),
+         (".sum(-1, keepdim=True) > count", ".sum() > count * x[..., 0].numel()"),)),
+    Mistake("SoftTopK.apply(x, count, temperature)", "count * (x / temperature).softmax(-1)",
+        "s is a sigmoid: between 0 and 1, so no block is chosen more than once."),
+    Mistake("""\
+            too_much = torch.sigmoid(logits + middle).sum(-1, keepdim=True) > count
+""", """\
+            excess = torch.sigmoid(logits + middle).sum(-1, keepdim=True) - count
+            if (excess.abs() < 1e-9).all():
+                break
+            too_much = excess > 0
+""", "",
+        (("torch.sigmoid(logits + (lower + upper) / 2)", "torch.sigmoid(logits + middle)"),
+         ("torch.where(total == 0, 1, total)", "total"),)),
+)  # fmt: skip

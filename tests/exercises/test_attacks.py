@@ -1,0 +1,555 @@
+"""What a submission may try: it forges no point, reads nothing of others, harms nobody and leaves nothing behind."""
+
+import json
+import math
+import os
+import random
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from exercises import ROOT, wire
+from exercises.answers import Exercise
+from exercises.grading import Sandboxes, grade
+from exercises.isolation import Limits, Sandbox, have_walls
+from exercises.task import Call
+
+behind_walls = pytest.mark.skipif(not have_walls(), reason="bubblewrap can't put up its walls here")
+IMPORTS = (
+    "import ctypes, glob, math, mmap, os, resource, signal, socket, stat, struct, subprocess, sys, threading, time\n"
+)
+IMPORTS += "import torch\nfrom torch import Tensor\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+HONEST = "def f(x): return 2 * x\n"
+
+
+def forged(number, **answer):
+    """Return the bytes of a message as the submission's process sends it."""
+    tensors = []
+    content = {"id": number, "observed": wire.encode(answer, tensors)}
+    return wire.pack(content, tensors)
+
+
+RIGHT_FLAGS = {"outputs": (), "gradients": None, "changed": (), "undefined": False, "launched": False, "spoiled": False}
+ZEROS = forged(1, result=torch.zeros(5, 4), **RIGHT_FLAGS)
+AHEAD = forged(2, result=torch.zeros(5, 4), **RIGHT_FLAGS)
+TEXT = b'{"id": 1, "tensors": [["float32", [0, 9223372036854775808]]], "observed": {"dict": {"result": {"tensor": 0}}}}'
+HUGE = struct.pack("<IQ", len(TEXT), 0) + TEXT
+SLOW, RAISED = "took longer than 1 s", "raised an error: line 2: "
+ATTACKS = {  # name: (the body of f(x), what the student reads)
+    "infinite loop": ("while True: pass", SLOW),
+    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", SLOW),
+    "ignores signals": ("[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15, 24)]\n    while True: pass", SLOW),
+    "50 GB of Python": ("return bytearray(50 * 2**30)", f"{RAISED}MemoryError"),
+    "4 GB tensor": ("return torch.empty(2**32, dtype=torch.int8)", f"{RAISED}RuntimeError"),
+    "4 GB of shared memory": ("return mmap.mmap(-1, 2**32)", f"{RAISED}OSError"),
+    "large file": ("open('large', 'wb').write(bytes(2**26))", f"{RAISED}OSError"),
+    "many open files": ("keep = [open(os.devnull) for _ in range(10**4)]", f"{RAISED}OSError"),
+    "endless prints": ("while True: print('x' * 10**6)", f"{RAISED}OSError"),
+    "sys.exit(0)": ("sys.exit(0)", f"{RAISED}SystemExit: 0"),
+    "os._exit(0)": ("os._exit(0)", "ended its process (exit status 0) instead of returning"),
+    "segfault": ("ctypes.string_at(0)", "crashed (SIGSEGV)"),
+    "stack overflow": ("g = lambda: g()\n    sys.setrecursionlimit(10**8)\n    g()", "f "),
+    "patched comparisons": (
+        "yes = lambda *a, **k: True\n    torch.allclose = torch.equal = torch.isclose = Tensor.equal = yes\n"
+        "    Tensor.__eq__ = Tensor.__le__ = Tensor.__bool__ = Tensor.allclose = yes\n    return torch.zeros(x.shape)",
+        "THE HINT",
+    ),
+    "a list": ("return (2 * x).tolist()", "expected float32"),
+    "broadcast against the right answer": ("return (2 * x)[:, :, None, None]", "The docstring says which shapes"),
+    "a broadcast answer of gigabytes": ("return torch.ones(16000, 1, 1)", "The docstring says which shapes"),
+    "huge tensor": ("return torch.zeros(1).expand(10**12)", "1000000000000 elements, more than is allowed"),
+    "many tensors": ("return [x] * 10**6", "too many nested values"),
+    "nested without end": ("a = []\n    a.append(a)\n    return a", "too many nested values"),
+    "huge text": ("return 'x' * 10**8", "returned more text than is allowed"),
+    "sparse tensor": ("return x.to_sparse()", "expected a dense tensor"),
+    "a lie about its class": (
+        "class Lie:\n        __class__ = Tensor\n        shape, dtype = x.shape, x.dtype\n"
+        "        __torch_function__ = classmethod(lambda *a, **k: True)\n"
+        "        __getattr__ = lambda self, name: lambda *a, **k: True\n    return Lie()",
+        "expected a dense tensor",
+    ),
+    "a tensor that agrees with all": (
+        "class Yes(Tensor):\n        __torch_function__ = classmethod(lambda *a, **k: True)\n"
+        "    return torch.zeros(x.shape).as_subclass(Yes)",
+        "THE HINT",
+    ),
+    "an integer that lies": (
+        "class Int(int):\n        __abs__ = lambda self: 0\n    return Int(2**70)",
+        "returned an integer of more than 64 bits",
+    ),
+    "verdicts on stdout": ('print(\'{"score": 100, "status": "passed"}\')\n    return x', "THE HINT"),
+    "verdicts on every descriptor": (
+        'for i in range(256):\n        try: os.write(i, b\'{"status": "passed"}\' * 99)\n        except OSError: pass\n'
+        "    return x",
+        "f returned more than is allowed",
+    ),
+    "half a message": ("os.write(64, b'\\x09')\n    time.sleep(99)", SLOW),
+    "a shape beyond 64 bits": (f"os.write(64, {HUGE!r})\n    time.sleep(99)", "can't be read"),
+    "a valid answer, forged": (f"os.write(64, {ZEROS!r})\n    time.sleep(99)", ""),
+    "answers ahead of their calls": (f"os.write(64, {AHEAD!r} * 3)\n    return 2 * x", "out of turn"),
+    "answers from an atexit of another process": (
+        f"if os.fork() == 0: os.write(64, {ZEROS!r}); os._exit(0)\n    os.wait()\n    return x",
+        "",
+    ),
+    "flags that are right and no result": (
+        "sys.modules['perform'].perform = lambda *a, **k: {'launched': True, 'changed': (), 'undefined': False}\n"
+        "    return x",
+        "THE HINT",
+    ),
+    "closes all descriptors": ("os.closerange(0, 999)\n    time.sleep(9)", "closed its connection to the grader"),
+    "imports the oracle": ("import sage_ref", "sage_ref isn't available to a submission: write it yourself"),
+    "imports the engine": ("import sage_course.check", "sage_course isn't available to a submission"),
+    "imports the grader": ("import exercises.grading", "exercises isn't available to a submission"),
+    "markup in its error": (
+        "raise ValueError('<b>\\x1b[2J' + 'x' * 10**6)",
+        "raised an error: line 2: ValueError: <b> [2Jxxx",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_earns_nothing(quick, graded, name):
+    body, feedback = ATTACKS[name]
+    source = f"def f(x):\n    {body}\n{IMPORTS}"
+    result = graded(source, sandboxes=quick)
+    assert result.score == 0
+    assert not result.broken, result.error
+    assert feedback in result.tests[0].feedback, result.tests[0].feedback
+    assert len(result.tests[0].feedback) < 600
+    assert graded(HONEST, sandboxes=quick).score == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "feedback"),
+    [
+        ("import os\nos._exit(0)\n", "ended its process"),
+        ("def f(x):\n    return (\n", "SyntaxError"),
+        ("#" * (2**20 + 1), "exercise.py is larger than 1 MiB"),
+        ("x = '\udcff'\n", "SyntaxError"),
+        ("\0", "SyntaxError"),
+    ],
+)
+def test_file_that_can_not_be_imported(quick, graded, source, feedback):
+    result = graded(source, sandboxes=quick)
+    assert result.score == 0
+    assert feedback in result.tests[0].feedback
+
+
+# Each statement must fail behind walls. {other} is somebody's file, {root} the exercises' folder.
+REFUSED = {
+    "a key for the next grading": "assert libc.syscall(248, b'user', b'k', b'v', 1, -3) > 0",
+    "a key by number": "assert libc.syscall(250, 0, -3, 1) > 0",
+    "a file in memory": "os.memfd_create('x')",
+    "a shared segment": "assert libc.shmget(0, 4096, 0o1666) >= 0",
+    "a System V queue": "assert libc.msgget(0, 0o1666) >= 0",
+    "a semaphore": "assert libc.semget(0, 1, 0o1666) >= 0",
+    "a POSIX queue": "assert libc.mq_open(b'/q', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0",
+    "a namespace of users": "assert libc.unshare(0x10000000) == 0",
+    "a namespace of mounts": "assert libc.unshare(0x20000) == 0",
+    "a process in a namespace": "assert libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) > 0",
+    "clone3": "assert libc.syscall(435, 0, 0) > 0 or ctypes.get_errno() != 38",
+    "a mount": "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
+    "another root": "os.chroot('.')",
+    "looking into the server": "assert libc.ptrace(16, 1, 0, 0) == 0",
+    "the server's memory": "open('/proc/1/mem', 'rb')",
+    "the server's environment": "open('/proc/1/environ').read()",
+    "the server's descriptors": "os.listdir('/proc/1/fd')",
+    "ending the server": "os.kill(1, 9); time.sleep(0.1); raise OSError",
+    "becoming root": "os.setuid(0)",
+    "another group": "os.setgroups([0])",
+    "more processes": "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))",
+    "more memory": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "a higher rank": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))",
+    "a life in shortness of memory": "os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000')",
+    "the masters": "open('{root}/01_block_quantizer/master.py').read()",
+    "a private file": "open('{other}').read()",
+    "somebody's shadow": "open('/etc/shadow').read()",
+    "the network": "socket.create_connection(('127.0.0.1', {port}), 1)",
+    "an abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0grading-{port}')",
+    "the system's files": "open('/usr/x', 'w')",
+    "the grader's files": "open('/grader/worker.py', 'w')",
+    "Python's files": "open(torch.__file__, 'a')",
+    "a module for the next": "open(os.path.dirname(torch.__file__) + '/../sitecustomize.py', 'w')",
+    "a device": "os.mknod('device', 0o60666, os.makedev(8, 0))",
+    "the kernel's switches": "open('/proc/sys/kernel/core_pattern', 'w')",
+    "the machine's memory": "open('/dev/mem', 'rb')",
+    "the control groups": "os.listdir('/sys/fs/cgroup')",
+    "a ring of requests": "assert libc.syscall(425, 1, ctypes.create_string_buffer(512)) >= 0",
+    "a program in the kernel": "assert libc.syscall(321, 0, ctypes.create_string_buffer(64), 64) >= 0",
+    "counters of the kernel": "assert libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0) >= 0",
+    "pages of its own": "assert libc.syscall(323, 0) >= 0",
+    "memory of another process": "assert libc.syscall(310, 1, 0, 0, 0, 0, 0) >= 0",
+    "the server's descriptor": "assert libc.syscall(438, libc.syscall(434, 1, 0), 3, 0) >= 0",
+    "32-bit system calls": "assert libc.syscall(0x40000000 + 250, 0, -3, 1) > 0",
+    "sudo": "subprocess.run(['sudo', '-n', 'true'], check=True)",
+    "mount, the program": "subprocess.run(['mount', '-t', 'tmpfs', 'none', '.'], check=True, stderr=-3)",
+    "other processes": "assert len([p for p in os.listdir('/proc') if p.isdigit()]) > 3",
+    "other networks": "assert [name for _, name in socket.if_nameindex()] != ['lo']",
+    "rights": "assert int(open('/proc/self/status').read().split('CapEff:')[1].split()[0], 16)",
+    "new rights": "assert libc.prctl(39, 0, 0, 0, 0) == 0",
+}
+
+
+@behind_walls
+@pytest.mark.parametrize("name", REFUSED)
+def test_walls_refuse(quick, graded, tmp_path, name):
+    other = tmp_path / "other.py"
+    other.write_text("secret")
+    for path in (other, tmp_path, *tmp_path.parents[:3]):
+        path.chmod(path.stat().st_mode | 0o055 if path != other else 0o644)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        port = server.getsockname()[1]
+        abstract.bind(f"\0grading-{port}")
+        abstract.listen()
+        statement = REFUSED[name].format(other=other, root=ROOT, port=port)
+        tried = f"""
+def f(x):
+    if os.fork() == 0:  # it may be ended for it
+        try:
+            {statement}
+        except BaseException:
+            os._exit(1)
+        os._exit(77)
+    return 2 * x if os.waitstatus_to_exitcode(os.wait()[1]) != 77 else 'it worked'
+"""
+        result = graded(IMPORTS + tried, sandboxes=quick)
+    assert result.score == 1, result.tests[0].feedback
+
+
+FREEZER = """
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(3):
+        os.fork()
+    while True:
+        for process in range(1, 60):
+            try: process != os.getpid() and os.kill(process, {signal})
+            except OSError: pass
+"""
+DAEMON = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {close}
+        time.sleep(60)
+    os._exit(0)
+"""
+FULL = "for i in range(99):\n    open(str(i), 'wb').write(b'x' * (1 << 20))"
+ENDLESS = "for i in range(60):\n    os.mkdir('n' * 250)\n    os.chdir('n' * 250)\n    open('f' * 250, 'w').close()"
+MANY = """
+for _ in range(12):
+    if os.fork() == 0:
+        keep = b'x' * (900 << 20)
+        time.sleep(9)
+time.sleep(9)
+"""
+ANYTHING = ("", "f ")
+HELD = {  # name: (what it does at import, what may be read of f(x); None if it must earn its point all the same)
+    "a loop that stops all": (FREEZER.format(signal="signal.SIGSTOP"), ANYTHING),
+    "a loop that kills all": (FREEZER.format(signal="signal.SIGKILL"), ANYTHING),
+    "a fork bomb": ("while True:\n    try: os.fork()\n    except OSError: pass", (SLOW,)),
+    "a thread bomb": (
+        "for _ in range(10**4): threading.Thread(target=time.sleep, args=(99,)).start()",
+        ("new thread",),
+    ),
+    "processes that change all the time": (
+        "if os.fork() == 0:\n    while True:\n        if os.fork(): os._exit(0)\n        os.setsid()",
+        ANYTHING,
+    ),
+    "a daemon with its socket": (DAEMON.format(close=""), None),
+    "a daemon without": (DAEMON.format(close="os.closerange(0, 999)"), None),
+    "a name that isn't text": ("libc.prctl(15, b'\\xff\\xfe')", None),
+    "a mapped file whose name isn't text": (
+        "file = open(b'\\xff', 'w+b')\nfile.truncate(4096)\nkeep = mmap.mmap(file.fileno(), 4096)",
+        None,
+    ),
+    "thousands of mappings": ("keep = [mmap.mmap(-1, 4096) for _ in range(9000)]", None),
+    "a process that hides": ("libc.prctl(4, 0, 0, 0, 0)", None),
+    "memory of many processes": (MANY, ANYTHING),
+    "memory of many threads": (
+        "keep = []\nfor _ in range(8): keep.append(b'x' * (600 << 20))",
+        ("MemoryError", "helper process", "SIGKILL", SLOW),
+    ),
+    "a full disk": (FULL, ("No space left",)),
+    "a full disk without names": (
+        "keep = []\nfor i in range(99):\n    keep.append(open('f', 'wb', buffering=0))\n    os.unlink('f')\n"
+        "    keep[-1].write(b'x' * (8 << 20))",
+        ("No space left",),
+    ),
+    "full shared memory": (
+        "for i in range(99): open(f'/dev/shm/{i}', 'wb').write(b'x' * (8 << 20))",
+        ("No space left",),
+    ),
+    "1,200 nested folders": ("for _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')", None),
+    "paths longer than the longest": (ENDLESS, None),
+    "a folder closed to itself": ("os.mkdir('a')\nopen('a/b', 'w').close()\nos.chmod('a', 0)", None),
+    "links out of its folder": ("os.symlink('/usr', 'usr')\nos.symlink('.', 'loop')\nos.mkfifo('fifo')", None),
+    "files where everybody may write": ("os.makedirs('/tmp/left/behind')\nopen('/dev/shm/left', 'w').close()", None),
+    "zombies": ("for _ in range(9):\n    try: os.fork() or os._exit(0)\n    except OSError: break", None),
+    "a shell that goes on": ("subprocess.Popen(['setsid', 'sh', '-c', 'sleep 60 & exec sleep 60'])", None),
+}
+
+
+@behind_walls
+@pytest.mark.parametrize("name", HELD)
+def test_what_it_holds_is_bounded_and_gone_afterwards(quick, graded, name):
+    body, feedback = HELD[name]
+    result = graded(f"{IMPORTS}{body}\n{HONEST}", sandboxes=quick)
+    assert not result.broken, result.error
+    if feedback is None:
+        assert result.score == 1, result.tests
+    else:
+        assert any(text in result.tests[0].feedback for text in feedback), result.tests
+    traces = """
+def f(x):
+    left = [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]
+    left += [name for name in os.listdir('/tmp') if '/tmp/' + name != os.getcwd()] + os.listdir('/dev/shm')
+    return 2 * x if not left else str(left)
+"""
+    result = graded(f"{IMPORTS}{traces}", sandboxes=quick)
+    assert result.score == 1, result.tests
+
+
+@behind_walls
+def test_nothing_of_hidden_or_corrected_runs_reaches_visible_ones(quick, graded):
+    """Whatever a hidden run stores, in files, keys or processes, the next exercise's visible run doesn't find."""
+    store = """
+def f(x):
+    found = glob.glob('/tmp/*/kept') + glob.glob('/tmp/kept') + glob.glob('/dev/shm/*')
+    if found: raise ValueError(f'FOUND {found}')
+    for place in ('/tmp/kept', '/dev/shm/kept'): open(place, 'w').write(str(x))
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(60)
+    return 2 * x
+"""
+    for _ in range(2):
+        result = graded(IMPORTS + store, sandboxes=quick)
+        assert "FOUND" not in str(result.as_json())
+    names = {path.sandbox if hasattr(path, "sandbox") else path for path in quick.started}
+    assert {"visible", "hidden"} <= names
+    assert len({place.server.pid for place in quick.started.values()}) == len(quick.started)
+
+
+LEAKS = (
+    "raise ValueError(f'SECRET {x.tolist()}')",
+    "raise type('SECRET', (Exception,), {})()",
+    "raise NotImplementedError(f'f: SECRET {x.tolist()}')",
+    "return type('SECRET', (), {})()",
+    "return {'SECRET': x}",
+    "print('SECRET', x); return x",
+    "open('/tmp/kept', 'w').write('SECRET'); return x",
+)
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_feedback_on_hidden_inputs_holds_no_word_of_the_submission(quick, graded, leak):
+    """In its own test or in the next, whose visible run comes first."""
+    exercise = graded.small()
+    exercise.tests = exercise.tests[0], exercise.tests[0]._replace(name="next")
+    spy = f"""
+shapes = {[tuple(call.arguments[0].shape) for test in exercise.tests for call in exercise.calls(test, 0)]}
+kept = []
+def f(x):
+    if kept or os.path.exists('/tmp/kept'): raise ValueError('SECRET')
+    if tuple(x.shape) in shapes and not kept: return 2 * x
+    kept.append(x)
+    {leak}
+"""
+    seed = next(x for x in "abcdefgh" if exercise.calls(exercise.tests[0], x)[0].arguments[0].shape != (5, 4))
+    result = graded(f"import os\n{spy}", exercise, seeds=[0, seed], sandboxes=quick)
+    assert "SECRET" not in str(result.as_json())
+
+
+def test_prints_are_bounded(quick, graded):
+    result = graded("def f(x):\n    print('x' * 10**6, '\\x1b[2J the end')\n    return x\n", sandboxes=quick)
+    assert result.printed.endswith("x ?[2J the end")
+    assert len(result.printed) < 10_000
+
+
+def test_submission_has_four_descriptors_and_nothing_of_the_environment(quick, graded, monkeypatch):
+    monkeypatch.setenv("GRADER_SECRET", "secret")
+    quick.of("visible").close()
+    calls = lambda draw: [Call("f", (draw.normal(1),))]  # noqa: E731
+    source = "import os\ndef f(x):\n    assert 'GRADER_SECRET' not in os.environ\n"
+    source += "    return sorted(map(int, os.listdir('/proc/self/fd')))\n"
+    result = graded(source, graded.small("def f(x): return [0, 1, 2, 3, 64]\n", calls), sandboxes=quick)
+    assert result.score == 1, result.tests  # 3: listdir's own
+
+
+def test_out_of_time_for_the_whole_exercise(graded):
+    """Each call keeps to its limit; the sum doesn't."""
+    exercise = graded.small(calls=lambda draw: [Call("f", (draw.normal(2),))] * 9)
+    exercise.tests = tuple(exercise.tests[0]._replace(name=str(i)) for i in range(3))
+    with Sandboxes(Limits(exercise_seconds=2)) as place:
+        result = grade(exercise, b"import time\ndef f(x):\n    time.sleep(0.2)\n    return 2 * x\n", [0], place)
+    assert 0 < result.score < 3
+    assert result.tests[-1].feedback == "f used up the time of the exercise"
+
+
+def test_lower_hard_limits_are_kept(graded):
+    """As on a cluster: a limit can't be raised, and the grading goes on."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard < 200:
+        pytest.skip("the limit is as low already")
+    place = Sandbox(walls=have_walls())
+    place.limits = place.limits._replace(open_files=2 * hard, file_size=2**50)
+    with place:
+        child = place.start(b"import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n")
+        assert child.call(Call("f", ()))["result"] == hard
+        child.close()
+
+
+def test_closing_twice_is_closing_once_and_a_grader_that_is_killed_leaves_nothing(graded):
+    with Sandbox() as place:
+        child = place.start(HONEST.encode())
+        child.close()
+        child.close()
+        server = place.server.pid
+        place.close()
+        place.close()
+    assert not Path(f"/proc/{server}").exists()
+
+
+# Random answers: whatever comes back is read or refused, and no grader breaks on it. EXERCISES_FUZZ=60: for 60 s.
+SECONDS = float(os.environ.get("EXERCISES_FUZZ", "1"))
+NUMBERS = (0, 1, -1, 127, 2**31, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e-320, math.nan, math.inf, True, None, "text")
+
+
+def rounds(seed):
+    end, number = time.monotonic() + SECONDS, 0
+    while time.monotonic() < end:
+        yield random.Random(f"{seed} {number}")
+        number += 1
+
+
+def random_tree(draw, depth=0):
+    kind = draw.randrange(9 if depth < 4 else 5)
+    if kind < 2:
+        return {"tensor": draw.choice((0, 1, 2, 9, -1, True, None, "0", []))}
+    if kind < 5:
+        return draw.choice(NUMBERS)
+    inner = [random_tree(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return draw.choice(
+        (inner, {"dict": {str(i): x for i, x in enumerate(inner)}}, {"dict": inner}, inner * 150, {"x": 1})
+    )
+
+
+def random_forms(draw):
+    sizes = (0, 1, 2, 3, 17, -1, 2**40, 2**63, 0.5, True, None, "3")
+    dtypes = (*wire.DTYPES, "complex64", "", None, 7)
+    return [
+        [draw.choice(dtypes), [draw.choice(sizes) for _ in range(draw.randrange(4))]] for _ in range(draw.randrange(4))
+    ]
+
+
+def spoiled(draw, data):
+    data = bytearray(data)
+    for _ in range(draw.choice((0, 1, 1, 2, 5))):
+        at = draw.randrange(len(data) + 1)
+        part = draw.choice(
+            (b"0", b"9" * 30, b'"', b"[", b"{", b"}", b"-", b"\xff", b"null", b"1e999", draw.randbytes(3), b"")
+        )
+        data[at : at + draw.randrange(3)] = part
+    return bytes(data)
+
+
+def test_messages_are_read_or_refused():
+    for draw in rounds("messages"):
+        content = {"id": 1, "tensors": random_forms(draw), "observed": random_tree(draw)}
+        try:
+            read, tensors = wire.parse(spoiled(draw, json.dumps(content).encode()), draw.randbytes(draw.randrange(40)))
+            wire.decode(read.get("observed"), tensors)
+        except wire.WireError:
+            continue
+        assert all(x.numel() <= 40 for x in tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        (b"[]", b""), (b"\xff", b""), (b"[" * 10**5, b""), (b"9" * 10**4, b""), (b"{}", b""),
+        (b'{"tensors": [["float32", [1]]]}', b"xxx"), (b'{"tensors": []}', b"x"),
+        (b'{"tensors": [["float32", [-1, -1]]]}', b"xxxx"), (b'{"tensors": [["float8_e4m3fn", [1]]]}', b"x"),
+        (json.dumps({"tensors": [["uint8", [0]]] * 3000}).encode(), b""),
+        (json.dumps({"tensors": [["uint8", [1] * 17]]}).encode(), b"x"),
+    ],
+)  # fmt: skip
+def test_unreadable_messages(text, block):
+    with pytest.raises(wire.WireError, match="can't be read"):
+        wire.parse(text, block)
+
+
+def test_values_survive_the_wire():
+    tensors = [
+        torch.ones(2, 0, 3),
+        torch.tensor(1.5),
+        torch.arange(12).view(3, 4).t(),
+        torch.ones(3, requires_grad=True),
+    ]
+    tensors += [torch.zeros(2).to(dtype) for dtype in wire.DTYPES.values()]
+    value = {"tensors": tuple(tensors), "rest": (1, -2.5, math.inf, -math.inf, None, True, "text", (), {"a": 1})}
+    sent, (ours, theirs) = [], socket.socketpair()
+    with ours, theirs:
+        tree = wire.encode(value, sent)
+        wire.write(ours, wire.pack({"tree": tree}, sent))
+        content, received = wire.read(theirs)
+        ours.close()
+        with pytest.raises(EOFError):
+            wire.read(theirs)
+    back = wire.decode(content["tree"], received)
+    assert back["rest"] == value["rest"]
+    for before, after in zip(tensors, back["tensors"], strict=True):
+        assert torch.equal(before, after)
+        assert before.dtype == after.dtype
+        assert not after.requires_grad
+
+
+class Fuzzed:
+    """In the place of a sandbox: the submission's process answers anything at all."""
+
+    limits, walls = Sandbox(walls=False).limits, False
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def of(self, phase):
+        return self
+
+    def start(self, source):
+        return self
+
+    def printed(self):
+        return ""
+
+    def close(self):
+        pass
+
+    def call(self, call, **_):
+        draw, forms = self.draw, random_forms(self.draw)
+        tensors = [torch.zeros(shape, dtype=wire.DTYPES[name]) for name, shape in forms
+                   if name in wire.DTYPES and all(type(x) is int and 0 <= x < 99 for x in shape)]  # fmt: skip
+        answer = {
+            key: random_tree(draw) for key in ("result", "gradients", "outputs", *RIGHT_FLAGS) if draw.random() < 0.8
+        }
+        answer |= {"launched": True} if draw.random() < 0.5 else {}
+        try:
+            return wire.decode({"dict": answer}, tensors)
+        except wire.WireError:
+            return {"raised": "WireError", "said": "answered nonsense"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["05_online_softmax", "08_row_or_block_scales", "13_soft_top_k", "18_sparse_loop"])
+def test_no_answer_breaks_a_grader(name):
+    exercise = Exercise(name)
+    exercise.mistakes = exercise.mistakes[:2]
+    for draw in rounds(name):
+        result = grade(exercise, b"", [0], Fuzzed(draw))
+        assert not result.broken, result.error
