@@ -1,4 +1,6 @@
-"""What the tests of the commands share: a text to train on, and a checkpoint of a run on it."""
+"""Fixtures that the tests of the commands share: a text to train on, and a checkpoint of a run on it."""
+
+import shutil
 
 import pytest
 from sage_lab.__main__ import main
@@ -12,10 +14,18 @@ def text(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def checkpoint(text):
-    """run.pt in `text`: two steps on its text.txt."""
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A checkpoint of two steps on text.txt, which nobody changes."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     shape = "--context 16 --layers 3 --width 32 --heads 4 --kv-heads 2 --tokens 64 --tokens-per-step 32 --warmup 1"
-    options = "--micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
-    main(["pretrain", "--corpus", "text.txt", *shape.split(), *options.split()])
-    return text / "run.pt"
+    options = f"--micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint {folder}/run.pt"
+    main(["pretrain", "--corpus", f"{folder}/text.txt", *shape.split(), *options.split()])
+    return folder / "run.pt"
+
+
+@pytest.fixture
+def checkpoint(text, trained):
+    """run.pt in `text`: two steps on its text.txt."""
+    return shutil.copy(trained, text / "run.pt")

@@ -1,7 +1,8 @@
 """The plan of runs without batch noise: who runs, in which order, and a command that was killed."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from sage_lab.__main__ import main
@@ -11,9 +12,9 @@ from sage_lab.experiments.full_batch import (
     CONTROLS,
     CPU_PLAN,
     CURVE,
-    SCREENED,
     TRUTH,
     FullBatchPlan,
+    FullBatchRun,
     deviating,
     gap,
     planned,
@@ -28,21 +29,41 @@ from sage_lab.training.full_batch import FullBatchTraining
 PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1), halvings=2, remedies=("two terms", "seven"))
 
 
-def row_of(loss, scatter=0.0, **changes):
+def row_of(loss, scatter=0.0):
     """A run whose exact loss is `loss` at its end, and `loss` + scatter at the report before."""
-    curve = [
-        [step, None, loss + x, loss, 1.0, 0.01, 0.02, 0.5, 1e-6, 2.0] for step, x in ((0, 9.0), (1, scatter), (2, 0.0))
-    ]
-    row = {"final_loss": loss, "curve": curve, "tokens_at_bias": 2e6, "seconds": 4.0, "steps": 2}
-    return row | changes
+    curve = [[None] * len(CURVE) for _ in range(3)]
+    for row, x in zip(curve, (9.0, scatter, 0.0), strict=True):
+        row[CURVE.index("exact_loss")] = loss + x
+    return {"final_loss": loss, "curve": curve}
 
 
-def finished_with(runs, gaps):
-    """Rows of `runs`, of which each arm is behind the truth by `gaps` of (arm, qk_norm), else by nothing."""
-    return {run: row_of(2.0 + gaps.get((run.arm, run.qk_norm), 0.0)) for run in runs}
+def finished_with(gaps):
+    """Rows of the screening, where each arm is behind the truth by `gaps` of (arm, qk_norm), else by nothing."""
+    return {run: row_of(2.0 + gaps.get((run.arm, run.qk_norm), 0.0)) for run in screening(PLAN)}
 
 
 # The plan
+
+
+def test_the_record_is_that_of_the_plan_and_every_stage_follows_from_the_rows_before_it():
+    """A run is known as soon as the stages before its own have ended, and never changes its place."""
+    record, plan = read_record("full_batch_h200"), FullBatchPlan()
+    assert record.provenance["plan"] == json.loads(json.dumps(asdict(plan)))
+    assert record.provenance["curve"] == list(CURVE)
+    finished = {FullBatchRun.of_row(row): row for row in record.rows}
+    runs, known = list(finished), [planned(plan, {})]
+    assert known[0] == screening(plan)
+    while len(known[-1]) < len(runs):
+        assert known[-1] == runs[: len(known[-1])]
+        almost = {run: finished[run] for run in known[-1][:-1]}
+        assert planned(plan, almost) == known[-1]
+        known.append(planned(plan, {run: finished[run] for run in known[-1]}))
+    assert known[-1] == runs
+    stages = [{run.arm for run in after[len(before) :]} for before, after in zip(known, known[1:], strict=False)]
+    assert [sum(": " in arm for arm in arms) for arms in stages] == [0, len(plan.remedies), 0, 0]
+    assert stages[2] == set(plan.unsmoothed)
+    assert {run.batch_tokens for run in runs} == {2**18, 2**17, 2**16, 2**15}
+    assert all(row["tokens_at_bias"] == tokens_at_bias(row["curve"]) for row in record.rows)
 
 
 def test_the_model_cannot_memorise_the_corpus():
@@ -52,93 +73,65 @@ def test_the_model_cannot_memorise_the_corpus():
         replace(PLAN, tokens=5 * 1024)
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_an_arm_is_the_model_and_the_training_it_is_described_as(name):
-    run = PLAN.run(name, True, 0.1, 1)
-    config, settings = PLAN.config(run, 256), PLAN.settings(run, compile=False)
-    assert (config.attention == "exact") == (name in (TRUTH, *CONTROLS))
-    assert (config.qk_norm, config.fused_prologue) == (True, False)
-    assert config.smooth_k == ("not smoothed" not in name)
-    is_kernel = name.startswith("kernels")
-    assert config.backend == ("triton" if is_kernel else "reference")
-    assert settings.attention_in_bfloat16 == (is_kernel or name == "bf16")
-    assert (settings.random_error > 0) == (name == "random error")
-    assert (settings.batch_size, settings.micro_batch_size, settings.sequences, settings.seed) == (256, 32, 256, 1)
-    small = PLAN.settings(run.replace(batch_tokens=2**14), compile=False)
-    assert (small.batch_size, small.micro_batch_size, small.sequences) == (16, 16, 256)
-    if config.attention == "sagebwd":
-        scales = ("block", 64, 64) if name.startswith("per tile") else ("row", 128, 128)
-        assert (config.granularity, config.block_q, config.block_kv) == scales
-        _, _, remedy = name.partition(": ")
-        assert config.remedy == (UNBIASED if name == "kernels, unbiased" else remedy or "none")
+def test_an_arm_is_the_model_and_the_training_it_is_described_as():
+    for name in ARMS:
+        run = PLAN.run(name, True, 0.1, 1)
+        config, settings = PLAN.config(run, 256), PLAN.settings(run, compile=False)
+        assert (config.attention == "exact") == (name in (TRUTH, *CONTROLS))
+        assert (config.qk_norm, config.fused_prologue) == (True, False)
+        assert config.smooth_k == ("not smoothed" not in name)
+        is_kernel = name.startswith("kernels")
+        assert config.backend == ("triton" if is_kernel else "reference")
+        assert settings.attention_in_bfloat16 == (is_kernel or name == "bf16")
+        assert (settings.random_error > 0) == (name == "random error")
+        assert (settings.batch_size, settings.micro_batch_size, settings.sequences, settings.seed) == (256, 32, 256, 1)
+        small = PLAN.settings(run.replace(batch_tokens=2**14), compile=False)
+        assert (small.batch_size, small.micro_batch_size, small.sequences) == (16, 16, 256)
+        if config.attention == "sagebwd":
+            scales = ("block", 64, 64) if name.startswith("per tile") else ("row", 128, 128)
+            assert (config.granularity, config.block_q, config.block_kv) == scales
+            _, _, remedy = name.partition(": ")
+            assert config.remedy == (UNBIASED if name == "kernels, unbiased" else remedy or "none")
 
 
-def test_the_screening_is_every_arm_without_and_with_norm_and_nothing_follows_before_it_ends():
-    runs = planned(PLAN, {})
-    assert runs == screening(PLAN)
-    assert [(run.arm, run.qk_norm) for run in runs] == [(arm, norm) for norm in (False, True) for arm in SCREENED]
-    assert planned(PLAN, finished_with(runs[:-1], {})) == runs
-
-
-def test_where_no_gap_exceeds_the_controls_only_smoothing_is_left():
-    runs = screening(PLAN)
-    gaps = {("random error", False): -0.01, ("random error", True): 0.02, ("per tile", False): 0.019}
-    after = planned(PLAN, finished_with(runs, gaps))
-    assert after == runs + full_batch.not_smoothed(PLAN, {})
-    assert planned(PLAN, finished_with(after, gaps)) == after
-
-
-def test_a_control_counts_with_its_largest_gap_of_the_second_half():
-    runs = screening(PLAN)
-    gaps = {("bf16", False): 0.001, ("bf16", True): 0.001, ("per tile", False): 0.015}
-    finished = finished_with(runs, gaps)
+def test_a_gap_counts_beyond_twice_the_controls_largest_of_the_second_half():
+    finished = finished_with({("bf16", False): 0.001, ("bf16", True): 0.001, ("per tile", False): 0.015})
     assert deviating(PLAN, finished) == [PLAN.run("per tile", False, 0.1, 0)]
     finished[PLAN.run("bf16", False, 0.1, 0)] = row_of(2.001, scatter=0.01)
     assert deviating(PLAN, finished) == []
+    assert planned(PLAN, finished) == screening(PLAN) + full_batch.not_smoothed(PLAN, {})
 
 
-def test_stages_follow_one_another_where_arms_deviate():
+def test_arms_that_deviate_run_with_all_seeds_the_largest_excess_first():
     """Better than exact attention deviates, too, but needs no remedy."""
-    runs = screening(PLAN)
     gaps = {(control, norm): 0.001 for control in CONTROLS for norm in (False, True)}
     gaps |= {("per row", True): 0.01, ("per tile", False): 0.02, ("kernels", False): -0.05}
-    finished = finished_with(runs, gaps)
+    finished = finished_with(gaps)
     order = [(run.arm, run.qk_norm) for run in deviating(PLAN, finished)]
     assert order == [("kernels", False), ("per tile", False), ("per row", True)]
-    second = planned(PLAN, finished)[len(runs) :]
+    second = planned(PLAN, finished)[len(finished) :]
     assert {run.seed for run in second} == {1}
     compared = (TRUTH, *CONTROLS)
     assert [(run.arm, run.qk_norm) for run in second] == [
         *((arm, False) for arm in (*compared, "kernels", "per tile")),
         *((arm, True) for arm in (*compared, "per row")),
     ]
-    finished |= finished_with(second, gaps)
-    third = planned(PLAN, finished)[len(finished) :]
     worst = PLAN.run("per tile", False, 0.1, 0)
-    assert third == [worst.replace(arm=f"per tile: {remedy}") for remedy in PLAN.remedies]
-    finished |= finished_with(third, gaps)
-    unsmoothed = planned(PLAN, finished)[len(finished) :]
-    assert [(run.arm, run.qk_norm) for run in unsmoothed] == [
-        (f"{scale}, K not smoothed", norm) for norm in (False, True) for scale in ("per tile", "kernels")
+    assert full_batch.furthest_behind(PLAN, finished) == worst
+    assert full_batch.smaller_batches(PLAN, finished) == [
+        worst.replace(arm=arm, batch_tokens=size) for size in (2**17, 2**16) for arm in (*compared, "per tile")
     ]
-    finished |= finished_with(unsmoothed, gaps)
-    fourth = planned(PLAN, finished)[len(finished) :]
-    arms = (*compared, "per tile")
-    assert fourth == [worst.replace(arm=arm, batch_tokens=size) for size in (2**17, 2**16) for arm in arms]
-    finished |= finished_with(fourth, gaps)
-    assert planned(PLAN, finished) == list(finished)
 
 
 @pytest.mark.parametrize(("worst", "base"), [("per row", "per row"), ("kernels", "per row"), ("per tile", "per tile")])
 def test_remedies_are_tried_on_the_scales_that_need_them(worst, base):
-    finished = finished_with(screening(PLAN), {(worst, True): 0.1})
-    assert [run.arm for run in full_batch.remedy_runs(PLAN, finished)] == [f"{base}: two terms", f"{base}: seven"]
-    assert full_batch.furthest_behind(PLAN, finished_with(screening(PLAN), {(worst, True): -0.1})) is None
+    found = full_batch.remedy_runs(PLAN, finished_with({(worst, True): 0.1}))
+    assert [run.arm for run in found] == [f"{base}: two terms", f"{base}: seven"]
+    assert full_batch.furthest_behind(PLAN, finished_with({(worst, True): -0.1})) is None
 
 
 def test_who_diverges_is_infinitely_behind_unless_the_truth_diverges():
-    runs = screening(PLAN)
-    finished = finished_with(runs, {})
+    finished = finished_with({})
     broken = PLAN.run("per tile", False, 0.1, 0)
     finished[broken] = row_of(2.0) | {"final_loss": None}
     assert gap(finished, broken) == math.inf
@@ -167,25 +160,20 @@ TINY = replace(
 COMMAND = ["full-batch", "--corpus", "text.txt", "--device", "cpu", "--folder", "runs", "--json", "out.json"]
 
 
-@pytest.fixture
-def tiny(text, monkeypatch):
+def test_a_killed_command_goes_on_and_writes_the_same_record(text, monkeypatch, capsys):
     monkeypatch.setitem(full_batch.PLANS, "cpu", TINY)
     monkeypatch.setattr("sage_lab.records._commit", lambda: "0" * 40)
-    return text
 
+    def rows_without_times(path):
+        return [{name: x for name, x in row.items() if name != "seconds"} for row in read_record(path).rows]
 
-def rows_without_times(path):
-    return [{name: x for name, x in row.items() if name != "seconds"} for row in read_record(path).rows]
-
-
-def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, capsys):
     main([*COMMAND, "--json", "whole.json", "--folder", "other"])
-    whole = rows_without_times(tiny / "whole.json")
+    whole = rows_without_times(text / "whole.json")
     assert [row["arm"] for row in whole[:4]] == list(TINY.arms)
     assert len(whole) >= 2 * len(TINY.arms)
-    shown = capsys.readouterr().out
-    assert "| per_tile_qk_normFalse_learning_rate0.01_seed0_batch_tokens512 |" in shown
-    assert "left" not in shown
+    main([*COMMAND, "--minutes", "1e-9"])
+    assert "runs are known to be left" in capsys.readouterr().out
+    assert not (text / "out.json").exists()
     advance, calls = FullBatchTraining.advance, []
 
     def killed(training):
@@ -197,28 +185,18 @@ def test_a_killed_command_goes_on_and_writes_the_same_record(tiny, monkeypatch, 
     monkeypatch.setattr(FullBatchTraining, "advance", killed)
     with pytest.raises(SystemExit):
         main(COMMAND)
-    assert rows_without_times(tiny / "out.json") == whole[:3]
-    assert read_record(tiny / "out.json").provenance["unfinished"]
-    assert [path.suffix for path in (tiny / "runs").glob("*.pt")] == [".pt"]
+    assert rows_without_times(text / "out.json") == whole[:3]
+    assert read_record(text / "out.json").provenance["unfinished"]
+    assert [path.suffix for path in (text / "runs").glob("*.pt")] == [".pt"]
     main(COMMAND)
     assert calls[8] == 1  # of two
-    assert rows_without_times(tiny / "out.json") == whole
-    assert list((tiny / "runs").glob("*.pt")) == []
-    record = read_record(tiny / "out.json")
+    assert rows_without_times(text / "out.json") == whole
+    assert list((text / "runs").glob("*.pt")) == []
+    record = read_record(text / "out.json")
     assert record.provenance["unfinished"] == []
-    assert record.provenance["curve"] == list(CURVE)
     assert record.provenance["plan"]["tokens"] == 512
     row = record.select(arm="per tile", qk_norm=False, seed=0, batch_tokens=512)[0]
     assert (row["granularity"], row["smoothing"], row["remedy"], row["diverged"]) == ("block", "k", "none", None)
     assert row["final_loss"] == row["curve"][-1][CURVE.index("exact_loss")]
     here = row["tokens_at_bias"] * 512 / (row["tokens_at_bias"] + 512)
     assert row["tokens_at_bias_here"] == pytest.approx(here)
-
-
-def test_minutes_are_kept_and_the_same_command_goes_on(tiny, capsys):
-    main([*COMMAND, "--minutes", "1e-9"])
-    first = "exact_qk_normFalse_learning_rate0.01_seed0_batch_tokens512"
-    assert f"runs are known to be left, first {first}: the same command goes on" in capsys.readouterr().out
-    assert not (tiny / "out.json").exists()
-    main([*COMMAND, "--minutes", "10"])
-    assert read_record(tiny / "out.json").provenance["unfinished"] == []

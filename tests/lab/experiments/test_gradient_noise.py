@@ -5,27 +5,15 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, pretrained, sixteen_letters
+from pretrain_cases import CONFIG, STOCHASTIC, sixteen_letters
 from sage_lab.__main__ import main
 from sage_lab.experiments import gradient_noise as noise_module
-from sage_lab.experiments.gradient_noise import (
-    Accumulator,
-    Moments,
-    NoiseSettings,
-    gradient_noise,
-    noise_row,
-)
+from sage_lab.experiments.gradient_noise import Accumulator, Moments, NoiseSettings, gradient_noise, noise_row
 from sage_lab.models.llama import Llama
-from sage_lab.plan import FinishedParts
 from sage_lab.records import read_record
 from sage_lab.training.capture import next_token_loss
-from sage_lab.training.corpus import Corpus
+from sage_lab.training.corpus import Corpus, read_corpus
 from sage_lab.training.pretrain import load_model
-
-SMALL = NoiseSettings(batches=6, sequences=2, folds=3, variants=("per block, nearest",))
-
-
-# Moments of random vectors
 
 
 def moments_of(vectors, folds):
@@ -53,9 +41,6 @@ def test_moments_are_their_formulas():
     assert found.trace == pytest.approx(vectors.T.cov().trace().item())
 
 
-# Parts of a model
-
-
 def test_layers_and_the_whole_are_sums_of_their_parts():
     names = ("embedding and norm", *(f"layer {n}, {part}" for n in (0, 1) for part in ("query and key", "other")))
     numbers = [(1.0, 3.0, 10.0), (2.0, 4.0, 20.0), (4.0, 12.0, 40.0), (8.0, 1.0, 80.0), (16.0, 2.0, 160.0)]
@@ -66,11 +51,6 @@ def test_layers_and_the_whole_are_sums_of_their_parts():
     assert totals["layer 0"] == pytest.approx((6.0, 160**0.5, 60.0))
     assert totals["layer 1"] == pytest.approx((24.0, 5**0.5, 240.0))
     assert totals["whole"] == pytest.approx((31.0, 174**0.5, 310.0))
-
-
-# All of a model of two layers, with the sums over each and over the model.
-PARTS = ("", ", query and key", ", other")
-GROUPS = {"whole", "embedding and norm"} | {f"layer {n}{part}" for n in (0, 1) for part in PARTS}
 
 
 @pytest.fixture
@@ -84,51 +64,47 @@ def test_every_parameter_is_in_one_group(model):
     names = {id(x): name for name, x in model.named_parameters()}
     found = {group: [names[id(x)] for x in members] for group, members in groups.items()}
     assert sorted(sum(found.values(), [])) == sorted(names.values())
-    assert set(found) == {group for group in GROUPS if "," in group or "and" in group}
     assert found["embedding and norm"] == ["embedding.weight", "norm.weight"]
     inside = ("query.weight", "key.weight", "qk_norm.query_norm.weight", "qk_norm.key_norm.weight")
     assert sorted(found["layer 1, query and key"]) == sorted(f"blocks.1.attention.{x}" for x in inside)
 
 
 def test_attention_is_another_only_inside_the_block(model):
-    def configs():
-        return [block.attention.core.config for block in model.blocks]
-
     other = {"attention": "sagebwd", "backend": "reference", "smooth_q": True}
-    with noise_module.attention_as(model, **other):
-        assert configs() == [replace(CONFIG, **other)] * 2
-    assert configs() == [CONFIG] * 2
-    with pytest.raises(ZeroDivisionError), noise_module.attention_as(model, attention="sagebwd"):
+    with pytest.raises(ZeroDivisionError), noise_module.attention_as(model, **other):  # noqa: PT012
+        assert [block.attention.core.config for block in model.blocks] == [replace(CONFIG, **other)] * 2
         1 / 0  # noqa: B018
-    assert configs() == [CONFIG] * 2
+    assert [block.attention.core.config for block in model.blocks] == [CONFIG] * 2
 
 
 # Gradient noise of a model
 
 
-def rows_of(model, settings=SMALL, corpus=None):
+def rows_of(model, settings, corpus=None):
     rows = gradient_noise(model, corpus or sixteen_letters(), settings)
     return {(row["variant"], row["group"]): row for row in rows}
 
 
-def test_gradient_noise_is_its_definition(model):
+def test_gradient_noise_is_its_definition_whatever_the_checkpoint_was_trained_with(model):
     """From the gradients of all batches, in double precision."""
-    rows = rows_of(model)
+    trained = replace(STOCHASTIC, block_q=8, block_kv=8, smooth_k=False, smooth_q=True, remedy="seven")
+    other = Llama(trained)
+    other.load_state_dict(model.state_dict())
+    rows = rows_of(other, NoiseSettings(batches=6, sequences=2, folds=3, variants=("per block, nearest",)))
     exact, errors = [], []
     for number in range(6):
         batch = sixteen_letters().batch(2, CONFIG.context, seed=0, step=number)
-        quantized = replace(STOCHASTIC, ds_rounding="nearest", granularity="block")
+        quantized = replace(STOCHASTIC, ds_rounding="nearest", granularity="block", block_q=64, block_kv=64)
         for config, found in ((CONFIG, exact), (quantized, errors)):
             twin = Llama(config)
             twin.load_state_dict(model.state_dict())
             next_token_loss(twin, *batch).backward()
-            names = [name for name, _ in twin.named_parameters() if name.startswith("blocks.1.")]
             found.append({name: x.grad.double() for name, x in twin.named_parameters()})
-            names = {"whole": list(found[-1]), "layer 1": names}
+    members = {"whole": list(exact[0]), "layer 1": [name for name in exact[0] if name.startswith("blocks.1.")]}
     tokens = 2 * 24
-    for group, members in names.items():
+    for group, names in members.items():
         row = rows["per block, nearest", group]
-        g, q = (torch.stack([torch.cat([x[n].flatten() for n in members]) for x in some]) for some in (exact, errors))
+        g, q = (torch.stack([torch.cat([x[n].flatten() for n in names]) for x in some]) for some in (exact, errors))
         expected, expected_error = (moments_of(vectors, 3) for vectors in (g, q - g))
         assert row["gradient_square"] == pytest.approx(expected.square, rel=1e-4)
         assert row["noise_trace"] == pytest.approx(tokens * g.var(0).sum().item(), rel=1e-4)
@@ -151,20 +127,10 @@ def test_without_noise_of_batches_nearest_rounding_is_all_bias_and_stochastic_ro
     assert stochastic["bias_square"] < nearest["bias_square"]
 
 
-def test_what_a_checkpoint_was_trained_with_changes_nothing(model):
-    """The variants say all about SageBwd themselves."""
-    settings = NoiseSettings(batches=6, sequences=1, folds=3, variants=("bf16", "per row, nearest"))
-    twin = Llama(
-        replace(STOCHASTIC, granularity="block", block_q=8, block_kv=8, smooth_k=False, smooth_q=True, remedy="seven")
-    )
-    twin.load_state_dict(model.state_dict())
-    assert rows_of(twin, settings) == rows_of(model, settings)
-
-
 def test_tokens_at_bias_are_where_bias_reaches_noise():
     exact, error = Moments(2.0, 0.1, 5.0), Moments(0.25, 0.125, 3.0)
-    expected = {"group": "layer 0", "variant": "bf16", "gradient_square": 2.0, "gradient_square_error": 0.1}
-    expected |= dict.fromkeys(("granularity", "block_q", "block_kv"))
+    expected = {"group": "layer 0", "variant": "bf16", "granularity": None, "block_q": None, "block_kv": None}
+    expected |= {"gradient_square": 2.0, "gradient_square_error": 0.1}
     expected |= {"noise_trace": 500.0, "noise_scale": 250.0, "bias_square": 0.25, "bias_square_error": 0.125}
     expected |= {"variance_trace": 300.0, "tokens_at_bias": 2000.0, "tokens_at_bias_low": 1000.0}
     assert noise_row("layer 0", "bf16", exact, error, 100) == expected
@@ -190,49 +156,29 @@ def test_impossible_settings_are_refused(changes, message):
         NoiseSettings(**changes)
 
 
-# Checkpoints
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """After two steps, and after three."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    pretrained(folder, settings=replace(SETTINGS, steps=3, report_every=3, seed=4), snapshots=(2,))
-    return [folder / "run_step2.pt", folder / "run.pt"]
-
-
-def measured(checkpoints, parts, corpus=None, settings=SMALL):
-    return noise_module.noise_of_checkpoints(checkpoints, corpus or sixteen_letters(), settings, parts, "cpu")
-
-
-def test_rows_say_which_checkpoint_they_are_of(checkpoints, tmp_path, monkeypatch):
-    seen, measure = [], gradient_noise
-    monkeypatch.setattr(noise_module, "gradient_noise", lambda *x: seen.append(x[1].name) or measure(*x))
-    rows = measured(checkpoints, FinishedParts(tmp_path / "noise", None))
-    assert [row["step"] for row in rows] == [2] * 8 + [3] * 8
-    parameters = sum(parameter.numel() for parameter in load_model(checkpoints[0])[0].parameters())
-    names = ("qk_norm", "attention", "seed", "tokens_per_step", "layers", "width", "heads", "parameters")
-    for row in rows:
-        assert [row[name] for name in names] == [True, "exact", 4, 96, 2, 32, 4, parameters]
-    assert rows[7]["gradient_square"] != rows[15]["gradient_square"]
-    assert seen == ["sixteen letters (train)"] * 2  # what the model was trained on
-
-
-def test_another_corpus_is_refused(checkpoints, tmp_path):
-    other = Corpus("other", sixteen_letters().tokens.flip(0), 16)
-    with pytest.raises(ValueError, match="corpus: expected .*run_step2.pt's, sha256 .*, got other, sha256 "):
-        measured(checkpoints, FinishedParts(tmp_path / "noise", None), other)
-
-
-def test_the_command_measures_and_records(text, checkpoint, capsys):
-    capsys.readouterr()
+def test_the_command_measures_each_checkpoint_on_what_it_was_trained_on(text, checkpoint):
+    """Every way of the noise is measured; a layer has its two parts and their sum."""
+    other = text / "step1.pt"
+    state = torch.load(checkpoint, weights_only=True)
+    torch.save(state | {"step": 1, "model": {name: 2 * x for name, x in state["model"].items()}}, other)
+    variants = ("bf16", "per row, nearest")
     options = "--corpus text.txt --batches 6 --sequences 2 --folds 3 --device cpu --json noise.json --variants bf16"
-    main(["noise", "run.pt", *options.split(), "per row, nearest"])
-    record, variants = read_record(text / "noise.json"), ("bf16", "per row, nearest")
-    groups = GROUPS | {f"layer 2{part}" for part in PARTS}  # a model of three layers
-    found = {(row["step"], row["variant"], row["group"]) for row in record.rows}
-    assert found == {(2, variant, group) for variant in variants for group in groups}
+    main(["noise", "step1.pt", "run.pt", *options.split(), "per row, nearest"])
+    record = read_record(text / "noise.json")
+    groups = {f"layer {n}{part}" for n in (0, 1, 2) for part in ("", ", query and key", ", other")}
+    groups |= {"whole", "embedding and norm"}
+    found = [(row["step"], row["variant"], row["group"]) for row in record.rows]
+    assert len(found) == len(set(found))
+    assert set(found) == {(step, variant, group) for step in (1, 2) for variant in variants for group in groups}
     assert record.provenance["settings"] == json.loads(json.dumps(asdict(NoiseSettings(6, 2, 3, variants))))
     assert record.provenance["corpus"]["name"] == "text.txt"
     assert not list(text.glob("*.partial"))
-    assert noise_module.noise_table(record.rows) in capsys.readouterr().out
+    model, _ = load_model(checkpoint)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    names = ("qk_norm", "attention", "seed", "tokens_per_step", "layers", "width", "heads", "parameters")
+    for row in record.rows:
+        assert [row[name] for name in names] == [False, "exact", 0, 32, 3, 32, 4, parameters]
+    train_corpus, _ = read_corpus("text.txt").split(0.02)
+    expected = rows_of(model, NoiseSettings(6, 2, 3, variants), train_corpus)
+    for row in record.select(step=2):
+        assert row.items() >= expected[row["variant"], row["group"]].items()

@@ -47,22 +47,22 @@ def clock(monkeypatch):
     return stepped
 
 
-def rows_of(plan, group=Processes(), done=()):  # noqa: B008 (immutable)
-    return [row for _, rows in step_times(plan, group, done) for row in rows]
+def rows_of(plan):
+    return [row for _, rows in step_times(plan, Processes()) for row in rows]
 
 
 def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(clock):
-    rows = rows_of(PLAN)
+    with sdpa_kernel(SDPBackend.MATH):  # a different pick of PyTorch's: FlashAttention-2 is still itself
+        rows = rows_of(PLAN)
     assert [(row["context"], row["attention"]) for row in rows] == CELLS
     for row in rows:
         # Steps of 1, 2, 3, 4 and 5 seconds after one that doesn't count.
         assert (row["ms_median"], row["ms_p20"], row["ms_p80"]) == (3000.0, 1800.0, 4200.0)
         assert (row["devices"], row["parallel"], row["tokens_per_step"]) == (1, "none", 64)
-        assert row["tokens_per_second"] == round(64 / 3)
+        assert (row["tokens_per_second"], row["protocol"]) == (round(64 / 3), "paired")
     model = Llama(LlamaConfig(64, context=16, layers=1, width=16, heads=2, kv_heads=2, qk_norm=True))
     assert {row["parameters"] for row in rows} == {sum(x.numel() for x in model.parameters())}
-    assert len(clock) == 6 * 6
-    assert [row["autograd_node"] for row in rows] == [ON_CPU[name] for _, name in CELLS]
+    assert [row["autograd_node"] == FLASH_ON_CPU for row in rows] == [False, True, False] * 2
     trainings = list(dict.fromkeys(clock))
     in_model = {"exact": "exact", "flash_attention_2": "exact", "sagebwd": "sagebwd"}
     assert [(x.config.context, x.config.attention) for x in trainings] == [(n, in_model[name]) for n, name in CELLS]
@@ -73,21 +73,15 @@ def test_a_row_is_the_median_and_the_percentiles_of_the_timed_steps_of_the_plan(
         assert (config.qk_norm, config.smooth_k, config.backend) == (True, True, "auto")
         assert not settings.autocast  # that is for a GPU
         assert not settings.compile  # a compiled model may keep a backend that is no longer asked for
-        assert training.group == Processes()
-    assert {row["protocol"] for row in rows} == {"paired"}
-
-
-def test_models_take_their_steps_in_turn_after_warming_up(clock):
-    rows_of(replace(PLAN, contexts=(16,)))
-    trainings = list(dict.fromkeys(clock))
     warming, *turns = (clock[place : place + 3] for place in range(0, 18, 3))
-    assert warming == trainings
-    assert all(set(turn) == set(trainings) for turn in turns)
+    assert warming == trainings[:3]
+    assert all(set(turn) == set(warming) for turn in turns)
     assert len({tuple(map(id, turn)) for turn in turns}) > 2  # in several orders
+    assert len(clock) == 6 * 6
 
 
 def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch):
-    """Of a package that is made up, in 16 bit as under autocast."""
+    """Of a package that is made up, in 16 bit as under autocast. Steps have at least a pass."""
     seen = []
 
     def flash_attention_4(query, key, value, is_causal):
@@ -96,41 +90,29 @@ def test_flash_attention_4_takes_the_place_of_exact_attention(clock, monkeypatch
 
     monkeypatch.setattr(speed.fa4, "flash_attention_4", flash_attention_4)
     monkeypatch.setattr(speed, "why_missing", lambda name, device: None)
-    rows = rows_of(replace(PLAN, contexts=(16,)))
+    rows = rows_of(replace(PLAN, contexts=(16,), tokens_per_pass=2**15))
     assert [row["attention"] for row in rows] == list(speed.ATTENTIONS)
-    assert set(seen) == {(torch.float32, (2, 2, 16, 8))}
-    assert len(seen) == 6 * 2  # steps of two passes
+    assert seen == [(torch.float32, (4, 2, 16, 8))] * 6
     query, key = torch.randn(2, 1, 1, 4, 8)
     assert speed._flash_attention_4(query, key, key.bfloat16()).dtype == torch.bfloat16
 
 
-def test_a_row_names_what_ran(clock):
-    """With another pick of PyTorch's, FlashAttention-2 is still itself, and no other is. Steps have at least a pass."""
-    with sdpa_kernel(SDPBackend.MATH):
-        rows = rows_of(replace(PLAN, tokens_per_pass=2**15))
-    assert [row["autograd_node"] == FLASH_ON_CPU for row in rows] == [False, True, False] * 2
-    assert {(x.settings.batch_size, x.settings.micro_batch_size) for x in clock} == {(4, 4), (2, 2)}
-
-
-def row(context, attention, rate, devices=1, parallel="none", **more):
+def row(context, attention, rate, devices=1, parallel="none"):
     names = {"context": context, "attention": attention, "devices": devices, "parallel": parallel}
-    return names | {"ms_median": 1e6 / rate, "tokens_per_second": rate} | more
+    return names | {"ms_median": 1e6 / rate, "tokens_per_second": rate}
 
 
 def test_the_table_compares_with_exact_attention_and_with_one_device():
-    rows = [row(32, "exact", 500), row(32, "sagebwd", 250), row(16, "sagebwd", 5000, 2, "ddp")]
+    rows = [row(32, "sagebwd", 250), row(32, "exact", 500), row(16, "sagebwd", 5000, 2, "ddp")]
     rows += [row(16, "flash_attention_2", 2000, 2, "ddp"), row(16, "exact", 4000, 2, "ddp")]
-    rows += [row(16, "exact", 2000, 2, "fsdp"), row(16, "sagebwd", 1500)]
-    rows += [row(16, "flash_attention_2", 750), row(16, "exact", 1000)]
+    rows += [row(16, "exact", 2000, 2, "fsdp"), row(16, "sagebwd", 1500), row(16, "exact", 1000)]
     header, lines = speed_table(rows)
-    assert header[:6] == ("N", "devices", "parallel", "attention", "ms per step", "tokens/s")
     assert header[6:] == ("against PyTorch's pick", "against FlashAttention-2", "against one device")
     assert lines == [
-        (16, 1, "none", "PyTorch's pick", 1000.0, "1,000", "1.00", "1.33", "1.00"),
-        (16, 1, "none", "FlashAttention-2", 1e6 / 750, "750", "0.75", "1.00", "1.00"),
-        (16, 1, "none", "SageBwd", 1e6 / 1500, "1,500", "1.50", "2.00", "1.00"),
+        (16, 1, "none", "PyTorch's pick", 1000.0, "1,000", "1.00", "", "1.00"),
+        (16, 1, "none", "SageBwd", 1e6 / 1500, "1,500", "1.50", "", "1.00"),
         (16, 2, "ddp", "PyTorch's pick", 250.0, "4,000", "1.00", "2.00", "4.00"),
-        (16, 2, "ddp", "FlashAttention-2", 500.0, "2,000", "0.50", "1.00", "2.67"),
+        (16, 2, "ddp", "FlashAttention-2", 500.0, "2,000", "0.50", "1.00", ""),
         (16, 2, "ddp", "SageBwd", 200.0, "5,000", "1.25", "2.50", "3.33"),
         (16, 2, "fsdp", "PyTorch's pick", 500.0, "2,000", "1.00", "", "2.00"),
         (32, 1, "none", "PyTorch's pick", 2000.0, "500", "1.00", "", "1.00"),
@@ -176,11 +158,10 @@ def test_two_processes_are_timed_after_one_and_go_on_after_an_interruption(tmp_p
     found = [(row["devices"], row["parallel"], row["attention"]) for row in record.rows]
     assert found == [(*way, name) for way in ((1, "none"), (2, "ddp"), (2, "fsdp")) for name in ON_CPU]
     assert [path.name for path in tmp_path.glob("speed*")] == ["speed.json"]
-    for line, row in zip(speed_table(record.rows)[1], record.rows, strict=True):
+    for row in record.rows:
         assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
         assert row["autograd_node"] == ON_CPU[row["attention"]]
         assert row["tokens_per_second"] == pytest.approx(32e3 * row["devices"] / row["ms_median"], rel=0.01)
-        assert f"| 16 | {row['devices']} | {row['parallel']} | {line[3]} | {row['ms_median']} |" in printed
 
 
 def trained_together(folder):

@@ -7,12 +7,7 @@ import torch
 from pretrain_cases import CONFIG, Stopped, assert_same_bits, sixteen_letters, stopped
 from sage_lab.models.llama import Llama
 from sage_lab.training.capture import next_token_loss
-from sage_lab.training.full_batch import (
-    CURVE,
-    FullBatchSettings,
-    FullBatchTraining,
-    windows,
-)
+from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, windows
 from sage_lab.training.loop import train
 
 EXACT = replace(CONFIG, layers=1, fused_prologue=False)
@@ -67,26 +62,20 @@ def test_a_smaller_batch_is_drawn_anew_for_every_step_without_replacement():
         drawn.append(training.chosen().tolist())
     assert drawn[0] != drawn[1] == drawn[2]
     assert all(len(set(x)) == 4 for x in drawn)
-    other = new_training(batch_size=4, seed=1)
-    assert other.chosen().tolist() != drawn[0]
+    assert new_training(batch_size=4, seed=1).chosen().tolist() != drawn[0]
     assert new_training(seed=1).chosen() == slice(None)
 
 
 def test_a_random_error_has_the_size_asked_for_and_is_another_in_every_step():
-    exact, found = step_gradient(new_training()), {}
+    exact, found = new_training(), []
+    clean = step_gradient(exact)
     for step in (0, 1):
         training = new_training(random_error=0.01)
         training.step = step
-        found[step] = step_gradient(training) - exact
-        for weight, clean in zip(training.model.parameters(), new_gradients(), strict=True):
-            assert ((weight.grad - clean).norm() / clean.norm()).item() == pytest.approx(0.01, rel=1e-2)
-    assert torch.nn.functional.cosine_similarity(*found.values(), dim=0).abs() < 0.1
-
-
-def new_gradients():
-    training = new_training()
-    training.accumulate_gradients()
-    return [x.grad for x in training.model.parameters()]
+        found.append(step_gradient(training) - clean)
+        for x, y in zip(training.model.parameters(), exact.model.parameters(), strict=True):
+            assert ((x.grad - y.grad).norm() / y.grad.norm()).item() == pytest.approx(0.01, rel=1e-2)
+    assert torch.nn.functional.cosine_similarity(*found, dim=0).abs() < 0.1
 
 
 def test_attention_in_bfloat16_leaves_all_else_in_float32():
@@ -114,10 +103,18 @@ def test_exact_attention_has_no_bias():
 
 
 def test_bias_noise_and_errors_are_those_of_the_corpus():
+    """The exact loss is that of exact attention at the run's weights, the others that of the attention in use."""
     training = new_training(SAGEBWD)
+    with torch.no_grad():
+        for weight in training.model.parameters():
+            weight *= 2  # sharp enough for INT8 to show in the loss
     row = training.report([])
     twin = Llama(EXACT)
     twin.load_state_dict(training.model.state_dict())
+    losses = [next_token_loss(model, training.sequences[:, :-1], training.sequences[:, 1:]).item()
+              for model in (twin, training.model)]  # fmt: skip
+    assert row["exact_loss"] == pytest.approx(losses[0], abs=1e-5)
+    assert abs(row["exact_loss"] - losses[1]) > 1e-4
     exact, found = [], []
     for part in training.sequences.split(2):
         for model, gradients in ((twin, exact), (training.model, found)):
@@ -133,22 +130,9 @@ def test_bias_noise_and_errors_are_those_of_the_corpus():
     scores = torch.tensor([("query" in name or "key" in name) and "attention_norm" not in name for name in names])
     expected = error[scores].norm() / truth[scores].norm()
     assert row["score_gradient_error"] == pytest.approx(expected.item(), rel=1e-3)
+    row = new_training(SAGEBWD).report([])
     assert row["score_gradient_error"] > 2 * row["gradient_error"]
     assert new_training(SAGEBWD, micro_batch_size=8).report([])["noise_trace"] is None
-
-
-def test_exact_loss_is_that_of_exact_attention_at_the_run_s_weights(tmp_path):
-    training = new_training(replace(SAGEBWD, block_q=64, block_kv=64))
-    with torch.no_grad():
-        for weight in training.model.parameters():
-            weight *= 4  # sharp enough for INT8 to show in the loss
-    row = training.report([])
-    twin = Llama(EXACT)
-    twin.load_state_dict(training.model.state_dict())
-    losses = [next_token_loss(model, training.sequences[:, :-1], training.sequences[:, 1:]).item()
-              for model in (twin, training.model)]  # fmt: skip
-    assert row["exact_loss"] == pytest.approx(losses[0], abs=1e-5)
-    assert abs(row["exact_loss"] - losses[1]) > 1e-4
 
 
 # A run
