@@ -17,65 +17,57 @@ from sage_lab.training.video_flow import flow_matching_loss
 from sage_ref.attention import attention_forward
 from sage_ref.sla2 import BlockSettings, block_mass
 
-CONFIG = VideoDiTConfig(frames=2, size=16, cube=(2, 4, 4), layers=2, width=32, heads=2)
+CONFIG = VideoDiTConfig(frames=2, size=16, cube=(1, 4, 4), layers=3, width=32, heads=2)
+LEVELS, LAYERS = (0.4, 0.7, 1.0), (2, 0)
 
 
 @pytest.fixture(scope="module")
-def trained():
-    """A few steps on, so that no gate is closed any more."""
-    training = VideoTraining(CONFIG, TrainingSettings(steps=5, learning_rate=1e-2, warmup_steps=1))
-    for _ in range(5):
-        training.advance()
-    return training
+def captured(tmp_path_factory):
+    """The capture of a run of the command, its record, and the model that it trained for a few steps."""
+    folder = tmp_path_factory.mktemp("captured")
+    size = "--frames 2 --size 16 --cube 1 4 4 --depth 3 --width 32 --heads 2 --steps 5"
+    options = f"{size} --layers 2 0 --noise-levels 0.4 0.7 1 --device cpu --out c.safetensors --json c.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["capture-video", *options.split()])
+    training = VideoTraining(CONFIG, TrainingSettings(steps=5))
+    training.load(folder / "runs" / "capture_video.pt")
+    return read_capture(folder / "c.safetensors"), read_record(folder / "c.json"), training
 
 
-def test_captured_tensors_reproduce_the_output_of_attention_and_losses_those_of_new_videos(trained):
-    cores, outputs, levels = [block.attention.core for block in trained.model.blocks], {}, (0.3, 0.6, 1.0)
+def test_captured_tensors_reproduce_the_output_of_attention_and_losses_those_of_new_videos(captured):
+    (provenance, kept), record, trained = captured
+    cores, outputs = [block.attention.core for block in trained.model.blocks], {}
     hooks = [core.register_forward_hook(lambda core, qkv, o: outputs.update({core: o})) for core in cores]
-    losses, layers = video_attention_tensors(trained, levels, (0, 1))
+    losses, layers = video_attention_tensors(trained, LEVELS, LAYERS)
     for hook in hooks:
         hook.remove()
-    assert list(layers) == [0, 1]
-    for layer, tensors in layers.items():
-        assert tuple(tensors) == TENSORS
+    assert list(kept) == sorted(LAYERS)
+    for layer in LAYERS:
+        tensors = layers[layer]
+        assert (tuple(tensors), kept[layer].keys()) == (TENSORS, set(TENSORS))
         assert {x.shape for x in tensors.values()} == {(3, 2, 128, 16)}
         torch.testing.assert_close(attention_forward(*tensors.values()).output, outputs[cores[layer]])
+        assert all(torch.equal(kept[layer][name], x.bfloat16()) for name, x in tensors.items())
         # QK-norm came before, and a rotation changes no length.
         gain = trained.model.blocks[layer].attention.qk_norm.key_norm.weight
         assert tensors["key"].square().mean(-1).sqrt().max() <= gain.abs().max() * 1.001
     video, _, noise = training_batch(CONFIG, 3, seed=(2,))
     with torch.no_grad():
-        assert losses == flow_matching_loss(trained.model, video, torch.tensor(levels), noise).tolist()
+        assert losses == flow_matching_loss(trained.model, video, torch.tensor(LEVELS), noise).tolist()
+    assert [row["loss"] for row in record.rows] == provenance["captured_losses"] == losses
+    assert record.provenance["losses"] == provenance["losses"]
+    assert provenance["model"] == json.loads(json.dumps(asdict(CONFIG)))
+    assert (provenance["tokens"]["grid"], provenance["noise_levels"]) == ([2, 8, 8], list(LEVELS))
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "got"),
-    [("layers", (2,), r"\[2\]"), ("layers", (-1,), r"\[-1\]"), ("layers", (), r"\[\]"),
-     ("noise_levels", (1.5,), r"\[1.5\]"), ("noise_levels", (-0.5,), r"\[-0.5\]"), ("noise_levels", (), r"\[\]")],
-)  # fmt: skip
-def test_captures_that_cannot_be_are_refused(trained, name, values, got):
-    with pytest.raises(ValueError, match=f"{name}: expected numbers from 0 to 1, got {got}"):
-        video_attention_tensors(trained, **{"noise_levels": (0.5,), "layers": (0,)} | {name: values})
-
-
-def test_the_command_trains_captures_and_records(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    size = "--frames 2 --size 16 --cube 1 4 4 --depth 3 --width 32 --heads 2"
-    options = f"{size} --steps 2 --layers 2 0 --noise-levels 0.4 0.7 --device cpu --out c.safetensors --json c.json"
-    main(["capture-video", *options.split()])
-    provenance, layers = read_capture(tmp_path / "c.safetensors")
-    assert list(layers) == [0, 2]
-    for x in (x for tensors in layers.values() for x in tensors.values()):
-        assert (x.shape, x.dtype) == ((2, 2, 128, 16), torch.bfloat16)
-    config = VideoDiTConfig(frames=2, size=16, cube=(1, 4, 4), layers=3, width=32, heads=2)
-    assert provenance["model"] == json.loads(json.dumps(asdict(config)))
-    assert (provenance["tokens"]["grid"], provenance["noise_levels"]) == ([2, 8, 8], [0.4, 0.7])
-    again = VideoTraining(config, TrainingSettings(steps=2))
-    again.load(tmp_path / "runs" / "capture_video.pt")
-    assert provenance["captured_losses"] == video_attention_tensors(again, (0.4, 0.7), (0,))[0]
-    record = read_record(tmp_path / "c.json")
-    assert record.provenance["losses"] == provenance["losses"]
-    assert [row["loss"] for row in record.rows] == provenance["captured_losses"]
+    ("name", "values"), [("layers", (3,)), ("layers", ()), ("noise_levels", (1.5,)), ("noise_levels", (-0.5,))]
+)
+def test_captures_that_cannot_be_are_refused(captured, name, values):
+    last = {"layers": 2, "noise_levels": 1}[name]
+    with pytest.raises(ValueError, match=f"{name}: expected numbers from 0 to {last}, got "):
+        video_attention_tensors(captured[2], **{"noise_levels": (0.5,), "layers": (0,)} | {name: values})
 
 
 def test_the_committed_capture_is_concentrated_enough_for_a_router():

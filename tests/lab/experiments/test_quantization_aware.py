@@ -67,17 +67,6 @@ def test_maps_are_applied_per_head_and_errors_are_relative_to_full_attention(lay
     assert expected[0] != expected[1]
 
 
-def test_the_outlier_changes_nothing_without_quantisation_and_much_with_it(tensors):
-    tuned, with_outlier = (
-        fine_tune(*tensors, "afterwards", replace(SETTINGS, value_outlier=x), seed=0) for x in (1.0, 300.0)
-    )
-    assert_close(with_outlier.maps, tuned.maps, rtol=1e-3, atol=1e-4)
-    (plain_error, int8_error), (plain_outlier, int8_outlier) = (errors(x, *tensors) for x in (tuned, with_outlier))
-    assert plain_outlier == pytest.approx(plain_error, abs=1e-4)
-    assert int8_error < 1.02 * plain_error
-    assert int8_outlier > 1.2 * plain_outlier
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_training_reduces_the_error_and_its_seed_decides_the_batches(layer, tensors, way):
     settings = replace(SETTINGS, steps=40, learning_rate=5e-3)

@@ -1,17 +1,13 @@
 """The command that measures remedies: its cases, its rows, its table, and the costs beside them."""
 
-import json
-import shutil
-
 import pytest
-import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import repair
 from sage_lab.experiments.repair import BASES, HARD_CASES, OF_EXACT, hard_case, relative_errors, repair_table
 from sage_lab.experiments.repair_cost import RANDOM_NUMBER, Cost, cost
-from sage_lab.records import RECORDED, read_record
+from sage_lab.records import read_record
 from sage_lab.repairs import REMEDIES, with_remedy, with_repairs
-from sage_lab.training.capture import Capture, write_capture
+from sage_lab.training.capture import TENSORS, Capture, write_capture
 
 from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.sagebwd import MATMULS, SageBwdSettings
@@ -62,15 +58,11 @@ def test_only_stochastic_rounding_has_another_error_when_it_is_repeated():
             assert row["repeated_dQ"] == row["dQ"]
 
 
-def row_of(remedy, case, error, base="kernels", source="capture"):
-    return {"source": source, "case": case, "layer": 0, "base": base, "remedy": remedy, "dQ": error}
-
-
 def test_relative_errors_are_geometric_means_over_cases():
-    rows = [row_of("none", "a", 0.1), row_of("none", "b", 0.2), row_of("two terms", "a", 0.05)]
-    rows += [row_of("two terms", "b", 0.4), row_of("none", "a", 9.0, base="as printed")]
-    found = relative_errors(rows, "dQ", base="kernels", source="capture")
-    assert found == pytest.approx({"none": 1.0, "two terms": 1.0})
+    errors = {("none", "a"): 0.1, ("none", "b"): 0.2, ("two terms", "a"): 0.05, ("two terms", "b"): 0.4}
+    rows = [{"case": case, "layer": 0, "base": "kernels", "remedy": x, "dQ": dq} for (x, case), dq in errors.items()]
+    rows.append(rows[0] | {"base": "as printed", "dQ": 9.0})
+    assert relative_errors(rows, "dQ", base="kernels") == pytest.approx({"none": 1.0, "two terms": 1.0})
     assert relative_errors(rows, "dQ", base="kernels", case="a") == pytest.approx({"none": 1.0, "two terms": 0.5})
 
 
@@ -80,44 +72,31 @@ def test_a_tile_with_one_scale_is_rounded_once():
     assert cost(with_repairs(SageBwdSettings(), exact_matmuls=MATMULS), 64).matmuls == 1  # only O and dP are counted
 
 
-def test_a_capture_of_something_else_is_refused(tmp_path, capsys):
-    write_capture(tmp_path / "video.safetensors", Capture({"model": {}}, {0: {"query": torch.zeros(1, 1, 1, 1)}}))
-    with pytest.raises(SystemExit):
-        main(["repair", "--capture", str(tmp_path / "video.safetensors"), "--json", str(tmp_path / "r.json")])
-    assert "capture: expected a file of `python -m sage_lab capture`, got " in capsys.readouterr().err
-
-
-def test_the_command_records_every_case_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
+def test_the_command_records_every_layer_and_case_and_refuses_a_capture_of_something_else(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    layers = {layer: dict(zip(TENSORS, hard_case("Gaussian", 20, 8, layer), strict=True)) for layer in (0, 3)}
     line = "repair --tokens 20 --head-dim 8 --draws 2 --json repair.json --capture".split()  # noqa: SIM905
-    shutil.copy(RECORDED / "capture_plain_h200.safetensors", "plain.safetensors")
-    calls, rows_of = [], repair.case_rows
-
-    def counted(inputs, draws, seed):
-        calls.append(inputs[0].shape)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return rows_of([x[..., :20, :8] for x in inputs], draws, seed)
-
-    monkeypatch.setattr(repair, "case_rows", counted)
+    write_capture(tmp_path / "video.safetensors", Capture({"model": {}}, layers))
     with pytest.raises(SystemExit):
-        main([*line, "plain.safetensors"])
-    assert not (tmp_path / "repair.json").exists()
+        main([*line, "video.safetensors"])
+    assert "capture: expected a file of `python -m sage_lab capture`, got " in capsys.readouterr().err
+    write_capture(tmp_path / "plain.safetensors", Capture({"run": {}}, layers))
     main([*line, "plain.safetensors"])
-    assert len(calls) == 5 + (3 + len(HARD_CASES) - 4)
     record = read_record(tmp_path / "repair.json")
+    cases = [("capture", "plain", 0), ("capture", "plain", 3), *(("hard case", name, None) for name in HARD_CASES)]
     per_case = 2 * len(REMEDIES) + len(OF_EXACT)
-    assert len(record.rows) == (3 + len(HARD_CASES)) * per_case
-    assert [row["layer"] for row in record.rows[::per_case]] == [0, 1, 2] + [None] * len(HARD_CASES)
-    assert {row["source"] for row in record.rows} == {"capture", "hard case"}
-    assert record.provenance["captures"] == ["plain.safetensors"]
+    found = [tuple(row[name] for name in ("source", "case", "layer")) for row in record.rows]
+    assert found == [case for case in cases for _ in range(per_case)]
+    offset = hard_case("values share an offset", 20, 8, 0)
+    for inputs, case in ((layers[3].values(), {"layer": 3}), (offset, {"case": "values share an offset"})):
+        for row, expected in zip(record.select(**case), repair.case_rows(tuple(inputs), 2, 0), strict=True):
+            assert {name: row[name] for name in expected} == expected
     costs = record.provenance["cost"]
     assert [row["remedy"] for row in costs] == list(REMEDIES)
-    assert {row["ms"] for row in costs} == {None}
+    assert (record.provenance["captures"], record.provenance["seed"]) == (["plain.safetensors"], 0)
     header, lines = repair_table(record.rows, costs)
     shown = capsys.readouterr().out
     assert all(" | ".join(map(str, line)) in shown for line in (header, *lines))
-    assert [line[0] for line in lines] == list(REMEDIES)
     assert set(lines[0][1:10]) == {"1.00"}
-    assert json.loads((tmp_path / "repair.json").read_text())["provenance"]["seed"] == 0
-    assert list(tmp_path.glob("**/*.partial")) == []
