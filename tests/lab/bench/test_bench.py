@@ -10,7 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 import triton
 from sage_kernels.common import launch_tables
-from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, candidates
+from sage_kernels.common.candidates import DEFAULTS, candidates
 from sage_kernels.common.launch import choose_launch
 from sage_lab.__main__ import main
 from sage_lab.bench import bench_command, contenders, dense, sparse, timing, tuning
@@ -216,9 +216,8 @@ def test_of_a_skewed_mask_every_query_selects_the_first_block():
     assert random[..., 0].float().mean() < 0.2
 
 
-@pytest.fixture
-def made_up(bench, monkeypatch):
-    """The lengths that were measured, by a measurement of three, the second of which is interrupted the first time."""
+def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(bench, monkeypatch, tmp_path, capsys):
+    """Three lengths, the second of which is interrupted the first time."""
     measured = []
 
     def measure(shape, absent):
@@ -232,33 +231,20 @@ def made_up(bench, monkeypatch):
     shapes = tuple(SHAPE._replace(n=n) for n in (1, 2, 3))
     monkeypatch.setitem(bench_command.MEASUREMENTS, ("sagebwd", False), Measurement("made up", shapes, measure))
     monkeypatch.setenv("SAGE_REF_COMMIT", "one")
-    return measured
-
-
-def test_a_run_goes_on_where_it_was_stopped(bench, made_up, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         bench()
     assert stop.value.code == 130
     assert [row["scope"] for row in read_record(tmp_path / "record.json").rows] == [1]
     assert [row["scope"] for row in bench("--n", "3").rows] == [1, 3]
     record = bench()
-    assert [row["scope"] for row in record.rows] == [1, 2, 3]
-    assert [row["n"] for row in record.provenance["missing"]] == [1, 2, 3]
-    assert made_up == [1, 2, 3, 2]
+    assert [row["scope"] for row in record.rows] == [row["n"] for row in record.provenance["missing"]] == [1, 2, 3]
+    assert measured == [1, 2, 3, 2]
     assert "n=1, head_dim=32, causal=True, layout='bhnd'): measured before" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
-
-
-def test_times_of_another_commit_are_not_gone_on_with(bench, made_up, monkeypatch):
     for commit in ("one", "two"):
         monkeypatch.setenv("SAGE_REF_COMMIT", commit)
         bench("--n", "3")
-    assert made_up == [3, 3]
-
-
-def test_a_shape_that_is_not_measured_is_an_error(made_up):
-    with pytest.raises(ValueError, match=r"n: expected some of \[1, 2, 3\], got \[49\]"):
-        bench_command.chosen(bench_command.MEASUREMENTS["sagebwd", False].shapes, n=[1, 49])
+    assert measured[4:] == [3, 3]
 
 
 # Launch tables
@@ -296,12 +282,17 @@ def test_the_fastest_launch_that_is_right_is_kept(bench, clock):
         tuning.fastest(kernel, run, {"dQ": torch.zeros(1, 1, 4, 8)})
 
 
-@pytest.fixture
-def tune(clock, monkeypatch, tmp_path):
-    """tune(*arguments, until=None) -> the kernels that were compiled and timed by `bench --tune`, on a made-up GPU.
+@pytest.mark.parametrize("op", ["sagebwd", "sla2"])
+def test_what_is_tuned_is_used_and_an_interrupted_run_goes_on(op, monkeypatch, tmp_path):
+    """On a made-up GPU, where the last candidate is always the fastest; at first the fourth kernel fails."""
+    every, measured = list(tuning.kernels(op)), []
 
-    The last candidate wins; after `until` kernels Ctrl-C ends the command.
-    """
+    def fastest(kernel, *_):
+        measured.append(kernel)
+        if len(measured) == 4:
+            raise RuntimeError("out of memory")
+        return kernel._asdict() | candidates(kernel.kernel, kernel.level)[-1]._asdict()
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "RTX")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
@@ -309,47 +300,18 @@ def tune(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_command, "require_gpu", lambda: None)
     monkeypatch.setattr(tuning, "case_of", lambda *_: None)
     monkeypatch.setattr(tuning, "prepared_run", lambda *_: (None, None))
-
-    def run(*arguments, until=None):
-        compiled, timed = [], []
-
-        def fastest(kernel, *_):
-            if len(timed) == until:
-                raise KeyboardInterrupt
-            timed.append(kernel)
-            return kernel._asdict() | candidates(kernel.kernel, kernel.level)[-1]._asdict()
-
-        monkeypatch.setattr(tuning, "compile_candidates", lambda operation, kernels, workers: compiled.extend(kernels))
-        monkeypatch.setattr(tuning, "fastest", fastest)
+    monkeypatch.setattr(tuning, "compile_candidates", lambda operation, kernels, _: measured.append(len(kernels)))
+    monkeypatch.setattr(tuning, "fastest", fastest)
+    for _ in range(2):
         with contextlib.suppress(SystemExit):
-            main(["bench", "--tune", *arguments])
-        return compiled, timed
-
-    launch_tables.table_for.cache_clear()
-    yield run
-    launch_tables.table_for.cache_clear()
-
-
-@pytest.mark.parametrize("op", ["sagebwd", "sla2"])
-def test_what_is_tuned_is_used_and_an_interrupted_run_goes_on(tune, op):
-    every, table = list(tuning.kernels(op)), launch_tables.users_table("RTX", op)
-    assert tune("--op", op, until=3) == (every, every[:3])
-    assert not table.exists()
-    assert tune("--op", op) == (every[3:], every[3:])
+            main(["bench", "--tune", "--op", op])
+    assert measured == [len(every), *every[:3], len(every) - 2, *every[2:]]
+    table = launch_tables.users_table("RTX", op)
     assert list(table.parent.iterdir()) == [table]
+    launch_tables.table_for.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for kernel in every:
             launch = choose_launch(*kernel, torch.device("cuda", 0))
             assert launch == candidates(kernel.kernel, kernel.level)[-1]
-
-
-def test_a_tuned_table_goes_where_it_is_told_to(tune, tmp_path):
-    tune("--json", str(tmp_path / "mine.json"))
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
-
-
-def test_what_was_timed_for_other_candidates_is_not_taken(tune, monkeypatch):
-    tune(until=3)
-    monkeypatch.setattr(bench_command, "CANDIDATES", CANDIDATES | {"dq": CANDIDATES["dq"][1:]})
-    assert tune()[1] == list(tuning.kernels())
+    launch_tables.table_for.cache_clear()

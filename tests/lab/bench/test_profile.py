@@ -1,7 +1,9 @@
 """The profile of the Hopper kernels: Nsight Compute's report and nvidia-smi's samples are read right."""
 
+import contextlib
 import io
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,22 +59,14 @@ def test_a_report_that_lacks_something_is_an_error(text):
         profile.parsed(launch() + text)
 
 
-class Watch(io.StringIO):
-    """nvidia-smi: two samples before the card warms up, four after, and one cut off in the middle."""
-
-    def __init__(self, command, **_):
-        cool, warm = ["1980, 300.00, 0x0000000000000000"] * 2, ["1700, 690.50, 0x0000000000000024"] * 4
-        super().__init__("\n".join([*cool, *warm, "17"]))
-        self.stdout = self
-
-    def terminate(self):
-        pass
-
-
 def test_clock_and_power_are_those_of_a_warm_card(monkeypatch):
-    launched = []
-    monkeypatch.setattr(profile.subprocess, "Popen", Watch)
-    monkeypatch.setattr(profile.torch.cuda, "get_device_properties", lambda: type("Device", (), {"uuid": "1"}))
+    """nvidia-smi prints two samples before the card warms up, four after, and one cut off in the middle."""
+    cool, warm = ["1980, 300.00, 0x0000000000000000"] * 2, ["1700, 690.50, 0x0000000000000024"] * 4
+    samples, launched = SimpleNamespace(stdout=io.StringIO("\n".join([*cool, *warm, "17"]))), []
+    watch = contextlib.nullcontext(samples)
+    samples.terminate = lambda: None
+    monkeypatch.setattr(profile.subprocess, "Popen", lambda command, **_: watch)
+    monkeypatch.setattr(profile.torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="1"))
     monkeypatch.setattr(profile.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(profile.time, "monotonic", itertools.count(0, 0.5).__next__)
     found = profile.sustained(lambda: launched.append(1))

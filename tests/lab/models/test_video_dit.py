@@ -138,20 +138,10 @@ def test_attention_is_its_equation_head_by_head():
     assert_close(attention(x), attention.output(torch.cat(heads, dim=-1)))
 
 
-def test_every_token_sees_every_other_and_attention_can_be_replaced():
-    class Replaced(nn.Module):
-        def __init__(self, core):
-            super().__init__()
-            self.forward = core
-
+def test_every_token_sees_every_other():
     model, (video, noise_level) = video_dit(), batch(count=1)
     (gradient,) = torch.autograd.grad(model(video.requires_grad_(), noise_level)[0, 0, 0, 0, 0], video)
     assert (gradient != 0).all()
-    full = model(video, noise_level)
-    for core, is_same in ((lambda *qkv: attention_forward(*qkv).output, True), (lambda q, k, v: v, False)):
-        for block in model.blocks:
-            block.attention.core = Replaced(core)
-        assert torch.allclose(model(video, noise_level), full) == is_same
 
 
 @pytest.mark.parametrize("where", ["blocks", "output"])
@@ -167,11 +157,7 @@ def test_the_noise_level_reaches_the_velocity_through_the_blocks_and_the_output(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(
-            ({x: 0}, f"{x}: expected at least 1, got 0")
-            for x in ("frames", "size", "patch", "layers", "width", "heads")
-        ),
-        ({"block_kv": 0}, "block_kv: expected at least 1, got 0"),
+        *(({name: 0}, f"{name}: expected at least 1, got 0") for name in (*SIZES, "block_kv")),
         ({"attention": "flash"}, r"attention: expected one of \('exact', 'sagebwd', 'sla', 'sla2'\), got 'flash'"),
         ({"sparsity": 1.0}, r"sparsity: expected a share of the key blocks in \[0, 1\), got 1.0"),
         ({"backend": "cuda"}, r"backend: expected one of \('auto', 'reference', 'triton'\), got 'cuda'"),

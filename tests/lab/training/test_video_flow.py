@@ -1,15 +1,11 @@
 """Flow matching from scenes: its identity, the moving average, weights that travel, runs that are killed and go on."""
 
 import math
-import os
-import signal
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from pretrain_cases import assert_same_bits, saved
-from process_cases import run_forked
+from pretrain_cases import Stopped, assert_same_bits, saved, stopped
 from sage_lab.experiments.video.plan import VideoRun, planned
 from sage_lab.models.video_dit import ATTENTIONS, VideoDiT, is_of_core
 from sage_lab.plan import Work
@@ -85,9 +81,9 @@ def test_the_average_is_of_the_weights_after_each_step_and_videos_made_ahead_are
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_each_attention_learns(attention):
     config = replace(CONFIG, attention=attention, sparsity=0.5)
-    training = FlowTraining(config, replace(SETTINGS, steps=25, learning_rate=2e-2), DIGITS)
+    training = FlowTraining(config, replace(SETTINGS, steps=15, learning_rate=3e-2), DIGITS)
     before = training.validation_loss()
-    for _ in range(25):
+    for _ in range(15):
         training.advance()
     assert training.validation_loss() < 0.95 * before
     if attention == "sla2":  # the hard mask gives the router no gradient
@@ -155,45 +151,22 @@ def test_weights_travel_in_bfloat16_and_in_parts_that_must_all_be_there(tmp_path
         read_weights([tmp_path / "junk"])
 
 
-# Killed and resumed
+def test_fine_tuning_stopped_within_each_stage_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
+    def tuned(folder):
+        return experiment().tune(VideoRun("SLA2", 0), Work(planned(PLAN), folder, None)).weights
 
-
-def tuned(folder, kill=None):
-    """Train both stages of SLA2; kill: (class, method, step, events): within that call, so many events later."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars
-    if kill is not None:
-        owner, method, step, events = kill
-        original, left = getattr(owner, method), iter(range(events))
-
-        def watch(frame, event, argument):
-            if next(left, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def watched(training, *arguments):
-            if training.step >= step:
-                sys.setprofile(watch)
-            return original(training, *arguments)
-
-        setattr(owner, method, watched)
-    found = experiment().tune(VideoRun("SLA2", 0), Work(planned(PLAN), folder, None))
-    torch.save(found.weights, folder / "weights.pt")
-
-
-def test_fine_tuning_killed_within_each_stage_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    assert run_forked(tuned, whole) == 0
-    kills = (RouterTraining, "advance", 3, 300), (FlowTraining, "report", 4, 100), (FlowTraining, "save", 4, 200)
-    for kill in kills:
-        assert run_forked(tuned, killed, kill) == -signal.SIGKILL, kill
-    assert run_forked(tuned, killed) == 0
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = tuned(whole)
+    for stage in (RouterTraining, FlowTraining):
+        with monkeypatch.context() as patch:
+            stopped(patch, stage, "advance", lambda training: training.step == 3)
+            with pytest.raises(Stopped):
+                tuned(parts)
+    assert_same_bits(tuned(parts), expected)
     names = {path.name for path in whole.glob("*.pt")}
-    assert len(names) == 3
-    for name in names - {"weights.pt"}:
-        assert_same_bits(saved(killed / name), saved(whole / name), name)
-    assert_same_bits(*(torch.load(folder / "weights.pt", weights_only=True) for folder in (killed, whole)))
+    assert len(names) == 2
+    for name in names:
+        assert_same_bits(saved(parts / name), saved(whole / name), name)
 
 
 # On a GPU
