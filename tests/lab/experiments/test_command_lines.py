@@ -2,17 +2,19 @@
 
 import contextlib
 import importlib
+import json
 import os
 import random
+import re
 import resource
 import shlex
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from process_cases import CONTEXT
 
 pytest.importorskip("triton")
 from sage_lab.__main__ import COMMANDS, main, read_options
@@ -151,19 +153,26 @@ def test_how_a_command_ends(capsys):
         def run():
             raise error
 
-        return finish("program", run), capsys.readouterr().err
+        return finish("program", run), capsys.readouterr().err.removeprefix("program: ")
 
     assert finish("program", lambda: None) == 0
     assert finish("program", lambda: 3) == 3
-    assert ends_with(KeyboardInterrupt()) == (INTERRUPTED, "program: interrupted\n")
-    assert ends_with(OSError(28, "No space left", "file")) == (BAD_INPUT, "program: file: No space left\n")
-    assert ends_with(ValueError("n: expected 1, got 2")) == (BAD_INPUT, "program: n: expected 1, got 2\n")
-    assert ends_with(Failed("two\nlines")) == (FAILED, "program: two\nlines\n")
-    assert ends_with(RuntimeError("CUDA out of memory.\n Tried")) == (FAILED, "program: CUDA out of memory.\n")
-    assert ends_with(MemoryError()) == (FAILED, "program: out of memory\n")
+    assert ends_with(KeyboardInterrupt()) == (INTERRUPTED, "interrupted\n")
+    assert ends_with(OSError(28, "No space left", "file")) == (BAD_INPUT, "file: No space left\n")
+    assert ends_with(ValueError("n: expected 1, got 2")) == (BAD_INPUT, "n: expected 1, got 2\n")
+    assert ends_with(Failed("two\nlines")) == (FAILED, "two\nlines\n")
+    assert ends_with(RuntimeError("CUDA out of memory.\n Tried")) == (FAILED, "CUDA out of memory.\n")
+    assert ends_with(MemoryError()) == (FAILED, "out of memory\n")
     for bug in (ValueError("math domain error"), RuntimeError("shape"), KeyError("n"), ZeroDivisionError()):
         with pytest.raises(type(bug)):
             ends_with(bug)
+
+
+def test_info_says_what_this_machine_runs(tmp_path):
+    main(["info", "--json", str(tmp_path / "info.json")])
+    facts = json.loads((tmp_path / "info.json").read_text())
+    assert facts["torch"] == torch.__version__
+    assert re.match("triton|reference, because ", facts["backend chosen by auto"])
 
 
 def wait_until(happens, seconds=60):
@@ -174,25 +183,38 @@ def wait_until(happens, seconds=60):
 
 
 LONG = [*TRAIN, "--tokens", str(32 * 10**6), "--reports", "100000"]
-PROCESS = [sys.executable, "-m", "sage_lab", *LONG]
+
+
+def long_run(folder):
+    """Train for hours in a process of its own, which Ctrl-C reaches as if it were typed."""
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Path("errors").open("w") as file, contextlib.redirect_stderr(file):
+        main(LONG)
+
+
+def parent_of_a_long_run(folder):
+    os.environ[PARENT] = str(os.getpid())
+    if os.fork() == 0:
+        long_run(folder)
+    os.wait()
 
 
 def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
     """Meanwhile no other process gets the same checkpoint; afterwards it goes on."""
-    # Ctrl-C reaches it also where these tests run in the background of a shell, which shuts it out.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = subprocess.Popen(PROCESS, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, inherited)
+    run = CONTEXT.Process(target=long_run, args=(text,))
+    run.start()
     wait_until((text / "run.pt").exists)
     line = f"{PROGRAM} pretrain: path: expected a file that no other process is writing, got run.pt"
     assert status_of(LONG, capsys) == (BAD_INPUT, line)
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == INTERRUPTED
+    os.kill(run.pid, signal.SIGINT)
+    run.join(60)
+    assert run.exitcode == INTERRUPTED
+    errors = (text / "errors").read_text()
     assert errors.splitlines()[-1] == f"{PROGRAM} pretrain: interrupted"
     assert "Traceback" not in errors
     assert torch.load(text / "run.pt", weights_only=True)["step"] > 0
-    assert sorted(path.name for path in text.iterdir()) == ["run.jsonl", "run.pt", "text.txt"]
+    assert sorted(path.name for path in text.iterdir()) == ["errors", "run.jsonl", "run.pt", "text.txt"]
 
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
@@ -212,11 +234,10 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
 
 def test_a_run_ends_with_the_process_that_started_it(text):
     """As those of `pretrain-grid` do, also when that is killed."""
-    parent = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env=os.environ | {%r: str(os.getpid())})"
-    command = [sys.executable, "-c", parent % PARENT, *PROCESS]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        wait_until((text / "run.pt").exists)
-        process.kill()
+    run = CONTEXT.Process(target=parent_of_a_long_run, args=(text,))
+    run.start()
+    wait_until((text / "run.pt").exists)
+    run.kill()
 
     def is_free():
         with contextlib.suppress(ValueError), only_writer(text / "run.pt"):

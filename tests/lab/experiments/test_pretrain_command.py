@@ -1,4 +1,4 @@
-"""`python -m sage_lab pretrain`: options arrive, the record says what ran, a stopped run goes on."""
+"""`python -m sage_lab pretrain`: options arrive, the record says what ran, divergence is a result."""
 
 import math
 
@@ -13,12 +13,10 @@ OPTIONS = (  # noqa: SIM905 (as it is typed)
 ).split()
 
 
-def test_the_command_trains_and_records(text, capsys):
+def test_the_command_trains_and_records(text):
     sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity block --blocks 8x16"
     options = f"{sagebwd} --qk-norm --seed 3 --ds-rounding stochastic --learning-rate 0.004 --warmup 0.25".split()
     main([*OPTIONS, *options, "--snapshots", "2", "5"])
-    printed = capsys.readouterr()
-    assert "8/8" in printed.err
     record = read_record(text / "run.json")
     (row,) = record.rows
     arguments = record.provenance["arguments"]
@@ -32,7 +30,6 @@ def test_the_command_trains_and_records(text, capsys):
     assert expected.items() <= arguments.items()
     assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
     assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
-    assert f"8 steps, 512 tokens, {row['seconds']:.0f} s; validation loss {row['final_val_loss']:.4f}" in printed.out
     assert record.provenance["corpus"]["name"] == "text.txt"
     assert record.provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
     assert record.provenance["traces"] == []
@@ -41,10 +38,7 @@ def test_the_command_trains_and_records(text, capsys):
     assert len(log_rows(text)) == 1 + 8 + 4
 
 
-def test_the_command_ends_well_when_training_diverges(text, monkeypatch, capsys):
+def test_the_command_ends_well_when_training_diverges(text, monkeypatch):
     poisoned(monkeypatch, step=3, loss=math.nan)
     main(OPTIONS)
-    (row,) = read_record(text / "run.json").rows
-    said = f"3 steps, 192 tokens, {row['seconds']:.0f} s; diverged: the loss of step 3 is not finite"
-    assert said in capsys.readouterr().out
-    assert row["diverged"] == "the loss of step 3 is not finite"
+    assert read_record(text / "run.json").rows[0]["diverged"] == "the loss of step 3 is not finite"
