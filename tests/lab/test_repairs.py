@@ -191,6 +191,7 @@ def test_the_tiles_with_the_largest_entries_get_the_second_term_and_a_nan_takes_
     assert torch.equal(largest_tiles(ds, (2, 2), 1), ds != 0)
     assert not largest_tiles(torch.zeros(4, 4), (2, 2), 0.5).any()
     ds = torch.arange(1.0, 65.0).reshape(8, 8)
+    assert largest_tiles(ds, (4, 4), 0.3).sum() == 2 * 16  # 1.2 of four tiles
     ds[0, 0] = math.nan
     chosen = largest_tiles(ds, (4, 4), 1 / 3)
     assert chosen[4:, 4:].all()
@@ -222,3 +223,4 @@ def test_a_rotation_is_its_own_inverse_and_spreads_one_token_over_its_block():
 def test_what_is_no_repair_is_named(options, error, message):
     with pytest.raises(error, match=f"^{message}"):
         RepairedSettings(**options)
+    assert RepairedSettings(block_q=48).block_q == 48  # any size of a block where nothing is rotated

@@ -131,13 +131,8 @@ class Pass:
         """
         import cudnn
 
-        self.cudnn, self.handle, self.scaled, self.heads_last, self.device = (
-            cudnn,
-            _handle(),
-            scaled,
-            heads_last,
-            device,
-        )
+        self.cudnn, self.handle, self.device = cudnn, _handle(), device
+        self.scaled, self.heads_last = scaled, heads_last
         types = dict.fromkeys(("intermediate_data_type", "compute_data_type"), cudnn.data_type.FLOAT)
         self.graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, handle=self.handle, **types)
         self.inputs, self.shapes = {}, returned

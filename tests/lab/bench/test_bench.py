@@ -67,13 +67,14 @@ def bench(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "WARM_UPS", 0)
     monkeypatch.setattr(timing, "ALONE_MS", 0)
     monkeypatch.setattr(timing, "ALONE_REPETITIONS", 1)
-    monkeypatch.setattr(timing.host_microseconds, "__defaults__", (1,))
+    monkeypatch.setattr("sage_lab.bench.case.host_microseconds", lambda call: 250.0)
     monkeypatch.setattr(Case, "repetitions", 1)
     monkeypatch.setattr(Case.__init__, "__defaults__", (torch.float16, "cpu"))
     monkeypatch.setattr(bench_command, "require_gpu", lambda: None)
     monkeypatch.setattr(sparse, "SPARSITIES", (0.5,))
     monkeypatch.setattr(sparse, "MASKS", ("skewed",))
     monkeypatch.setattr(sparse, "peak_memory", lambda step: 1.0)
+    monkeypatch.setattr(sparse, "alone", lambda step: timing.paired({"": step}, 1)[""])
     peers = {"sdpa_flash": Peer(right), "sdpa_cudnn": Peer(wrong), "fa4": Peer(fails_backward)}
     peers["cudnn_fp8"] = Peer(right, "its-package", "no_module_of_this_name")
     for name, peer in (peers | {"flex": Peer(right, sparse=masked)}).items():

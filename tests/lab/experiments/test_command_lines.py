@@ -90,7 +90,7 @@ BAD = {  # the command line: what its one line says
     "video train --start junk": "weights: expected what `python -m sage_lab video train` wrote, got junk",
     "video finetune --start junk": "one of the arguments --all --arms is required",
     "video finetune --start junk --all --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
-    "video sample --start text.txt": "weights: expected what `python -m sage_lab video train` wrote",
+    "video finetune --start text.txt --all": "weights: expected what `python -m sage_lab video train` wrote",
     "pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
     "pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "pretrain-speed --contexts 100": "contexts: expected numbers that divide 32768",

@@ -1,9 +1,8 @@
-"""`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2, judge it, sample from it.
+"""`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2, judge it.
 
 clips      decode real clips into one small file, for machines without a decoder
 train      pre-train with any attention
 finetune   the plan's arms, or some of them, each trained and judged; goes on where it was stopped
-sample     films from noise
 speed      time a training step and sampling with SLA2 and with its competitors, in turn
 """
 
@@ -26,7 +25,6 @@ from sage_lab.command_line import (
     positive_number,
     zero_to_one,
 )
-from sage_lab.experiments.video.pictures import write_film, write_strip
 from sage_lab.experiments.video.plan import PLANS, TRAINED, VideoPlan, facts_of, planned
 from sage_lab.experiments.video.runs import Experiment
 from sage_lab.experiments.video.speed import CONTENDERS, VideoSpeedPlan, length_rows, speed_table, why_missing
@@ -36,17 +34,8 @@ from sage_lab.plan import OutOfTime, Plan, Run, deadline, opened
 from sage_lab.records import Row, provenance, write_record
 from sage_lab.training.loop import train
 from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
-from sage_lab.training.video_flow import (
-    PURPOSES,
-    FlowSettings,
-    FlowTraining,
-    fast_arithmetic,
-    read_weights,
-    sample,
-    started_model,
-    write_weights,
-)
-from sage_lab.training.video_scenes import digit_images, seed_of
+from sage_lab.training.video_flow import FlowSettings, FlowTraining, read_weights, write_weights
+from sage_lab.training.video_scenes import digit_images
 
 # 16,384 tokens; a block of 64 is a cube of 4 x 4 x 4.
 MODEL = VideoDiTConfig(frames=16, size=128, patch=4, cube=(4, 4, 4), layers=6, width=384, heads=3)
@@ -141,18 +130,12 @@ def pretrain(options: argparse.Namespace) -> None:
     names = {field.name for field in fields(VideoDiTConfig)}
     config = VideoDiTConfig(**{name: value for name, value in given.items() if name in names})
     weights, _, before = read_weights(options.start) if options.start else (None, None, None)
+    alike = ("steps", "learning_rate", "seed", "average", "autocast", "compile")
     settings = FlowSettings(
-        steps=options.steps,
-        batch_size=options.batch,
-        micro_batch_size=options.micro_batch,
-        learning_rate=options.learning_rate,
-        warmup_steps=round(options.warmup * options.steps),
-        report_every=-(-options.steps // options.reports),
-        seed=options.seed,
-        average=options.average,
-        autocast=options.autocast,
-        compile=options.compile,
-    )
+        batch_size=options.batch, micro_batch_size=options.micro_batch,
+        warmup_steps=round(options.warmup * options.steps), report_every=-(-options.steps // options.reports),
+        **{name: given[name] for name in alike},
+    )  # fmt: skip
     training = FlowTraining(config, settings, digit_images(), options.device, start=weights)
     log = options.checkpoint.with_suffix(".jsonl")
     with suppress(OutOfTime):
@@ -225,37 +208,6 @@ def finetune(options: argparse.Namespace) -> None:
         print(f"\n{len(left)} runs are left, first {left[0].name}: the same command goes on")
 
 
-# sample
-
-
-def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    add_start_option(parser, required=True)
-    parser.add_argument("--count", type=positive, default=1, help="films")
-    add_numbers(parser, PLANS["gpu"], "sampling_steps")
-    parser.add_argument("--seed", type=from_zero, default=0)
-    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--out", type=Path, default=Path("runs/video/films"), metavar="FOLDER")
-    add_device_option(parser)
-
-
-def sample_films(options: argparse.Namespace) -> None:
-    """Write films from noise."""
-    weights, config, _ = read_weights(options.start)
-    device = torch.device(options.device)
-    model = started_model(config, weights).to(device)
-    generator = torch.Generator(device).manual_seed(seed_of((PURPOSES.index("sample"), options.seed)))
-    shape = (options.count, 3, config.frames, config.size, config.size)
-    noise = torch.randn(shape, generator=generator, device=device)
-    with fast_arithmetic(device, options.autocast):
-        films = torch.cat([sample(model, x, options.sampling_steps) for x in noise.split(8)]).clamp(-1, 1)
-    write_if_asked(options, [{"films": len(films), "steps": options.sampling_steps, "seed": options.seed}])
-    for number, film in enumerate(films):
-        path = options.out / f"film{number}.gif"
-        write_film(path, film)
-        write_strip(path.with_suffix(".png"), film)
-        print(path)
-
-
 # speed
 
 
@@ -312,6 +264,5 @@ ACTIONS = {
     "clips": (add_clips_options, decode_clips),
     "train": (add_train_options, pretrain),
     "finetune": (add_finetune_options, finetune),
-    "sample": (add_sample_options, sample_films),
     "speed": (add_speed_options, time_attentions),
 }
