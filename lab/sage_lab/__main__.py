@@ -9,7 +9,7 @@ from sage_lab.command_line import Parser, add_json_option, end_with_parent, fini
 
 
 class Command(NamedTuple):
-    """A module with NAME_command(options) and perhaps add_options(parser), imported only when its command is called."""
+    """A module with NAME_command(options) and perhaps add_options(parser), imported when its command is called."""
 
     module: str
     description: str
@@ -17,56 +17,48 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command(
-        "sage_lab.bench.bench_command", "time the public function and its peers in turn; goes on where it was stopped"
+        "bench.bench_command", "time the public function and its peers in turn; goes on where it was stopped"
     ),
-    "accuracy": Command("sage_lab.bench.accuracy", "compare the kernels with the reference on this GPU"),
-    "profile": Command("sage_lab.bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
-    "compile": Command("sage_lab.bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
-    "instructions": Command("sage_lab.bench.instructions", "count what the loop of every level executes"),
+    "accuracy": Command("bench.accuracy", "compare the kernels with the reference on this GPU"),
+    "profile": Command("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
+    "compile": Command("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
+    "instructions": Command("bench.instructions", "count what the loop of every level executes"),
     "choose": Command(
-        "sage_lab.bench.choose", "choose launch settings for GPUs that needn't be there, by compiling all candidates"
+        "bench.choose", "choose launch settings for GPUs that needn't be there, by compiling all candidates"
     ),
-    "predict": Command("sage_lab.bench.predict", "predict what INT8 attention brings on a GPU that needn't be there"),
-    "hub": Command("sage_lab.hub", "write the kernels in the layout of Hugging Face's kernel hub"),
-    "info": Command(
-        "sage_lab.experiments.info", "this machine, the versions, and the backend that 'auto' would choose"
-    ),
-    "table1": Command("sage_lab.experiments.table1", "the paper's Table 1, swept over what it leaves open"),
-    "table2": Command("sage_lab.experiments.table2", "the paper's Table 2 on captured activations"),
-    "repair": Command(
-        "sage_lab.experiments.repair", "what each remedy does to the errors of dS, dQ and dK, and what it costs"
-    ),
+    "predict": Command("bench.predict", "predict what INT8 attention brings on a GPU that needn't be there"),
+    "hub": Command("hub", "write the kernels in the layout of Hugging Face's kernel hub"),
+    "info": Command("experiments.info", "this machine, the versions, and the backend that 'auto' would choose"),
+    "table1": Command("experiments.table1", "the paper's Table 1, swept over what it leaves open"),
+    "table2": Command("experiments.table2", "the paper's Table 2 on captured activations"),
+    "repair": Command("experiments.repair", "what each remedy does to the errors of dS, dQ and dK, and what it costs"),
     "full-batch": Command(
-        "sage_lab.experiments.full_batch", "train without batch noise: does SageBwd fall behind, and do remedies help?"
+        "experiments.full_batch", "train without batch noise: does SageBwd fall behind, and do remedies help?"
     ),
     "drop-in": Command(
-        "sage_lab.experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"
+        "experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"
     ),
-    "pretrain": Command("sage_lab.experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
-    "pretrain-grid": Command("sage_lab.experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
-    "pretrain-speed": Command(
-        "sage_lab.experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"
-    ),
+    "pretrain": Command("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
+    "pretrain-grid": Command("experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
+    "pretrain-speed": Command("experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"),
     "context-parallel": Command(
-        "sage_lab.experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"
+        "experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"
     ),
-    "noise": Command(
-        "sage_lab.experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"
-    ),
-    "capture": Command("sage_lab.experiments.capture", "save what enters the attention of a pre-trained model"),
+    "noise": Command("experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"),
+    "capture": Command("experiments.capture", "save what enters the attention of a pre-trained model"),
     "capture-video": Command(
-        "sage_lab.experiments.capture_video",
+        "experiments.capture_video",
         "train a small video diffusion transformer and save what enters its attention",
     ),
     "video": Command(
-        "sage_lab.experiments.video.command",
+        "experiments.video.command",
         "pre-train a video model, fine-tune it with SLA2 beside every ablation, sample from it and judge it",
     ),
     "quantization-aware": Command(
-        "sage_lab.experiments.quantization_aware", "quantise after fine-tuning or during it, for one SLA2 layer"
+        "experiments.quantization_aware", "quantise after fine-tuning or during it, for one SLA2 layer"
     ),
     "train-router": Command(
-        "sage_lab.experiments.router_fit",
+        "experiments.router_fit",
         "fit SLA2's router and alpha to full attention, and compare with SLA and the best mask",
     ),
 }
@@ -91,7 +83,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     for name, (module, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
         if arguments[:1] == [name]:
-            chosen = importlib.import_module(module)
+            chosen = importlib.import_module(f"sage_lab.{module}")
             getattr(chosen, "add_options", lambda parser: None)(command)
             command.set_defaults(run=getattr(chosen, f"{name.replace('-', '_')}_command"))
         add_json_option(command)

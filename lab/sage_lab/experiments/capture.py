@@ -31,9 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def capture_command(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
-    model, arguments = load_model(options.checkpoint, options.device)
-    if arguments["corpus_sha256"] != corpus.sha256:
-        raise ValueError(f"corpus: expected that of {options.checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
+    model, arguments = load_model(options.checkpoint, options.device, corpus)
     for name, count in (("layers", model.config.layers), ("heads", model.config.heads)):
         if max(getattr(options, name) or [0]) >= count:
             raise ValueError(f"{name}: expected numbers from 0 to {count - 1}, got {getattr(options, name)}")

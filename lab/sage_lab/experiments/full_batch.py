@@ -38,8 +38,9 @@ from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table
 from sage_lab.repairs import REMEDIES, UNBIASED
-from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining
+from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, is_simulated
 from sage_lab.training.loop import train
+from sage_lab.training.pretrain import attention_facts
 
 
 class Arm(NamedTuple):
@@ -270,18 +271,13 @@ def tokens_at_bias(curve: Sequence[Sequence[float | None]]) -> float | None:
 def result_row(run: FullBatchRun, training: FullBatchTraining) -> Row:
     """Return a run's row. tokens_at_bias_here: where the noise of batches from this corpus reaches the bias."""
     config, curve, tokens = training.config, training.curve, training.settings.sequences * training.config.context
-    is_exact = config.attention == "exact"
     last = None if training.diverged else training.losses[-1]
     at_bias = tokens_at_bias(curve)
     return {
         **run.facts,
-        "attention": config.attention,
-        "backend": None if is_exact else config.backend,
-        "compiled": training.settings.compile and config.backend == "reference" and not is_exact,
+        **attention_facts(config),
+        "compiled": training.settings.compile and is_simulated(config),
         "attention_in_bfloat16": training.settings.attention_in_bfloat16,
-        "smoothing": None if is_exact else "k" if config.smooth_k else "none",
-        "remedy": None if is_exact else config.remedy,
-        **{name: None if is_exact else getattr(config, name) for name in ("granularity", "block_q", "block_kv")},
         "parameters": sum(x.numel() for x in training.model.parameters()),
         "steps": training.step,
         "final_loss": last and last["exact_loss"],

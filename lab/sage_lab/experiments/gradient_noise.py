@@ -12,6 +12,7 @@ is computed in float32, so that what differs is the attention alone; only the va
 """
 
 import argparse
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -208,12 +209,8 @@ def with_totals(moments: dict[str, Moments]) -> dict[str, Moments]:
     for group, found in moments.items():
         for total in dict.fromkeys((group, group.split(",")[0], WHOLE)):
             totals.setdefault(total, []).append(found)
-    return {group: _sum_of(parts) for group, parts in totals.items()}
-
-
-def _sum_of(parts: Sequence[Moments]) -> Moments:
-    squares, errors, traces = zip(*parts, strict=True)
-    return Moments(sum(squares), math.hypot(*errors), sum(traces))
+    columns = {group: list(zip(*parts, strict=True)) for group, parts in totals.items()}
+    return {group: Moments(sum(x), math.hypot(*errors), sum(z)) for group, (x, errors, z) in columns.items()}
 
 
 def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: int) -> Row:
@@ -238,33 +235,17 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
     }
 
 
-def noise_of_checkpoints(
-    checkpoints: Sequence[Path], corpus: Corpus, settings: NoiseSettings, parts: FinishedParts, device: str
-) -> list[Row]:
-    """Measure every checkpoint; its rows also have its step, its training and the shape of its model.
+def checkpoint_rows(checkpoint: Path, corpus: Corpus, settings: NoiseSettings, device: str) -> list[Row]:
+    """Return `gradient_noise` of a checkpoint; its rows also have its step, its training and the shape of its model.
 
-    Raises ValueError if a checkpoint was trained on another corpus.
+    Raises ValueError if the checkpoint was trained on another corpus.
     """
-    train_corpus, _ = corpus.split(VALIDATION_SHARE)
-    rows = []
-    for checkpoint in checkpoints:
-        model, arguments = load_model(checkpoint, device)
-        if arguments["corpus_sha256"] != corpus.sha256:
-            wanted = f"{checkpoint}'s, sha256 {arguments['corpus_sha256']}"
-            raise ValueError(f"corpus: expected {wanted}, got {corpus.name}, sha256 {corpus.sha256}")
-
-        measure = partial(_checkpoint_rows, model, arguments, train_corpus, settings)
-        rows += parts.rows(f"{checkpoint} {arguments}", measure)
-    return rows
-
-
-def _checkpoint_rows(
-    model: Llama, arguments: dict[str, Any], train_corpus: Corpus, settings: NoiseSettings
-) -> list[Row]:
-    of_run, of_model = ("step", "qk_norm", "attention", "seed"), ("layers", "width", "heads")
-    facts = {key: arguments[key] for key in of_run + of_model}
+    model, arguments = load_model(checkpoint, device, corpus)
+    names = ("step", "qk_norm", "attention", "seed", "layers", "width", "heads")
+    facts = {name: arguments[name] for name in names}
     facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     facts["tokens_per_step"] = arguments["batch_size"] * arguments["context"]
+    train_corpus, _ = corpus.split(VALIDATION_SHARE)
     return [facts | row for row in gradient_noise(model, train_corpus, settings)]
 
 
@@ -295,7 +276,10 @@ def noise_command(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
     parts = FinishedParts(options.json or Path("runs/noise.json"), (options.checkpoints, settings, options.device))
     with only_writer(parts.path):
-        rows = noise_of_checkpoints(options.checkpoints, corpus, settings, parts, options.device)
+        rows = []
+        for path in options.checkpoints:
+            name = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()} {corpus.sha256}"
+            rows += parts.rows(name, partial(checkpoint_rows, path, corpus, settings, options.device))
     print(noise_table(rows))
     if options.json:
         facts = {"corpus": corpus.facts, "settings": asdict(settings)}

@@ -251,19 +251,14 @@ def measured_on(records: Collection[Record]) -> dict[str, Any]:
     return found | {"date": max(record.provenance["date"] for record in records)}
 
 
-def grid_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return header and lines: mean final loss over seeds, and their range, for every kind of run."""
+def grid_table(rows: Sequence[Row]) -> str:
+    """Return a table with the final losses of every kind of run, its seeds in one line."""
     names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "remedy", "learning_rate")
-    found: dict[tuple, list[Row]] = {}
+    found: dict[tuple, list[str]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    lines = []
-    for kind, runs in found.items():
-        losses = [row["final_val_loss"] for row in runs if not row["diverged"]]
-        mean = f"{sum(losses) / len(losses):.4f}" if losses else "-"
-        spread = f"{max(losses) - min(losses):.4f}" if len(losses) > 1 else "-"
-        lines.append((*("" if x is None else x for x in kind), len(runs), mean, spread, len(runs) - len(losses)))
-    return (*names, "runs", "final validation loss", "range", "diverged"), lines
+        loss = "diverged" if row["diverged"] else f"{row['final_val_loss']:.4f}"
+        found.setdefault(tuple(row.get(name) for name in names), []).append(loss)
+    return markdown_table((*names, "final validation losses"), [(*kind, " ".join(x)) for kind, x in found.items()])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -308,7 +303,7 @@ def report(options: argparse.Namespace, plan: GridPlan, work: Work) -> None:
         raise ValueError(f"folder: expected one where the learning rates have been chosen, got {work.folder}")
     rates = chosen_rates(plan, [records[cell].rows[0] for cell in searched])
     rows, unfinished = work.rows, [cell.name for cell in work.left]
-    print(markdown_table(*grid_table(rows)))
+    print(grid_table(rows))
     if unfinished:
         print(f"unfinished: {', '.join(unfinished)}")
     facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": unfinished}

@@ -42,12 +42,8 @@ class Corpus:
     @property
     def facts(self) -> dict[str, Any]:
         """The corpus as a record describes it."""
-        return {
-            "name": self.name,
-            "tokens": len(self.tokens),
-            "sha256": self.sha256,
-            "vocabulary": self.vocab_size,
-        }
+        sizes = {"tokens": len(self.tokens), "sha256": self.sha256, "vocabulary": self.vocab_size}
+        return {"name": self.name} | sizes
 
     def split(self, validation_fraction: float = 0.1) -> tuple["Corpus", "Corpus"]:
         """Return (train, validation); validation is the tail, so that no training sequence overlaps it."""
@@ -85,7 +81,8 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
         return _binary_corpus(path)
     files = [path]
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
+        parts_of = lambda file: file.relative_to(path).parts  # noqa: E731
+        files = [x for x in path.rglob("*") if x.is_file() and not any(part[0] == "." for part in parts_of(x))]
     if binaries := [file.name for file in files if file.suffix == ".bin"]:
         raise ValueError(f"path: expected text files, found {binaries[0]} in {path}; give a .bin file by its own path")
     return _text_corpus(path.resolve().name, sorted(files, key=lambda file: file.relative_to(path).as_posix()))
@@ -134,7 +131,3 @@ def _binary_corpus(path: Path) -> Corpus:
         raise ValueError(f"path: expected uint16 tokens, two bytes each, found {size} bytes in {path}")
     tokens = torch.from_file(str(path), dtype=torch.uint16, size=size // 2)
     return Corpus(path.name, tokens, int(tokens.numpy().max()) + 1)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

@@ -29,16 +29,8 @@ from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 
 # Columns of a curve: what each report says.
 CURVE = (
-    "step",
-    "train_loss",
-    "exact_loss",
-    "validation_loss",
-    "gradient_norm",
-    "gradient_error",
-    "score_gradient_error",
-    "value_offset",
-    "bias_square",
-    "noise_trace",
+    *("step", "train_loss", "exact_loss", "validation_loss", "gradient_norm", "gradient_error"),
+    *("score_gradient_error", "value_offset", "bias_square", "noise_trace"),
 )
 
 
@@ -228,11 +220,16 @@ class FullBatchTraining(ResumableTraining):
         return [[row.get(name) for name in CURVE] for row in self.losses]
 
 
+def is_simulated(config: LlamaConfig) -> bool:
+    """Return whether SageBwd is computed by the reference, which torch.compile can make faster."""
+    return config.attention == "sagebwd" and config.backend == "reference"
+
+
 def build_of(config: LlamaConfig, settings: FullBatchSettings) -> Callable[[], Llama]:
     def build() -> Llama:
         model = Llama(config)
         for block in model.blocks:
-            if settings.compile and config.attention == "sagebwd" and config.backend == "reference":
+            if settings.compile and is_simulated(config):
                 block.attention.core.compile(dynamic=False)
             if settings.attention_in_bfloat16:
                 block.attention.core = InBfloat16(block.attention.core)

@@ -118,21 +118,22 @@ class Pretraining(ResumableTraining):
         self.traces = state["traces"]
 
 
+def attention_facts(config: LlamaConfig) -> Row:
+    """Return the columns that say which attention a model has; those of SageBwd alone are None for exact attention."""
+    smoothing = "".join(name for name, on in (("q", config.smooth_q), ("k", config.smooth_k)) if on) or "none"
+    names = ("attention", "backend", "qk_norm", "smoothing")
+    names += ("granularity", "block_q", "block_kv", "ds_rounding", "remedy")
+    facts = {name: smoothing if name == "smoothing" else getattr(config, name) for name in names}
+    if config.attention == "exact":
+        facts |= {name: None for name in names if name not in ("attention", "qk_norm")}
+    return facts
+
+
 def result_row(training: Pretraining) -> Row:
     """Return a run's row in a record. curve: [tokens, validation loss] at every report."""
-    config, settings = training.config, training.settings
-    is_exact = config.attention == "exact"
-    smoothing = "".join(name for name, on in (("q", config.smooth_q), ("k", config.smooth_k)) if on) or "none"
+    settings = training.settings
     return {
-        "attention": config.attention,
-        "backend": None if is_exact else config.backend,
-        "qk_norm": config.qk_norm,
-        "smoothing": None if is_exact else smoothing,
-        "granularity": None if is_exact else config.granularity,
-        "block_q": None if is_exact else config.block_q,
-        "block_kv": None if is_exact else config.block_kv,
-        "ds_rounding": None if is_exact else config.ds_rounding,
-        "remedy": None if is_exact else config.remedy,
+        **attention_facts(training.config),
         "tokens_per_step": training.tokens_per_step,
         "learning_rate": settings.learning_rate,
         "seed": settings.seed,
@@ -146,16 +147,20 @@ def result_row(training: Pretraining) -> Row:
     }
 
 
-def load_model(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Llama, dict[str, Any]]:
+def load_model(
+    checkpoint: Path, device: torch.device | str = "cpu", corpus: Corpus | None = None
+) -> tuple[Llama, dict[str, Any]]:
     """Return the model that `pretrain` saved, and the arguments of its run.
 
-    Raises ValueError if the file is not a checkpoint of a language model.
+    Raises ValueError if the file is not a checkpoint of a language model, or of one trained on another corpus.
     """
     state = read_checkpoint(checkpoint)
     arguments = state["arguments"]
     names = {field.name for field in fields(LlamaConfig)}
     if "vocab_size" not in arguments:
         raise ValueError(f"checkpoint: expected one of `python -m sage_lab pretrain`, {checkpoint} has another model")
+    if corpus and arguments["corpus_sha256"] != corpus.sha256:
+        raise ValueError(f"corpus: expected that of {checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
     # A choice that an older checkpoint doesn't know, or left open as None, is the default.
     model = Llama(LlamaConfig(**{k: x for k, x in arguments.items() if k in names and x is not None}))
     model.load_state_dict(state["model"])

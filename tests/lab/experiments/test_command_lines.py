@@ -98,7 +98,7 @@ BAD = {  # the command line: what its one line says
     "context-parallel --causal": "attentions: expected none that isn't causal with --causal, got sla2",
     "noise junk --corpus text.txt": "checkpoint: expected one that a run saved, whole, got junk",
     "noise cut.pt --corpus text.txt": "checkpoint: expected one that a run saved, whole, got cut.pt",
-    "noise run.pt --corpus junk": "corpus: expected run.pt's, sha256",
+    "noise run.pt --corpus junk": "corpus: expected that of run.pt, got junk, sha256",
     "capture run.pt --corpus text.txt --layers 3": "layers: expected numbers from 0 to 2, got [3]",
     "capture run.pt --corpus text.txt --layers 0 --heads 4": "heads: expected numbers from 0 to 3, got [4]",
     "capture run.pt --corpus text.txt --layers 0 --context 17": "tokens: expected at most 16 per sequence",
@@ -300,7 +300,7 @@ def random_line(generator):
     """A command line with one or two odd options, some with too few or too many values."""
     line = generator.choice(list(WORK)).split()
     options, parser = [], Parser()
-    getattr(importlib.import_module(COMMANDS[line[0]].module), "add_options", lambda parser: None)(parser)
+    getattr(importlib.import_module(f"sage_lab.{COMMANDS[line[0]].module}"), "add_options", lambda parser: None)(parser)
     names = {action.option_strings[-1] for action in parser._actions if action.option_strings} | {"--json"}
     names = sorted(names - {"--compile", "--help"})
     for name in generator.sample(names, k=min(len(names), generator.choice((1, 1, 2)))):
