@@ -32,7 +32,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from sage_lab.command_line import Failed
-from sage_lab.records import Row, markdown_table, only_writer, provenance, read_json, replaced, write_record
+from sage_lab.records import Row, only_writer, provenance, read_json, replaced, write_record
 
 COMMITS = "commits"  # among the finished parts: not of a run, but of all of them
 
@@ -83,12 +83,10 @@ class Plan:
 
     stages: each one a list of runs, or a function that chooses them from the rows of all runs of the stages before it.
     A stage begins when the runs of the stages before it are finished.
-    seconds: predicts what a run takes.
     """
 
     name: str
     stages: Sequence[Stage]
-    seconds: Callable[[Run], float] | None = None
 
     def known(self, finished: Finished) -> list[Run]:
         """Return every run that is known to be needed. Raises ValueError if two of them have the same name."""
@@ -101,16 +99,6 @@ class Plan:
                 if runs.setdefault(run.name, run) != run:
                     raise ValueError(f"runs: expected a different name for each, got {run.name} twice")
         return list(runs.values())
-
-    def table(self, finished: Finished = {}) -> str:  # noqa: B006 (nobody writes to it)
-        """Return the known runs with their predicted seconds, and the minutes from the start to the end of each."""
-        lines, total = [], 0.0
-        for number, run in enumerate(self.known(finished), start=1):
-            seconds = self.seconds(run) if self.seconds else math.nan
-            total += seconds
-            state = "done" if run in finished else ""
-            lines.append((number, run.name, f"{seconds:.0f}", f"{total / 60:.1f}", state))
-        return markdown_table(("", "run", "seconds", "minutes so far", ""), lines)
 
 
 class FinishedParts:

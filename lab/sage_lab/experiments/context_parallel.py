@@ -42,7 +42,6 @@ MEMORY_SHARE = 0.9  # of a device that a pass may need, by what a shorter one ne
 BLOCK = 128  # tokens that share a scale: shards of whole ones, which the ring quantises as one device does
 # Bytes grow no faster than this power of N: SLA2's block mask has an entry per 128 queries and 64 keys.
 GROWTH = {"exact": 1, "sagebwd": 1, "sagebwd_ring": 1, "sla2": 2}
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,8 @@ def measured(plan: ParallelPlan, world: Processes, done: Mapping[str, list[Row]]
         left = [one for one, reason in reasons.items() if reason is None]
         found = _rows(left, n, plan, world, is_first=not rows) if left else []
         rows += found
-        yield Measured(n, found, [f"{_name(one)}: {reason}" for one, reason in reasons.items() if reason])
-
-
-def _name(one: Pass) -> str:
-    size = one.members.size
-    return f"{ATTENTIONS[one.attention]} on {size} device{'s' * (size > 1)}"
+        names = {one: f"{ATTENTIONS[one.attention]} on {one.members.size} device(s)" for one in passes}
+        yield Measured(n, found, [f"{names[one]}: {reason}" for one, reason in reasons.items() if reason])
 
 
 def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: Sequence[Row]) -> str | None:
@@ -255,26 +250,14 @@ def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, .
         peak = row["peak_bytes"]
         power = 1 / GROWTH[row["attention"]]
         fits = f"{row['n'] * (MEMORY_SHARE * memory / peak) ** power:,.0f}" if memory and peak else ""
-        cells = f"{row['ms_median']:,.1f}", ratio, f"{peak / GIB:.1f}" if peak else "", fits, _agreement(row)
+        agreement = ""
+        if "same_bits" in row:
+            error = max(row[f"rel_l2_{name}"] for name in TENSORS)
+            agreement = "same bits" if row["same_bits"] else f"rel. L2 {error:.1e}"
+        cells = f"{row['ms_median']:,.1f}", ratio, f"{peak / 2**30:.1f}" if peak else "", fits, agreement
         lines.append((f"{row['n']:,}", ATTENTIONS[row["attention"]], row["devices"], *cells))
-    return (
-        "N",
-        "attention",
-        "devices",
-        "ms",
-        "times one device",
-        "GiB each",
-        "fits up to",
-        "against one device",
-    ), lines
-
-
-def _agreement(row: Row) -> str:
-    if "same_bits" not in row:
-        return ""
-    if row["same_bits"]:
-        return "same bits"
-    return f"rel. L2 {max(row[f'rel_l2_{name}'] for name in TENSORS):.1e}"
+    compared = ("times one device", "GiB each", "fits up to", "against one device")
+    return ("N", "attention", "devices", "ms", *compared), lines
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

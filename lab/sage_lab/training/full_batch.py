@@ -112,14 +112,11 @@ class FullBatchTraining(ResumableTraining):
 
     def accumulate_gradients(self) -> Tensor:
         loss = super().accumulate_gradients()
-        if self.settings.random_error:
-            self.add_random_errors()
+        if share := self.settings.random_error:
+            for weight in self.model.parameters():
+                noise = torch.randn_like(weight)
+                weight.grad += noise * (share * weight.grad.norm() / noise.norm())
         return loss
-
-    def add_random_errors(self) -> None:
-        for weight in self.model.parameters():
-            noise = torch.randn_like(weight)
-            weight.grad += noise * (self.settings.random_error * weight.grad.norm() / noise.norm())
 
     def chosen(self) -> Tensor | slice:
         """Return the places of the sequences that step `self.step` sees."""

@@ -54,7 +54,7 @@ def test_every_attention_runs_on_one_device_and_on_two_and_an_interrupted_measur
     assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_lab context-par")
     assert record.provenance["plan"]["lengths"] == [256, 512]
     assert printed.count("N = 256: 7 passes measured") == printed.count("N = 512: 7 passes measured") == 1
-    assert "  not SageBwd, ring on 1 device: one device needs no ring" in printed
+    assert "  not SageBwd, ring on 1 device(s): one device needs no ring" in printed
 
 
 def test_the_shortest_sequences_agree_with_one_device(measured):
