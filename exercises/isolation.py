@@ -34,6 +34,8 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/
 # The server becomes a submission's user, ends its processes and removes its files.
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER")
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
+ENVIRONMENT = {"LANG": "C.UTF-8", "USER": "submission", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT |= {"PYTHONDONTWRITEBYTECODE": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}  # or macOS can't fork
 TEXT_LIMIT = 300  # characters of an error that are shown
 PRINTED_LIMIT = 4000  # characters kept of what it prints
 ANSWER_LEAST, ANSWER_FACTOR = 2**18, 8  # bytes that an answer may have: this, and so many times what was sent
@@ -41,18 +43,19 @@ SERVER_SECONDS, SERVER_END_SECONDS = 300, 20  # to import torch on a slow disk; 
 OPEN = "Without bubblewrap (bwrap): your files and the network are open to what is graded here; grade only your own."
 
 
+# Of each process; memory in bytes beyond what importing torch takes.
+RESOURCES = {"RLIMIT_CPU": 120, "RLIMIT_DATA": 2 * 2**30, "RLIMIT_AS": 2 * 2**30, "RLIMIT_FSIZE": 16 * 2**20}
+RESOURCES |= {"RLIMIT_NOFILE": 128, "RLIMIT_NPROC": 16, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0}
+
+
 class Limits(NamedTuple):
     """What one submission may use in one exercise."""
 
     call_seconds: float = 20.0
     exercise_seconds: float = 120.0
-    cpu_seconds: int = 120
-    memory: int = 2 * 2**30  # bytes of one process, beyond what importing torch takes
-    total_memory: int = 4 * 2**30  # bytes of the server and all processes, where a cgroup can be made
-    file_size: int = 16 * 2**20
-    disk: int = 64 * 2**20  # bytes of all its files
-    processes: int = 16
-    open_files: int = 128
+    resources: dict[str, int] = RESOURCES
+    memory: int = 4 * 2**30  # bytes of the server and all processes, where a cgroup can be made
+    disk: int = 64 * 2**20  # bytes of files
 
 
 DEFAULT_LIMITS = Limits()
@@ -65,8 +68,8 @@ class SandboxError(Exception):
 class ChildError(Exception):
     """The submission crashed, hung or answered nonsense. str(): with its own words, which may quote its inputs.
 
-    shown: the same without a word of the submission. fatal: its process can't be called again. raised: the type and
-    the text of an exception that it raised.
+    shown: the same without a word of the submission. fatal: its process can't be called again. raised: the exception
+    that it raised.
     """
 
     def __init__(self, shown: str, detail: str | None = None, fatal: bool = False, raised: str = ""):
@@ -79,48 +82,37 @@ def have_walls() -> bool:
     """Return whether bubblewrap can put up its walls here, with a filter of system calls inside."""
     if sys.platform != "linux" or torch.cuda.is_available() or not seccomp_program(platform.machine()):
         return False
-    program = shutil.which("bwrap")
-    if not program:
-        return False
-    done = subprocess.run([*bubblewrap(2**20), "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return done.returncode == 0
+    return shutil.which("bwrap") is not None and not subprocess.call(
+        [*bubblewrap(2**20, {}), "true"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
-def bubblewrap(disk: int, files: dict[str, int] | None = None) -> list[str]:
+def bubblewrap(disk: int, files: dict[str, int]) -> list[str]:
     """Return the command that runs another one inside walls.
 
-    Inside are the system's programs, this Python and small folders in memory. Masters, seeds, other submissions, the
-    network and everybody else's processes are not there, and what is left behind ends with the command.
-
-    Args:
-        disk: Bytes that /tmp and /dev/shm may have.
-        files: Descriptors whose content is shown as these files.
+    Inside are the system's programs, this Python, `files` with what these descriptors hold, and /tmp and /dev/shm of
+    `disk` bytes each. What is left behind ends with the command.
     """
     command = ["bwrap", "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
-    command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
+    command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
     if os.getuid() == 0:  # the child becomes another user, and makes its namespace of users itself
-        for capability in CAPABILITIES:
-            command += ["--cap-add", f"CAP_{capability}"]
+        command += [word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
     else:
         command += ["--unshare-user"]
-    command += ["--proc", "/proc", "--dev", "/dev"]
-    python = [sys.prefix, sys.base_prefix, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
-    python.append(os.path.dirname(os.path.realpath(sys.executable)))
+    python = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    python |= {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     shown = [path for path in SYSTEM if os.path.exists(path) and not os.path.islink(path)]
-    for path in sorted(set(python), key=len):
-        if os.path.isdir(path) and path != "/" and not any(Path(path).is_relative_to(above) for above in shown):
+    for path in sorted(python - {"/"}, key=len):
+        if os.path.isdir(path) and not any(Path(path).is_relative_to(above) for above in shown):
             shown.append(path)
     # bubblewrap would close the folders above to all but root.
-    for path in sorted({above for x in (*shown, *(files or ())) for above in Path(x).parents} - {Path("/")}):
+    for path in sorted({above for x in (*shown, *files) for above in Path(x).parents} - {Path("/")}):
         command += ["--perms", "0755", "--dir", str(path)]
-    for path in SYSTEM:
-        if os.path.islink(path):
-            command += ["--symlink", os.readlink(path), path]
-    for path in shown:
-        command += ["--ro-bind", path, path]
+    command += [word for x in SYSTEM if os.path.islink(x) for word in ("--symlink", os.readlink(x), x)]
+    command += [word for path in shown for word in ("--ro-bind", path, path)]
     for folder in ("/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
-    for path, descriptor in (files or {}).items():
+    for path, descriptor in files.items():
         command += ["--perms", "0444", "--ro-bind-data", str(descriptor), path]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
@@ -149,11 +141,10 @@ class Sandbox:
         self.close()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         on_gpu = torch.cuda.is_available()
-        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "USER": "submission"}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}  # macOS refuses to fork otherwise
-        environment |= {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ and on_gpu}
-        environment |= {} if on_gpu else {"TRITON_INTERPRET": "1"}
+        environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
+        environment |= (
+            {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ} if on_gpu else {"TRITON_INTERPRET": "1"}
+        )
         with contextlib.ExitStack() as opened:
             opened.enter_context(theirs)
             command, descriptors, folder = [], [theirs.fileno()], str(Path(__file__).parent)
@@ -175,7 +166,7 @@ class Sandbox:
                 start_new_session=True,
             )
         self.ready = False
-        self.group = memory_group(self.server.pid, self.limits) if self.walls else None
+        self.group = memory_group(self.server.pid, self.limits.memory) if self.walls else None
 
     def start(self, source: bytes) -> "Child":
         """Return a fresh child that will import `source` as exercise.py."""
@@ -199,11 +190,10 @@ class Sandbox:
         with contextlib.suppress(ProcessLookupError):
             if self.walls:
                 os.killpg(server.pid, signal.SIGKILL)  # its namespaces end with it
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout=SERVER_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        server.kill()
+        server.wait()
         self.log.close()
         if self.group is not None:
             with contextlib.suppress(OSError):
@@ -211,23 +201,22 @@ class Sandbox:
                 self.group.rmdir()
 
 
-def memory_group(process: int, limits: Limits) -> Path | None:
-    """Put a process into a cgroup that limits the memory of all its children together; None where none can be made."""
+def memory_group(process: int, most: int) -> Path | None:
+    """Put a process into a cgroup in which all its children have `most` bytes; None where none can be made."""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0" or controllers == "memory":
-            root = Path("/sys/fs/cgroup", controllers)
-            group = root / path.lstrip("/") / f"grading-{process}"
-            with contextlib.suppress(OSError):
-                group.mkdir()
-                try:
-                    limit = "memory.max" if number == "0" else "memory.limit_in_bytes"
-                    (group / limit).write_text(str(limits.total_memory), encoding="utf-8")
-                    (group / "cgroup.procs").write_text(str(process), encoding="utf-8")
-                except OSError:
-                    group.rmdir()
-                    raise
+        if number != "0" and controllers != "memory":
+            continue
+        group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"), f"grading-{process}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                limit = "memory.max" if number == "0" else "memory.limit_in_bytes"
+                (group / limit).write_text(str(most), encoding="utf-8")
+                (group / "cgroup.procs").write_text(str(process), encoding="utf-8")
                 return group
+            except OSError:
+                group.rmdir()
     return None
 
 
@@ -239,17 +228,9 @@ class Child:
         self.output = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
         self.stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.status, self.ended = None, False
-        memory = ["RLIMIT_DATA"] if torch.cuda.is_available() else ["RLIMIT_DATA", "RLIMIT_AS"]  # CUDA maps terabytes
-        resources = {
-            **dict.fromkeys(memory, self.limits.memory),
-            "RLIMIT_CPU": self.limits.cpu_seconds,
-            "RLIMIT_FSIZE": self.limits.file_size,
-            "RLIMIT_NOFILE": self.limits.open_files,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MSGQUEUE": 0,
-        }
-        if sandbox.walls:  # elsewhere it would count the user's other processes, too
-            resources["RLIMIT_NPROC"] = self.limits.processes
+        # CUDA maps terabytes; without walls the user's other processes would be counted, too.
+        counted = {"RLIMIT_AS": not torch.cuda.is_available(), "RLIMIT_NPROC": sandbox.walls}
+        resources = {name: most for name, most in self.limits.resources.items() if counted.get(name, True)}
         deadline = time.monotonic() + SERVER_SECONDS
         try:
             with theirs:
@@ -264,16 +245,9 @@ class Child:
             raise SandboxError(f"the process of a submission didn't start: {printed}") from error
 
     def call(self, call: Call, *, device: str = "cpu", deadline: float = float("inf"), correct: Any = None) -> dict:
-        """Return what the submission's process says of a call, as `worker.perform` does.
+        """Return what the submission's process says of a call, as `perform` does; ChildError if nothing usable comes.
 
-        Args:
-            call: The function and its arguments.
-            device: Where its tensors are.
-            deadline: When the exercise's time is up.
-            correct: Names and source of functions that take the place of the submission's.
-
-        Raises:
-            ChildError: Nothing usable comes.
+        correct: names and source of functions that take the place of the submission's.
         """
         number, tensors = next(self.numbers), []
         content = {
@@ -357,7 +331,5 @@ def _epitaph(code):
         return f"ended its process (exit status {code}) instead of returning"
     if code == -signal.SIGXCPU:
         return "used too much processor time"
-    try:
-        return f"crashed ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"crashed (signal {-code})"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"crashed ({name})"

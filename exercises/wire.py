@@ -4,6 +4,7 @@ One message is two lengths (32 and 64 bit), a JSON object and the tensors' bytes
 code of its sender. Both sides load this file by its path, so it imports nothing of the package.
 """
 
+import contextlib
 import json
 import math
 import select
@@ -87,17 +88,10 @@ def pack(content: dict[str, Any], tensors: list[Tensor], limit: int = MESSAGE_LI
 def read(
     stream: socket.socket, deadline: float = math.inf, ended: Any = None, limit: int = MESSAGE_LIMIT // 2
 ) -> tuple[dict, list[Tensor]]:
-    """Return the next message: its content and its tensors.
+    """Return the next message: its content and at most `limit` bytes of tensors. WireError if it is none.
 
-    Args:
-        stream: Where it comes from.
-        deadline: When to raise TimeoutError, by time.monotonic.
-        ended: A socket that becomes readable when the sender has ended, although another process holds the stream open.
-        limit: Bytes of its tensors.
-
-    Raises:
-        EOFError: The sender is gone.
-        WireError: It is no message.
+    TimeoutError at `deadline`, by time.monotonic; EOFError if the sender is gone: then `ended` can be read, even if
+    another process holds the stream open.
     """
     text_size, block_size = LENGTHS.unpack(_read_exactly(stream, LENGTHS.size, deadline, ended))
     if text_size > JSON_LIMIT or block_size > limit:
@@ -133,35 +127,25 @@ def parse(text: bytes, block: bytes, limit: int = MESSAGE_LIMIT // 2) -> tuple[d
 
 def write(stream: socket.socket, message: bytes, deadline: float = math.inf) -> None:
     """Send a message; TimeoutError if the reader doesn't read it, BrokenPipeError if it is gone."""
-    view = memoryview(message)
-    while view:
-        _wait([], [stream], deadline)
-        view = view[stream.send(view[: 2**16], socket.MSG_DONTWAIT) :]
+    stream.settimeout(None if deadline == math.inf else max(0.01, deadline - time.monotonic()))
+    stream.sendall(message)
 
 
 def _read_exactly(stream, size, deadline, ended):
-    parts = []
-    while size:
-        readable = _wait([stream, *([] if ended is None else [ended])], [], deadline)
-        if stream not in readable:
-            raise EOFError  # the sender ended and left nothing here
-        try:
-            part = stream.recv(min(size, 2**20))
-        except ConnectionError:
-            part = b""
+    data = b""
+    while len(data) < size:
+        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([stream] if ended is None else [stream, ended], [], [], timeout)
+        if not readable:
+            raise TimeoutError
+        part = b""
+        if stream in readable:  # else the sender ended and left nothing here
+            with contextlib.suppress(ConnectionError):
+                part = stream.recv(min(size - len(data), 2**20))
         if not part:
             raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def _wait(readers, writers, deadline):
-    timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-    readable, writable, _ = select.select(readers, writers, [], timeout)
-    if not readable and not writable:
-        raise TimeoutError
-    return readable
+        data += part
+    return data
 
 
 def _plain(tensor):

@@ -4,7 +4,7 @@ import pytest
 
 from exercises.answers import Exercise
 from exercises.grading import Sandboxes, grade
-from exercises.isolation import Limits
+from exercises.isolation import RESOURCES, Limits
 from exercises.task import Call, Task
 
 SEEDS = (0, "hidden")
@@ -19,7 +19,7 @@ def sandboxes():
 @pytest.fixture(scope="session")
 def quick():
     """Sandboxes that wait for a second."""
-    with Sandboxes(Limits(call_seconds=1, cpu_seconds=3)) as sandboxes:
+    with Sandboxes(Limits(call_seconds=1, resources=RESOURCES | {"RLIMIT_CPU": 3})) as sandboxes:
         yield sandboxes
 
 

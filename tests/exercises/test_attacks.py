@@ -15,7 +15,7 @@ import torch
 from exercises import ROOT, wire
 from exercises.answers import Exercise
 from exercises.grading import Sandboxes, grade
-from exercises.isolation import Limits, Sandbox, have_walls
+from exercises.isolation import RESOURCES, Limits, Sandbox, have_walls
 from exercises.task import Call
 
 behind_walls = pytest.mark.skipif(not have_walls(), reason="bubblewrap can't put up its walls here")
@@ -399,7 +399,7 @@ def test_lower_hard_limits_are_kept(graded):
     if hard < 200:
         pytest.skip("the limit is as low already")
     place = Sandbox(walls=have_walls())
-    place.limits = place.limits._replace(open_files=2 * hard, file_size=2**50)
+    place.limits = Limits(resources=RESOURCES | {"RLIMIT_NOFILE": 2 * hard, "RLIMIT_FSIZE": 2**50})
     with place:
         child = place.start(b"import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n")
         assert child.call(Call("f", ()))["result"] == hard

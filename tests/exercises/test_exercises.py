@@ -304,7 +304,7 @@ def test_error_of_the_master_is_not_the_students(graded):
 
 
 def test_submission_that_never_started_is_the_sandboxes_fault(graded, sandboxes, monkeypatch):
-    monkeypatch.setattr(sandboxes.of("visible"), "limits", sandboxes.limits._replace(cpu_seconds="many"))
+    monkeypatch.setattr(sandboxes.of("visible"), "limits", sandboxes.limits._replace(resources={"RLIMIT_CPU": "many"}))
     with pytest.raises(SandboxError, match="TypeError"):
         graded("def f(x): return x")
 
