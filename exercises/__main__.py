@@ -147,8 +147,7 @@ def finish(run: Callable[[], int]) -> int:
     def end(number, frame):
         raise SystemExit(128 + number)  # what was started is ended on the way out
 
-    for name in ("SIGTERM", "SIGHUP"):
-        signal.signal(getattr(signal, name), end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     os.umask(os.umask(0o022) & 0o077)  # what the command makes, it must be able to use
     try:
         status = run()
@@ -167,6 +166,9 @@ def finish(run: Callable[[], int]) -> int:
         if ": expected " not in str(error):
             raise
         line, status = str(error), BAD_INPUT
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if line:
         print(f"python -m exercises: {line}", file=sys.stderr)
     return status

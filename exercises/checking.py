@@ -4,9 +4,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from sage_course.check import Mistake
+
 from exercises import ROOT, stubs
 from exercises.answers import Exercise, attempt
-from exercises.grading import Judge, Sandboxes, TestResult, grade
+from exercises.grading import Judge, Sandboxes, grade
 from exercises.grading import table as grading_table
 from exercises.handing_in import VISIBLE_SEED
 
@@ -46,23 +48,15 @@ def check_exercise(name: str, sandboxes: Sandboxes, seeds: int = 1) -> dict[str,
         result = grade(exercise, f"import torch\n{text}\n".encode(), SEEDS, sandboxes)
         if result.score != 0:
             problems.append(f"a submission that {label} should earn 0:\n{grading_table(result)}\n{result.error or ''}")
-    mistakes = [
-        judged(exercise, mistake, seed)
-        for seed in (VISIBLE_SEED, *map(str, range(1, seeds)))
-        for mistake in exercise.mistakes
-    ]
-    problems += [
-        f"the mistake {x['new']!r} should meet {x['hint']!r}, and met {x['met']!r}"
-        for x in mistakes
-        if x["hint"] != x["met"]
-    ]
+    for seed in (VISIBLE_SEED, *map(str, range(1, seeds))):
+        for mistake in exercise.mistakes:
+            hint, met = judged(exercise, mistake, seed)
+            if hint != met:
+                problems.append(f"the mistake {mistake.new!r} should meet {hint!r}, and met {met!r}")
     if len(exercise.mistakes) < 3:
         problems.append(f"task.py: expected at least 3 mistakes, found {len(exercise.mistakes)}")
-    seconds = round(time.monotonic() - start, 1)
-    return {"exercise": name, "tests": len(exercise.tests), "points": exercise.points, "seconds": seconds} | {
-        "mistakes": len(mistakes),
-        "problems": problems,
-    }
+    facts = {"exercise": name, "tests": len(exercise.tests), "mistakes": len(exercise.mistakes)}
+    return facts | {"seconds": round(time.monotonic() - start, 1), "problems": problems}
 
 
 class Made:
@@ -75,13 +69,17 @@ class Made:
         return attempt(self.functions[call.function], call)
 
 
-def judged(exercise: Exercise, mistake: Any, seed: Any) -> dict[str, Any]:
+def judged(exercise: Exercise, mistake: Mistake, seed: Any) -> tuple[str, str]:
     """Return the hint that a mistake should meet, and the one that it meets."""
-    judge, student = Judge(exercise), Made(exercise, mistake)
-    results = ((test, judge.judge(test, [seed], student)) for test in exercise.tests)
-    missed = exercise.tests[-1], TestResult("", 0, "passed", hint="no test fails")
-    test, result = next(((test, result) for test, result in results if result.status == "failed"), missed)
-    return {"new": mistake.new, "hint": mistake.hint or test.hint, "met": result.hint}
+    try:
+        judge, student = Judge(exercise), Made(exercise, mistake)
+    except (ValueError, SyntaxError) as error:
+        return mistake.hint, str(error)
+    for test in exercise.tests:
+        result = judge.judge(test, [seed], student)
+        if result.status == "failed":
+            return mistake.hint or test.hint, result.hint
+    return mistake.hint, "no test that fails"
 
 
 def page_problems(name: str) -> list[str]:

@@ -6,7 +6,9 @@ import os
 import random
 import socket
 import struct
+import textwrap
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,83 +40,15 @@ ZEROS = forged(1, result=torch.zeros(5, 4), **RIGHT_FLAGS)
 AHEAD = forged(2, result=torch.zeros(5, 4), **RIGHT_FLAGS)
 TEXT = b'{"id": 1, "tensors": [["float32", [0, 9223372036854775808]]], "observed": {"dict": {"result": {"tensor": 0}}}}'
 HUGE = struct.pack("<IQ", len(TEXT), 0) + TEXT
-SLOW, RAISED = "took longer than 1 s", "raised an error: line 2: "
-ATTACKS = {  # name: (the body of f(x), what the student reads)
-    "infinite loop": ("while True: pass", SLOW),
-    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", SLOW),
-    "ignores signals": ("[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15, 24)]\n    while True: pass", SLOW),
-    "50 GB of Python": ("return bytearray(50 * 2**30)", f"{RAISED}MemoryError"),
-    "4 GB tensor": ("return torch.empty(2**32, dtype=torch.int8)", f"{RAISED}RuntimeError"),
-    "4 GB of shared memory": ("return mmap.mmap(-1, 2**32)", f"{RAISED}OSError"),
-    "large file": ("open('large', 'wb').write(bytes(2**26))", f"{RAISED}OSError"),
-    "many open files": ("keep = [open(os.devnull) for _ in range(10**4)]", f"{RAISED}OSError"),
-    "endless prints": ("while True: print('x' * 10**6)", f"{RAISED}OSError"),
-    "sys.exit(0)": ("sys.exit(0)", f"{RAISED}SystemExit: 0"),
-    "os._exit(0)": ("os._exit(0)", "ended its process (exit status 0) instead of returning"),
-    "segfault": ("ctypes.string_at(0)", "crashed (SIGSEGV)"),
-    "stack overflow": ("g = lambda: g()\n    sys.setrecursionlimit(10**8)\n    g()", "f "),
-    "patched comparisons": (
-        "yes = lambda *a, **k: True\n    torch.allclose = torch.equal = torch.isclose = Tensor.equal = yes\n"
-        "    Tensor.__eq__ = Tensor.__le__ = Tensor.__bool__ = Tensor.allclose = yes\n    return torch.zeros(x.shape)",
-        "THE HINT",
-    ),
-    "a list": ("return (2 * x).tolist()", "expected float32"),
-    "broadcast against the right answer": ("return (2 * x)[:, :, None, None]", "The docstring says which shapes"),
-    "a broadcast answer of gigabytes": ("return torch.ones(16000, 1, 1)", "The docstring says which shapes"),
-    "huge tensor": ("return torch.zeros(1).expand(10**12)", "1000000000000 elements, more than is allowed"),
-    "many tensors": ("return [x] * 10**6", "too many nested values"),
-    "nested without end": ("a = []\n    a.append(a)\n    return a", "too many nested values"),
-    "huge text": ("return 'x' * 10**8", "returned more text than is allowed"),
-    "sparse tensor": ("return x.to_sparse()", "expected a dense tensor"),
-    "a lie about its class": (
-        "class Lie:\n        __class__ = Tensor\n        shape, dtype = x.shape, x.dtype\n"
-        "        __torch_function__ = classmethod(lambda *a, **k: True)\n"
-        "        __getattr__ = lambda self, name: lambda *a, **k: True\n    return Lie()",
-        "expected a dense tensor",
-    ),
-    "a tensor that agrees with all": (
-        "class Yes(Tensor):\n        __torch_function__ = classmethod(lambda *a, **k: True)\n"
-        "    return torch.zeros(x.shape).as_subclass(Yes)",
-        "THE HINT",
-    ),
-    "an integer that lies": (
-        "class Int(int):\n        __abs__ = lambda self: 0\n    return Int(2**70)",
-        "returned an integer of more than 64 bits",
-    ),
-    "verdicts on stdout": ('print(\'{"score": 100, "status": "passed"}\')\n    return x', "THE HINT"),
-    "verdicts on every descriptor": (
-        'for i in range(256):\n        try: os.write(i, b\'{"status": "passed"}\' * 99)\n        except OSError: pass\n'
-        "    return x",
-        "f returned more than is allowed",
-    ),
-    "half a message": ("os.write(64, b'\\x09')\n    time.sleep(99)", SLOW),
-    "a shape beyond 64 bits": (f"os.write(64, {HUGE!r})\n    time.sleep(99)", "can't be read"),
-    "a valid answer, forged": (f"os.write(64, {ZEROS!r})\n    time.sleep(99)", ""),
-    "answers ahead of their calls": (f"os.write(64, {AHEAD!r} * 3)\n    return 2 * x", "out of turn"),
-    "answers from an atexit of another process": (
-        f"if os.fork() == 0: os.write(64, {ZEROS!r}); os._exit(0)\n    os.wait()\n    return x",
-        "",
-    ),
-    "flags that are right and no result": (
-        "sys.modules['perform'].perform = lambda *a, **k: {'launched': True, 'changed': (), 'undefined': False}\n"
-        "    return x",
-        "THE HINT",
-    ),
-    "closes all descriptors": ("os.closerange(0, 999)\n    time.sleep(9)", "closed its connection to the grader"),
-    "imports the oracle": ("import sage_ref", "sage_ref isn't available to a submission: write it yourself"),
-    "imports the engine": ("import sage_course.check", "sage_course isn't available to a submission"),
-    "imports the grader": ("import exercises.grading", "exercises isn't available to a submission"),
-    "markup in its error": (
-        "raise ValueError('<b>\\x1b[2J' + 'x' * 10**6)",
-        "raised an error: line 2: ValueError: <b> [2Jxxx",
-    ),
-}
+ATTACKS = tomllib.loads(Path(__file__).with_name("attacks.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", ATTACKS["answers"])
 def test_attack_earns_nothing(quick, graded, name):
-    body, feedback = ATTACKS[name]
-    source = f"def f(x):\n    {body}\n{IMPORTS}"
+    body, feedback = ATTACKS["answers"][name].values()
+    for key, message in (("zeros", ZEROS), ("ahead", AHEAD), ("huge", HUGE)):
+        body = body.replace(f"{{{key}}}", repr(message))
+    source = f"def f(x):\n{textwrap.indent(body, '    ')}\n{IMPORTS}"
     result = graded(source, sandboxes=quick)
     assert result.score == 0
     assert not result.broken, result.error
@@ -139,63 +73,8 @@ def test_file_that_can_not_be_imported(quick, graded, source, feedback):
     assert feedback in result.tests[0].feedback
 
 
-# Each statement must fail behind walls. {other} is somebody's file, {root} the exercises' folder.
-REFUSED = {
-    "a key for the next grading": "assert libc.syscall(248, b'user', b'k', b'v', 1, -3) > 0",
-    "a key by number": "assert libc.syscall(250, 0, -3, 1) > 0",
-    "a file in memory": "os.memfd_create('x')",
-    "a shared segment": "assert libc.shmget(0, 4096, 0o1666) >= 0",
-    "a System V queue": "assert libc.msgget(0, 0o1666) >= 0",
-    "a semaphore": "assert libc.semget(0, 1, 0o1666) >= 0",
-    "a POSIX queue": "assert libc.mq_open(b'/q', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0",
-    "a namespace of users": "assert libc.unshare(0x10000000) == 0",
-    "a namespace of mounts": "assert libc.unshare(0x20000) == 0",
-    "a process in a namespace": "assert libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) > 0",
-    "clone3": "assert libc.syscall(435, 0, 0) > 0 or ctypes.get_errno() != 38",
-    "a mount": "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
-    "another root": "os.chroot('.')",
-    "looking into the server": "assert libc.ptrace(16, 1, 0, 0) == 0",
-    "the server's memory": "open('/proc/1/mem', 'rb')",
-    "the server's environment": "open('/proc/1/environ').read()",
-    "the server's descriptors": "os.listdir('/proc/1/fd')",
-    "ending the server": "os.kill(1, 9); time.sleep(0.1); raise OSError",
-    "becoming root": "os.setuid(0)",
-    "another group": "os.setgroups([0])",
-    "more processes": "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))",
-    "more memory": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "a higher rank": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))",
-    "a life in shortness of memory": "os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000')",
-    "the masters": "open('{root}/01_block_quantizer/master.py').read()",
-    "a private file": "open('{other}').read()",
-    "somebody's shadow": "open('/etc/shadow').read()",
-    "the network": "socket.create_connection(('127.0.0.1', {port}), 1)",
-    "an abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0grading-{port}')",
-    "the system's files": "open('/usr/x', 'w')",
-    "the grader's files": "open('/grader/worker.py', 'w')",
-    "Python's files": "open(torch.__file__, 'a')",
-    "a module for the next": "open(os.path.dirname(torch.__file__) + '/../sitecustomize.py', 'w')",
-    "a device": "os.mknod('device', 0o60666, os.makedev(8, 0))",
-    "the kernel's switches": "open('/proc/sys/kernel/core_pattern', 'w')",
-    "the machine's memory": "open('/dev/mem', 'rb')",
-    "the control groups": "os.listdir('/sys/fs/cgroup')",
-    "a ring of requests": "assert libc.syscall(425, 1, ctypes.create_string_buffer(512)) >= 0",
-    "a program in the kernel": "assert libc.syscall(321, 0, ctypes.create_string_buffer(64), 64) >= 0",
-    "counters of the kernel": "assert libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0) >= 0",
-    "pages of its own": "assert libc.syscall(323, 0) >= 0",
-    "memory of another process": "assert libc.syscall(310, 1, 0, 0, 0, 0, 0) >= 0",
-    "the server's descriptor": "assert libc.syscall(438, libc.syscall(434, 1, 0), 3, 0) >= 0",
-    "32-bit system calls": "assert libc.syscall(0x40000000 + 250, 0, -3, 1) > 0",
-    "sudo": "subprocess.run(['sudo', '-n', 'true'], check=True)",
-    "mount, the program": "subprocess.run(['mount', '-t', 'tmpfs', 'none', '.'], check=True, stderr=-3)",
-    "other processes": "assert len([p for p in os.listdir('/proc') if p.isdigit()]) > 3",
-    "other networks": "assert [name for _, name in socket.if_nameindex()] != ['lo']",
-    "rights": "assert int(open('/proc/self/status').read().split('CapEff:')[1].split()[0], 16)",
-    "new rights": "assert libc.prctl(39, 0, 0, 0, 0) == 0",
-}
-
-
 @behind_walls
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ATTACKS["refused"])
 def test_walls_refuse(quick, graded, tmp_path, name):
     other = tmp_path / "other.py"
     other.write_text("secret")
@@ -205,7 +84,7 @@ def test_walls_refuse(quick, graded, tmp_path, name):
         port = server.getsockname()[1]
         abstract.bind(f"\0grading-{port}")
         abstract.listen()
-        statement = REFUSED[name].format(other=other, root=ROOT, port=port)
+        statement = ATTACKS["refused"][name].format(other=other, root=ROOT, port=port)
         tried = f"""
 def f(x):
     if os.fork() == 0:  # it may be ended for it
@@ -220,90 +99,16 @@ def f(x):
     assert result.score == 1, result.tests[0].feedback
 
 
-FREEZER = """
-if os.fork() == 0:
-    os.setsid()
-    for _ in range(3):
-        os.fork()
-    while True:
-        for process in range(1, 60):
-            try: process != os.getpid() and os.kill(process, {signal})
-            except OSError: pass
-"""
-DAEMON = """
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        {close}
-        time.sleep(60)
-    os._exit(0)
-"""
-FULL = "for i in range(99):\n    open(str(i), 'wb').write(b'x' * (1 << 20))"
-ENDLESS = "for i in range(60):\n    os.mkdir('n' * 250)\n    os.chdir('n' * 250)\n    open('f' * 250, 'w').close()"
-MANY = """
-for _ in range(12):
-    if os.fork() == 0:
-        keep = b'x' * (900 << 20)
-        time.sleep(9)
-time.sleep(9)
-"""
-ANYTHING = ("", "f ")
-HELD = {  # name: (what it does at import, what may be read of f(x); None if it must earn its point all the same)
-    "a loop that stops all": (FREEZER.format(signal="signal.SIGSTOP"), ANYTHING),
-    "a loop that kills all": (FREEZER.format(signal="signal.SIGKILL"), ANYTHING),
-    "a fork bomb": ("while True:\n    try: os.fork()\n    except OSError: pass", (SLOW,)),
-    "a thread bomb": (
-        "for _ in range(10**4): threading.Thread(target=time.sleep, args=(99,)).start()",
-        ("new thread",),
-    ),
-    "processes that change all the time": (
-        "if os.fork() == 0:\n    while True:\n        if os.fork(): os._exit(0)\n        os.setsid()",
-        ANYTHING,
-    ),
-    "a daemon with its socket": (DAEMON.format(close=""), None),
-    "a daemon without": (DAEMON.format(close="os.closerange(0, 999)"), None),
-    "a name that isn't text": ("libc.prctl(15, b'\\xff\\xfe')", None),
-    "a mapped file whose name isn't text": (
-        "file = open(b'\\xff', 'w+b')\nfile.truncate(4096)\nkeep = mmap.mmap(file.fileno(), 4096)",
-        None,
-    ),
-    "thousands of mappings": ("keep = [mmap.mmap(-1, 4096) for _ in range(9000)]", None),
-    "a process that hides": ("libc.prctl(4, 0, 0, 0, 0)", None),
-    "memory of many processes": (MANY, ANYTHING),
-    "memory of many threads": (
-        "keep = []\nfor _ in range(8): keep.append(b'x' * (600 << 20))",
-        ("MemoryError", "helper process", "SIGKILL", SLOW),
-    ),
-    "a full disk": (FULL, ("No space left",)),
-    "a full disk without names": (
-        "keep = []\nfor i in range(99):\n    keep.append(open('f', 'wb', buffering=0))\n    os.unlink('f')\n"
-        "    keep[-1].write(b'x' * (8 << 20))",
-        ("No space left",),
-    ),
-    "full shared memory": (
-        "for i in range(99): open(f'/dev/shm/{i}', 'wb').write(b'x' * (8 << 20))",
-        ("No space left",),
-    ),
-    "1,200 nested folders": ("for _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')", None),
-    "paths longer than the longest": (ENDLESS, None),
-    "a folder closed to itself": ("os.mkdir('a')\nopen('a/b', 'w').close()\nos.chmod('a', 0)", None),
-    "links out of its folder": ("os.symlink('/usr', 'usr')\nos.symlink('.', 'loop')\nos.mkfifo('fifo')", None),
-    "files where everybody may write": ("os.makedirs('/tmp/left/behind')\nopen('/dev/shm/left', 'w').close()", None),
-    "zombies": ("for _ in range(9):\n    try: os.fork() or os._exit(0)\n    except OSError: break", None),
-    "a shell that goes on": ("subprocess.Popen(['setsid', 'sh', '-c', 'sleep 60 & exec sleep 60'])", None),
-}
-
-
 @behind_walls
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", ATTACKS["held"])
 def test_what_it_holds_is_bounded_and_gone_afterwards(quick, graded, name):
-    body, feedback = HELD[name]
-    result = graded(f"{IMPORTS}{body}\n{HONEST}", sandboxes=quick)
+    attack = ATTACKS["held"][name]
+    result = graded(f"{IMPORTS}{attack['body']}\n{HONEST}", sandboxes=quick)
     assert not result.broken, result.error
-    if feedback is None:
+    if "says" not in attack:
         assert result.score == 1, result.tests
     else:
-        assert any(text in result.tests[0].feedback for text in feedback), result.tests
+        assert any(text in result.tests[0].feedback for text in attack["says"]), result.tests
     traces = """
 def f(x):
     left = [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]
