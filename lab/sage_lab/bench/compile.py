@@ -13,9 +13,7 @@ The record has a digest of each kernel as Triton's front end writes it, which ta
 whose digest differs from the record are compiled; `--all` compiles all.
 
 For 8.9, only what `sagebwd_attention` and SLA2 run by themselves is compiled: 8.9 takes the launches of 8.6, and the
-machine code for both has the same instructions in the same order, apart from the spelling of one conversion. For 8.0,
-8.6 and 8.9 Triton writes the same program, so cases that differ in nothing else are compiled once and assembled for
-each.
+machine code for both has the same instructions in the same order, apart from the spelling of one conversion.
 """
 
 import argparse
@@ -27,7 +25,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -68,7 +66,6 @@ from sage_ref.sla2.router import Routing
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> [spills, digest]
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-SAME_PTX = (80, 86, 89)  # compute capabilities for which Triton writes the same PTX, but for the name of its target
 # SLA2's programs that hardly depend on the head size.
 SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")
 # SageBwd's programs before the forward pass, before the backward pass and after it. "rotary_": with a prologue.
@@ -125,14 +122,12 @@ def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
     """Yield the programs before and after SageBwd's last levels, for the head size that takes more registers."""
     for capability in capabilities:
         if capability not in SAME_CODE:
-            last = {levels: compiled_levels(levels, capability)[-1] for levels in (FORWARD_LEVELS, BACKWARD_LEVELS)}
-            for kernel in BEFORE_FORWARD:
-                yield Case(kernel, last[FORWARD_LEVELS], capability, 128, True)
-            yield Case("prepare_backward", last[BACKWARD_LEVELS], capability, 128, True)
-            for level in compiled_levels(BACKWARD_LEVELS, capability):
-                if BACKWARD_LEVELS[level].hopper is level5:
-                    yield Case("finish", level, capability, 128, True)
-            yield Case("rotate_back", last[BACKWARD_LEVELS], capability, 128, True)
+            *_, forward = compiled_levels(FORWARD_LEVELS, capability)
+            *_, backward = levels = compiled_levels(BACKWARD_LEVELS, capability)
+            known = [*((kernel, forward) for kernel in BEFORE_FORWARD), ("prepare_backward", backward)]
+            known += [("finish", level) for level in levels if BACKWARD_LEVELS[level].hopper is level5]
+            for kernel, level in (*known, ("rotate_back", backward)):
+                yield Case(kernel, level, capability, 128, True)
 
 
 def unbiased_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
@@ -366,48 +361,24 @@ def digest(case: Case) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def compile_case(case: Case) -> Compiled:
-    """Return what the compiler made of one kernel, launched as `ladder` would launch it on that GPU."""
-    return compile_kernel(case)[1]
-
-
 def compile_kernel(case: Case) -> tuple[Any, Compiled]:
     """Return Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
         knobs.nvidia.dump_ptxas_log = True
         kernel = compiled_kernel(case)
-    compiled = compiled_from(kernel, kernel.asm["cubin"], log.getvalue())
-    return kernel, compiled._replace(conflicts=tuple(sorted(set(found))))
-
-
-def compile_same(cases: Sequence[Case]) -> list[Compiled]:
-    """Return `compile_case` of each, for cases for which Triton writes the same PTX: it does so for the first."""
-    kernel, first = compile_kernel(cases[0])
-    return [first, *(compiled_from(kernel, *assembled(kernel.asm["ptx"], case)) for case in cases[1:])]
-
-
-def assembled(ptx: str, case: Case) -> tuple[bytes, str]:
-    """Return (cubin, what the assembler says) of PTX that was written for a different one of SAME_PTX."""
-    backend = CUDABackend(GPUTarget("cuda", case.capability, 32))
-    options = backend.parse_options(dict(source_of(case).options))
-    ptx = re.sub(r"^\.target sm_\d+", f".target sm_{case.capability}", ptx, flags=re.MULTILINE)
-    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
-        knobs.nvidia.dump_ptxas_log = True
-        cubin = backend.make_cubin(ptx, {}, options, case.capability)
-    return cubin, log.getvalue()
-
-
-def compiled_from(kernel, cubin: bytes, said: str) -> Compiled:
-    """Return what Triton's compiled kernel is like, with this machine code, of which the assembler said this."""
-    return Compiled(
-        registers=int(re.search(r"Used (\d+) registers", said)[1]),
-        spills=local_memory_instructions(cubin),
+    return kernel, Compiled(
+        registers=int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
+        spills=local_memory_instructions(kernel.asm["cubin"]),
         shared=kernel.metadata.shared,
         int8_instructions=count_int8(kernel.asm["ptx"]),
         float16_instructions=count_float16(kernel.asm["ptx"]),
-        serialized=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),  # C7510, C7514 and their like
-        conflicts=(),
+        serialized=tuple(sorted(set(re.findall(r"\bC75\d\d\b", log.getvalue())))),  # C7510, C7514 and their like
+        conflicts=tuple(sorted(set(found))),
     )
+
+
+def compile_case(case: Case) -> Compiled:
+    return compile_kernel(case)[1]
 
 
 def count_int8(ptx: str) -> int:
@@ -444,24 +415,6 @@ def machine_code(kernel) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def same_ptx(wanted: Iterable[Case]) -> list[list[Case]]:
-    """Return all of `wanted`, those together for which Triton writes the same PTX."""
-    groups = {}
-    for case in wanted:
-        source = source_of(case)
-        family = SAME_PTX if case.capability in SAME_PTX else case.capability
-        groups.setdefault((family, source.program, repr(source[1:])), []).append(case)
-    return list(groups.values())
-
-
-def compile_all(wanted: Iterable[Case], workers: int) -> Iterator[tuple[Case, Compiled]]:
-    """Compile in parallel processes; cases that share their PTX come together."""
-    groups = same_ptx(wanted)
-    with ProcessPoolExecutor(workers) as pool:
-        for cases, compiled in zip(groups, pool.map(compile_same, groups), strict=True):
-            yield from zip(cases, compiled, strict=True)
-
-
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
     """Return what is wrong with a compiled kernel, or None."""
     promised = promise(case)
@@ -487,15 +440,25 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 # The command
 
 
-def read_compiled() -> dict[str, tuple[int, str | None]]:
-    """Return (spills, digest) by name; nothing of a record that cannot be read, so that everything is compiled."""
+class Known(NamedTuple):
+    """A kernel's entry in the record."""
+
+    spills: int  # at most
+    digest: str | None
+
+
+UNKNOWN = Known(0, None)
+
+
+def read_compiled() -> dict[str, Known]:
+    """Return the record, by name; nothing of one that cannot be read, so that everything is compiled."""
     try:
-        return {name: (int(spills), str(seen)) for name, (spills, seen) in json.loads(RECORD.read_text()).items()}
+        return {name: Known(int(spills), str(seen)) for name, (spills, seen) in json.loads(RECORD.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def write_compiled(known: dict[str, tuple[int, str | None]]) -> None:
+def write_compiled(known: dict[str, Known]) -> None:
     """Write the record, one line a kernel."""
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
     with replaced(RECORD) as temporary:
@@ -520,21 +483,19 @@ def compile_command(options: argparse.Namespace) -> None:
     if not wanted:
         raise ValueError(f"only: expected a part of a name such as {named(every[0])!r}, got {options.only!r}")
     recorded = read_compiled()
+    rows, complaints = [], []
     with ProcessPoolExecutor(options.workers) as pool:
         digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
-    asked = [x for x in wanted if options.all or recorded.get(named(x), (0, None))[1] != digests[x]]
-    rows, complaints = [], []
-    for case, compiled in compile_all(asked, options.workers):
-        name = named(case)
-        wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, (0, None))[0])
-        rows.append({"kernel": name} | compiled._asdict())
-        print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
-        if wrong:
-            complaints.append(f"{name}: {wrong}")
-        else:
-            recorded[name] = compiled.spills, digests[case]
-    names = [*map(named, wanted)]
-    rows.sort(key=lambda row: names.index(row["kernel"]))
+        asked = [x for x in wanted if options.all or recorded.get(named(x), UNKNOWN).digest != digests[x]]
+        for case, compiled in zip(asked, pool.map(compile_case, asked), strict=True):
+            name = named(case)
+            wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, UNKNOWN).spills)
+            rows.append({"kernel": name} | compiled._asdict())
+            print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
+            if wrong:
+                complaints.append(f"{name}: {wrong}")
+            else:
+                recorded[name] = Known(compiled.spills, digests[case])
     if rows:
         print(markdown_table(rows[0], [row.values() for row in rows]))
     if options.json:
