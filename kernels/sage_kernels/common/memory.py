@@ -6,10 +6,18 @@ what a model's projections give after a transpose.
 
 from torch import Tensor
 
+from sage_kernels.common.tiles import Strided
+
 
 def last_axis_contiguous(x: Tensor) -> Tensor:
     """x itself, or a copy if a token's D numbers don't lie side by side, as every kernel expects them to."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strided(x: Tensor) -> Strided:
+    """Return x [B, H, N, D] with its strides, as one argument of a program."""
+    stride_b, stride_h, stride_n, _ = x.stride()
+    return Strided(x, stride_b, stride_h, stride_n)
 
 
 def is_heads_last(x: Tensor) -> bool:

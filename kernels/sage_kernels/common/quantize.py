@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import last_axis_contiguous
-from sage_kernels.common.tiles import Operand, group_columns, load_tokens, low_byte
+from sage_kernels.common.memory import last_axis_contiguous, strided
+from sage_kernels.common.tiles import Operand, group_columns, head_of, load_tokens, low_byte
 
 SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values; of SLA2's keys and values 64
 
@@ -102,11 +102,9 @@ def quantize_tile(x, out, block, n_padded, factor, DP: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def load_block(
-    x_ptr, stride_b, stride_h, stride_n, batch, h, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One block of tokens of a 16-bit or float32 tensor [B, H, N, D], as float32 [BLOCK, DP]; zeros past its ends."""
-    x = Operand(x_ptr + batch * stride_b + h * stride_h, stride_n)
+def load_block(x, batch, h, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """Load a block of tokens of a `Strided` tensor as float32 [BLOCK, DP], with zeros past its ends."""
+    x = Operand(head_of(x, batch, h), x.stride_n)
     return load_tokens(x, block * BLOCK + tl.arange(0, BLOCK), n, D, DP, True).to(tl.float32)
 
 
@@ -119,12 +117,12 @@ def without_mean(x, mean_ptr, is_token, feature, is_feature):
 
 @triton.jit(do_not_specialize=["n"])
 def quantize_program(
-    x_ptr, x_stride_b, x_stride_h, x_stride_n, mean_ptr, values_ptr, transposed_ptr, scale_ptr,
-    heads, n, n_padded, factor, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+    x_strided, mean_ptr, values_ptr, transposed_ptr, scale_ptr, heads, n, n_padded, factor,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of BLOCK tokens of one head. A pointer that is None: nothing to subtract, or to write."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    x = load_block(x_ptr, x_stride_b, x_stride_h, x_stride_n, head // heads, head % heads, block, n, D, DP, BLOCK)
+    x = load_block(x_strided, head // heads, head % heads, block, n, D, DP, BLOCK)
     if mean_ptr is not None:
         token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
         x = without_mean(x, mean_ptr + head * D, token < n, d, d < D)
@@ -155,7 +153,7 @@ def quantize(
     n_padded, dp = padded_length(n), padded_head_dim(head_dim)
     x = last_axis_contiguous(x)
     out = empty_copies(x, block, values=values, transposed=transposed)
-    arguments = x, *x.stride()[:3], mean, *out, heads, n, n_padded, factor
+    arguments = strided(x), mean, *out, heads, n, n_padded, factor
     constants = {"D": head_dim, "DP": dp, "BLOCK": block, "GROUPED": grouped}
     options = {"num_warps": 4 if block * dp <= 8192 or not transposed else 8}
     start(quantize_program, (n_padded // block, batch * heads), arguments, constants, options)

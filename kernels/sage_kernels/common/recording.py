@@ -24,6 +24,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from sage_kernels.common.launcher import direct_start, start_with_triton
+from sage_kernels.common.tiles import Strided
 
 ALIGNMENT = 512  # bytes: what PyTorch's own allocations begin at
 MAPS_KEPT = 512  # of the copy engine's, for each descriptor of a recorded launch: a few for every layer of a model
@@ -80,12 +81,15 @@ class RecordedLaunch(NamedTuple):
     run: Callable[..., None]  # the compiled program with its grid
     arguments: list
     pointers: list[tuple[int, Place]]  # (position, where it points)
+    strided: list[tuple[int, Place, tuple[int, ...]]]  # (position, where it points, its strides)
     descriptors: list[tuple[int, Place, Callable[[int], object]]]  # (position, its tensor, the argument of an address)
 
     def repeat(self, tensors: list[Tensor | None], addresses: list[int], stream: int) -> None:
         arguments = self.arguments.copy()
         for position, (memory, offset) in self.pointers:
             arguments[position] = addresses[memory] + offset
+        for position, (memory, offset), strides in self.strided:
+            arguments[position] = addresses[memory] + offset, *strides
         for position, (memory, offset), argument_at in self.descriptors:
             arguments[position] = argument_at(addresses[memory] + offset)
         self.run(*arguments, stream=stream)
@@ -152,10 +156,13 @@ class Recorder(TorchDispatchMode):
             return
         grid = (*grid, 1, 1)[:3]
         run, take_apart = direct_start(compiled, grid) or (compiled[grid], None)
-        fixed, pointers, descriptors = [], [], []
+        fixed, pointers, strided, descriptors = [], [], [], []
         for argument in arguments:
             if isinstance(argument, Tensor):
                 pointers.append((len(fixed), self.place(argument)))
+                fixed.append(None)
+            elif isinstance(argument, Strided):
+                strided.append((len(fixed), self.place(argument.pointer), argument[1:]))
                 fixed.append(None)
             elif not isinstance(getattr(argument, "base", None), Tensor):
                 fixed.append(argument)
@@ -168,7 +175,7 @@ class Recorder(TorchDispatchMode):
                 _, *shape_and_strides = function(argument)
                 fixed += [None, *shape_and_strides]
         fixed += (constants[x] for x in program.arg_names[len(arguments) :])
-        self.steps.append(RecordedLaunch(run, fixed, pointers, descriptors))
+        self.steps.append(RecordedLaunch(run, fixed, pointers, strided, descriptors))
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
@@ -227,7 +234,7 @@ class Recording:
         operands = [x for step in self.steps if isinstance(step, Operation) for x in step.arguments]
         tensors = {x.memory for x in (*operands, *views) if isinstance(x, View)}
         launches = [step for step in self.steps if isinstance(step, RecordedLaunch)]
-        pointed = {place.memory for x in launches for _, place, *_ in (*x.pointers, *x.descriptors)}
+        pointed = {place.memory for x in launches for _, place, *_ in (*x.pointers, *x.strided, *x.descriptors)}
         self.allocations = [x for x in recorder.allocations if x.memory in tensors]
         # Memory that only programs see is part of one allocation: (number of the memory, where in it).
         self.scratch, self.scratch_bytes, self.device = [], 0, None

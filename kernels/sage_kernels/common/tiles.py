@@ -26,6 +26,15 @@ class Operand(NamedTuple):
     scale: tl.tensor | None = None  # of an INT8 copy: pointer to one per SCALE_BLOCK tokens
 
 
+class Strided(NamedTuple):
+    """A tensor [B, H, N, D] as one argument of a program; `head_of` is where a head begins. See `memory.strided`."""
+
+    pointer: tl.tensor
+    stride_b: tl.tensor
+    stride_h: tl.tensor
+    stride_n: tl.tensor
+
+
 class Tile(NamedTuple):
     """What the compiler knows of a tile of scores."""
 
@@ -35,6 +44,12 @@ class Tile(NamedTuple):
     BLOCK_KV: int  # keys
     SCALE_BLOCK: int  # tokens that share a scale
     IS_CAUSAL: bool
+
+
+@triton.jit
+def head_of(x, batch, h):
+    """Return where one head of a `Strided` tensor begins."""
+    return x.pointer + batch * x.stride_b + h * x.stride_h
 
 
 @triton.jit

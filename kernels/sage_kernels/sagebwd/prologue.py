@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start
-from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import Operand
+from sage_kernels.common.tiles import Operand, head_of
 from sage_ref.prologue import Prologue
 
 NO_PROLOGUE = Prologue(None, None, None, None, 0.0)  # Q and K as they are
@@ -118,11 +118,8 @@ def rotate_back(dz, x, out, gain_sums_ptr, token, n, rotary, D: tl.constexpr, HA
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_blocks", "key_blocks", "query_programs"])
 def rotate_back_program(
-    dzq_ptr, dzq_stride_b, dzq_stride_h, dzq_stride_n, dzk_ptr, dzk_stride_b, dzk_stride_h, dzk_stride_n,
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, gain_sums_ptr,
-    cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
-    heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
+    dzq_strided, dzk_strided, q_strided, k_strided, dq_strided, dk_strided, gain_sums_ptr, cos_ptr, sin_ptr, q_gain_ptr,
+    k_gain_ptr, eps, heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, or after those of keys. q_gain_ptr None: no norm, and Q and K aren't needed."""
@@ -131,17 +128,17 @@ def rotate_back_program(
     if t < query_programs:
         token, head = t % query_blocks * BLOCK + tl.arange(0, BLOCK), (t // query_blocks).to(tl.int64)
         batch, h = head // heads, head % heads
-        dz = Operand(dzq_ptr + batch * dzq_stride_b + h * dzq_stride_h, dzq_stride_n)
-        out = Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n)
-        x = dz if q_gain_ptr is None else Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
+        dz = Operand(head_of(dzq_strided, batch, h), dzq_strided.stride_n)
+        out = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
+        x = dz if q_gain_ptr is None else Operand(head_of(q_strided, batch, h), q_strided.stride_n)
         rotate_back(dz, x, out, sums_ptr, token, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, HALF)
     else:
         t -= query_programs
         token, head = t % key_blocks * BLOCK + tl.arange(0, BLOCK), (t // key_blocks).to(tl.int64)
         batch, h = head // kv_heads, head % kv_heads
-        dz = Operand(dzk_ptr + batch * dzk_stride_b + h * dzk_stride_h, dzk_stride_n)
-        out = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
-        x = dz if k_gain_ptr is None else Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
+        dz = Operand(head_of(dzk_strided, batch, h), dzk_strided.stride_n)
+        out = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
+        x = dz if k_gain_ptr is None else Operand(head_of(k_strided, batch, h), k_strided.stride_n)
         rotate_back(dz, x, out, sums_ptr, token, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, HALF)
 
 
@@ -161,7 +158,7 @@ def run_rotate_back(
     raw = tuple(last_axis_contiguous(x) for x in (query, key)) if with_norm else (None, None)
     out = tuple(empty_in_layout_of(x) for x in dz)
     gain_sums = grad_query.new_empty(programs, head_dim, dtype=torch.float32) if with_norm else None
-    tensors = [y for x in (*dz, *raw, *out) for y in ((None,) * 4 if x is None else (x, *x.stride()[:3]))]
+    tensors = [x if x is None else strided(x) for x in (*dz, *raw, *out)]
     arguments = (
         *tensors, gain_sums, *prologue, heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_kernels.common.candidates import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.memory import last_axis_contiguous, strided
 from sage_kernels.common.quantize import (
     Copies,
     Quantized,
@@ -24,7 +24,7 @@ from sage_kernels.common.quantize import (
     psi,
     quantize_tile,
 )
-from sage_kernels.common.tiles import Operand, group_columns, load_tokens, softmax_features
+from sage_kernels.common.tiles import Operand, group_columns, head_of, load_tokens, softmax_features
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from sage_ref.sla2.blocks import block_count
@@ -50,9 +50,7 @@ def column_sums(x, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "sums_rows"])
 def sla2_prepare_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, q_bar_ptr, q_hat_ptr, q_scale_ptr,
-    sums_ptr, k_bar_ptr, vt_hat_ptr, v_scale_ptr,
+    q_strided, k_strided, v_strided, q_bar_ptr, q_hat_ptr, q_scale_ptr, sums_ptr, k_bar_ptr, vt_hat_ptr, v_scale_ptr,
     heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, sums_rows, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +61,7 @@ def sla2_prepare_program(
     t, d = tl.program_id(0), tl.arange(0, DP)
     if t < query_programs:
         i, head = t % (n_q_padded // BLOCK_Q), (t // (n_q_padded // BLOCK_Q)).to(tl.int64)
-        q_i = load_block(q_ptr, q_stride_b, q_stride_h, q_stride_n, head // heads, head % heads, i, n_q, D, DP, BLOCK_Q)
+        q_i = load_block(q_strided, head // heads, head % heads, i, n_q, D, DP, BLOCK_Q)
         # Q takes the sign of c: of scores with c < 0 the smallest count, and the INT8 tiles want s_Q >= 0.
         q_i = tl.where(factor < 0, -q_i, q_i)
         if q_bar_ptr is not None:
@@ -80,8 +78,8 @@ def sla2_prepare_program(
         batch, h = head // kv_heads, head % kv_heads
         key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
         # [Bkv, D]
-        k_j = load_tokens(Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n), key, n_k, D, DP, True)
-        v_j = load_tokens(Operand(v_ptr + batch * v_stride_b + h * v_stride_h, v_stride_n), key, n_k, D, DP, True)
+        k_j = load_tokens(Operand(head_of(k_strided, batch, h), k_strided.stride_n), key, n_k, D, DP, True)
+        v_j = load_tokens(Operand(head_of(v_strided, batch, h), v_strided.stride_n), key, n_k, D, DP, True)
         dtype = sums_ptr.dtype.element_ty
         k_phi_j = tl.where(key[:, None] < n_k, softmax_features(k_j.to(tl.float32), D, DP), 0.0).to(dtype)
         if vt_hat_ptr is not None:
@@ -128,7 +126,7 @@ def read_blocks(
         v_hat = empty_copies(value, MASK_BLOCK_KV, values=False, transposed=True)
     query_programs = batch * heads * (n_q_padded // MASK_BLOCK_Q) if int8 or means else 0
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], q_bar,
+        strided(query), strided(key), strided(value), q_bar,
         *((q_hat.values, q_hat.scale) if int8 else (None, None)), sums, k_bar, *(v_hat[1:] if int8 else (None, None)),
         heads, kv_heads, n_q, n_k, n_q_padded, padded_length(n_k), query_programs, rows, factor,
     )  # fmt: skip

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start
-from sage_kernels.common.memory import last_axis_contiguous
+from sage_kernels.common.memory import last_axis_contiguous, strided
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
     Quantized,
@@ -115,11 +115,9 @@ def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK:
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs"])
 def prepare_backward_program(
-    do_ptr, do_stride_b, do_stride_h, do_stride_n, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
-    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr,
-    qt_hat_ptr, marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr,
-    stretched_ptr, fitted_ptr, factors_ptr, step_ptr, unit_ptr,
-    heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
+    do_strided, o_strided, log_sum_exp_ptr, q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr, qt_hat_ptr,
+    marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr, stretched_ptr, fitted_ptr, factors_ptr,
+    step_ptr, unit_ptr, heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, or after those of keys. unit_ptr None: without units."""
@@ -129,8 +127,8 @@ def prepare_backward_program(
         block, head = t % q_blocks, (t // q_blocks).to(tl.int64)
         batch, h = head // heads, head % heads
         # [Bq, D]
-        do_i = load_block(do_ptr, do_stride_b, do_stride_h, do_stride_n, batch, h, block, n_q, D, DP, BLOCK)
-        o_i = load_block(o_ptr, o_stride_b, o_stride_h, o_stride_n, batch, h, block, n_q, D, DP, BLOCK)
+        do_i = load_block(do_strided, batch, h, block, n_q, D, DP, BLOCK)
+        o_i = load_block(o_strided, batch, h, block, n_q, D, DP, BLOCK)
         query = head * n_q_padded + block * BLOCK + tl.arange(0, BLOCK)
         delta_i = tl.sum(do_i * o_i, 1)
         tl.store(delta_ptr + query, delta_i)
@@ -190,7 +188,7 @@ def prepare(
         )  # fmt: skip
     query_programs = marked.numel()
     arguments = (
-        grad_output, *grad_output.stride()[:3], output, *output.stride()[:3], log_sum_exp,
+        strided(grad_output), strided(output), log_sum_exp,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_range,
         q_hat_t, marked, k_hat_t, do_hat.transposed, do_hat.scale, delta, *(units or [None] * len(Units._fields)),
         heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,

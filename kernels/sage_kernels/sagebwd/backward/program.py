@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import empty_in_layout_of
+from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.tiles import Operand, Tile, key_tile_range, load_tokens, load_with_scale
+from sage_kernels.common.tiles import Operand, Tile, head_of, key_tile_range, load_tokens, load_with_scale
 from sage_kernels.sagebwd.backward.prepare import Units
 
 LOG2_E = math.log2(math.e)
@@ -81,13 +81,10 @@ class KeyHead(NamedTuple):
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def dq_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, kt_ptr,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    log_sum_exp_ptr, delta_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
-    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
-    KEY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    q_strided, q_scale_ptr, k_strided, k_scale_ptr, kt_ptr, v_strided, do_strided, log_sum_exp_ptr, delta_ptr,
+    dq_strided, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
+    KEY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV:
+    tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_Q queries of one head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
@@ -97,11 +94,11 @@ def dq_program(
     kv_head, h_kv = head // group_size, h // group_size
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
-    q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
-    do = Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n)
-    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n, s_q_ptr)
+    do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
     kt = None if kt_ptr is None else Operand(kt_ptr + kv_head * n_k_padded * DP, n_k_padded, s_k_ptr)
-    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
     do_i = load_tokens(do, query, n_q, D, DP, True)
@@ -115,22 +112,21 @@ def dq_program(
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, False, PER_BLOCK)
     for j in range(full, end):
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, True, PER_BLOCK)
-    dq_ptrs = dq_ptr + batch * dq_stride_b + h * dq_stride_h + query[:, None].to(tl.int64) * dq_stride_n + d[None, :]
+    dq = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
+    dq_ptrs = dq.pointer + query[:, None].to(tl.int64) * dq.stride + d[None, :]
     dq_i *= (scale + s_q * 0.0)[:, None]  # NaN where s_Q is
     inside = (query[:, None] < n_q) & (d[None, :] < D)
-    tl.store(dq_ptrs, dq_i.to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(dq_ptrs, dq_i.to(dq.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def dkdv_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr, qt_ptr,
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n, dot_ptr, do_scale_ptr,
-    log_sum_exp_ptr, delta_ptr, dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, dk_scale,
-    QUERY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    q_strided, q_scale_ptr, qt_ptr, k_strided, k_scale_ptr, v_strided, do_strided, dot_ptr, do_scale_ptr,
+    log_sum_exp_ptr, delta_ptr, dk_strided, dv_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
+    dk_scale,
+    QUERY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV:
+    tl.constexpr,
 ):  # fmt: skip
     """One program: dK, dV or both, laid out alike, of BLOCK_KV keys of one key head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
@@ -139,8 +135,8 @@ def dkdv_program(
     kv_heads = heads // group_size
     batch, h_kv = kv_head // kv_heads, kv_head % kv_heads
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
-    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
-    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
     key, d = j * BLOCK_KV + tl.arange(0, BLOCK_KV), tl.arange(0, DP)
     k_j, s_k = load_with_scale(k, key, n_k, log2_scale, TILE)
     keys = KeyTile(key, k_j, s_k, load_tokens(v, key, n_k, D, DP, True))
@@ -156,8 +152,8 @@ def dkdv_program(
         head = batch * heads + h
         s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
         s_do_ptr = None if do_scale_ptr is None else do_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
-        q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
-        do = Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n)
+        q = Operand(head_of(q_strided, batch, h), q_strided.stride_n, s_q_ptr)
+        do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
         qt = None if qt_ptr is None else Operand(qt_ptr + head * n_q_padded * DP, n_q_padded, s_q_ptr)
         dot = None if dot_ptr is None else Operand(dot_ptr + head * n_q_padded * DP, n_q_padded, s_do_ptr)
         rows = head * n_q_padded
@@ -170,7 +166,8 @@ def dkdv_program(
             dk_j, dv_j = QUERY_TILE(
                 dk_j, dv_j, keys, i, queries, n_q, n_k, TILE, False, PER_BLOCK, WITH_DK, WITH_DV
             )  # fmt: skip
-    offsets = batch * dk_stride_b + h_kv * dk_stride_h + key[:, None].to(tl.int64) * dk_stride_n + d[None, :]
+    dk_ptr, stride_b, stride_h, stride_n = dk_strided
+    offsets = batch * stride_b + h_kv * stride_h + key[:, None].to(tl.int64) * stride_n + d[None, :]
     inside = (key[:, None] < n_k) & (d[None, :] < D)
     if WITH_DK:
         tl.store(dk_ptr + offsets, (dk_j * dk_scale).to(dk_ptr.dtype.element_ty), mask=inside)
@@ -204,8 +201,8 @@ def run_dq(
     k, kt, s_k = copies(key, inputs.k_hat)
     dq = empty_in_layout_of(query)
     arguments = (
-        q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, kt, v, *v.stride()[:3], do, *do.stride()[:3],
-        inputs.log_sum_exp, inputs.delta, dq, *dq.stride()[:3], heads, heads // key.shape[1], n_q, n_k,
+        strided(q), s_q, strided(k), s_k, kt, strided(v), strided(do),
+        inputs.log_sum_exp, inputs.delta, strided(dq), heads, heads // key.shape[1], n_q, n_k,
         n_q_padded, n_k_padded, scale * LOG2_E, scale,
     )  # fmt: skip
     constants = constants_of(launch, head_dim, is_causal, per_block) | {"KEY_TILE": key_tile}
@@ -237,8 +234,8 @@ def run_dkdv(
     dk, dv = (empty_in_layout_of(value) for _ in range(2))
     dk_scale = scale if inputs.q_hat is None else 1 / LOG2_E  # the scale of an INT8 Q carries c log2(e)
     arguments = (
-        q, *q.stride()[:3], s_q, qt, k, *k.stride()[:3], s_k, value, *value.stride()[:3],
-        do, *do.stride()[:3], dot, s_do, inputs.log_sum_exp, inputs.delta, dk, *dk.stride()[:3], dv,
+        strided(q), s_q, qt, strided(k), s_k, strided(value),
+        strided(do), dot, s_do, inputs.log_sum_exp, inputs.delta, strided(dk), dv,
         heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded, scale * LOG2_E, dk_scale,
     )  # fmt: skip
     constants = constants_of(launch, head_dim, is_causal, per_block)

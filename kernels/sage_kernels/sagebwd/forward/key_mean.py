@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launcher import Start
+from sage_kernels.common.memory import strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import Operand, load_tokens
+from sage_kernels.common.tiles import Operand, head_of, load_tokens
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE, Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
@@ -25,13 +26,13 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["n_k", "parts", "steps"])
 def key_sums_program(
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, sums_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
-    kv_heads, n_k, parts, steps, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
+    k_strided, sums_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps, kv_heads, n_k, parts, steps,
+    D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program: the sum of STEP * steps keys of a head, normalised and rotated if there is a prologue."""
     t = tl.program_id(0).to(tl.int64)
     part, head = t % parts, t // parts
-    k = Operand(k_ptr + head // kv_heads * k_stride_b + head % kv_heads * k_stride_h, k_stride_n)
+    k = Operand(head_of(k_strided, head // kv_heads, head % kv_heads), k_strided.stride_n)
     sums_ptr += t * D
     first_key = part * steps * STEP
     if cos_ptr is None:
@@ -70,7 +71,7 @@ def key_mean(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
     parts = triton.cdiv(n_k, steps * STEP)
     sums = key.new_empty(batch, kv_heads, parts, head_dim, dtype=torch.float32)
     mean = key.new_empty(batch, kv_heads, head_dim, dtype=torch.float32)
-    arguments = key, *key.stride()[:3], sums, *prologue, kv_heads, n_k, parts, steps
+    arguments = strided(key), sums, *prologue, kv_heads, n_k, parts, steps
     heads, sizes = batch * kv_heads, {"D": head_dim, "DP": padded_head_dim(head_dim)}
     start(key_sums_program, (heads * parts,), arguments, sizes | {"STEP": STEP}, {"num_warps": WARPS})
     start(key_mean_program, (heads,), (sums, mean, n_k, parts), sizes | {"PARTS": PARTS}, {})

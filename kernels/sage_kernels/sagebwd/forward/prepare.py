@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sage_kernels.common.candidates import Launch
 from sage_kernels.common.launcher import Start
+from sage_kernels.common.memory import strided
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
     Copies,
@@ -25,7 +26,7 @@ from sage_kernels.common.quantize import (
     scale_of,
     without_mean,
 )
-from sage_kernels.common.tiles import Operand, load_tokens
+from sage_kernels.common.tiles import Operand, head_of, load_tokens
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
@@ -40,10 +41,9 @@ def launch(head_dim: int) -> Launch:
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
 def prepare_forward_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, k_mean_ptr, v_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps,
-    q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr,
-    heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
+    q_strided, k_strided, v_strided, k_mean_ptr, v_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps, q_hat_ptr,
+    q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr, heads, kv_heads, n_q, n_k, n_q_padded,
+    n_k_padded, query_programs, key_programs, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries, of keys or of values, in this order.
@@ -55,7 +55,7 @@ def prepare_forward_program(
     t = tl.program_id(0)
     if t < query_programs:
         block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
-        q = Operand(q_ptr + head // heads * q_stride_b + head % heads * q_stride_h, q_stride_n)
+        q = Operand(head_of(q_strided, head // heads, head % heads), q_strided.stride_n)
         q_out = Copies(q_hat_ptr + head * n_q_padded * DP, None, q_scale_ptr + head * (n_q_padded // BLOCK))
         rotary = Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps)
         quantize_block(q, None, q_out, block, n_q, factor, rotary, D, DP, BLOCK)
@@ -64,14 +64,14 @@ def prepare_forward_program(
         block, head = t % (n_k_padded // BLOCK), (t // (n_k_padded // BLOCK)).to(tl.int64)
         batch, h = head // kv_heads, head % kv_heads
         if tl.program_id(0) < query_programs + key_programs:
-            k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
+            k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
             mean_ptr = None if k_mean_ptr is None else k_mean_ptr + head * D
             k_out = Copies(k_hat_ptr + head * n_k_padded * DP, None, k_scale_ptr + head * (n_k_padded // BLOCK))
             rotary = Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps)
             quantize_block(k, mean_ptr, k_out, block, n_k, 1.0, rotary, D, DP, BLOCK)
         else:
             if v_scale_ptr is not None:
-                v_j = load_block(v_ptr, v_stride_b, v_stride_h, v_stride_n, batch, h, block, n_k, D, DP, BLOCK)
+                v_j = load_block(v_strided, batch, h, block, n_k, D, DP, BLOCK)
                 if v_mean_ptr is not None:
                     tl.store(v_range_ptr + head * (n_k_padded // BLOCK) + block, scale_of(largest_of(v_j)))
                     token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
@@ -142,7 +142,7 @@ def quantize_inputs(
     v_range = None if v_mean is None else torch.empty_like(v_hat.scale)
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], k_mean, v_mean, *prologue,
+        strided(query), strided(key), strided(value), k_mean, v_mean, *prologue,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)), v_range,
         heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip

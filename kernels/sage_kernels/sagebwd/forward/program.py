@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
-from sage_kernels.common.memory import empty_in_layout_of
+from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, key_tile_range, load_with_scale
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, key_tile_range, load_with_scale
 
 
 class ForwardInputs(NamedTuple):
@@ -35,10 +35,7 @@ class ForwardInputs(NamedTuple):
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])  # one compilation for every length
 def forward_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, q_scale_ptr,
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
-    v_mean_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, log_sum_exp_ptr,
+    q_strided, q_scale_ptr, k_strided, k_scale_ptr, v_strided, v_scale_ptr, v_mean_ptr, o_strided, log_sum_exp_ptr,
     heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -55,9 +52,9 @@ def forward_program(
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
-    q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n, s_q_ptr)
-    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
-    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n, s_v_ptr)
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n, s_q_ptr)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n, s_v_ptr)
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     # [Bq, D], [Bq]
     q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
@@ -69,12 +66,13 @@ def forward_program(
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, False)
     for j in range(full, end):
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, True)
-    o_ptrs = o_ptr + batch * o_stride_b + h * o_stride_h + query[:, None].to(tl.int64) * o_stride_n + d[None, :]
+    o = Operand(head_of(o_strided, batch, h), o_strided.stride_n)
+    o_ptrs = o.pointer + query[:, None].to(tl.int64) * o.stride + d[None, :]
     inside = (query[:, None] < n_q) & (d[None, :] < D)
     o_i = o_i / l[:, None]
     if v_mean_ptr is not None:
         o_i += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
-    tl.store(o_ptrs, o_i.to(o_ptr.dtype.element_ty), mask=inside)
+    tl.store(o_ptrs, o_i.to(o.pointer.dtype.element_ty), mask=inside)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     log_sum_exp = tl.where(query < n_q, m + tl.math.log2(l), 0.0 - NO_KEY)
     tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
@@ -96,8 +94,8 @@ def run(
     output = empty_in_layout_of(query)
     log_sum_exp = query.new_empty(batch, heads, n_q_padded, dtype=torch.float32)
     arguments = (
-        q, *q.stride()[:3], s_q, k, *k.stride()[:3], s_k, v, *v.stride()[:3], s_v, inputs.v_mean,
-        output, *output.stride()[:3], log_sum_exp,
+        strided(q), s_q, strided(k), s_k, strided(v), s_v, inputs.v_mean,
+        strided(output), log_sum_exp,
         heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, log2_scale,
     )  # fmt: skip
     constants = {

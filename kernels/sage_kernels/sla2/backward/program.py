@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import TINY, Operand, Tile, load_tokens, softmax_features, store_tokens
+from sage_kernels.common.tiles import TINY, Operand, Tile, head_of, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.backward import level0_16bit
 from sage_kernels.sagebwd.backward.program import KeyHead, KeyTile, QueryHead, QueryTile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
@@ -58,9 +58,8 @@ class QueryGradients(NamedTuple):
 
 @triton.jit(do_not_specialize=["n_q"])
 def sla2_linear_query_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    k_mean_ptr, alpha_ptr, sums_ptr, o_s_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
-    dalpha_ptr, dsums_ptr, delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, group_size, n_q, log2_scale,
+    q_strided, do_strided, k_mean_ptr, alpha_ptr, sums_ptr, o_s_ptr, log_sum_exp_ptr, dq_strided, dalpha_ptr, dsums_ptr,
+    delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, group_size, n_q, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of queries of one head. COLUMNS: of H_i at a time.
@@ -75,7 +74,7 @@ def sla2_linear_query_program(
     rows = head * n_q * D + query[:, None] * D
     alpha_i = tl.load(alpha_ptr + block)
     # [Bq, D]
-    q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + block * MASK_BLOCK_Q + row)
     if k_mean_ptr is not None:  # give back what smoothing K took from every score of a row
         k_mean = tl.load(k_mean_ptr + (head // group_size) * D + d, mask=d < D, other=0.0)
@@ -89,7 +88,8 @@ def sla2_linear_query_program(
     q_phi_i = softmax_features(q_i.to(tl.float32), D, DP).to(dtype)
     z_i = tl.load(sums_ptr + DP * DP + d).to(tl.float32)
     inverse = inverse_or_zero(tl.sum(q_phi_i.to(tl.float32) * z_i[None, :], 1))
-    do_ptrs = do_ptr + batch * do_stride_b + h * do_stride_h + query[:, None].to(tl.int64) * do_stride_n
+    do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
+    do_ptrs = do.pointer + query[:, None].to(tl.int64) * do.stride
     # Sums over columns first: rowsum(dO * O_s) and rowsum(dO * O_l), some columns at a time to spare registers.
     delta_i = tl.zeros([MASK_BLOCK_Q], tl.float32)
     do_o_l = tl.zeros([MASK_BLOCK_Q], tl.float32)
@@ -120,17 +120,15 @@ def sla2_linear_query_program(
     dq_phi = (dq_phi - d_l[:, None] * z_i[None, :]) * inverse[:, None]
     q_phi = q_phi_i.to(tl.float32)
     dq_i = q_phi * (dq_phi - tl.sum(q_phi * dq_phi, 1)[:, None])
-    store_tokens(dq_i, Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n), query, n_q, D, DP)
+    store_tokens(dq_i, Operand(head_of(dq_strided, batch, h), dq_strided.stride_n), query, n_q, D, DP)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
 def sla2_query_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,
-    heads, group_size, n_q, n_k, n_q_padded, width, log2_scale, scale,
-    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+    q_strided, k_strided, v_strided, do_strided, entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr,
+    dq_strided, heads, group_size, n_q, n_k, n_q_padded, width, log2_scale, scale,
+    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
+    MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one block of one head. Adds the sparse branch's share to dQ."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
@@ -140,12 +138,12 @@ def sla2_query_program(
     list_number = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     alpha_i = tl.load(alpha_ptr + list_number)
     # [Bq, D]
-    q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
-    do_i = load_tokens(Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
+    do_i = load_tokens(Operand(head_of(do_strided, batch, h), do_strided.stride_n), query, n_q, D, DP, True)
     delta_i = tl.load(delta_ptr + head * n_q_padded + query)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + head * n_q_padded + query)
-    k = Operand(k_ptr + batch * k_stride_b + (h // group_size) * k_stride_h, k_stride_n)
-    v = Operand(v_ptr + batch * v_stride_b + (h // group_size) * v_stride_h, v_stride_n)
+    k = Operand(head_of(k_strided, batch, h // group_size), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h // group_size), v_strided.stride_n)
     entries_ptr += list_number * width
     full, count = list_range(entries_ptr, counts_ptr + list_number, n_k, MASK_BLOCK_KV)
     s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
@@ -155,7 +153,7 @@ def sla2_query_program(
         dq_i = KEY_TILE(dq_i, queries, tl.load(entries_ptr + entry), keys, n_k, TILE, False, False)
     for entry in range(full, count):
         dq_i = KEY_TILE(dq_i, queries, tl.load(entries_ptr + entry), keys, n_k, TILE, True, False)
-    dq = Operand(dq_ptr + batch * dq_stride_b + h * dq_stride_h, dq_stride_n)
+    dq = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
     dq_i = dq_i * scale * alpha_i + load_tokens(dq, query, n_q, D, DP, True).to(tl.float32)
     store_tokens(dq_i, dq, query, n_q, D, DP)
 
@@ -201,13 +199,11 @@ def partial_pointers(partial_ptr, number, DP: tl.constexpr, MASK_BLOCK_KV: tl.co
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width", "sums_rows", "places"])
 def sla2_key_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, do_ptr, do_stride_b, do_stride_h, do_stride_n,
-    entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr, delta_ptr, alpha_log_sum_exp_ptr,
-    dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n, partial_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, width, sums_rows, places, log2_scale, scale,
-    QUERY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+    q_strided, k_strided, v_strided, do_strided, entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr,
+    delta_ptr, alpha_log_sum_exp_ptr, dk_strided, dv_strided, partial_ptr, heads, group_size, n_q, n_k, n_q_padded,
+    width, sums_rows, places, log2_scale, scale,
+    QUERY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
+    MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: a piece of the list of one block of keys, or the whole list of one block, in this order.
 
@@ -239,8 +235,8 @@ def sla2_key_program(
     end = tl.minimum(begin + share, length)
     key = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV)
     # [Bkv, D]
-    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n)
-    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
     s_k = tl.zeros([MASK_BLOCK_KV], tl.float32) + log2_scale
     keys = KeyTile(key, load_tokens(k, key, n_k, D, DP, True), s_k, load_tokens(v, key, n_k, D, DP, True))
     dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
@@ -250,8 +246,8 @@ def sla2_key_program(
         head = batch * heads + h
         list_number = first_list + g * key_blocks
         count = tl.load(counts_ptr + list_number)
-        q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
-        do = Operand(do_ptr + batch * do_stride_b + h * do_stride_h, do_stride_n)
+        q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
+        do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
         rows = head * n_q_padded
         queries = QueryHead(q, None, do, None, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
         for step in range(tl.maximum(begin, 0) * STEPS, tl.minimum(end, count) * STEPS):
@@ -264,18 +260,17 @@ def sla2_key_program(
         tl.store(partial_pointers(partial_ptr, 2 * t, DP, MASK_BLOCK_KV), dk_j)
         tl.store(partial_pointers(partial_ptr, 2 * t + 1, DP, MASK_BLOCK_KV), dv_j)
     else:
-        dk = Operand(dk_ptr + batch * dk_stride_b + h_kv * dk_stride_h, dk_stride_n)
-        dv = Operand(dv_ptr + batch * dv_stride_b + h_kv * dv_stride_h, dv_stride_n)
+        dk = Operand(head_of(dk_strided, batch, h_kv), dk_strided.stride_n)
+        dv = Operand(head_of(dv_strided, batch, h_kv), dv_strided.stride_n)
         out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
         store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
 
 
 @triton.jit(do_not_specialize=["n_k", "sums_rows", "places"])
 def sla2_join_program(
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n,
-    first_pieces_ptr, piece_blocks_ptr, dsums_ptr, partial_ptr,
-    dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
-    kv_heads, n_k, sums_rows, places, scale, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+    k_strided, v_strided, first_pieces_ptr, piece_blocks_ptr, dsums_ptr, partial_ptr, dk_strided, dv_strided, kv_heads,
+    n_k, sums_rows, places, scale,
+    D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: one place of a piece. That of a block's first piece adds up all of them, in their order."""
     t, key_blocks = tl.program_id(0), tl.cdiv(n_k, MASK_BLOCK_KV)
@@ -294,27 +289,26 @@ def sla2_join_program(
         dk_j += tl.load(partial_pointers(partial_ptr, 2 * place, DP, MASK_BLOCK_KV))
         dv_j += tl.load(partial_pointers(partial_ptr, 2 * place + 1, DP, MASK_BLOCK_KV))
     batch, h = kv_head // kv_heads, kv_head % kv_heads
-    k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
-    v = Operand(v_ptr + batch * v_stride_b + h * v_stride_h, v_stride_n)
-    dk = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
-    dv = Operand(dv_ptr + batch * dv_stride_b + h * dv_stride_h, dv_stride_n)
+    k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h), v_strided.stride_n)
+    dk = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
+    dv = Operand(head_of(dv_strided, batch, h), dv_strided.stride_n)
     out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
     store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
 
 
 @triton.jit(do_not_specialize=["n_k", "sums_rows"])
 def sla2_linear_key_program(
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, v_ptr, v_stride_b, v_stride_h, v_stride_n, dsums_ptr,
-    dk_ptr, dk_stride_b, dk_stride_h, dk_stride_n, dv_ptr, dv_stride_b, dv_stride_h, dv_stride_n,
-    kv_heads, n_k, sums_rows, D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+    k_strided, v_strided, dsums_ptr, dk_strided, dv_strided, kv_heads, n_k, sums_rows,
+    D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of keys of one head. Alg. 3, steps 9, 10, dK's part of 11; others add to it."""
     j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = kv_head // kv_heads, kv_head % kv_heads
-    k = Operand(k_ptr + batch * k_stride_b + h * k_stride_h, k_stride_n)
-    v = Operand(v_ptr + batch * v_stride_b + h * v_stride_h, v_stride_n)
-    dk = Operand(dk_ptr + batch * dk_stride_b + h * dk_stride_h, dk_stride_n)
-    dv = Operand(dv_ptr + batch * dv_stride_b + h * dv_stride_h, dv_stride_n)
+    k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h), v_strided.stride_n)
+    dk = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
+    dv = Operand(head_of(dv_strided, batch, h), dv_strided.stride_n)
     out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
     key, nothing = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV), tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     store_key_gradients(nothing, nothing, out, key, n_k, 0.0, D, DP)
@@ -336,8 +330,8 @@ def run_linear_query(
     batch, heads, n_q, head_dim = query.shape
     gradients = empty_gradients(inputs)
     arguments = (
-        query, *query.stride()[:3], do, *do.stride()[:3], inputs.k_mean, inputs.alpha, inputs.sums,
-        inputs.sparse_output, inputs.log_sum_exp, gradients.grad_query, *gradients.grad_query.stride()[:3],
+        strided(query), strided(do), inputs.k_mean, inputs.alpha, inputs.sums,
+        inputs.sparse_output, inputs.log_sum_exp, strided(gradients.grad_query),
         *gradients[1:], heads, heads // inputs.key.shape[1], n_q, scale * math.log2(math.e),
     )  # fmt: skip
     dp = padded_head_dim(head_dim)
@@ -360,10 +354,9 @@ def run_query(
     do, query, key, value = (last_axis_contiguous(x) for x in inputs[:4])
     batch, heads, n_q, head_dim = query.shape
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], do, *do.stride()[:3],
-        *lists, inputs.alpha, gradients.delta, gradients.log_sum_exp, gradients.grad_query,
-        *gradients.grad_query.stride()[:3], heads, heads // key.shape[1], n_q, key.shape[2], gradients.delta.shape[-1],
-        lists.entries.shape[-1], scale * math.log2(math.e), scale,
+        strided(query), strided(key), strided(value), strided(do), *lists, inputs.alpha, gradients.delta,
+        gradients.log_sum_exp, strided(gradients.grad_query), heads, heads // key.shape[1], n_q, key.shape[2],
+        gradients.delta.shape[-1], lists.entries.shape[-1], scale * math.log2(math.e), scale,
     )  # fmt: skip
     constants = tile_constants(head_dim, launch) | {"KEY_TILE": level0_16bit.key_tile}
     grid = (block_count(n_q, launch.block_q), batch * heads)
@@ -387,10 +380,10 @@ def run_key(
     first, blocks = pieces = pieces_of(lists.counts, kv_heads, start)
     dk, dv = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)
     partial = query.new_empty(*blocks.shape, 2, MASK_BLOCK_KV, dp, dtype=torch.float32)
-    rows, places, outputs = grad_sums.shape[2], blocks.shape[2], (dk, *dk.stride()[:3], dv, *dv.stride()[:3])
-    tensors = key, *key.stride()[:3], value, *value.stride()[:3]
+    rows, places, outputs = grad_sums.shape[2], blocks.shape[2], (strided(dk), strided(dv))
+    tensors = strided(key), strided(value)
     arguments = (
-        query, *query.stride()[:3], *tensors, do, *do.stride()[:3], *lists, *pieces, grad_sums, gradients.delta,
+        strided(query), *tensors, strided(do), *lists, *pieces, grad_sums, gradients.delta,
         gradients.alpha_log_sum_exp, *outputs, partial, heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1],
         lists.entries.shape[-1], rows, places, scale * math.log2(math.e), scale,
     )  # fmt: skip
@@ -415,8 +408,8 @@ def run_join(
     key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
     dk, dv = outputs
     arguments = (
-        key, *key.stride()[:3], value, *value.stride()[:3], *pieces, grad_sums, partial, dk, *dk.stride()[:3],
-        dv, *dv.stride()[:3], key.shape[1], key.shape[2], grad_sums.shape[2], pieces.blocks.shape[2], scale,
+        strided(key), strided(value), *pieces, grad_sums, partial, strided(dk),
+        strided(dv), key.shape[1], key.shape[2], grad_sums.shape[2], pieces.blocks.shape[2], scale,
     )  # fmt: skip
     constants = {"D": key.shape[3], "DP": padded_head_dim(key.shape[3]), "MASK_BLOCK_KV": MASK_BLOCK_KV}
     start(sla2_join_program, (pieces.blocks.numel(),), arguments, constants, {"num_warps": JOIN_WARPS})
@@ -430,7 +423,7 @@ def run_linear_key(
     batch, kv_heads, n_k, head_dim = key.shape
     dk, dv = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)
     arguments = (
-        key, *key.stride()[:3], value, *value.stride()[:3], grad_sums, dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+        strided(key), strided(value), grad_sums, strided(dk), strided(dv),
         kv_heads, n_k, grad_sums.shape[2],
     )  # fmt: skip
     grid, options = (block_count(n_k, MASK_BLOCK_KV), batch * kv_heads), {"num_warps": LINEAR_KEY_WARPS}

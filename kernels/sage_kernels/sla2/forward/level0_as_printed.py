@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
-from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_tokens, softmax_features, store_tokens
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_ref.sla2.blocks import block_count
@@ -22,9 +22,8 @@ from sage_ref.sla2.blocks import block_count
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "sums_rows"])
 def sla2_as_printed_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, k_ptr, k_stride_b, k_stride_h, k_stride_n,
-    v_ptr, v_stride_b, v_stride_h, v_stride_n, mask_ptr, alpha_ptr, key_sums_ptr,
-    o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, group_size, n_q, n_k, sums_rows, log2_scale,
+    q_strided, k_strided, v_strided, mask_ptr, alpha_ptr, key_sums_ptr, o_strided, heads, group_size, n_q, n_k,
+    sums_rows, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one block of one head."""
@@ -35,10 +34,10 @@ def sla2_as_printed_program(
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     # [Bq, D]
-    q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
     s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
-    k = Operand(k_ptr + batch * k_stride_b + (h // group_size) * k_stride_h, k_stride_n)
-    v = Operand(v_ptr + batch * v_stride_b + (h // group_size) * v_stride_h, v_stride_n)
+    k = Operand(head_of(k_strided, batch, h // group_size), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h // group_size), v_strided.stride_n)
     key_sums_ptr += (head // group_size) * sums_rows * DP * (DP + 1)
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
@@ -58,7 +57,7 @@ def sla2_as_printed_program(
     o_l = tl.dot(q_phi_i, h_i.to(dtype)) * inverse[:, None]
     alpha_i = tl.load(alpha_ptr + block)
     o_i = alpha_i * o_i * inverse_or_zero(l)[:, None] + (1.0 - alpha_i) * o_l
-    store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
+    store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
 def run(
@@ -78,8 +77,8 @@ def run(
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     batch, heads, n_q, head_dim = query.shape
     arguments = (
-        query, *query.stride()[:3], key, *key.stride()[:3], value, *value.stride()[:3], block_mask, alpha, key_sums,
-        output, *output.stride()[:3], heads, heads // key.shape[1], n_q, key.shape[2], key_sums.shape[2],
+        strided(query), strided(key), strided(value), block_mask, alpha, key_sums,
+        strided(output), heads, heads // key.shape[1], n_q, key.shape[2], key_sums.shape[2],
         scale * math.log2(math.e),
     )  # fmt: skip
     grid = (block_count(n_q, launch.block_q), batch * heads)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
-from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import Operand, load_tokens, store_tokens
+from sage_kernels.common.tiles import Operand, head_of, load_tokens, store_tokens
 from sage_kernels.sla2.forward.program import ForwardInputs, mixed_output
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from sage_ref.sla2.blocks import block_count
@@ -20,8 +20,7 @@ from sage_ref.sla2.blocks import block_count
 
 @triton.jit(do_not_specialize=["n_q"])
 def sla2_mix_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, alpha_ptr, sums_ptr, o_s_ptr,
-    o_ptr, o_stride_b, o_stride_h, o_stride_n, heads, n_q,
+    q_strided, alpha_ptr, sums_ptr, o_s_ptr, o_strided, heads, n_q,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one head."""
@@ -29,10 +28,10 @@ def sla2_mix_program(
     batch, h = head // heads, head % heads
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
-    q_i = load_tokens(Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
     o_s = load_tokens(Operand(o_s_ptr + head * n_q * D, D), query, n_q, D, DP, True).to(tl.float32)
     o_i = mixed_output(o_s, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
-    store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
+    store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
 def run_mix(inputs: ForwardInputs, sparse_output: Tensor, launch: Launch, start: Start) -> Tensor:
@@ -41,7 +40,7 @@ def run_mix(inputs: ForwardInputs, sparse_output: Tensor, launch: Launch, start:
     batch, heads, n_q, head_dim = query.shape
     output = empty_in_layout_of(inputs.query)
     arguments = (
-        query, *query.stride()[:3], inputs.alpha, inputs.sums, sparse_output, output, *output.stride()[:3], heads, n_q,
+        strided(query), inputs.alpha, inputs.sums, sparse_output, strided(output), heads, n_q,
     )  # fmt: skip
     dp = padded_head_dim(head_dim)
     constants = {"D": head_dim, "DP": dp, "BLOCK_Q": launch.block_q, "MASK_BLOCK_Q": MASK_BLOCK_Q}

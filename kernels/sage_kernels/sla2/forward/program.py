@@ -13,9 +13,18 @@ from torch import Tensor
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous
+from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, load_padded, load_tokens, softmax_features, store_tokens
+from sage_kernels.common.tiles import (
+    NO_KEY,
+    Operand,
+    Tile,
+    head_of,
+    load_padded,
+    load_tokens,
+    softmax_features,
+    store_tokens,
+)
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
@@ -56,15 +65,15 @@ def mixed_output(o_s, alpha_i, q_i, sums_ptr, D: tl.constexpr, DP: tl.constexpr)
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
 def sla2_forward_program(
-    q_ptr, q_stride_b, q_stride_h, q_stride_n, q_hat_ptr, q_scale_ptr,
-    k_ptr, k_stride_b, k_stride_h, k_stride_n, k_scale_ptr, v_ptr, v_stride_b, v_stride_h, v_stride_n, v_scale_ptr,
-    alpha_ptr, entries_ptr, counts_ptr, sums_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_n, o_s_ptr, log_sum_exp_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, width, log2_scale,
-    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+    q_strided, q_hat_ptr, q_scale_ptr, k_strided, k_scale_ptr, v_strided, v_scale_ptr, alpha_ptr, entries_ptr,
+    counts_ptr, sums_ptr, o_strided, o_s_ptr, log_sum_exp_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded,
+    width, log2_scale,
+    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
+    MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one block. q_hat_ptr None: 16 bit. o_ptr None: no linear branch, O_s and L alone.
-    o_s_ptr None: O alone.
+    """One program: BLOCK_Q queries of one block.
+
+    q_hat_ptr None: 16 bit. o_strided None: no linear branch, O_s and L alone. o_s_ptr None: O alone.
     """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -74,11 +83,11 @@ def sla2_forward_program(
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     entries_ptr += block * width
     full, count = list_range(entries_ptr, counts_ptr + block, n_k, MASK_BLOCK_KV)
-    q = Operand(q_ptr + batch * q_stride_b + h * q_stride_h, q_stride_n)
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
     s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
-    k = Operand(k_ptr + batch * k_stride_b + h_kv * k_stride_h, k_stride_n, s_k_ptr)
-    v = Operand(v_ptr + batch * v_stride_b + h_kv * v_stride_h, v_stride_n, s_v_ptr)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n, s_v_ptr)
     # [Bq, D]
     if q_hat_ptr is None:
         q_tile = load_tokens(q, query, n_q, D, DP, True)
@@ -102,10 +111,10 @@ def sla2_forward_program(
         # A huge L where there is no key or no query: P is then 0 in the backward pass.
         log_sum_exp = tl.where((count > 0) & (query < n_q), m + tl.math.log2(tl.where(l == 0.0, 1.0, l)), 0.0 - NO_KEY)
         tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
-    if o_ptr is not None:
+    if o_strided is not None:
         q_i = load_tokens(q, query, n_q, D, DP, True)
         o_i = mixed_output(o_i, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
-        store_tokens(o_i, Operand(o_ptr + batch * o_stride_b + h * o_stride_h, o_stride_n), query, n_q, D, DP)
+        store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
 def tile_constants(head_dim: int, launch: Launch) -> dict:
@@ -151,8 +160,8 @@ def run_forward(
     log_sum_exp = query.new_empty(batch, heads, padded_length(n_q), dtype=torch.float32) if save else None
     # Whole blocks of queries, for L to be there wherever the backward pass reads it.
     arguments = (
-        query, *query.stride()[:3], q_hat, q_scale, k, *k.stride()[:3], k_scale, v, *v.stride()[:3], v_scale,
-        inputs.alpha, *inputs.lists, inputs.sums, output, *(output.stride()[:3] if fused else (0, 0, 0)), o_s,
+        strided(query), q_hat, q_scale, strided(k), k_scale, strided(v), v_scale,
+        inputs.alpha, *inputs.lists, inputs.sums, strided(output) if fused else None, o_s,
         log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
     )  # fmt: skip

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sage_kernels.common.launcher import Start
-from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row, strided
 from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.common.tiles import Operand, head_of
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, ROWS, SCALE_KV, SCALE_Q, TILE, accumulator, copy_own, descriptor, fast_exp2, fast_reciprocal,
@@ -206,7 +207,7 @@ def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key,
 
 @triton.jit(do_not_specialize=["n_q"])
 def finish_program(
-    sums_ptr, unit_ptr, q_scale_ptr, dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, heads, n_q, scale,
+    sums_ptr, unit_ptr, q_scale_ptr, dq_strided, heads, n_q, scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ in 16 bit of a block of queries."""
@@ -216,9 +217,9 @@ def finish_program(
     sums = tl.load(sums_ptr + (at * BLOCK + token)[:, None] * DP + d[None, :])
     factor = tl.load(unit_ptr + at) * scale + tl.load(q_scale_ptr + at) * 0.0  # NaN where s_Q is
     query = block * BLOCK + token
-    dq_ptr += head // heads * dq_stride_b + head % heads * dq_stride_h
-    dq_ptrs = dq_ptr + query[:, None].to(tl.int64) * dq_stride_n + d[None, :]
-    dq = (sums.to(tl.float32) * factor).to(dq_ptr.dtype.element_ty)
+    out = Operand(head_of(dq_strided, head // heads, head % heads), dq_strided.stride_n)
+    dq_ptrs = out.pointer + query[:, None].to(tl.int64) * out.stride + d[None, :]
+    dq = (sums.to(tl.float32) * factor).to(out.pointer.dtype.element_ty)
     dq = dq.reshape(BLOCK, DP // 32, 2, 4, 4).permute(0, 1, 3, 2, 4).reshape(BLOCK, DP)  # back from `spread_columns`
     tl.store(dq_ptrs, dq, mask=(query < n_q)[:, None] & (d < D)[None, :])
 
@@ -260,7 +261,7 @@ def run(
     )  # fmt: skip
     constants = constants | {"D": head_dim, "DP": dp, "RAGGED": n_k % TILE.value != 0, "IS_CAUSAL": is_causal}
     start(program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
-    arguments = sums, unit, q_hat.scale, dq, *dq.stride()[:3], heads, n_q, scale
+    arguments = sums, unit, q_hat.scale, strided(dq), heads, n_q, scale
     constants = {"D": head_dim, "DP": dp, "BLOCK": SCALE_Q.value}
     start(finish_program, (sizes.q_blocks, batch * heads), arguments, constants, {})
     return dq, dk, dv
