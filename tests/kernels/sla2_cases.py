@@ -28,7 +28,7 @@ from kernel_cases import (
 from sage_kernels.common.launcher import Start
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import Forward
-from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run, run_backward
+from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run_backward, run_forward
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
@@ -207,7 +207,9 @@ def run_level(
     prepared = prepare(query, key, value, block_mask, alpha, level, scale=case.c)
     save = level > 0 if save is None else save
     with as_hopper():
-        return Result(prepared, run(prepared, level, start or emulated(case.n_q), scale=case.c, save=save, **launch))
+        return Result(
+            prepared, run_forward(prepared, level, start or emulated(case.n_q), scale=case.c, save=save, **launch)
+        )
 
 
 def run_gradients(

@@ -413,7 +413,7 @@ def test_the_limit_of_registers_reaches_the_compiler(kernel, monkeypatch):
         limits.append(options.get("maxnreg"))
 
     if kernel == "sla2_forward":
-        ladder.run(result.prepared, LEVEL_INT8, start, scale=SMALL.c)
+        ladder.run_forward(result.prepared, LEVEL_INT8, start, scale=SMALL.c)
     else:
         run_gradients(SMALL, LEVEL_INT8, result=result, start=start)
     assert 168 in limits
@@ -591,7 +591,7 @@ def test_no_call_starts_more_than_it_needs(level, routed):
 
     with Calls() as calls:
         prepared = ladder.prepare(query, key, value, chooser, alpha, level, start, scale=case.c)
-        result = ladder.run(prepared, level, start, scale=case.c, save=True)
+        result = ladder.run_forward(prepared, level, start, scale=case.c, save=True)
     assert started == FORWARD_STARTS[level, routed]
     assert starting(calls) == (["mm.default"] * 2 + ["bmm.default"]) * routed + ["bmm.default"]  # router; H
     started.clear()

@@ -24,7 +24,7 @@ from sage_kernels.common.tiles import (
     load_transposed,
     round_to_int8,
 )
-from sage_kernels.sagebwd.forward.program import run
+from sage_kernels.sagebwd.forward.program import run_forward_program
 from sage_kernels.sagebwd.ladder import LOG2_E, prepare_forward
 
 from sage_course.check import Gap, Mistake, source
@@ -145,7 +145,9 @@ def run_level(level):
     def launch(key_tile, q, k, v):
         c = 1 / math.sqrt(q.shape[-1])
         inputs = prepare_forward(*(x.to(triton_device()) for x in (q, k, v)), level, scale=c, smooth_k=True)
-        o, log_sum_exp = run(inputs, key_tile, SMALL, start_with_triton, is_causal=False, log2_scale=c * LOG2_E)
+        o, log_sum_exp = run_forward_program(
+            inputs, key_tile, SMALL, start_with_triton, is_causal=False, log2_scale=c * LOG2_E
+        )
         return o.cpu(), log_sum_exp[..., : q.shape[2]].cpu()
 
     return launch

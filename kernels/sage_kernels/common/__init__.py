@@ -1,1 +1,1 @@
-"""What all kernels share: tile helpers, the quantiser, launch settings."""
+"""The parts that all kernels share: tile helpers, the quantiser, launch settings."""

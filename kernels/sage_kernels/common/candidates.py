@@ -1,4 +1,4 @@
-"""What a launch of a kernel is, those that are worth trying, and the ones for a GPU of which nothing is known.
+"""Launches of kernels: those that are worth trying, and the ones for a GPU of which nothing is known.
 
 A candidate must keep the quantiser's promise that a scale is constant along a contraction: tiles of at most SCALE_BLOCK
 keys where keys are contracted (forward, dq), of at most as many queries where queries are (dk, dv). Since P and dS get
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """Of a Hopper program: warps that compute, places of a ring, registers of a computing thread; without `options`."""
+    """Launch settings. In a Hopper program: warps that compute, places of a ring, registers of such a thread."""
 
     block_q: int
     block_kv: int
@@ -20,12 +20,12 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """What Triton's compiler is told besides the tile's size, of a program in plain Triton."""
+        """Return what Triton's compiler is told besides the tile's size, for a program in plain Triton."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 def with_stages(*tiles: Launch, stages: tuple[int, ...] = (2, 3, 1)) -> tuple[Launch, ...]:
-    """Every tile with every number of stages. The most promising number comes first."""
+    """Return every tile with every number of stages. The most promising number comes first."""
     return tuple(tile._replace(num_stages=count) for count in stages for tile in tiles)
 
 
@@ -95,5 +95,5 @@ DEFAULTS = {
 
 
 def candidates(kernel: str, level: int) -> tuple[Launch, ...]:
-    """The launches worth trying of a kernel of a level. Level 0 quantises nothing, so its tiles are free."""
+    """Return the launches worth trying for a kernel of a level. Level 0 quantises nothing, so its tiles are free."""
     return CANDIDATES["forward_16bit" if (kernel, level) == ("forward", 0) else kernel]

@@ -1,4 +1,7 @@
-"""Where this machine runs Triton. It imports no triton, so that it can set TRITON_INTERPRET before that is imported."""
+"""The device on which this machine runs Triton.
+
+It imports no triton, so that it can set TRITON_INTERPRET before that is imported.
+"""
 
 import os
 import sys

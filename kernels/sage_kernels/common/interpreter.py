@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where it computes other numbers than a GPU: import this on a machine without one.
+"""Triton's interpreter, corrected where it computes other numbers than a GPU: import this on a machine without one.
 
 - A multiply-add x * y + z is rounded twice there, once on a GPU: forward level 3 counts on one rounding.
 - The maximum of a number and NaN is NaN there, the number on a GPU.
@@ -16,20 +16,20 @@ from triton.runtime import interpreter
 
 
 def fused_multiply_add(_, x, y, z):
-    """x * y + z, rounded once: float64 holds the product of two float32 numbers exactly."""
+    """Return x * y + z, rounded once: float64 holds the product of two float32 numbers exactly."""
     with np.errstate(all="ignore"):
         fused = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(fused.astype(z.data.dtype), z.dtype.scalar)
 
 
 class Replaced:
-    """What is replaced now. Its own place of Triton's scope: `restore` puts all back once the outermost has ended."""
+    """Everything replaced now, and Triton's scope for it: `restore` undoes all once the outermost call has ended."""
 
     def __init__(self):
         self.depth, self.languages, self.scopes = 0, set(), []
 
     def __call__(self, function):
-        """Instead of `_patch_lang`: replace what `function` needs and nothing has replaced yet."""
+        """Replace what `function` needs and nothing has replaced yet. Takes the place of `_patch_lang`."""
         if missing := languages(function) - self.languages:
             self.scopes.append(replace_for(function))
             self.languages |= missing
@@ -46,13 +46,13 @@ class Replaced:
 
 @cache
 def languages(function) -> frozenset[str]:
-    """The modules of Triton's language that a function sees."""
+    """Return the modules of Triton's language that a function sees."""
     seen = [x for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)]
     return frozenset(x.__name__ for x in seen)
 
 
 def called(self, *args, **kwargs):
-    """Instead of `InterpretedFunction.__call__`, of a function that a program calls."""
+    """Call a function as a program does. Takes the place of `InterpretedFunction.__call__`."""
     scope = replaced(self.fn)
     try:
         return self.rewrite()(*args, **kwargs)

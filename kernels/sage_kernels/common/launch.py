@@ -1,4 +1,4 @@
-"""Which launch settings a kernel gets: tile sizes, warps and pipeline stages.
+"""The choice of a kernel's launch settings: tile sizes, warps and pipeline stages.
 
 They come from tables (`launch_tables`): what the user measured with `python -m sage_lab bench --tune`, what we
 measured on Hopper, what `python -m sage_lab choose` compiled for the GPU's compute capability. DEFAULTS are for the
@@ -13,9 +13,10 @@ from sage_kernels.common.quantize import SCALE_BLOCK
 
 
 def choose_launch(kernel: str, level: int, padded_head_dim: int, is_causal: bool, device: torch.device) -> Launch:
-    """The launch of a kernel of `DEFAULTS`: of the tables that `launch_tables` has for this GPU, else the default.
+    """Return the launch of a kernel of `DEFAULTS` from the tables for this GPU, else the default.
 
-    ValueError if its tile doesn't fit into the blocks that share a scale; the kernel would compute something else.
+    Raises:
+        ValueError: Its tile does not fit into the blocks that share a scale; the kernel would compute something else.
     """
     launch = DEFAULTS[kernel]
     if device.type == "cuda":

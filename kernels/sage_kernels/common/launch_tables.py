@@ -4,7 +4,7 @@ In this order: the user's own, measured by `bench --tune` on a GPU of this very 
 Hopper; the packaged one that `choose` compiled for the GPU's compute capability. What no table has gets DEFAULTS.
 
 A table is a record, {"provenance": {...}, "rows": [...]}. A user's table may be damaged or old: then a warning says so
-once, and the next table is taken. One of another Triton version is old: the compiler decides what is fast and right.
+once, and the next table is taken. One of a different Triton version is old: the compiler decides what is fast and right.
 """
 
 import json
@@ -28,7 +28,7 @@ OPERATIONS = ("sagebwd", "sla2")
 
 
 class Case(NamedTuple):
-    """What a launch is chosen for."""
+    """One kernel for which a launch is chosen."""
 
     kernel: str  # a key of DEFAULTS
     level: int
@@ -42,7 +42,7 @@ Table = dict[Case, Launch]
 
 @cache
 def table_for(device: torch.device) -> Table:
-    """All launches known for a CUDA device, the best known of each case."""
+    """Return all launches known for a CUDA device, the best known of each case."""
     major, minor = torch.cuda.get_device_capability(device)
     measured = measured_launches() if (major, minor) == (9, 0) else {}
     users = [users_launches(torch.cuda.get_device_name(device), operation) for operation in OPERATIONS]
@@ -51,14 +51,14 @@ def table_for(device: torch.device) -> Table:
 
 @cache
 def measured_launches() -> Table:
-    """The packaged tables that were measured on Hopper."""
+    """Return the packaged tables that were measured on Hopper."""
     rows = [row for name in PACKAGED for row in _packaged_rows(name)]
     return {Case(*map(row.get, Case._fields)): launch_of(row) for row in rows}
 
 
 @cache
 def compiled_launches(capability: int) -> Table:
-    """The packaged table that was compiled for this compute capability, such as 86; one launch for both masks."""
+    """Return the packaged table compiled for this compute capability, such as 86; one launch for both masks."""
     wanted = SAME_CODE.get(capability, capability)
     rows = [row for row in _packaged_rows(COMPILED) if row["capability"] == wanted]
     return {
@@ -73,18 +73,18 @@ def _packaged_rows(name: str) -> list[Row]:
 
 
 def launch_of(row: Row) -> Launch:
-    """A row's launch; rows of before max_registers have no limit."""
+    """Return a row's launch; rows written before max_registers existed have no limit."""
     return Launch(*map(row.get, Launch._fields))
 
 
 def users_table(gpu: str, operation: str) -> Path:
-    """Where `bench --tune` keeps what it measured on a GPU of that name. operation: "sagebwd" or "sla2"."""
+    """Return where `bench --tune` keeps what it measured on a GPU of that name. operation: "sagebwd" or "sla2"."""
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache")).expanduser()
     return cache_folder / "sage_kernels" / f"launch_{re.sub('[^A-Za-z0-9]+', '_', gpu)}_{operation}.json"
 
 
 def users_launches(gpu: str, operation: str) -> Table:
-    """The user's table for this GPU; an empty one, after a warning, if it can't be used."""
+    """Return the user's table for this GPU; an empty one, after a warning, if it cannot be used."""
     again = f"python -m sage_lab bench --tune{' --op sla2' if operation == 'sla2' else ''}"
     path = None
     try:
@@ -98,7 +98,11 @@ def users_launches(gpu: str, operation: str) -> Table:
 
 
 def read_users_table(path: Path, gpu: str) -> Table:
-    """ValueError says what is wrong with it: every launch must be one that the tests know to be right."""
+    """Read a user's table, in which every launch must be one that the tests know to be right.
+
+    Raises:
+        ValueError: Says what is wrong with it.
+    """
     try:
         record = json.loads(path.read_text())
         provenance, rows = record["provenance"], record["rows"]

@@ -1,4 +1,4 @@
-"""How a program is started. Who starts programs is handed a `Start`: Triton's way, or one that takes notes."""
+"""The start of a program. Code that starts programs takes a `Start`: Triton's way, or one that takes notes."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How tensors [B, H, N, D] lie in memory: what kernels can read, and where their results go.
+"""Layouts of tensors [B, H, N, D] in memory: those that kernels can read, and those of their results.
 
 Two layouts are read as they are: contiguous ([B, H, N, D] in memory), and heads last ([B, N, H, D] in memory), which is
 what a model's projections give after a transpose.
@@ -10,7 +10,7 @@ from sage_kernels.common.tiles import Strided
 
 
 def last_axis_contiguous(x: Tensor) -> Tensor:
-    """x itself, or a copy if a token's D numbers don't lie side by side, as every kernel expects them to."""
+    """Return x, or a copy if a token's D numbers are not side by side, as every kernel expects them to be."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -21,17 +21,17 @@ def strided(x: Tensor) -> Strided:
 
 
 def is_heads_last(x: Tensor) -> bool:
-    """Whether the heads of a token lie nearer to one another than the tokens of a head."""
+    """Return whether the heads of a token are nearer to one another in memory than the tokens of a head."""
     return x.shape[1] > 1 and x.stride(1) < x.stride(2)
 
 
 def heads_per_row(x: Tensor) -> int:
-    """How many heads lie side by side in x [B, H, N, D]: one if it is contiguous, all if it is heads last."""
+    """Return how many heads are side by side in x [B, H, N, D]: one if it is contiguous, all if it is heads last."""
     return x.shape[1] if is_heads_last(x) else 1
 
 
 def empty_in_layout_of(x: Tensor) -> Tensor:
-    """Room for a result like x [B, H, N, D]: heads last if x is, else contiguous."""
+    """Allocate a result like x [B, H, N, D]: heads last if x is, else contiguous."""
     batch, heads, n, head_dim = x.shape
     if is_heads_last(x):
         return x.new_empty(batch, n, heads, head_dim).transpose(1, 2)

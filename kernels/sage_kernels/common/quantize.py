@@ -41,26 +41,26 @@ def padded_head_dim(head_dim: int) -> int:
 
 @triton.jit
 def psi(x):
-    """(X^, s) of a float32 tile with one scale: int8, in [-127, 127], and float32."""
+    """Return (X^, s) of a float32 tile with one scale: int8, in [-127, 127], and float32."""
     scale = scale_of(largest_of(x))
     return rounded(x, scale), scale
 
 
 @triton.jit
 def largest_of(x):
-    """max|X| of a float32 tile; infinity if it holds a NaN, which tl.max passes over."""
+    """Return max|X| of a float32 tile; infinity if it holds a NaN, which tl.max passes over."""
     return tl.max(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 0)
 
 
 @triton.jit
 def scale_of(largest):
-    """s = max|X| / 127, correctly rounded as in the reference; NaN if it is infinite."""
+    """Return s = max|X| / 127, correctly rounded as in the reference; NaN if it is infinite."""
     return tl.where(largest < float("inf"), tl.math.div_rn(largest, largest * 0 + 127.0), float("nan"))
 
 
 @triton.jit
 def rounded(x, scale):
-    """X^ = round(X / s)."""
+    """Return X^ = round(X / s)."""
     # A subnormal s has too few digits; such a block becomes zeros, as in the reference.
     divisor = tl.where(scale < 1.1754944e-38, 1.0, scale)
     inverse = tl.math.div_rn(1.0 + divisor * 0, divisor)
@@ -91,7 +91,7 @@ def store_transposed(x_hat, pointer, block, n_padded, DP: tl.constexpr, BLOCK: t
 
 @triton.jit
 def quantize_tile(x, out, block, n_padded, factor, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
-    """psi of one block, float32 [BLOCK, DP], into `Copies`. factor: multiplied into the stored scale."""
+    """Write psi of one block, float32 [BLOCK, DP], into `Copies`. factor: multiplied into the stored scale."""
     x_hat, scale = psi(x)
     tl.store(out.scale + block, scale * factor)
     if out.hat is not None:
@@ -110,7 +110,7 @@ def load_block(x, batch, h, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: 
 
 @triton.jit
 def without_mean(x, mean_ptr, is_token, feature, is_feature):
-    """X - mu_K, [tokens, features]; what lies past the last token or feature stays zero."""
+    """Return X - mu_K, [tokens, features]; positions past the last token or feature stay zero."""
     mean = tl.load(mean_ptr + feature, mask=is_feature, other=0.0)
     return tl.where(is_token[:, None] & is_feature[None, :], x - mean[None, :], 0.0)
 
@@ -120,7 +120,7 @@ def quantize_program(
     x_strided, mean_ptr, values_ptr, transposed_ptr, scale_ptr, heads, n, n_padded, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of BLOCK tokens of one head. A pointer that is None: nothing to subtract, or to write."""
+    """Quantise one block of BLOCK tokens of one head. Nothing is subtracted, or written, where a pointer is None."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x = load_block(x_strided, head // heads, head % heads, block, n, D, DP, BLOCK)
     if mean_ptr is not None:
@@ -144,7 +144,7 @@ def quantize(
     transposed: bool = False,
     grouped: bool = False,
 ) -> Quantized:
-    """psi per block of `block` tokens of x [B, H, N, D], after subtracting mean [B, H, D] if given.
+    """Compute psi per block of `block` tokens of x [B, H, N, D], after subtracting mean [B, H, D] if given.
 
     factor: multiplied into the stored scales (c log2(e) for Q), not into the values.
     grouped: the transpose in the order of `tiles.group_columns`.
@@ -161,7 +161,7 @@ def quantize(
 
 
 def empty_copies(x: Tensor, block: int, *, values: bool, transposed: bool) -> Quantized:
-    """Room for the copies of x [B, H, N, D] that are asked for."""
+    """Allocate the copies of x [B, H, N, D] that are asked for."""
     batch, heads, n, head_dim = x.shape
     n_padded, dp = padded_length(n), padded_head_dim(head_dim)
     return Quantized(

@@ -70,7 +70,7 @@ class Allocation(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """From its first number to its last."""
+        """Return the bytes from its first number to its last."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return 0 if 0 in self.shape else (1 + last) * self.dtype.itemsize
 
@@ -110,7 +110,7 @@ class Operation(NamedTuple):
 
 
 class Address:
-    """What a descriptor needs of a tensor."""
+    """The one thing that a descriptor needs of a tensor."""
 
     def __init__(self, address: int):
         self.address = address
@@ -120,7 +120,7 @@ class Address:
 
 
 def descriptor_maker(descriptor) -> Callable[[int], object]:
-    """A function of an address: a descriptor like this one, of a tensor that begins there."""
+    """Return a function of an address: a descriptor like this one, of a tensor that begins there."""
     kind, fields = type(descriptor), {name: value for name, value in vars(descriptor).items() if name != "base"}
 
     def descriptor_at(address: int):
@@ -132,7 +132,7 @@ def descriptor_maker(descriptor) -> Callable[[int], object]:
 
 
 def map_maker(descriptor, take_apart: Callable) -> Callable[[int], object]:
-    """A function of an address: the copy engine's map of a descriptor like this one, of a tensor that begins there."""
+    """Return a function of an address: the copy engine's map of such a descriptor of a tensor that begins there."""
     descriptor_at = descriptor_maker(descriptor)
     return lru_cache(maxsize=MAPS_KEPT)(lambda address: take_apart(descriptor_at(address))[0])
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         self.made = {}  # by address: (number of the memory, its tensor, which is kept for the address to be its own)
 
     def start(self, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
-        """A `Start`."""
+        """Start a program and note the launch: a `Start`."""
         compiled = start_with_triton(program, grid, arguments, constants, options)
         if compiled is None:
             self.obstacle = "Triton's interpreter leaves no compiled program"
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
             self.steps.append(Operation(function, views, keywords, self.memory_of(result)))
 
     def memory_of(self, new: Tensor) -> int:
-        """The number of new memory."""
+        """Return the number of new memory."""
         number = len(self.dtypes)
         self.dtypes.append(new.dtype)
         if new.device.type != "meta":
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Recording:
-    """What a call did, for other inputs."""
+    """Everything that a call did, to be done for other inputs."""
 
     def __init__(self, recorder: Recorder, outputs: tuple[Tensor, ...]):
         self.steps, self.memories = recorder.steps, len(recorder.dtypes)
@@ -262,7 +262,7 @@ class Recording:
 
 
 class Kept:
-    """What is known of one kind of call."""
+    """Everything known of one kind of call."""
 
     recording: Recording | None = None
     is_repeatable = True  # as far as we know
@@ -274,9 +274,10 @@ def kept(key: Hashable) -> Kept:
 
 
 def recorded(key: Hashable, inputs: tuple[Tensor | None, ...], function: Function) -> tuple[Tensor, ...]:
-    """function(start), which makes new tensors of `inputs` by programs that `start` starts and by PyTorch operations.
+    """Return function(start), or repeat what it did for earlier inputs of this kind.
 
-    key: all else that decides what it does.
+    It makes new tensors of `inputs`, by programs that `start` starts and by PyTorch operations. key: all else that
+    decides what it does.
     """
     if is_watched():
         return function(start_with_triton)
@@ -294,13 +295,13 @@ def recorded(key: Hashable, inputs: tuple[Tensor | None, ...], function: Functio
 
 
 def is_watched() -> bool:
-    """Whether a profiler wants to see Triton's launches."""
+    """Return whether a profiler wants to see Triton's launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)  # a chain of hooks, or one
 
 
 def kind_of(inputs: tuple[Tensor | None, ...]) -> tuple:
-    """What of tensors decides what a function of their shapes does with them, and how its programs are compiled.
+    """Return what decides how a function of the tensors' shapes treats them, and how its programs are compiled.
 
     Tensors that begin at the same address are one to a recording, so which of them do belongs to it.
     """

@@ -1,4 +1,4 @@
-"""What kernels mean in the same way: where a head lies, the size of a tile, masks, rounding, integer products."""
+"""Definitions that kernels share: where a head is, the size of a tile, masks, rounding, integer products."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Strided(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What the compiler knows of a tile of scores."""
+    """The compile-time constants of a tile of scores."""
 
     D: int  # head size
     DP: int  # head size, padded to a power of two
@@ -54,7 +54,7 @@ def head_of(x, batch, h):
 
 @triton.jit
 def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
-    """bool tile: key j exists and, if causal, j <= i. query and key are index vectors shaped to broadcast."""
+    """Return a bool tile: key j exists and, if causal, j <= i. query and key are index vectors shaped to broadcast."""
     visible = key < n_k
     if IS_CAUSAL:
         visible = visible & (key <= query)
@@ -63,7 +63,7 @@ def is_visible(query, key, n_k, IS_CAUSAL: tl.constexpr):
 
 @triton.jit
 def key_tile_range(first_query, n_k, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """(full, end): for these queries key tiles [0, full) need no mask, [full, end) do, later ones are skipped."""
+    """Return (full, end): tiles [0, full) need no mask for these queries, [full, end) do, later ones are skipped."""
     full = n_k // BLOCK_KV
     end = tl.cdiv(n_k, BLOCK_KV)
     if IS_CAUSAL:
@@ -74,7 +74,7 @@ def key_tile_range(first_query, n_k, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constex
 
 @triton.jit
 def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.constexpr):
-    """[tokens, DP] of a 16-bit operand [N, D]; zeros past D, and past N if IS_MASKED."""
+    """Load [tokens, DP] of a 16-bit operand [N, D]; zeros past D, and past N if IS_MASKED."""
     d = tl.arange(0, DP)
     pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
     if IS_MASKED:
@@ -88,7 +88,7 @@ def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.co
 
 @triton.jit
 def store_tokens(tile, x, token, n, D: tl.constexpr, DP: tl.constexpr):
-    """A tile [tokens, DP] into an operand [N, D], in its type; nothing past N or D."""
+    """Store a tile [tokens, DP] into an operand [N, D], in its type; nothing past N or D."""
     d = tl.arange(0, DP)
     pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
     tl.store(pointers, tile.to(x.pointer.dtype.element_ty), mask=(token[:, None] < n) & (d[None, :] < D))
@@ -96,19 +96,19 @@ def store_tokens(tile, x, token, n, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def load_padded(x, token, DP: tl.constexpr):
-    """[tokens, DP] of an INT8 operand [Np, Dp]: padded, so that no mask is needed."""
+    """Load [tokens, DP] of an INT8 operand [Np, Dp], which is padded and needs no mask."""
     return tl.load(x.pointer + token[:, None] * x.stride + tl.arange(0, DP)[None, :])
 
 
 @triton.jit
 def load_transposed(x, first_token, DP: tl.constexpr, TOKENS: tl.constexpr):
-    """[DP, TOKENS] of a transposed INT8 operand [Dp, Np]."""
+    """Load [DP, TOKENS] of a transposed INT8 operand [Dp, Np]."""
     return tl.load(x.pointer + first_token + tl.arange(0, DP)[:, None] * x.stride + tl.arange(0, TOKENS)[None, :])
 
 
 @triton.jit
 def load_with_scale(x, token, n, scale, TILE: tl.constexpr):
-    """(X_i, s [tokens]) of an operand: INT8 with its scales, or 16 bit with `scale` for every token."""
+    """Load (X_i, s [tokens]) of an operand: INT8 with its scales, or 16 bit with `scale` for every token."""
     if x.scale is None:
         loaded = load_tokens(x, token, n, TILE.D, TILE.DP, True)
         s = tl.zeros(token.shape, tl.float32) + scale
@@ -120,15 +120,15 @@ def load_with_scale(x, token, n, scale, TILE: tl.constexpr):
 
 @triton.jit
 def integer_dot(a, b):
-    """A^ B^ of two int8 tiles, as float32."""
+    """Return A^ B^ of two int8 tiles, as float32."""
     return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
 
 
 @triton.jit
 def offset_dot(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """ROUNDER + A^ B^ as float32 without a conversion: the int32 accumulator starts at ROUNDER's bit pattern.
+    """Return ROUNDER + A^ B^ as float32 without a conversion: the int32 sum starts at ROUNDER's bit pattern.
 
-    Exact while |A^ B^| < 2^22, that is for contractions of at most 256 int8 pairs.
+    This is exact while |A^ B^| < 2^22, that is for contractions of at most 256 int8 pairs.
     """
     start = tl.full([ROWS, COLUMNS], ROUNDER_BITS, tl.int32)
     return tl.dot(a, b, start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
@@ -136,19 +136,19 @@ def offset_dot(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def round_to_int8(x):
-    """round(x), ties up, as int8, with the conversion instruction."""
+    """Return round(x), ties up, as int8, with the conversion instruction."""
     return tl.floor(x + 0.5).to(tl.int8)
 
 
 @triton.jit
 def low_byte(x):
-    """round(x) for |x| <= 127, ties to even, as int8: one addition and the low byte, no conversion instruction."""
+    """Return round(x) for |x| <= 127, ties to even, as int8: one addition and the low byte, no conversion."""
     return (x + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def dither(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """floor(x + t) as int8 of a tile from 0 to 127, with the reference's `ordered_thresholds` t.
+    """Return floor(x + t) as int8 of a tile from 0 to 127, with the reference's `ordered_thresholds` t.
 
     Numbers from 128 to 256 have 16 bits after the point and seven before it besides the leading one, so adding 128 + t
     leaves the integer in the third byte: one addition, no conversion instruction. t has a period of 8, and tiles begin
@@ -163,22 +163,22 @@ def dither(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def group_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns reordered in groups of 16: (half, quad, pair) -> (quad, half, pair).
+    """Reorder the columns in groups of 16: (half, quad, pair) -> (quad, half, pair).
 
     A thread of a matmul's result holds columns 2t, 2t+1, 2t+8, 2t+9 of each group; as an 8-bit operand it must hold
     4t ... 4t+3. After this reordering those are the same four, and no data crosses threads. The other operand's
-    rows must be stored in the same order; a sum doesn't mind.
+    rows must be stored in the same order, which a sum does not depend on.
     """
     return x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr, IS_DITHERED: tl.constexpr = False):
-    """(p_ij = 127 exp(S_ij - m_ij), s_p, m_new, l, rescale) from ROUNDER + integer scores and their scale per row.
+    """Return (p_ij = 127 exp(S_ij - m_ij), s_p, m_new, l, rescale) from ROUNDER + integer scores and their row scales.
 
     S - m_ij + log2(127) is one multiply-add: s_ij s_qk - taken_out. taken_out is large, so it is rounded; m_ij becomes
     the maximum that the rounded value stands for, which is just as good a reference point while s_qk << 1. From
-    s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; so from
+    s_qk = 0.0065 on that rounding, up to 0.88 s_qk, could lift 127 P above 127.5, which wraps around in INT8; from
     there on a little more is taken out. IS_DITHERED: P^ is up to 127 P + 127/128, so more is taken out everywhere; the
     other roundings on the way, up to 0.37 s_qk, count too.
 
@@ -202,7 +202,7 @@ def folded_softmax(s_ij, s_qk, m, l, IS_MASKED: tl.constexpr, IS_DITHERED: tl.co
 
 @triton.jit
 def softmax_features(x, D: tl.constexpr, DP: tl.constexpr):
-    """phi(x) of the linear branch: softmax over the first D of DP features, zeros after them. float32 [tokens, DP]."""
+    """Return phi(x) of the linear branch, float32 [tokens, DP]: softmax over the first D features, then zeros."""
     x = tl.where(tl.arange(0, DP)[None, :] < D, x, -float("inf"))
     e = tl.math.exp2((x - tl.max(x, 1)[:, None]) * LOG2_E)
     return e / tl.sum(e, 1)[:, None]
@@ -210,7 +210,7 @@ def softmax_features(x, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def row_scale(x, PER_BLOCK: tl.constexpr):
-    """(s, 1/s) with s = max|x| / 127: one per row of the tile, or with PER_BLOCK the tile's in every row."""
+    """Return (s, 1/s) with s = max|x| / 127: one per row of the tile, or with PER_BLOCK the tile's in every row."""
     largest = tl.max(tl.abs(x), 1)
     if PER_BLOCK:
         largest = tl.zeros_like(largest) + tl.max(tl.abs(x))

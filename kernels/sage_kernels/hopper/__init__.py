@@ -1,4 +1,4 @@
-"""What the kernels for Hopper, written in Gluon, share; and where they can run."""
+"""The parts that the kernels for Hopper, written in Gluon, share; and where they can run."""
 
 import torch
 from triton import knobs
@@ -9,7 +9,7 @@ HEAD_DIMS = (64, 128)  # padded
 
 
 def obstacle(device: torch.device, head_dim: int) -> str | None:
-    """Why these levels can't run there, or None if they can."""
+    """Return why these levels cannot run there, or None if they can."""
     if device.type != "cuda" or knobs.runtime.interpret:
         return f"it needs a Hopper GPU, and query is on {device}" + ", interpreted" * knobs.runtime.interpret
     capability = torch.cuda.get_device_capability(device)

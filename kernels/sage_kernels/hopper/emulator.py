@@ -26,13 +26,13 @@ def to_dtype(x, dtype, bitcast=False):
     return x.view(dtype) if bitcast else x.to(dtype)
 
 
-# What a torch.Tensor has as well, with another meaning.
+# Names that a torch.Tensor has as well, with a different meaning.
 RENAMED = {"to": "gluon_to", "type": "gluon_type"}
 Tensor.gluon_to, Tensor.gluon_type = to_dtype, SimpleNamespace(layout=None)
 
 
 def plain(function: JITFunction, names: dict) -> FunctionType:
-    """A Gluon function, and those it calls, as Python functions for which the global names are as in `names`."""
+    """Return a Gluon function, and those it calls, as Python functions whose global names are as in `names`."""
     made = {}
 
     def converted(value):
@@ -132,7 +132,7 @@ class Place:
 
 
 class Part:
-    """Rows or columns of a place, seen as they lie or transposed. A tile [1, rows, columns] is one [rows, columns]."""
+    """Rows or columns of a place, as they are or transposed. A tile [1, rows, columns] is one [rows, columns]."""
 
     def __init__(self, place: Place, cuts: tuple[tuple[int, int, int], ...] = (), order=(0, 1)):
         self.place, self.cuts, self.order, self.dtype = place, cuts, order, place.dtype
@@ -260,7 +260,7 @@ class Machine:
         self.pass_on()
         group.turn.acquire()
         if self.error:
-            raise RuntimeError("another group of warps has failed")
+            raise RuntimeError("a different group of warps has failed")
 
     def names(self):
         language = SimpleNamespace(
@@ -298,7 +298,7 @@ class Machine:
         return Places(places, shape)
 
     def fence(self):
-        """What has been written into tiles is there for the copy engine too."""
+        """Make what has been written into tiles visible to the copy engine."""
         for place in self.places:
             place.is_fenced = True
 
@@ -331,7 +331,7 @@ class Machine:
         self.pause()
 
     def add(self, descriptor, coordinates, place):
-        """The tile is read, and added, when it is waited for and not before."""
+        """Add a tile to memory. It is read, and added, when it is waited for and not before."""
         assert place.is_fenced, "the copy engine may not see what has been written"
         place.readers += 1
 
@@ -354,7 +354,7 @@ class Machine:
         return product
 
     def wait_for_product(self, in_flight, deps):
-        """The result of deps. Matmuls end in their order; the last `in_flight` may go on."""
+        """Return the result of deps. Matmuls end in their order; the last `in_flight` may go on."""
         self.pause()
         matmuls = self.current.matmuls
         while len(matmuls) > in_flight:
@@ -388,13 +388,13 @@ def argument(x):
 
 
 def pointer_to(x):
-    """To the first number of x, however x lies in memory."""
+    """Return a pointer to the first number of x, in any layout."""
     every = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
     return Pointer(every, x.storage_offset())
 
 
 def reduce(x, axis, combine):
-    """Neighbours first, as good as any order."""
+    """Reduce neighbours first, which is as good as any order."""
     x = x.movedim(axis, -1)
     while x.shape[-1] > 1:
         x = combine(x[..., ::2], x[..., 1::2])
@@ -402,7 +402,7 @@ def reduce(x, axis, combine):
 
 
 def run_ptx(code, constraints, arguments, dtype, is_pure, pack):
-    """The few instructions that are written in PTX; $0 is the result, or $0 and $1; the arguments follow.
+    """Run the few instructions that are written in PTX; $0 is the result, or $0 and $1; the arguments follow.
 
     A pair of float16 is an int32; {low, high} are its halves.
     """
@@ -432,7 +432,7 @@ def names_in(braces):
 
 
 def halves(pairs):
-    """(low, high) float16."""
+    """Return (low, high) in float16."""
     return pairs.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
 
 
@@ -441,25 +441,25 @@ def pair(low, high):
 
 
 def of_halves(function):
-    """An instruction of pairs: the same function of low halves and of high ones."""
+    """Return an instruction on pairs: the same function of low halves and of high ones."""
     return lambda *pairs: pair(*(function(*x) for x in zip(*map(halves, pairs), strict=True)))
 
 
 def multiply_add(x, y, z):
-    """x y + z of float16, rounded once; a GPU's NaN has all bits set but the sign."""
+    """Return x y + z of float16, rounded once; a GPU's NaN has all bits set but the sign."""
     exact = x.double() * y.double() + z.double()
     rounded = torch.from_numpy(exact.numpy().astype(np.float16))  # PyTorch would round to float32 before
     return torch.where(rounded.isnan(), 0x7FFF, rounded.view(torch.int16)).to(torch.int16).view(torch.float16)
 
 
 def pack_low(high, low, upper):
-    """cvt.pack: `upper` moves up, and its two low bytes become the two numbers, kept within INT8."""
+    """Emulate cvt.pack: `upper` moves up, and its two low bytes become the two numbers, kept within INT8."""
     high, low = (x.clamp(-128, 127) & 255 for x in (high, low))
     return upper << 16 | high << 8 | low
 
 
 def chosen_bytes(x, y, choice):
-    """prmt: a digit of `choice`, from the lowest up, is the number of a byte of x (0 ... 3) or y (4 ... 7)."""
+    """Emulate prmt: a digit of `choice`, from the lowest up, is the number of a byte of x (0 ... 3) or y (4 ... 7)."""
     both = torch.cat([z.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)) for z in (x, y)], -1)
     return both[..., [choice >> 4 * i & 7 for i in range(4)]].view(torch.int32)[..., 0]
 

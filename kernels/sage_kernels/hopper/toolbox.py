@@ -1,13 +1,13 @@
-"""What the programs for Hopper share. They are written in Gluon, where one program's warps have different jobs.
+"""The parts that programs for Hopper share. In Gluon, their language, one program's warps have different jobs.
 
 One warp loads: it starts copies of tiles from memory into shared memory, which the copy engine (TMA) carries out.
-Warpgroups (4 warps, 64 rows) compute. A `Ring` lies between them: places for tiles, and for each place two barriers.
+Warpgroups (4 warps, 64 rows) compute. A `Ring` is between them: places for tiles, and for each place two barriers.
 
     loading warp    fetch:    wait until the place is empty   -> start the copy; its end completes `ready`
     a warpgroup     acquire:  wait until the place is ready   -> read the tile
                     release:  arrive at `empty`; with the last warpgroup's arrival the place is free again
 
-The n-th tile lies in place n % places. A barrier's phase, 0 or 1 by turns, tells one round of the ring from the next.
+The n-th tile is in place n % places. A barrier's phase, 0 or 1 by turns, tells one round of the ring from the next.
 """
 
 from functools import cache, lru_cache
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     n_k: int
     q_blocks: int  # tiles of queries in one head, the last one padded
     kv_blocks: int
-    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     v_heads_per_row: int
     do_heads_per_row: int
     out_heads_per_row: int
@@ -57,7 +57,7 @@ def sizes_of(
     query: Tensor, key: Tensor, rows: int, *, of_keys: bool, bytes_per_number: int,
     v_heads_per_row: int = 1, do_heads_per_row: int = 1, out_heads_per_row: int = 1,
 ) -> Sizes:  # fmt: skip
-    """Of a launch whose programs have `rows` queries each, or keys, and fetch so many bytes per token and column."""
+    """Compute `Sizes` for programs of `rows` queries (or keys) that fetch so many bytes per token and column."""
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k = key.shape[1:3]
     group_size, own, visited = heads // kv_heads, padded_length(n_q), padded_length(n_k)
@@ -70,13 +70,13 @@ def sizes_of(
 
 
 def heads_at_a_time(bytes_per_head: int) -> int:
-    """Several, for causal rows of all lengths to even out; not more than whose tiles stay in the L2 cache."""
+    """Return how many heads are worked on together: enough to even out causal rows, and their tiles stay in L2."""
     return max(1, min(8, L2_SHARE // bytes_per_head))
 
 
 @gluon.jit
 def work_item(t, sizes):
-    """(block of rows, head) of the t-th program: group of heads after group, in it the last block of rows first.
+    """Return (block of rows, head) of the t-th program: group after group of heads, in each the last block first.
 
     In causal attention those rows take longest; a multiprocessor that is done takes the next, so short ones come last.
     """
@@ -88,14 +88,14 @@ def work_item(t, sizes):
 
 @gluon.jit
 def key_work_item(t, sizes):
-    """`work_item` of a program of keys: the first block of keys, which most queries see, comes first."""
+    """Return `work_item` of a program of keys: the first block of keys, which most queries see, comes first."""
     block, kv_head = work_item(t, sizes)
     return sizes.blocks - 1 - block, kv_head
 
 
 @gluon.jit
 def count_key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
-    """How many key tiles these rows visit. Only the last one holds keys that some of 64 aligned rows may not see."""
+    """Return how many key tiles these rows visit. Only the last one needs a mask, for 64 aligned rows."""
     if IS_CAUSAL:
         kv_blocks = gl.minimum(kv_blocks, (first_query + rows + TILE - 1) // TILE)
     return kv_blocks
@@ -103,9 +103,9 @@ def count_key_tiles(first_query, rows, kv_blocks, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def count_query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
-    """How many query tiles these keys visit, from the last one down. The diagonal crosses only the one visited last.
+    """Return how many query tiles these keys visit, from the last one down to the only one on the diagonal.
 
-    It is at least one, for every program to do the same; all of it is masked for keys that no query sees.
+    It is at least one, so that every program does the same; all of it is masked for keys that no query sees.
     """
     if IS_CAUSAL:
         q_blocks -= gl.minimum(first_key // TILE, q_blocks - 1)
@@ -117,16 +117,16 @@ def count_query_tiles(first_key, q_blocks, IS_CAUSAL: gl.constexpr):
 
 @cache  # one takes longer to make than the rest of a descriptor
 def layout(*shape: int, dtype: torch.dtype = torch.int8) -> gl.NVMMASharedLayout:
-    """How the copy engine lays a tile in shared memory so that matmuls read it without bank conflicts; or a line."""
+    """Return the layout of a tile in shared memory that matmuls read without bank conflicts; or that of a line."""
     if len(shape) == 1:
         return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, rank=1)
     return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
-    """For the copy engine, which fetches tiles [rows, columns] of x [B, H, N, D] or lines [rows] of x [B, H, N].
+    """Return the copy engine's descriptor of tiles [rows, columns] of x [B, H, N, D], or lines [rows] of x [B, H, N].
 
-    An x of as many dimensions as the tile is taken as it is: see `fetched_rows` and `fetched_tokens`.
+    An x with as many dimensions as the tile is taken as it is: see `fetched_rows` and `fetched_tokens`.
     """
     made = object.__new__(TensorDescriptor)  # without its checks, which have passed for the first of its kind
     made.__dict__.update(descriptor_fields(x.shape, x.stride(), x.dtype, shape), base=x)
@@ -135,7 +135,7 @@ def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
 
 @lru_cache(maxsize=1024)
 def descriptor_fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, tile: tuple[int, ...]) -> dict:
-    """A checked descriptor's fields, besides the tensor, for every tensor of that shape; it starts at 16 bytes."""
+    """Return a checked descriptor's fields, except the tensor, for every tensor of that shape at 16 bytes."""
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = x if x.dim() == len(tile) else x.flatten(0, 2)
     fields = vars(TensorDescriptor.from_tensor(x, list(tile), layout(*tile, dtype=dtype)))
@@ -150,7 +150,7 @@ class Fetched(NamedTuple):
 
 
 def fetched_rows(x: Tensor) -> Fetched:
-    """[B H N, D], or without a copy [B N, H D] of an x whose heads of a token lie side by side.
+    """Return x flattened to [B H N, D], or without a copy as [B N, H D] if a token's heads are side by side.
 
     Then the column after a head's last is the next head's, so no padding can be fetched: D must be one of HEAD_DIMS.
     """
@@ -163,13 +163,13 @@ def fetched_rows(x: Tensor) -> Fetched:
 
 
 def fetched_tokens(x: Tensor) -> tuple[Tensor, int]:
-    """`fetched_rows` in three dimensions, [B H, N, D] or [B, N, H D]: then zeros come after a head's last token."""
+    """Return `fetched_rows` in three dimensions, [B H, N, D] or [B, N, H D]: zeros come after a head's last token."""
     rows, heads_per_row = fetched_rows(x)
     return rows.view(-1, x.shape[2], rows.shape[1]), heads_per_row
 
 
 def rows_of_16_bytes(x: Tensor) -> Tensor:
-    """16-bit x [B, H, N, D], or a copy that the copy engine can fetch: contiguous, in rows of whole 16 bytes."""
+    """Return 16-bit x [B, H, N, D], or a contiguous copy in rows of whole 16 bytes, which the copy engine can fetch."""
     if x.shape[3] % 8:
         x = torch.nn.functional.pad(x, (0, padded_head_dim(x.shape[3]) - x.shape[3]))
     x = x.contiguous()
@@ -178,7 +178,7 @@ def rows_of_16_bytes(x: Tensor) -> Tensor:
 
 @gluon.jit
 def allocate(descriptor, COUNT: gl.constexpr):
-    """Shared memory for so many tiles, or lines, of a descriptor."""
+    """Allocate shared memory for so many tiles, or lines, of a descriptor."""
     return gl.allocate_shared_memory(descriptor.dtype, [COUNT] + descriptor.block_shape, descriptor.layout)
 
 
@@ -197,7 +197,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def ring_of(tiles, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """Barriers around places: so many arrivals make one ready, so many make it empty."""
+    """Return barriers around places: so many arrivals make one ready, so many make it empty."""
     places: gl.constexpr = tiles.shape[0]
     ready = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
@@ -209,13 +209,13 @@ def ring_of(tiles, WRITERS: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def ring(descriptor, PLACES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """A ring for tiles of a descriptor, filled by the loading warp and read by warpgroups."""
+    """Return a ring for tiles of a descriptor, filled by the loading warp and read by warpgroups."""
     return ring_of(allocate(descriptor, PLACES), 1, WARPGROUPS)
 
 
 @gluon.jit
 def claim(ring, n, BYTES: gl.constexpr):
-    """The loading warp: wait until the n-th tile's place is empty; its barrier, which now expects BYTES, its number."""
+    """Wait until the n-th tile's place is empty; return its barrier, which now expects BYTES, and its number."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)
     ready = ring.ready.index(n % places)
@@ -225,20 +225,20 @@ def claim(ring, n, BYTES: gl.constexpr):
 
 @gluon.jit
 def fetch(ring, n, descriptor, row, column):
-    """The loading warp: start the copy of the n-th tile as soon as its place is empty."""
+    """Start the copy of the n-th tile as soon as its place is empty. For the loading warp."""
     ready, place = claim(ring, n, descriptor.block_type.nbytes)
     tma.async_copy_global_to_shared(descriptor, [row, column], ready, ring.tiles.index(place))
 
 
 @gluon.jit
 def row_and_column(head, token, n, heads_per_row, DP: gl.constexpr):
-    """Where a token of a head lies in the matrix of `fetched_rows`."""
+    """Return where a token of a head is in the matrix of `fetched_rows`."""
     return head // heads_per_row * n + token, head % heads_per_row * DP
 
 
 @gluon.jit
 def fetch_with_lines(ring, lines, n, descriptor, row, column, line_descriptors, token):
-    """`fetch`, and for each of `lines` one number for every token of the tile."""
+    """Fetch a tile, and for each of `lines` one number for every token of the tile."""
     line_count: gl.constexpr = len(lines)
     line_bytes: gl.constexpr = line_descriptors[0].block_type.nbytes
     ready, place = claim(ring, n, descriptor.block_type.nbytes + line_count * line_bytes)
@@ -249,7 +249,7 @@ def fetch_with_lines(ring, lines, n, descriptor, row, column, line_descriptors, 
 
 @gluon.jit
 def fetch_tokens(ring, n, descriptor, head, token, heads_per_row, DP: gl.constexpr):
-    """`fetch` of tokens of a head from the tensor of `fetched_tokens`."""
+    """Fetch tokens of a head from the tensor of `fetched_tokens`."""
     ready, place = claim(ring, n, descriptor.block_type.nbytes)
     at = [head // heads_per_row, token, head % heads_per_row * DP]
     tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(place))
@@ -259,7 +259,7 @@ def fetch_tokens(ring, n, descriptor, head, token, heads_per_row, DP: gl.constex
 def fetch_tokens_with_line(
     ring, line, n, descriptor, head, token, heads_per_row, DP: gl.constexpr, line_descriptor, line_token
 ):
-    """`fetch_tokens`, and into `line` one number for each of them, from line_token on."""
+    """Fetch tokens, and into `line` one number for each of them, from line_token on."""
     ready, place = claim(ring, n, descriptor.block_type.nbytes + line_descriptor.block_type.nbytes)
     at = [head // heads_per_row, token, head % heads_per_row * DP]
     tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(place))
@@ -273,7 +273,7 @@ def matrix_layout(rows, columns, dtype):
 
 @gluon.jit
 def matrix(tile):
-    """A tile [1, tokens, columns] of `fetch_tokens` as [tokens, columns]: the same numbers in the same places."""
+    """Return a tile [1, tokens, columns] of `fetch_tokens` as [tokens, columns]: the same numbers and places."""
     rows: gl.constexpr = tile.shape[1]
     columns: gl.constexpr = tile.shape[2]
     return tile._reinterpret(tile.dtype, [rows, columns], matrix_layout(rows, columns, tile.dtype))
@@ -281,7 +281,7 @@ def matrix(tile):
 
 @gluon.jit
 def acquire(ring, n):
-    """A warpgroup: the n-th tile, once it is there."""
+    """Wait for the n-th tile and return it. For a warpgroup, as the next two are."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)
     return ring.tiles.index(n % places)
@@ -289,21 +289,21 @@ def acquire(ring, n):
 
 @gluon.jit
 def release(ring, n):
-    """A warpgroup: it has read the n-th tile."""
+    """Say that the n-th tile has been read."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.arrive(ring.empty.index(n % places), count=1)
 
 
 @gluon.jit
 def skip(ring, n):
-    """A warpgroup: the n-th tile is for others."""
+    """Leave the n-th tile to others."""
     acquire(ring, n)
     release(ring, n)
 
 
 @gluon.jit
 def copy_own(tiles, ready, descriptor, row, column, WARPGROUPS: gl.constexpr):
-    """The loading warp: each warpgroup's own 64 rows. Rows past a head's end are the next head's: not stored."""
+    """Start the copies of each warpgroup's own 64 rows. Rows past a head's end are the next head's: not stored."""
     for w in gl.static_range(WARPGROUPS):
         tma.async_copy_global_to_shared(descriptor, [row + w * ROWS, column], ready, tiles.index(w))
 
@@ -313,25 +313,25 @@ def copy_own(tiles, ready, descriptor, row, column, WARPGROUPS: gl.constexpr):
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """Which thread holds what of a matmul's result [64, columns]."""
+    """Return which thread holds which numbers of a matmul's result [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
 
 @gluon.constexpr_function
 def accumulator_16bit(columns):
-    """The same for a matmul in 16 bit: another layout by name, and the same numbers in the same threads."""
+    """Return the same for a matmul in 16 bit: a different layout by name, the same numbers in the same threads."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def operand(columns):
-    """Which thread holds what of the int8 left operand of a matmul whose result has so many columns."""
+    """Return which thread holds which numbers of the int8 left operand of a matmul with so many result columns."""
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]), 4)
 
 
 @gluon.constexpr_function
 def operand_16bit(columns):
-    """The same in 16 bit. What a thread holds of a matmul's result is what it must hold of this."""
+    """Return the same in 16 bit. A thread holds the same numbers of a matmul's result and of this."""
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
 
 
@@ -356,20 +356,20 @@ def fast_exp2(x):
 
 @gluon.jit
 def fast_reciprocal(x):
-    """One instruction, declared impure for the compiler to leave it where it stands: before a wait, not after."""
+    """Return 1 / x by one instruction, impure so that the compiler leaves it where it is: before a wait."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def group_columns(x):
-    """`tiles.group_columns` of x [ROWS, keys]: the order in which no number leaves its thread."""
+    """Reorder the columns of x [ROWS, keys] as `tiles.group_columns`: no number leaves its thread."""
     keys: gl.constexpr = x.shape[1]
     return x.reshape([ROWS, keys // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([ROWS, keys])
 
 
 @gluon.jit
 def round_and_pack(x):
-    """round(x), ties to even, kept within INT8: four columns of x [ROWS, keys] to an int32 [ROWS, keys / 4]."""
+    """Return round(x), ties to even, kept within INT8: four columns of x [ROWS, keys] in an int32 [ROWS, keys / 4]."""
     even, odd = gl.split(x.reshape([ROWS, x.shape[1] // 4, 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
@@ -383,7 +383,7 @@ def round_and_pack(x):
 
 @gluon.jit
 def unpack(packed):
-    """int32 [ROWS, keys / 4] -> the int8 [ROWS, keys] that it holds; no instruction is left of this."""
+    """Return the int8 [ROWS, keys] that int32 [ROWS, keys / 4] holds; no instruction is left of this."""
     byte0, byte1 = packed.to(gl.int8), (packed >> 8).to(gl.int8)
     byte2, byte3 = (packed >> 16).to(gl.int8), (packed >> 24).to(gl.int8)
     return gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3)).reshape([ROWS, 4 * packed.shape[1]])
@@ -391,28 +391,28 @@ def unpack(packed):
 
 @gluon.jit
 def round_to_int8(x, COLUMNS: gl.constexpr):
-    """round(x) of x [ROWS, keys] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
+    """Return round(x) of x [ROWS, keys] as int8, columns grouped: the left operand of a matmul with so many COLUMNS."""
     return gl.convert_layout(unpack(round_to_packed(x, COLUMNS)), operand(COLUMNS))
 
 
 @gluon.jit
 def round_to_packed(x, COLUMNS: gl.constexpr):
-    """`round_to_int8`, four numbers to an int32: what goes from one turn of a loop to the next without instructions."""
+    """Return `round_to_int8`, four numbers to an int32, which takes no instructions between turns of a loop."""
     return round_and_pack(gl.convert_layout(group_columns(x), operand(COLUMNS)))
 
 
 @gluon.jit
 def as_operand(packed, COLUMNS: gl.constexpr):
-    """The left operand that is in `round_to_packed`'s numbers."""
+    """Return the left operand that is in `round_to_packed`'s numbers."""
     return gl.convert_layout(unpack(packed), operand(COLUMNS))
 
 
 @gluon.jit
 def moved(packed, zero):
-    """int32 `packed` in registers that are written here. zero: 0, but the compiler can't know.
+    """Return int32 `packed` in registers that are written here. zero: 0, which the compiler cannot know.
 
-    For what is computed while a matmul reads its predecessor's registers. The assembler would take the same ones, and
-    let the matmul wait; a plain copy it leaves out.
+    This is for what is computed while a matmul reads its predecessor's registers. The assembler would take the same
+    ones and let the matmul wait; it leaves out a plain copy.
     """
     zeros = gl.full(packed.shape, zero, gl.int32, packed.type.layout)
     return gl.inline_asm_elementwise(
@@ -422,9 +422,9 @@ def moved(packed, zero):
 
 @gluon.jit
 def dither_to_int8(x, COLUMNS: gl.constexpr):
-    """floor(x + t) of x [ROWS, TILE] from 0 to 127 as int8, with the reference's `ordered_thresholds` t.
+    """Return floor(x + t) of x [ROWS, TILE] from 0 to 127 as int8, with the reference's `ordered_thresholds` t.
 
-    Columns grouped as in `round_to_int8`, and rounded as there: round(x + t - 1/2), so one addition more. t has a
+    Columns are grouped as in `round_to_int8`, and rounded as there: round(x + t - 1/2), so one addition more. t has a
     period of 8 and tiles begin at multiples of 8: a thread adds the same two numbers all the time.
     """
     x = x.reshape([ROWS, TILE // 8, 8])
@@ -438,13 +438,13 @@ def dither_to_int8(x, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_scaled(gradient, product, s, DP: gl.constexpr):
-    """gradient + product * s [ROWS, DP], with a scale per row."""
+    """Return gradient + product * s [ROWS, DP], with a scale per row."""
     return gradient + product.to(gl.float32) * gl.convert_layout(s, gl.SliceLayout(1, accumulator(DP)))[:, None]
 
 
 @gluon.jit
 def add_scaled_half(gradient, product, s):
-    """`add_scaled` for half the columns, in assembly that stays here: after it the product's registers are free."""
+    """Return `add_scaled` of half the columns, in assembly that stays here: then the product's registers are free."""
     s = gl.convert_layout(s, gl.SliceLayout(1, accumulator(HALF)))
     product, s = gl.broadcast(product.to(gl.float32), s[:, None])
     return gl.inline_asm_elementwise(
@@ -454,7 +454,7 @@ def add_scaled_half(gradient, product, s):
 
 @gluon.jit
 def tokens_from(pointer, head, first, n, heads_per_row, D: gl.constexpr):
-    """(where the first of some tokens of a head lies in a result [B, H, N, D], how far the next one is)."""
+    """Return (where the first of some tokens of a head is in a result [B, H, N, D], how far the next one is)."""
     stride = heads_per_row * D
     token = (head // heads_per_row).to(gl.int64) * n + first
     return pointer + token * stride + head % heads_per_row * D, stride
@@ -462,7 +462,7 @@ def tokens_from(pointer, head, first, n, heads_per_row, D: gl.constexpr):
 
 @gluon.jit
 def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
-    """Rows of x [ROWS, DP] in 16 bit: tokens first, first + 1, ... of a head, as far as there are any."""
+    """Store rows of x [ROWS, DP] in 16 bit: tokens first, first + 1, ... of a head, as far as there are any."""
     layout: gl.constexpr = x.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
@@ -473,7 +473,7 @@ def store_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP:
 
 @gluon.jit
 def store_halves(pointer, left, right, head, first, n, heads_per_row, D: gl.constexpr):
-    """`store_tokens` of a gradient in halves of its columns."""
+    """Store a gradient, given in halves of its columns, as `store_tokens` does."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(HALF)))
     d = gl.arange(0, HALF, gl.SliceLayout(0, accumulator(HALF)))
     rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
@@ -484,7 +484,7 @@ def store_halves(pointer, left, right, head, first, n, heads_per_row, D: gl.cons
 
 @gluon.jit
 def stored_tokens(pointer, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
-    """What `store_tokens` has stored there, [ROWS, DP] in 16 bit; zeros past the last token."""
+    """Load what `store_tokens` has stored there, [ROWS, DP] in 16 bit; zeros past the last token."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
     mask = (first + row < n)[:, None] & (d < D)[None, :]

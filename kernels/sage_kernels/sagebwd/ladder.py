@@ -30,7 +30,7 @@ from sage_kernels.sagebwd.forward import (
 )
 from sage_kernels.sagebwd.forward.key_mean import key_mean, value_mean
 from sage_kernels.sagebwd.forward.prepare import quantize_inputs
-from sage_kernels.sagebwd.forward.program import ForwardInputs, run
+from sage_kernels.sagebwd.forward.program import ForwardInputs, run_forward_program
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
 from sage_ref.prologue import Prologue
 
@@ -44,7 +44,7 @@ class ForwardLevel(NamedTuple):
     grouped: bool = False  # transposed copies in the order of tiles.group_columns
     dithered_key_tile: object = None  # of an unbiased O: P rounded by ordered dither
     # The module of a level that is Hopper's alone, with programs of its own: kernels, LAUNCHES and
-    # run(inputs, is_causal=..., scale=...).
+    # run_hopper_forward(inputs, start, is_causal=..., scale=...), or run_hopper_backward.
     hopper: ModuleType | None = None
 
     @property
@@ -52,7 +52,7 @@ class ForwardLevel(NamedTuple):
         return self.dithered_key_tile is not None or self.hopper is not None
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
-        """The programs it takes, by their names in `candidates.CANDIDATES` or the module's LAUNCHES."""
+        """Return the programs it takes, by their names in `candidates.CANDIDATES` or the module's LAUNCHES."""
         return ("forward",) if self.hopper is None else self.hopper.kernels(padded_head_dim)
 
 
@@ -69,7 +69,7 @@ class BackwardLevel(NamedTuple):
     causal_alone: bool = False  # without a mask it runs only if asked for
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
-        """As in ForwardLevel. The start of a name says what the program computes."""
+        """Return the programs, as ForwardLevel does. The start of a name says what the program computes."""
         if self.hopper is not None:
             return self.hopper.kernels(padded_head_dim)
         parts = ("dq", "dkdv") if padded_head_dim < self.split_from else ("dq", "dk", "dv")
@@ -106,7 +106,7 @@ BACKWARD_LEVELS = (
 
 
 def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim: int) -> str | None:
-    """Why a level can't run there, or None if it can."""
+    """Return why a level cannot run there, or None if it can."""
     if level.hopper is None:
         return None
     why = hopper.obstacle(device, head_dim)
@@ -116,12 +116,12 @@ def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim
 
 
 def best_forward_level(device: torch.device, head_dim: int) -> int:
-    """The last forward level that can run there."""
+    """Return the last forward level that can run there."""
     return max(i for i, level in enumerate(FORWARD_LEVELS) if obstacle(level, device, head_dim) is None)
 
 
 def best_backward_level(device: torch.device, head_dim: int, is_causal: bool, *, per_block: bool = False) -> int:
-    """The backward level that runs there by itself. per_block: with one scale per tile of P and dS."""
+    """Return the backward level that runs there by itself. per_block: with one scale per tile of P and dS."""
     fits = (level.per_block == per_block and (is_causal or not level.causal_alone) for level in BACKWARD_LEVELS)
     return max(
         i for i, (level, fit) in enumerate(zip(BACKWARD_LEVELS, fits, strict=True))
@@ -172,17 +172,17 @@ def run_forward(
     scale: float,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(O, L) of forward level `level`; see `forward.program.run`. A level of Hopper's has one launch only, its own."""
+    """Compute (O, L) by forward level `level`; see `run_forward_program`. A Hopper level has only its own launch."""
     chosen, device, head_dim = FORWARD_LEVELS[level], inputs.query.device, inputs.query.shape[3]
     if (why := obstacle(chosen, device, head_dim)) is not None:
         raise ValueError(f"level: expected one that can run here, got forward level {level}: {why}")
     if chosen.hopper is not None:
         if launch is not None:
             raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
-        return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
+        return chosen.hopper.run_hopper_forward(inputs, start, is_causal=is_causal, scale=scale)
     launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
     key_tile = chosen.key_tile if inputs.v_mean is None else chosen.dithered_key_tile
-    return run(inputs, key_tile, launch, start, is_causal=is_causal, log2_scale=scale * LOG2_E)
+    return run_forward_program(inputs, key_tile, launch, start, is_causal=is_causal, log2_scale=scale * LOG2_E)
 
 
 def prepare_backward(
@@ -200,7 +200,7 @@ def prepare_backward(
     v_range: Tensor | None = None,
     is_causal: bool = False,
 ) -> BackwardInputs:
-    """What backward level `level` reads: delta, dO and its copies, and the transposes of the forward's Q^ and K^.
+    """Prepare what backward level `level` reads: delta, dO and its copies, the transposes of the forward's Q^ and K^.
 
     An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Levels of
     pairs alone, 5 and 6, need the forward's v_range and is_causal, for their units.
@@ -225,14 +225,14 @@ def prepare_backward(
 def run_backward(
     inputs: BackwardInputs, level: int, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) of backward level `level`. Deterministic: what is added in no fixed order are integers."""
+    """Compute (dQ, dK, dV) by backward level `level`. Deterministic: sums in no fixed order are sums of integers."""
     chosen, device, head_dim = BACKWARD_LEVELS[level], inputs.query.device, padded_head_dim(inputs.query.shape[3])
     if (why := obstacle(chosen, device, inputs.query.shape[3])) is not None:
         raise ValueError(f"level: expected one that can run here, got backward level {level}: {why}")
     if chosen.pairs and inputs.units is None:
         raise ValueError(f"inputs: expected those of prepare_backward for level {level}, with units, got units=None")
     if chosen.hopper is not None:
-        return chosen.hopper.run(inputs, start, is_causal=is_causal, scale=scale)
+        return chosen.hopper.run_hopper_backward(inputs, start, is_causal=is_causal, scale=scale)
     options = {"per_block": chosen.per_block, "is_causal": is_causal, "scale": scale}
     gradients = {}
     for kernel in chosen.kernels(head_dim):

@@ -41,7 +41,7 @@ def is_too_old(device: torch.device) -> bool:
 
 
 def obstacle(query: Tensor, smooth_q: bool) -> str | None:
-    """Why these kernels can't take this call, or None if they can."""
+    """Return why these kernels cannot take this call, or None if they can."""
     dtypes = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
     if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
@@ -59,12 +59,12 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
 
 
 def forward_level(device: torch.device, head_dim: int) -> int:
-    """The forward level that runs there."""
+    """Return the forward level that runs there."""
     return best_forward_level(device, head_dim)
 
 
 def backward_level(device: torch.device, head_dim: int, is_causal: bool, granularity: str = "row") -> int:
-    """The backward level with these scales of P and dS that runs there."""
+    """Return the backward level with these scales of P and dS that runs there."""
     return best_backward_level(device, head_dim, is_causal, per_block=granularity == "block")
 
 
@@ -82,7 +82,7 @@ def forward(
     eps: float = 0.0,
     unbiased: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, and for the backward pass: L of the smoothed scores (log2), Q^ and its scale, K^ and its scale, V's range.
+    """Compute O, and for the backward pass L of the smoothed scores (log2), Q^ and K^ with their scales, V's range.
 
     cos ... eps: those of a `Prologue`, contiguous and in float32; None: there is none, or one without a norm.
     """
@@ -105,7 +105,7 @@ def fake_forward(
     query, key, value, is_causal, scale, smooth_k, cos=None, sin=None, query_gain=None, key_gain=None, eps=0.0,
     unbiased=False,
 ):  # fmt: skip
-    """Tensors like those of `forward`, without their values: for torch.compile."""
+    """Return tensors like those of `forward`, without their values: for torch.compile."""
 
     def scales(x):
         return x.new_empty(*x.shape[:2], padded_length(x.shape[2]) // SCALE_BLOCK, dtype=torch.float32)
@@ -132,7 +132,7 @@ def backward(
     scale: float,
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ in O's layout, dK and dV in V's.
+    """Compute dQ in O's layout, dK and dV in V's.
 
     From the forward pass: log_sum_exp float32 [B, H, Np]; Q^ and K^, int8 [B, H or Hkv, Np, Dp], with float32 scales
     [B, H or Hkv, blocks]; v_range float32 [B, Hkv, blocks], max|V| / 127. Np, Dp: padded as in `Quantized`.
@@ -155,7 +155,7 @@ def fake_backward(
     grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range, is_causal, scale,
     granularity,
 ):  # fmt: skip
-    """Tensors like those of `backward`, without their values."""
+    """Return tensors like those of `backward`, without their values."""
     return tuple(empty_in_layout_of(x) for x in (output, value, value))
 
 
@@ -170,7 +170,7 @@ def prologue_backward(
     key_gain: Tensor | None,
     eps: float,
 ) -> list[Tensor]:
-    """dQ and dK of the raw tensors from `backward`'s, in their layouts; with gains theirs too, in float32.
+    """Compute dQ and dK of the raw tensors from `backward`'s, in their layouts; with gains theirs too, in float32.
 
     query and key, the raw ones, are needed with gains alone. cos ... eps: as in `forward`.
     """
@@ -185,7 +185,7 @@ def prologue_backward(
 
 
 def fake_prologue_backward(grad_query, grad_key, query, key, cos, sin, query_gain, key_gain, eps):
-    """Tensors like those of `prologue_backward`, without their values."""
+    """Return tensors like those of `prologue_backward`, without their values."""
     gains = [] if query_gain is None else [torch.empty_like(x) for x in (query_gain, key_gain)]
     return [empty_in_layout_of(grad_query), empty_in_layout_of(grad_key), *gains]
 
@@ -240,7 +240,7 @@ def sagebwd_attention(
     prologue: Prologue | None,
     unbiased: bool = False,
 ) -> Tensor:
-    """O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
+    """Compute O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
     *tensors, eps = prologue or NO_PROLOGUE
     tensors = (x if x is None else x.float().contiguous() for x in tensors)
     return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity, unbiased, *tensors, eps)

@@ -37,9 +37,9 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load_halves(x, token, n, D: tl.constexpr, HALF: tl.constexpr):
-    """Features 0 to D/2 and D/2 to D of some tokens of an operand [N, D]: two of float32 [tokens, HALF].
+    """Load features 0 to D/2 and D/2 to D of some tokens of an operand [N, D]: two of float32 [tokens, HALF].
 
-    Zeros past the last token and past D/2 columns; HALF is a power of two.
+    There are zeros past the last token and past D/2 columns; HALF is a power of two.
     """
     d = tl.arange(0, HALF)
     pointers = x.pointer + token[:, None].to(tl.int64) * x.stride + d[None, :]
@@ -50,7 +50,7 @@ def load_halves(x, token, n, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def store_halves(out, first, second, token, n, D: tl.constexpr, HALF: tl.constexpr):
-    """The opposite of `load_halves`, into an operand of any type."""
+    """Store what `load_halves` loads, into an operand of any type."""
     d = tl.arange(0, HALF)
     dtype = out.pointer.dtype.element_ty
     pointers = out.pointer + token[:, None].to(tl.int64) * out.stride + d[None, :]
@@ -61,7 +61,7 @@ def store_halves(out, first, second, token, n, D: tl.constexpr, HALF: tl.constex
 
 @triton.jit
 def load_rotated(x, token, n, rotary, D: tl.constexpr, HALF: tl.constexpr):
-    """`load_halves`, normalised if there is a gain, and rotated."""
+    """Load both halves, normalised if there is a gain, and rotated."""
     first, second = load_halves(x, token, n, D, HALF)
     if rotary.gain is not None:
         inverse = inverse_rms(first, second, rotary.eps, D)
@@ -73,7 +73,7 @@ def load_rotated(x, token, n, rotary, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def load_angles(rotary, token, n, D: tl.constexpr, HALF: tl.constexpr):
-    """(cos, sin), [tokens, HALF]."""
+    """Load (cos, sin), [tokens, HALF]."""
     d = tl.arange(0, HALF)
     at = token[:, None].to(tl.int64) * (D // 2) + d[None, :]
     inside = (token < n)[:, None] & (d < D // 2)[None, :]
@@ -82,7 +82,7 @@ def load_angles(rotary, token, n, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def load_gain(rotary, D: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of gamma, [1, HALF]."""
+    """Load both halves of gamma, [1, HALF]."""
     d = tl.arange(0, HALF)
     inside = d < D // 2
     first = tl.load(rotary.gain + d, mask=inside, other=0.0)[None, :]
@@ -91,7 +91,7 @@ def load_gain(rotary, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def inverse_rms(first, second, eps, D: tl.constexpr):
-    """r [tokens, 1] of QK-norm."""
+    """Return r [tokens, 1] of QK-norm."""
     return tl.math.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None]
 
 
@@ -122,7 +122,10 @@ def rotate_back_program(
     k_gain_ptr, eps, heads, kv_heads, n_q, n_k, query_blocks, key_blocks, query_programs,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries, or after those of keys. q_gain_ptr None: no norm, and Q and K aren't needed."""
+    """Undo the prologue for a block of queries, or in programs after those of keys.
+
+    q_gain_ptr None: there is no norm, and Q and K are not needed.
+    """
     t = tl.program_id(0)
     sums_ptr = None if gain_sums_ptr is None else gain_sums_ptr + t.to(tl.int64) * D
     if t < query_programs:
@@ -145,7 +148,7 @@ def rotate_back_program(
 def run_rotate_back(
     grad_query: Tensor, grad_key: Tensor, query: Tensor | None, key: Tensor | None, prologue: Prologue, start: Start
 ) -> tuple[Tensor, ...]:
-    """(dQ, dK), and if the prologue has gains theirs in float32 [D], of the gradients of the rotated tensors.
+    """Compute (dQ, dK), and the gains' gradients in float32 [D] if there are gains, from those of the rotated tensors.
 
     grad_query, query: [B, H, Nq, D]; grad_key, key: [B, Hkv, Nk, D]; query and key, the raw ones, only with gains.
     """

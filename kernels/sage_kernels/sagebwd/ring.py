@@ -22,8 +22,11 @@ exp, logaddexp = torch.exp2, torch.logaddexp2
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: RingOptions) -> tuple[Shards, Shards]:
-    """For the forward pass: Q, K, V (their shapes) and Q^ stay, K^ and V^ go round. For the backward: Q^ and the scales
-    that bound V stay, K^ and V go round."""
+    """Prepare what stays and what goes round, for each pass.
+
+    In the forward pass Q, K, V (their shapes) and Q^ stay, K^ and V^ go round. In the backward pass Q^ and the scales
+    that bound V stay, K^ and V go round.
+    """
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     with torch.cuda.device_of(query):
         k_mean = mean_over(key_mean(key, NO_PROLOGUE, start_with_triton), ranks) if options.smooth_k else None
@@ -43,7 +46,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, options: Ri
 def attend(
     here: tuple[Tensor, ...], visiting: tuple[Tensor, ...], options: RingOptions, *, is_diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, n, D] in 16 bit and L [B, H, n padded] of one shard of keys. is_diagonal: of this process's."""
+    """Compute O [B, H, n, D] in 16 bit and L [B, H, n padded] of one shard of keys. is_diagonal: this process's."""
     query, key, value, q_values, q_scale = here
     k_values, k_scale, v_transposed, v_scale = visiting
     hats = (
@@ -67,7 +70,7 @@ def gradients(
     *,
     is_diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of dQ [B, H, n, D], dK and dV [B, Hkv, m, D] that pass through one shard of keys, in 16 bit."""
+    """Compute the parts of dQ [B, H, n, D], dK and dV [B, Hkv, m, D] that pass through one shard of keys, in 16 bit."""
     (q_values, q_scale, v_bound), (k_values, k_scale, value) = here, visiting
     is_causal = options.is_causal and is_diagonal
     return torch.ops.sage_kernels.backward.default(

@@ -18,7 +18,7 @@ from sage_kernels.sagebwd.forward import level0_flash_attention, level4_grouped
 from sage_kernels.sla2.backward import keys_hopper, linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward import level0_as_printed, level1_lists, level4_hopper
-from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_forward
+from sage_kernels.sla2.forward.program import Forward, ForwardInputs, run_sparse_forward
 from sage_kernels.sla2.lists import Choice, block_lists, given
 from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean
@@ -34,11 +34,11 @@ class Level(NamedTuple):
     int8: str = ""  # which tensors are read in INT8
     kernel: str = "sla2_forward_16bit"  # its sparse program, by its name in DEFAULTS or in LAUNCHES of `hopper`
     fused: bool = True  # the linear branch and the mix in the sparse program
-    hopper: ModuleType | None = None  # of a level that is Hopper's alone: LAUNCHES and run
+    hopper: ModuleType | None = None  # of a level that is Hopper's alone: LAUNCHES and run_hopper_forward
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Its programs after the preparation, by their names in `DEFAULTS` or `LAUNCHES`."""
+        """Return its programs after the preparation, by their names in `DEFAULTS` or `LAUNCHES`."""
         return (self.kernel,) if self.fused else (self.kernel, "sla2_mix")
 
 
@@ -58,7 +58,7 @@ HOPPER_BACKWARD = {  # of backward level 1
 
 
 def obstacle(level: Level, device: torch.device, head_dim: int) -> str | None:
-    """Why a level can't run there, or None if it can."""
+    """Return why a level cannot run there, or None if it can."""
     return None if level.hopper is None else hopper.obstacle(device, head_dim)
 
 
@@ -80,7 +80,7 @@ def prepare(
     *,
     scale: float,
 ) -> Prepared:
-    """All that level `level` needs before its sparse program: routing, lists, INT8 copies, H_i and Z_i.
+    """Prepare all that level `level` needs before its sparse program: routing, lists, INT8 copies, H_i and Z_i.
 
     chooser: a block mask, bool [B, H, Tm, Tn], or the router's choice. alpha: float32 [B, H, Tm]. Both contiguous.
     """
@@ -96,7 +96,7 @@ def prepare(
     return Prepared(inputs, choice, blocks.sums, k_mean)
 
 
-def run(
+def run_forward(
     prepared: Prepared,
     level: int,
     start: Start = start_with_triton,
@@ -105,18 +105,18 @@ def run(
     save: bool = False,
     launch: Launch | None = None,
 ) -> Forward:
-    """O of level `level`; save: O_s and L too, which level 0 doesn't have. launch: of the sparse program."""
+    """Compute O by level `level`; save: O_s and L too, which level 0 does not have. launch: of the sparse program."""
     chosen, inputs = LEVELS[level], prepared.inputs
     if chosen.hopper is not None:
         if launch is not None:
             raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
-        return chosen.hopper.run(inputs, start, save=save)
+        return chosen.hopper.run_hopper_forward(inputs, start, save=save)
     launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:
         tensors = inputs.query, inputs.key, inputs.value, prepared.choice.block_mask, inputs.alpha, prepared.key_sums
-        return Forward(level0_as_printed.run(*tensors, launch, start, scale=scale), None, None)
+        return Forward(level0_as_printed.run_as_printed(*tensors, launch, start, scale=scale), None, None)
     save = save or not chosen.fused
-    forward = run_forward(inputs, chosen.key_tile, launch, start, scale=scale, fused=chosen.fused, save=save)
+    forward = run_sparse_forward(inputs, chosen.key_tile, launch, start, scale=scale, fused=chosen.fused, save=save)
     if chosen.fused:
         return forward
     mix = sla2_launch("sla2_mix", level, inputs.query)
@@ -126,14 +126,14 @@ def run(
 def run_backward(
     inputs: BackwardInputs, choice: Choice, start: Start = start_with_triton, *, scale: float, level: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations.
+    """Compute dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations.
 
     level: 0, or 1 with programs for Hopper.
     """
     query, on_hopper = inputs.query, bool(level)
     if on_hopper:
-        gradients = linear_queries_hopper.run(inputs, start, scale=scale)
-        queries_hopper.run(inputs, gradients, choice.lists, start, scale=scale)
+        gradients = linear_queries_hopper.run_linear_query_hopper(inputs, start, scale=scale)
+        queries_hopper.run_query_hopper(inputs, gradients, choice.lists, start, scale=scale)
     else:
         gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
         run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
@@ -141,7 +141,7 @@ def run_backward(
     by_key = block_lists(choice.block_mask, start, by_key=True)
     arguments = inputs, gradients, grad_sums, by_key
     if on_hopper:
-        dk, dv = keys_hopper.run(*arguments, start, scale=scale)
+        dk, dv = keys_hopper.run_key_hopper(*arguments, start, scale=scale)
     else:
         dk, dv = run_key(*arguments, sla2_launch("sla2_key", 0, query), start, scale=scale)
     return gradients.grad_query, dk, dv, gradients.grad_alpha

@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 @triton.jit
 def store_list(selected, column, list_number, width, entries_ptr, counts_ptr):
-    """The columns whose `selected` is 1 and not 0, in ascending order, as list number list_number."""
+    """Store the columns whose `selected` is 1 and not 0, in ascending order, as list number list_number."""
     position = tl.cumsum(selected, 0) - 1
     tl.store(entries_ptr + list_number * width + position, column, mask=selected != 0)
     tl.store(counts_ptr + list_number, tl.sum(selected, 0))
@@ -36,7 +36,7 @@ def store_list(selected, column, list_number, width, entries_ptr, counts_ptr):
 
 @triton.jit
 def store_complement(selected, column, row, columns, padded, complement_ptr):
-    """Row `row` of the complement: 1 where `selected` is 0, and 0 from `columns` on."""
+    """Store row `row` of the complement: 1 where `selected` is 0, and 0 from `columns` on."""
     unselected = ((selected == 0) & (column < columns)).to(tl.float32)
     pointers = complement_ptr + row * padded + column
     tl.store(pointers, unselected.to(complement_ptr.dtype.element_ty), mask=column < padded)
@@ -44,7 +44,7 @@ def store_complement(selected, column, row, columns, padded, complement_ptr):
 
 @triton.jit
 def list_range(entries_ptr, count_ptr, n_k, MASK_BLOCK_KV: tl.constexpr):
-    """(full, count): entries [0, full) need no mask; [full, count) is the sequence's partial last block, if listed."""
+    """Return (full, count): entries [0, full) need no mask; [full, count) is the partial last block, if listed."""
     count = tl.load(count_ptr)
     last = tl.load(entries_ptr + count - 1, mask=count > 0, other=0)
     return tl.where((count > 0) & ((last + 1) * MASK_BLOCK_KV > n_k), count - 1, count), count
@@ -54,7 +54,7 @@ def list_range(entries_ptr, count_ptr, n_k, MASK_BLOCK_KV: tl.constexpr):
 def sla2_list_program(
     mask_ptr, stride_row, stride_column, columns, entries_ptr, counts_ptr, complement_ptr, padded, WIDTH: tl.constexpr
 ):
-    """One program: one row of a mask, or one column as if it were a row. complement_ptr None: the list alone."""
+    """List one row of a mask, or one column as if it were a row. complement_ptr None: the list alone."""
     row, head, column = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     rows = tl.num_programs(0)
     pointers = mask_ptr + head * rows * columns + row * stride_row + column * stride_column
@@ -67,7 +67,7 @@ def sla2_list_program(
 def block_lists(
     block_mask: Tensor, start: Start = start_with_triton, *, by_key: bool = False, complement: Tensor | None = None
 ) -> BlockLists:
-    """Selected key blocks of every query block; by_key: the query blocks that selected each key block.
+    """List the selected key blocks of every query block; by_key: the query blocks that selected each key block.
 
     block_mask: bool [B, H, Tm, Tn], contiguous. complement: where `Choice.complement` goes, not with by_key.
     """
@@ -84,21 +84,21 @@ def block_lists(
 
 
 def given(block_mask: Tensor, start: Start = start_with_triton) -> Choice:
-    """The choice that a block mask, bool [B, H, Tm, Tn] and contiguous, stands for."""
+    """Return the choice that a block mask, bool [B, H, Tm, Tn] and contiguous, stands for."""
     complement = empty_complement(block_mask)
     return Choice(block_mask, complement, block_lists(block_mask, start, complement=complement))
 
 
 def empty_complement(x: Tensor) -> Tensor:
-    """Room for the complement of a mask or scores x [B, H, Tm, Tn]."""
+    """Allocate the complement of a mask or scores x [B, H, Tm, Tn]."""
     return x.new_empty(*x.shape[:3], padded_columns(x.shape[3]), dtype=sums_dtype(x))
 
 
 def row_width(columns: int) -> int:
-    """The power of two that holds a row of a mask, and of its complement."""
+    """Return the power of two that holds a row of a mask, and of its complement."""
     return 1 << (padded_columns(columns) - 1).bit_length()
 
 
 def options(columns: int) -> dict:
-    """What Triton's compiler is told of a program that holds one row of a mask."""
+    """Return what Triton's compiler is told of a program that holds one row of a mask."""
     return {"num_warps": max(1, min(16, row_width(columns) // 512))}

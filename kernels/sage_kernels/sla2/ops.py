@@ -3,7 +3,7 @@
 On Hopper, if the head size allows it, level 4 and backward level 1; else level 3 and backward level 0. With the softmax
 branch in 16 bit the forward level is 2. All are deterministic.
 The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its complement and lists,
-and H_i and Z_i of every query block, which are as large as O_s. O and dQ lie in memory as Q does, dK as K, dV as V.
+and H_i and Z_i of every query block, which are as large as O_s. O and dQ have Q's layout, dK has K's, dV has V's.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ from sage_kernels.common.quantize import padded_head_dim, padded_length
 from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd import ops
 from sage_kernels.sla2.backward.program import BackwardInputs
-from sage_kernels.sla2.ladder import prepare, run, run_backward
+from sage_kernels.sla2.ladder import prepare, run_backward, run_forward
 from sage_kernels.sla2.lists import BlockLists, Choice, empty_complement
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
@@ -32,19 +32,19 @@ LEVEL_16BIT, LEVEL_INT8, LEVEL_HOPPER = 2, 3, 4
 
 
 def forward_level(device: torch.device, head_dim: int, quantize: bool) -> int:
-    """The forward level that runs there. quantize: with the softmax branch in INT8."""
+    """Return the forward level that runs there. quantize: with the softmax branch in INT8."""
     if not quantize:
         return LEVEL_16BIT
     return LEVEL_HOPPER if hopper.obstacle(device, head_dim) is None else LEVEL_INT8
 
 
 def backward_level(device: torch.device, head_dim: int) -> int:
-    """The backward level that runs there: 1 on Hopper if the head size allows it, else 0."""
+    """Return the backward level that runs there: 1 on Hopper if the head size allows it, else 0."""
     return int(hopper.obstacle(device, head_dim) is None)
 
 
 def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
-    """Why these kernels can't take query [B, H, Nq, D] and blocks as in settings, or None if they can."""
+    """Return why these kernels cannot take query [B, H, Nq, D] and blocks as in settings, or None if they can."""
     found = ops.obstacle(query, False)
     if found is None and (settings.block_q, settings.block_kv) != (MASK_BLOCK_Q, MASK_BLOCK_KV):
         needed, got = f"{MASK_BLOCK_Q} x {MASK_BLOCK_KV}", f"{settings.block_q} x {settings.block_kv}"
@@ -53,7 +53,7 @@ def obstacle(query: Tensor, settings: BlockSettings) -> str | None:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Inside, the sums and the router's scores keep their type. To leave autocast takes longer than to ask for it."""
+    """Return a context in which sums and scores keep their type. Leaving autocast takes longer than asking for it."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -72,7 +72,7 @@ def forward(
     scale: float,
     save: bool,
 ) -> list[Tensor]:
-    """O, and with save what the backward pass needs: O_s, L, H and Z, lists, complement, chosen mask, mean key.
+    """Compute O, and with save what the backward pass needs: O_s, L, H and Z, lists, complement, chosen mask, mean key.
 
     Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
     """
@@ -81,7 +81,7 @@ def forward(
     def compute(start: Start) -> list[Tensor]:
         level = forward_level(query.device, query.shape[3], quantize)
         prepared = prepare(query, key, value, chooser, alpha, level, start, scale=scale)
-        result = run(prepared, level, start, scale=scale, save=save)
+        result = run_forward(prepared, level, start, scale=scale, save=save)
         if not save:
             return [result.output]
         choice = prepared.choice
@@ -95,7 +95,7 @@ def forward(
 
 
 def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
-    """Tensors like those of `forward`, without their values: for torch.compile."""
+    """Return tensors like those of `forward`, without their values: for torch.compile."""
     output = empty_in_layout_of(query)
     if not save:
         return [output]
@@ -128,7 +128,7 @@ def backward(
     k_mean: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV, dalpha; shapes as in the backward pass's `BackwardInputs`, entries and counts as in `BlockLists`."""
+    """Compute dQ, dK, dV, dalpha; shapes as in `BackwardInputs`, entries and counts as in `BlockLists`."""
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         level = backward_level(query.device, query.shape[3])
@@ -145,7 +145,7 @@ def backward(
 
 
 def fake_backward(grad_output, query, key, value, alpha, *_):
-    """Tensors like those of `backward`, without their values."""
+    """Return tensors like those of `backward`, without their values."""
     return *(empty_in_layout_of(x) for x in (query, key, value)), alpha.new_empty(alpha.shape)
 
 
@@ -182,7 +182,7 @@ class Sla2Operation(torch.autograd.Function):
 def attention(
     query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """O of valid arguments, in the signature of the reference; `sage_ref.sla2.api.dispatch` is the way in.
+    """Compute O of valid arguments, in the signature of the reference; `sage_ref.sla2.api` is the way in.
 
     chooser: a block mask, bool [B, H, Tm, Tn], or what chooses the blocks, which gets no gradient.
     """

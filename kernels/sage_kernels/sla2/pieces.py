@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
 
 @triton.jit(do_not_specialize=["columns", "places", "least"])
 def sla2_pieces_program(counts_ptr, first_ptr, blocks_ptr, group_size, columns, places, least, WIDTH: tl.constexpr):
-    """One program: one key head. counts: of the lists by key of the `group_size` query heads that share it."""
+    """Split the lists of one key head. counts: of the lists by key of the `group_size` query heads that share it."""
     kv_head, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     length = tl.zeros([WIDTH], tl.int32)
     for g in range(group_size):
@@ -52,7 +52,7 @@ def sla2_pieces_program(counts_ptr, first_ptr, blocks_ptr, group_size, columns, 
 
 
 def pieces_of(counts: Tensor, kv_heads: int, start: Start = start_with_triton) -> Pieces:
-    """How the lists by key are split. counts: int32 [B, H, Tn], their lengths."""
+    """Return how the lists by key are split. counts: int32 [B, H, Tn], their lengths."""
     batch, heads, columns = counts.shape
     places = block_count(columns, KEY_BLOCKS_PER_PLACE)
     first, blocks = counts.new_empty(batch, kv_heads, columns + 1), counts.new_empty(batch, kv_heads, places)

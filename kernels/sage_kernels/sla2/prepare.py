@@ -1,4 +1,4 @@
-"""What one read of Q, K and V yields, in one launch: h_j and z_j of every key block, block means, Q^ and V^.
+"""One read of Q, K and V, in one launch: h_j and z_j of every key block, block means, Q^ and V^.
 
 h_j = phi(K_j)^T V_j and z_j = phi(K_j)^T 1 are what the linear branch adds up (`sums.py`), the block means what the
 router compares. K^ takes a second read of K: it is smoothed, and the mean key is a mean of these block means.
@@ -33,7 +33,7 @@ LAUNCH = Launch(MASK_BLOCK_Q, MASK_BLOCK_KV, 8, 1, 128)  # more registers, and a
 
 
 class Blocks(NamedTuple):
-    """What one read of Q, K and V yields. None is what nobody asked for."""
+    """The results of one read of Q, K and V. None is what nobody asked for."""
 
     sums: Tensor  # [B, Hkv, Tn padded, Dp (Dp + 1)]: h_j row by row, then z_j
     k_bar: Tensor  # float32 [B, Hkv, Tn, D]: block means of K
@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def column_sums(x, ROWS: tl.constexpr):
-    """Sum of the rows of a 16-bit tile, in float32, by a matrix product with ones: no data crosses warps."""
+    """Sum the rows of a 16-bit tile, in float32, by a matrix product with ones: no data crosses warps."""
     return tl.max(tl.dot(tl.full([16, ROWS], 1.0, x.dtype), x), 0)
 
 
@@ -54,7 +54,7 @@ def sla2_prepare_program(
     heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, sums_rows, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries, or one of keys and values, in this order.
+    """Prepare a block of queries, or one of keys and values: programs come in this order.
 
     q_bar_ptr, q_hat_ptr, vt_hat_ptr None: not asked for. After a head's last block of keys come rows of zeros.
     """
@@ -107,7 +107,7 @@ def read_blocks(
     means: bool,
     factor: float = 1.0,
 ) -> Blocks:
-    """One read of query [B, H, Nq, D], key and value [B, Hkv, Nk, D]; of query only if int8 or means.
+    """Read query [B, H, Nq, D], key and value [B, Hkv, Nk, D] once; query only if int8 or means.
 
     int8: Q^ and V^ too. means: q_bar too. factor: c log2(e), which goes into the scales of Q^, its sign into Q^ and
     q_bar.

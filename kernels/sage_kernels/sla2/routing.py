@@ -1,4 +1,4 @@
-"""Which key blocks each query block attends to: router scores from block means, hard Top-k, and its lists.
+"""The choice of key blocks for each query block: router scores from block means, hard Top-k, and its lists.
 
 Nothing here touches tokens: the block means come from the program that reads Q, K and V anyway (`prepare.py`).
 The mean key of the sequence, which smoothing needs, is a mean of block means.
@@ -35,7 +35,7 @@ if SCALE_BLOCK % MASK_BLOCK_Q or SCALE_BLOCK % MASK_BLOCK_KV:  # kernels would r
 def sla2_sequence_mean_program(
     means_ptr, mean_ptr, n, blocks, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
-    """One program: some features of one head."""
+    """Compute the mean of some features of one head."""
     d, head = tl.program_id(0) * 32 + tl.arange(0, 32), tl.program_id(1).to(tl.int64)
     total = tl.zeros([STEP, 32], tl.float32)
     for first in range(0, blocks, STEP):
@@ -47,7 +47,7 @@ def sla2_sequence_mean_program(
 
 
 def sequence_mean(means: Tensor, n: int, block: int, start: Start = start_with_triton) -> Tensor:
-    """Mean over all n tokens, [B, H, D], from the means of its blocks [B, H, blocks, D]; the last may be partial."""
+    """Return the mean over all n tokens, [B, H, D], from block means [B, H, blocks, D]; the last may be partial."""
     batch, heads, blocks, head_dim = means.shape
     mean = means.new_empty(batch, heads, head_dim)
     grid, arguments = (block_count(head_dim, 32), batch * heads), (means, mean, n, blocks)
@@ -60,7 +60,7 @@ def sla2_top_blocks_program(
     scores_ptr, protected_ptr, mask_ptr, complement_ptr, entries_ptr, counts_ptr, columns, padded, count,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row of [Tm, Tn] scores. The `count` largest; among equal ones those that come first."""
+    """Select the `count` largest of one row of [Tm, Tn] scores; among equal ones those that come first."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     score = tl.load(scores_ptr + row * columns + column, mask=column < columns, other=0.0)
     if protected_ptr is not None:
@@ -87,7 +87,7 @@ def sla2_top_blocks_program(
 def top_blocks(
     scores: Tensor, count: int, start: Start = start_with_triton, *, protected: Tensor | None = None
 ) -> Choice:
-    """The `count` largest of each row of scores, ties as `sage_ref.sla2` breaks them.
+    """Select the `count` largest of each row of scores, ties as `sage_ref.sla2` breaks them.
 
     scores: float32 [B, H, Tm, Tn]; count <= Tn. protected: bool [Tn], blocks whose scores count as infinite.
     """
@@ -112,7 +112,7 @@ def route(
     protected: Tensor | None,
     start: Start = start_with_triton,
 ) -> Choice:
-    """SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
+    """Choose blocks as SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
 
     protected: bool [Tn], blocks chosen first. Smoothing K would change every score of a row alike, as would c.
     """

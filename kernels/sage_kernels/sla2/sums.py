@@ -1,6 +1,6 @@
 """The linear branch's sums H_i and Z_i of all query blocks, and their gradients' way back, as matrix products.
 
-h_j and z_j of a key block (`prepare.py`) lie side by side in one row of W = Dp (Dp + 1) numbers. H_i = sum_j (1 - M_ij)
+h_j and z_j of a key block (`prepare.py`) are side by side in one row of W = Dp (Dp + 1) numbers. H_i = sum_j (1 - M_ij)
 h_j for all query blocks is then one matrix product, complement mask times rows, which reads each h_j once where adding
 them up block by block would read it Tm times.
 
@@ -23,12 +23,12 @@ def sums_dtype(x: Tensor) -> torch.dtype:
 
 
 def padded_columns(key_blocks: int) -> int:
-    """Columns of the complement, and rows h_j, for this many key blocks."""
+    """Return the columns of the complement, and rows h_j, for this many key blocks."""
     return block_count(key_blocks, COLUMNS) * COLUMNS
 
 
 def unselected_sums(complement: Tensor, sums: Tensor) -> Tensor:
-    """H_i and Z_i: sums of the rows of the unselected key blocks.
+    """Return H_i and Z_i: sums of the rows of the unselected key blocks.
 
     complement [B, H, Tm, Tn padded] x sums [B, Hkv, Tn padded, W] -> [B, H, Tm, W].
     """
@@ -38,9 +38,10 @@ def unselected_sums(complement: Tensor, sums: Tensor) -> Tensor:
 
 
 def unselected_sums_by_key(complement: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
-    """The transposed product, for gradients: [B, H, Tm, Tn padded] x [B, H, Tm, W] -> [B, Hkv, Tn padded, W].
+    """Return the transposed product, for gradients.
 
-    Tm needs no padding: in neither matrix are the query blocks what lies side by side.
+    [B, H, Tm, Tn padded] x [B, H, Tm, W] -> [B, Hkv, Tn padded, W]. Tm needs no padding: in neither matrix are the
+    query blocks the axis whose numbers are side by side.
     """
     batch, _, _, columns = complement.shape
     complement = complement.view(batch * kv_heads, -1, columns)

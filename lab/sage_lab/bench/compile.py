@@ -277,7 +277,7 @@ def start_sagebwd(case: Case, start: Start) -> None:
         if level.hopper is None:
             ladder.run_forward(inputs, case.level, start, **options)
         else:
-            level.hopper.run(inputs, start, **options)
+            level.hopper.run_hopper_forward(inputs, start, **options)
         return
     hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat, "v_range": inputs.v_range, "is_causal": case.is_causal}
     log_sum_exp = empty(1, 4, padded_length(n), dtype=torch.float32)
@@ -285,7 +285,7 @@ def start_sagebwd(case: Case, start: Start) -> None:
     if level.hopper is None:
         ladder.run_backward(inputs, case.level, start, **options)
     else:
-        level.hopper.run(inputs, start, **options)
+        level.hopper.run_hopper_backward(inputs, start, **options)
     run_rotate_back(query, key, query, key, rotary, start)
 
 
@@ -302,7 +302,7 @@ def start_sla2(case: Case, start: Start) -> None:
         chooser = Routing(projection, projection, 10, empty(290, dtype=torch.bool))
     level = case.level if is_forward(case) else 3
     prepared = sla2_ladder.prepare(query, key, value, chooser, alpha, level, start, scale=0.1)
-    forward = sla2_ladder.run(prepared, level, start, scale=0.1, save=True)
+    forward = sla2_ladder.run_forward(prepared, level, start, scale=0.1, save=True)
     if not is_forward(case):
         tensors = grad_output, query, key, value, alpha, prepared.inputs.sums, *forward[1:], prepared.k_mean
         sla2_ladder.run_backward(BackwardInputs(*tensors), prepared.choice, start, scale=0.1, level=case.level)

@@ -89,7 +89,7 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     for name in set(level6_apart.kernels(head_dim)) - {"dq"}:
         found[name] = lambda: level6_apart.run_keys(backward, *fetched, is_causal=False)
     for name in level5.kernels(head_dim):  # the last of ours: a second program follows it
-        found[name] = lambda: level5.run(backward, **options)
+        found[name] = lambda: level5.run_hopper_backward(backward, **options)
     found["cuDNN forward"] = peer_forward
     found["cuDNN backward"] = lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True)
     return found

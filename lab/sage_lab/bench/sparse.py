@@ -16,8 +16,8 @@ import torch
 import triton
 from sage_kernels.common.quantize import quantize
 from sage_kernels.sla2.backward.program import BackwardInputs
-from sage_kernels.sla2.forward.program import run_forward
-from sage_kernels.sla2.ladder import LEVELS, Prepared, obstacle, prepare, run, run_backward, sla2_launch
+from sage_kernels.sla2.forward.program import run_sparse_forward
+from sage_kernels.sla2.ladder import LEVELS, Prepared, obstacle, prepare, run_backward, run_forward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_INT8, forward_level
 from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
@@ -153,7 +153,7 @@ def level_rows(case: SparseCase, block_mask: Tensor, exact_output: Tensor, absen
     for scope in ("kernel", "op"):
         make = {}
         for level in levels if case.shape.n < LARGE else levels[1:]:
-            steps = partial(case.prepare, level), partial(run, level=level, scale=case.scale)
+            steps = partial(case.prepare, level), partial(run_forward, level=level, scale=case.scale)
             make[f"{OURS}, level {level}"] = partial(level_entry, "sla2", level, *steps, error_of, scope)
         make |= {name: lambda entry=entry: entry for name, entry in peers.items()}
         yield from case.turn(make, absent, scope=scope, direction="fwd")
@@ -181,8 +181,10 @@ def part_rows(case: SparseCase) -> Iterator[Row]:
         "mean key": lambda: sequence_mean(k_bar, case.shape.n, MASK_BLOCK_KV),
         "smooth and quantise K": lambda: quantize(key, MASK_BLOCK_KV, mean=prepared.k_mean),
         "H = complement x h": lambda: unselected_sums(prepared.choice.complement, prepared.key_sums),
-        "sparse branch alone": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, fused=False),
-        "sparse, linear branch and mix": lambda: run_forward(inputs, level.key_tile, launch, scale=scale, save=False),
+        "sparse branch alone": lambda: run_sparse_forward(inputs, level.key_tile, launch, scale=scale, fused=False),
+        "sparse, linear branch and mix": lambda: run_sparse_forward(
+            inputs, level.key_tile, launch, scale=scale, save=False
+        ),
     }
     for part, step in steps.items():
         entry = Entry("sla2", OURS, LEVEL_INT8, step, None)
@@ -231,7 +233,7 @@ def sla2_module(case: SparseCase, quantize: bool, exact: Results) -> Contender:
 def backward_entry(case: SparseCase, level: int, error: float) -> Entry:
     """Return our backward kernels alone. error: of the module; level 1 is compared with level 0."""
     prepared = case.prepare(LEVEL_INT8)
-    results = run(prepared, LEVEL_INT8, scale=case.scale, save=True)[1:]
+    results = run_forward(prepared, LEVEL_INT8, scale=case.scale, save=True)[1:]
     *operands, grad_output = case.tensors
     inputs = BackwardInputs(grad_output, *operands, case.alpha, prepared.inputs.sums, *results, prepared.k_mean)
     kernels = partial(run_backward, inputs, prepared.choice, scale=case.scale)

@@ -95,8 +95,8 @@ def sla2_runner(kernel: Kernel, case: SparseCase) -> Run:
     scale, prepared = case.scale, case.prepare(kernel.level)
     choice, sums = prepared.choice, prepared.inputs.sums
     if kernel.kernel == sla2_ladder.LEVELS[kernel.level].kernel:
-        return lambda launch: {"O": sla2_ladder.run(prepared, kernel.level, scale=scale, launch=launch).output}
-    saved = sla2_ladder.run(prepared, 1, scale=scale)
+        return lambda launch: {"O": sla2_ladder.run_forward(prepared, kernel.level, scale=scale, launch=launch).output}
+    saved = sla2_ladder.run_forward(prepared, 1, scale=scale)
     if kernel.kernel == "sla2_mix":
         return lambda launch: {"O": run_mix(prepared.inputs, saved.sparse_output, launch, start_with_triton)}
     judged = grad_output.clone()

@@ -63,7 +63,7 @@ def command(*arguments):
     only = ["--only", "sm_80 forward level 0 D64", "--workers", "1"]
     try:
         with redirect_stdout(io.StringIO()) as said:
-            compiling.run(parser.parse_args([*only, *arguments]))
+            compiling.compile_command(parser.parse_args([*only, *arguments]))
         compiled = int(re.search(r"(\\d+) were compiled", said.getvalue())[1])
     except compiling.Failed:
         compiled = "failed"

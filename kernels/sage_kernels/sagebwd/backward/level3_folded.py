@@ -23,7 +23,7 @@ from sage_kernels.common.tiles import (
 
 @triton.jit
 def key_tile(dq_i, queries, j, keys, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """dQ_i after key tile j. queries: QueryTile; keys: KeyHead."""
+    """Return dQ_i after key tile j. queries: QueryTile; keys: KeyHead."""
     query, q_hat_i, s_q, do_i, log_sum_exp_i, delta_i = queries
     key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
     k_hat_j = load_padded(keys.k, key, TILE.DP)
@@ -31,7 +31,7 @@ def key_tile(dq_i, queries, j, keys, n_k, TILE: tl.constexpr, IS_MASKED: tl.cons
     # [Bq, Bkv], ROUNDER too large
     s_ij = offset_dot(q_hat_i, tl.trans(k_hat_j), TILE.BLOCK_Q, TILE.BLOCK_KV)
     s_qk = s_q * s_k
-    # taken_out is large, hence rounded: P is off by a factor per row, which s_ds below puts right.
+    # taken_out is large, hence rounded: P is off by a factor per row, which s_ds below corrects.
     taken_out = s_qk * ROUNDER + log_sum_exp_i
     p_ij = tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -taken_out[:, None]))
     correction = tl.math.exp2(tl.fma(-s_qk, ROUNDER, taken_out) - log_sum_exp_i)
@@ -54,7 +54,7 @@ def query_tile(
     dk_j, dv_j, keys, i, queries, n_q, n_k,
     TILE: tl.constexpr, IS_MASKED: tl.constexpr, PER_BLOCK: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
-    """dK_j and dV_j after query tile i. keys: KeyTile; queries: QueryHead."""
+    """Return dK_j and dV_j after query tile i. keys: KeyTile; queries: QueryHead."""
     key, k_hat_j, s_k, v_j = keys
     query = i * TILE.BLOCK_Q + tl.arange(0, TILE.BLOCK_Q)
     q_hat_i = load_padded(queries.q, query, TILE.DP)

@@ -10,7 +10,7 @@ Expect: slower than level 5 where there are many tiles, faster where there are f
 
 A warpgroup owns 64 rows of K^ and V. Its halves of dk_j and dv_j take 128 registers of a thread, and what is left of
 240 holds halves of S and dP, both halves of P or dS as pairs and little else. So, as in `level5/wide.py`, a product is
-added by halves of its columns, and the assembler takes its first level of optimisation. Only two matmuls run beside
+added by halves of its columns, and the assembler takes its first level of optimisation. Only two matmuls run during
 other work: the second half of S^T behind the first one, and the first half of dP^T while the second half of P^T is
 computed.
 
@@ -49,7 +49,7 @@ LAUNCHES = queries.LAUNCHES | {"dkdv_pairs": LAUNCH}
 CONSTANTS = {"PLACES": LAUNCH.num_stages, "REGISTERS": LAUNCH.max_registers}
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "ptx_options": "--opt-level 1"}  # maxnreg until the warps part
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "k v q do qt dot log_sum_exp delta")
 Pointers = namedtuple("Pointers", "k_scale factors dk dv")
 Keys = namedtuple("Keys", "k v ready")  # shared memory for a program's K^ and V, and their barrier
@@ -62,7 +62,7 @@ def query_tile(
     gradients, keys, rings, lines, pointers, s_k, n, at, first_key, first_query, n_k,
     RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Halves of dk_j and dv_j after the n-th query tile, the at-th of all. st is S_ij^T, in halves [Bkv, Bq / 2]."""
+    """Return halves of dk_j and dv_j after the n-th query tile, the at-th of all. st is S_ij^T, a half at a time."""
     dk_0, dk_1, dv_0, dv_1 = gradients
     k_hat_j, v_j = keys.k.index(W), keys.v.index(W)
     s_q, fit, factor_k, factor_v = load_factors(pointers.factors, at)
@@ -108,7 +108,7 @@ def key_rows(
     keys, rings, lines, pointers, sizes, dk_scale,
     D: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
+    """Compute dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE + W * ROWS
     tiles = count_query_tiles(block * TILE, sizes.q_blocks, IS_CAUSAL)
@@ -141,7 +141,7 @@ def key_rows(
 
 @gluon.jit
 def load_tiles(descriptors, keys, rings, lines, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The loading warp: K^ and V, then tiles of Q^ with L, dO with delta, dO^T and Q^T."""
+    """Load K^ and V, then tiles of Q^ with L, dO with delta, dO^T and Q^T."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes
@@ -200,14 +200,14 @@ def dkdv_pairs_program(
 
 
 def kernels(head_dim: int) -> tuple[str, ...]:
-    """The programs that a head size takes: names in `LAUNCHES`."""
+    """Return the programs that a head size takes: names in `LAUNCHES`."""
     return ("dq", "dkdv_pairs") if padded_head_dim(head_dim) in HEAD_DIMS else ()
 
 
-def run_keys(
+def run_dkdv_pairs(
     inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start = start_with_triton, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
+    """Compute dK and dV [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
     key, q_hat, k_hat, do_hat = inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     head_dim, dp = key.shape[3], padded_head_dim(key.shape[3])
     # Of tiles: Q^, Q^T, dO^T one byte each; dO two.
@@ -230,10 +230,10 @@ def run_keys(
     return dk, dv
 
 
-def run(
+def run_hopper_backward(
     inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 5's inputs."""
+    """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 5's inputs."""
     do, v = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
-    (dq,) = queries.run(inputs, do, v, start, is_causal=is_causal, scale=scale)
-    return dq, *run_keys(inputs, do, v, start, is_causal=is_causal)
+    (dq,) = queries.run_dq(inputs, do, v, start, is_causal=is_causal, scale=scale)
+    return dq, *run_dkdv_pairs(inputs, do, v, start, is_causal=is_causal)

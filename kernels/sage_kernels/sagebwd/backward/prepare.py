@@ -1,4 +1,4 @@
-"""What runs before an INT8 backward program, in one launch: delta, dO^ and its transpose, and those of Q^ and K^.
+"""The preparation of an INT8 backward program, in one launch: delta, dO^ and the transposes of dO^, Q^ and K^.
 
 Of Q^ and K^ the forward pass keeps one copy, to save memory; the matmuls that contract over tokens want the other.
 
@@ -39,7 +39,7 @@ WARPS = 8
 
 
 class Units(NamedTuple):
-    """What levels 5 and 6 read besides: see `store_units`. Level 6 needs neither step nor unit."""
+    """Additional inputs of levels 5 and 6: see `store_units`. Level 6 needs neither step nor unit."""
 
     log_sum_exp: Tensor  # [B, H, Nq padded]: L - 15
     delta: Tensor  # [B, H, Nq padded]: delta fit
@@ -68,7 +68,7 @@ class UnitPointers(NamedTuple):
 
 @triton.jit
 def largest_of_scales(pointer, blocks, BLOCK: tl.constexpr):
-    """127 times the largest of so many scales: the largest number that they stand for. NaN is passed over."""
+    """Return 127 times the largest of so many scales: the largest number that they stand for, NaN passed over."""
     largest = tl.zeros([BLOCK], tl.float32)
     for first in range(0, blocks, BLOCK):
         block = first + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def store_units(
     units, s_q, s_do, log_sum_exp_i, delta_i, block, s_k_ptr, range_ptr, kv_blocks,
     D: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The units of a block of queries. s_k_ptr, range_ptr: scales of the keys, ranges of the values, of its head."""
+    """Store the units of a block of queries. s_k_ptr, range_ptr: scales of its head's keys, ranges of its values."""
     visible = kv_blocks
     if IS_CAUSAL:  # what comes later must not change a bit; blocks of queries and of keys are equally long
         visible = tl.minimum(kv_blocks, block + 1)
@@ -106,7 +106,7 @@ def store_units(
 
 @triton.jit
 def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
-    """From an int8 copy [Np, Dp] of one head the block's part of [Dp, Np]."""
+    """Write the block's part of [Dp, Np] from an int8 copy [Np, Dp] of one head."""
     token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
     store_transposed(
         tl.load(values + token[:, None] * DP + d[None, :]), transposed, block, n_padded, DP, BLOCK, GROUPED
@@ -120,7 +120,7 @@ def prepare_backward_program(
     step_ptr, unit_ptr, heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries, or after those of keys. unit_ptr None: without units."""
+    """Prepare a block of queries, or in programs after those one of keys. unit_ptr None: without units."""
     t = tl.program_id(0)
     q_blocks, kv_blocks = n_q_padded // BLOCK, n_k_padded // BLOCK
     if t < query_programs:
@@ -168,7 +168,7 @@ def prepare(
     grouped: bool,
     is_causal: bool,
 ) -> Prepared:
-    """grad_output, output: [B, H, Nq, D]; log_sum_exp, Q^ and K^ as the forward pass left them.
+    """Prepare an INT8 backward level from grad_output and output [B, H, Nq, D] and what the forward pass left.
 
     v_range: max|V| / 127 of each block [B, Hkv, blocks], where units are wanted. grouped: transposes in the order of
     `tiles.group_columns`. is_causal: only units depend on it.

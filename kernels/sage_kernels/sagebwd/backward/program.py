@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward level reads: 16-bit tensors, and INT8 copies if the level uses them."""
+    """The inputs of a backward level: 16-bit tensors, and INT8 copies if the level uses them."""
 
     query: Tensor  # [B, H, Nq, D]
     key: Tensor  # [B, Hkv, Nk, D]
@@ -61,7 +61,7 @@ class KeyTile(NamedTuple):
 
 
 class QueryHead(NamedTuple):
-    """What query tiles are read from, of one head. The transposed copies are None for a 16-bit level."""
+    """The operands of one head from which query tiles are read. Transposes are None for a 16-bit level."""
 
     q: Operand
     qt: Operand | None
@@ -72,7 +72,7 @@ class QueryHead(NamedTuple):
 
 
 class KeyHead(NamedTuple):
-    """What key tiles are read from, of one head."""
+    """The operands of one head from which key tiles are read."""
 
     k: Operand
     kt: Operand | None
@@ -86,7 +86,7 @@ def dq_program(
     KEY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV:
     tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of BLOCK_Q queries of one head."""
+    """Compute dQ of BLOCK_Q queries of one head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
     head = tl.program_id(1).to(tl.int64)
@@ -128,7 +128,7 @@ def dkdv_program(
     BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV:
     tl.constexpr,
 ):  # fmt: skip
-    """One program: dK, dV or both, laid out alike, of BLOCK_KV keys of one key head."""
+    """Compute dK, dV or both, laid out alike, of BLOCK_KV keys of one key head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     j = tl.program_id(0)  # the first keys, which most queries see, first
     kv_head = tl.program_id(1).to(tl.int64)
@@ -193,7 +193,7 @@ def run_dq(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """dQ [B, H, Nq, D], in Q's layout, with the loop body key_tile. scale: c."""
+    """Compute dQ [B, H, Nq, D], in Q's layout, with the loop body key_tile. scale: c."""
     query, key, v, do = inputs.query, inputs.key, inputs.value, inputs.grad_output
     (batch, heads, n_q, head_dim), n_k = query.shape, key.shape[2]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
@@ -221,7 +221,7 @@ def run_dkdv(
     scale: float,
     outputs: str = "dkdv",
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV [B, Hkv, Nk, D], in V's layout, with the loop body query_tile.
+    """Compute dK and dV [B, Hkv, Nk, D], in V's layout, with the loop body query_tile.
 
     outputs "dk" or "dv" leaves the other unwritten.
     """
@@ -246,5 +246,5 @@ def run_dkdv(
 
 
 def copies(x: Tensor, quantized: Quantized | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(x or X^, its transpose, its scales) for a program; the last two None in 16 bit."""
+    """Return (x or X^, its transpose, its scales) for a program; the last two are None in 16 bit."""
     return (x, None, None) if quantized is None else (quantized.values, quantized.transposed, quantized.scale)

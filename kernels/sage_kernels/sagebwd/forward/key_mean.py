@@ -29,7 +29,7 @@ def key_sums_program(
     k_strided, sums_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps, kv_heads, n_k, parts, steps,
     D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program: the sum of STEP * steps keys of a head, normalised and rotated if there is a prologue."""
+    """Sum STEP * steps keys of a head, normalised and rotated if there is a prologue."""
     t = tl.program_id(0).to(tl.int64)
     part, head = t % parts, t // parts
     k = Operand(head_of(k_strided, head // kv_heads, head % kv_heads), k_strided.stride_n)
@@ -57,7 +57,7 @@ def key_sums_program(
 def key_mean_program(
     sums_ptr, mean_ptr, n_k, parts, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """One program: one head."""
+    """Compute the mean of one head from the sums of its stretches."""
     head, part, d = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, DP)
     pointers = sums_ptr + (head * parts + part)[:, None] * D + d[None, :]
     total = tl.sum(tl.load(pointers, mask=(part < parts)[:, None] & (d < D)[None, :], other=0.0), 0)
@@ -65,7 +65,7 @@ def key_mean_program(
 
 
 def key_mean(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
-    """float32 [B, Hkv, D]: the mean over the tokens of key [B, Hkv, Nk, D], normalised and rotated by a prologue."""
+    """Return the mean over the tokens of key [B, Hkv, Nk, D], through the prologue: float32 [B, Hkv, D]."""
     batch, kv_heads, n_k, head_dim = key.shape
     steps = max(LEAST_STEPS, triton.cdiv(n_k, PARTS * STEP))
     parts = triton.cdiv(n_k, steps * STEP)
@@ -79,5 +79,5 @@ def key_mean(key: Tensor, prologue: Prologue, start: Start) -> Tensor:
 
 
 def value_mean(value: Tensor, start: Start) -> Tensor:
-    """float32 [B, Hkv, D]: the mean over the tokens of value [B, Hkv, Nk, D]."""
+    """Return the mean over the tokens of value [B, Hkv, Nk, D]: float32 [B, Hkv, D]."""
     return key_mean(value, NO_PROLOGUE, start)

@@ -2,7 +2,7 @@
 
 Idea: after S = Q K^T a thread holds columns 2t, 2t+1, 2t+8, 2t+9 of each group of 16 keys; for P V the tensor core
 wants 4t ... 4t+3 from it. Level 3 pays for the difference with shuffles between threads. But a sum over keys may run
-in any order: with V^T stored in the order in which P lies (`group_columns`), nothing has to move.
+in any order: with V^T stored in P's order (`group_columns`), nothing has to move.
 
 `dithered_key_tile` rounds P by ordered dither, for which it takes no instruction more.
 """
@@ -38,7 +38,7 @@ def visited(
     m, l, o_i, q_hat_i, s_q, query, j, k, vt, n_k,
     TILE: tl.constexpr, IS_MASKED: tl.constexpr, IS_DITHERED: tl.constexpr,
 ):  # fmt: skip
-    """(m, l, o_i) after key tile j."""
+    """Return (m, l, o_i) after key tile j."""
     key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
     k_hat_j = load_padded(k, key, TILE.DP)
     s_k = tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)

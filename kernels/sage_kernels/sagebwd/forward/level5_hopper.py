@@ -65,7 +65,7 @@ PARTS = gl.constexpr(
 )  # fmt: skip
 
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "q k vt")
 Pointers = namedtuple("Pointers", "q_scale k_scale v_scale v_mean o log_sum_exp")
 Queries = namedtuple("Queries", "tiles ready")  # shared memory for a program's Q^, and its barrier
@@ -74,7 +74,7 @@ Own = namedtuple("Own", "q_hat_i s_q first_query")  # a warpgroup's queries
 
 
 class State(NamedTuple):
-    """What a warpgroup carries from tile to tile."""
+    """The numbers that a warpgroup carries from tile to tile."""
 
     r: gl.tensor  # [ROWS]: 2^r / 127 is s_P of the last tile
     largest: gl.tensor  # [ROWS], log2 of the most that a tile has been worth, 2^r s_V
@@ -85,9 +85,9 @@ class State(NamedTuple):
 
 @gluon.jit
 def fast_log2(x):
-    """log2 of a normal number, one instruction. The library's handles subnormal ones too and takes a dozen.
+    """Return log2 of a normal number, by one instruction. The library's handles subnormal ones and takes a dozen.
 
-    Declared impure for the compiler to leave it where it stands.
+    It is declared impure so that the compiler leaves it where it is.
     """
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
@@ -96,7 +96,7 @@ def fast_log2(x):
 def exponentials(
     s_ij, s_qk, log2_s_v, r, largest, first_query, first_key, n_k, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr
 ):
-    """(P~ / s_P of Algorithm 1, change of the row's unit, r, largest) from integer scores s_ij [Bq, Bkv]."""
+    """Return (P~ / s_P of Algorithm 1, change of the row's unit, r, largest) from integer scores s_ij [Bq, Bkv]."""
     keys: gl.constexpr = s_ij.shape[1]
     x = s_ij.to(gl.float32)
     if IS_MASKED:
@@ -121,7 +121,7 @@ def exponentials(
 
 @gluon.jit
 def add_row_sums(l, p_ij, change):
-    """l [ROWS, 4] after a tile's p_ij: each thread's part."""
+    """Return l [ROWS, 4] after a tile's p_ij: each thread's part."""
     sums = gl.sum(gl.sum(p_ij.reshape([ROWS, p_ij.shape[1] // 8, 4, 2]), 3), 1)
     return l * gl.convert_layout(change, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(sums, PARTS)
 
@@ -131,7 +131,7 @@ def softmax(
     s_ij, s_qk, log2_s_v, r, largest, l, first_query, first_key, n_k,
     DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_MASKED: gl.constexpr, IS_UNBIASED: gl.constexpr,
 ):  # fmt: skip
-    """(P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
+    """Return (P^_ij, change of the row's unit, r, largest, l) from integer scores s_ij [Bq, Bkv]."""
     p_ij, change, r, largest = exponentials(
         s_ij, s_qk, log2_s_v, r, largest, first_query, first_key, n_k, IS_CAUSAL, IS_MASKED
     )
@@ -144,7 +144,7 @@ def key_tile(
     state, s_k, s_v, own, j, n_k, rings, pointers,
     DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_UNBIASED: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """(state after key tile j, the next tile's s_K and s_V). Only the last tile needs a mask."""
+    """Return (state after key tile j, the next tile's s_K and s_V). Only the last tile needs a mask."""
     r, largest, l, o_i, unit = state
     # A block of zeros adds nothing to O in any unit; its own would be a division by 0.
     s_v = gl.where(s_v < SMALLEST_NORMAL, unit, s_v)
@@ -172,7 +172,7 @@ def query_rows(
     queries, rings, pointers, sizes,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_UNBIASED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """O and L of warpgroup W's 64 queries."""
+    """Compute O and L of warpgroup W's 64 queries."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(TILE))
     i, head = work_item(gl.program_id(0), sizes)
     first_query = i * (ROWS * WARPGROUPS) + W * ROWS
@@ -214,7 +214,7 @@ def query_rows(
 
 @gluon.jit
 def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The loading warp: Q^, then K^ and V^T tiles as their places become free."""
+    """Load Q^, then K^ and V^T tiles as their places become free."""
     i, head = work_item(gl.program_id(0), sizes)
     first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.group_size
     mbarrier.expect(queries.ready, WARPGROUPS * descriptors.q.block_type.nbytes)
@@ -233,7 +233,7 @@ def forward_hopper_program(
     v_heads_per_row, do_heads_per_row, out_heads_per_row,
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """v_mean_ptr: of what V^ lacks; None: nothing, and P is rounded to nearest."""
+    """Compute O and L. v_mean_ptr: what V^ lacks; None: nothing, and P is rounded to nearest."""
     IS_UNBIASED: gl.constexpr = v_mean_ptr is not None
     queries = Queries(allocate(q_descriptor, WARPGROUPS), barrier(1))
     rings = Rings(ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS))
@@ -257,14 +257,14 @@ def forward_hopper_program(
 
 
 def kernels(head_dim: int) -> tuple[str, ...]:
-    """The programs that a head size takes: names in `LAUNCHES`."""
+    """Return the programs that a head size takes: names in `LAUNCHES`."""
     return ("forward",)
 
 
-def run(
+def run_hopper_forward(
     inputs: ForwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, Nq, D] and L [B, H, Nq padded], as `forward.program.run` gives them, from level 4's inputs.
+    """Compute O [B, H, Nq, D] and L [B, H, Nq padded], as `run_forward_program` does, from level 4's inputs.
 
     scale: as for every level; s_Q has it already.
     """

@@ -1,4 +1,4 @@
-"""What runs before an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
+"""The preparation of an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
 
 Q and K are normalised and rotated on the way if there is a prologue. The mean key and the mean value, which smoothing
 needs, take passes over K and V of their own before (`key_mean`).
@@ -35,7 +35,7 @@ NARROW, WIDE = Launch(0, 0, 4, 1, 128), Launch(0, 0, 8, 1, 128)
 
 
 def launch(head_dim: int) -> Launch:
-    """As it was fastest on an H200: with 128 registers a thread, so that several programs share a multiprocessor."""
+    """Return the launch tuned on an H200: with 128 registers a thread several programs share a multiprocessor."""
     return NARROW if padded_head_dim(head_dim) <= 64 else WIDE
 
 
@@ -46,9 +46,9 @@ def prepare_forward_program(
     n_k_padded, query_programs, key_programs, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries, of keys or of values, in this order.
+    """Prepare a block of queries, of keys or of values: programs come in this order.
 
-    k_mean_ptr None: K isn't smoothed. v_mean_ptr and v_range_ptr None: V isn't, and its scales are its range.
+    k_mean_ptr None: K is not smoothed. v_mean_ptr and v_range_ptr None: V is not, and its scales are its range.
     cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
     v_scale_ptr None: there are no programs for values.
     """
@@ -84,7 +84,7 @@ def prepare_forward_program(
 def quantize_block(
     x, mean_ptr, out, block, n, factor, rotary, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """psi of one block of queries or keys, without their mean if there is one.
+    """Quantise one block of queries or keys, without their mean if there is one.
 
     factor: |factor| goes into the stored scale, its sign into X^: the running maximum from level 3 on wants s_Q >= 0.
     """
@@ -126,12 +126,13 @@ def quantize_inputs(
     with_values: bool,
     grouped: bool,
 ) -> tuple[Quantized, Quantized, Quantized | None, Tensor | None]:
-    """Q^, K^ and V^ (transposed, if with_values) of query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; and max|V| / 127.
+    """Compute Q^, K^ and V^ of query [B, H, Nq, D], key, value [B, Hkv, Nk, D], and max|V| / 127.
 
-    The last is float32 [B, Hkv, blocks], of V as it came: the scales of V^ unless V is smoothed.
+    V^ is transposed, and there only if with_values. The last is float32 [B, Hkv, blocks], of V as it came: the scales
+    of V^ unless V is smoothed.
 
     prologue: what happens to query and key first, its tensors contiguous and in float32; `NO_PROLOGUE`: nothing.
-    k_mean, v_mean: float32 [B, Hkv, D], what smoothing takes from every key, every value; None: it isn't smoothed.
+    k_mean, v_mean: float32 [B, Hkv, D], what smoothing takes from every key, every value; None: it is not smoothed.
     factor: c log2(e), which goes into the scales of Q, its sign into Q^. grouped: V^T in the order of
     `tiles.group_columns`.
     """

@@ -21,7 +21,7 @@ from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, key_tile_r
 
 
 class ForwardInputs(NamedTuple):
-    """What a forward level reads: 16-bit tensors, and INT8 copies of those its `prepare_forward` asked for."""
+    """The inputs of a forward level: 16-bit tensors, and INT8 copies of those its `prepare_forward` asked for."""
 
     query: Tensor  # [B, H, Nq, D]
     key: Tensor  # [B, Hkv, Nk, D]
@@ -40,9 +40,9 @@ def forward_program(
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one head. A scale that is None belongs to a 16-bit tensor.
+    """Compute BLOCK_Q queries of one head. A scale that is None belongs to a 16-bit tensor.
 
-    v_mean_ptr: of what V^ lacks; None: nothing.
+    v_mean_ptr: what V^ lacks; None: nothing.
     """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
@@ -78,10 +78,10 @@ def forward_program(
     tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)
 
 
-def run(
+def run_forward_program(
     inputs: ForwardInputs, key_tile, launch: Launch, start: Start, *, is_causal: bool, log2_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, Nq, D] and L [B, H, Nq padded], log2(sum 2^x) with x = S log2(e), S of the smoothed K if it is smoothed.
+    """Compute O [B, H, Nq, D] and L [B, H, Nq padded]: log2(sum 2^x) with x = S log2(e), of the smoothed K if it is.
 
     log2_scale: c log2(e), for levels that read Q in 16 bit; the INT8 copy of Q carries it in its scale.
     """

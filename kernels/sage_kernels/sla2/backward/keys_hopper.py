@@ -1,6 +1,6 @@
 """The sparse branch's share of dK and dV on Hopper: two small programs to a multiprocessor, each with one warpgroup.
 
-A block of 64 keys is all that one warpgroup can have: dK and dV take 128 registers of a thread, S and dP another 64.
+A block of 64 keys is all that one warpgroup can have: dK and dV take 128 registers of a thread, S and dP 64 more.
 Two warpgroups of one program would share no more than the tiles of queries, and would have to add up their sums. So a
 program has one block of keys, or a piece of its list, and while its warpgroup waits, the other program's goes on.
 
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
     places: int  # for pieces of long lists, in one head
     all_places: int
     width: int  # places for query blocks in a list
-    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     k_heads_per_row: int
     v_heads_per_row: int
     q_heads_per_row: int
@@ -68,17 +68,17 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes._fields
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta")
 Rings = namedtuple("Rings", "k v q do")
-Lines = namedtuple("Lines", "log_sum_exp delta")  # a number for each query of a tile, beside the tiles of Q and dO
+Lines = namedtuple("Lines", "log_sum_exp delta")  # a number for each query of a tile, with the tiles of Q and dO
 Pointers = namedtuple("Pointers", "entries counts first_pieces piece_blocks dk dv partial")
 Work = namedtuple("Work", "kv_head first_head block first_list begin end is_piece")
 
 
 @gluon.jit
 def work_of(pointers, sizes):
-    """This program's part of the lists of one block of keys: [begin, end) of its query heads' lists, end to end.
+    """Return this program's part of the lists of a block of keys: [begin, end) of its query heads' lists, end to end.
 
     Pieces come first; none is empty. A place without a piece, and a block whose pieces do the work, have nothing:
     begin = end.
@@ -108,7 +108,7 @@ def work_of(pointers, sizes):
 
 @gluon.jit
 def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
-    """The loading warp: K and V, then of every listed block of queries the tiles of Q and dO."""
+    """Load K and V, then the tiles of Q and dO of every listed block of queries."""
     work = work_of(pointers, sizes)
     if work.begin < work.end:
         first_key = work.block * BLOCK_KV
@@ -140,7 +140,7 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
 
 @gluon.jit
 def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constexpr):
-    """dK_j and dV_j [Bkv, D] after the n-th tile of queries."""
+    """Return dK_j and dV_j [Bkv, D] after the n-th tile of queries."""
     column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(ROWS))
     place = n % PLACES
     q_i, do_i = matrix(acquire(rings.q, n)), matrix(acquire(rings.do, n))
@@ -164,7 +164,7 @@ def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constex
 
 @gluon.jit
 def store_partial(pointer, x, DP: gl.constexpr):
-    """A sum of a piece, float32 [ROWS, DP], for the program that adds up the pieces."""
+    """Store a sum of a piece, float32 [ROWS, DP], for the program that adds up the pieces."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_16bit(DP)))
     d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
     gl.store(pointer + row[:, None] * DP + d[None, :], x)
@@ -172,7 +172,7 @@ def store_partial(pointer, x, DP: gl.constexpr):
 
 @gluon.jit
 def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: gl.constexpr):
-    """The sums of dK and dV of one block of keys, or of a piece of its list."""
+    """Sum dK and dV of one block of keys, or of a piece of its list."""
     work = work_of(pointers, sizes)
     dk_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
     dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
@@ -198,7 +198,7 @@ def sla2_key_hopper_program(
     k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     log2_scale, scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """One program: a piece of the list of one block of keys, or the whole list of one block, in this order."""
+    """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order."""
     rings = Rings(
         ring(k_descriptor, 1, 1),
         ring(v_descriptor, 1, 1),
@@ -224,7 +224,7 @@ def sla2_key_hopper_program(
     )  # fmt: skip
 
 
-def run(
+def run_key_hopper(
     inputs: BackwardInputs,
     gradients: QueryGradients,
     grad_sums: Tensor,
@@ -233,7 +233,7 @@ def run(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV, as `program.run_key` gives them: the linear branch's share, then this program's, then the pieces'."""
+    """Compute dK and dV, as `run_key` does: the linear branch's share, then this program's, then the pieces'."""
     query, key = inputs.query, inputs.key
     heads, n_q, head_dim = query.shape[1:]
     batch, kv_heads, n_k = key.shape[:3]

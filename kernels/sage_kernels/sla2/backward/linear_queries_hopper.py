@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
     q_blocks: int  # of queries in one head
     group_size: int  # query heads that share a head of keys
     n_q: int
-    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     q_heads_per_row: int
     do_heads_per_row: int
     o_heads_per_row: int
@@ -66,14 +66,14 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes._fields
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "q do o_s h")
 Rings = namedtuple("Rings", "q do o_s h")
 Pointers = namedtuple("Pointers", "k_mean alpha sums log_sum_exp dq dalpha dsums delta unsmoothed alpha_log_sum_exp")
 
 
 class Shared(NamedTuple):
-    """What both warpgroups write and read, with the barriers of one ring."""
+    """The memory that both warpgroups write and read, with the barriers of one ring."""
 
     q_share: Ring  # its tile [QUERIES, DP]: phi(Q) / (phi(Q) Z)
     do_l: gl.shared_memory_descriptor  # [1, QUERIES, DP]: (1 - alpha) dO
@@ -83,7 +83,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def load_tiles(descriptors, rings, sizes, DP: gl.constexpr):
-    """The loading warp: of every block of queries Q, dO, O_s and H_i; their places become free in this order."""
+    """Load Q, dO, O_s and H_i of every block of queries; their places become free in this order."""
     for turn in range(0, count_items(sizes)):
         block = gl.program_id(0) + turn * sizes.programs
         head, query = block // sizes.q_blocks, block % sizes.q_blocks * QUERIES
@@ -95,7 +95,7 @@ def load_tiles(descriptors, rings, sizes, DP: gl.constexpr):
 
 @gluon.jit
 def own_tile(ring, turn, W: gl.constexpr, DP: gl.constexpr):
-    """Warpgroup W's rows of a tile of tokens, 16-bit [ROWS, DP] in registers; the tile is released."""
+    """Load warpgroup W's rows of a tile of tokens, 16-bit [ROWS, DP], into registers; release the tile."""
     x = matrix(acquire(ring, turn)).slice(W * ROWS, ROWS).load(accumulator_16bit(DP))
     release(ring, turn)
     return x
@@ -103,7 +103,7 @@ def own_tile(ring, turn, W: gl.constexpr, DP: gl.constexpr):
 
 @gluon.jit
 def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl.constexpr, DP: gl.constexpr):
-    """L of the scores as they are, from that of smoothed keys, and L - log2(alpha)."""
+    """Store L of the scores as they are, from that of smoothed keys, and L - log2(alpha)."""
     log_sum_exp_i = gl.load(pointers.log_sum_exp + rows)
     if pointers.k_mean is not None:  # give back what smoothing K took from every score of a row
         d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
@@ -116,7 +116,7 @@ def store_log_sum_exp(x, head, rows, alpha_i, pointers, sizes, log2_scale, D: gl
 
 @gluon.jit
 def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """All of warpgroup W's half of each block of queries. Alg. 3, as `sla2_linear_query_program` says."""
+    """Compute all of warpgroup W's half of each block of queries: Alg. 3, as in `sla2_linear_query_program`."""
     layout: gl.constexpr = accumulator_16bit(DP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
@@ -173,7 +173,7 @@ def hand_over(shared, turn, q_share, do_l, dz, dalpha, W: gl.constexpr):
 
 @gluon.jit
 def store_sums(shared, turn, pointers, sums, block, DP: gl.constexpr, W: gl.constexpr):
-    """Warpgroup W's rows of dH_i, if there are so many; the first one's dZ_i and dalpha, too."""
+    """Store warpgroup W's rows of dH_i, if there are so many; the first one's dZ_i and dalpha, too."""
     layout: gl.constexpr = accumulator_16bit(DP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, gl.SliceLayout(0, layout))
@@ -204,7 +204,7 @@ def sla2_linear_query_hopper_program(
     items, programs, q_blocks, group_size, n_q, q_heads_per_row, do_heads_per_row, o_heads_per_row, dq_heads_per_row,
     log2_scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """k_mean_ptr None: K wasn't smoothed."""
+    """Compute the linear branch's part of every block of queries. k_mean_ptr None: K was not smoothed."""
     rings = Rings(
         ring(q_descriptor, 1, WARPGROUPS), ring(do_descriptor, 1, WARPGROUPS), ring(o_s_descriptor, 1, WARPGROUPS),
         ring(h_descriptor, 1, WARPGROUPS),
@@ -237,8 +237,10 @@ def sla2_linear_query_hopper_program(
     )  # fmt: skip
 
 
-def run(inputs: BackwardInputs, start: Start = start_with_triton, *, scale: float) -> QueryGradients:
-    """What `program.run_linear_query` gives."""
+def run_linear_query_hopper(
+    inputs: BackwardInputs, start: Start = start_with_triton, *, scale: float
+) -> QueryGradients:
+    """Compute what `run_linear_query` does."""
     query = inputs.query
     batch, heads, n_q, head_dim = query.shape
     dp, q_blocks = padded_head_dim(head_dim), inputs.alpha.shape[2]

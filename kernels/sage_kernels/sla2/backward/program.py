@@ -62,7 +62,7 @@ def sla2_linear_query_program(
     delta_ptr, unsmoothed_ptr, alpha_log_sum_exp_ptr, heads, group_size, n_q, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of queries of one head. COLUMNS: of H_i at a time.
+    """Compute one block of queries of one head. COLUMNS: columns of H_i at a time.
 
     Alg. 3, steps 1, 2, 5, 6, the divisor of step 4, and of step 11 dQ's part and dalpha; H_i and Z_i are the forward's.
     """
@@ -130,7 +130,7 @@ def sla2_query_program(
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
     MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one block of one head. Adds the sparse branch's share to dQ."""
+    """Add the sparse branch's share to dQ of BLOCK_Q queries of one block of one head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
@@ -192,7 +192,7 @@ def store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D: tl.constexpr, DP: t
 
 @triton.jit
 def partial_pointers(partial_ptr, number, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr):
-    """Where the float32 tile [Bkv, DP] of this number lies: dK of the piece at place p has number 2 p, dV 2 p + 1."""
+    """Return where float32 tile [Bkv, DP] number 2 p, dK of the piece at place p, is; or 2 p + 1, its dV."""
     row, d = tl.arange(0, MASK_BLOCK_KV), tl.arange(0, DP)
     return partial_ptr + number.to(tl.int64) * MASK_BLOCK_KV * DP + row[:, None] * DP + d[None, :]
 
@@ -205,7 +205,7 @@ def sla2_key_program(
     QUERY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
     MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: a piece of the list of one block of keys, or the whole list of one block, in this order.
+    """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order.
 
     BLOCK_Q: queries of a block that are worked on at a time. A piece leaves its sums at partial_ptr.
     """
@@ -272,7 +272,7 @@ def sla2_join_program(
     n_k, sums_rows, places, scale,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: one place of a piece. That of a block's first piece adds up all of them, in their order."""
+    """Add up all pieces of a block, in their order, if this place is that of its first piece."""
     t, key_blocks = tl.program_id(0), tl.cdiv(n_k, MASK_BLOCK_KV)
     kv_head, block = (t // places).to(tl.int64), tl.load(piece_blocks_ptr + t)
     j = tl.maximum(block, 0)
@@ -302,7 +302,7 @@ def sla2_linear_key_program(
     k_strided, v_strided, dsums_ptr, dk_strided, dv_strided, kv_heads, n_k, sums_rows,
     D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of keys of one head. Alg. 3, steps 9, 10, dK's part of 11; others add to it."""
+    """Compute one block of keys of one head: Alg. 3, steps 9, 10, dK's part of 11; others add to it."""
     j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = kv_head // kv_heads, kv_head % kv_heads
     k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
@@ -315,7 +315,7 @@ def sla2_linear_key_program(
 
 
 def empty_gradients(inputs: BackwardInputs) -> QueryGradients:
-    """Room for them; dQ lies in memory as Q does."""
+    """Allocate the gradients; dQ is laid out as Q is."""
     lines = (torch.empty_like(inputs.log_sum_exp) for _ in range(3))
     return QueryGradients(
         empty_in_layout_of(inputs.query), torch.empty_like(inputs.alpha), torch.empty_like(inputs.sums), *lines
@@ -325,7 +325,7 @@ def empty_gradients(inputs: BackwardInputs) -> QueryGradients:
 def run_linear_query(
     inputs: BackwardInputs, launch: Launch, start: Start = start_with_triton, *, scale: float
 ) -> QueryGradients:
-    """What the linear branch adds to dQ, and what the other programs need. launch.block_kv: columns at a time."""
+    """Compute what the linear branch adds to dQ, and what the other programs need. launch.block_kv: columns."""
     do, query = (last_axis_contiguous(x) for x in inputs[:2])
     batch, heads, n_q, head_dim = query.shape
     gradients = empty_gradients(inputs)
@@ -373,7 +373,7 @@ def run_key(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]. lists: by key block."""
+    """Compute dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]. lists: by key block."""
     do, query, key, value = (last_axis_contiguous(x) for x in inputs[:4])
     heads, n_q, head_dim = query.shape[1:]
     (batch, kv_heads, n_k), dp = key.shape[:3], padded_head_dim(head_dim)
@@ -404,7 +404,7 @@ def run_join(
     *,
     scale: float,
 ) -> None:
-    """dK and dV, `outputs`, of the blocks whose lists are in pieces. partial: the pieces' sums of them."""
+    """Compute dK and dV, `outputs`, of the blocks whose lists are in pieces. partial: the pieces' sums of them."""
     key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
     dk, dv = outputs
     arguments = (
@@ -418,7 +418,7 @@ def run_join(
 def run_linear_key(
     inputs: BackwardInputs, grad_sums: Tensor, start: Start = start_with_triton
 ) -> tuple[Tensor, Tensor]:
-    """The linear branch's share of dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
+    """Compute the linear branch's share of dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
     key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
     batch, kv_heads, n_k, head_dim = key.shape
     dk, dv = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)

@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     n_q: int
     n_k: int
     width: int  # places for key blocks in a list
-    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     q_heads_per_row: int
     do_heads_per_row: int
     k_heads_per_row: int
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes._fields
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "q do k v")
 Rings = namedtuple("Rings", "q do k v")
 Pointers = namedtuple("Pointers", "entries counts alpha delta log_sum_exp dq")
@@ -73,7 +73,7 @@ Own = namedtuple("Own", "q_i do_i log_sum_exp_i delta_i")  # a warpgroup's queri
 
 @gluon.jit
 def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
-    """The loading warp: of every block of queries Q and dO, and the listed tiles of K and V."""
+    """Load Q and dO of every block of queries, and the listed tiles of K and V."""
     n = 0
     for turn in range(0, count_items(sizes)):
         item = work_item(turn, pointers, sizes)
@@ -90,14 +90,14 @@ def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
 
 @gluon.jit
 def start_scores(own, n, rings):
-    """S and dP of the n-th tile, started: float32 [Bq, Bkv]."""
+    """Start S and dP of the n-th tile: float32 [Bq, Bkv]."""
     s_ij = start_16bit(own.q_i, matrix(acquire(rings.k, n)), KEYS)
     return s_ij, start_16bit(own.do_i, matrix(acquire(rings.v, n)), KEYS)
 
 
 @gluon.jit
 def score_gradient(s_ij, dp_ij, own, log2_scale, first_key, n_k, DP: gl.constexpr, IS_MASKED: gl.constexpr):
-    """dS [Bq, Bkv] in 16 bit, the left operand of dS K."""
+    """Return dS [Bq, Bkv] in 16 bit, the left operand of dS K."""
     p_ij = fast_exp2(s_ij * log2_scale - own.log_sum_exp_i[:, None])
     ds_ij = p_ij * (dp_ij - own.delta_i[:, None])
     if IS_MASKED:  # past the last key S is 0, and 2^-L may be infinite
@@ -108,13 +108,13 @@ def score_gradient(s_ij, dp_ij, own, log2_scale, first_key, n_k, DP: gl.constexp
 
 @gluon.jit
 def start_gradient(dq_i, ds_ij, n, rings):
-    """dQ_i + dS K_j of the n-th tile, started."""
+    """Start dQ_i + dS K_j of the n-th tile."""
     return warpgroup_mma(ds_ij, matrix(acquire(rings.k, n)), dq_i, use_acc=True, is_async=True)
 
 
 @gluon.jit
 def own_rows(first_query, head, turn, rings, pointers, sizes, W: gl.constexpr):
-    """Warpgroup W's 64 queries of a block, in registers."""
+    """Load warpgroup W's 64 queries of a block into registers."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator_16bit(KEYS))
     q_i = matrix(acquire(rings.q, turn)).slice(W * ROWS, ROWS).load(operand_16bit(KEYS))
     release(rings.q, turn)
@@ -126,7 +126,7 @@ def own_rows(first_query, head, turn, rings, pointers, sizes, W: gl.constexpr):
 
 @gluon.jit
 def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """dQ of warpgroup W's half of each block of queries: what is there, and the sparse branch's share.
+    """Add the sparse branch's share to dQ of warpgroup W's half of each block of queries.
 
     As in the forward pass, the next block's list is asked for during this one.
     """
@@ -195,7 +195,7 @@ def sla2_query_hopper_program(
     )  # fmt: skip
 
 
-def run(
+def run_query_hopper(
     inputs: BackwardInputs,
     gradients: QueryGradients,
     lists: BlockLists,
@@ -203,7 +203,7 @@ def run(
     *,
     scale: float,
 ) -> None:
-    """Add the sparse branch's share to grad_query, as `program.run_query` does."""
+    """Add the sparse branch's share to grad_query, as `run_query` does."""
     query, key = inputs.query, inputs.key
     batch, heads, n_q, head_dim = query.shape
     dp, (q_blocks, width) = padded_head_dim(head_dim), lists.entries.shape[2:]

@@ -26,7 +26,7 @@ def sla2_as_printed_program(
     sums_rows, log2_scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one block of one head."""
+    """Compute BLOCK_Q queries of one block of one head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
@@ -60,7 +60,7 @@ def sla2_as_printed_program(
     store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
-def run(
+def run_as_printed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -72,7 +72,7 @@ def run(
     *,
     scale: float,
 ) -> Tensor:
-    """O [B, H, Nq, D]. key_sums: h_j and z_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
+    """Compute O [B, H, Nq, D]. key_sums: h_j and z_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
     output = empty_in_layout_of(query)
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     batch, heads, n_q, head_dim = query.shape

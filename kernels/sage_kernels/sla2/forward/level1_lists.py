@@ -23,7 +23,7 @@ def sla2_mix_program(
     q_strided, alpha_ptr, sums_ptr, o_s_ptr, o_strided, heads, n_q,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one head."""
+    """Compute O of BLOCK_Q queries of one head."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)

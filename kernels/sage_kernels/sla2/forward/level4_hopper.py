@@ -63,14 +63,14 @@ class Sizes(NamedTuple):
     n_q: int
     n_k: int
     width: int  # places for key blocks in a list
-    # Heads that lie side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
+    # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     q_heads_per_row: int
     out_heads_per_row: int
 
 
 SIZES = Sizes._fields
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "q_hat k vt q h")
 Rings = namedtuple("Rings", "q_hat k v q h")
 Pointers = namedtuple("Pointers", "q_scale k_scale v_scale alpha entries counts sums o o_s log_sum_exp")
@@ -79,7 +79,7 @@ Opening = namedtuple("Opening", "j following s_q s_k s_v")  # what the first key
 
 
 class Rows(NamedTuple):
-    """What a warpgroup carries from key block to key block besides O."""
+    """The numbers that a warpgroup carries from key block to key block besides O."""
 
     r: gl.tensor  # [ROWS]: 2^r / 127 is s_P of the last block
     largest: gl.tensor  # [ROWS], log2 of the most that a block has been worth, 2^r s_V
@@ -89,13 +89,13 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def count_items(sizes):
-    """How many blocks of queries this program works on."""
+    """Return how many blocks of queries this program works on."""
     return (sizes.items - gl.program_id(0) + sizes.programs - 1) // sizes.programs
 
 
 @gluon.jit
 def work_item(turn, pointers, sizes):
-    """A block of queries and its list. Without a key block it takes one step, in which no key is visible.
+    """Return a block of queries and its list. Without a key block it takes one step, in which no key is visible.
 
     One past the last has an empty list, from which nothing is read.
     """
@@ -110,14 +110,14 @@ def work_item(turn, pointers, sizes):
 
 @gluon.jit
 def key_block(item, step):
-    """The key block of a step: the list's last, then the others in their order. 0 past the list's end."""
+    """Return the key block of a step: the list's last, then the others in their order. 0 past the list's end."""
     entry = gl.where(step == 0, item.count, step) - 1
     return gl.load(item.entries + entry, mask=step < item.count, other=0)
 
 
 @gluon.jit
 def opening(item, j, following, pointers, sizes):
-    """The scales of the list's first key block j. An empty list has none: a scale of what no query sees may be NaN."""
+    """Load the scales of the list's first key block j. An empty list has none: an unseen scale may be NaN."""
     is_listed = item.count > 0
     at = item.kv_head * sizes.kv_blocks + j
     s_q = gl.load(pointers.q_scale + item.block, mask=is_listed, other=0.0)
@@ -127,7 +127,7 @@ def opening(item, j, following, pointers, sizes):
 
 @gluon.jit
 def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
-    """The loading warp: of every block of queries Q^, the listed tiles of K^ and V^T, and for the end Q and H_i."""
+    """Load Q^ and the listed tiles of K^ and V^T of every block of queries, and for the end Q and H_i."""
     n = 0
     for turn in range(0, count_items(sizes)):
         item = work_item(turn, pointers, sizes)
@@ -143,7 +143,7 @@ def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
 
 @gluon.jit
 def next_p(s_ij, s_q, s_k, s_v, rows, first_key, n_k, DP: gl.constexpr, IS_MASKED: gl.constexpr):
-    """(P^_ij packed, what O changes by, the rows after this key block) from integer scores s_ij [Bq, Bkv]."""
+    """Return (P^_ij packed, O's change, the rows after this key block) from integer scores s_ij [Bq, Bkv]."""
     r, largest, l, unit = rows
     # A block of zeros adds nothing to O in any unit; its own would be a division by 0.
     s_v = gl.where(s_v < SMALLEST_NORMAL, unit, s_v)
@@ -156,7 +156,7 @@ def next_p(s_ij, s_q, s_k, s_v, rows, first_key, n_k, DP: gl.constexpr, IS_MASKE
 
 @gluon.jit
 def sparse_branch(item, first, n, turn, rings, pointers, sizes, DP: gl.constexpr, W: gl.constexpr):
-    """(O [ROWS, DP] in units of its rows, the rows) of warpgroup W's queries over the listed keys."""
+    """Return (O [ROWS, DP] in units of its rows, the rows) of warpgroup W's queries over the listed keys."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(KEYS))
     k_scale = pointers.k_scale + item.kv_head * sizes.kv_blocks
     v_scale = pointers.v_scale + item.kv_head * sizes.kv_blocks
@@ -196,14 +196,14 @@ def sparse_branch(item, first, n, turn, rings, pointers, sizes, DP: gl.constexpr
 
 @gluon.jit
 def inverse_or_zero(x):
-    """As in `program.inverse_or_zero`."""
+    """Return what `program.inverse_or_zero` does."""
     is_zero = x < SMALLEST_SUM
     return gl.where(is_zero, 0.0, 1.0 / gl.where(is_zero, 1.0, x))
 
 
 @gluon.jit
 def softmax_features(x, D: gl.constexpr):
-    """phi of x [ROWS, DP] as in `tiles.softmax_features`: softmax over the first D features, zeros after them."""
+    """Return phi of x [ROWS, DP] as `tiles.softmax_features` does: softmax over the first D features, then zeros."""
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     x = gl.where((d < D)[None, :], x, -float("inf"))
     e = fast_exp2((x - gl.max(x, 1)[:, None]) * LOG2_E)
@@ -212,7 +212,7 @@ def softmax_features(x, D: gl.constexpr):
 
 @gluon.jit
 def linear_branch(z_i, turn, rings, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """(phi(Q_i) H_i [ROWS, DP], 1 / phi(Q_i) Z_i [ROWS]) of warpgroup W's queries."""
+    """Return (phi(Q_i) H_i [ROWS, DP], 1 / phi(Q_i) Z_i [ROWS]) of warpgroup W's queries."""
     layout: gl.constexpr = accumulator_16bit(DP)
     x = matrix(acquire(rings.q, turn)).slice(W * ROWS, ROWS).load(layout).to(gl.float32)
     release(rings.q, turn)
@@ -228,7 +228,7 @@ def linear_branch(z_i, turn, rings, D: gl.constexpr, DP: gl.constexpr, W: gl.con
 
 @gluon.jit
 def query_rows(rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr, W: gl.constexpr):
-    """O of warpgroup W's half of each block of queries, and where they are asked for O_s and L.
+    """Compute O of warpgroup W's half of each block of queries, and where they are asked for O_s and L.
 
     A load takes as long as a key block. So what the next block of queries begins with is asked for during this one, in
     three steps, since each tells where the next is found: the list's length, its key blocks, their scales.
@@ -272,7 +272,7 @@ def sla2_forward_hopper_program(
     items, programs, q_blocks, kv_blocks, group_size, n_q, n_k, width, q_heads_per_row, out_heads_per_row,
     D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """o_s_ptr, log_sum_exp_ptr None: O alone."""
+    """Compute O of all blocks of queries. o_s_ptr, log_sum_exp_ptr None: O alone."""
     rings = Rings(
         ring(q_hat_descriptor, 2, WARPGROUPS), ring(k_descriptor, PLACES, WARPGROUPS),
         ring(vt_descriptor, PLACES, WARPGROUPS), ring(q_descriptor, 1, WARPGROUPS), ring(h_descriptor, 1, WARPGROUPS),
@@ -295,8 +295,8 @@ def sla2_forward_hopper_program(
     )  # fmt: skip
 
 
-def run(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool) -> Forward:
-    """O, and with save O_s and L, as `program.run_forward` gives them, from level 3's inputs."""
+def run_hopper_forward(inputs: ForwardInputs, start: Start = start_with_triton, *, save: bool) -> Forward:
+    """Compute O, and with save O_s and L, as `run_sparse_forward` does, from level 3's inputs."""
     query, q_hat, k_hat, v_hat = inputs.query, inputs.q_hat, inputs.k_hat, inputs.v_hat
     batch, heads, n_q, head_dim = query.shape
     kv_heads, n_k = inputs.key.shape[1:3]

@@ -47,14 +47,14 @@ class ForwardInputs(NamedTuple):
 
 @triton.jit
 def inverse_or_zero(x):
-    """1 / x, and 0 where x is 0, or so close that gradients would overflow: an empty branch adds nothing."""
+    """Return 1 / x, and 0 where x is so close to 0 that gradients would overflow: an empty branch adds nothing."""
     is_zero = x < SMALLEST_SUM
     return tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, x))
 
 
 @triton.jit
 def mixed_output(o_s, alpha_i, q_i, sums_ptr, D: tl.constexpr, DP: tl.constexpr):
-    """alpha O_s + (1 - alpha) O_l of one query block whose H_i and Z_i are at sums_ptr."""
+    """Return alpha O_s + (1 - alpha) O_l of one query block whose H_i and Z_i are at sums_ptr."""
     d = tl.arange(0, DP)
     q_phi_i = softmax_features(q_i.to(tl.float32), D, DP).to(sums_ptr.dtype.element_ty)
     z_i = tl.load(sums_ptr + DP * DP + d).to(tl.float32)
@@ -71,7 +71,7 @@ def sla2_forward_program(
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
     MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one block.
+    """Compute BLOCK_Q queries of one block.
 
     q_hat_ptr None: 16 bit. o_strided None: no linear branch, O_s and L alone. o_s_ptr None: O alone.
     """
@@ -118,7 +118,7 @@ def sla2_forward_program(
 
 
 def tile_constants(head_dim: int, launch: Launch) -> dict:
-    """The constants of all sparse programs."""
+    """Return the constants of all sparse programs."""
     return {
         "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q, "MASK_BLOCK_Q": MASK_BLOCK_Q,
         "MASK_BLOCK_KV": MASK_BLOCK_KV,
@@ -133,7 +133,7 @@ class Forward(NamedTuple):
     log_sum_exp: Tensor | None
 
 
-def run_forward(
+def run_sparse_forward(
     inputs: ForwardInputs,
     key_tile,
     launch: Launch,
@@ -143,7 +143,7 @@ def run_forward(
     fused: bool = True,
     save: bool = True,
 ) -> Forward:
-    """The program with loop body key_tile, for all query blocks.
+    """Run the program with loop body key_tile, for all query blocks.
 
     scale: c, for 16-bit Q; the INT8 copy carries it in its scale.
     """

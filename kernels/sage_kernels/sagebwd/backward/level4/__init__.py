@@ -22,7 +22,7 @@ LAUNCHES = queries.LAUNCHES | keys.LAUNCHES
 
 
 def kernels(head_dim: int) -> tuple[str, ...]:
-    """The programs that a head size takes: names in `LAUNCHES`."""
+    """Return the programs that a head size takes: names in `LAUNCHES`."""
     return ("dq", "dkdv") if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dq", "dk", "dv")
 
 
@@ -36,19 +36,19 @@ def run_kernel(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """dQ [B, H, Nq, D]; dK, dV or both [B, Hkv, Nk, D]: what the program of that name computes.
+    """Compute dQ [B, H, Nq, D], or dK, dV or both [B, Hkv, Nk, D]: the results of the program of that name.
 
     do, v: the inputs' dO and V, fetched once for all programs where it takes a copy.
     """
     if kernel == "dq":
-        return queries.run(inputs, do, v, start, is_causal=is_causal, scale=scale)
-    return keys.run(kernel, inputs, do, v, start, is_causal=is_causal)
+        return queries.run_dq(inputs, do, v, start, is_causal=is_causal, scale=scale)
+    return keys.run_dkdv(kernel, inputs, do, v, start, is_causal=is_causal)
 
 
-def run(
+def run_hopper_backward(
     inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
+    """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 3's inputs."""
     do, v = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
     names, options = kernels(inputs.query.shape[3]), {"is_causal": is_causal, "scale": scale}
     return tuple(x for name in names for x in run_kernel(name, inputs, do, v, start, **options))

@@ -53,7 +53,7 @@ Queries = namedtuple("Queries", "n s_q s_do first_query")  # the n-th tile that 
 
 @gluon.jit
 def probabilities(st_ij, own, queries, rings, lines, IS_MASKED: gl.constexpr):
-    """P^T_ij [Bkv, Bq] from integer scores; releases Q^_i."""
+    """Return P^T_ij [Bkv, Bq] from integer scores; release Q^_i."""
     column: gl.constexpr = gl.SliceLayout(0, accumulator(TILE))
     log_sum_exp_i = lines.log_sum_exp.index(queries.n % lines.log_sum_exp.shape[0]).load(column)
     pt_ij = fast_exp2(st_ij.to(gl.float32) * (queries.s_q * own.s_k) - log_sum_exp_i[None, :])
@@ -69,7 +69,7 @@ def probabilities(st_ij, own, queries, rings, lines, IS_MASKED: gl.constexpr):
 def dk_tile(
     dk_j, st_ij, dpt_ij, own, queries, rings, lines, DP: gl.constexpr, IS_MASKED: gl.constexpr, IS_LAST: gl.constexpr
 ):
-    """(dk_j after a query tile, S^T and dP^T in flight of the next one)."""
+    """Return (dk_j after a query tile, S^T and dP^T in flight of the next one)."""
     n = queries.n
     pt_ij = probabilities(st_ij, own, queries, rings, lines, IS_MASKED)
     delta_i = lines.delta.index(n % lines.delta.shape[0]).load(gl.SliceLayout(0, accumulator(TILE)))
@@ -86,7 +86,7 @@ def dk_tile(
 
 @gluon.jit
 def dv_tile(dv_j, own, queries, rings, lines, DP: gl.constexpr, IS_MASKED: gl.constexpr):
-    """dv_j after a query tile."""
+    """Return dv_j after a query tile."""
     n = queries.n
     st_ij = warpgroup_mma_wait(0, deps=(start_int8(own.k_hat_j, acquire(rings.q, n), TILE),))
     # [Bkv, Bq]
@@ -98,7 +98,7 @@ def dv_tile(dv_j, own, queries, rings, lines, DP: gl.constexpr, IS_MASKED: gl.co
 
 @gluon.jit
 def split_halves(x):
-    """Columns 0 ... 63 and 64 ... 127 of [ROWS, TILE]; no instruction is left of this, nor of `join_halves`."""
+    """Return columns 0 ... 63 and 64 ... 127 of [ROWS, TILE]; this and `join_halves` leave no instruction."""
     left, right = gl.split(x.reshape([ROWS, 2, HALF]).permute(0, 2, 1))
     left = gl.convert_layout(left, accumulator_16bit(HALF), assert_trivial=True)
     return left, gl.convert_layout(right, accumulator_16bit(HALF), assert_trivial=True)
@@ -115,7 +115,7 @@ def dkdv_tile(
     dk_j, dv_j, st_ij, dpt_0, own, queries, rings, lines,
     DP: gl.constexpr, IS_MASKED: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """(dk_j, dv_j after a query tile, S^T and the first half of dP^T in flight of the next one)."""
+    """Return (dk_j, dv_j after a query tile, S^T and the first half of dP^T in flight of the next one)."""
     n = queries.n
     column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(HALF))
     pt_ij = probabilities(st_ij, own, queries, rings, lines, IS_MASKED)
@@ -145,7 +145,7 @@ def query_tile(
     dk_j, dv_j, st_ij, dpt_ij, own, queries, rings, lines,
     DP: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_MASKED: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """The loop body of whichever program this is."""
+    """Run the loop body of whichever program this is."""
     if WITH_DK and WITH_DV:
         dk_j, dv_j, st_ij, dpt_ij = dkdv_tile(
             dk_j, dv_j, st_ij, dpt_ij, own, queries, rings, lines, DP, IS_MASKED, IS_LAST
@@ -162,7 +162,7 @@ def key_rows(
     keys, rings, lines, pointers, sizes, dk_scale, D: gl.constexpr, DP: gl.constexpr,
     WARPGROUPS: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, or one of them, of warpgroup W's 64 keys, over the query heads that share them."""
+    """Compute dK and dV, or one of them, of warpgroup W's 64 keys, over the query heads that share them."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * (ROWS * WARPGROUPS) + W * ROWS
     tiles = count_query_tiles(first_key, sizes.q_blocks, IS_CAUSAL)
@@ -216,7 +216,7 @@ def load_tiles(
     descriptors, keys, rings, lines, sizes,
     DP: gl.constexpr, WARPGROUPS: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: K^ and V, then tiles of Q^ with L, dO^T for dV, and dO with delta and Q^T for dK."""
+    """Load K^ and V, then tiles of Q^ with L, dO^T for dV, and dO with delta and Q^T for dK."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * (ROWS * WARPGROUPS)
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes
@@ -298,10 +298,10 @@ def dkdv_hopper_program(
         )  # fmt: skip
 
 
-def run(
+def run_dkdv(
     kernel: str, inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """dK, dV or both [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
+    """Compute dK, dV or both [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
     key, q_hat, k_hat, do_hat = inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     head_dim, launch = key.shape[3], LAUNCHES[kernel]
     constants, options = launch_options(launch)

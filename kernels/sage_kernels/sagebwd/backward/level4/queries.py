@@ -34,7 +34,7 @@ from sage_kernels.sagebwd.backward.program import BackwardInputs
 LAUNCHES = {"dq": Launch(128, TILE.value, 8, 2, 240)}
 AT_START = {240: 168, 160: 128}  # registers until the warps part, for those a computing thread gets then
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "q do k v kt")
 Pointers = namedtuple("Pointers", "q_scale k_scale log_sum_exp delta dq")
 Queries = namedtuple("Queries", "q do ready")  # shared memory for a program's Q^ and dO, and their barrier
@@ -44,7 +44,7 @@ Own = namedtuple("Own", "q_hat_i do_i s_q log_sum_exp_i delta_i first_query")  #
 
 @gluon.jit
 def row_maximum(x, IS_POSITIVE: gl.constexpr):
-    """The largest |x| of each row."""
+    """Return the largest |x| of each row."""
     if IS_POSITIVE:  # floats >= 0 are ordered like their bits, and integers have a maximum of three in one instruction
         largest = gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
     else:
@@ -54,7 +54,7 @@ def row_maximum(x, IS_POSITIVE: gl.constexpr):
 
 @gluon.jit
 def quantize_by_row(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
-    """psi by rows, (X^ as the left operand of a matmul with so many COLUMNS, s [ROWS]) of [ROWS, TILE]."""
+    """Return psi by rows of [ROWS, TILE]: (X^ as left operand of a matmul with so many COLUMNS, s [ROWS])."""
     largest = row_maximum(x, IS_POSITIVE)
     x_hat = round_to_int8(x * (fast_reciprocal(largest) * 127.0)[:, None], COLUMNS)
     return x_hat, largest * (1 / 127.0)
@@ -66,7 +66,7 @@ def quantize_by_row(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def start_scores(left, rings, n, COLUMNS: gl.constexpr):
-    """(S, the first COLUMNS of dP in flight) of tile n."""
+    """Return (S, the first COLUMNS of dP in flight) of tile n."""
     s = start_int8(left[0], acquire(rings[0], n), TILE)
     dp = start_16bit(left[1], acquire(rings[1], n).slice(0, COLUMNS), COLUMNS)
     return warpgroup_mma_wait(1, deps=(s,)), dp
@@ -76,7 +76,7 @@ def start_scores(left, rings, n, COLUMNS: gl.constexpr):
 def add_product(
     gradient, s, dp, x_hat, s_x, left, rings, n, DP: gl.constexpr, COLUMNS: gl.constexpr, IS_LAST: gl.constexpr
 ):
-    """(gradient + s_x dS^ x tile n, S and dP in flight of tile n + 1)."""
+    """Return (gradient + s_x dS^ x tile n, S and dP in flight of tile n + 1)."""
     product = start_int8(x_hat, acquire(rings[2], n), DP)
     if IS_LAST:
         product = warpgroup_mma_wait(0, deps=(product,))
@@ -96,7 +96,7 @@ def add_product(
 def key_tile(
     dq_i, s_ij, dp_ij, own, s_k, j, n_k, rings, DP: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LAST: gl.constexpr
 ):
-    """(dq_i after key tile j, S and dP in flight of the next one). Only the last tile needs a mask."""
+    """Return (dq_i after key tile j, S and dP in flight of the next one). Only the last tile needs a mask."""
     release(rings.k, j)
     # [Bq, Bkv]
     p_ij = fast_exp2(s_ij.to(gl.float32) * (own.s_q * s_k) - own.log_sum_exp_i[:, None])
@@ -119,7 +119,7 @@ def query_rows(
     queries, rings, pointers, sizes, scale,
     D: gl.constexpr, DP: gl.constexpr, WARPGROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dQ of warpgroup W's 64 queries."""
+    """Compute dQ of warpgroup W's 64 queries."""
     i, head = work_item(gl.program_id(0), sizes)
     first_query = i * (ROWS * WARPGROUPS) + W * ROWS
     last = count_key_tiles(first_query, ROWS, sizes.kv_blocks, IS_CAUSAL) - 1
@@ -152,7 +152,7 @@ def query_rows(
 
 @gluon.jit
 def load_tiles(descriptors, queries, rings, sizes, DP: gl.constexpr, WARPGROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The loading warp: Q^ and dO, then K^, V and K^T tiles as their places become free."""
+    """Load Q^ and dO, then K^, V and K^T tiles as their places become free."""
     i, head = work_item(gl.program_id(0), sizes)
     first_query, kv_head = i * (ROWS * WARPGROUPS), head // sizes.group_size
     nbytes: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes
@@ -197,16 +197,16 @@ def dq_hopper_program(
 
 
 def launch_options(launch: Launch) -> tuple[dict, dict]:
-    """What follows from a launch of either side's programs: constants of the program, options of the compiler."""
+    """Return what follows from a launch of either side: constants of the program, options of the compiler."""
     names = ("WARPGROUPS", "PLACES", "REGISTERS")
     constants = dict(zip(names, (launch.num_warps // 4, launch.num_stages, launch.max_registers), strict=True))
     return constants, {"num_warps": 4, "maxnreg": AT_START[launch.max_registers]}
 
 
-def run(
+def run_dq(
     inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool, scale: float
 ) -> tuple[Tensor]:
-    """dQ [B, H, Nq, D], in Q's layout. do, v: the inputs' dO and V."""
+    """Compute dQ [B, H, Nq, D], in Q's layout. do, v: the inputs' dO and V."""
     query, q_hat, k_hat = inputs.query, inputs.q_hat, inputs.k_hat
     head_dim, launch = query.shape[3], LAUNCHES["dq"]
     constants, options = launch_options(launch)

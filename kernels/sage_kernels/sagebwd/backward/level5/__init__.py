@@ -1,7 +1,7 @@
 """Level 5, Hopper: dS is computed once; dQ, dK and dV come from one pass over the tiles.
 
 Level 4 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV as
-there, and hand dS^T over through shared memory to whoever makes dQ. At a head size of 64 that is a third warpgroup
+there, and hand dS^T over through shared memory to the one that makes dQ. At a head size of 64 that is a third warpgroup
 (`narrow.py`). At 128 two gradients leave no registers for it, and the two make dQ, too (`wide.py`). How numbers are
 kept, and what comes after, is the same for both (`units.py`); `backward/prepare.py` is what comes before.
 
@@ -21,16 +21,16 @@ LAUNCHES = {"dqdkdv": narrow.LAUNCH, "dqdkdv_wide": wide.LAUNCH}
 
 
 def kernels(head_dim: int) -> tuple[str, ...]:
-    """The program that a head size takes: a name in `LAUNCHES`."""
+    """Return the program that a head size takes: a name in `LAUNCHES`."""
     return ("dqdkdv",) if padded_head_dim(head_dim) == HEAD_DIMS[0] else ("dqdkdv_wide",)
 
 
-def run(
+def run_hopper_backward(
     inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from what `prepare_backward` makes for level 5."""
+    """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from what `prepare_backward` makes for level 5."""
     if padded_head_dim(inputs.query.shape[3]) == HEAD_DIMS[0]:
         launch = narrow.dqdkdv_program, narrow.CONSTANTS, narrow.OPTIONS, narrow.QUERIES_ADDED
     else:
         launch = wide.dqdkdv_wide_program, wide.CONSTANTS, wide.OPTIONS, wide.QUERIES_ADDED
-    return units.run(inputs, *launch, start, is_causal=is_causal, scale=scale)
+    return units.run_one_pass(inputs, *launch, start, is_causal=is_causal, scale=scale)

@@ -4,7 +4,7 @@ Each warpgroup of keys owns 64 rows of K^ and V, and dk_j and dv_j in registers;
 memory. The third reads dS^T of both, rounds it with a scale per query, multiplies it by K^ and lets the copy engine add
 the part to dQ in memory. Barriers, besides those of the rings (Q^; dO with L and delta; dO^T; Q^T):
 
-    ds.ready[half]   the two warpgroups of keys arrive, that of dQ waits: half of dS^T (64 queries) lies there
+    ds.ready[half]   the two warpgroups of keys arrive, that of dQ waits: half of dS^T (64 queries) is there
     ds.empty[half]   the warpgroup of dQ arrives, the two of keys wait: it has read that half
     keys.ready       K^, V and K^T of the program's 128 keys have come; all three warpgroups wait for it once
 """
@@ -36,10 +36,10 @@ CONSTANTS = {
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START}
 QUERIES_ADDED = TILE.value  # of a part of dQ
 
-# Arguments that travel together.
+# Arguments that travel together
 Rings = namedtuple("Rings", "q do qt dot")
-Lines = namedtuple("Lines", "log_sum_exp delta")  # shared memory [places, TILE], beside dO
-Keys = namedtuple("Keys", "k v ready")  # shared memory for a program's K^ and V; the barrier is that of K^T, too
+Lines = namedtuple("Lines", "log_sum_exp delta")  # shared memory [places, TILE], with dO
+Keys = namedtuple("Keys", "k v ready")  # shared memory for a program's K^ and V; the barrier is K^T's, too
 Own = namedtuple("Own", "k_hat_j v_j s_k first_key")  # a warpgroup's keys
 
 
@@ -57,7 +57,7 @@ def query_tile(
     dk_j, dv_j, own, factors, n, first_query, n_k, rings, lines, ds,
     DP: gl.constexpr, RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dk_j, dv_j after the n-th query tile. Everything is transposed: st is S_ij^T, in halves [Bkv, Bq / 2]."""
+    """Return dk_j, dv_j after the n-th query tile. All is transposed: st is S_ij^T, in halves [Bkv, Bq / 2]."""
     first_key, s_q, s_k = own.first_key, factors.s_q, own.s_k
     log_sum_exp = lines.log_sum_exp.index(n % lines.delta.shape[0])
     delta = lines.delta.index(n % lines.delta.shape[0])
@@ -97,7 +97,7 @@ def key_rows(
     keys, rings, lines, ds, pointers, sizes, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
+    """Compute dK and dV of warpgroup W's 64 keys, over the query heads that share them."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE + W * ROWS
     tiles = count_query_tiles(block * TILE, sizes.q_blocks, IS_CAUSAL)
@@ -142,7 +142,7 @@ def add_part(ds, n, step, kt_tile, stage, dq_descriptor, first_query, H: gl.cons
     product = warpgroup_mma_wait(0, deps=(start_int8(ds_hat_ij, kt_tile, DP),))
     mbarrier.arrive(ds.empty.index(H), count=1)
     if H == 0:
-        tma.store_wait(0)  # the copy engine has read what lay in the stage
+        tma.store_wait(0)  # the copy engine has read the stage
     stage.slice(H * HALF, HALF).store(spread_columns((product * m + half) >> k))
     if H == 1:
         fence_async_shared()
@@ -151,7 +151,7 @@ def add_part(ds, n, step, kt_tile, stage, dq_descriptor, first_query, H: gl.cons
 
 @gluon.jit
 def query_rows(kt_tile, ready, ds, stage, dq_descriptor, pointers, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """What this block of keys adds to dQ."""
+    """Compute what this block of keys adds to dQ."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     s_k = gl.load(pointers.k_scale + kv_head * sizes.kv_blocks + block)
     mbarrier.wait(ready, 0)
@@ -169,7 +169,7 @@ def query_rows(kt_tile, ready, ds, stage, dq_descriptor, pointers, sizes, DP: gl
 
 @gluon.jit
 def load_tiles(descriptors, keys, kt_tile, rings, lines, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The loading warp: K^, V and K^T, then tiles of Q^, dO with L and delta, dO^T and Q^T."""
+    """Load K^, V and K^T, then tiles of Q^, dO with L and delta, dO^T and Q^T."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE
     copy_keys(descriptors, keys.k, keys.v, kt_tile, keys.ready, kv_head, first_key, sizes, DP)

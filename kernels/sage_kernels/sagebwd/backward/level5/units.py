@@ -1,7 +1,7 @@
-"""What both programs of level 5 share: their types of numbers, which are level 6's too, and the program after them.
+"""The parts that both programs of level 5 share: types of numbers, level 6's too, and the program after them.
 
 - P and dS are float16 as soon as they are computed: an error of 2^-12 of each number, where INT8's is 1/254 of a row's
-  largest. Two lie in one register, a *pair*, and one instruction multiplies, compares or rounds both.
+  largest. Two fit in one register, a *pair*, and one instruction multiplies, compares or rounds both.
 - The parts of one dQ come from all blocks of keys, in no fixed order. A sum of floats would depend on that order; a sum
   of integers doesn't. So parts are rounded to integers, in a unit per block of queries, and results are still the same
   bit for bit on every run.
@@ -32,9 +32,9 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
-DS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))  # how a half of dS^T lies in shared memory
+DS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))  # the layout of half of dS^T in shared memory
 
-# Arguments that travel together.
+# Arguments that travel together
 Descriptors = namedtuple("Descriptors", "k v kt q do qt dot log_sum_exp delta")
 Pointers = namedtuple("Pointers", "k_scale factors step dk dv")
 Factors = namedtuple("Factors", "s_q fit dk dv")  # of a block of queries; dk, dv: of dS^ Q^ and of P^ dO^
@@ -42,7 +42,7 @@ Factors = namedtuple("Factors", "s_q fit dk dv")  # of a block of queries; dk, d
 
 @builtin
 def add_to_global(descriptor, coordinates, tile, _semantic=None):
-    """Let the copy engine add a tile to memory, until `tma.store_wait`. Gluon has no name for it, its compiler has."""
+    """Let the copy engine add a tile to memory, until `tma.store_wait`. Gluon's compiler has it, without a name."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
@@ -50,12 +50,12 @@ def add_to_global(descriptor, coordinates, tile, _semantic=None):
 
 # A matmul leaves two neighbouring numbers of a row with a thread. Stored in their order, those of neighbouring rows
 # would meet in the same banks of the swizzled stage, and every store would take twice as long. So the sums of dQ have
-# an order of columns of their own: of each 32, number 8 g + 4 h + u lies at 16 h + 4 g + u.
+# an order of columns of their own: of each 32, number 8 g + 4 h + u is at 16 h + 4 g + u.
 
 
 @gluon.jit
 def spread_columns(x):
-    """x [ROWS, HALF] in the sums' order of columns; no data moves."""
+    """Return x [ROWS, HALF] in the sums' order of columns; no data moves."""
     return x.reshape([ROWS, HALF // 32, 4, 2, 4]).permute(0, 1, 3, 2, 4).reshape([ROWS, HALF])
 
 
@@ -64,7 +64,7 @@ def spread_columns(x):
 
 @gluon.jit
 def round_to_pairs(x):
-    """float32 [ROWS, HALF] as pairs [ROWS, HALF / 2], kept within float16."""
+    """Return float32 [ROWS, HALF] as pairs [ROWS, HALF / 2], kept within float16."""
     even, odd = gl.split(x.reshape([ROWS, HALF // 2, 2]))
     return gl.inline_asm_elementwise(
         "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
@@ -73,7 +73,7 @@ def round_to_pairs(x):
 
 @gluon.jit
 def columns_of(pairs, COLUMNS: gl.constexpr):
-    """float16 [ROWS, COLUMNS] of pairs; no instruction is left of this, nor of the next two."""
+    """Return float16 [ROWS, COLUMNS] of pairs; no instruction is left of this, nor of the next two."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
     )
@@ -82,7 +82,7 @@ def columns_of(pairs, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def pairs_of(x, COLUMNS: gl.constexpr):
-    """Pairs of float16 [ROWS, COLUMNS]."""
+    """Return pairs of float16 [ROWS, COLUMNS]."""
     even, odd = gl.split(x.reshape([ROWS, COLUMNS // 2, 2]))
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1
@@ -91,7 +91,7 @@ def pairs_of(x, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def join_pairs(left, right):
-    """Pairs of columns 0 ... 63 and of 64 ... 127, as one [ROWS, TILE / 2]."""
+    """Return pairs of columns 0 ... 63 and of 64 ... 127, as one [ROWS, TILE / 2]."""
     return gl.join(left, right).permute(0, 2, 1).reshape([ROWS, TILE // 2])
 
 
@@ -102,7 +102,7 @@ def multiply_pairs(x, y):
 
 @gluon.jit
 def larger_pair(x, y):
-    """The larger |x| of each half, with a sign that means nothing."""
+    """Return the larger |x| of each half, with a sign that means nothing."""
     return gl.inline_asm_elementwise(
         "max.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -110,7 +110,7 @@ def larger_pair(x, y):
 
 @gluon.jit
 def row_maximum_of_pairs(pairs):
-    """The largest |x| of each row, float32."""
+    """Return the largest |x| of each row, float32."""
     return gl.inline_asm_elementwise(
         """{ .reg .b16 even, odd;
         mov.b32 {even, odd}, $1; abs.f16 even, even; abs.f16 odd, odd; max.f16 even, even, odd;
@@ -121,7 +121,7 @@ def row_maximum_of_pairs(pairs):
 
 @gluon.jit
 def quantize_pairs(pairs, COLUMNS: gl.constexpr):
-    """`level4.queries.quantize_by_row` of pairs [ROWS, TILE / 2]."""
+    """Return `level4.queries.quantize_by_row` of pairs [ROWS, TILE / 2]."""
     largest = gl.maximum(row_maximum_of_pairs(pairs), 2.0**-15)  # 127 / 64 of its inverse is a float16
     # 1 / (64 s) twice, and once in float32: s is the scale of what has been rounded with it, not of what was meant.
     inverse, inverse_32 = gl.inline_asm_elementwise(
@@ -149,7 +149,7 @@ def quantize_pairs(pairs, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def p_half(st, s, log_sum_exp, first_key, first_query, IS_MASKED: gl.constexpr):
-    """Pairs of P^T [Bkv, Bq / 2], stretched, from integer scores."""
+    """Return pairs of P^T [Bkv, Bq / 2], stretched, from integer scores."""
     column: gl.constexpr = gl.SliceLayout(0, accumulator(HALF))
     pt = fast_exp2(st.to(gl.float32) * s - log_sum_exp.load(column)[None, :])
     if IS_MASKED:
@@ -161,7 +161,7 @@ def p_half(st, s, log_sum_exp, first_key, first_query, IS_MASKED: gl.constexpr):
 
 @gluon.jit
 def ds_half(pt, dpt, fit, delta, first_key, n_k, RAGGED: gl.constexpr):
-    """Pairs of dS^T [Bkv, Bq / 2] from pairs of P^T. RAGGED: the last block of keys isn't full."""
+    """Return pairs of dS^T [Bkv, Bq / 2] from pairs of P^T. RAGGED: the last block of keys is not full."""
     dpt = gl.convert_layout(dpt, accumulator(HALF), assert_trivial=True)
     difference = round_to_pairs(dpt * fit - delta.load(gl.SliceLayout(0, accumulator(HALF)))[None, :])
     dst = multiply_pairs(pt, gl.convert_layout(difference, pt.type.layout, assert_trivial=True))
@@ -179,9 +179,10 @@ def load_factors(pointer, at):
 
 @gluon.jit
 def multiplier(f):
-    """(m, half, k): (x m + half) >> k is round(x f) for integers x, but that m holds 9 bits of f: good to 2^-9 of it.
+    """Return (m, half, k) for which (x m + half) >> k is round(x f) of integers x, up to 2^-9 of it.
 
-    A conversion of x f would wait for the unit that computes exponentials. |x f| < 2^31 and |x| < 2^21.
+    m holds 9 bits of f. A conversion of x f would wait for the unit that computes exponentials. |x f| < 2^31 and
+    |x| < 2^21.
     """
     bits = f.to(gl.int32, bitcast=True)
     k = 135 - (bits >> 23)
@@ -193,7 +194,7 @@ def multiplier(f):
 
 @gluon.jit
 def copy_keys(descriptors, k_tiles, v_tiles, kt_tile, ready, kv_head, first_key, sizes, DP: gl.constexpr):
-    """The loading warp: K^, V and K^T of a program's block of keys."""
+    """Start the copies of K^, V and K^T of a program's block of keys."""
     nbytes: gl.constexpr = descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes
     mbarrier.expect(ready, 2 * nbytes + descriptors.kt.block_type.nbytes)
     copy_own(k_tiles, ready, descriptors.k, kv_head * (sizes.kv_blocks * SCALE_KV) + first_key, 0, 2)
@@ -210,7 +211,7 @@ def finish_program(
     sums_ptr, unit_ptr, q_scale_ptr, dq_strided, heads, n_q, scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: dQ in 16 bit of a block of queries."""
+    """Write dQ in 16 bit of a block of queries."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = head * tl.num_programs(0) + block
     token, d = tl.arange(0, BLOCK), tl.arange(0, DP)
@@ -224,7 +225,7 @@ def finish_program(
     tl.store(dq_ptrs, dq, mask=(query < n_q)[:, None] & (d < D)[None, :])
 
 
-def run(
+def run_one_pass(
     inputs: BackwardInputs,
     program,
     constants,

@@ -3,8 +3,8 @@
 dK and dV of 64 keys take 128 registers of a thread. What is left of 240, all that two warpgroups can have, holds one
 half of S or dP, both halves of P as pairs and little else, so a warpgroup does one thing after the other and leaves the
 overlap to its neighbour. dS^T goes to shared memory for both. Of the queries each takes one half, reads it transposed
-and adds its part to dQ; its own rows it reads back for dK. A product is added by halves of its columns. The fewer
-barriers, the less the four warps of a warpgroup wait for one another, so two serve two purposes each. Once a tile:
+and adds its part to dQ; its own rows it reads back for dK. A product is added by halves of its columns. With fewer
+barriers the four warps of a warpgroup wait less for one another, so two serve two purposes each. Once a tile:
 
     barrier   who arrives       who waits               what it says
     queries   the copy engine   both warpgroups         Q^, dO, L and delta are there
@@ -59,7 +59,7 @@ def hand_over(ds, pairs, barriers, n, zero, H: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def read_back(ds, zero, H: gl.constexpr, W: gl.constexpr):
-    """Pairs of this warpgroup's own rows of half H."""
+    """Return pairs of this warpgroup's own rows of half H."""
     return pairs_of(ds.index(H + zero).slice(W * ROWS, ROWS).load(accumulator_16bit(HALF)), HALF)
 
 
@@ -74,7 +74,7 @@ def add_part(ds, kt_j, stage, barriers, step, n, zero, dq_descriptor, first_quer
     m, half, k = multiplier(gl.convert_layout(s_ds * step, gl.SliceLayout(1, accumulator(HALF))))
     for part in gl.static_range(DP // HALF):
         product = warpgroup_mma_wait(0, deps=(start_int8(ds_hat_ij, kt_j.slice(part * HALF, HALF), HALF),))
-        tma.store_wait(0)  # the copy engine has read what lay in the stage
+        tma.store_wait(0)  # the copy engine has read the stage
         stage.store(spread_columns((product * m + half) >> k))
         fence_async_shared()
         add_to_global(dq_descriptor, [first_query + W * HALF, part * HALF], stage)
@@ -85,7 +85,7 @@ def query_tile(
     gradients, memory, pointers, dq_descriptor, s_k, n, at, first_key, first_query, n_k,
     DP: gl.constexpr, RAGGED: gl.constexpr, IS_MASKED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Halves of dk_j and dv_j after the n-th query tile, the at-th of all. st is S_ij^T, in halves [Bkv, Bq / 2]."""
+    """Return halves of dk_j and dv_j after the n-th query tile, the at-th of all. st is S_ij^T, a half at a time."""
     dk_0, dk_1, dv_0, dv_1 = gradients
     keys, tiles, barriers, ds = memory.keys, memory.tiles, memory.barriers, memory.ds
     zero = n >> 30
@@ -130,7 +130,7 @@ def key_rows(
     memory, dq_descriptor, pointers, sizes, dk_scale,
     D: gl.constexpr, DP: gl.constexpr, RAGGED: gl.constexpr, IS_CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of warpgroup W's 64 keys, over the query heads that share them, and what they add to dQ."""
+    """Compute dK and dV of warpgroup W's 64 keys, over the query heads that share them, and what they add to dQ."""
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE + W * ROWS
     tiles = count_query_tiles(block * TILE, sizes.q_blocks, IS_CAUSAL)
@@ -164,7 +164,7 @@ def key_rows(
 
 @gluon.jit
 def load_tiles(descriptors, memory, sizes, DP: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The loading warp: K^, V and K^T, then tiles of Q^ and dO with L and delta, of dO^T and of Q^T."""
+    """Load K^, V and K^T, then tiles of Q^ and dO with L and delta, of dO^T and of Q^T."""
     keys, tiles, barriers = memory.keys, memory.tiles, memory.barriers
     block, kv_head = key_work_item(gl.program_id(0), sizes)
     first_key = block * TILE
