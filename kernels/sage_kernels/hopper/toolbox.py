@@ -281,7 +281,7 @@ def matrix(tile):
 
 @gluon.jit
 def acquire(ring, n):
-    """Wait for the n-th tile and return it. For a warpgroup, as the next two are."""
+    """Wait for the n-th tile. For a warpgroup, as the next two are."""
     places: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)
     return ring.tiles.index(n % places)
