@@ -29,7 +29,7 @@ from sage_kernels.common.launcher import Start
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import Forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, prepare, run_backward, run_forward
-from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_INT8
+from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_HOPPER, LEVEL_INT8
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from torch import Tensor
@@ -59,7 +59,7 @@ TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # portable levels that the registered opera
 BACKWARD = [
     (LEVEL_16BIT, 0),
     (LEVEL_INT8, 0),
-    *[(LEVEL_INT8, 1)] * (not ON_GPU),
+    *[(LEVEL_HOPPER, 1)] * (not ON_GPU),
 ]  # a level, and one of the backward pass
 
 
@@ -113,13 +113,13 @@ else:
         Case(3, 3, "mixed", 48, 4, 1),
         Case(64, 1, "mixed", 40),
         Case(150, 203, "none", 32, 1, 1),
-        Case(150, 203, "one", 64, 4, 2, batch=2),
+        Case(150, 203, "one", 64, 4, 2),
         Case(203, 140, "half", 128, 2, 1),
         Case(128, 192, "all but one", 96, 1, 1),
         Case(130, 128, "all", 64, 1, 1),
     ]
     HOPPER_CASES = [
-        Case(400, 330, "mixed", 64, 4, 2),
+        Case(400, 330, "mixed", 64, 2, 1),
         Case(260, 1100, "half", 64, 2, 1),  # lists longer than the places for tiles
         Case(300, 700, "none", 64, 2, 2),
     ]

@@ -421,35 +421,18 @@ def test_quantised_values_and_scales_are_the_references(n, head_dim, with_mean, 
     assert not values[..., head_dim:].any()
     assert not scale[..., blocks:].any()
     assert torch.equal(transposed, values.mT)
+    none, grouped, scaled = quantize(
+        x, SCALE_BLOCK, values=False, transposed=True, grouped=True, mean=mean, factor=0.25
+    )
+    assert none is quantize(x, SCALE_BLOCK, values=False).transposed is None
+    assert torch.equal(grouped, in_groups(transposed))
+    assert torch.equal(scaled, scale * 0.25)
 
 
 def in_groups(x):
+    """Place columns as a thread t of a matmul has them side by side: of 16, 2t, 2t+1, 2t+8, 2t+9."""
     order = [column for t in range(4) for column in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
     return x.unflatten(-1, (-1, 16))[..., order].flatten(-2)
-
-
-def test_grouped_copies_hold_four_columns_of_a_thread_side_by_side():
-    """Of 16 columns, thread t holds 2t, 2t+1, 2t+8, 2t+9 of a matmul's result."""
-    x = torch.randn(1, 2, 203, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
-    values, grouped, _ = quantize(x, SCALE_BLOCK, transposed=True, grouped=True)
-    assert torch.equal(grouped, in_groups(values.mT))
-
-
-def test_only_the_copies_asked_for_are_made():
-    x = draw(SMALL)[0]
-    values, transposed, _ = quantize(x, SCALE_BLOCK, values=False, transposed=True)
-    assert values is None
-    all_values, none, _ = quantize(x, SCALE_BLOCK)
-    assert none is None
-    assert torch.equal(transposed, all_values.mT)
-
-
-def test_a_factor_multiplies_the_scales_alone():
-    x = draw(SMALL)[0]
-    values, _, scale = quantize(x, SCALE_BLOCK)
-    same_values, _, scaled = quantize(x, SCALE_BLOCK, factor=0.25)
-    assert torch.equal(values, same_values)
-    assert torch.equal(scaled, scale * 0.25)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])
@@ -499,9 +482,10 @@ def test_a_query_that_is_no_number_spoils_its_blocks_scales(which):
     assert torch.equal(inputs.do_hat.scale.isnan(), spoiled & (which == "log_sum_exp"))
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("smooth_k", [False, True])
-@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize(
+    ("scale", "smooth_k", "unbiased"),
+    [(0.3, True, False), (-0.3, False, True), (-0.3, True, False), (0.0, False, False), (0.3, True, True)],
+)
 def test_before_the_forward_pass(scale, smooth_k, unbiased):
     """One launch makes what `quantize` makes of each tensor, also of heads that lie side by side in memory."""
     case = SMALL._replace(heads=4, batch=2)
