@@ -27,7 +27,7 @@ from sage_ref.tracing import relative_l2
 
 pytestmark = MARKS
 WITH_NORM = pytest.mark.parametrize("with_norm", [False, True])
-TINY, GROUPED = Case(20, 40, 64, 2, 1, is_causal=True), Case(20, 30, 48, 4, 2, batch=2)
+TINY, GROUPED = Case(20, 40, 64, 2, 1, is_causal=True), Case(20, 30, 48, 2, 1, batch=2)
 EVEN, OFFSET = Case(1, 3, 80), Case(128, 128, 128, 1, 1, is_causal=True, key_offset=3.0)
 
 
@@ -55,7 +55,7 @@ def test_angles_of_zero_change_no_bit(case, layout, dtype):
 
 @EVERY_DTYPE
 def test_any_layout_gives_the_same_bits_and_results_lie_as_their_tensors_do(dtype):
-    case = GROUPED._replace(heads=2, dtype=dtype)
+    case = GROUPED._replace(kv_heads=2, dtype=dtype)
     prologue = prologue_for(case, with_norm=True)
     expected = with_gradients(case, prologue)
     for layout in LAYOUTS:

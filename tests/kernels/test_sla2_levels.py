@@ -79,9 +79,13 @@ EVERY_BACKWARD = pytest.mark.parametrize(("level", "level_of_backward"), BACKWAR
 
 
 def of_levels(cases, hopper_cases):
-    """Parametrise by case, all levels of one side by side: its results are kept."""
+    """Parametrise by case, the levels of one side by side: its results are kept. On the CPU a level has every other."""
     levels = [(level,) for level in FORWARD] + BACKWARD
-    every = [(case, x) for case in cases for x in levels if takes(case, *x)]
+    every = [
+        (case, x)
+        for (i, case), x in product(enumerate(cases), levels)
+        if takes(case, *x) and (ON_GPU or (i + sum(x)) % 2 == 0)
+    ]
     every += [(case, x) for case in hopper_cases for x in [(LEVEL_HOPPER,), (LEVEL_HOPPER, 1)]]
     ids = [f"{case}-{'forward' if len(x) == 1 else 'backward'}{'after'.join(map(str, x[::-1]))}" for case, x in every]
     return pytest.mark.parametrize(("case", "levels"), every, ids=ids)
@@ -115,8 +119,11 @@ def drawn(*shape, seed=0, dtype=torch.float32):
 # Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
 
 
-@pytest.mark.parametrize("n_q", [40, 70, 150])  # the last block of queries less than half full, more, and one of two
-@EVERY_FORWARD
+# The last block of queries less than half full, more, and one of two.
+N_Q = [(level, n_q) for level, n_q in product(FORWARD, (40, 70, 150)) if ON_GPU or level in (2, 4) or n_q == 70]
+
+
+@pytest.mark.parametrize(("level", "n_q"), N_Q)
 def test_kernels_read_and_write_nothing_but_their_tensors(level, n_q):
     """Inputs lie between NaNs, outputs and intermediates between guards, and start out as NaN: nothing changes.
 
@@ -268,7 +275,7 @@ def test_an_overflow_in_the_gradient_is_not_lost(selected, bad):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("count", [1, 3, 100])
+@pytest.mark.parametrize("count", [1, 3])
 def test_results_do_not_depend_on_how_many_programs_share_the_work(count, monkeypatch):
     case = Case(400, 330, "mixed", 64, 2, 1)
     expected = *forward_level(case, LEVEL_HOPPER).forward, *gradients_after(case, LEVEL_INT8, level_of_backward=1)
@@ -292,8 +299,7 @@ def test_blocks_of_values_of_different_size(sizes):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("selected", ["half", "mixed"])
-@pytest.mark.parametrize("broken", ["query", "key", "value"])
+@pytest.mark.parametrize(("broken", "selected"), [("query", "half"), ("key", "mixed"), ("value", "half")])
 def test_nan_goes_where_level_3_lets_it_go(broken, selected):
     case = Case(300, 300, selected, 64, 2, 1)
     tensors = altered(case, **{broken: lambda x: x[0, 0, 40, 3].fill_(math.nan)})
@@ -390,7 +396,7 @@ def test_a_level_of_hoppers_has_no_other_launch():
         run_level(Case(3, 3, "all"), LEVEL_HOPPER, launch=Launch(128, 64, 4, 1))
 
 
-@pytest.mark.parametrize("selected", ["half", "popular"])
+@pytest.mark.parametrize("selected", ["half", "popular"] if ON_GPU else ["popular"])
 @pytest.mark.parametrize("level", TRAINED)
 def test_repeats_are_equal_bit_for_bit(level, selected):
     case = Case(2000, 2000, selected, 64, 4, 2) if ON_GPU else SMALL._replace(selected=selected)
@@ -434,7 +440,7 @@ LYING_BY_LEVEL = [(level, *LYING[i]) for level, i in product(FORWARD, (0, 1)) if
 @pytest.mark.parametrize(("level", "last", "head_dim"), LYING_BY_LEVEL)
 def test_results_lie_in_memory_as_their_inputs_do(level, last, head_dim):
     """O and dQ as Q, dK as K, dV as V: contiguous, or heads last for those in `last`. Nothing past them is written."""
-    case = Case(70, 130, "popular", head_dim, batch=2)
+    case = Case(40, 90, "popular", head_dim, batch=2)
     tensors = draw(case)._replace(**{name: heads_last(getattr(draw(case), name)) for name in last})
     with guarded_allocations():
         result = run_level(case, level, tensors)
