@@ -82,9 +82,10 @@ def have_walls() -> bool:
     """Return whether bubblewrap can put up its walls here, with a filter of system calls inside."""
     if sys.platform != "linux" or torch.cuda.is_available() or not seccomp_program(platform.machine()):
         return False
-    return shutil.which("bwrap") is not None and not subprocess.call(
-        [*bubblewrap(2**20, {}), "true"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    if not shutil.which("bwrap"):
+        return False
+    command = [*bubblewrap(2**20, {}), sys.executable, "-I", "-c", ""]  # Python may lie where they hide it
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
 def bubblewrap(disk: int, files: dict[str, int]) -> list[str]:

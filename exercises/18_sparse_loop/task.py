@@ -163,7 +163,8 @@ task.mistakes = (
         "Every query block used the list of the first. Where does the list of query block i start?"),
     Mistake("range(0, tl.load(count_ptr + i))", "range(0, width)",
         "Numbers past the end of a list took part. How many are valid in row i?"),
-    Mistake("o_i * rescale[:, None] + tl.dot", "o_i + tl.dot"),
+    Mistake("o_i * rescale[:, None] + tl.dot", "o_i + tl.dot",
+        "Full blocks only: check what one step does to m, l and O_i, and what is stored at the end."),
     Mistake("m + tl.log(divisor)", "m + tl.math.log2(divisor)",
         "O is right and L is not: L = m + log l, both natural."),
     Mistake("""\
