@@ -84,7 +84,7 @@ def have_walls() -> bool:
         return False
     if not shutil.which("bwrap"):
         return False
-    command = [*bubblewrap(2**20, {}), sys.executable, "-I", "-c", ""]  # Python may lie where they hide it
+    command = [*bubblewrap(2**20, {}), sys.executable, "-I", "-c", ""]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
@@ -100,6 +100,8 @@ def bubblewrap(disk: int, files: dict[str, int]) -> list[str]:
         command += [word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
     else:
         command += ["--unshare-user"]
+    for folder in ("/tmp", "/dev/shm"):  # before what is shown: this Python may lie in /tmp
+        command += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
     python = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
     python |= {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     shown = [path for path in SYSTEM if os.path.exists(path) and not os.path.islink(path)]
@@ -107,12 +109,10 @@ def bubblewrap(disk: int, files: dict[str, int]) -> list[str]:
         if os.path.isdir(path) and not any(Path(path).is_relative_to(above) for above in shown):
             shown.append(path)
     # bubblewrap would close the folders above to all but root.
-    for path in sorted({above for x in (*shown, *files) for above in Path(x).parents} - {Path("/")}):
+    for path in sorted({above for x in (*shown, *files) for above in Path(x).parents} - {Path("/"), Path("/tmp")}):
         command += ["--perms", "0755", "--dir", str(path)]
     command += [word for x in SYSTEM if os.path.islink(x) for word in ("--symlink", os.readlink(x), x)]
     command += [word for path in shown for word in ("--ro-bind", path, path)]
-    for folder in ("/tmp", "/dev/shm"):
-        command += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
     for path, descriptor in files.items():
         command += ["--perms", "0444", "--ro-bind-data", str(descriptor), path]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]

@@ -190,7 +190,7 @@ def test_signals_end_a_grading_and_leave_nothing(tmp_path, number, status, runs)
     deep = (2 + isolation.have_walls()) * runs  # bubblewrap, the server, the submission
     end = time.monotonic() + 120
     time.sleep(1)
-    while depth(process.pid) < deep and time.monotonic() < end:
+    while depth(process.pid) < deep and process.poll() is None and time.monotonic() < end:
         time.sleep(0.2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
