@@ -18,7 +18,7 @@ from triton.experimental.gluon.language._semantic import GluonSemantic
 
 @contextmanager
 def conflicts() -> Iterator[list[str]]:
-    """Of what Triton compiles inside: a line for every store and load that takes more wavefronts than its bytes do.
+    """Collect a line for every store and load compiled inside that takes more wavefronts than its bytes do.
 
     Triton's cache is left out: what it holds would not be compiled.
     """

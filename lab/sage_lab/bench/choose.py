@@ -1,4 +1,4 @@
-"""Choose launch settings by compiling: for every kernel and GPU, what doesn't spill and should be the fastest.
+"""Choice of launch settings by compiling: for every kernel and GPU, one that does not spill and should be fastest.
 
 Every candidate of every portable kernel is compiled for a GPU that needn't be there. A candidate that wants more shared
 memory than the GPU has is out. Of the others, those with the fewest spills in their loops over tiles stay (none, if any
@@ -54,7 +54,7 @@ TIE = 0.03  # predicted times that differ by less are equal
 
 
 def kernels(capability: int) -> Iterator[Case]:
-    """Every portable kernel that has candidates, causal: the longer code, it holds the loop without a mask as well.
+    """Yield every portable kernel that has candidates, causal: the longer code, which has the unmasked loop as well.
 
     9.0 has launches for each mask; those without one are what `predict --check` compares with measured times.
     """
@@ -64,7 +64,7 @@ def kernels(capability: int) -> Iterator[Case]:
 
 
 def counted(case: Case) -> Row:
-    """What the compiler made of a candidate, or why it made nothing."""
+    """Return what the compiler made of a candidate, or why it made nothing."""
     launch = launch_of(case)
     row = {name: getattr(case, name) for name in ("capability", "kernel", "level", "head_dim")} | launch._asdict()
     try:
@@ -82,7 +82,7 @@ def counted(case: Case) -> Row:
 
 
 def predicted(row: Row) -> float:
-    """Milliseconds for one head of 8,192 tokens on the GPU that ranks; 0 if nothing can be said."""
+    """Return milliseconds for one head of 8,192 tokens on the GPU that ranks; 0 if nothing can be said."""
     kernel, gpu = kernel_of(row), RANKED_FOR.get(row["capability"])
     return milliseconds(kernel, gpus()[gpu], 1, 8192, False) if kernel and gpu else 0.0
 
@@ -92,7 +92,7 @@ def fits(row: Row) -> bool:
 
 
 def best_of(rows: list[Row]) -> Row:
-    """The row to keep, of one kernel's."""
+    """Return the row to keep, of one kernel's."""
     fitting = [row for row in rows if fits(row)]
     fewest = min(row["spills_in_loops"] for row in fitting)
     rest = [row for row in fitting if row["spills_in_loops"] == fewest]
@@ -104,7 +104,7 @@ def best_of(rows: list[Row]) -> Row:
 
 
 def chosen(asked: list[Case], parts: FinishedParts, workers: int) -> Iterator[Row]:
-    """The best candidate's row of every one of these kernels, all for one compute capability."""
+    """Yield the best candidate's row of every one of these kernels, all for one compute capability."""
     tried: dict[Case, list[Row]] = {case: [] for case in asked}
 
     def compile_stages(wanted: Iterable[tuple[Case, list[Launch]]]) -> None:
@@ -134,7 +134,7 @@ def chosen(asked: list[Case], parts: FinishedParts, workers: int) -> Iterator[Ro
 
 
 def compiled(jobs: list[Case], parts: FinishedParts, workers: int) -> list[Row]:
-    """`counted` of every job, each kept as soon as it is there."""
+    """Return `counted` of every job, each kept as soon as it is there."""
     missing = [job for job in jobs if str(tuple(job)) not in parts.parts]
     with ProcessPoolExecutor(workers) as pool:
         for i, (job, row) in enumerate(zip(missing, pool.map(counted, missing), strict=True), 1):
@@ -144,13 +144,13 @@ def compiled(jobs: list[Case], parts: FinishedParts, workers: int) -> list[Row]:
 
 
 def sources() -> str:
-    """A digest of this package's programs: with others, what an earlier run compiled is worth nothing."""
+    """Return a digest of the kernels' sources: once they change, what an earlier run compiled is worth nothing."""
     files = sorted(Path(str(resources.files("sage_kernels"))).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def wanted(options: argparse.Namespace) -> list[Case]:
-    """The kernels that were asked for."""
+    """Return the kernels that were asked for."""
     every = [case for capability in options.capability for case in kernels(capability)]
     found = [case for case in every if (options.only or "") in named(case)]
     if not found:
@@ -159,7 +159,7 @@ def wanted(options: argparse.Namespace) -> list[Case]:
 
 
 def table(path: Path, asked: list[Case], options: argparse.Namespace, parts: FinishedParts) -> list[Row]:
-    """The rows of the kernels that were asked for, and those of others that the table had."""
+    """Return the rows of the kernels that were asked for, and those of others that the table had."""
     if options.defaults:
         return compiled([x._replace(launch=DEFAULTS[x.kernel]) for x in asked], parts, options.workers)
     rows = {key_of(row): row for row in (read_record(path).rows if path.exists() else [])}

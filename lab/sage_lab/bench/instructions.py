@@ -1,6 +1,6 @@
-"""What the loop of every level executes, read from its machine code for Hopper; no GPU is needed for that.
+"""Instructions in the loop of every level, counted in its machine code for Hopper; no GPU is needed for that.
 
-Counted is the loop without a mask, where nearly all time goes. A warp executes an instruction for 32 threads, and each
+The loop without a mask is counted, where nearly all time goes. A warp executes an instruction for 32 threads, and each
 thread holds block_q * block_kv / (32 num_warps) of a tile's scores; so instructions / scores per thread is what one
 score costs in issue slots, of which a multiprocessor has 128 per clock. In dqdkdv a third warpgroup runs a loop of
 its own, in which each thread holds twice as many scores: half of its instructions are counted too. An
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def rows() -> Iterator[dict]:
-    """One row per kernel and kind of instruction, head sizes 64 and 128, not causal."""
+    """Yield one row per kernel and kind of instruction, head sizes 64 and 128, not causal."""
     for case in cases(capabilities=(90,)):
         case = case._replace(is_causal=False)
         yield from case_rows(case)
@@ -51,7 +51,7 @@ def case_rows(case: Case) -> Iterator[dict]:
 
 
 def hot_loop(code: str, scores: int) -> list[str]:
-    """The instructions of the loop over tiles: of a label and a branch back to it, the shortest with a tile's exp2.
+    """Return the loop over tiles: from a label to a branch back to it, the shortest with a tile's exponentials.
 
     scores: a tile's per thread; every one costs an exponential, and a row a few more. Without that a spin on a barrier
     could be taken for the loop, or the masked tile after it.
@@ -63,7 +63,7 @@ def hot_loop(code: str, scores: int) -> list[str]:
 
 
 def adding_loop(code: str) -> list[str]:
-    """The shortest loop in which the copy engine adds to memory: that of the warpgroup of dQ."""
+    """Return the shortest loop in which the copy engine adds to memory: that of the warpgroup of dQ."""
     found = [loop for loop in loops(code) if any(x.startswith("UTMAREDG") for x in loop)]
     if not found:
         raise ValueError("code: expected a loop that adds to memory, found none")
@@ -71,13 +71,13 @@ def adding_loop(code: str) -> list[str]:
 
 
 def loops(code: str) -> list[list[str]]:
-    """The instructions from every label to every branch back to it."""
+    """Return the instructions from every label to every branch back to it."""
     instructions, spans = spans_of_loops(code)
     return [instructions[first:end] for first, end in spans]
 
 
 def tile_loops(code: str) -> list[list[str]]:
-    """The loops over tiles: those with matmuls that hold no other loop with matmuls, such as one over heads would."""
+    """Return the loops over tiles: with matmuls, but without an inner loop that has them, as one over heads has."""
     instructions, spans = spans_of_loops(code)
     whole = {first: max(end for start, end in spans if start == first) for first, _ in spans}
     found = [
@@ -88,7 +88,7 @@ def tile_loops(code: str) -> list[list[str]]:
 
 
 def spans_of_loops(code: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """All instructions, and where loops lie among them: (first, end), from a label to a branch back to it."""
+    """Return all instructions, and the spans (first, end) of loops: from a label to a branch back to it."""
     instructions, labels, spans = [], {}, []
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):

@@ -1,4 +1,4 @@
-"""What a loop over tiles asks of each unit of a multiprocessor, read from its machine code.
+"""The demand of a loop over tiles on each unit of a multiprocessor, counted in its machine code.
 
 A warp's instructions go to units that work side by side, each at its own rate: the tensor cores, the unit for
 exponentials and conversions, the ones for float and integer arithmetic, shared memory. Every instruction also takes one
@@ -16,7 +16,7 @@ INTEGER = r"FMNMX|VIMNMX|FSEL|SEL|[FI]SETP|I?ADD|VIADD|IADD3|LOP3|PLOP3|PRMT|SHF
 
 
 def demand(code: str, scores: int) -> Demand | None:
-    """Of the loop without a mask, the shortest over tiles with an exponential per score; None if there is none.
+    """Return the demand of the loop without a mask: the shortest over tiles with an exponential per score; or None.
 
     scores: of a tile, per thread.
     """
@@ -25,7 +25,7 @@ def demand(code: str, scores: int) -> Demand | None:
 
 
 def demand_of(loop: list[str]) -> Demand:
-    """Of these instructions."""
+    """Return the demand of these instructions."""
     counts = dict.fromkeys(Demand._fields, 0) | {"instructions": len(loop)}
     for instruction in loop:
         for name, pattern in (("float32", FLOAT), ("special", SPECIAL), ("integer", INTEGER)):
@@ -42,7 +42,7 @@ def demand_of(loop: list[str]) -> Demand:
 
 
 def multiply_adds_of(instruction: str) -> tuple[str | None, int]:
-    """("int8" or "float16", how many multiply-adds of a warp's), or (None, 0) of anything else than a matmul."""
+    """Return ("int8" or "float16", the multiply-adds of a warp), or (None, 0) for anything but a matmul."""
     if found := re.match(r"([IH])MMA\.(16)(8)(16|32)\b", instruction):
         sharing = 1
     elif found := re.match(r"([IH])GMMA\.(\d+)x(\d+)x(\d+)", instruction):
@@ -54,7 +54,7 @@ def multiply_adds_of(instruction: str) -> tuple[str | None, int]:
 
 
 def bytes_of(instruction: str) -> int:
-    """What a warp's instruction moves through shared memory, at least 128: it takes a whole clock of it."""
+    """Return the bytes that a warp's instruction moves through shared memory, at least 128: a whole clock of it."""
     if found := re.match(r"([IH])GMMA\.(\d+)x(\d+)x(\d+)\S* \S+ (\S+)", instruction):
         rows, columns, depth = (int(found[i]) for i in (2, 3, 4))
         left = rows if found[5].startswith("gdesc") else 0  # else the left operand is in registers

@@ -81,6 +81,8 @@ with mock.patch.object(triton, "__version__", "0"):
     command()
 record.write_text(record.read_text()[:-5])
 command()
+record.write_text(json.dumps({"sm_80 forward level 0 D64 causal": [-1, "0"]}))
+command()  # one that spills more than recorded
 # Local-memory instructions as they are counted, and as the disassembler names them.
 found["local memory"] = []
 for capability in (80, 120):
@@ -128,13 +130,13 @@ def test_sizes_are_told_the_compiler_where_they_are_so_in_every_launch(compiled)
 
 def test_what_differs_from_its_record_is_compiled(compiled):
     """Each time: how many kernels are compiled, or that the command fails; the record after it."""
-    first, same, every, changed, at_fault, other_triton, damaged = compiled["command"]
+    first, same, every, changed, at_fault, other_triton, damaged, spilling = compiled["command"]
     record = first[1]
     assert [*json.loads(record)] == ["sm_80 forward level 0 D64 causal"]  # not that of a kernel that is gone
     assert (first, same) == ([1, record], [0, record])
     assert every == changed == other_triton == [1, record]  # without --update nothing is recorded
     assert at_fault == ["failed", record]
-    assert damaged[0] == 1
+    assert (damaged[0], spilling[0]) == (1, "failed")
 
 
 def test_spills_are_counted_as_the_disassembler_names_them(compiled):
@@ -202,6 +204,8 @@ def test_a_launch_is_that_of_the_gpus_table_or_the_candidate_that_is_tried():
         _, _, constants, options = compiling.started(x)
         assert (constants["BLOCK_Q"], options) == (launch.block_q, launch.options)
     assert compiling.launch_of(tried) == tried.launch
+    for is_causal in (False, True):  # with a causal mask the last block of keys is not full either: the longer code
+        assert compiling.started(Case("dqdkdv", 5, 90, 64, is_causal))[2]["RAGGED"] is is_causal
 
 
 FINE = Compiled(
