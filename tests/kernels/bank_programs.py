@@ -1,4 +1,4 @@
-"""A matmul's result [64, 64] stored for the copy engine: as it is computed, and as backward level 5 does it."""
+"""Programs that store a matmul's result [64, 64] for the copy engine, as computed and as backward level 5 does."""
 
 from sage_kernels.hopper.toolbox import HALF, ROWS, accumulator
 from sage_kernels.sagebwd.backward.level5.units import spread_columns

@@ -1,4 +1,4 @@
-"""Cases, oracles and helpers of the kernel tests: where kernels run here, and what SageBwd's oracles say of a case.
+"""Cases, oracles and helpers of the kernel tests: where kernels run here, and SageBwd's oracles.
 
 G is exact attention in float64. S is the reference, which simulates the same quantisation in float32. E is attention
 as PyTorch's 16-bit operations compute it. On a GPU cases have full sizes and both 16-bit types. Elsewhere a few small
@@ -94,7 +94,7 @@ def row_maximum(x, is_positive):
 
 
 def obstacle_here(level, head_dim: int) -> str | None:
-    """Return why a level of a ladder can't run here, in the emulator neither, or None if it can."""
+    """Return why a level of a ladder can't run here, not even in the emulator, or None if it can."""
     with as_hopper():
         return ladder.obstacle(level, DEVICE, head_dim)
 
@@ -242,7 +242,7 @@ else:
         Case(150, 140, 64, 1, 1, std=5.0),
     ]
 
-# Four blocks of values; some are zeros, or next to nothing beside others.
+# Four blocks of values; some are zeros, or tiny compared with others.
 VALUE_BLOCKS = [
     Case(300, 4 * SCALE_BLOCK - 12, 64, *([2, 2] if ON_GPU else [1, 1]), is_causal, value_blocks=blocks)
     for blocks in ((0, 1, 0, 1), (1, 1e-4, 1e-3, 1)) for is_causal in (False, True)

@@ -69,7 +69,7 @@ def run_one_pass(case, level, tensors=None, **names):
     return run_backward_level(case, level, tensors, start=emulated(case.n_q, **names))
 
 
-# What the emulator notices: programs with one place of their source changed
+# Mistakes that the emulator notices: programs with one place of their source changed
 
 WRONG = "from what the reference computes|^$"  # the numbers
 READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
@@ -91,7 +91,7 @@ SPARSE, ROWS_OF_DQ, SHARED = level4_hopper.sparse_branch, queries_hopper.query_r
 
 
 def check(kind, case, start):
-    """Run a pass with `start`, and hold its results against the oracles."""
+    """Run a pass with `start` and compare its results with the oracles."""
     if kind == "forward 5":
         assert_forward(case, 5, run_forward_level(case, 5, start=start).output)
     elif kind == "sla2 forward":
@@ -106,7 +106,7 @@ def check(kind, case, start):
 
 
 def mistakes(kinds, case, *changes):
-    """Return a parameter per pass and (changed functions ..., error); of a changed function that occurs the name."""
+    """Return a test parameter for each pass and each (changed functions ..., the error expected)."""
     return [
         pytest.param(kind, case, changed, noticed, id=f"{kind}-{'-'.join(x.name for x in changed)}")
         for kind, (*changed, noticed) in product(kinds, changes)
@@ -234,11 +234,11 @@ def test_carelessness_is_noticed(kind, case, changed, noticed):
         check(kind, case, start)
 
 
-# The forward pass: level 4 is the oracle of its NaN
+# The forward pass
 
 
 @on_the_cpu
-def test_source_at_sizes_float16_does_not_have():
+def test_programs_at_sizes_float16_does_not_have():
     """Blocks of values of any size, one after another: the sum changes units every time."""
     for blocks in ((1e12, 1e4, 1, 1e-8), (1e-8, 1, 1e4, 1e12), (1, 1e-15, 1, 1e-15)):
         case = Case(200, 500, value_blocks=blocks, dtype=torch.float32, is_causal=True)
@@ -256,7 +256,7 @@ def test_many_tiles_and_heads(case):
 
 @on_the_cpu
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
-def test_source_makes_nan_where_level_4_does(broken):
+def test_programs_makes_nan_where_level_4_does(broken):
     case = Case(300, 300, is_causal=True, smooth_k=False)
     tensors = altered(case, **{broken: lambda x: x[0, 1, 140, 3].fill_(math.nan)})
     output, expected = (run_forward_level(case, level, tensors).output.isnan() for level in (5, 4))
@@ -272,8 +272,8 @@ def test_source_makes_nan_where_level_4_does(broken):
 @BOTH_HEAD_DIMS
 @pytest.mark.parametrize("name", ["key", "value", "grad_output"])
 @EVERY_LEVEL
-def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name, head_dim):
-    """They lie behind this head's last tokens, in its last tiles, and are beyond the float16 that fits this head."""
+def test_programs_lets_no_larger_numbers_of_the_next_head_in(level, name, head_dim):
+    """They follow this head's last tokens in its last tiles, and exceed the float16 that fits this head."""
     case = Case(30, 20, head_dim)
     found = []
     for factor in (1, 1e4):
@@ -285,7 +285,7 @@ def test_source_lets_no_larger_numbers_of_the_next_head_in(level, name, head_dim
 @on_the_cpu
 @BOTH_HEAD_DIMS
 @EVERY_LEVEL
-def test_source_lets_later_values_change_nothing_before_them(level, head_dim):
+def test_programs_lets_later_values_change_nothing_before_them(level, head_dim):
     case = Case(150, 150, head_dim, 1, 1, is_causal=True)
     later = altered(case, value=times(1e4, ..., slice(128, None), slice(None)))
     assert_same(*([run_one_pass(case, level, x)[0][:, :, :128]] for x in (altered(case), later)))
@@ -294,7 +294,7 @@ def test_source_lets_later_values_change_nothing_before_them(level, head_dim):
 @on_the_cpu
 @BOTH_HEAD_DIMS
 @EVERY_LEVEL
-def test_source_with_values_of_any_size(level, head_dim):
+def test_programs_with_values_of_any_size(level, head_dim):
     """Powers of two in V and in dO, 1e-20 to 1e15, come out as such: nothing underflows, overflows or saturates."""
     case = Case(30, 140, head_dim, 1, 1)
     query, key, value, grad_output = (x.bfloat16() for x in draw(case))
@@ -325,7 +325,7 @@ def test_gradients_of_pairs_are_the_same_whether_dq_is_apart(is_causal):
 @pytest.mark.parametrize("shape", [(130, 150, 64), (150, 130, 128, 2, 2, True)], ids=str)
 @EVERY_LEVEL
 def test_heads_of_a_token_side_by_side(level, shape, name):
-    """As a model has them: the same bits, and results that lie so too."""
+    """A model has them so: results have the same bits and the same layout."""
     case = Case(*shape, batch=2)
     if not takes(level, case, BACKWARD_LEVELS):
         pytest.skip("no program for this head size")
@@ -415,7 +415,7 @@ def test_sums_of_dq_use_their_bits_and_never_pass_them(head_dim, n_k, size):
 @on_the_cpu
 @BOTH_HEAD_DIMS
 def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim):
-    """P is one for a key of its own and next to nothing for the rest: dS cancels, and none of it overflows."""
+    """P is 1 for one key and almost 0 for the rest: dS cancels, and nothing overflows."""
     case = Case(200, 300, head_dim, 2, 1)
     tensors = altered(case, **dict.fromkeys(("query", "value", "grad_output"), times(30, ...)))
     sums, found = run_and_keep_sums(case, tensors)
@@ -427,7 +427,7 @@ def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim)
 @on_the_cpu
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (128, True)])
 def test_every_block_of_keys_that_a_query_sees_adds_one_part(head_dim, is_causal):
-    """If each part were 1, made of its `half` alone, the sums would count them."""
+    """The sums count the parts when each part is replaced by 1, made of its `half` alone."""
     case = Case(300, 200, head_dim, 2, 1, is_causal)
     sums, _ = run_and_keep_sums(case, draw(case), multiplier=lambda f: (0, 8, 3))
     parts = torch.full((384,), 2)
@@ -455,7 +455,7 @@ def test_sums_are_rounded_products():
 
 @on_the_cpu
 def test_units_are_of_all_that_a_query_sees():
-    """Units depend on keys behind a query too, unless attention is causal."""
+    """Without a mask, units depend on later keys too."""
     case = Case(30, 300, 64, 1, 1)
     tensors = altered(case, value=times(1e4, ..., slice(256, None), slice(None)))
     assert_near(*(run_one_pass(case, level, tensors) for level in (5, 4)), 6e-3)
@@ -463,7 +463,7 @@ def test_units_are_of_all_that_a_query_sees():
 
 @on_the_cpu
 def test_units_pass_over_what_is_no_number():
-    """NaN counts as nothing; what it spoils it spoils through scales."""
+    """NaN does not count in them; it spoils results through the scales."""
     case = Case(200, 300, 64, 2, 1, batch=2)
     forward = forward_level(case, 4)
     k_hat, v_range = forward.inputs.k_hat, forward.inputs.v_range
@@ -623,7 +623,7 @@ def test_the_diagonal_crosses_the_last_query_tile_of_a_warpgroup_and_no_other(ro
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(capability): what PyTorch says of a CUDA device that needn't be there."""
+    """Return gpu(*capability): a CUDA device of that compute capability, as PyTorch would describe it."""
 
     def pretend(*capability):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -67,7 +67,7 @@ def compiled():
         fill_cache(jobs)
 
 
-# The two operations, each with what the tests of both need to know of it
+# The two operations, described alike for the tests of both
 
 
 class SageBwd:
@@ -241,8 +241,8 @@ def test_opcheck(operation, dtype):
 
 
 @ALL
-def test_fake_results_lie_in_memory_as_the_real_ones_do(operation):
-    """torch.compile plans with them. Heads of a token side by side, as in a model."""
+def test_fake_results_have_the_layouts_of_the_real_ones(operation):
+    """torch.compile plans with fake results. The heads of a token are side by side, as in a model."""
 
     def described(results):
         results = results if isinstance(results, list | tuple) else [results]
@@ -276,7 +276,7 @@ def test_results_are_the_ladders(operation, options, dtype):
 
 
 @each_of(SAGEBWD[0], PROLOGUES[0], MASKED[0], ROUTED[0])
-def test_a_gradient_that_is_one_number_seen_everywhere(operation):
+def test_an_expanded_gradient(operation):
     leaves = with_requested_gradients(operation.inputs(operation.tiny))
     operation.on(operation.tiny)(*leaves).sum().backward()
     ones = torch.ones_like(operation.grad_output(operation.tiny))
@@ -448,7 +448,7 @@ def test_sla_by_the_kernels_is_the_references():
 
 
 @pytest.mark.parametrize("options", [{"skipped": 0.1}, {"feature_map": "relu"}])
-def test_what_sla_has_beside_the_kernels_is_refused(options):
+def test_sla_refuses_kernels_for_what_they_lack(options):
     with pytest.raises(ValueError, match=r"^backend: expected 'reference', which alone takes skipped=.*, got 'auto'"):
         SLA(32, 1, sparsity=0.5, backend="auto", **options)
 
@@ -567,7 +567,7 @@ class Layer(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.gpu
 def test_make_graphed_callables():
-    """As kernels/README.md says, a module's forward and backward in graphs give what they give without."""
+    """A module's results in CUDA graphs are its results without, as kernels/README.md says."""
     case = SageBwd.Case(300, 300, 64, 4, 4, is_causal=True, dtype=torch.bfloat16, batch=2)
     torch.manual_seed(0)
     layer = Layer(SAGEBWD[0], case).to(DEVICE, case.dtype)
@@ -769,7 +769,7 @@ def test_shared_keys_must_be_asked_for():
         sagebwd_attention(query, key, value, backend="triton")
 
 
-# What NaN and infinity do: head 1 of 2 holds one. Two blocks of what is poisoned, where blocks matter
+# NaN and infinity: head 1 of 2 holds one, in one of two blocks where blocks matter
 
 
 def with_one_bad_number(operation, case, name, token, bad):

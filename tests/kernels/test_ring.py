@@ -1,6 +1,6 @@
-"""The kernels' part of the ring, all processes' work done by one: for GPUs, whose levels no CPU test reaches.
+"""The kernels' part of the ring: one process does the work of all, on a GPU, whose levels no CPU test reaches.
 
-tests/parallel has the ring as it is, in processes of its own.
+tests/parallel runs the ring itself, in several processes.
 """
 
 import pytest
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def one_after_the_other(tensors, count, is_causal, monkeypatch):
-    """O, dQ, dK, dV of `count` shards; what processes would ask each other is worked out beforehand."""
+    """Return O, dQ, dK, dV of `count` shards; what processes would ask each other is computed beforehand."""
     shards = [x.chunk(count, 2) for x in tensors]
     mean = key_mean(tensors[1], NO_PROLOGUE, start_with_triton)
     monkeypatch.setattr(ring, "mean_over", lambda x, ranks: mean)
@@ -56,7 +56,7 @@ def one_after_the_other(tensors, count, is_causal, monkeypatch):
 def test_shards_give_what_one_sequence_does_even_if_one_has_far_larger_values(
     monkeypatch, head_dim, is_causal, kv_heads
 ):
-    """Values of the first shard are 1000 times larger: delta in the second is beyond what its own values could make."""
+    """The first shard's values are 1000 times larger, so delta in the second exceeds what its own values allow."""
     n, count, draw = 1024, 4, torch.Generator(DEVICE).manual_seed(0)
     shapes = [(1, heads, n, head_dim) for heads in (2, kv_heads, kv_heads, 2)]
     tensors = [torch.randn(x, generator=draw, device=DEVICE, dtype=torch.float16) for x in shapes]

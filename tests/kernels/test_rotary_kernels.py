@@ -1,4 +1,4 @@
-"""QK-norm and rotation within the kernels' reads of Q and K, beside what test_ops.py says of all operations."""
+"""QK-norm and rotation within the kernels' reads of Q and K, as far as test_ops.py does not test it."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_what_is_quantised_is_not_rounded_before(case, smooth_k, with_norm, dtyp
 @WITH_NORM
 @pytest.mark.parametrize("case", [Case(70, 90, 64, 2, 1), GROUPED, EVEN], ids=str)
 def test_gradients_go_back_through_rotation_and_norm(case, with_norm, dtype):
-    """Hold them, given those of the rotated tensors, against autograd in float64; the gains' are sums in float32."""
+    """Given gradients of the rotated tensors, compare with autograd in float64; those of gains are float32 sums."""
     case = case._replace(dtype=dtype)
     query, key, _, grad_query = draw(case)
     grad_key = draw(case._replace(n_q=case.n_k + 1, heads=case.kv_heads))[3][:, :, : case.n_k]

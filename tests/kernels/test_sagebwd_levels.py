@@ -104,7 +104,7 @@ def compiled(request):
         fill_cache(jobs)
 
 
-# Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
+# Memory. These tests come first: a stray store is a clear failure here and a crash elsewhere.
 
 
 GUARDED = product(BACKWARD, [SMALL, Case(70, 140, 96, 1, 1)])
@@ -112,7 +112,7 @@ GUARDED = product(BACKWARD, [SMALL, Case(70, 140, 96, 1, 1)])
 
 @pytest.mark.parametrize(("level", "case"), [x for x in GUARDED if takes(*x, BACKWARD_LEVELS)], ids=str)
 def test_kernels_read_and_write_nothing_but_their_tensors(level, case):
-    """Inputs lie between NaNs, outputs and intermediates between guards, and start out as NaN: nothing changes."""
+    """Inputs are surrounded by NaNs; outputs and intermediates start out as NaN between guards. Nothing changes."""
     tensors, guards = zip(*(guarded(x, math.nan) for x in draw(case)), strict=True)
     results = {}
     for forward in FORWARD if level == 0 else [feeding(level, case)]:
@@ -192,7 +192,7 @@ def test_larger_scores_give_the_simulations_output_or_nan(level, std, unbiased):
 
 @INT8_BACKWARD
 def test_gradients_at_large_scores(level):
-    """Where one large dS decides a row, rounding it the other way shows there; the other rows agree."""
+    """A row that one large dS decides may differ if that is rounded the other way; the other rows agree."""
     case = SMALL._replace(std=10.0, head_dim=128 if level == 6 else 64)
     for found, simulated in zip(backward_level(case, level), simulated_backward(case, level), strict=True):
         rows = (found - simulated).norm(dim=-1) / simulated.norm(dim=-1)
@@ -226,7 +226,7 @@ def test_a_level_that_rounds_to_nearest_alone_says_so(level):
 
 @pytest.mark.parametrize(("name", "head_dim"), [("query", 64), ("key", 128), ("value", 64), ("grad_output", 128)])
 def test_blocks_of_zeros(name, head_dim):
-    """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
+    """The scale of a block of zeros (padding, for example) is 0, which must not lead to 0/0 or 0 * inf."""
     case = Case(130, 140, head_dim, 1, 1, is_causal=True, smooth_k=False)
     tensors = altered(case, **{name: times(0, ..., slice(SCALE_BLOCK, None), slice(None))})
     forward, results = run_forward_level(case, feeding(1, case), tensors), {}
@@ -247,9 +247,9 @@ OVERFLOWS += [(level, 128, bad) for level, bad in ((4, math.inf), (5, math.nan),
 
 @pytest.mark.parametrize(("level", "head_dim", "bad"), [x for x in OVERFLOWS if x[0] in BACKWARD])
 def test_an_overflow_in_the_gradient_is_not_lost_nor_spread_to_other_heads(level, head_dim, bad):
-    """INT8 has no NaN and a GPU's maximum passes over it; a loss scaler must see it all the same."""
+    """INT8 has no NaN, and a GPU's maximum ignores it, but a loss scaler must see it."""
     case = Case(80, 20, head_dim, is_causal=True, batch=2)
-    # Behind a head's last tokens lie the first ones of the next head.
+    # A head's last tile ends with the first tokens of the next head.
     bad_ones = {"grad_output": lambda x: x[0, 1, 3, 5].fill_(bad), "value": lambda x: x[1, 0, 2, 1].fill_(bad)}
     gradients, fine = run_backward_level(case, level, altered(case, **bad_ones)), backward_level(case, level)
     assert not gradients[0][0, 1, 3].isfinite().any()
@@ -258,7 +258,7 @@ def test_an_overflow_in_the_gradient_is_not_lost_nor_spread_to_other_heads(level
         assert all(torch.equal(x[head], y[head]) for x, y in zip(gradients, fine, strict=True))
 
 
-# Launches: what a launch may change is speed
+# Launches, which may change nothing but speed
 
 
 def launches():
@@ -321,7 +321,7 @@ def test_a_level_of_hoppers_has_no_other_launch():
 
 @EVERY_BACKWARD
 def test_repeats_are_equal_bit_for_bit(level):
-    """On the CPU other groups of warps are ahead in every run of a program for Hopper."""
+    """On the CPU, every run of a program for Hopper schedules its groups of warps differently."""
     case = SMALL._replace(head_dim=128 if level == 6 else 64)
     first, output = backward_level(case, level), forward_level(case, feeding(level, case)).output
     for seed in range(1, 101 if ON_GPU else 2):
@@ -335,7 +335,7 @@ def test_repeats_are_equal_bit_for_bit(level):
 
 @EVERY_BACKWARD
 def test_any_strides(level):
-    """Q, K, V, dO each in a layout of their own, another one at every level, and so the forward levels."""
+    """Q, K, V and dO have a layout each, which differ from level to level."""
     case = Case(20, 40, 128 if level == 6 else 64, 2, 2, is_causal=True, batch=2, smooth_k=False)
     first, feeder = level % len(LAYOUTS), feeding(level, case)
     layouts = LAYOUTS[first:] + LAYOUTS[:first]
@@ -348,8 +348,8 @@ def test_any_strides(level):
 
 
 @pytest.mark.parametrize("level", [x for x in BACKWARD if x != 4], ids="backward{}".format)
-def test_results_lie_in_memory_as_their_inputs_do(level):
-    """O and dQ as Q, dK and dV as V; level 4, which no operation runs, makes them contiguous."""
+def test_results_have_the_layouts_of_their_inputs(level):
+    """O and dQ have the layout of Q, dK and dV that of V; level 4, which no operation runs, makes them contiguous."""
     case = Case(20, 40, 128 if level == 6 else 64, is_causal=True, batch=2)
     query, key, value, grad_output = draw(case)
     for of_q, of_v in ((False, True), (True, False)) if level > 4 or ON_GPU else [(level % 2 == 0, level % 2 == 1)]:
@@ -360,14 +360,14 @@ def test_results_lie_in_memory_as_their_inputs_do(level):
 
 
 @EVERY_FORWARD
-def test_an_output_lies_in_memory_as_its_query_does(level):
+def test_an_output_has_the_layout_of_its_query(level):
     case = Case(20, 40, is_causal=True)
     output = run_forward_level(case, level, [heads_last(x) for x in draw(case)]).output
     assert are_views_of_memory([output], [True])
 
 
 @EVERY_BACKWARD
-def test_a_gradient_that_is_one_number_seen_everywhere(level):
+def test_an_expanded_gradient(level):
     case = Case(20, 40, 128 if level == 6 else 64)
     query, key, value, _ = draw(case)
     ones = torch.ones((), dtype=case.dtype, device=DEVICE).expand(query.shape)
@@ -399,7 +399,7 @@ def test_more_elements_than_32_bits_count(lengths):
         assert torch.equal(x[:, -2:], y)
 
 
-# What comes before the passes: the quantiser, and all that one launch does with it
+# Before the passes: the quantiser, and the launch that prepares all tensors
 
 
 def reference_psi(x, block, mean):
@@ -475,7 +475,7 @@ def test_levels_of_pairs_ask_for_inputs_with_units():
 
 @pytest.mark.parametrize("which", ["log_sum_exp", "output"])
 def test_a_query_that_is_no_number_spoils_its_blocks_scales(which):
-    """No gradient that it reaches can then pass for a number."""
+    """No gradient that depends on it can then be a number."""
     case = SMALL._replace(kv_heads=2)
     forward = forward_level(case, 4)
     saved = {which: getattr(forward, which).clone()}
@@ -491,7 +491,7 @@ def test_a_query_that_is_no_number_spoils_its_blocks_scales(which):
     [(0.3, True, False), (-0.3, False, True), (-0.3, True, False), (0.0, False, False), (0.3, True, True)],
 )
 def test_before_the_forward_pass(scale, smooth_k, unbiased):
-    """One launch makes what `quantize` makes of each tensor, also of heads that lie side by side in memory."""
+    """One launch makes what `quantize` makes of each tensor, also of heads side by side in memory."""
     case = SMALL._replace(heads=4, batch=2)
     query, key, value, _ = (heads_last(x) for x in draw(case))
     key, value = ((8 * x).round() / 8 for x in (key, value))  # whose sums are exact, in any order

@@ -116,7 +116,7 @@ def drawn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-# Memory: what a kernel reads, what it writes. First, since a stray store is a clear failure here and a crash elsewhere
+# Memory. These tests come first: a stray store is a clear failure here and a crash elsewhere.
 
 
 # The last block of queries less than half full, more, and one of two.
@@ -125,7 +125,7 @@ N_Q = [(level, n_q) for level, n_q in product(FORWARD, (40, 70, 150)) if ON_GPU 
 
 @pytest.mark.parametrize(("level", "n_q"), N_Q)
 def test_kernels_read_and_write_nothing_but_their_tensors(level, n_q):
-    """Inputs lie between NaNs, outputs and intermediates between guards, and start out as NaN: nothing changes.
+    """Inputs are surrounded by NaNs; outputs and intermediates start out as NaN between guards. Nothing changes.
 
     Past the end L makes probabilities vanish: the backward pass reads whole blocks of queries.
     """
@@ -187,9 +187,7 @@ def test_results_are_the_references(case, levels):
         empty = expected == -math.inf
         assert (found[empty] > 1e29).all()  # P is then 0 in the backward pass
         torch.testing.assert_close(found[~empty], expected[~empty], rtol=1e-5, atol=1e-4)
-    if LEVELS[
-        level
-    ].int8:  # the error against G is S's within 15%: not larger, nor that of a kernel that quantised less
+    if LEVELS[level].int8:  # the error is S's within 15%: a kernel that quantised less would have a smaller one
         g, e, (s, _) = exact(case), eager(case), simulated(case, level)
         error, rounding = distance(s, g.output), torch.finfo(case.dtype).eps / 2 * g.output.norm()
         rounding += distance(e.linear_share, g.linear_share)
@@ -213,7 +211,7 @@ def test_large_inputs_give_finite_outputs_and_gradients(level, std):
 @pytest.mark.parametrize("level", [0, LEVEL_16BIT])
 @pytest.mark.parametrize("gap", [60.0, 80.0, 92.0, 110.0])
 def test_features_in_common_may_vanish(level, gap):
-    """Near the smallest float32 phi(Q) Z counts as 0, as in the reference: nothing overflows."""
+    """phi(Q) Z near the smallest float32 counts as 0, as in the reference: nothing overflows."""
     case = Case(20, 70, "none", 32)
     query, key, *rest = draw(case)
     query, key = query.clone(), key.clone()
@@ -240,7 +238,7 @@ def test_smoothing_takes_a_key_offset_out_of_the_error(monkeypatch):
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @EVERY_FORWARD
 def test_blocks_of_zeros(level, name):
-    """Padding tokens, say: their scale is 0, and no 0/0 or 0 * inf may come of it."""
+    """The scale of a block of zeros (padding, for example) is 0, which must not lead to 0/0 or 0 * inf."""
     case = Case(130, 140, "mixed", 32 if ON_GPU else 48, 1, 1)
     tensors = altered(case, **{name: times(0, ..., slice(MASK_BLOCK_KV, None), slice(None))})
     result = run_level(case, level, tensors)
@@ -311,7 +309,7 @@ def test_nan_goes_where_level_3_lets_it_go(broken, selected):
 @on_the_cpu
 @pytest.mark.parametrize("name", ["key", "value", "grad_output"])
 def test_nan_in_one_head_reaches_no_other(name):
-    """The copy engine fetches past a head's last key or query. What it finds there must not be the next head's."""
+    """The copy engine fetches past a head's last key or query; the next head's numbers there must have no effect."""
     case = Case(150, 140, "mixed", 64, 2, 2)
     tensors = altered(case, **{name: lambda x: x[0, 1, 0].fill_(math.nan)})
     result = run_level(case, LEVEL_INT8, tensors)
@@ -329,7 +327,7 @@ def test_gradients_after_the_16_bit_forward():
     assert_gradients(case, LEVEL_16BIT, gradients_after(case, LEVEL_16BIT, level_of_backward=1))
 
 
-# Launches: what a launch may change is speed
+# Launches, which may change nothing but speed
 
 
 def launches():
@@ -418,7 +416,7 @@ def test_scales_must_cover_whole_blocks_of_the_mask(monkeypatch):
 
 @EVERY_FORWARD
 def test_any_strides(level):
-    """Q, K, V, dO each in a layout of their own, another one at every level."""
+    """Q, K, V and dO have a layout each, which differ from level to level."""
     case = Case(40, 150, "half", 64, 2, 2, batch=2)
     names, first = draw(case)._fields, level % len(LAYOUTS)
     layouts = LAYOUTS[first:] + LAYOUTS[:first]
@@ -438,8 +436,8 @@ LYING_BY_LEVEL = [(level, *LYING[i]) for level, i in product(FORWARD, (0, 1)) if
 
 
 @pytest.mark.parametrize(("level", "last", "head_dim"), LYING_BY_LEVEL)
-def test_results_lie_in_memory_as_their_inputs_do(level, last, head_dim):
-    """O and dQ as Q, dK as K, dV as V: contiguous, or heads last for those in `last`. Nothing past them is written."""
+def test_results_have_the_layouts_of_their_inputs(level, last, head_dim):
+    """O and dQ have the layout of Q, dK that of K, dV that of V: heads last for those in `last`, else contiguous."""
     case = Case(40, 90, "popular", head_dim, batch=2)
     tensors = draw(case)._replace(**{name: heads_last(getattr(draw(case), name)) for name in last})
     with guarded_allocations():
@@ -455,7 +453,7 @@ def test_results_lie_in_memory_as_their_inputs_do(level, last, head_dim):
 
 
 @EVERY_BACKWARD
-def test_a_gradient_that_is_one_number_seen_everywhere(level, level_of_backward):
+def test_an_expanded_gradient(level, level_of_backward):
     ones = torch.ones((), dtype=SMALL.dtype, device=DEVICE).expand(draw(SMALL).query.shape)
     results = (
         run_gradients(SMALL, level, draw(SMALL)._replace(grad_output=x), None, level_of_backward)
@@ -528,7 +526,7 @@ def test_programs_give_the_references_gradients(n_q, n_k, head_dim, kv_heads, se
     assert_gradients(case, LEVEL_INT8, run_gradients(case, LEVEL_INT8, level_of_backward=1))
 
 
-# What a call starts: each start costs the CPU more than a short sequence takes the GPU
+# The programs that a call starts: each start costs the CPU more time than a short sequence takes on the GPU
 
 FORWARD_STARTS = {
     (LEVEL_16BIT, False): ["sla2_prepare", "sla2_list", "sla2_forward"],
@@ -555,7 +553,7 @@ def test_no_call_starts_more_than_it_needs(level, routed):
     chooser = drawn_router(case, 2, protected) if routed else block_mask
     started = []
 
-    def start(program, *rest):  # nothing runs: what the interpreter does with tensors is not the call's
+    def start(program, *rest):  # nothing runs: the interpreter's own tensor operations would be counted
         started.append(program.__name__.removesuffix("_program"))
 
     with Calls() as calls:
