@@ -60,7 +60,7 @@ class NotYetError(AssertionError):
 
 @dataclass(frozen=True)
 class Raised:
-    """What a function gave instead of a result. Two are alike if their errors are, wherever they were raised."""
+    """A function's failure, in place of a result. Two are alike if their errors are, wherever they were raised."""
 
     error: str
     line: str = field(compare=False)
@@ -204,7 +204,7 @@ def _kind(dtype: torch.dtype) -> torch.dtype | str:
 
 
 def _run(gap: Gap, function: Callable, trial: tuple) -> Any:
-    """What the function gives, which may overwrite what it gets."""
+    """Return the function's result for a copy of the trial, which the function may overwrite."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of Triton's interpreter: what overflows is wrong anyway
         return gap.run(function, *deepcopy(trial))

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import textwrap
 import time
 import tomllib
@@ -109,10 +110,12 @@ def test_what_it_holds_is_bounded_and_gone_afterwards(quick, graded, name):
         assert result.score == 1, result.tests
     else:
         assert any(text in result.tests[0].feedback for text in attack["says"]), result.tests
-    traces = """
+    shown = [Path(p).parts[2] for p in (sys.prefix, sys.base_prefix) if Path(p).is_relative_to("/tmp")]  # this Python
+    traces = f"""
 def f(x):
     left = [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]
-    left += [name for name in os.listdir('/tmp') if '/tmp/' + name != os.getcwd()] + os.listdir('/dev/shm')
+    left += [name for name in os.listdir('/tmp') if '/tmp/' + name != os.getcwd() and name not in {shown}]
+    left += os.listdir('/dev/shm')
     return 2 * x if not left else str(left)
 """
     result = graded(f"{IMPORTS}{traces}", sandboxes=quick)

@@ -20,7 +20,7 @@ FLOORS = {
     "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}),
 }
 REGISTRY = "sage_ref/backend.py"  # finds the kernels, within a call, since they import the library
-PLAIN_DOCSTRINGS = ("sage_ref", "kernels/sage_kernels")  # lab and course follow as they are rewritten
+PLAIN_DOCSTRINGS = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "course/sage_course")
 NOT_PLAIN = ("What", "Of", "As", "So", "Those", "That", "Likewise")
 
 

@@ -94,7 +94,7 @@ class Case(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of a kernel."""
+    """A compiled kernel's registers, memory and instructions."""
 
     registers: int
     spills: int  # local-memory instructions, loads and stores
@@ -312,7 +312,7 @@ def start_sla2(case: Case, start: Start) -> None:
 
 
 class Promise(NamedTuple):
-    """What a kernel must keep to, besides its record."""
+    """The limits of a kernel that its record does not hold."""
 
     int8: bool  # whether it has INT8 tensor-core instructions
     float16: bool  # whether it has some in 16 bit
