@@ -191,7 +191,18 @@ def model_gradients(sagebwd, kind, share=lambda x: x, wrap=lambda model: model):
     torch.manual_seed(5)
     model = wrap(Model(sagebwd, kind))
     model(share(torch.randn(2, 64, 32))).backward()
-    return [x.grad for x in model.parameters() if x.grad is not None]
+    grads = [x.grad for x in model.parameters() if x.grad is not None]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+
+
+def sharded(model):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.sla2)
+    return fully_shard(model)
+
+
+WRAPS = {"ddp": torch.nn.parallel.DistributedDataParallel, "fsdp": sharded}
 
 
 def doubled(attention, query, key, value):
@@ -229,9 +240,8 @@ def everything(folder):
             found["sla2", name] = sla2_passes(ParallelSLA2, *arguments, share=local_tokens)
         found["alpha"] = initialized_alpha(ParallelSLA2, local_tokens)
         share = partial(local_tokens, dim=1)
-        found["model"] = model_gradients(
-            parallel_sagebwd_attention, ParallelSLA2, share, torch.nn.parallel.DistributedDataParallel
-        )
+        for name, wrap in WRAPS.items():
+            found["model", name] = model_gradients(parallel_sagebwd_attention, ParallelSLA2, share, wrap)
         found["sent"] = [sent(*heads) for heads in ((8, 8), (8, 2), (12, 3))]
         found["errors"] = errors()
         if dist.get_world_size() == 2:  # both take seconds
@@ -311,10 +321,11 @@ def test_alpha_starts_at_the_mass_of_whole_sequences(found):
         torch.testing.assert_close(one["alpha"], initialized_alpha(SLA2), rtol=1e-6, atol=0)
 
 
-def test_a_model_under_ddp_gets_the_gradients_of_one_process(found):
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_model_under_ddp_and_fsdp_gets_the_gradients_of_one_process(found, name):
     expected = model_gradients(sagebwd_attention, SLA2)
     for one in found:
-        for parallel, single in zip(one["model"], expected, strict=True):
+        for parallel, single in zip(one["model", name], expected, strict=True):
             assert relative_l2(parallel, single) < 1e-5
 
 
