@@ -1,4 +1,4 @@
 """Training: the loop, a language model and a video model with their data, and what is captured from their attention.
 
-Needs the extra packages of `sage-ref[training]`.
+Needs the packages that `lab/pyproject.toml` names.
 """

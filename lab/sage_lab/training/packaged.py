@@ -17,7 +17,7 @@ def packaged_file(distribution: str, name: str) -> Path:
     try:
         path = Path(metadata.distribution(distribution).locate_file(name))
     except metadata.PackageNotFoundError:
-        raise FileNotFoundError(f"{asked}, found no such package: pip install 'sage-ref[video]'") from None
+        raise FileNotFoundError(f"{asked}, found no such package: pip install './lab[video]'") from None
     if not path.exists():
         raise FileNotFoundError(f"{asked}, found none at {path}")
     return path
