@@ -69,7 +69,7 @@ def test_the_bundled_clips_can_be_read_and_what_is_missing_or_no_whole_video_say
     ):
         with pytest.raises(error, match=message):
             read_clips(*arguments)
-    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* pip install 'sage-ref\[video\]'"):
+    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* pip install './lab\[video\]'"):
         packaged_file("no-such-package", "data.csv")
     with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
         packaged_file("torch", "torch/none")
