@@ -170,7 +170,7 @@ class Work:
         """The rows of all finished runs, in the plan's order."""
         return [row for rows in self.finished.values() for row in rows]
 
-    def record(self, path: Path, command: str, **facts: Any) -> None:
+    def record(self, path: Path | None, command: str, **facts: Any) -> None:
         """Write the rows as a record, with the names of the runs that are left and every commit that measured rows."""
         commits = self.parts.parts.get(COMMITS, [])
         facts |= {"unfinished": [run.name for run in self.left]} | ({"commit": commits} if len(commits) > 1 else {})

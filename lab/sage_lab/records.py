@@ -90,8 +90,13 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-def write_record(path: Path, rows: Sequence[Row], *, command: str, **facts: Any) -> None:
-    """Write rows with their provenance. `command` reproduces them; `facts` (seeds, ...) join the provenance."""
+def write_record(path: Path | None, rows: Sequence[Row], *, command: str, **facts: Any) -> None:
+    """Write rows with their provenance; nothing without a path, as where a command has no --json.
+
+    command: reproduces them. facts: seeds and the like, which join the provenance.
+    """
+    if path is None:
+        return
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     header = json.dumps(provenance(command) | facts, indent=1)
     with replaced(path) as temporary:

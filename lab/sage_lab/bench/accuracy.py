@@ -172,5 +172,4 @@ def accuracy_command(options: argparse.Namespace) -> None:
         rows += table1
     equal = repeats_are_equal(options.op)
     print(f"\n100 repeats bitwise equal: {equal}")
-    if options.json:
-        write_record(options.json, rows, command=options.command, seeds=[0], repeats_bitwise_equal=equal)
+    write_record(options.json, rows, command=options.command, seeds=[0], repeats_bitwise_equal=equal)

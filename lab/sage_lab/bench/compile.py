@@ -498,8 +498,7 @@ def compile_command(options: argparse.Namespace) -> None:
                 recorded[name] = Known(compiled.spills, digests[case])
     if rows:
         print(markdown_table(rows[0], [row.values() for row in rows]))
-    if options.json:
-        write_record(options.json, rows, command=options.command)
+    write_record(options.json, rows, command=options.command)
     if options.update:  # without kernels that are gone
         write_compiled({name: recorded[name] for name in map(named, every) if name in recorded})
     if complaints:

@@ -109,5 +109,4 @@ def instructions_command(options: argparse.Namespace) -> None:
     """Count what the loop of every level executes."""
     found = list(rows())
     print(markdown_table(found[0], [row.values() for row in found]))
-    if options.json:
-        write_record(options.json, found, command=options.command)
+    write_record(options.json, found, command=options.command)

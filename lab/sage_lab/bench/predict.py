@@ -203,5 +203,4 @@ def predict_command(options: argparse.Namespace) -> None:
         checked = list(rows())
         print(markdown_table(checked[0], [row.values() for row in checked]), "\n")
         found += checked
-    if options.json:
-        write_record(options.json, found, command=options.command)
+    write_record(options.json, found, command=options.command)

@@ -213,5 +213,4 @@ def profile_command(options: argparse.Namespace) -> None:
         require_gpu()
         found = list(profile_rows())
     print(markdown_table(found[0], [row.values() for row in found]))
-    if options.json:
-        write_record(options.json, found, command=options.command)
+    write_record(options.json, found, command=options.command)

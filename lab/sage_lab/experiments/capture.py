@@ -53,10 +53,9 @@ def capture_command(options: argparse.Namespace) -> None:
     }
     write_capture(options.out, Capture(provenance(options.command) | facts, layers))
     print(f"layers {', '.join(map(str, layers))} of a sequence with loss {loss:.3f}: {options.out}")
-    if options.json:
-        sizes = [
-            {"layer": number, "tensor": name, "shape": list(x.shape), "rms": rms(x)}
-            for number, tensors in layers.items()
-            for name, x in tensors.items()
-        ]
-        write_record(options.json, sizes, command=options.command, **facts)
+    sizes = [
+        {"layer": number, "tensor": name, "shape": list(x.shape), "rms": rms(x)}
+        for number, tensors in layers.items()
+        for name, x in tensors.items()
+    ]
+    write_record(options.json, sizes, command=options.command, **facts)

@@ -80,6 +80,5 @@ def capture_video_command(options: argparse.Namespace) -> None:
     }
     write_capture(options.out, Capture(provenance(options.command) | facts, layers))
     print(f"loss {', '.join(f'{x:.3f}' for x in losses)} at noise levels {options.noise_levels}: {options.out}")
-    if options.json:
-        rows = [{"noise_level": t, "loss": x} for t, x in zip(options.noise_levels, losses, strict=True)]
-        write_record(options.json, rows, command=options.command, **facts)
+    rows = [{"noise_level": t, "loss": x} for t, x in zip(options.noise_levels, losses, strict=True)]
+    write_record(options.json, rows, command=options.command, **facts)

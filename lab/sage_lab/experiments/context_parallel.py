@@ -298,7 +298,6 @@ def context_parallel_command(options: argparse.Namespace) -> None:
         if world.is_first:
             rows = [row for found in parts.parts.values() for row in found]
             print(markdown_table(*scaling_table(rows, memory)))
-            if options.json:
-                facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
-                write_record(options.json, rows, command=command, **facts)
+            facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
+            write_record(options.json, rows, command=command, **facts)
             parts.remove()

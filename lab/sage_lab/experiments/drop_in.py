@@ -168,9 +168,8 @@ def drop_in_command(options: argparse.Namespace) -> None:
     register(backend="reference")
     rows = error_rows(options.length) + loss_rows(options.length, options.steps)
     print(table(rows))
-    if options.json:
-        versions = {name: version(name) for name in PACKAGES}
-        write_record(options.json, rows, command=options.command, packages=versions, length=options.length, seed=0)
+    versions = {name: version(name) for name in PACKAGES}
+    write_record(options.json, rows, command=options.command, packages=versions, length=options.length, seed=0)
 
 
 def table(rows: list[Row]) -> str:

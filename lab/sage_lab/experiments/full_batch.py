@@ -327,7 +327,7 @@ def full_batch_command(options: argparse.Namespace) -> None:
         return [result_row(run, training)]
 
     def write(*_) -> None:
-        if options.json and work.rows:
+        if work.rows:
             work.record(options.json, options.command, **facts)
 
     arguments = plan, corpus.sha256, options.device

@@ -281,7 +281,6 @@ def noise_command(options: argparse.Namespace) -> None:
             name = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()} {corpus.sha256}"
             rows += parts.rows(name, partial(checkpoint_rows, path, corpus, settings, options.device))
     print(noise_table(rows))
-    if options.json:
-        facts = {"corpus": corpus.facts, "settings": asdict(settings)}
-        write_record(options.json, rows, command=options.command, **facts)
+    facts = {"corpus": corpus.facts, "settings": asdict(settings)}
+    write_record(options.json, rows, command=options.command, **facts)
     parts.remove()

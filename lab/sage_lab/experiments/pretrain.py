@@ -94,6 +94,5 @@ def pretrain_command(options: argparse.Namespace) -> None:
         f"validation loss {row['final_val_loss']:.4f}" if not training.diverged else f"diverged: {training.diverged}"
     )
     print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}; {log}")
-    if options.json:
-        facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
-        write_record(options.json, [row], command=options.command, **facts)
+    facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
+    write_record(options.json, [row], command=options.command, **facts)

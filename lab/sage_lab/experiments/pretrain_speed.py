@@ -319,6 +319,5 @@ def pretrain_speed_command(options: argparse.Namespace) -> None:
         if group.is_first:
             rows = [row for found in parts.parts.values() for row in found]
             print(markdown_table(*speed_table(rows)))
-            if options.json:
-                write_record(options.json, rows, command=options.command, plan=asdict(plan))
+            write_record(options.json, rows, command=options.command, plan=asdict(plan))
             parts.remove()

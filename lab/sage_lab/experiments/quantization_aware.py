@@ -146,6 +146,5 @@ def quantization_aware_command(options: argparse.Namespace) -> None:
         work.finish(
             lambda run, _: [tuning_row(run, layers[run.layer], TuningSettings(value_outlier=run.value_outlier))]
         )
-        if options.json:
-            write_record(options.json, work.rows, command=options.command)
+        write_record(options.json, work.rows, command=options.command)
         work.parts.remove()

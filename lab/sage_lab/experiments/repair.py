@@ -167,8 +167,7 @@ def repair_command(options: argparse.Namespace) -> None:
         costs = cost_rows(head_dim=128)
         print("Errors divided by those without a remedy; costs are counted, for a head of 128.\n")
         print(markdown_table(*repair_table(work.rows, costs)))
-        if options.json:
-            facts = {"captures": [path.name for path in paths], "seed": options.seed, "draws": options.draws}
-            facts |= {"cost": costs, "head_dim_of_cost": 128}
-            write_record(options.json, work.rows, command=options.command, **facts)
+        facts = {"captures": [path.name for path in paths], "seed": options.seed, "draws": options.draws}
+        facts |= {"cost": costs, "head_dim_of_cost": 128}
+        write_record(options.json, work.rows, command=options.command, **facts)
         work.parts.remove()

@@ -462,8 +462,7 @@ def train_router_command(options: argparse.Namespace) -> None:
         work.finish(lambda run, _: run_rows(run, *sets(run.layer), settings))
         rows = work.rows
         print("Hard mask, mean over layers and seeds:\n\n" + result_table(rows))
-        if options.json:
-            facts = {"data": source, "settings": asdict(settings), "seeds": list(range(options.seeds))}
-            facts |= {"device": options.device, "threads": torch.get_num_threads()}
-            write_record(options.json, rows, command=options.command, **facts)
+        facts = {"data": source, "settings": asdict(settings), "seeds": list(range(options.seeds))}
+        facts |= {"device": options.device, "threads": torch.get_num_threads()}
+        write_record(options.json, rows, command=options.command, **facts)
         work.parts.remove()

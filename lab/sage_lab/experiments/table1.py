@@ -133,6 +133,5 @@ def table1_command(options: argparse.Namespace) -> None:
         found = record.select(sigma=sigma, **best)
         lines.append((sigma, *(f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" for row in found)))
     print(markdown_table(("sigma", *TENSORS), lines))
-    if options.json:
-        write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
+    write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
     work.parts.remove()

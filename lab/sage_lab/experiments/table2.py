@@ -70,5 +70,4 @@ def table2_command(options: argparse.Namespace) -> None:
     columns += [[f"{x:.4f}" for x in column] for column in zip(*PAPER_TABLE2.values(), strict=True)]
     print("Of each capture the layer with the largest error of dQ; --json writes all layers.\n")
     print(markdown_table(header, list(zip(*columns, strict=True))))
-    if options.json:
-        write_record(options.json, rows, command=options.command, captures=facts)
+    write_record(options.json, rows, command=options.command, captures=facts)

@@ -7,11 +7,9 @@ speed      time a training step and sampling with SLA2 and with its competitors,
 """
 
 import argparse
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,7 +29,7 @@ from sage_lab.experiments.video.speed import CONTENDERS, VideoSpeedPlan, length_
 from sage_lab.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
 from sage_lab.models.video_dit import ATTENTIONS, VideoDiTConfig
 from sage_lab.plan import OutOfTime, Plan, Run, deadline, opened
-from sage_lab.records import Row, provenance, write_record
+from sage_lab.records import provenance, write_record
 from sage_lab.training.loop import train
 from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
 from sage_lab.training.video_flow import FlowSettings, FlowTraining, read_weights, write_weights
@@ -55,12 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def video_command(options: argparse.Namespace) -> None:
     options.act(options)
-
-
-def write_if_asked(options: argparse.Namespace, rows: Sequence[Row], **facts: Any) -> None:
-    """Write a record where --json says."""
-    if options.json:
-        write_record(options.json, rows, command=options.command, **facts)
 
 
 def add_numbers(parser: argparse.ArgumentParser, defaults: object, *names: str) -> None:
@@ -94,7 +86,7 @@ def decode_clips(options: argparse.Namespace) -> None:
     write_clips(options.out, clips)
     print(f"{len(clips)} clips of {options.frames} frames, {options.size} x {options.size} pixels: {options.out}")
     row = {"clips": len(clips), "frames": options.frames, "size": options.size, "files": [x.name for x in paths]}
-    write_if_asked(options, [row])
+    write_record(options.json, [row], command=options.command)
 
 
 # train
@@ -154,7 +146,7 @@ def pretrain(options: argparse.Namespace) -> None:
     row = {"steps": training.step, "diverged": training.diverged, "seconds": round(training.seconds, 2)}
     row |= {"final_validation_loss": loss, "parameters": count}
     row["curve"] = [[x["step"], x["train_loss"], x["validation_loss"]] for x in training.losses]
-    write_if_asked(options, [row], arguments=training.arguments)
+    write_record(options.json, [row], command=options.command, arguments=training.arguments)
 
 
 # finetune
@@ -198,7 +190,7 @@ def finetune(options: argparse.Namespace) -> None:
 
         def write(_: Run | None = None) -> None:
             more = facts_of(plan) | {"start": facts, "claims": verdict_rows(work.rows, ALL_COLUMNS)}
-            write_if_asked(options, work.rows, **more, unfinished=[run.name for run in work.left])
+            work.record(options.json, options.command, **more)
 
         left = work.finish(lambda run, _: experiment.measure(run, work, options.weights), write)
         if work.rows:
@@ -246,7 +238,8 @@ def time_attentions(options: argparse.Namespace) -> None:
 
         def write(_: Run) -> None:
             facts = {"plan": asdict(plan), "model": asdict(model), "not_timed": not_timed()}
-            write_if_asked(options, [row for row in work.rows if "missing" not in row], **facts)
+            rows = [row for row in work.rows if "missing" not in row]
+            write_record(options.json, rows, command=options.command, **facts)
 
         def not_timed() -> dict[str, str]:
             graphs = [row for row in work.rows if "missing" in row]
