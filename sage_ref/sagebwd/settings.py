@@ -18,11 +18,11 @@ UNBIASED_SETTINGS = {"p_rounding": "ordered", "smooth_v": True}
 class Options(NamedTuple):
     """The options that every public function of SageBwd has; `sage_ref.sagebwd_attention` explains them."""
 
-    smooth_k: bool
-    smooth_q: bool
-    granularity: str
-    unbiased: bool
-    backend: str
+    smooth_k: bool = True
+    smooth_q: bool = False
+    granularity: str = "row"
+    unbiased: bool = False
+    backend: str = "auto"
 
     def check(self, scale: float | None = None, **switches: bool) -> None:
         """Raise TypeError or ValueError that names an option, the scale or a switch that doesn't fit."""
