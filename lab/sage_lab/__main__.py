@@ -27,7 +27,6 @@ COMMANDS = {
         "bench.choose", "choose launch settings for GPUs that needn't be there, by compiling all candidates"
     ),
     "predict": Command("bench.predict", "predict what INT8 attention brings on a GPU that needn't be there"),
-    "hub": Command("hub", "write the kernels in the layout of Hugging Face's kernel hub"),
     "info": Command("experiments.info", "this machine, the versions, and the backend that 'auto' would choose"),
     "table1": Command("experiments.table1", "the paper's Table 1, swept over what it leaves open"),
     "table2": Command("experiments.table2", "the paper's Table 2 on captured activations"),
