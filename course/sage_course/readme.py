@@ -14,7 +14,7 @@ from sage_lab.records import REPOSITORY, markdown_table, read_record, replaced
 
 from sage_course.figures import overview_figure
 from sage_course.outline import framed, notebook_files, notebooks, public_address
-from sage_course.results import kernels, paired, prediction, tables
+from sage_course.results import kernels, paired, tables
 
 OVERVIEW = Path("notebooks", "figures", "overview.png")
 
@@ -47,8 +47,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "backward": partial(kernels.ladder, "bwd"),
         "instructions": kernels.instructions,
         "limits": kernels.limits,
-        "predicted": prediction.predicted,
-        "predicted_check": prediction.predicted_check,
         "accuracy": kernels.accuracy,
         "paired_sparse": paired.paired_sparse,
         "sla2": kernels.sla2,
@@ -56,8 +54,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "sla2_parts": kernels.sla2_parts,
         "sla2_accuracy": kernels.sla2_accuracy,
     },
-    "kernels/README.md": {"gains": prediction.gains},
-    "kernels/NOTES.md": {"spills": prediction.spills},
 }
 
 

@@ -23,10 +23,7 @@ COMMANDS = {
     "profile": Command("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
     "compile": Command("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
     "instructions": Command("bench.instructions", "count what the loop of every level executes"),
-    "choose": Command(
-        "bench.choose", "choose launch settings for GPUs that needn't be there, by compiling all candidates"
-    ),
-    "predict": Command("bench.predict", "predict what INT8 attention brings on a GPU that needn't be there"),
+    "choose": Command("bench.choose", "choose launch settings for GPUs that aren't there, by compiling candidates"),
     "info": Command("experiments.info", "this machine, the versions, and the backend that 'auto' would choose"),
     "table1": Command("experiments.table1", "the paper's Table 1, swept over what it leaves open"),
     "table2": Command("experiments.table2", "the paper's Table 2 on captured activations"),

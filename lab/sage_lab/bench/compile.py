@@ -12,8 +12,8 @@ notes, and Triton's launcher derives the types from the noted arguments.
 The record has a digest of each kernel as Triton's front end writes it, which takes a tenth of a second. Only kernels
 whose digest differs from the record are compiled; `--all` compiles all.
 
-For 8.9, only what `sagebwd_attention` and SLA2 run by themselves is compiled: 8.9 takes the launches of 8.6, and the
-machine code for both has the same instructions in the same order, apart from the spelling of one conversion.
+For 8.9 nothing is compiled: it takes the launches of 8.6, and the machine code for both has the same instructions in
+the same order, apart from the spelling of one conversion.
 """
 
 import argparse
@@ -21,11 +21,10 @@ import hashlib
 import io
 import json
 import re
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,8 +35,8 @@ from unittest import mock
 import torch
 import triton
 from sage_kernels.common.candidates import DEFAULTS, Launch
-from sage_kernels.common.launch_tables import SAME_CODE, compiled_launches, measured_launches
 from sage_kernels.common.launch_tables import Case as LaunchCase
+from sage_kernels.common.launch_tables import compiled_launches, measured_launches
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import padded_length
 from sage_kernels.sagebwd import ladder
@@ -65,15 +64,16 @@ from sage_ref.sla2.router import Routing
 
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> [spills, digest]
 # Compute capability -> shared memory that one program may use, in bytes.
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+HEAD_DIMS = (64, 128)
 # SLA2's programs that hardly depend on the head size.
 SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")
 # SageBwd's programs before the forward pass, before the backward pass and after it. "rotary_": with a prologue.
 BEFORE_FORWARD = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")
 AROUND = (*BEFORE_FORWARD, "prepare_backward", "finish", "rotate_back")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MATMUL = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[^;]*"
-LOAD_LOCAL, STORE_LOCAL = 0x983, 0x387  # LDL and STL: the low 12 of the 128 bits of an instruction
+# Instructions of the GPU that are counted. LDL and STL load and store spilled registers.
+INT8, SIXTEEN_BIT, SPILL = r"(?:I|IG|UTCI)MMA\b", r"(?:H|HG|UTCH)MMA\b(?![^;]*TF32)", r"(?:LDL|STL)\b"
 
 
 class Case(NamedTuple):
@@ -108,63 +108,54 @@ class Compiled(NamedTuple):
 # Which kernels there are
 
 
-def cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Yield every kernel of the SageBwd levels, causal: the longer code, which has the loop without a mask as well."""
-    for capability in capabilities:
-        for head_dim in head_dims:
-            for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
-                for level in compiled_levels(levels, capability):
-                    for kernel in levels[level].kernels(head_dim):
-                        yield Case(kernel, level, capability, head_dim, True)
-
-
-def around_cases(capabilities=tuple(SHARED_MEMORY)) -> Iterator[Case]:
-    """Yield the programs before and after SageBwd's last levels, for the head size that takes more registers."""
-    for capability in capabilities:
-        if capability not in SAME_CODE:
-            *_, forward = compiled_levels(FORWARD_LEVELS, capability)
-            *_, backward = levels = compiled_levels(BACKWARD_LEVELS, capability)
-            known = [*((kernel, forward) for kernel in BEFORE_FORWARD), ("prepare_backward", backward)]
-            known += [("finish", level) for level in levels if BACKWARD_LEVELS[level].hopper is level5]
-            for kernel, level in (*known, ("rotate_back", backward)):
-                yield Case(kernel, level, capability, 128, True)
-
-
-def unbiased_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Yield the forward levels that take `unbiased`, and what runs before the last of them."""
-    for case in cases(capabilities, head_dims):
-        if case.kernel == "forward" and level_of(case).takes_unbiased:
-            yield case._replace(is_unbiased=True)
-    for case in around_cases(capabilities):
-        if case.kernel.endswith("prepare_forward"):
-            yield case._replace(is_unbiased=True)
-
-
-def sla2_cases(capabilities=tuple(SHARED_MEMORY), head_dims=(64, 128)) -> Iterator[Case]:
-    """Yield every program of the SLA2 levels, once for all levels that run it; the backward's levels are 0 and 1."""
-    others = [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
-    others += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
-    of_hopper = [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key")]
-    for capability in capabilities:
-        levels = compiled_levels(LEVELS, capability)
-        known = [*((LEVELS[level].kernel, level) for level in levels), *others, *of_hopper * (capability == 90)]
-        for head_dim in head_dims:
-            for kernel, level in known:
-                if capability not in SAME_CODE or kernel in (LEVELS[levels[-1]].kernel, *BACKWARD_KERNELS):
-                    yield Case(kernel, level, capability, head_dim, False)
-        for kernel in SLA2_ONCE:
-            if capability not in SAME_CODE:
-                yield Case(kernel, 0, capability, head_dims[0], False)
-
-
 def every_case() -> list[Case]:
-    return [*cases(), *around_cases(), *unbiased_cases(), *sla2_cases()]
+    """Return everything that is compiled."""
+    kinds = (cases, around_cases, unbiased_cases, sla2_cases)
+    return [case for kind in kinds for capability in SHARED_MEMORY for case in kind(capability)]
 
 
-def compiled_levels(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
-    """Return the levels of a ladder that can run there; for a capability of SAME_CODE, the one that is taken there."""
-    found = [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
-    return found[-1:] if capability in SAME_CODE else found
+def cases(capability: int) -> Iterator[Case]:
+    """Yield every kernel of the SageBwd levels, causal: the longer code, which has the loop without a mask as well."""
+    for head_dim in HEAD_DIMS:
+        for levels in (FORWARD_LEVELS, BACKWARD_LEVELS):
+            for level in runnable(levels, capability):
+                for kernel in levels[level].kernels(head_dim):
+                    yield Case(kernel, level, capability, head_dim, True)
+
+
+def around_cases(capability: int) -> Iterator[Case]:
+    """Yield the programs before and after SageBwd's last levels, for the head size that takes more registers."""
+    *_, forward = runnable(FORWARD_LEVELS, capability)
+    *_, backward = levels = runnable(BACKWARD_LEVELS, capability)
+    known = [*((kernel, forward) for kernel in BEFORE_FORWARD), ("prepare_backward", backward)]
+    known += [("finish", level) for level in levels if BACKWARD_LEVELS[level].hopper is level5]
+    for kernel, level in (*known, ("rotate_back", backward)):
+        yield Case(kernel, level, capability, 128, True)
+
+
+def unbiased_cases(capability: int) -> Iterator[Case]:
+    """Yield the forward levels that take `unbiased`, and what runs before the last of them."""
+    for case in (*cases(capability), *around_cases(capability)):
+        if case.kernel.endswith("prepare_forward") or (case.kernel == "forward" and level_of(case).takes_unbiased):
+            yield case._replace(is_unbiased=True)
+
+
+def sla2_cases(capability: int) -> Iterator[Case]:
+    """Yield every program of the SLA2 levels, once for all levels that run it; the backward's levels are 0 and 1."""
+    known = [(LEVELS[level].kernel, level) for level in runnable(LEVELS, capability)]
+    known += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
+    known += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
+    known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key") if capability == 90]
+    for head_dim in HEAD_DIMS:
+        for kernel, level in known:
+            yield Case(kernel, level, capability, head_dim, False)
+    for kernel in SLA2_ONCE:
+        yield Case(kernel, 0, capability, HEAD_DIMS[0], False)
+
+
+def runnable(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
+    """Return the levels of a ladder that can run there."""
+    return [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
 
 
 def named(case: Case) -> str:
@@ -209,31 +200,17 @@ def launch_of(case: Case) -> Launch | None:
 # What the kernels start
 
 
-class Source(NamedTuple):
-    """A program and what Triton's launcher tells the compiler when the kernels start it."""
+def source_of(case: Case) -> tuple[ASTSource, dict[str, Any]]:
+    """Return the program of a case with its types and constants, and its options.
 
-    program: Any
-    signature: dict[str, Any]  # Triton's type of every parameter
-    constants: dict[tuple[int, ...], Any]  # by the places of parameters
-    attributes: dict[tuple[int, ...], list]  # which parameters are multiples of 16
-    options: dict[str, Any]
-
-
-class Notes(list):
-    """A `Start` that starts nothing and remembers (program, arguments, constants, options)."""
-
-    def __call__(self, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
-        self.append((program, arguments, constants, options))
-
-
-def source_of(case: Case) -> Source:
-    """Return the program of a case as the kernels start it with bfloat16 tensors on that GPU."""
+    They are those that Triton's launcher tells the compiler when the kernels start it with bfloat16 tensors there.
+    """
     program, arguments, constants, options = started(case)
     backend = CUDABackend(GPUTarget("cuda", case.capability, 32))
     bind = create_function_from_signature(program.signature, program.params, backend)
     bound, specialization, _ = bind(*arguments, **constants, **options)
     told = program._pack_args(backend, constants | options, bound, specialization, {})
-    return Source(program, *told[1:], options)
+    return (GluonASTSource if program.is_gluon() else ASTSource)(program, *told[1:]), options
 
 
 def started(case: Case) -> tuple[Any, tuple, dict, dict]:
@@ -241,8 +218,8 @@ def started(case: Case) -> tuple[Any, tuple, dict, dict]:
 
     Names differ from the kernel's by what the program is told: a prologue, 16 bit, a scale per block, dK or dV alone.
     """
-    start, name = Notes(), re.sub("^rotary_|_16bit$|_per_block$", "", case.kernel)
-    outputs = {}
+    name = re.sub("^rotary_|_16bit$|_per_block$", "", case.kernel)
+    notes, outputs = [], {}
     if name in ("dk", "dv", "dkdv"):
         name, outputs = "dkdv", {"WITH_DK": "dk" in name, "WITH_DV": "dv" in name}
 
@@ -250,10 +227,14 @@ def started(case: Case) -> tuple[Any, tuple, dict, dict]:
         launch = case.launch if kernel == case.kernel else None
         return launch_of(Case(kernel, level, case.capability, head_dim, is_causal, launch))
 
-    with mock.patch.multiple(ladder, choose_launch=choose), mock.patch.multiple(sla2_ladder, choose_launch=choose):
+    def start(program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
+        notes.append((program, arguments, constants, options))
+
+    can_run = mock.patch.multiple(ladder, choose_launch=choose, obstacle=lambda *_: None)
+    with can_run, mock.patch.multiple(sla2_ladder, choose_launch=choose):
         (start_sla2 if is_sla2(case) else start_sagebwd)(case, start)
     return next(
-        note for note in start
+        note for note in notes
         if re.fullmatch(f"{name}(_hopper)?_program", note[0].__name__) and note[2].items() >= outputs.items()
     )  # fmt: skip
 
@@ -268,24 +249,17 @@ def start_sagebwd(case: Case, start: Start) -> None:
     query, key, value, grad_output = (empty(1, heads, n, case.head_dim) for heads in (4, 2, 2, 4))
     angles, gain = empty(n, case.head_dim // 2, dtype=torch.float32), empty(case.head_dim, dtype=torch.float32)
     rotary, options = Prologue(angles, angles, gain, gain), {"is_causal": case.is_causal, "scale": 0.1}
-    level = level_of(case)
     inputs = ladder.prepare_forward(
         query, key, value, case.level if is_forward(case) else 4, start, scale=0.1, smooth_k=True,
         unbiased=case.is_unbiased, prologue=rotary if case.kernel.startswith("rotary_") else NO_PROLOGUE,
     )  # fmt: skip
     if is_forward(case):
-        if level.hopper is None:
-            ladder.run_forward(inputs, case.level, start, **options)
-        else:
-            level.hopper.run_hopper_forward(inputs, start, **options)
+        ladder.run_forward(inputs, case.level, start, **options)
         return
     hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat, "v_range": inputs.v_range, "is_causal": case.is_causal}
     log_sum_exp = empty(1, 4, padded_length(n), dtype=torch.float32)
     inputs = ladder.prepare_backward(grad_output, query, key, value, query, log_sum_exp, case.level, start, **hats)
-    if level.hopper is None:
-        ladder.run_backward(inputs, case.level, start, **options)
-    else:
-        level.hopper.run_hopper_backward(inputs, start, **options)
+    ladder.run_backward(inputs, case.level, start, **options)
     run_rotate_back(query, key, query, key, rotary, start)
 
 
@@ -332,87 +306,50 @@ def promise(case: Case) -> Promise:
     return Promise(int8, float16, limit or 255, SHARED_MEMORY[case.capability])
 
 
-def compiler_source(source: Source) -> ASTSource:
-    kind = GluonASTSource if source.program.is_gluon() else ASTSource
-    return kind(source.program, source.signature, source.constants, source.attributes)
-
-
-def compiled_kernel(case: Case):
-    """Return Triton's compiled kernel, for the case's GPU."""
-    source = source_of(case)
-    return triton.compile(
-        compiler_source(source), target=GPUTarget("cuda", case.capability, 32), options=source.options
-    )
-
-
 def digest(case: Case) -> str:
     """Return a digest of what decides the check of a kernel: its code before any pass, its options, what it promises.
 
     Triton's version stands for what its passes and its assembler do.
     """
-    source, target = source_of(case), GPUTarget("cuda", case.capability, 32)
+    (source, told), target = source_of(case), GPUTarget("cuda", case.capability, 32)
     backend, context = CUDABackend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    options = backend.parse_options(dict(source.options))
+    options = backend.parse_options(dict(told))
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    code = compiler_source(source).make_ir(target, options, functions, modules, context).str_nodebug()
-    parts = (code, case.capability, sorted(source.options.items()), tuple(promise(case)), triton.__version__)
+    code = source.make_ir(target, options, functions, modules, context).str_nodebug()
+    parts = (code, case.capability, sorted(told.items()), tuple(promise(case)), triton.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def compile_kernel(case: Case) -> tuple[Any, Compiled]:
-    """Return Triton's compiled kernel and what it is like. Without Triton's cache: ptxas must say its word."""
+def compile_kernel(case: Case) -> tuple[str, Compiled]:
+    """Return a kernel's machine code (SASS), one instruction a line, and what it is like.
+
+    Triton's cache is left out: ptxas must say its word.
+    """
+    (source, options), target = source_of(case), GPUTarget("cuda", case.capability, 32)
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
         knobs.nvidia.dump_ptxas_log = True
-        kernel = compiled_kernel(case)
-    return kernel, Compiled(
+        kernel = triton.compile(source, target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [TOOLS / "nvdisasm", "-c", cubin.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return code, Compiled(
         registers=int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
-        spills=local_memory_instructions(kernel.asm["cubin"]),
+        spills=count(SPILL, code),
         shared=kernel.metadata.shared,
-        int8_instructions=count_int8(kernel.asm["ptx"]),
-        float16_instructions=count_float16(kernel.asm["ptx"]),
+        int8_instructions=count(INT8, code),
+        float16_instructions=count(SIXTEEN_BIT, code),
         serialized=tuple(sorted(set(re.findall(r"\bC75\d\d\b", log.getvalue())))),  # C7510, C7514 and their like
         conflicts=tuple(sorted(set(found))),
     )
 
 
-def compile_case(case: Case) -> Compiled:
-    return compile_kernel(case)[1]
-
-
-def count_int8(ptx: str) -> int:
-    return len(re.findall(rf"{MATMUL}(?:\.s8|::i8)", ptx))
-
-
-def count_float16(ptx: str) -> int:
-    return len(re.findall(rf"{MATMUL}(?:\.f16\.f16|\.bf16|::f16)", ptx))
-
-
-def local_memory_instructions(cubin: bytes) -> int:
-    """Count a kernel's LDL and STL: spills. Its code is what the ELF sections .text... hold, 16 bytes each.
-
-    The disassembler gives the same number, but takes longer to start than many a kernel takes to compile.
-    """
-    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<I20xQQ", cubin, sections + i * size) for i in range(count)]  # name, offset, length
-    first_name = headers[names][1]
-    found = 0
-    for name, offset, length in headers:
-        if cubin.startswith(b".text", first_name + name):
-            lowest = (int.from_bytes(cubin[i : i + 2], "little") & 0xFFF for i in range(offset, offset + length, 16))
-            found += sum(code in (LOAD_LOCAL, STORE_LOCAL) for code in lowest)
-    return found
-
-
-def machine_code(kernel) -> str:
-    """Return the GPU's own instructions (SASS), one a line."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        command = [TOOLS / "nvdisasm", "-c", cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def count(instructions: str, code: str) -> int:
+    """Return how many instructions of machine code match."""
+    return len(re.findall(rf"\b{instructions}", code))
 
 
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
@@ -440,67 +377,60 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 # The command
 
 
-class Known(NamedTuple):
-    """A kernel's entry in the record."""
-
-    spills: int  # at most
-    digest: str | None
-
-
-UNKNOWN = Known(0, None)
-
-
-def read_compiled() -> dict[str, Known]:
-    """Return the record, by name; nothing of one that cannot be read, so that everything is compiled."""
+def read_compiled() -> dict[str, list]:
+    """Return [spills, digest] by name; nothing of a record that cannot be read, so that everything is compiled."""
     try:
-        return {name: Known(int(spills), str(seen)) for name, (spills, seen) in json.loads(RECORD.read_text()).items()}
+        return {name: [int(spills), str(seen)] for name, (spills, seen) in json.loads(RECORD.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def write_compiled(known: dict[str, Known]) -> None:
-    """Write the record, one line a kernel."""
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
-    with replaced(RECORD) as temporary:
-        temporary.write_text(f"{{\n{lines}\n}}\n")
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that compile."""
+    parser.add_argument("--only", metavar="TEXT", default="", help="only names with this, as 'sm_90 forward level 4'")
+    parser.add_argument("--workers", type=positive, default=2, help="processes")
+
+
+def selected(every: Iterable[Case], only: str) -> list[Case]:
+    """Return the kernels whose name has `only` in it."""
+    names = {named(case): case for case in every}
+    found = [case for name, case in names.items() if only in name]
+    if not found:
+        raise ValueError(f"only: expected a part of a name such as {next(iter(names))!r}, got {only!r}")
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--capability", type=int, nargs="+", choices=SHARED_MEMORY, help="only these")
-    parser.add_argument("--only", metavar="TEXT", help="only names with this in them, as 'forward level 4'")
+    """Add the options of `compile`."""
+    add_selection(parser)
     parser.add_argument("--all", action="store_true", help="compile what is as recorded, too")
     parser.add_argument("--update", action="store_true", help="record what is compiled, its spills as the new limit")
-    parser.add_argument("--workers", type=positive, default=2, help="processes")
 
 
 def compile_command(options: argparse.Namespace) -> None:
     """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
-    every = every_case()
-    wanted = [
-        case for case in every
-        if (not options.capability or case.capability in options.capability) and (options.only or "") in named(case)
-    ]  # fmt: skip
-    if not wanted:
-        raise ValueError(f"only: expected a part of a name such as {named(every[0])!r}, got {options.only!r}")
-    recorded = read_compiled()
+    every, recorded = every_case(), read_compiled()
+    wanted = selected(every, options.only)
     rows, complaints = [], []
     with ProcessPoolExecutor(options.workers) as pool:
         digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
-        asked = [x for x in wanted if options.all or recorded.get(named(x), UNKNOWN).digest != digests[x]]
-        for case, compiled in zip(asked, pool.map(compile_case, asked), strict=True):
+        asked = [x for x in wanted if options.all or recorded.get(named(x), [0, ""])[1] != digests[x]]
+        for case, (_, compiled) in zip(asked, pool.map(compile_kernel, asked), strict=True):
             name = named(case)
-            wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, UNKNOWN).spills)
+            wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, [0])[0])
             rows.append({"kernel": name} | compiled._asdict())
             print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
             if wrong:
                 complaints.append(f"{name}: {wrong}")
             else:
-                recorded[name] = Known(compiled.spills, digests[case])
+                recorded[name] = [compiled.spills, digests[case]]
     if rows:
         print(markdown_table(rows[0], [row.values() for row in rows]))
     write_record(options.json, rows, command=options.command)
     if options.update:  # without kernels that are gone
-        write_compiled({name: recorded[name] for name in map(named, every) if name in recorded})
+        lines = [f" {json.dumps(x)}: {json.dumps(recorded[x])}" for x in map(named, every) if x in recorded]
+        with replaced(RECORD) as temporary:
+            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if complaints:
         print("\n".join(complaints), file=sys.stderr)
         raise Failed(f"{len(complaints)} of {len(wanted)} kernels are not as they should be")

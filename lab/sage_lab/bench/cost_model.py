@@ -1,139 +1,117 @@
-"""The cost model: how long a kernel should take on a GPU, from counted instructions and the rates of data sheets.
+"""A cost model: how long a kernel should take on a GPU, from the instructions of its loop and the rates of data sheets.
 
 Each of a multiprocessor's four schedulers has its own units and its own warps. For one tile a warp needs every unit for
-some clocks (`clocks`): its `Demand` divided by the unit's rate. Inside a warp nothing overlaps, because each step needs
-the result of the one before. One warp alone therefore takes the sum of all clocks, and very many warps take the clocks
-of the busiest unit, or one clock per instruction if that is more. In between, `tiles_per_clock` is mean value analysis,
-the standard formula for customers (warps) that queue at servers (units): a warp that arrives at a unit waits for the
-warps that would be there without it.
+some clocks: what its loop asks for (`demand`), divided by the unit's rate. Inside a warp nothing overlaps, because each
+step needs the result of the one before. One warp alone therefore takes the sum of all clocks, and very many warps take
+the clocks of the busiest unit, or one clock per instruction if that is more. In between, mean value analysis is the
+standard formula for customers (warps) that queue at servers (units): a warp that arrives at a unit waits for the warps
+that would be there without it.
 
-Nothing is fitted. Rates come from gpus.json; how many warps share a scheduler follows from a program's registers and
-shared memory. The model leaves out latency, bank conflicts, barriers, the start and the end of a program, the last wave
-that is half empty, and the lower clock of a GPU at its power limit. All of these make a kernel slower than predicted.
-Latency is the reason why pipeline stages can't be ranked.
+Nothing is fitted. The model leaves out latency, bank conflicts, barriers, the start and the end of a program, the last
+wave that is half empty, and the lower clock of a GPU at its power limit. Latency is the reason why pipeline stages
+can't be ranked.
 """
 
-import json
 import math
-from functools import cache
-from importlib import resources
-from pathlib import Path
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sage_lab.records import Row
 
-TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))  # written by `choose`
 SCHEDULERS = 4
 WARP = 32  # threads
 REGISTERS = 65536  # of a multiprocessor
 PROGRAM_BYTES = 1024  # of shared memory, which the system takes for every program
+# An instruction's unit is the first whose pattern matches. "other" does none of these three: loads, stores, matmuls,
+# branches, addresses that all threads share. Integer multiplications run on the units of float32.
+UNITS = {
+    "float32": r"F(?:ADD|MUL|FMA)|IMAD|H(?:FMA|MUL|ADD)2",
+    "special": r"MUFU|F2I|I2F(?!P)|F2F(?!P)|FRND",
+    "integer": r"FMNMX|VIMNMX|FSEL|SEL|[FI]SETP|I?ADD|VIADD|IADD3|LOP3|PLOP3|PRMT|SHF|LEA|MOV|I2FP|F2FP|I2IP|SGXT|CS2R"
+    "|IABS",
+    "other": "",
+}
+MULTIPLY_ADDS = {"IMMA.16832": ("int8", 16 * 8 * 32), "HMMA.16816": ("float16", 16 * 8 * 16)}  # of a warp
 
 
 class Gpu(NamedTuple):
     """A data sheet. Rates are per clock and multiprocessor."""
 
-    name: str
-    capability: int
-    multiprocessors: int
-    clock_ghz: float
-    memory_gb_s: float
-    int8: float  # multiply-adds of the tensor cores
-    float16: float  # with sums in float32
-    float32: float
-    integer: float
-    special: float
-    bytes: float  # of shared memory
+    float32: int
+    integer: int
+    special: int
+    bytes: int  # of shared memory
+    int8: int  # multiply-adds of the tensor cores
+    float16: int  # with sums in float32
     warps: int  # that a multiprocessor holds at most
     shared_memory: int  # bytes
 
 
-class Demand(NamedTuple):
-    """Work of one warp for one tile, by the unit that does it."""
-
-    instructions: int  # issue slots
-    float32: int  # float arithmetic, and integer multiplications, which run on the same units
-    integer: int  # comparisons, logic, additions of integers, conversions that only move bits
-    special: int  # exponentials, reciprocals, conversions of a number
-    other: int  # neither of these three: loads, stores, matmuls, branches, addresses that all threads share
-    bytes: int  # to and from shared memory or the L1 cache, which is the same memory
-    int8: int  # multiply-adds of the tensor cores
-    float16: int
+# By compute capability: A100, RTX 3090, RTX 5090. From NVIDIA's white papers on A100, GA102 and RTX Blackwell (tensor
+# cores), and the CUDA programming guide ("Throughput of Native Arithmetic Instructions", "Technical Specifications").
+GPUS = {
+    80: Gpu(64, 64, 16, 128, 2048, 1024, 64, 164 << 10),
+    86: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10),
+    120: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10),
+}
 
 
-class Kernel(NamedTuple):
-    """A compiled kernel: the size of its tile, the demand of a warp for a tile, and what a program occupies."""
-
-    block_q: int
-    block_kv: int
-    num_warps: int
-    registers: int  # per thread
-    shared: int  # bytes
-    demand: Demand
-
-
-@cache
-def gpus() -> dict[str, Gpu]:
-    """Return the GPUs of gpus.json by name."""
-    content = json.loads((resources.files("sage_lab.bench") / "gpus.json").read_text())
-    architectures = {row["capability"]: row for row in content["architectures"]}
-    return {row["name"]: _gpu(row, architectures[row["capability"]]) for row in content["gpus"]}
+def demand(loop: Sequence[str]) -> Row:
+    """Return what one warp asks of the units for one tile: its instructions by unit, bytes, and multiply-adds."""
+    found = {"instructions": len(loop)} | dict.fromkeys((*UNITS, "bytes", "int8", "float16"), 0)
+    for instruction in loop:
+        unit = next(name for name, pattern in UNITS.items() if re.match(pattern, instruction))
+        found[unit] += 2 if re.match(r"F(?:ADD|MUL|FMA)2", instruction) else 1  # two packed numbers
+        found["bytes"] += bytes_of(instruction)
+        for name, (kind, count) in MULTIPLY_ADDS.items():
+            found[kind] += count * instruction.startswith(name)
+    return found
 
 
-def _gpu(sheet: dict, architecture: dict) -> Gpu:
-    tera_clocks = 2 * sheet["multiprocessors"] * sheet["clock_ghz"] / 1e3  # a multiply-add is two operations
-    return Gpu(
-        **{name: sheet[name] for name in ("name", "capability", "multiprocessors", "clock_ghz", "memory_gb_s")},
-        **{name: architecture[name] for name in ("float32", "integer", "special", "bytes", "warps")},
-        int8=sheet["int8_tops"] / tera_clocks, float16=sheet["float16_tflops"] / tera_clocks,
-        shared_memory=architecture["shared_memory_kb"] << 10,
-    )  # fmt: skip
+def bytes_of(instruction: str) -> int:
+    """Return the bytes that a warp's instruction moves through shared memory, at least 128: a whole clock of it."""
+    found = re.match(r"(LDSM|STSM|LDS|STS|LDGSTS|LDG|STG|LDL|STL|SHFL)\b(\S*)", instruction)
+    if not found:
+        return 0
+    if found[1] in ("LDSM", "STSM"):
+        return 128 * int(found[2][-1])
+    width = re.search(r"\.(64|128)\b", found[2])
+    return 4 * int(width[1]) if width else 128
 
 
-def kernel_of(row: Row) -> Kernel | None:
-    """Return the kernel of a row that `choose` recorded; None for a program without a loop with exponentials."""
-    if row.get("instructions") is None:
-        return None
-    return Kernel(*map(row.get, Kernel._fields[:-1]), Demand(*map(row.get, Demand._fields)))
+def clocks_per_score(row: Row) -> float:
+    """Predict the clocks of a multiprocessor for one score of a kernel that `choose` has compiled.
 
-
-def clocks(demand: Demand, gpu: Gpu) -> dict[str, float]:
-    """Return the clocks of each unit of a scheduler that one warp needs for one tile."""
-    units = ("int8", "float16", "float32", "integer", "special", "bytes")
-    rate = {name: getattr(gpu, name) / SCHEDULERS for name in units}
-    return {
-        "tensor cores": demand.int8 / rate["int8"] + demand.float16 / rate["float16"],
-        **{name: WARP * getattr(demand, name) / rate[name] for name in ("float32", "integer", "special")},
-        "shared memory": demand.bytes / rate["bytes"],
-        "other": float(demand.other),
-    }
-
-
-def warps_per_scheduler(kernel: Kernel, gpu: Gpu) -> float:
-    """Return how many warps share a scheduler when a multiprocessor holds as many programs as fit."""
-    registers = math.ceil(kernel.registers / 8) * 8 * WARP * kernel.num_warps
+    0 if nothing can be said: of a GPU that is not in GPUS, of a program without a loop with exponentials. Infinite if
+    no program fits.
+    """
+    gpu = GPUS.get(row["capability"])
+    if gpu is None or "instructions" not in row:
+        return 0.0
+    needed = {name: WARP * row[name] / getattr(gpu, name) for name in ("float32", "integer", "special")}
+    needed["tensor cores"] = row["int8"] / gpu.int8 + row["float16"] / gpu.float16
+    needed["shared memory"] = row["bytes"] / gpu.bytes
+    needed = {unit: SCHEDULERS * clocks for unit, clocks in needed.items()} | {"other": row["other"]}
+    registers = math.ceil(row["registers"] / 8) * 8 * WARP * row["num_warps"]
     programs = min(
-        REGISTERS // registers, gpu.shared_memory // (kernel.shared + PROGRAM_BYTES), gpu.warps // kernel.num_warps
+        REGISTERS // registers, gpu.shared_memory // (row["shared"] + PROGRAM_BYTES), gpu.warps // row["num_warps"]
     )
-    return programs * kernel.num_warps / SCHEDULERS
+    if not programs:
+        return math.inf
+    warps = programs * row["num_warps"] / SCHEDULERS  # of one scheduler
+    rate = min(tiles_per_clock(needed, warps), 1 / row["instructions"])
+    return row["num_warps"] / (SCHEDULERS * rate * row["block_q"] * row["block_kv"])
 
 
-def tiles_per_clock(demand: Demand, gpu: Gpu, warps: float) -> float:
-    """Return the tiles that the warps of one scheduler finish in a clock, each warp with tiles of its own."""
-    needed = clocks(demand, gpu)
+def tiles_per_clock(needed: dict[str, float], warps: float) -> float:
+    """Return the tiles that the warps of one scheduler finish in a clock, each warp with tiles of its own.
+
+    needed: the clocks of each unit for one warp's tile.
+    """
     waiting, rate = dict.fromkeys(needed, 0.0), 0.0
     for present in range(1, max(1, round(warps)) + 1):
         taken = {unit: clocks * (1 + waiting[unit]) for unit, clocks in needed.items()}
         rate = present / sum(taken.values())
         waiting = {unit: rate * clocks for unit, clocks in taken.items()}
-    return min(rate * min(1.0, warps), 1 / demand.instructions)
-
-
-def milliseconds(kernel: Kernel, gpu: Gpu, heads: int, n: int, causal: bool) -> float:
-    """Predict the time for n queries and n keys of `heads` heads (of all samples); inf if no program fits."""
-    rows, columns = math.ceil(n / kernel.block_q), math.ceil(n / kernel.block_kv)
-    tiles = (rows * columns + max(rows, columns)) / 2 if causal else rows * columns  # with those on the diagonal
-    warps = warps_per_scheduler(kernel, gpu)
-    if not warps:
-        return math.inf
-    rate = SCHEDULERS * tiles_per_clock(kernel.demand, gpu, warps) / kernel.num_warps
-    return heads * tiles / (rate * gpu.multiprocessors * gpu.clock_ghz * 1e6)
+    return rate * min(1.0, warps)

@@ -12,7 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from sage_lab.bench.compile import Case, cases, compiled_kernel, launch_of, machine_code
+from sage_kernels.common.candidates import Launch
+
+from sage_lab.bench.compile import Case, cases, compile_kernel, launch_of
 from sage_lab.records import markdown_table, write_record
 
 # The first kind whose pattern matches the start of an instruction's name is its kind.
@@ -28,18 +30,12 @@ KINDS = {
 }
 
 
-def rows() -> Iterator[dict]:
-    """Yield one row per kernel and kind of instruction, head sizes 64 and 128, not causal."""
-    for case in cases(capabilities=(90,)):
-        case = case._replace(is_causal=False)
-        yield from case_rows(case)
-
-
 def case_rows(case: Case) -> Iterator[dict]:
+    """Yield one row per kind of instruction."""
     launch = launch_of(case)
     settings = {name: value for name, value in launch._asdict().items() if value is not None}
-    scores = launch.block_q * launch.block_kv // (32 * launch.num_warps)
-    code = machine_code(compiled_kernel(case))
+    scores = scores_of(launch)
+    code, _ = compile_kernel(case)
     counts = Counter(map(kind_of, hot_loop(code, scores)))
     for instruction in adding_loop(code) if case.kernel == "dqdkdv" else ():
         counts[kind_of(instruction)] += 0.5
@@ -50,16 +46,25 @@ def case_rows(case: Case) -> Iterator[dict]:
         }  # fmt: skip
 
 
+def scores_of(launch: Launch) -> int:
+    """Return how many of a tile's scores a thread holds."""
+    return launch.block_q * launch.block_kv // (32 * launch.num_warps)
+
+
 def hot_loop(code: str, scores: int) -> list[str]:
     """Return the loop over tiles: from a label to a branch back to it, the shortest with a tile's exponentials.
 
     scores: a tile's per thread; every one costs an exponential, and a row a few more. Without that a spin on a barrier
     could be taken for the loop, or the masked tile after it.
     """
-    found = [loop for loop in loops(code) if scores <= sum(kind_of(x) == "exp2" for x in loop) < 1.25 * scores]
+    found = [loop for loop in loops(code) if scores <= exponentials(loop) < 1.25 * scores]
     if not found:
         raise ValueError(f"code: expected a loop with {scores} exponentials, found none")
     return min(found, key=len)
+
+
+def exponentials(loop: list[str]) -> int:
+    return sum(kind_of(instruction) == "exp2" for instruction in loop)
 
 
 def adding_loop(code: str) -> list[str]:
@@ -106,7 +111,7 @@ def kind_of(instruction: str) -> str:
 
 
 def instructions_command(options: argparse.Namespace) -> None:
-    """Count what the loop of every level executes."""
-    found = list(rows())
+    """Count what the loop of every level executes: both head sizes, not causal."""
+    found = [row for case in cases(90) for row in case_rows(case._replace(is_causal=False))]
     print(markdown_table(found[0], [row.values() for row in found]))
     write_record(options.json, found, command=options.command)

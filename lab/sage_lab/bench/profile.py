@@ -3,8 +3,6 @@
 A launch that is profiled alone finds the card cool. In training the same kernel follows the one before it without a
 pause, and the card lowers its clock where it reaches its power limit. Therefore every kernel also runs in a loop of
 SECONDS while nvidia-smi reports clock and power.
-
-`profile --shared-memory` needs no GPU: it reads from the machine code what a tile moves through shared memory.
 """
 
 import argparse
@@ -14,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +21,6 @@ from sage_kernels.sagebwd.backward import level4, level5, level6_apart
 from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_lab.bench.compile import Case, cases, compiled_kernel, hopper_of, launch_of, machine_code
-from sage_lab.bench.instructions import adding_loop, hot_loop
-from sage_lab.bench.machine_loop import bytes_of
 from sage_lab.bench.timing import require_gpu
 from sage_lab.command_line import Failed
 from sage_lab.records import Row, markdown_table, write_record
@@ -60,8 +55,6 @@ METRICS = {
 }
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats")
 LAUNCH = re.compile(r"^  \S+ \(\d+, \d+, \d+\)x\(\d+, \d+, \d+\)", re.MULTILINE)
-# Instructions that go to shared memory, by their purpose. The copy engine's bytes are on no instruction.
-SHARED = {"matmuls": "[IH]GMMA", "stores": "STS", "loads": "LDS"}  # STSM and LDSM, too
 UNITS = {"profiled_ms": {"us": 1e-3, "ms": 1, "s": 1e3}, "profiled_ghz": {"Mhz": 1e-3, "Ghz": 1}}  # the others: none
 POWER_CAP = 0x4  # nvidia-smi's bit for a clock lowered by the power limit
 
@@ -179,38 +172,9 @@ def profile_rows() -> Iterator[Row]:
             yield {"kernel": name, "head_dim": head_dim, "n": LENGTH} | profile | sustained(run)
 
 
-def shared_memory_rows(wanted: Iterable[Case]) -> Iterator[Row]:
-    """Yield the KB that a tile moves through shared memory, all warps together, for Hopper's programs; not causal.
-
-    In dqdkdv the warpgroup of dQ has a loop of its own, which is added.
-    """
-    for case in wanted:
-        launch = launch_of(case)
-        code = machine_code(compiled_kernel(case._replace(is_causal=False)))
-        loops = [(hot_loop(code, launch.block_q * launch.block_kv // (32 * launch.num_warps)), launch.num_warps)]
-        if case.kernel == "dqdkdv":
-            loops.append((adding_loop(code), 4))
-        moved = {
-            name: sum(warps * bytes_of(x) for loop, warps in loops for x in loop if re.match(pattern, x)) // 1024
-            for name, pattern in SHARED.items()
-        }
-        tile = f"{launch.block_q} x {launch.block_kv}"
-        yield {"kernel": case.kernel, "level": case.level, "head_dim": case.head_dim, "tile": tile} | moved
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `profile`."""
-    parser.add_argument(
-        "--shared-memory", action="store_true", help="KB of a tile, from the machine code; no GPU is needed"
-    )
-
-
 def profile_command(options: argparse.Namespace) -> None:
     """Measure what limits the Hopper kernels; needs Nsight Compute."""
-    if options.shared_memory:
-        found = list(shared_memory_rows(case for case in cases(capabilities=(90,)) if hopper_of(case)))
-    else:
-        require_gpu()
-        found = list(profile_rows())
+    require_gpu()
+    found = list(profile_rows())
     print(markdown_table(found[0], [row.values() for row in found]))
     write_record(options.json, found, command=options.command)

@@ -105,10 +105,8 @@ BAD = {  # the command line: what its one line says
     "capture-video --layers 6": "layers: expected numbers from 0 to 5, got [6]",
     "train-router --steps 1": "steps: expected at least 2, got 1",
     "train-router --block-kv 1024": "block_q, block_kv: expected at most 1024, the tokens of layer 2",
-    "compile --capability 12": "argument --capability: invalid choice: 12",
+    "choose --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
     "compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
-    "choose --defaults": "json: expected a different file than the table for --defaults",
-    "predict --gpu nope": "gpu: expected some of A100-SXM-80GB",
     "bench --n 7": "n: expected some of [1024",
 }
 

@@ -1,0 +1,108 @@
+"""The launch that `choose` takes: the cost model, and the choice among compiled candidates, worked out by hand."""
+
+import pytest
+
+pytest.importorskip("triton")
+from sage_kernels.common.candidates import Launch
+from sage_lab.bench.choose import choice, table_launch
+from sage_lab.bench.cost_model import clocks_per_score, demand, tiles_per_clock
+from sage_lab.bench.instructions import tile_loops
+
+NOTHING = demand([])
+INSTRUCTIONS = {  # -> multiply-adds in INT8 and in 16 bit, bytes of shared memory
+    "IMMA.16832.S8.S8.SAT R104, R32.reuse.ROW, R164.COL, R140": (16 * 8 * 32, 0, 0),
+    "HMMA.16816.F32.BF16 R172, R204, R172, RZ": (0, 16 * 8 * 16, 0),
+    "HFMA2.BF16 R1, R2, R3, R4": (0, 0, 0),
+    "LDSM.16.MT88.2 R4, [R5]": (0, 0, 256),
+    "STSM.16.M88.4 [R80+0x10000], R56": (0, 0, 512),
+    "STS.64 [R5], R4": (0, 0, 256),
+    "STS.U16 [R5], R4": (0, 0, 128),
+    "LDGSTS.E.BYPASS.128 [R5], [R6.64]": (0, 0, 512),
+    "LDL.LU R4, [R1]": (0, 0, 128),
+    "SHFL.BFLY PT, R4, R5, 0x1, 0x1f": (0, 0, 128),
+    "LDGDEPBAR": (0, 0, 0),
+    "LEA R1, R2, R3": (0, 0, 0),
+}
+MASKED = ["IMMA.16832.S8.S8 R0, R1, R2, R3", "MUFU.EX2 R0, R1", *["FSEL R0, R1, R2, P0"] * 3, "STL [R1], R0"]
+UNMASKED = [
+    "IMMA.16832.S8.S8 R0, R1, R2, R3", "@P0 MUFU.EX2 R0, R1", "FADD2 R0, R1, R2", "I2FP.F32.S32 R0, R1",
+    "UMOV UR1, 0x1",
+]  # fmt: skip
+LINES = [
+    ".L_x_1:", "LDL R0, [R1]", ".L_x_2:", *UNMASKED, "@P0 BRA `(.L_x_2)", ".L_x_3:", *MASKED, "@P1 BRA `(.L_x_3)",
+    "@P2 BRA `(.L_x_1)", ".L_x_4:", "SYNCS.PHASECHK P0", "@P0 BRA `(.L_x_4)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction", INSTRUCTIONS)
+def test_matmuls_and_bytes_of_shared_memory_are_counted(instruction):
+    found = demand([instruction])
+    assert (found["int8"], found["float16"], found["bytes"]) == INSTRUCTIONS[instruction]
+
+
+def test_the_inner_loops_are_those_over_tiles_and_their_instructions_have_units():
+    """As the disassembler prints them: a label ends with a colon, all else is an instruction."""
+    code = "\n".join(x if x.endswith(":") else f"        /*0000*/                   {x} ;" for x in LINES)
+    unmasked, masked = tile_loops(code)
+    assert (len(unmasked), len(masked)) == (len(UNMASKED) + 1, len(MASKED) + 1)
+    expected = {"instructions": 6, "float32": 2, "integer": 1, "special": 1, "other": 3, "bytes": 0}
+    assert demand(unmasked) == expected | {"int8": 16 * 8 * 32, "float16": 0}
+
+
+def test_a_warp_alone_takes_the_sum_and_many_those_of_the_busiest_unit():
+    needed = {"float32": 10, "special": 30, "tensor cores": 20, "other": 0}
+    assert tiles_per_clock(needed, 1) == pytest.approx(1 / 60)
+    # Two warps: one meets the other at a unit as often as that is there, 10, 30 and 20 of 60 clocks.
+    assert tiles_per_clock(needed, 2) == pytest.approx(2 / (10 * 7 / 6 + 30 * 9 / 6 + 20 * 8 / 6))
+    assert tiles_per_clock(needed, 10**4) == pytest.approx(1 / 30, rel=1e-3)
+    assert tiles_per_clock(needed, 0.5) == pytest.approx(0.5 / 60)
+
+
+SMALL, LARGE = Launch(64, 128, 4, 2), Launch(128, 128, 8, 2)
+
+
+def staged(launch, stages):
+    return launch._replace(num_stages=stages)
+
+
+def row(launch, in_loops=0, floats=1000, instructions=100, shared=10 << 10, **more):
+    """A candidate whose warps need the unit for float32 for so many clocks per tile."""
+    needed = NOTHING | {"instructions": instructions, "float32": floats}
+    sizes = {"capability": 86, "registers": 255, "shared": shared, "spills": in_loops, "spills_in_loops": in_loops}
+    return sizes | launch._asdict() | needed | {"instructions_per_score": instructions / 64} | more
+
+
+def test_clocks_per_score_follow_from_how_many_warps_share_a_scheduler():
+    """Of 65,536 registers and 100 KB of an RTX 3090; float32 takes a clock per warp's instruction, others none."""
+    per_score = 1000 * 4 / (4 * 64 * 128)
+    assert clocks_per_score(row(SMALL, shared=90 << 10)) == pytest.approx(per_score)  # one warp a scheduler
+    busy = clocks_per_score(row(SMALL, registers=64, instructions=2000))
+    assert busy == pytest.approx(2 * per_score)  # an instruction a clock
+    assert clocks_per_score(row(SMALL, shared=100 << 10)) == float("inf")
+    assert clocks_per_score(row(SMALL, capability=100)) == 0  # nobody's data sheet
+
+
+FAST = row(LARGE, floats=500)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    {
+        "the fastest": ([row(SMALL), FAST], LARGE),
+        "not one that spills in its loop": ([row(SMALL, spills=9), FAST | {"spills_in_loops": 2}], SMALL),
+        "not one that is too large": ([row(SMALL), FAST | {"shared": 99 * 1024 + 1}], SMALL),
+        "not one that failed": ([row(SMALL), LARGE._asdict() | {"problem": "CompilationError"}], SMALL),
+        "one stage, where two spill": ([row(SMALL, 3), row(staged(SMALL, 1), 1)], staged(SMALL, 1)),
+        "two stages, where they don't": ([row(SMALL), row(staged(SMALL, 1), floats=1)], SMALL),
+        "three stages are hardly faster": ([row(SMALL), row(staged(SMALL, 3), floats=980, instructions=90)], SMALL),
+        "three stages are faster": ([row(SMALL), row(staged(SMALL, 3), floats=900)], staged(SMALL, 3)),
+        "the shortest of near ties": (
+            [row(SMALL, instructions=90), row(LARGE, floats=980, instructions=95)],
+            SMALL,
+        ),
+        "none, if none fits": ([row(SMALL, shared=1 << 20)], None),
+    }.values(),
+)
+def test_the_launch_that_is_chosen(rows, expected):
+    found = choice(rows)
+    assert (found and table_launch(found)) == expected
