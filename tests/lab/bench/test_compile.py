@@ -19,7 +19,7 @@ from sage_lab.records import REPOSITORY
 
 EVERY = compiling.every_case()
 COMPILE = """
-import argparse, io, json, re, sys
+import io, json, re, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -30,6 +30,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 sys.path.insert(0, "tests/kernels")
 import bank_programs
 from sage_kernels.sagebwd.forward import level0_flash_attention
+from sage_lab.__main__ import main
 from sage_lab.bench import compile as compiling
 from sage_lab.bench.bank_conflicts import conflicts
 from sage_lab.bench.compile import Case, compile_kernel, every_case, named, source_of
@@ -50,18 +51,15 @@ for case in every_case():
     found["ones"] |= {names[at[0]] for at, value in source.constants.items() if at not in given and value is not None}
 # The command: on a record of what is compiled, of a program that has changed, and on a damaged one.
 compiling.RECORD = record = Path(sys.argv[1])
-parser = argparse.ArgumentParser()
-compiling.add_options(parser)
-parser.set_defaults(json=None)
 found["command"] = []
 
 def command(*arguments):
-    only = ["--only", "sm_80 forward level 0 D64", "--workers", "1"]
+    only = ["compile", "--only", "sm_80 forward level 0 D64", "--workers", "1"]
     try:
         with redirect_stdout(io.StringIO()) as said:
-            compiling.compile_command(parser.parse_args([*only, *arguments]))
+            main([*only, *arguments])
         compiled = int(re.search(r"(\\d+) were compiled", said.getvalue())[1])
-    except compiling.Failed:
+    except SystemExit:
         compiled = "failed"
     found["command"].append([compiled, record.read_text()])
 
