@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from sage_kernels.sagebwd.backward.program import BackwardInputs
 from sage_kernels.sagebwd.ladder import (
     BACKWARD_LEVELS,
     FORWARD_LEVELS,
@@ -91,7 +92,12 @@ def forward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
 
 
 def backward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
-    """Return every backward level that runs here.
+    """Return every backward level that runs here."""
+    return _entries(case, scope, BACKWARD_LEVELS, backward_preparation(case), run_backward, slice(1, 4))
+
+
+def backward_preparation(case: Case) -> Callable[[int], BackwardInputs]:
+    """Return the function that prepares a backward level.
 
     INT8 levels take the results of the best forward level, levels in 16 bit those of level 0.
     """
@@ -102,11 +108,11 @@ def backward_levels(case: Case, scope: str) -> dict[str, Callable[[], Entry]]:
     hats = {name: getattr(forward[best], name) for name in ("q_hat", "k_hat", "v_range")}
     hats |= {"is_causal": case.shape.causal}
 
-    def prepare(level: int) -> object:
+    def prepare(level: int) -> BackwardInputs:
         results = saved[best if BACKWARD_LEVELS[level].int8 else 0]
         return prepare_backward(grad_output, *operands, *results, level, **hats)
 
-    return _entries(case, scope, BACKWARD_LEVELS, prepare, run_backward, slice(1, 4))
+    return prepare
 
 
 def _entries(

@@ -15,19 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from sage_kernels.hopper.toolbox import fetched_rows
 from sage_kernels.sagebwd.backward import level4, level5, level6_apart
-from sage_kernels.sagebwd.ladder import prepare_backward, prepare_forward, run_forward
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from sage_kernels.sagebwd.ladder import prepare_forward, run_forward
 
+from sage_lab.bench.case import Case, Shape
+from sage_lab.bench.dense import backward_preparation
 from sage_lab.bench.timing import require_gpu
 from sage_lab.command_line import Failed
 from sage_lab.records import Row, markdown_table, write_record
 
-BATCH, WIDTH, LENGTH = 4, 2048, 8192
-HEAD_DIMS = (128, 64)
-LEVEL = {"forward": 5, "backward": 5}
+LENGTH, HEAD_DIMS = 8192, (128, 64)
+LEVEL = 5  # forward and backward
 SECONDS = 1.5
 # Columns of the record, and the lines of Nsight Compute's report: per cent of what the unit could do; cycles per issued
 # instruction that a warp waits; milliseconds and GHz; counts.
@@ -61,31 +60,21 @@ POWER_CAP = 0x4  # nvidia-smi's bit for a clock lowered by the power limit
 
 def calls(head_dim: int) -> dict[str, Callable[[], object]]:
     """Return one launch of each Hopper kernel by name, not causal, and cuDNN's passes beside them."""
-    shape, scale = (BATCH, WIDTH // head_dim, LENGTH, head_dim), head_dim**-0.5
-    query, key, value, grad_output = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    forward = prepare_forward(query, key, value, LEVEL["forward"], scale=scale, smooth_k=True)
-    output, log_sum_exp = run_forward(forward, LEVEL["forward"], is_causal=False, scale=scale)
-    hats = {name: getattr(forward, name) for name in ("q_hat", "k_hat", "v_range")}
-    backward = prepare_backward(grad_output, query, key, value, output, log_sum_exp, LEVEL["backward"], **hats)
-    fetched, options = (fetched_rows(grad_output), fetched_rows(value)), {"is_causal": False, "scale": scale}
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        peer = F.scaled_dot_product_attention(*leaves)
-
-    def peer_forward():
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(query, key, value)
-
-    found = {"forward": lambda: run_forward(forward, LEVEL["forward"], **options)}
+    heads = 2048 // head_dim
+    case = Case(Shape(4, heads, heads, LENGTH, head_dim))
+    query, key, value, grad_output = case.tensors
+    forward = prepare_forward(query, key, value, LEVEL, scale=case.scale, smooth_k=True)
+    backward = backward_preparation(case)(LEVEL)
+    fetched, options = (fetched_rows(grad_output), fetched_rows(value)), case.options
+    found = {"forward": lambda: run_forward(forward, LEVEL, **options)}
     for name in level4.kernels(head_dim):
         found[name] = lambda name=name: level4.run_kernel(name, backward, *fetched, **options)
     for name in set(level6_apart.kernels(head_dim)) - {"dq"}:
         found[name] = lambda: level6_apart.run_keys(backward, *fetched, is_causal=False)
     for name in level5.kernels(head_dim):  # the last of ours: a second program follows it
         found[name] = lambda: level5.run_hopper_backward(backward, **options)
-    found["cuDNN forward"] = peer_forward
-    found["cuDNN backward"] = lambda: torch.autograd.grad(peer, leaves, grad_output, retain_graph=True)
-    return found
+    peer = case.peer("sdpa_cudnn")
+    return found | {"cuDNN forward": peer.entry("fwd").call, "cuDNN backward": peer.entry("bwd").call}
 
 
 def launch_once(head_dim: int) -> None:

@@ -1,17 +1,15 @@
 """Launch tables: time every candidate of every kernel on this GPU and keep the fastest that is correct."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from multiprocessing import get_context
-from typing import NamedTuple
 
-from sage_kernels.common.candidates import Launch, candidates
+from sage_kernels.common.candidates import CANDIDATES, Launch, candidates
+from sage_kernels.common.launch_tables import Case as Kernel
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.sagebwd.backward.program import run_dkdv, run_dq
-from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_backward, prepare_forward, run_forward
-from sage_kernels.sagebwd.ops import forward_level
+from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, prepare_forward, run_forward
 from sage_kernels.sla2 import ladder as sla2_ladder
 from sage_kernels.sla2.backward.program import BackwardInputs, run_key, run_linear_query, run_query
 from sage_kernels.sla2.forward.level1_lists import run_mix
@@ -20,39 +18,22 @@ from sage_kernels.sla2.sums import unselected_sums_by_key
 from torch import Tensor
 
 from sage_lab.bench.case import Case, Shape
+from sage_lab.bench.compile import cases, sla2_cases
+from sage_lab.bench.dense import backward_preparation
 from sage_lab.bench.judge import RESULTS, require_close
 from sage_lab.bench.sparse import SPARSITIES, SparseCase
 from sage_lab.bench.timing import alone
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row
 
-
-class Kernel(NamedTuple):
-    """A kernel that has candidates."""
-
-    kernel: str  # a key of DEFAULTS
-    level: int
-    head_dim: int
-    causal: bool
-
-
 Run = Callable[[Launch], dict[str, Tensor]]  # -> those of O, dQ, dK and dV that the kernel computes
 
 
-def kernels(operation: str = "sagebwd") -> Iterator[Kernel]:
-    """Yield every kernel of every level of "sagebwd" or "sla2"; Hopper's levels have no candidates."""
-    for head_dim in (64, 128):
-        if operation == "sla2":
-            for level, chosen in enumerate(sla2_ladder.LEVELS):
-                for kernel in chosen.kernels if chosen.hopper is None else ():
-                    yield Kernel(kernel, level, head_dim, causal=False)
-            for kernel in sla2_ladder.BACKWARD_KERNELS:
-                yield Kernel(kernel, 0, head_dim, causal=False)
-            continue
-        for causal, levels in itertools.product((False, True), (FORWARD_LEVELS, BACKWARD_LEVELS)):
-            for level, chosen in enumerate(levels):
-                for kernel in chosen.kernels(head_dim) if chosen.hopper is None else ():
-                    yield Kernel(kernel, level, head_dim, causal)
+def kernels(operation: str = "sagebwd") -> list[Kernel]:
+    """Return every kernel of every level of "sagebwd" or "sla2" that has candidates: those of GPUs before Hopper."""
+    found = [case for case in (sla2_cases if operation == "sla2" else cases)(80) if case.kernel in CANDIDATES]
+    masks = (False,) if operation == "sla2" else (False, True)
+    return [Kernel(case.kernel, case.level, case.head_dim, causal) for causal in masks for case in found]
 
 
 @lru_cache(maxsize=1)
@@ -66,17 +47,12 @@ def case_of(operation: str, head_dim: int, causal: bool, small: bool = False) ->
 
 def runner(kernel: Kernel, case: Case) -> Run:
     """Return the function that runs a kernel of SageBwd."""
-    *operands, grad_output = case.tensors
     if kernel.kernel == "forward":
-        inputs = prepare_forward(*operands, kernel.level, scale=case.scale, smooth_k=True)
+        inputs = prepare_forward(*case.tensors[:3], kernel.level, scale=case.scale, smooth_k=True)
         return lambda launch: {"O": run_forward(inputs, kernel.level, launch=launch, **case.options)[0]}
     chosen = BACKWARD_LEVELS[kernel.level]
     options = {"per_block": chosen.per_block, **case.options}
-    feeding = forward_level(case.device, kernel.head_dim) if chosen.int8 else 0
-    forward = prepare_forward(*operands, feeding, scale=case.scale, smooth_k=True)
-    saved = run_forward(forward, feeding, **case.options)
-    hats = {"q_hat": forward.q_hat, "k_hat": forward.k_hat} if chosen.int8 else {}
-    inputs = prepare_backward(grad_output, *operands, *saved, kernel.level, **hats)
+    inputs = backward_preparation(case)(kernel.level)
     if kernel.kernel.startswith("dq"):
         return lambda launch: {"dQ": run_dq(inputs, chosen.key_tile, launch, **options)}
     outputs = kernel.kernel.partition("_")[0]

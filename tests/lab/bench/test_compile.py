@@ -14,7 +14,7 @@ from sage_kernels.common.candidates import DEFAULTS, Launch
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2.ladder import HOPPER_BACKWARD, LEVELS
 from sage_lab.bench import compile as compiling
-from sage_lab.bench.compile import INT8, SIXTEEN_BIT, SPILL, Case, Compiled, complaint, count, named, promise
+from sage_lab.bench.compile import INT8, SIXTEEN_BIT, SPILL, Case, Compiled, complaint, count, named
 from sage_lab.records import REPOSITORY
 
 EVERY = compiling.every_case()
@@ -186,20 +186,6 @@ FINE = Compiled(
 def test_faults(change, expected):
     case = Case("forward", 4, 86, 64, True, Launch(64, 128, 4, 2, 168))
     assert complaint(case, FINE._replace(**change), 3) == expected
-
-
-def test_what_instructions_a_kernel_promises():
-    """By kernel and level: whether INT8 and 16-bit tensor-core instructions."""
-    promised = {
-        ("forward", 0): (False, True), ("forward", 1): (True, True), ("forward", 2): (True, False),
-        ("forward", 5): (True, False), ("dq_16bit", 0): (False, True), ("dkdv", 1): (True, True),
-        ("dq_per_block", 2): (True, True), ("dk", 3): (True, True), ("dv", 3): (True, False), ("dq", 4): (True, True),
-        ("sla2_forward_16bit", 2): (False, True), ("sla2_forward", 3): (True, True), ("sla2_mix", 1): (False, True),
-        ("sla2_prepare", 3): (False, True), ("sla2_key", 0): (False, True), ("sla2_top_blocks", 0): (False, False),
-    }  # fmt: skip
-    for (kernel, level), expected in promised.items():
-        case = Case(kernel, level, 90, 128, False)
-        assert promise(case)[:2] == expected, case
 
 
 def test_instructions_are_told_apart():

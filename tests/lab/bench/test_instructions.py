@@ -55,19 +55,6 @@ def test_among_the_loops_that_add_to_memory_the_shortest_counts():
         adding_loop(CODE)
 
 
-@pytest.mark.parametrize(
-    ("instruction", "kind"),
-    [
-        ("MUFU.EX2 R1, R2", "exp2"), ("MUFU.RCP R1, R2", "rest"), ("I2FP.F32.S32 R1, R2", "conversion"),
-        ("FMNMX R1, R2, R3, !PT", "maximum"), ("VIMNMX3 R1, R2, R3, R4, !PT", "maximum"),
-        ("IMAD.MOV.U32 R1, RZ, RZ, R2", "move"), ("IMAD R1, R2, R3, R4", "rest"),
-        ("LDL.64 R1, [R2]", "spill"), ("LDS R1, [R2]", "rest"),
-    ],
-)  # fmt: skip
-def test_every_instruction_has_a_kind(instruction, kind):
-    assert kind_of(instruction) == kind
-
-
 def test_the_record_is_what_is_counted():
     instructions = read_record("instructions_sm90")
     if instructions.provenance["triton"] != metadata.version("triton"):

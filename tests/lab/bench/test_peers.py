@@ -1,8 +1,7 @@
-"""The peers on the CPU: their packages are made up, and compute what is asked of them in plain PyTorch."""
+"""The peers: on a GPU as they are; on a CPU FlashAttention-4 is made up, and computes in plain PyTorch."""
 
 import sys
-from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -12,15 +11,12 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from sage_lab.bench import cudnn_fp8, peers
-from sage_lab.bench.cudnn_fp8 import E4M3, LARGEST, dequantise, quantise
+from sage_lab.bench.case import Case, Shape
+from sage_lab.bench.cudnn_fp8 import LARGEST, dequantise, quantise
+from sage_lab.bench.judge import worst_error
 from sage_lab.bench.peers import PEERS
 
-from sage_ref.attention import attention_backward, attention_forward
 from sage_ref.tracing import relative_l2
-
-
-def heads_last(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Lists(NamedTuple):
@@ -100,132 +96,20 @@ def test_sparse_peers_see_the_mask_and_nothing_else(fa4_calls, inputs, block_kv,
         assert backward.block_size == (128, 128)
 
 
-def rounded(x, inputs, name):
-    return (x.float() * inputs[f"scale_{name}"]).clamp(-LARGEST, LARGEST).to(E4M3)
-
-
-def sdpa_fp8(x, is_causal, scale):
-    """Compute the outputs of cuDNN's operation of this name, in its order."""
-    q, k, v = (x[name].float() * x[f"descale_{name}"] for name in "qkv")
-    forward = attention_forward(q, k, v, is_causal=is_causal, scale=scale)
-    p = (forward.scores - forward.log_sum_exp[..., None]).exp()
-    # As the tensor cores read it: not normalised yet. What is reported is P.
-    largest = p.amax(-1, keepdim=True)
-    output = rounded(p / largest, x, "s").float() * x["descale_s"] * largest @ v
-    return rounded(output, x, "o"), forward.log_sum_exp[..., None], p.max(), output.abs().max()
-
-
-def sdpa_fp8_backward(x, is_causal, scale):
-    """Compute the outputs of cuDNN's operation of this name, in its order."""
-    q, k, v, o, do = (x[name].float() * x[f"descale_{name}"] for name in ("q", "k", "v", "o", "dO"))
-    found = attention_backward(do, q, k, v, o, x["stats"][..., 0], is_causal=is_causal, scale=scale)
-    # dS as the tensor cores read it: wrong scales of the first calls show in dQ and dK.
-    ds = rounded(found.grad_scores, x, "dP").float() * x["descale_dP"]
-    gradients = {"dQ": scale * ds @ k, "dK": scale * ds.mT @ q, "dV": found.grad_value}
-    largest = [gradient.abs().max() for gradient in (*gradients.values(), found.grad_scores)]
-    return *(rounded(gradient, x, name) for name, gradient in gradients.items()), *largest
-
-
-Types = Enum("Types", "FLOAT FP8_E4M3")
-
-
-class Port(SimpleNamespace):
-    """A tensor of a graph, and what was said of it."""
-
-    __hash__ = object.__hash__
-
-    def __getattr__(self, name):
-        if not name.startswith("set_"):
-            raise AttributeError(name)
-        return lambda value: setattr(self, name.removeprefix("set_"), value) or self
-
-
-class Graph:
-    """A stand-in for cudnn.pygraph, in float32 but for what enters and leaves in E4M3."""
-
-    def __init__(self, **options):
-        self.steps = []
-
-    tensor = Port
-
-    def sdpa_fp8(self, *, attn_scale, use_causal_mask, generate_stats, **ports):
-        assert generate_stats
-        return self.operation(sdpa_fp8, 4, ports, use_causal_mask, attn_scale)
-
-    def sdpa_fp8_backward(self, *, attn_scale, use_causal_mask, **ports):
-        return self.operation(sdpa_fp8_backward, 7, ports, use_causal_mask, attn_scale)
-
-    def operation(self, compute, count, ports, *options):
-        self.ports, self.outputs = ports, [Port() for _ in range(count)]
-        self.compute = lambda x: compute(x, *options)
-        return self.outputs
-
-    def __getattr__(self, step):
-        return lambda *_: self.steps.append(step)
-
-    def get_workspace_size(self):
-        return 16
-
-    def execute(self, pack, workspace, handle):
-        assert self.steps == [
-            "validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans",
-        ]  # fmt: skip
-        assert handle == {"stream": 7}
-        for port, x in pack.items():
-            assert tuple(x.shape) == tuple(port.dim)
-            assert x.stride() == tuple(port.stride) or x.numel() == 1
-            assert x.dtype == (E4M3 if port.data_type is Types.FP8_E4M3 else torch.float32)
-            assert x.data_ptr() % 16 == 0
-        for port, value in zip(self.outputs, self.compute({n: pack[x] for n, x in self.ports.items()}), strict=True):
-            assert port.output
-            pack[port].copy_(value)
-
-
-@pytest.fixture
-def fp8(monkeypatch):
-    """cudnn_fp8 over a made-up cudnn; nothing is compiled."""
-    made_up = ModuleType("cudnn")
-    made_up.data_type, made_up.heur_mode = Types, SimpleNamespace(A="A", FALLBACK="B")
-    made_up.create_handle, made_up.pygraph = dict, Graph
-    made_up.set_stream = lambda handle, stream: handle.update(stream=stream)
-    monkeypatch.setitem(sys.modules, "cudnn", made_up)
-    monkeypatch.setattr(cudnn_fp8, "_current_stream", lambda: 7)
-    monkeypatch.setattr(cudnn_fp8, "compiled", lambda function: function)
-    monkeypatch.setattr(cudnn_fp8.passes_of.__wrapped__, "__defaults__", ("cpu",))
-    for cached in (cudnn_fp8._handle, cudnn_fp8.passes_of):
-        cached.cache_clear()
-    yield PEERS["cudnn_fp8"].required().attention
-    for cached in (cudnn_fp8._handle, cudnn_fp8.passes_of):
-        cached.cache_clear()
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("layout", [lambda x: x, heads_last], ids=["contiguous", "heads last"])
-def test_fp8_is_right_up_to_its_rounding_from_the_first_call(fp8, inputs, is_causal, layout):
-    query, key, value, grad_output = inputs(96, 96, 128, dtype=torch.bfloat16, heads=4, kv_heads=4)
-    query, key, value, grad_output = layout(query), layout(key), layout(5 * value), 1e-4 * grad_output
-    exact_leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    exact = F.scaled_dot_product_attention(*exact_leaves, is_causal=is_causal)
-    exact_gradients = torch.autograd.grad(exact, exact_leaves, grad_output.double())
-    for _ in range(2):
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        output = fp8(*leaves, is_causal=is_causal)
-        assert output.dtype == torch.bfloat16
-        gradients = torch.autograd.grad(output, leaves, grad_output)
-        for found, expected in zip((output, *gradients), (exact, *exact_gradients), strict=True):
-            assert 0.005 < relative_l2(found, expected) < 0.1
-
-
-def test_a_later_call_does_not_change_the_scales_of_an_earlier_one(fp8, inputs):
-    """Two forward passes, the second with values 100 times as large, then the first one's backward pass."""
-    query, key, value, grad_output = inputs(64, 64, 128, dtype=torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    first = fp8(*leaves, is_causal=False)
-    alone = torch.autograd.grad(first, leaves, grad_output, retain_graph=True)
-    for _ in range(2):
-        fp8(query, key, 100 * value, is_causal=False)
-    for found, expected in zip(torch.autograd.grad(first, leaves, grad_output), alone, strict=True):
-        assert relative_l2(found, expected) < 0.03
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_right_on_a_gpu(name):
+    """`Case.peer` compares it; then a call with larger values comes before an earlier one's backward pass."""
+    case = Case(Shape(1, 4, 4, 512, 128, causal=True))
+    try:
+        peer = case.peer(name)
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    query, key, value = peer.leaves
+    output = peer.attention(query, key, value)
+    peer.attention(query, key, 100 * value)
+    gradients = torch.autograd.grad(output, peer.leaves, peer.grad_output)
+    worst_error((output.detach(), *gradients), case.exact, peer.largest_error)
 
 
 def test_quantising_keeps_the_largest_entry_and_zeros_and_what_a_peer_lacks_is_named(inputs):

@@ -1,9 +1,4 @@
-"""The profile of the Hopper kernels: Nsight Compute's report and nvidia-smi's samples are read right."""
-
-import contextlib
-import io
-import itertools
-from types import SimpleNamespace
+"""The profile of the Hopper kernels: Nsight Compute's report is read right."""
 
 import pytest
 
@@ -57,19 +52,3 @@ def test_every_launch_of_a_report_is_read_in_order():
 def test_a_report_that_lacks_something_is_an_error(text):
     with pytest.raises(ValueError, match=r"text: expected a line .* of every launch"):
         profile.parsed(launch() + text)
-
-
-def test_clock_and_power_are_those_of_a_warm_card(monkeypatch):
-    """nvidia-smi prints two samples before the card warms up, four after, and one cut off in the middle."""
-    cool, warm = ["1980, 300.00, 0x0000000000000000"] * 2, ["1700, 690.50, 0x0000000000000024"] * 4
-    samples, launched = SimpleNamespace(stdout=io.StringIO("\n".join([*cool, *warm, "17"]))), []
-    watch = contextlib.nullcontext(samples)
-    samples.terminate = lambda: None
-    monkeypatch.setattr(profile.subprocess, "Popen", lambda command, **_: watch)
-    monkeypatch.setattr(profile.torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="1"))
-    monkeypatch.setattr(profile.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(profile.time, "monotonic", itertools.count(0, 0.5).__next__)
-    found = profile.sustained(lambda: launched.append(1))
-    # The clock is read at the start and before every ten calls: 20 calls in 1.5 s, after one untimed.
-    assert len(launched) == 21
-    assert found == {"sustained_ms": 75.0, "sustained_ghz": 1.7, "sustained_watts": 690.5, "power_capped": True}
