@@ -3,57 +3,46 @@
 import argparse
 import importlib
 import sys
-from typing import NamedTuple
 
 from sage_lab.command_line import Parser, add_json_option, end_with_parent, finish, written
 
-
-class Command(NamedTuple):
-    """A module with NAME_command(options) and perhaps add_options(parser), imported when its command is called."""
-
-    module: str
-    description: str
-
-
+# By name: a module with NAME_command(options) and perhaps add_options(parser), imported when its command is called, and
+# a description.
 COMMANDS = {
-    "bench": Command(
-        "bench.bench_command", "time the public function and its peers in turn; goes on where it was stopped"
+    "bench": ("bench.bench_command", "time the public function and its peers in turn; goes on where it was stopped"),
+    "accuracy": ("bench.accuracy", "compare the kernels with the reference on this GPU"),
+    "profile": ("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
+    "compile": ("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
+    "instructions": ("bench.instructions", "count what the loop of every level executes"),
+    "choose": ("bench.choose", "choose launch settings for GPUs that aren't there, by compiling candidates"),
+    "info": ("experiments.info", "this machine, the versions, and the backend that 'auto' would choose"),
+    "table1": ("experiments.table1", "the paper's Table 1, swept over what it leaves open"),
+    "table2": ("experiments.table2", "the paper's Table 2 on captured activations"),
+    "repair": ("experiments.repair", "what each remedy does to the errors of dS, dQ and dK, and what it costs"),
+    "full-batch": (
+        "experiments.full_batch",
+        "train without batch noise: does SageBwd fall behind, and do remedies help?",
     ),
-    "accuracy": Command("bench.accuracy", "compare the kernels with the reference on this GPU"),
-    "profile": Command("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
-    "compile": Command("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
-    "instructions": Command("bench.instructions", "count what the loop of every level executes"),
-    "choose": Command("bench.choose", "choose launch settings for GPUs that aren't there, by compiling candidates"),
-    "info": Command("experiments.info", "this machine, the versions, and the backend that 'auto' would choose"),
-    "table1": Command("experiments.table1", "the paper's Table 1, swept over what it leaves open"),
-    "table2": Command("experiments.table2", "the paper's Table 2 on captured activations"),
-    "repair": Command("experiments.repair", "what each remedy does to the errors of dS, dQ and dK, and what it costs"),
-    "full-batch": Command(
-        "experiments.full_batch", "train without batch noise: does SageBwd fall behind, and do remedies help?"
-    ),
-    "drop-in": Command(
-        "experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"
-    ),
-    "pretrain": Command("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
-    "pretrain-grid": Command("experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
-    "pretrain-speed": Command("experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"),
-    "context-parallel": Command(
-        "experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"
-    ),
-    "noise": Command("experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"),
-    "capture": Command("experiments.capture", "save what enters the attention of a pre-trained model"),
-    "capture-video": Command(
+    "drop-in": ("experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"),
+    "pretrain": ("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
+    "pretrain-grid": ("experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
+    "pretrain-speed": ("experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"),
+    "context-parallel": ("experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"),
+    "noise": ("experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"),
+    "capture": ("experiments.capture", "save what enters the attention of a pre-trained model"),
+    "capture-video": (
         "experiments.capture_video",
         "train a small video diffusion transformer and save what enters its attention",
     ),
-    "video": Command(
+    "video": (
         "experiments.video.command",
         "pre-train a video model, fine-tune it with SLA2 beside every ablation, sample from it and judge it",
     ),
-    "quantization-aware": Command(
-        "experiments.quantization_aware", "quantise after fine-tuning or during it, for one SLA2 layer"
+    "quantization-aware": (
+        "experiments.quantization_aware",
+        "quantise after fine-tuning or during it, for one SLA2 layer",
     ),
-    "train-router": Command(
+    "train-router": (
         "experiments.router_fit",
         "fit SLA2's router and alpha to full attention, and compare with SLA and the best mask",
     ),

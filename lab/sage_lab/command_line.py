@@ -99,50 +99,39 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def positive(text: str) -> int:
-    return _whole(text, 1)
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
+        if number >= 2**63:
+            raise argparse.ArgumentTypeError(f"expected less than 2^63, got {text}")
+        return number
+
+    return parse
 
 
-def from_zero(text: str) -> int:
-    return _whole(text, 0)
+def _number(fits: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not fits(number):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return number
+
+    return parse
 
 
-def _whole(text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if number < least:
-        raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
-    if number >= 2**63:
-        raise argparse.ArgumentTypeError(f"expected less than 2^63, got {text}")
-    return number
-
-
-def positive_number(text: str) -> float:
-    return _number(text, lambda x: 0 < x < math.inf, "a number above 0")
-
-
-def number_from_zero(text: str) -> float:
-    return _number(text, lambda x: 0 <= x < math.inf, "a number, 0 or more")
-
-
-def zero_to_one(text: str) -> float:
-    return _number(text, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-
-
-def percentage(text: str) -> float:
-    return _number(text, lambda x: 0 < x < 100, "a number above 0 and below 100")
-
-
-def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not fits(number):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return number
+positive, from_zero = _whole(1), _whole(0)
+positive_number = _number(lambda x: 0 < x < math.inf, "a number above 0")
+number_from_zero = _number(lambda x: 0 <= x < math.inf, "a number, 0 or more")
+zero_to_one = _number(lambda x: 0 <= x <= 1, "a number from 0 to 1")
+percentage = _number(lambda x: 0 < x < 100, "a number above 0 and below 100")
 
 
 def tile_size(text: str) -> tuple[int, int]:

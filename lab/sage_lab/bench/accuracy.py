@@ -130,17 +130,6 @@ def sla2_rows(device: str = "cuda") -> Iterator[Row]:
         yield columns | errors(kernels, compared, lengths[1])
 
 
-def repeats_are_equal(operation: str, times: int = 100, n: int = 3000, device: str = "cuda") -> bool:
-    """Return whether `times` repeats of "sagebwd" or "sla2", forward and backward, give the same bits."""
-    _, operands, grad_output = drawn((n, n), 128, (4, 4), DTYPES[-1], device)
-    attention = partial(sage_ref.sagebwd_attention, is_causal=True)
-    if operation == "sla2":
-        attention, operands = sla2_inputs(operands, SELECTED["50%"], True, device)
-    calls = (results(partial(attention, backend="triton"), operands, grad_output) for _ in range(1 + times))
-    first = next(calls)
-    return all(torch.equal(found[name], first[name]) for found in calls for name in first)
-
-
 def largest(rows: Sequence[Row]) -> dict[str, float]:
     """Return the largest error of each tensor; `Failed` if one is not finite."""
     found: dict[str, list[float]] = {}
@@ -170,6 +159,4 @@ def accuracy_command(options: argparse.Namespace) -> None:
         columns = ("sigma", "tensor", "kernel_rel_l2", "reference_rel_l2", "paper_rel_l2")
         print(markdown_table(columns, [[row[column] for column in columns] for row in table1]))
         rows += table1
-    equal = repeats_are_equal(options.op)
-    print(f"\n100 repeats bitwise equal: {equal}")
-    write_record(options.json, rows, command=options.command, seeds=[0], repeats_bitwise_equal=equal)
+    write_record(options.json, rows, command=options.command, seeds=[0])

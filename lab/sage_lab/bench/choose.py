@@ -23,7 +23,7 @@ from pathlib import Path
 from sage_kernels.common.candidates import CANDIDATES, candidates
 from sage_kernels.common.launch_tables import launch_of as table_launch
 
-from sage_lab.bench.compile import SHARED_MEMORY, Case, add_selection, compile_kernel, every_case, named, selected
+from sage_lab.bench.compile import SHARED_MEMORY, Case, add_selection, compile_kernel, every_case, selected
 from sage_lab.bench.cost_model import clocks_per_score, demand
 from sage_lab.bench.instructions import exponentials, kind_of, scores_of, tile_loops
 from sage_lab.records import Row, only_writer, read_record, write_record
@@ -95,7 +95,7 @@ def choose_command(options: argparse.Namespace) -> None:
             launches = candidates(case.kernel, case.level)
             best = choice(list(pool.map(counted, [case._replace(launch=launch) for launch in launches])))
             if best is None:
-                raise ValueError(f"candidates: expected one that fits {named(case)}, found none")
+                raise ValueError(f"candidates: expected one that fits {case.name}, found none")
             known[key] = best
             write_record(path, [known[key] for key in every if key in known], command=options.command)
-            print(f"{named(case)}: {table_launch(best)}, {best['spills_in_loops']} spills in loops", flush=True)
+            print(f"{case.name}: {table_launch(best)}, {best['spills_in_loops']} spills in loops", flush=True)

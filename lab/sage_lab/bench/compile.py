@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -58,7 +57,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from sage_lab.bench.bank_conflicts import conflicts
 from sage_lab.command_line import Failed, positive
-from sage_lab.records import markdown_table, replaced, write_record
+from sage_lab.records import markdown_table, read_json, replaced, write_record
 from sage_ref.prologue import Prologue
 from sage_ref.sla2.router import Routing
 
@@ -89,8 +88,9 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        mask = "causal" if self.is_causal else "full"
-        return f"{self.kernel} level {self.level} D{self.head_dim} {mask}" + " unbiased" * self.is_unbiased
+        """The name in the record."""
+        mask = ("causal" if self.is_causal else "full") + " unbiased" * self.is_unbiased
+        return f"sm_{self.capability} {self.kernel} level {self.level} D{self.head_dim} {mask}"
 
 
 class Compiled(NamedTuple):
@@ -158,11 +158,6 @@ def runnable(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capabil
     return [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
 
 
-def named(case: Case) -> str:
-    """Return its name in the record."""
-    return f"sm_{case.capability} {case.name}"
-
-
 def is_sla2(case: Case) -> bool:
     return case.kernel.startswith("sla2_")
 
@@ -178,19 +173,15 @@ def level_of(case: Case) -> ForwardLevel | BackwardLevel:
     return (FORWARD_LEVELS if is_forward(case) else BACKWARD_LEVELS)[case.level]
 
 
-def hopper_of(case: Case) -> ModuleType | None:
-    """Return the module of a Hopper level, in Gluon; None for every other program."""
-    if is_sla2(case):
-        forward = {level.kernel: level.hopper for level in LEVELS}
-        return (forward | HOPPER_BACKWARD).get(case.kernel)
-    return None if case.kernel in AROUND else level_of(case).hopper
-
-
 def launch_of(case: Case) -> Launch | None:
     """Return what `ladder` launches; for a Hopper level, the warps and registers that compute; None around levels."""
     if case.launch is not None:
         return case.launch
-    if (hopper := hopper_of(case)) is not None:
+    if is_sla2(case):
+        hopper = ({level.kernel: level.hopper for level in LEVELS} | HOPPER_BACKWARD).get(case.kernel)
+    else:
+        hopper = None if case.kernel in AROUND else level_of(case).hopper
+    if hopper is not None:
         return hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
     found = known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal))
@@ -285,17 +276,11 @@ def start_sla2(case: Case, start: Start) -> None:
 # What the compiler makes of it
 
 
-class Promise(NamedTuple):
-    """The limits of a kernel that its record does not hold."""
+def promise(case: Case) -> tuple[bool, bool, int, int]:
+    """Return whether a kernel has matmuls in INT8 and in 16 bit, and its most registers and bytes of shared memory.
 
-    int8: bool  # whether it has INT8 tensor-core instructions
-    float16: bool  # whether it has some in 16 bit
-    registers: int  # of a thread, at most
-    shared: int  # bytes, at most
-
-
-def promise(case: Case) -> Promise:
-    """Return what a kernel must keep to. dP is a 16-bit matmul everywhere, and in SLA2 so is phi(Q) H."""
+    dP is a 16-bit matmul everywhere, and in SLA2 so is phi(Q) H.
+    """
     int8 = case.kernel not in AROUND and bool(level_of(case).int8)
     float16 = case.kernel not in ("dv", *SLA2_ONCE, *AROUND)
     if is_sla2(case):
@@ -303,7 +288,7 @@ def promise(case: Case) -> Promise:
     elif case.kernel == "forward":
         float16 = level_of(case).int8 != "QKV"
     limit = getattr(launch_of(case), "max_registers", None)
-    return Promise(int8, float16, limit or 255, SHARED_MEMORY[case.capability])
+    return int8, float16, limit or 255, SHARED_MEMORY[case.capability]
 
 
 def digest(case: Case) -> str:
@@ -318,7 +303,7 @@ def digest(case: Case) -> str:
     options = backend.parse_options(dict(told))
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     code = source.make_ir(target, options, functions, modules, context).str_nodebug()
-    parts = (code, case.capability, sorted(told.items()), tuple(promise(case)), triton.__version__)
+    parts = (code, case.capability, sorted(told.items()), promise(case), triton.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -354,19 +339,17 @@ def count(instructions: str, code: str) -> int:
 
 def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | None:
     """Return what is wrong with a compiled kernel, or None."""
-    promised = promise(case)
-    for bits, found, expected in (
-        ("INT8", compiled.int8_instructions, promised.int8),
-        ("16-bit", compiled.float16_instructions, promised.float16),
-    ):
+    int8, float16, registers, shared = promise(case)
+    matmuls = ("INT8", compiled.int8_instructions, int8), ("16-bit", compiled.float16_instructions, float16)
+    for bits, found, expected in matmuls:
         if bool(found) != expected:
             return f"expected {'' if expected else 'no '}{bits} tensor-core instructions, found {found}"
-    if not 0 < compiled.registers <= promised.registers:
-        return f"{compiled.registers} registers, its launch allows {promised.registers}"
+    if not 0 < compiled.registers <= registers:
+        return f"{compiled.registers} registers, its launch allows {registers}"
     if compiled.spills > recorded_spills:
         return f"{compiled.spills} spill instructions, {recorded_spills} recorded"
-    if compiled.shared > promised.shared:
-        return f"{compiled.shared} bytes of shared memory, the GPU has {promised.shared}"
+    if compiled.shared > shared:
+        return f"{compiled.shared} bytes of shared memory, the GPU has {shared}"
     if compiled.serialized:
         return f"matmuls wait for one another: {', '.join(compiled.serialized)}"
     if compiled.conflicts:
@@ -377,14 +360,6 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 # The command
 
 
-def read_compiled() -> dict[str, list]:
-    """Return [spills, digest] by name; nothing of a record that cannot be read, so that everything is compiled."""
-    try:
-        return {name: [int(spills), str(seen)] for name, (spills, seen) in json.loads(RECORD.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that compile."""
     parser.add_argument("--only", metavar="TEXT", default="", help="only names with this, as 'sm_90 forward level 4'")
@@ -393,7 +368,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def selected(every: Iterable[Case], only: str) -> list[Case]:
     """Return the kernels whose name has `only` in it."""
-    names = {named(case): case for case in every}
+    names = {case.name: case for case in every}
     found = [case for name, case in names.items() if only in name]
     if not found:
         raise ValueError(f"only: expected a part of a name such as {next(iter(names))!r}, got {only!r}")
@@ -409,14 +384,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def compile_command(options: argparse.Namespace) -> None:
     """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
-    every, recorded = every_case(), read_compiled()
+    every, recorded = every_case(), read_json(RECORD, "the record of `compile`")
     wanted = selected(every, options.only)
     rows, complaints = [], []
     with ProcessPoolExecutor(options.workers) as pool:
         digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
-        asked = [x for x in wanted if options.all or recorded.get(named(x), [0, ""])[1] != digests[x]]
+        asked = [x for x in wanted if options.all or recorded.get(x.name, [0, ""])[1] != digests[x]]
         for case, (_, compiled) in zip(asked, pool.map(compile_kernel, asked), strict=True):
-            name = named(case)
+            name = case.name
             wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, [0])[0])
             rows.append({"kernel": name} | compiled._asdict())
             print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
@@ -428,7 +403,8 @@ def compile_command(options: argparse.Namespace) -> None:
         print(markdown_table(rows[0], [row.values() for row in rows]))
     write_record(options.json, rows, command=options.command)
     if options.update:  # without kernels that are gone
-        lines = [f" {json.dumps(x)}: {json.dumps(recorded[x])}" for x in map(named, every) if x in recorded]
+        names = [case.name for case in every if case.name in recorded]
+        lines = [f" {json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
         with replaced(RECORD) as temporary:
             temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if complaints:

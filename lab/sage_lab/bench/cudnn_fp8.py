@@ -95,17 +95,16 @@ class Passes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def passes_of(shape: tuple[int, ...], kv_heads: int, is_causal: bool, heads_last: bool, device: str = "cuda") -> Passes:
+def passes_of(shape: tuple[int, ...], kv_heads: int, is_causal: bool, heads_last: bool) -> Passes:
     """Return the passes for a query of shape [B, H, N, D]. heads_last: all tensors are [B, N, H, D] in memory."""
     kv_shape, stats = (shape[0], kv_heads, *shape[2:]), (*shape[:3], 1)
     options = {"attn_scale": 1 / math.sqrt(shape[3]), "use_causal_mask": is_causal}
-    where = {"heads_last": heads_last, "device": device}
     operands = {"q": shape, "k": kv_shape, "v": kv_shape}
     scales = (*(f"descale_{name}" for name in "qkvs"), "scale_s", "scale_o")
     returned = {"o": shape, "stats": stats, "amax_s": None, "amax_o": None}
     forward = Pass(
         "sdpa_fp8", operands | dict.fromkeys(scales), returned, ("s", "o"), options | {"generate_stats": True},
-        normalised_later=("s",), **where,
+        normalised_later=("s",), heads_last=heads_last,
     )  # fmt: skip
     operands |= {"o": shape, "dO": shape, "stats": stats}
     scales = [f"descale_{name}" for name in ("q", "k", "v", "o", "dO", "s", "dP")]
@@ -113,7 +112,8 @@ def passes_of(shape: tuple[int, ...], kv_heads: int, is_causal: bool, heads_last
     returned = {"dQ": shape, "dK": kv_shape, "dV": kv_shape}
     returned |= dict.fromkeys(f"amax_{name}" for name in ("dQ", "dK", "dV", "dP"))
     scaled = ("dP", "dQ", "dK", "dV")
-    backward = Pass("sdpa_fp8_backward", operands | dict.fromkeys(scales), returned, scaled, options, **where)
+    operands |= dict.fromkeys(scales)
+    backward = Pass("sdpa_fp8_backward", operands, returned, scaled, options, heads_last=heads_last)
     return Passes(forward, backward, heads_last)
 
 
@@ -122,7 +122,7 @@ class Pass:
 
     def __init__(
         self, operation: str, inputs: Shapes, returned: Shapes, scaled: tuple[str, ...], options: dict, *,
-        heads_last: bool, device: str, normalised_later: tuple[str, ...] = (),
+        heads_last: bool, normalised_later: tuple[str, ...] = (),
     ):  # fmt: skip
         """Build the graph of a method of cudnn.pygraph, whose arguments are `inputs` and `options`.
 
@@ -131,7 +131,7 @@ class Pass:
         """
         import cudnn
 
-        self.cudnn, self.handle, self.device = cudnn, _handle(), device
+        self.cudnn, self.handle = cudnn, _handle()
         self.scaled, self.heads_last = scaled, heads_last
         types = dict.fromkeys(("intermediate_data_type", "compute_data_type"), cudnn.data_type.FLOAT)
         self.graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, handle=self.handle, **types)
@@ -149,9 +149,9 @@ class Pass:
         self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         self.graph.check_support()
         self.graph.build_plans()
-        self.workspace = torch.empty(self.graph.get_workspace_size(), dtype=torch.uint8, device=device)
+        self.workspace = torch.empty(self.graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
         # A row of 16 bytes each: cuDNN takes every tensor to begin at a multiple of 16.
-        self.largest = torch.ones(len(scaled), 4, device=device)
+        self.largest = torch.ones(len(scaled), 4, device="cuda")
         self.fixed = _scales(torch.ones_like(self.largest), normalised_later)
         self.is_calibrated = False
 
@@ -169,11 +169,11 @@ class Pass:
             if shape is not None:
                 dim, stride, data_type = self._layout(name, shape)
                 dtype = torch.float32 if data_type == self.cudnn.data_type.FLOAT else E4M3
-                found[name] = torch.empty_strided(dim, stride, dtype=dtype, device=self.device)
+                found[name] = torch.empty_strided(dim, stride, dtype=dtype, device="cuda")
         largest = {f"amax_{name}": self.largest[row, :1].reshape(1, 1, 1, 1) for row, name in enumerate(self.scaled)}
         pack = {port: buffers[name] for name, port in self.inputs.items()}
         pack |= {port: (found | largest)[name] for name, port in self.outputs.items()}
-        self.cudnn.set_stream(self.handle, _current_stream())
+        self.cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
         self.graph.execute(pack, self.workspace, handle=self.handle)
         return found
 
@@ -204,7 +204,3 @@ def _handle():
     import cudnn
 
     return cudnn.create_handle()
-
-
-def _current_stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

@@ -298,7 +298,7 @@ def random_line(generator):
     """A command line with one or two odd options, some with too few or too many values."""
     line = generator.choice(list(WORK)).split()
     options, parser = [], Parser()
-    getattr(importlib.import_module(f"sage_lab.{COMMANDS[line[0]].module}"), "add_options", lambda parser: None)(parser)
+    getattr(importlib.import_module(f"sage_lab.{COMMANDS[line[0]][0]}"), "add_options", lambda parser: None)(parser)
     names = {action.option_strings[-1] for action in parser._actions if action.option_strings} | {"--json"}
     names = sorted(names - {"--compile", "--help"})
     for name in generator.sample(names, k=min(len(names), generator.choice((1, 1, 2)))):
