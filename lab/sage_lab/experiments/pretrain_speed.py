@@ -1,4 +1,4 @@
-"""`python -m sage_lab pretrain-speed`: time of a training step with exact attention and SageBwd, on one device and all.
+"""`python -m sage_lab pretrain-speed`: time of a training step with exact attention and SageBwd.
 
 Exact attention is timed with the kernel that PyTorch picks for the device, with FlashAttention-2, which the paper
 compares with, and with FlashAttention-4 where it is installed. All take their steps in turn.
@@ -8,32 +8,24 @@ so that attentions are compared, and not one pass with PyTorch's many. SageBwd i
 """
 
 import argparse
-import itertools
-import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
 from sage_lab.command_line import add_device_option, positive
-from sage_lab.experiments.turns import orders
+from sage_lab.experiments.turns import in_turn, protocol_of, time_columns
 from sage_lab.models import flash_attention_4 as fa4
-from sage_lab.models.llama import Llama, LlamaConfig
-from sage_lab.plan import FinishedParts
-from sage_lab.records import Record, Row, markdown_table, measured_by, only_writer, write_record
+from sage_lab.models.llama import LlamaConfig
+from sage_lab.records import Record, Row, markdown_table, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
-from sage_lab.training.processes import Processes, agreed, processes
 from sage_ref.backend import why_not_importable
 from sage_ref.prologue import before_attention
 
@@ -67,16 +59,14 @@ KERNELS = {
     "ScaledDotProductFlashAttentionBackward0": "FlashAttention-2",
     "FlashAttnFuncBackward": "FlashAttention-4",
     "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's CPU kernel",
-    "GeneratedBackwardFor_sage_kernels_forward_defaultBackward": "sage_kernels",  # of earlier records
     "SageBwdOperationBackward": "sage_kernels",
     "SageBwdFunctionBackward": "reference",
 }
-WAY = ("context", "devices", "parallel")
 
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The steps to time. tokens_per_device: of a step, on each device. warmup, steps: untimed and timed ones."""
+    """The steps to time. tokens_per_device: of a step. warmup, steps: untimed and timed ones."""
 
     contexts: tuple[int, ...] = (4096, 16384)
     layers: int = 24
@@ -90,36 +80,13 @@ class SpeedPlan:
     def __post_init__(self):
         if self.steps < 2:
             raise ValueError(f"steps: expected at least 2, got {self.steps}")
-        per_pass = min(self.tokens_per_pass, self.tokens_per_device)
-        for context in self.contexts:
-            if per_pass % context or self.tokens_per_device % per_pass:
-                raise ValueError(
-                    f"contexts: expected numbers that divide {per_pass}, the tokens of a pass, which divide those of a "
-                    f"device, {self.tokens_per_device}; got {context}"
-                )
 
 
-def step_times(plan: SpeedPlan, group: Processes, done: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
-    """Time every way to use the devices and every context; on the first process yield each one's name and rows.
-
-    The attentions of one way and context take their steps in turn. With several processes the first one is timed alone
-    before all are, while the others wait. done: names that need not be measured again, the same in all processes.
-    """
-    alone = Processes(0, 1, group.device)
-    ways = [(alone, "none")] + [(group, parallel) for parallel in ("ddp", "fsdp")] * (group.count > 1)
-    tokens = torch.randint(VOCABULARY, (2**22,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
-    corpus = Corpus("random tokens", tokens, VOCABULARY)
-    here = [name for name in ATTENTIONS if why_missing(name, group.device) is None]
-    for (members, parallel), context in itertools.product(ways, plan.contexts):
-        name = f"{members.count} {parallel} {context}"
-        if name in done:
-            continue
-        if group.is_first or members.count > 1:
-            rows = _rows(Cell(plan, corpus, context, members, parallel), here)
-            if group.is_first:
-                yield name, rows
-        if group.count > 1:
-            dist.barrier()
+# The second is too small to show anything, large enough to try the program.
+PLANS = {
+    "cuda": SpeedPlan(),
+    "cpu": SpeedPlan((16, 32), layers=1, width=16, heads=2, tokens_per_device=64, tokens_per_pass=32),
+}
 
 
 def why_missing(attention: str, device: torch.device) -> str | None:
@@ -133,81 +100,25 @@ def why_missing(attention: str, device: torch.device) -> str | None:
     return why_not_importable(fa4.PACKAGE, fa4.MODULE)
 
 
-class Cell(NamedTuple):
-    """All that the compared attentions have in common."""
-
-    plan: SpeedPlan
-    corpus: Corpus
-    context: int
-    group: Processes
-    parallel: str
-
-
-class SpeedTraining(Pretraining):
-    """Pre-training by one process, or by several together.
-
-    parallel: "none"; "ddp": each process has a copy of the model; "fsdp": each has a part of its weights and of AdamW's
-    averages. The processes deal out the sequences of a step among themselves.
-    """
-
-    def __init__(
-        self, corpus: Corpus, config: LlamaConfig, settings: PretrainSettings, group: Processes, parallel: str
-    ):
-        self.group, self.parallel = group, parallel
-        super().__init__(corpus, config, settings, group.device)
-        if parallel == "ddp":
-            self.called = DistributedDataParallel(self.model)
-
-    def new_model(self) -> Llama:
-        model = super().new_model().to(self.group.device)
-        if self.parallel == "fsdp":
-            for part in (*model.blocks, model):
-                fully_shard(part)
-        return model
-
-    def passes(self) -> list[tuple[Any, ...]]:
-        """Return this process's share of a step, and of each pass whether it is the last one."""
-        size, group = self.settings.micro_batch_size, self.group
-        batch = self.train_corpus.batch(
-            self.settings.batch_size, self.config.context, seed=self.settings.seed, step=self.step
-        )
-        parts = list(zip(*(x[group.rank :: group.count].split(size) for x in batch), strict=True))
-        return [(*part, number == len(parts)) for number, part in enumerate(parts, start=1)]
-
-    def loss(self, inputs: Tensor, targets: Tensor, is_last: bool = True) -> Tensor:
-        """Return the loss of a pass; the gradients are averaged over the processes after the last one alone."""
-        if self.parallel == "ddp":
-            self.called.require_backward_grad_sync = is_last
-        elif self.parallel == "fsdp":
-            self.model.set_requires_gradient_sync(is_last)
-        return super().loss(inputs, targets)
-
-    def clip_gradients(self) -> Tensor:
-        norm = super().clip_gradients()
-        return norm.full_tensor() if self.parallel == "fsdp" else norm
-
-
 class Model:
     """A model with one attention, and the times of its steps in milliseconds."""
 
-    def __init__(self, cell: Cell, attention: str):
-        plan, group = cell.plan, cell.group
-        shape = {"layers": plan.layers, "width": plan.width, "heads": plan.heads, "kv_heads": plan.heads}
+    def __init__(self, plan: SpeedPlan, corpus: Corpus, context: int, attention: str, device: torch.device):
         of_model, self.backend, fused = ATTENTIONS[attention]
-        options = {"qk_norm": True, "attention": of_model, "fused_prologue": fused}
-        config = LlamaConfig(VOCABULARY, context=cell.context, **shape, **options)
+        shape = {"context": context, "layers": plan.layers, "width": plan.width, "heads": plan.heads}
+        config = LlamaConfig(VOCABULARY, **shape, qk_norm=True, attention=of_model, fused_prologue=fused)
         settings = PretrainSettings(
             steps=plan.warmup + plan.steps,
-            batch_size=plan.tokens_per_device * group.count // cell.context,
-            micro_batch_size=min(plan.tokens_per_pass, plan.tokens_per_device) // cell.context,
-            autocast=group.device.type == "cuda",
+            batch_size=plan.tokens_per_device // context,
+            micro_batch_size=plan.tokens_per_pass // context,
+            autocast=device.type == "cuda",
         )
-        self.training = SpeedTraining(cell.corpus, config, settings, group, cell.parallel)
+        self.training = Pretraining(corpus, config, settings, device)
         nodes: set[str] = set()
         self.nodes, self.times = nodes, []  # the hook must not hold the model that holds it
         attentions = [block.attention for block in self.training.model.blocks]
         for module in attentions:
-            module.before = before_attention_on(group.device)
+            module.before = before_attention_on(device)
             if attention == "flash_attention_4":
                 module.core.forward = _flash_attention_4
         attentions[0].core.register_forward_hook(lambda module, inputs, output: nodes.add(_node(output)))
@@ -241,51 +152,39 @@ def _node(output: Tensor) -> str:
     return node.name()
 
 
-def _rows(cell: Cell, attentions: Sequence[str]) -> list[Row]:
-    """Measure every attention, with models that take one step each in turn."""
-    models = {name: Model(cell, name) for name in attentions}
-    for order in orders(len(attentions), cell.plan.steps):
-        for place in order:
-            models[attentions[place]].step()
-    protocol = "paired" if len(attentions) > 1 else "alone"
-    return [_row(cell, name, model, protocol) for name, model in models.items()]
-
-
-def _row(cell: Cell, attention: str, model: Model, protocol: str) -> Row:
-    (node,) = model.nodes
-    fastest, *_, slowest = statistics.quantiles(model.times, n=5, method="inclusive")
-    median, tokens_per_step = statistics.median(model.times), model.training.tokens_per_step
-    parameters = sum(x.numel() for x in model.training.model.parameters())
-    return (
-        {"attention": attention, "autograd_node": node, "devices": cell.group.count, "parallel": cell.parallel}
-        | {"context": cell.context, "tokens_per_step": tokens_per_step, "parameters": parameters}
-        | {"protocol": protocol}
-        | {"ms_median": round(median, 2), "ms_p20": round(fastest, 2), "ms_p80": round(slowest, 2)}
-        | {"tokens_per_second": round(1e3 * tokens_per_step / median)}
-    )
+def speed_rows(plan: SpeedPlan, corpus: Corpus, context: int, device: torch.device) -> list[Row]:
+    """Measure every attention that can be timed here, with models that take one step each in turn."""
+    here = [name for name in ATTENTIONS if why_missing(name, device) is None]
+    models = {name: Model(plan, corpus, context, name, device) for name in here}
+    for name in in_turn(here, plan.steps):
+        models[name].step()
+    rows = []
+    for name, model in models.items():
+        (node,) = model.nodes
+        tokens, times = model.training.tokens_per_step, time_columns(model.times)
+        row = {"attention": name, "autograd_node": node, "devices": 1, "parallel": "none", "context": context}
+        row |= {"tokens_per_step": tokens, "parameters": sum(x.numel() for x in model.training.model.parameters())}
+        row |= {"protocol": protocol_of(here)} | times
+        rows.append(row | {"tokens_per_second": round(1e3 * tokens / times["ms_median"])})
+    return rows
 
 
 def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return header and lines: what ran, its time and rate, and its rate over exact attention's and one device's.
-
-    A cell is empty where there is no row to compare with; a column with nothing to compare is left out.
-    """
+    """Return header and lines: what ran, its time and rate, and its rate over those of exact attention."""
     record = Record({}, list(rows))
-    compared = {f"against {NAMES[name]}": {"attention": name} for name in EXACT}
-    compared["against one device"] = {"devices": 1, "parallel": "none"}
-    compared = {title: other for title, other in compared.items() if 0 < len(record.select(**other)) < len(rows)}
-    attentions = list(ATTENTIONS)
+    compared = [name for name in EXACT if record.select(attention=name)]
     lines = []
-    for row in sorted(rows, key=lambda row: (*(row[name] for name in WAY), attentions.index(row["attention"]))):
-        ratios = (relative_rate(record, row, **other) for other in compared.values())
-        cells = (_attention_name(row), row["ms_median"], f"{row['tokens_per_second']:,}")
-        lines.append((*(row[name] for name in WAY), *cells, *("" if x is None else f"{x:.2f}" for x in ratios)))
-    return ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", *compared), lines
+    for row in sorted(rows, key=lambda row: (row["context"], list(ATTENTIONS).index(row["attention"]))):
+        ratios = (relative_rate(record, row, name) for name in compared)
+        cells = row["context"], row["devices"], row["parallel"], _attention_name(row), row["ms_median"]
+        lines.append((*cells, f"{row['tokens_per_second']:,}", *("" if x is None else f"{x:.2f}" for x in ratios)))
+    against = (f"against {NAMES[name]}" for name in compared)
+    return ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", *against), lines
 
 
-def relative_rate(record: Record, row: Row, **other: Any) -> float | None:
-    """Return tokens per second over those of the row that differs in `other` alone; None if there is none."""
-    found = record.select(**{name: row[name] for name in ("attention", *WAY)} | other)
+def relative_rate(record: Record, row: Row, attention: str) -> float | None:
+    """Return tokens per second over those of a different attention at the same context; None if it wasn't timed."""
+    found = record.select(attention=attention, context=row["context"])
     return row["tokens_per_second"] / found[0]["tokens_per_second"] if found else None
 
 
@@ -297,27 +196,19 @@ def _attention_name(row: Row) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default = SpeedPlan()
-    parser.add_argument("--contexts", type=positive, nargs="+", default=default.contexts, metavar="N")
-    for name in ("layers", "width", "heads", "tokens_per_device", "warmup"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
-    parser.add_argument("--steps", type=positive, default=default.steps, help="timed, at least 2")
+    parser.add_argument("--warmup", type=positive, default=SpeedPlan.warmup, help="steps that are not timed")
+    parser.add_argument("--steps", type=positive, default=SpeedPlan.steps, help="timed, at least 2")
     add_device_option(parser)
 
 
 def pretrain_speed_command(options: argparse.Namespace) -> None:
-    names = ("layers", "width", "heads", "tokens_per_device", "warmup", "steps")
-    plan = SpeedPlan(tuple(options.contexts), **{name: getattr(options, name) for name in names})
-    path = options.json or Path("runs/pretrain_speed.json")
-    with processes(options.device) as group, only_writer(path) if group.is_first else nullcontext():
-        parts = FinishedParts(path, (plan, group.count, measured_by())) if group.is_first else None
-        for name in ATTENTIONS if group.is_first else ():
-            if reason := why_missing(name, group.device):
-                print(f"not timed: {NAMES[name]}, {reason}")
-        for name, rows in step_times(plan, group, agreed(parts and list(parts.parts), group)):
-            parts.keep(name, rows)
-        if group.is_first:
-            rows = [row for found in parts.parts.values() for row in found]
-            print(markdown_table(*speed_table(rows)))
-            write_record(options.json, rows, command=options.command, plan=asdict(plan))
-            parts.remove()
+    device = torch.device(options.device)
+    plan = replace(PLANS[device.type], warmup=options.warmup, steps=options.steps)
+    for name in ATTENTIONS:
+        if reason := why_missing(name, device):
+            print(f"not timed: {NAMES[name]}, {reason}")
+    tokens = torch.randint(VOCABULARY, (2**22,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    corpus = Corpus("random tokens", tokens, VOCABULARY)
+    rows = [row for context in plan.contexts for row in speed_rows(plan, corpus, context, device)]
+    print(markdown_table(*speed_table(rows)))
+    write_record(options.json, rows, command=options.command, plan=asdict(plan))
