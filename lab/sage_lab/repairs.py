@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_ref.checks import check_choice, check_switches, is_number, shown
+from sage_ref.checks import check_choice
 from sage_ref.quantization import block_max, fake_quantize, spread
 from sage_ref.sagebwd.settings import UNBIASED_SETTINGS, SageBwdSettings
 from sage_ref.sagebwd.whole import unvisited_to_zero, visited
@@ -39,7 +39,6 @@ class RepairedSettings(SageBwdSettings):
     two_terms: share of the tiles of dS, those with the largest entries first, that get a second term.
     rotate: dS times a Hadamard matrix, along the keys of each tile for dQ, along its queries for dK. block_q and
         block_kv must then be powers of two.
-    TypeError or ValueError name the setting that doesn't fit.
     """
 
     matching_delta: bool = False
@@ -51,10 +50,6 @@ class RepairedSettings(SageBwdSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        switches = ("matching_delta", "rounded_sum", "token_scales", "key_mean", "rotate")
-        check_switches(**{name: getattr(self, name) for name in switches})
-        if not is_number(self.two_terms) or not 0 <= self.two_terms <= 1:
-            raise ValueError(f"two_terms: expected a share of the tiles, from 0 to 1, got {shown(self.two_terms)}")
         for name in ("block_q", "block_kv"):
             block = getattr(self, name)
             if self.rotate and block & (block - 1):

@@ -16,7 +16,6 @@ from sage_lab.command_line import (
 from sage_lab.records import provenance, write_record
 from sage_lab.training.capture import Capture, attention_tensors, write_capture
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
-from sage_ref.tracing import rms
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +52,4 @@ def capture_command(options: argparse.Namespace) -> None:
     }
     write_capture(options.out, Capture(provenance(options.command) | facts, layers))
     print(f"layers {', '.join(map(str, layers))} of a sequence with loss {loss:.3f}: {options.out}")
-    sizes = [
-        {"layer": number, "tensor": name, "shape": list(x.shape), "rms": rms(x)}
-        for number, tensors in layers.items()
-        for name, x in tensors.items()
-    ]
-    write_record(options.json, sizes, command=options.command, **facts)
+    write_record(options.json, [{"loss": loss}], command=options.command, **facts)

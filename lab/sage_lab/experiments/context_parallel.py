@@ -7,13 +7,10 @@ takes as long as its slowest process, from a common start until its device is do
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -21,11 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_lab.command_line import add_device_option, percentage, positive, positive_number
-from sage_lab.experiments.turns import orders
-from sage_lab.plan import FinishedParts
-from sage_lab.records import Record, Row, markdown_table, measured_by, only_writer, write_record
-from sage_lab.training.processes import Processes, agreed, processes
+from sage_lab.command_line import add_device_option, positive_number
+from sage_lab.experiments.turns import orders, synchronized_time, time_columns
+from sage_lab.records import Record, Row, markdown_table, write_record
+from sage_lab.training.processes import Processes, processes
 from sage_ref.parallel import ParallelSLA2, parallel_sagebwd_attention, ulysses
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sla2 import SLA2
@@ -39,29 +35,28 @@ ATTENTIONS = {
 }
 TENSORS = ("O", "dQ", "dK", "dV")
 MEMORY_SHARE = 0.9  # of a device that a pass may need, by what a shorter one needed
-BLOCK = 128  # tokens that share a scale: shards of whole ones, which the ring quantises as one device does
 # Bytes grow no faster than this power of N: SLA2's block mask has an entry per 128 queries and 64 keys.
 GROWTH = {"exact": 1, "sagebwd": 1, "sagebwd_ring": 1, "sla2": 2}
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The passes to time. longest: leave out a pass that would take more seconds, as a shorter sequence predicts."""
+    """The passes to time.
+
+    lengths: the shortest first. Shards are whole blocks of 128 tokens, which the ring quantises as one device does.
+    longest: leave out a pass that would take more seconds, as a shorter sequence predicts.
+    """
 
     lengths: tuple[int, ...] = (2**17, 2**18, 2**19, 2**20)
-    attentions: tuple[str, ...] = tuple(ATTENTIONS)
     heads: int = 16
     head_dim: int = 128
-    causal: bool = False
     sparsity: float = 0.97
     repetitions: int = 3
     longest: float = 25.0
 
-    def __post_init__(self):
-        if list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"lengths: expected different ones, the shortest first, got {self.lengths}")
-        if self.causal and "sla2" in self.attentions:
-            raise ValueError("attentions: expected none that isn't causal with --causal, got sla2")
+
+# The second is too small to show anything, large enough to try the program.
+PLANS = {"cuda": ParallelPlan(), "cpu": ParallelPlan((256, 512), heads=2, head_dim=16, repetitions=2)}
 
 
 class Members(NamedTuple):
@@ -87,50 +82,28 @@ def groups_of_each_size(world: Processes) -> list[Members]:
     ]
 
 
-class Measured(NamedTuple):
-    n: int
-    rows: list[Row]
-    left_out: list[str]  # which passes, and why
+def why_left_out(one: Pass, n: int, plan: ParallelPlan, memory: int | None, rows: Sequence[Row]) -> str | None:
+    """Return the reason to leave out a pass, None if it is measured.
 
-
-def measured(plan: ParallelPlan, world: Processes, done: Mapping[str, list[Row]]) -> Iterator[Measured]:
-    """Measure one length after the other, in every process. done: the rows of lengths that were measured before."""
-    groups, rows = groups_of_each_size(world), [row for found in done.values() for row in found]
-    for n in plan.lengths:
-        if str(n) in done:
-            continue
-        passes = [Pass(name, members) for name in plan.attentions for members in groups]
-        reasons = {one: why_left_out(one, n, plan, world, rows) for one in passes}
-        left = [one for one, reason in reasons.items() if reason is None]
-        found = _rows(left, n, plan, world, is_first=not rows) if left else []
-        rows += found
-        names = {one: f"{ATTENTIONS[one.attention]} on {one.members.size} device(s)" for one in passes}
-        yield Measured(n, found, [f"{names[one]}: {reason}" for one, reason in reasons.items() if reason])
-
-
-def why_left_out(one: Pass, n: int, plan: ParallelPlan, world: Processes, rows: Sequence[Row]) -> str | None:
-    """Return the reason to leave out a pass, None if it is measured. rows: of shorter sequences."""
+    memory: bytes of a device. rows: of shorter sequences.
+    """
     size = one.members.size
     if size > 1 and one.attention != "sagebwd_ring" and plan.heads % size:
         return f"{size} devices don't divide {plan.heads} heads"
     if one.attention == "sagebwd_ring" and size == 1:
         return "one device needs no ring"
     shorter = [row for row in rows if row["attention"] == one.attention and row["devices"] == size]
-    if rows and not shorter:
-        return "a shorter one was left out"
     if not shorter:
-        return None
+        return "a shorter one was left out" if rows else None
     ratio = n / shorter[-1]["n"]
     if shorter[-1]["ms_median"] * ratio**2 > 1e3 * plan.longest:
         return f"a pass would take more than {plan.longest:g} s"
-    if world.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(world.device).total_memory
-        if shorter[-1]["peak_bytes"] * ratio ** GROWTH[one.attention] > MEMORY_SHARE * memory:
-            return "it would need more memory than a device has"
+    if memory and shorter[-1]["peak_bytes"] * ratio ** GROWTH[one.attention] > MEMORY_SHARE * memory:
+        return "it would need more memory than a device has"
     return None
 
 
-def _rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, *, is_first: bool) -> list[Row]:
+def length_rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, *, is_first: bool) -> list[Row]:
     """Run everything once to compile programs, then time it. is_first: compare the results with one device's."""
     errors: dict[Pass, Row] = {one: {} for one in passes}
     alone: dict[str, tuple[Tensor, ...]] = {}
@@ -145,7 +118,7 @@ def _rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, 
     times: dict[Pass, list[float]] = {one: [] for one in passes}
     peaks: dict[Pass, float] = {}
     for repetition, order in enumerate(orders(len(passes), plan.repetitions)):
-        if repetition and sum(map(statistics.median, times.values())) > 1e3 * plan.longest:
+        if repetition and sum(map(median, times.values())) > 1e3 * plan.longest:
             break  # one repetition has taken long enough
         for one in (passes[place] for place in order):
             ms, peaks[one] = run_pass(one, n, plan, world)[:2]  # its tensors must be gone before the next
@@ -163,15 +136,18 @@ def run_pass(one: Pass, n: int, plan: ParallelPlan, world: Processes) -> tuple[f
         torch.cuda.synchronize()
     if world.count > 1:
         dist.barrier()
-    started = time.perf_counter()
+    started = synchronized_time(world.device)
     tensors = forward_and_backward(attention, *inputs)
-    if on_gpu:
-        torch.cuda.synchronize()
-    facts = [1e3 * (time.perf_counter() - started), torch.cuda.max_memory_allocated() if on_gpu else 0]
+    ms = 1e3 * (synchronized_time(world.device) - started)
+    return *largest_of([ms, torch.cuda.max_memory_allocated() if on_gpu else 0], world), tensors
+
+
+def largest_of(facts: Sequence[float], world: Processes) -> list[float]:
+    """Return the largest of each fact over all processes."""
     largest = torch.tensor(facts, dtype=torch.float64, device=world.device)
     if world.count > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return *largest.tolist(), tensors
+    return largest.tolist()
 
 
 def inputs_of(members: Members, n: int, plan: ParallelPlan, world: Processes) -> tuple[Tensor, ...]:
@@ -193,16 +169,15 @@ def attention_of(one: Pass, plan: ParallelPlan, world: Processes) -> Callable[[T
     """Return one device's attention where the group is one process, else its parallel form."""
     name, group, is_alone = one.attention, one.members.group, one.members.size == 1
     if name == "exact":
-        exact = partial(F.scaled_dot_product_attention, is_causal=plan.causal)
+        exact = F.scaled_dot_product_attention
         return exact if is_alone else partial(ulysses, exact, group=group)
     if name == "sla2":
-        options = {"sparsity": plan.sparsity}
         module = SLA2 if is_alone else partial(ParallelSLA2, group=group)
-        return module(plan.head_dim, plan.heads, **options).to(world.device)
+        return module(plan.head_dim, plan.heads, sparsity=plan.sparsity).to(world.device)
     if is_alone:
-        return partial(sagebwd_attention, is_causal=plan.causal)
+        return sagebwd_attention
     method = "ring" if name == "sagebwd_ring" else "ulysses"
-    return partial(parallel_sagebwd_attention, is_causal=plan.causal, method=method, group=group)
+    return partial(parallel_sagebwd_attention, method=method, group=group)
 
 
 def forward_and_backward(
@@ -220,20 +195,16 @@ def compared(tensors: Sequence[Tensor], alone: Sequence[Tensor], members: Member
     mine = [x.chunk(members.size, 2)[members.rank].to(world.device) for x in alone]
     facts = [float(relative_l2(x, y)) for x, y in zip(tensors, mine, strict=True)]
     facts.append(float(any(not x.equal(y) for x, y in zip(tensors, mine, strict=True))))
-    largest = torch.tensor(facts, dtype=torch.float64, device=world.device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    *errors, differ = largest.tolist()
+    *errors, differ = largest_of(facts, world)
     return {f"rel_l2_{name}": error for name, error in zip(TENSORS, errors, strict=True)} | {"same_bits": not differ}
 
 
 def _row(one: Pass, n: int, plan: ParallelPlan, times: Sequence[float], peak: float) -> Row:
-    quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
     return (
         {"attention": one.attention, "devices": one.members.size, "n": n, "batch": 1, "heads": plan.heads}
-        | {"head_dim": plan.head_dim, "causal": plan.causal, "direction": "fwd+bwd", "protocol": "paired"}
+        | {"head_dim": plan.head_dim, "causal": False, "direction": "fwd+bwd", "protocol": "paired"}
         | {"sparsity": plan.sparsity if one.attention == "sla2" else None, "repetitions": len(times)}
-        | {"ms_median": round(statistics.median(times), 3)}
-        | {"ms_p20": round(quantiles[0], 3), "ms_p80": round(quantiles[3], 3)}
+        | time_columns(times, digits=3)
         | {"peak_bytes": int(peak)}
     )
 
@@ -261,43 +232,30 @@ def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, .
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default = ParallelPlan()
-    parser.add_argument("--lengths", type=positive, nargs="+", default=default.lengths, metavar="N")
-    parser.add_argument("--attentions", nargs="+", choices=tuple(ATTENTIONS), default=default.attentions)
-    for name in ("heads", "head_dim", "repetitions"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
-    parser.add_argument("--causal", action="store_true", help="without sla2")
-    parser.add_argument("--sparsity", type=percentage, default=100 * default.sparsity, help="of SLA2, in percent")
-    parser.add_argument(
-        "--longest", type=positive_number, default=default.longest, help="leave out passes of more seconds"
-    )
+    words = "leave out passes of more seconds"
+    parser.add_argument("--longest", type=positive_number, default=ParallelPlan.longest, help=words)
     add_device_option(parser)
 
 
 def context_parallel_command(options: argparse.Namespace) -> None:
-    names = ("heads", "head_dim", "causal", "repetitions", "longest")
-    plan = ParallelPlan(
-        tuple(options.lengths), tuple(dict.fromkeys(options.attentions)),
-        sparsity=options.sparsity / 100, **{name: getattr(options, name) for name in names},
-    )  # fmt: skip
-    path = options.json or Path("runs/context_parallel.json")
-    with processes(options.device) as world, only_writer(path) if world.is_first else nullcontext():
-        for n in plan.lengths:
-            if n % (world.count * BLOCK):
-                raise ValueError(f"lengths: expected multiples of {BLOCK} tokens for each of {world.count}, got {n}")
-        on_gpu = world.device.type == "cuda"
-        memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None
-        parts = FinishedParts(path, (plan, world.count, measured_by())) if world.is_first else None
+    device = torch.device(options.device)
+    plan = replace(PLANS[device.type], longest=options.longest)
+    with processes(options.device) as world:
+        memory = torch.cuda.get_device_properties(world.device).total_memory if device.type == "cuda" else None
         launcher = f"torchrun --standalone --nproc-per-node {world.count} -m" if world.count > 1 else "python -m"
         command = options.command.replace("python -m", launcher)
-        for found in measured(plan, world, agreed(parts and parts.parts, world)):
+        facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
+        groups, rows = groups_of_each_size(world), []
+        for n in plan.lengths:
+            passes = [Pass(name, members) for name in ATTENTIONS for members in groups]
+            reasons = {one: why_left_out(one, n, plan, memory, rows) for one in passes}
+            left = [one for one, reason in reasons.items() if reason is None]
+            rows += length_rows(left, n, plan, world, is_first=not rows) if left else []
             if world.is_first:
-                parts.keep(str(found.n), found.rows)
-                outcome = f"N = {found.n:,}: {len(found.rows)} passes measured"
-                print(outcome, *found.left_out, sep="\n  not ", flush=True)
+                print(f"N = {n:,}: {len(left)} passes measured", flush=True)
+                for one, reason in reasons.items():
+                    if reason:
+                        print(f"  not {ATTENTIONS[one.attention]} on {one.members.size} device(s): {reason}")
+                write_record(options.json, rows, command=command, **facts)
         if world.is_first:
-            rows = [row for found in parts.parts.values() for row in found]
             print(markdown_table(*scaling_table(rows, memory)))
-            facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
-            write_record(options.json, rows, command=command, **facts)
-            parts.remove()

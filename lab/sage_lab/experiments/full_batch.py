@@ -142,7 +142,7 @@ class FullBatchPlan:
     def config(self, run: FullBatchRun, vocabulary: int) -> LlamaConfig:
         shape = {name: getattr(self, name) for name in ("context", "layers", "width", "heads")}
         choice = {"backend": "reference", "fused_prologue": False, "qk_norm": run.qk_norm} | ARMS[run.arm].changes
-        return LlamaConfig(vocabulary, **shape, kv_heads=self.heads, **choice)
+        return LlamaConfig(vocabulary, **shape, **choice)
 
     def settings(self, run: FullBatchRun, compile: bool) -> FullBatchSettings:
         return FullBatchSettings(

@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,8 +27,8 @@ from tqdm import tqdm
 
 from sage_lab.command_line import add_corpus_option, add_device_option, corpus_of, input_path, positive
 from sage_lab.models.llama import Llama
-from sage_lab.plan import FinishedParts
-from sage_lab.records import Row, markdown_table, only_writer, write_record
+from sage_lab.plan import Plan, Run, opened
+from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus
@@ -79,13 +78,8 @@ class NoiseSettings:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("batches", "sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.folds < 3 or self.batches % self.folds or self.batches == self.folds:
-            raise ValueError(f"folds: expected at least 3, and a proper divisor of {self.batches}, got {self.folds}")
-        if unknown := set(self.variants) - set(KNOWN_VARIANTS):
-            raise ValueError(f"variants: expected names of {list(KNOWN_VARIANTS)}, got {sorted(unknown)}")
+        if self.batches % self.folds or self.batches == self.folds:
+            raise ValueError(f"batches: expected twice {self.folds}, or more times, got {self.batches}")
 
 
 class Moments(NamedTuple):
@@ -107,7 +101,7 @@ class Accumulator:
     def add(self, batch: int, vector: Tensor) -> None:
         fold = batch % self.folds
         self.sums[fold] = vector.clone() if self.sums[fold] is None else self.sums[fold].add_(vector)
-        self.squares += vector.square().sum(dtype=torch.float64).item()
+        self.squares += vector.double().square().sum().item()
 
     def moments(self) -> Moments:
         """Estimate |m|^2 by the mean product of the means of two different folds: their noise is independent.
@@ -266,21 +260,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_option(parser)
     parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
     parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")
-    parser.add_argument("--folds", type=positive, default=default.folds, help="independent parts of the batches")
     parser.add_argument("--variants", nargs="+", choices=KNOWN_VARIANTS, default=default.variants, metavar="NAME")
     add_device_option(parser)
 
 
+@dataclass(frozen=True)
+class NoiseRun(Run):
+    """A checkpoint. sha256: of its file."""
+
+    checkpoint: str
+    sha256: str
+
+
 def noise_command(options: argparse.Namespace) -> None:
-    settings = NoiseSettings(options.batches, options.sequences, options.folds, tuple(options.variants))
+    settings = NoiseSettings(options.batches, options.sequences, variants=tuple(options.variants))
     corpus = corpus_of(options)
-    parts = FinishedParts(options.json or Path("runs/noise.json"), (options.checkpoints, settings, options.device))
-    with only_writer(parts.path):
-        rows = []
-        for path in options.checkpoints:
-            name = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()} {corpus.sha256}"
-            rows += parts.rows(name, partial(checkpoint_rows, path, corpus, settings, options.device))
-    print(noise_table(rows))
-    facts = {"corpus": corpus.facts, "settings": asdict(settings)}
-    write_record(options.json, rows, command=options.command, **facts)
-    parts.remove()
+    runs = [NoiseRun(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in options.checkpoints]
+    with opened(Plan("noise", [runs]), Path("runs"), (settings, corpus.sha256, options.device)) as work:
+        work.finish(lambda run, _: checkpoint_rows(Path(run.checkpoint), corpus, settings, options.device))
+        print(noise_table(work.rows))
+        facts = {"corpus": corpus.facts, "settings": asdict(settings)}
+        write_record(options.json, work.rows, command=options.command, **facts)
+        work.parts.remove()

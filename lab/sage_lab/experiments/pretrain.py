@@ -19,27 +19,29 @@ from sage_lab.experiments.table2 import with_paper
 from sage_lab.models.llama import ATTENTIONS, LlamaConfig
 from sage_lab.records import write_record
 from sage_lab.repairs import REMEDIES
+from sage_lab.training.corpus import BYTES
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings, result_row
 from sage_ref.checks import BACKENDS
-from sage_ref.quantization import ROUNDINGS
 from sage_ref.sagebwd.settings import GRANULARITIES
+
+SHAPE = ("context", "layers", "width", "heads")
+ATTENTION = ("attention", "backend", "qk_norm", "smooth_k", "smooth_q", "granularity", "remedy")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()}
+    default, on_gpu = LlamaConfig(BYTES), torch.cuda.is_available()
     add_corpus_option(parser)
-    for name in ("context", "layers", "width", "heads", "kv_heads"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default[name])
-    parser.add_argument("--attention", choices=ATTENTIONS, default="exact")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=positive, default=getattr(default, name))
+    parser.add_argument("--attention", choices=ATTENTIONS, default=default.attention)
+    parser.add_argument("--backend", choices=BACKENDS, default=default.backend)
     parser.add_argument("--qk-norm", action="store_true", help="normalise queries and keys")
     parser.add_argument("--smooth-k", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--smooth-q", action=argparse.BooleanOptionalAction, default=False, help="reference only")
-    parser.add_argument("--granularity", choices=GRANULARITIES, default=default["granularity"], help="of P and dS")
-    parser.add_argument("--ds-rounding", choices=ROUNDINGS, default=default["ds_rounding"], help="reference only")
-    parser.add_argument("--remedy", choices=REMEDIES, default=default["remedy"], help="for dS, see `repair`")
-    blocks = default["block_q"], default["block_kv"]
+    parser.add_argument("--smooth-q", action="store_true", help="reference only")
+    parser.add_argument("--granularity", choices=GRANULARITIES, default=default.granularity, help="of P and dS")
+    parser.add_argument("--remedy", choices=REMEDIES, default=default.remedy, help="for dS, see `repair`")
+    blocks = default.block_q, default.block_kv
     parser.add_argument("--blocks", type=tile_size, default=blocks, metavar="BQxBKV", help="reference only")
     parser.add_argument("--tokens", type=positive, default=2**20, help="of the whole run")
     parser.add_argument("--tokens-per-step", type=positive, default=2**13)
@@ -51,13 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reports", type=positive, default=20, help="validation losses and checkpoints of a run")
     parser.add_argument("--snapshots", type=positive, nargs="+", default=(), metavar="STEP", help="checkpoints to keep")
     parser.add_argument("--trace", action="store_true", help="measure every layer's INT8 error at every report")
-    on_gpu = torch.cuda.is_available()
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=on_gpu, help="bfloat16 matmuls")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile")
     add_device_option(parser)
-    parser.add_argument(
-        "--checkpoint", type=output_file, default="runs/pretrain.pt", metavar="FILE", help="and FILE.jsonl"
-    )
+    parser.add_argument("--checkpoint", type=output_file, default="runs/pretrain.pt", metavar="FILE")
 
 
 def pretrain_command(options: argparse.Namespace) -> None:
@@ -67,13 +65,9 @@ def pretrain_command(options: argparse.Namespace) -> None:
     steps = options.tokens // options.tokens_per_step
     if max(options.snapshots, default=0) > steps:
         raise ValueError(f"snapshots: expected steps of the run, 1 to {steps}, got {list(options.snapshots)}")
-    corpus = corpus_of(options)
-    shape = {name: getattr(options, name) for name in ("context", "layers", "width", "heads", "kv_heads")}
-    choice = {name: getattr(options, name) for name in ("attention", "backend", "qk_norm", "smooth_k", "smooth_q")}
-    block_q, block_kv = options.blocks
-    rounding = {"granularity": options.granularity, "ds_rounding": options.ds_rounding}
-    rounding |= {"block_q": block_q, "block_kv": block_kv, "remedy": options.remedy}
-    config = LlamaConfig(corpus.vocab_size, **shape, **choice, **rounding)
+    corpus, (block_q, block_kv) = corpus_of(options), options.blocks
+    chosen = {name: getattr(options, name) for name in (*SHAPE, *ATTENTION)}
+    config = LlamaConfig(corpus.vocab_size, **chosen, block_q=block_q, block_kv=block_kv)
     settings = PretrainSettings(
         steps=steps,
         batch_size=options.tokens_per_step // options.context,
@@ -84,15 +78,11 @@ def pretrain_command(options: argparse.Namespace) -> None:
         micro_batch_size=options.micro_batch,
         validation_sequences=options.validation_sequences,
         autocast=options.autocast,
-        compile=options.compile,
     )
     training = Pretraining(corpus, config, settings, options.device, trace=options.trace)
-    log = options.checkpoint.with_suffix(".jsonl")
-    train(training, options.checkpoint, log, options.snapshots)
+    train(training, options.checkpoint, options.snapshots)
     row = result_row(training)
-    outcome = (
-        f"validation loss {row['final_val_loss']:.4f}" if not training.diverged else f"diverged: {training.diverged}"
-    )
-    print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}; {log}")
+    outcome = f"diverged: {row['diverged']}" if row["diverged"] else f"validation loss {row['final_val_loss']:.4f}"
+    print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}")
     facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
     write_record(options.json, [row], command=options.command, **facts)

@@ -208,8 +208,8 @@ def train_in_a_process(plan: GridPlan, cell: Cell, device: int | None, folder: P
     result = result_file(folder, cell)
     largest = plan.reference_micro_batch if cell.backend == "reference" else plan.micro_batch
     named = {name: getattr(plan, name) for name in ("tokens", "context", "layers", "width", "heads", "warmup")}
-    named |= {"kv-heads": plan.heads, "validation-sequences": plan.validation_sequences}
-    named |= {"corpus": corpus_file(folder), "micro-batch": min(largest, cell.tokens_per_step // plan.context)}
+    named |= {"validation-sequences": plan.validation_sequences, "corpus": corpus_file(folder)}
+    named |= {"micro-batch": min(largest, cell.tokens_per_step // plan.context)}
     named |= {"device": "cpu" if device is None else "cuda", "checkpoint": result.with_suffix(".pt"), "json": result}
     steps = plan.tokens // cell.tokens_per_step
     command = [sys.executable, "-m", "sage_lab", "pretrain", *cell.arguments]

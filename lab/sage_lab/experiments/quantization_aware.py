@@ -23,7 +23,6 @@ from sage_lab.records import RECORDED, Row, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.fit import fit_with_adam
 from sage_ref.attention import attention_forward
-from sage_ref.checks import check_choice, check_count
 from sage_ref.sla2 import SLA2, sparse_linear_attention
 from sage_ref.tracing import relative_l2
 
@@ -46,11 +45,6 @@ class TuningSettings:
     learning_rate: float = 1e-3
     alpha_learning_rate: float = 0.02
     value_outlier: float = 1.0
-
-    def __post_init__(self):
-        check_count("steps", self.steps)
-        if not self.value_outlier > 0:
-            raise ValueError(f"value_outlier: expected a positive number, got {self.value_outlier}")
 
 
 class MappedSLA2(nn.Module):
@@ -87,7 +81,6 @@ class MappedSLA2(nn.Module):
 
 def fine_tune(query: Tensor, key: Tensor, value: Tensor, way: str, settings: TuningSettings, seed: int) -> MappedSLA2:
     """Train the layer on Q, K, V [B, H, N, D], float32. seed: decides which blocks of queries each step reads."""
-    check_choice("way", way, WAYS)
     heads, n, head_dim = query.shape[1:]
     exact = attention_forward(query, key, value).output
     layer = MappedSLA2(head_dim, heads, settings)

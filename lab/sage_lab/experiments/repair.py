@@ -21,7 +21,7 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor
 
-from sage_lab.command_line import from_zero, input_path, positive
+from sage_lab.command_line import input_path, positive
 from sage_lab.experiments.repair_cost import cost
 from sage_lab.experiments.table2 import CAPTURES
 from sage_lab.plan import Plan, Run, opened
@@ -40,6 +40,7 @@ OF_EXACT = ("none", "matching delta", "wide O")  # the remedies that change some
 MEASURED = ("delta", "dP", "dS", "O", "dQ", "dK", "dV")
 AVERAGED = ("dQ", "dK")
 CAPTURE, HARD = "capture", "hard case"
+SEED = 0
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # Q, K, V, dO, each [B, H, N, D]
 
 
@@ -65,32 +66,32 @@ HARD_CASES: dict[str, Callable[..., Inputs]] = {
 }
 
 
-def hard_case(name: str, tokens: int, head_dim: int, seed: int) -> Inputs:
-    """Draw a hard case with two heads."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(1, 2, tokens, head_dim, generator=generator) for _ in TENSORS]
+def hard_case(name: str, tokens: int) -> Inputs:
+    """Draw a hard case with two heads of 64 features."""
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = [torch.randn(1, 2, tokens, 64, generator=generator) for _ in TENSORS]
     return tuple(x.bfloat16() for x in HARD_CASES[name](*drawn, generator))
 
 
-def errors(inputs: Inputs, exact: dict[str, Tensor], settings: RepairedSettings, draws: int, seed: int) -> Row:
+def errors(inputs: Inputs, exact: dict[str, Tensor], settings: RepairedSettings, draws: int) -> Row:
     """Measure one pass, and the mean of `draws` passes, which differs only where rounding is stochastic."""
     q, k, v, do = (x.double() for x in inputs)
     is_random = "stochastic" in (settings.p_rounding, settings.ds_rounding)
-    settings = replace(settings, generator=torch.Generator().manual_seed(seed)) if is_random else settings
+    settings = replace(settings, generator=torch.Generator().manual_seed(SEED)) if is_random else settings
     found = [sagebwd_intermediates(q, k, v, do, settings) for _ in range(draws if is_random else 1)]
     row = {name: relative_l2(found[0][name], exact[name]) for name in MEASURED}
     means = {name: torch.stack([x[name] for x in found]).mean(0) for name in AVERAGED}
     return row | {f"repeated_{name}": relative_l2(x, exact[name]) for name, x in means.items()}
 
 
-def case_rows(inputs: Inputs, draws: int, seed: int) -> Iterator[Row]:
+def case_rows(inputs: Inputs, draws: int) -> Iterator[Row]:
     """Measure a row per base and remedy."""
     exact = exact_intermediates(*inputs, BASES["exact"])
     for base, base_settings in BASES.items():
         for remedy in OF_EXACT if base == "exact" else REMEDIES:
             settings = with_remedy(base_settings, remedy)
             row = {"base": base, "remedy": remedy} | scales_in_a_record(settings)
-            yield row | errors(inputs, exact, settings, draws, seed)
+            yield row | errors(inputs, exact, settings, draws)
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = "of `capture`; default: the recorded ones"
     parser.add_argument("--capture", type=input_path, nargs="+", metavar="FILE", help=words)
     parser.add_argument("--tokens", type=positive, default=512, help="of a hard case")
-    parser.add_argument("--head-dim", type=positive, default=64, help="of a hard case")
     parser.add_argument("--draws", type=positive, default=16, help="passes that an error is averaged over")
-    parser.add_argument("--seed", type=from_zero, default=0)
 
 
 def repair_command(options: argparse.Namespace) -> None:
@@ -158,16 +157,16 @@ def repair_command(options: argparse.Namespace) -> None:
         if run.source == CAPTURE:
             inputs = tuple(captures[run.case].layers[run.layer][name] for name in TENSORS)
         else:
-            inputs = hard_case(run.case, options.tokens, options.head_dim, options.seed)
-        return [run.facts | row for row in case_rows(inputs, options.draws, options.seed)]
+            inputs = hard_case(run.case, options.tokens)
+        return [run.facts | row for row in case_rows(inputs, options.draws)]
 
-    arguments = (paths, options.tokens, options.head_dim, options.draws, options.seed)
+    arguments = (paths, options.tokens, options.draws)
     with opened(Plan("repair", [runs]), Path("runs"), arguments) as work:
         work.finish(measure)
         costs = cost_rows(head_dim=128)
         print("Errors divided by those without a remedy; costs are counted, for a head of 128.\n")
         print(markdown_table(*repair_table(work.rows, costs)))
-        facts = {"captures": [path.name for path in paths], "seed": options.seed, "draws": options.draws}
+        facts = {"captures": [path.name for path in paths], "seed": SEED, "draws": options.draws}
         facts |= {"cost": costs, "head_dim_of_cost": 128}
         write_record(options.json, work.rows, command=options.command, **facts)
         work.parts.remove()

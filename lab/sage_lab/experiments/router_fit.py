@@ -24,21 +24,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_lab.command_line import add_device_option, input_path, number_from_zero, percentage, positive
+from sage_lab.command_line import add_device_option, number_from_zero, percentage, positive
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, markdown_table, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.fit import fit_with_adam
 from sage_lab.training.video_like import VideoLike, video_like
 from sage_ref.attention import attention_forward, softmax_scale
-from sage_ref.checks import check_choice
 from sage_ref.sla2 import (
     PRINTED,
     SLA,
     SLA2,
     BlockSettings,
     Relaxation,
-    block_count,
     block_mass,
     heuristic_scores,
     into_blocks,
@@ -103,10 +101,8 @@ class FitSettings:
     seed: int = 0
 
     def __post_init__(self):
-        check_choice("reading", self.reading, tuple(READINGS))
-        for name, least in (("steps", 2), ("query_blocks", 1)):  # the first step and the last are reported
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        if self.steps < 2:  # the first step and the last are reported
+            raise ValueError(f"steps: expected at least 2, got {self.steps}")
 
     @property
     def blocks(self) -> BlockSettings:
@@ -143,8 +139,6 @@ def samples(query: Tensor, key: Tensor, value: Tensor, blocks: BlockSettings, de
 def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
     """Run stage 1 on samples of one layer."""
     count, heads, n, head_dim = fitted.query.shape
-    if n < settings.block_q:
-        raise ValueError(f"query: expected at least block_q={settings.block_q} tokens, got {n}")
     model = SLA2(
         head_dim, heads, sparsity=settings.sparsity, block_q=settings.block_q, block_kv=settings.block_kv,
         quantize=False, backend="reference",
@@ -357,26 +351,21 @@ class RouterRun(Run):
     seed: int
 
 
-def router_plan(
-    layers: Iterable[int],
-    sparsities: Sequence[float],
-    relaxations: Sequence[Relaxation],
-    readings: Sequence[str],
-    seeds: Sequence[int],
-) -> Plan:
+def router_runs(
+    layers: Iterable[int], sparsities: Iterable[float], relaxations: Iterable[Relaxation], readings: Iterable[str],
+    seeds: Iterable[int],
+) -> list[RouterRun]:  # fmt: skip
     """Return every fit, after the baselines of its layer and sparsity."""
-    runs = []
-    for layer, sparsity in itertools.product(layers, sparsities):
-        fits = itertools.product((x.name for x in relaxations), readings, seeds)
-        runs += [RouterRun(layer, sparsity, *fit) for fit in ((BASELINES, WEIGHTED, 0), *fits)]
-    return Plan("train_router", [runs])
+    names, runs = [x.name for x in relaxations], []
+    for place in itertools.product(layers, sparsities):
+        fits = itertools.product(names, readings, seeds)
+        runs += [RouterRun(*place, *fit) for fit in ((BASELINES, WEIGHTED, 0), *fits)]
+    return runs
 
 
 def split_samples(tensors: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return Q, K, V of all samples but the last, to fit on, and of the last, held out."""
     inputs = [tensors[name] for name in ("query", "key", "value")]
-    if len(inputs[0]) < 2:
-        raise ValueError(f"capture: expected 2 samples or more, one of them to hold out, got {len(inputs[0])}")
     return [x[:-1] for x in inputs], [x[-1:] for x in inputs]
 
 
@@ -411,58 +400,39 @@ def result_table(rows: Sequence[Row]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default = FitSettings()
     parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
     parser.add_argument("--seeds", type=positive, default=3, help="number of seeds")
-    parser.add_argument("--steps", type=positive, default=default.steps, help="of one fit, at least 2")
-    parser.add_argument("--block-q", type=positive, default=default.block_q, help="queries in a block")
-    parser.add_argument("--block-kv", type=positive, default=default.block_kv, help="keys in a block")
+    parser.add_argument("--steps", type=positive, default=FitSettings.steps, help="of one fit, at least 2")
     parser.add_argument("--study", action="store_true", help="try every stand-in for the hard mask, not just two")
     parser.add_argument("--readings", action="store_true", help="read a soft mask M as softmax(S * M), too")
-    parser.add_argument("--capture", type=input_path, metavar="FILE", help="default: the recorded one")
-    parser.add_argument(
-        "--outlier",
-        type=number_from_zero,
-        metavar="LOGIT",
-        help="instead of a capture, made-up data with outliers of that size among the queries (0: none)",
-    )
+    words = "instead of the recorded capture, made-up data with outliers of that size among the queries (0: none)"
+    parser.add_argument("--outlier", type=number_from_zero, metavar="LOGIT", help=words)
     add_device_option(parser)
 
 
 def train_router_command(options: argparse.Namespace) -> None:
     if options.outlier is None:
-        capture = options.capture or RECORDED / "capture_video.safetensors"
+        capture = RECORDED / "capture_video.safetensors"
         layers = read_capture(capture).layers
         source = {"capture": capture.name, "sha256": sha256(capture.read_bytes()).hexdigest()}
     else:
         config = VideoLike(outlier=options.outlier)
         layers = {0: video_like(config, samples=4)[0]}
         source = {"structured": asdict(config), "samples": 4}
-    for layer, tensors in layers.items():
-        n = tensors["key"].shape[2]
-        if block_count(n, options.block_kv) < 2 or n < options.block_q:
-            raise ValueError(
-                f"block_q, block_kv: expected at most {n}, the tokens of layer {layer}, and two blocks of keys, "
-                f"got {options.block_q} and {options.block_kv}"
-            )
-    settings = FitSettings(block_q=options.block_q, block_kv=options.block_kv, steps=options.steps)
-    plan = router_plan(
-        layers,
-        sparsities=[round(1 - percent / 100, 6) for percent in options.k],
-        relaxations=STUDY if options.study else DEFAULT,
-        readings=tuple(READINGS) if options.readings else (WEIGHTED,),
-        seeds=range(options.seeds),
-    )
+    settings = FitSettings(steps=options.steps)
+    sparsities = [round(1 - percent / 100, 6) for percent in options.k]
+    relaxations = STUDY if options.study else DEFAULT
+    readings = tuple(READINGS) if options.readings else (WEIGHTED,)
+    runs = router_runs(layers, sparsities, relaxations, readings, range(options.seeds))
 
     @cache
     def sets(layer: int) -> tuple[Samples, Samples]:
         return tuple(samples(*x, settings.blocks, options.device) for x in split_samples(layers[layer]))
 
-    with opened(plan, Path("runs"), (source, settings, options.device)) as work:
+    with opened(Plan("train_router", [runs]), Path("runs"), (source, settings, options.device)) as work:
         work.finish(lambda run, _: run_rows(run, *sets(run.layer), settings))
-        rows = work.rows
-        print("Hard mask, mean over layers and seeds:\n\n" + result_table(rows))
+        print("Hard mask, mean over layers and seeds:\n\n" + result_table(work.rows))
         facts = {"data": source, "settings": asdict(settings), "seeds": list(range(options.seeds))}
         facts |= {"device": options.device, "threads": torch.get_num_threads()}
-        write_record(options.json, rows, command=options.command, **facts)
+        write_record(options.json, work.rows, command=options.command, **facts)
         work.parts.remove()

@@ -1,24 +1,22 @@
 """`python -m sage_lab table1`: the SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
 
 Queries and keys have standard deviation sigma. The paper names neither N, D, the tiles nor which entries of P and dS
-share a scale, so a `Table1Sweep` tries them all.
+share a scale, so the sweep tries them all.
 """
 
 import argparse
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sage_lab.command_line import add_device_option, positive, tile_size
+from sage_lab.command_line import positive
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import Record, Row, markdown_table, write_record
-from sage_ref.sagebwd.settings import SageBwdSettings
+from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 
 TENSORS = ("O", "dQ", "dK", "dV")
@@ -31,16 +29,8 @@ PAPER_TABLE1 = {
     10: ((0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)),
 }
 SETTING = ("n", "head_dim", "block_q", "block_kv", "granularity")
-
-
-class Table1Sweep(NamedTuple):
-    """Settings to try, in every combination."""
-
-    lengths: Sequence[int] = (1024, 2048, 4096)
-    head_dims: Sequence[int] = (64, 128)
-    blocks: Sequence[tuple[int, int]] = ((32, 32), (64, 64), (128, 64), (128, 128))
-    granularities: Sequence[str] = ("block", "row")
-    seeds: Sequence[int] = (0, 1, 2, 3, 4)
+# What the paper leaves open, in every combination.
+LENGTHS, HEAD_DIMS, BLOCKS = (1024, 2048, 4096), (64, 128), ((32, 32), (64, 64), (128, 64), (128, 128))
 
 
 def table1_inputs(n: int, head_dim: int, sigma: float, seed: int, device: str = "cpu") -> list[Tensor]:
@@ -60,18 +50,14 @@ class Table1Run(Run):
     sigma: int
 
 
-def table1_runs(sweep: Table1Sweep) -> list[Table1Run]:
-    return list(itertools.starmap(Table1Run, itertools.product(sweep.lengths, sweep.head_dims, PAPER_TABLE1)))
-
-
-def table1_rows(run: Table1Run, sweep: Table1Sweep, device: str = "cpu") -> list[Row]:
+def table1_rows(run: Table1Run, seeds: int) -> list[Row]:
     """Return mean and standard deviation over seeds, for every tile and granularity."""
     n, head_dim, sigma = run.n, run.head_dim, run.sigma
     errors: dict[tuple, list[tuple[float, float]]] = {}
-    for seed in sweep.seeds:
-        inputs = table1_inputs(n, head_dim, sigma, seed, device)
+    for seed in range(seeds):
+        inputs = table1_inputs(n, head_dim, sigma, seed)
         exact = exact_intermediates(*inputs, SageBwdSettings())
-        for (block_q, block_kv), granularity in itertools.product(sweep.blocks, sweep.granularities):
+        for (block_q, block_kv), granularity in itertools.product(BLOCKS, GRANULARITIES):
             settings = SageBwdSettings(block_q=block_q, block_kv=block_kv, granularity=granularity)
             quantized = sagebwd_intermediates(*inputs, settings)
             for tensor in TENSORS:
@@ -109,20 +95,14 @@ def closest_setting(record: Record) -> dict:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default = Table1Sweep()
-    parser.add_argument("--n", type=positive, nargs="+", default=default.lengths, help="sequence lengths")
-    parser.add_argument("--head-dim", type=positive, nargs="+", default=default.head_dims)
-    parser.add_argument("--blocks", type=tile_size, nargs="+", default=default.blocks, metavar="BQxBKV")
-    parser.add_argument("--granularity", nargs="+", default=default.granularities, choices=("block", "row"))
-    parser.add_argument("--seeds", type=positive, default=len(default.seeds), help="number of seeds")
-    add_device_option(parser)
+    parser.add_argument("--n", type=positive, nargs="+", default=LENGTHS, help="sequence lengths")
+    parser.add_argument("--seeds", type=positive, default=5, help="number of seeds")
 
 
 def table1_command(options: argparse.Namespace) -> None:
-    sweep = Table1Sweep(options.n, options.head_dim, options.blocks, options.granularity, range(options.seeds))
-    path = options.json or Path("runs/table1.json")
-    with opened(Plan(path.stem, [table1_runs(sweep)]), path.parent, sweep, [options.device]) as work:
-        work.finish(lambda run, device: table1_rows(run, sweep, device))
+    runs = list(itertools.starmap(Table1Run, itertools.product(options.n, HEAD_DIMS, PAPER_TABLE1)))
+    with opened(Plan("table1", [runs]), Path("runs"), (options.n, options.seeds)) as work:
+        work.finish(lambda run, _: table1_rows(run, options.seeds))
     rows = work.rows
     record = Record({}, rows)
     best = closest_setting(record)
@@ -133,5 +113,5 @@ def table1_command(options: argparse.Namespace) -> None:
         found = record.select(sigma=sigma, **best)
         lines.append((sigma, *(f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" for row in found)))
     print(markdown_table(("sigma", *TENSORS), lines))
-    write_record(options.json, rows, command=options.command, seeds=list(sweep.seeds))
+    write_record(options.json, rows, command=options.command, seeds=list(range(options.seeds)))
     work.parts.remove()

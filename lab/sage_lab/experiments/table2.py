@@ -49,11 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capture", type=input_path, nargs="+", metavar="FILE", help="of `capture`; default: the recorded ones"
     )
-    parser.add_argument("--granularity", default="block", choices=("block", "row"))
 
 
 def table2_command(options: argparse.Namespace) -> None:
-    settings = SageBwdSettings.printed(is_causal=True, granularity=options.granularity)
+    settings = SageBwdSettings.printed(is_causal=True)
     header, columns, rows, facts = ["tensor"], [list(PAPER_TABLE2)], [], []
     recorded = (RECORDED / f"{name}.safetensors" for name in CAPTURES.values())
     for path in options.capture or recorded:

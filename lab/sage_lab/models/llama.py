@@ -1,4 +1,4 @@
-"""A Llama whose attention is chosen by name: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A Llama whose attention is chosen by name: RMSNorm, rotary positions, SwiGLU.
 
 x <- x + Attention(RMSNorm(x));  x <- x + W_down(silu(W_gate h) * W_up h) with h = RMSNorm(x).
 
@@ -27,7 +27,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The model's shape and attention. kv_heads < heads is grouped-query attention.
+    """The model's shape and attention.
 
     smooth_k, smooth_q, granularity and backend are those of `sagebwd_attention`. Only the reference leaves ds_rounding,
     block_q and block_kv open (see `SageBwdSettings`).
@@ -41,7 +41,6 @@ class LlamaConfig:
     layers: int = 5
     width: int = 256
     heads: int = 4
-    kv_heads: int = 4
     qk_norm: bool = False
     attention: str = "exact"
     smooth_k: bool = True
@@ -55,15 +54,8 @@ class LlamaConfig:
     remedy: str = "none"
 
     def __post_init__(self):
-        for name in ("vocab_size", "context", "layers", "width", "heads", "kv_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.width % (2 * self.heads):
             raise ValueError(f"width: expected an even number for each of the {self.heads} heads, got {self.width}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: expected a number that divides heads={self.heads}, got {self.kv_heads}")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention: expected one of {ATTENTIONS}, got {self.attention!r}")
         for name in ("ds_rounding", "block_q", "block_kv", "remedy"):
             chosen = getattr(self, name)
             if self.backend != "reference" and chosen not in (getattr(LlamaConfig, name), UNBIASED):
@@ -85,16 +77,9 @@ class LlamaConfig:
     @property
     def reference_settings(self) -> RepairedSettings:
         """The reference's settings; stochastic rounding draws from torch's global generator."""
-        settings = SageBwdSettings(
-            is_causal=True,
-            smooth_k=self.smooth_k,
-            smooth_q=self.smooth_q,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            granularity=self.granularity,
-            ds_rounding=self.ds_rounding,
-        )
-        return with_remedy(settings, self.remedy)
+        names = ("smooth_k", "smooth_q", "block_q", "block_kv", "granularity", "ds_rounding")
+        chosen = {name: getattr(self, name) for name in names}
+        return with_remedy(SageBwdSettings(is_causal=True, **chosen), self.remedy)
 
 
 class RotaryEmbedding(Rotation):
@@ -110,7 +95,7 @@ class RotaryEmbedding(Rotation):
 
 
 class AttentionCore(nn.Module):
-    """Causal attention: forward(query [B, H, N, D], key, value [B, Hkv, N, D], prologue) -> O [B, H, N, D].
+    """Causal attention: forward(query, key, value [B, H, N, D], prologue) -> O [B, H, N, D].
 
     prologue: what happens to query and key first; None: nothing. Only where `takes_prologue`.
     """
@@ -124,15 +109,13 @@ class AttentionCore(nn.Module):
         return self.config.attention == "sagebwd" and self.config.fused_prologue
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, prologue: Prologue | None = None) -> Tensor:
-        options = {"is_causal": True, "enable_gqa": self.config.kv_heads < self.config.heads}
         if self.config.attention == "exact":
-            return F.scaled_dot_product_attention(query, key, value, **options)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
         if self.config.backend == "reference":
             return reference_attention(query, key, value, self.config.reference_settings, prologue)
-        for name in ("smooth_k", "smooth_q", "granularity", "backend"):
-            options[name] = getattr(self.config, name)
+        options = {name: getattr(self.config, name) for name in ("smooth_k", "smooth_q", "granularity", "backend")}
         options["unbiased"] = self.config.remedy == UNBIASED
-        return sagebwd_attention(query, key, value, prologue=prologue, **options)
+        return sagebwd_attention(query, key, value, is_causal=True, prologue=prologue, **options)
 
 
 class Attention(nn.Module):
@@ -141,16 +124,13 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.query = nn.Linear(config.width, config.heads * config.head_dim, bias=False)
-        self.key = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.query, self.key, self.value = (nn.Linear(config.width, config.width, bias=False) for _ in range(3))
         self.qk_norm = QKNorm(config.head_dim) if config.qk_norm else None
         self.rotary = RotaryEmbedding(config.head_dim, config.context)
         self.before, self.core = before_attention, AttentionCore(config)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # [B, H, N, D], [B, Hkv, N, D], [B, Hkv, N, D]
         q, k, v = (self.split_heads(project(x)) for project in (self.query, self.key, self.value))
         if self.core.takes_prologue:
             o = self.core(q, k, v, self.prologue)

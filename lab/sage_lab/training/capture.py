@@ -70,19 +70,14 @@ def attention_tensors(
 ) -> tuple[float, dict[int, dict[str, Tensor]]]:
     """Return the loss of one batch, and Q, K, V, dO of each layer's attention, all [B, H, N, D] in the model's dtype.
 
-    Q and K are taken after QK-norm and rotation, as they are multiplied. Under grouped-query attention K and V are
-    repeated for every query head that reads them. dO is the gradient of `next_token_loss`.
+    Q and K are taken after QK-norm and rotation, as they are multiplied. dO is the gradient of `next_token_loss`.
     """
     with watched_attention(model, layers) as (inputs_of, outputs):
         loss = next_token_loss(model, inputs, targets)
     grad_outputs = torch.autograd.grad(loss, [outputs[layer] for layer in layers])
-    groups = model.config.heads // model.config.kv_heads
-    tensors = {}
-    for layer, do in zip(layers, grad_outputs, strict=True):
-        q, k, v = (x.detach() for x in inputs_of[layer])
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        tensors[layer] = dict(zip(TENSORS, (q, k, v, do), strict=True))
-    return loss.item(), tensors
+    qkv = ([x.detach() for x in inputs_of[layer]] for layer in layers)
+    tensors = [dict(zip(TENSORS, (*x, do), strict=True)) for x, do in zip(qkv, grad_outputs, strict=True)]
+    return loss.item(), dict(zip(layers, tensors, strict=True))
 
 
 def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:

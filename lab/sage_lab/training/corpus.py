@@ -1,4 +1,4 @@
-"""Tokens from the Python sources on this machine, from any text file or folder, or from a nanoGPT-style .bin.
+"""Tokens from the Python sources on this machine, from any text file, or from a nanoGPT-style .bin.
 
 Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens.
 A .bin file holds uint16 tokens made elsewhere (OpenWebText in GPT-2 tokens, say) and is mapped, not loaded.
@@ -47,8 +47,6 @@ class Corpus:
 
     def split(self, validation_fraction: float = 0.1) -> tuple["Corpus", "Corpus"]:
         """Return (train, validation); validation is the tail, so that no training sequence overlaps it."""
-        if not 0 < validation_fraction < 1:
-            raise ValueError(f"validation_fraction: expected a number between 0 and 1, got {validation_fraction}")
         cut = round(len(self.tokens) * (1 - validation_fraction))
         parts = (("train", self.tokens[:cut]), ("validation", self.tokens[cut:]))
         train, validation = (Corpus(f"{self.name} ({part})", tokens, self.vocab_size) for part, tokens in parts)
@@ -68,24 +66,14 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """Read a text file, a folder (all its files, sorted) or a .bin of uint16; None: `python_corpus`.
+    """Read a text file or a .bin of uint16; None: `python_corpus`.
 
-    Raises FileNotFoundError or ValueError if there is nothing to read there.
+    Raises OSError or ValueError if there is nothing to read there.
     """
     if path is None:
         return python_corpus()
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"path: expected a text file, a folder or a .bin file, found nothing at {path}")
-    if path.suffix == ".bin":
-        return _binary_corpus(path)
-    files = [path]
-    if path.is_dir():
-        parts_of = lambda file: file.relative_to(path).parts  # noqa: E731
-        files = [x for x in path.rglob("*") if x.is_file() and not any(part[0] == "." for part in parts_of(x))]
-    if binaries := [file.name for file in files if file.suffix == ".bin"]:
-        raise ValueError(f"path: expected text files, found {binaries[0]} in {path}; give a .bin file by its own path")
-    return _text_corpus(path.resolve().name, sorted(files, key=lambda file: file.relative_to(path).as_posix()))
+    return _binary_corpus(path) if path.suffix == ".bin" else _text_corpus(path.resolve().name, [path])
 
 
 def python_corpus() -> Corpus:

@@ -6,7 +6,6 @@ therefore equals an uninterrupted one bit for bit, given the same machine and nu
 """
 
 import io
-import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -44,15 +43,8 @@ class TrainingSettings:
     seed: int = 0
 
     def __post_init__(self):
-        self.check_at_least_one("steps", "batch_size", "report_every")
         if self.micro_batch_size is not None:
-            self.check_at_least_one("micro_batch_size")
             self.check_whole_passes("batch_size")
-
-    def check_at_least_one(self, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
     def check_whole_passes(self, name: str) -> None:
         if getattr(self, name) % self.micro_batch_size:
@@ -93,7 +85,7 @@ class ResumableTraining(ABC):
             self.parameter_groups(), betas=(0.9, 0.95), weight_decay=settings.weight_decay
         )
         self.step = 0
-        self.seconds = 0.0
+        self.step_seconds: list[float] = []
         self.losses: list[Row] = []
         self.diverged: str | None = None
 
@@ -143,49 +135,41 @@ class ResumableTraining(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate_at(self.step) * group.get("rate_factor", 1.0)
         loss = self.accumulate_gradients()
-        self.gradient_norm = float(self.clip_gradients())
-        if not math.isfinite(self.gradient_norm):
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        if not norm.isfinite():
             raise Diverged(f"the gradient of step {self.step} is not finite")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        self.seconds += time.perf_counter() - started
+        self.step_seconds.append(time.perf_counter() - started)
         return loss.item()
 
-    def clip_gradients(self) -> Tensor:
-        """Shorten the gradient to the norm that the settings allow; return its norm before."""
-        return nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-
-    def step_row(self, loss: float) -> Row:
-        """Return the log's line for the step that has just been made."""
-        rate = self.optimizer.param_groups[0]["lr"]
-        row = {"step": self.step, "loss": loss, "gradient_norm": self.gradient_norm}
-        return row | {"learning_rate": rate, "seconds": round(self.seconds, 4)}
+    @property
+    def seconds(self) -> float:
+        """The time that all steps took."""
+        return sum(self.step_seconds)
 
     @torch.no_grad()
     def report(self, train_losses: Sequence[float]) -> Row:
-        """Return the mean of the training losses since the last report, and the validation loss."""
-        train_loss = mean(train_losses) if train_losses else None
-        self.losses.append({"step": self.step, "train_loss": train_loss, "validation_loss": self.validation_loss()})
+        """Add the mean of the training losses since the last report, and the validation loss, to `losses`.
+
+        Raises `Diverged` if the validation loss is not finite.
+        """
+        train_loss, validation_loss = mean(train_losses) if train_losses else None, self.validation_loss()
+        if not math.isfinite(validation_loss):
+            raise Diverged(f"the validation loss after step {self.step} is not finite")
+        self.losses.append({"step": self.step, "train_loss": train_loss, "validation_loss": validation_loss})
         return self.losses[-1]
 
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint holds."""
-        state = {name: getattr(self, name) for name in ("arguments", "step", "seconds", "losses", "diverged")}
-        return state | self.weights()
-
-    def weights(self) -> dict[str, Any]:
-        """Return the model's weights and the optimizer's averages."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {name: getattr(self, name) for name in ("arguments", "step", "step_seconds", "losses", "diverged")}
+        return state | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
-        for name in ("step", "seconds", "losses", "diverged"):
+        for name in ("step", "step_seconds", "losses", "diverged"):
             setattr(self, name, state[name])
-        self.restore_weights(state)
-
-    def restore_weights(self, state: dict[str, Any]) -> None:
-        """Take over what `weights` returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -229,34 +213,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-class Log:
-    """JSON lines on disk, each there as soon as it is written. A resumed run takes back those after its checkpoint.
-
-    path: None for no log. last_step, diverged: of the checkpoint.
-    """
-
-    def __init__(self, path: Path | None, last_step: int, diverged: str | None):
-        self.path = path
-        if path is None:
-            return
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # A kill may have left half a line, and it is the last one: its step was after the checkpoint.
-        rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
-        # A step that diverges has the number of the one before it, which the checkpoint may be of.
-        kept = [line for line, row in rows if row["step"] <= last_step and row.get("diverged") in (None, diverged)]
-        with replaced(path) as temporary:
-            temporary.write_text("".join(kept))
-
-    def write(self, row: Row) -> None:
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
 def train(
     training: ResumableTraining,
     checkpoint: Path,
-    log_path: Path | None = None,
     snapshots: Sequence[int] = (),
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -265,7 +224,6 @@ def train(
     Args:
         training: what is trained; its `diverged` says in the end whether it came to the last step.
         checkpoint: written at every report.
-        log_path: JSON lines, one per step and one per report.
         snapshots: steps whose checkpoint is kept beside it (`snapshot_path`).
         is_over: asked after each checkpoint.
 
@@ -275,27 +233,24 @@ def train(
     """
     settings = training.settings
     with only_writer(checkpoint), tqdm(total=settings.steps, unit="step") as bar:
-        is_new, losses = not checkpoint.exists(), []
-        if not is_new:
+        losses = []
+        if checkpoint.exists():
             training.load(checkpoint)
             bar.write(f"goes on from step {training.step} in {checkpoint}")
             bar.update(training.step)
-        log = Log(log_path, -1 if is_new else training.step, training.diverged)
-        if is_new:
-            log.write(training.report([]))
+        else:
+            training.report([])
         while training.step < settings.steps and training.diverged is None:
             try:
                 losses.append(training.advance())
-                log.write(training.step_row(losses[-1]))
                 bar.update()
                 is_due = training.step % settings.report_every == 0 or training.step == settings.steps
                 if is_due:
-                    log.write(training.report(losses))
+                    training.report(losses)
                     losses = []
                     bar.set_postfix_str("validation {validation_loss:.3f}".format(**training.losses[-1]))
             except Diverged as reason:
                 training.diverged, is_due = str(reason), True
-                log.write({"step": training.step, "diverged": training.diverged})
             # The snapshot first: a run killed between the two would not come back to it.
             if training.step in snapshots:
                 training.save(snapshot_path(checkpoint, training.step))

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,3 @@ def processes(device: str) -> Iterator[Processes]:
         yield Processes(dist.get_rank(), dist.get_world_size(), place)
     finally:
         dist.destroy_process_group()
-
-
-def agreed(value: Any, group: Processes) -> Any:
-    """Return the first process's value, in all of them."""
-    shared = [value]
-    if group.count > 1:
-        dist.broadcast_object_list(shared, src=0, device=group.device)
-    return shared[0]

@@ -44,19 +44,6 @@ class VideoLike:
     offset: float = 4.0
     outlier: float = 0.0
 
-    def __post_init__(self):
-        if any(c < 1 or side % c for side, c in zip(self.grid, self.cube, strict=True)):
-            raise ValueError(f"cube: expected three numbers that divide the grid {self.grid}, got {self.cube}")
-        for name in ("local", "far", "noise", "offset", "outlier"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
-        if self.heads < 1:
-            raise ValueError(f"heads: expected at least 1, got {self.heads}")
-        if self.head_dim < 8 or self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, 8 or more, got {self.head_dim}")
-        if not self.reach > 0:
-            raise ValueError(f"reach: expected a positive number, got {self.reach}")
-
     @property
     def tokens(self) -> int:
         return math.prod(self.grid)

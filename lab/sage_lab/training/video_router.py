@@ -26,11 +26,8 @@ from sage_lab.training.video_flow import (
     started_model,
 )
 from sage_lab.training.video_scenes import seed_of
-from sage_ref.checks import check_choice
 from sage_ref.sla2 import SLA2, block_count, into_blocks, soft_sparse_linear_attention
 
-ROUTERS = ("learned", "identity", "random")
-ALPHAS = ("learned", "one")
 CERTAIN = 20.0  # sigmoid of it is 1 in float32
 
 
@@ -52,11 +49,6 @@ class RouterSettings(TrainingSettings):
     alpha: str = "learned"
     alpha_rate: float = 25.0
     autocast: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice("router", self.router, ROUTERS)
-        check_choice("alpha", self.alpha, ALPHAS)
 
     @property
     def learns(self) -> bool:
@@ -109,7 +101,7 @@ def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: 
 class RouterTraining(ResumableTraining):
     """Stage 1. weights: of the pre-trained model. config: of the model with SLA2 that takes `core_weights`.
 
-    Raises ValueError if the weights are of a different model, or if there are too few blocks of queries.
+    Raises ValueError if the weights are of a different model.
     """
 
     def __init__(
@@ -120,9 +112,6 @@ class RouterTraining(ResumableTraining):
         weights: Weights,
         device: torch.device | str = "cpu",
     ):
-        available = config.tokens // config.block_q
-        if available < settings.query_blocks:
-            raise ValueError(f"query_blocks: expected at most {available}, the whole ones, got {settings.query_blocks}")
         self.config, self.digits = config, digits.to(device)
         arguments = asdict(config) | {"start": digest(weights)}
         super().__init__(lambda: Routers(config, settings), settings, arguments, device)

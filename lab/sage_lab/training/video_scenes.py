@@ -175,8 +175,5 @@ def visible_shares(covers: Tensor, centres: Tensor, size: int) -> Tensor:
 
 def moving_scenes(count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int]) -> tuple[Tensor, Truths]:
     """Render `count` scenes that are drawn from `seed`, on the device of the digits."""
-    for name, value in (("count", count), ("frames", frames), ("size", size)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
     scenes = draw_scenes(count, len(digits), size, seed=seed, device=digits.device)
     return render(scenes, digits, frames, size)

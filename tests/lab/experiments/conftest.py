@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
     """A checkpoint of two steps on text.txt, which nobody changes."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
-    shape = "--context 16 --layers 3 --width 32 --heads 4 --kv-heads 2 --tokens 64 --tokens-per-step 32 --warmup 1"
+    shape = "--context 16 --layers 3 --width 32 --heads 4 --tokens 64 --tokens-per-step 32 --warmup 1"
     options = f"--micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint {folder}/run.pt"
     main(["pretrain", "--corpus", f"{folder}/text.txt", *shape.split(), *options.split()])
     return folder / "run.pt"

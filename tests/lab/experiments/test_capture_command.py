@@ -6,11 +6,9 @@ import pytest
 import torch
 from sage_lab.__main__ import main
 from sage_lab.records import read_record
-from sage_lab.training.capture import TENSORS, attention_tensors, read_capture
+from sage_lab.training.capture import attention_tensors, read_capture
 from sage_lab.training.corpus import read_corpus
 from sage_lab.training.pretrain import load_model
-
-from sage_ref.tracing import rms
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -36,12 +34,7 @@ def test_the_command_captures_one_validation_sequence_of_a_checkpoint(text, chec
     assert facts.items() <= provenance.items()
     assert arguments["step"] == 2
     assert provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
-    record = read_record(text / "c.json")
-    assert record.provenance["loss"] == loss
-    assert [(row["layer"], row["tensor"]) for row in record.rows] == [(n, name) for n in (0, 2) for name in TENSORS]
-    for row in record.rows:
-        assert row["shape"] == [1, 2, 16, 8]
-        assert row["rms"] == pytest.approx(rms(expected[row["layer"]][row["tensor"]][:, [1, 3]]), rel=1e-12)
+    assert read_record(text / "c.json").rows == [{"loss": loss}]
 
 
 def test_a_checkpoint_is_captured_on_its_own_corpus_and_with_all_heads(text, checkpoint, capsys):

@@ -142,23 +142,13 @@ def test_tokens_at_bias_are_where_bias_reaches_noise():
     assert [row[name] for name in ("granularity", "block_q", "block_kv")] == ["row", 64, 64]
 
 
-def test_impossible_settings_are_refused():
-    for changes, message in (
-        ({"folds": 2}, "folds: expected at least 3, and a proper divisor of 32, got 2"),
-        ({"batches": 8}, "folds: expected at least 3, and a proper divisor of 8, got 8"),
-        ({"variants": ("bf16", "int4")}, r"variants: expected names of \['bf16', .*\], got \['int4'\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NoiseSettings(**changes)
-
-
 def test_the_command_measures_each_checkpoint_on_what_it_was_trained_on(text, checkpoint):
     """Every way of the noise is measured; a layer has its two parts and their sum."""
     other = text / "step1.pt"
     state = torch.load(checkpoint, weights_only=True)
     torch.save(state | {"step": 1, "model": {name: 2 * x for name, x in state["model"].items()}}, other)
     variants = ("bf16", "per row, nearest")
-    options = "--corpus text.txt --batches 6 --sequences 2 --folds 3 --device cpu --json noise.json --variants bf16"
+    options = "--corpus text.txt --batches 16 --sequences 1 --device cpu --json noise.json --variants bf16"
     main(["noise", "step1.pt", "run.pt", *options.split(), "per row, nearest"])
     record = read_record(text / "noise.json")
     groups = {f"layer {n}{part}" for n in (0, 1, 2) for part in ("", ", query and key", ", other")}
@@ -166,15 +156,15 @@ def test_the_command_measures_each_checkpoint_on_what_it_was_trained_on(text, ch
     found = [(row["step"], row["variant"], row["group"]) for row in record.rows]
     assert len(found) == len(set(found))
     assert set(found) == {(step, variant, group) for step in (1, 2) for variant in variants for group in groups}
-    assert record.provenance["settings"] == json.loads(json.dumps(asdict(NoiseSettings(6, 2, 3, variants))))
+    assert record.provenance["settings"] == json.loads(json.dumps(asdict(NoiseSettings(16, 1, 8, variants))))
     assert record.provenance["corpus"]["name"] == "text.txt"
-    assert not list(text.glob("*.partial"))
+    assert not list(text.glob("**/*.partial"))
     model, _ = load_model(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     names = ("qk_norm", "attention", "seed", "tokens_per_step", "layers", "width", "heads", "parameters")
     for row in record.rows:
         assert [row[name] for name in names] == [False, "exact", 0, 32, 3, 32, 4, parameters]
     train_corpus, _ = read_corpus("text.txt").split(0.02)
-    expected = rows_of(model, NoiseSettings(6, 2, 3, variants), train_corpus)
+    expected = rows_of(model, NoiseSettings(16, 1, 8, variants), train_corpus)
     for row in record.select(step=2):
         assert row.items() >= expected[row["variant"], row["group"]].items()

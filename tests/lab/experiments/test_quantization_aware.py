@@ -86,14 +86,6 @@ def test_alpha_starts_at_the_mass_of_the_selected_blocks_and_learning_rates_fall
     assert 1.4 < moved < 1.51
 
 
-def test_impossible_settings_are_refused(tensors):
-    for name in ("steps", "value_outlier"):
-        with pytest.raises(ValueError, match=name):
-            TuningSettings(**{name: 0})
-    with pytest.raises(ValueError, match="way: expected one of .*, got 'before'"):
-        fine_tune(*tensors, "before", SETTINGS, seed=0)
-
-
 def test_the_command_makes_the_row_of_the_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = TuningRun(4, 300.0, "algorithm 3", 3)

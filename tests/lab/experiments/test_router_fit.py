@@ -1,7 +1,6 @@
 """Stage 1 improves the hard mask where the heuristic is wrong, and every number it is compared with is right."""
 
 import itertools
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -10,8 +9,8 @@ import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import router_fit
 from sage_lab.experiments.router_fit import FITTED, HELD_OUT, MULTIPLIED, WEIGHTED, FitSettings, fit_router
-from sage_lab.records import read_record
-from sage_lab.training.capture import Capture, read_capture, write_capture
+from sage_lab.records import RECORDED, read_record
+from sage_lab.training.capture import read_capture
 from sage_lab.training.video_like import VideoLike, video_like
 from torch.testing import assert_close
 
@@ -186,45 +185,21 @@ def test_a_length_with_a_partial_block_is_fitted_on_its_whole_blocks():
         assert row["error"] == pytest.approx(router_fit.squared_error(found.model(*data[:3]), data).item(), rel=1e-5)
 
 
-def test_impossible_settings_are_refused(fitted):
-    larger, broken = replace(SETTINGS, block_q=512), fitted._replace(output=fitted.output * torch.nan)
-    one = video_like(DATA, 1)[0]
-    for error, message, call in (
-        (ValueError, "^steps: expected at least 2, got 1", lambda: replace(SETTINGS, steps=1)),
-        (ValueError, r"reading: expected one of \('M e\^S', .*, got 'S M'", lambda: replace(SETTINGS, reading="S M")),
-        (ValueError, "query: expected at least block_q=512 tokens, got 256", lambda: fit_router(fitted, larger)),
-        (ValueError, "capture: expected 2 samples or more, .*, got 1", lambda: router_fit.split_samples(one)),
-        (RuntimeError, "left weights that are not finite", lambda: fit_router(broken, FAST)),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+def test_a_fit_of_one_step_and_one_that_is_not_finite_are_refused(fitted):
+    with pytest.raises(ValueError, match="^steps: expected at least 2, got 1"):
+        replace(SETTINGS, steps=1)
+    with pytest.raises(RuntimeError, match="left weights that are not finite"):
+        fit_router(fitted._replace(output=fitted.output * torch.nan), FAST)
 
 
-LAYERS = {2: video_like(DATA, 2)[0], 7: video_like(DATA, 2, seed=1)[0]}
-
-
-def test_the_command_fits_prints_and_records_what_its_rows_say(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_capture(tmp_path / "c.safetensors", Capture({"made": "up"}, LAYERS))
-    options = "--capture c.safetensors --k 5 --seeds 2 --steps 2 --device cpu --json out.json"
-    main(["train-router", *options.split()])
-    printed, record = capsys.readouterr().out, read_record(tmp_path / "out.json")
-    assert printed.count("| 95% |") == 10
-    held_out = [row["error"] for row in record.select(method="SLA", samples=HELD_OUT)]
-    assert f"| {sum(held_out) / 2:.4f} |" in next(x for x in printed.splitlines() if "| 95% | SLA |" in x)
-    assert re.fullmatch("[0-9a-f]{64}", record.provenance["data"]["sha256"])
-    assert (record.provenance["seeds"], record.provenance["settings"]["steps"]) == ([0, 1], 2)
-    # The last sample is held out. Two layers, each with its baselines and two stand-ins of two seeds.
-    layer = read_capture(tmp_path / "c.safetensors").layers[7]
-    sets = [router_fit.samples(*(layer[name][part] for name in LAYERS[7]), FAST.blocks) for part in ([0], [1])]
-    assert len(record.rows) == 2 * 2 * (8 + 2 * 2)
-    place = {"layer": 7, "sparsity": 0.95, "blocks": 2, "relaxation": PRINTED.name, "reading": WEIGHTED, "seed": 1}
-    settings = replace(FAST, query_blocks=16, learning_rate=2e-3, sparsity=0.95, relaxation=PRINTED, seed=1)
-    expected = router_fit.trained_rows(*sets, fit_router(sets[0], settings))
-    found = [row for row in record.rows if row.items() >= place.items()]
-    for row, wanted in zip(found, expected, strict=True):
-        assert (row["samples"], row["method"]) == (wanted.pop("samples"), wanted.pop("method"))
-        assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+def test_the_masks_of_a_recorded_layer_have_the_recorded_errors():
+    layer = read_capture(RECORDED / "capture_video.safetensors").layers[4]
+    settings = FitSettings(sparsity=0.95)
+    sets = (router_fit.samples(*x, settings.blocks) for x in router_fit.split_samples(layer))
+    recorded = by_method(read_record("train_router_cpu").select(layer=4, sparsity=0.95), HELD_OUT)
+    for method, row in by_method(router_fit.mask_rows(*sets, settings), HELD_OUT).items():
+        for name in ("error", "alpha", "mass", "share_of_best_mass"):
+            assert row[name] == pytest.approx(recorded[method][name], rel=0.02)
 
 
 def test_the_command_takes_made_up_data_and_tries_every_stand_in_and_reading(tmp_path, monkeypatch):
@@ -232,7 +207,11 @@ def test_the_command_takes_made_up_data_and_tries_every_stand_in_and_reading(tmp
     monkeypatch.setattr(router_fit, "VideoLike", partial(VideoLike, grid=(1, 8, 8), cube=DATA.cube))
     options = "--outlier 120 --k 3 --seeds 1 --steps 2 --study --readings --device cpu --json out.json"
     main(["train-router", *options.split()])
-    record = read_record(tmp_path / "out.json")
+    record, recorded = read_record(tmp_path / "out.json"), read_record("train_router_readings_cpu")
     assert record.provenance["data"]["structured"]["outlier"] == 120
+    assert record.provenance.keys() - {"data"} == recorded.provenance.keys() - {"data"}
+    assert {frozenset(row) for row in record.rows} == {frozenset(row) for row in recorded.rows}
+    # Two sets of samples for the masks, SLA and every fit.
+    assert len(record.rows) == 2 * (6 + 2 + len(router_fit.STUDY) * len(router_fit.READINGS))
     assert {row.get("relaxation") for row in record.rows} == {None, *(x.name for x in router_fit.STUDY)}
     assert {row.get("reading") for row in record.rows} == {None, *router_fit.READINGS}

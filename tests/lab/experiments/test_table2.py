@@ -35,9 +35,9 @@ def test_the_command_measures_all_layers_of_all_captures_and_shows_the_worst(tex
     for name, qk_norm in (("norm", True), ("some", False)):
         layers = {layer: dict(zip(TENSORS, torch.randn(4, 1, 1, 16, 8).bfloat16(), strict=True)) for layer in (0, 2)}
         write_capture(text / f"{name}.safetensors", Capture({"run": {"qk_norm": qk_norm}}, layers))
-        found = table2_rows(layers, SageBwdSettings.printed(is_causal=True, granularity="row"))
+        found = table2_rows(layers, SageBwdSettings.printed(is_causal=True))
         expected += [{"capture": name, "qk_norm": qk_norm} | row for row in found]
-    main(["table2", "--capture", "norm.safetensors", "some.safetensors", "--granularity", "row", "--json", "t.json"])
+    main(["table2", "--capture", "norm.safetensors", "some.safetensors", "--json", "t.json"])
     record, shown = read_record(text / "t.json"), capsys.readouterr().out
     assert record.rows == expected
     assert [facts["file"] for facts in record.provenance["captures"]] == ["norm.safetensors", "some.safetensors"]

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from sage_ref import Prologue
 from sage_ref.sagebwd.settings import SageBwdSettings
 
-SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
+SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4}
 
 
 def llama(seed=0, dtype=torch.float64, **changes):
@@ -54,9 +54,8 @@ def test_attention_is_its_equation_head_by_head(qk_norm):
     x = torch.randn(24, 32, dtype=torch.float64)
     heads = []
     for head in range(4):
-        key_head = head // 2  # four query heads share two key heads
-        places = ((attention.query, head), (attention.key, key_head), (attention.value, key_head))
-        q, k, v = (x @ project.weight[h * 8 : h * 8 + 8].T for project, h in places)
+        projections = (attention.query, attention.key, attention.value)
+        q, k, v = (x @ project.weight[head * 8 : head * 8 + 8].T for project in projections)
         if qk_norm:
             q, k = (
                 y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
@@ -92,7 +91,7 @@ def test_initial_weights():
 
 def test_input_and_output_share_the_embedding():
     model = llama()
-    assert sum(p.numel() for p in model.parameters()) == 31 * 32 + 2 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 128 + 64) + 32
+    assert sum(p.numel() for p in model.parameters()) == 31 * 32 + 2 * (32 * (2 * 32 + 2 * 32) + 3 * 32 * 128 + 64) + 32
     x = model(tokens())
     with torch.no_grad():
         model.embedding.weight[7] = 0
@@ -139,7 +138,7 @@ def test_the_kernels_get_what_the_configuration_says(monkeypatch, remedy):
     chosen = {"smooth_k": False, "granularity": "block", "backend": "triton"}
     llama(attention="sagebwd", **chosen, remedy=remedy)(tokens())
     assert isinstance(calls[0].pop("prologue"), Prologue)
-    expected = {"is_causal": True, "enable_gqa": True, "smooth_q": False, "unbiased": remedy == UNBIASED}
+    expected = {"is_causal": True, "smooth_q": False, "unbiased": remedy == UNBIASED}
     assert calls[0] == expected | chosen
 
 
@@ -193,8 +192,6 @@ def test_too_many_tokens_are_refused():
     ("changes", "message"),
     [
         ({"width": 36}, "width: expected an even number for each of the 4 heads, got 36"),
-        ({"kv_heads": 3}, "kv_heads: expected a number that divides heads=4, got 3"),
-        ({"attention": "flash"}, "attention: expected one of .*'exact', 'sagebwd'.*, got 'flash'"),
         ({"block_kv": 64}, "backend: expected 'reference', which alone takes block_kv=64, got 'auto'"),
         ({"ds_rounding": "stochastic", "backend": "triton"}, "backend: expected 'reference'.*, got 'triton'"),
         ({"remedy": "ordered P"}, "backend: expected 'reference', which alone takes remedy='ordered P', got 'auto'"),

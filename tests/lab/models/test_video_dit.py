@@ -1,6 +1,5 @@
 """The video DiT is its equations: order of tokens, rotation by distance, identity at the start, attention exchanged."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -22,7 +21,6 @@ from torch.testing import assert_close
 from sage_ref.attention import attention_forward
 
 SMALL = VideoDiTConfig(frames=2, size=12, patch=2, cube=(2, 2, 3), layers=2, width=32, heads=2)
-SIZES = ("frames", "size", "patch", "layers", "width", "heads")
 
 
 def video_dit(config=SMALL):
@@ -157,13 +155,8 @@ def test_the_noise_level_reaches_the_velocity_through_the_blocks_and_the_output(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(({name: 0}, f"{name}: expected at least 1, got 0") for name in (*SIZES, "block_kv")),
-        ({"attention": "flash"}, r"attention: expected one of \('exact', 'sagebwd', 'sla', 'sla2'\), got 'flash'"),
-        ({"sparsity": 1.0}, r"sparsity: expected a share of the key blocks in \[0, 1\), got 1.0"),
-        ({"backend": "cuda"}, r"backend: expected one of \('auto', 'reference', 'triton'\), got 'cuda'"),
         ({"size": 13}, "size: expected a multiple of patch=2, got 13"),
         ({"cube": (2, 4, 4)}, r"cube: expected three numbers that divide the grid \(2, 6, 6\), got \(2, 4, 4\)"),
-        ({"cube": (2, 2)}, "cube: expected three numbers"),
         ({"width": 34}, "width: expected an even number, 6 or more, for each of the 2 heads, got 34"),
         ({"width": 8}, "width: expected an even number, 6 or more, for each of the 2 heads, got 8"),
     ],
@@ -171,13 +164,3 @@ def test_the_noise_level_reaches_the_velocity_through_the_blocks_and_the_output(
 def test_impossible_shapes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **changes)
-
-
-def test_inputs_of_another_shape_are_refused():
-    model, (video, noise_level) = video_dit(), batch()
-    for inputs, message in (
-        ((video[..., :10], noise_level), "video: expected [B, 3, 2, 12, 12], got [3, 3, 2, 12, 10]"),
-        ((video, noise_level[:1]), "noise_level: expected [3], one per video, got [1]"),
-    ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            model(*inputs)

@@ -1,6 +1,5 @@
 """What the tests of pre-training share: a text with something to learn, and a model that trains in a second."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from sage_lab.training.corpus import Corpus
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
 
-CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, kv_heads=2, qk_norm=True)
+CONFIG = LlamaConfig(vocab_size=16, context=24, layers=2, width=32, heads=4, qk_norm=True)
 STOCHASTIC = replace(CONFIG, attention="sagebwd", backend="reference", ds_rounding="stochastic")
 SHAPE = {"batch_size": 4, "micro_batch_size": 2, "validation_sequences": 8}
 SETTINGS = PretrainSettings(steps=12, learning_rate=2e-2, warmup_steps=3, report_every=4, **SHAPE)
@@ -29,23 +28,17 @@ def new_training(config=CONFIG, **changes):
 
 
 def pretrained(folder, config=CONFIG, settings=SETTINGS, *, snapshots=(), **options):
-    """A run in `folder`: run.pt and run.jsonl."""
+    """A run in `folder`: run.pt."""
     training = Pretraining(sixteen_letters(), config, settings, **options)
     folder.mkdir(exist_ok=True)
-    train(training, folder / "run.pt", folder / "run.jsonl", snapshots)
+    train(training, folder / "run.pt", snapshots)
     return training
-
-
-def log_rows(folder):
-    """What the log of a run says, except how long it took."""
-    rows = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
 def saved(checkpoint):
     """What a checkpoint holds, except how long it took."""
     state = torch.load(checkpoint, weights_only=True)
-    return {name: value for name, value in state.items() if name != "seconds"}
+    return {name: value for name, value in state.items() if name != "step_seconds"}
 
 
 def assert_same_bits(found, expected, place="checkpoint"):

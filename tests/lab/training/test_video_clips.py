@@ -1,12 +1,8 @@
-"""Clips are the frames of their file, in order and square; errors name a file that is no video."""
-
-from contextlib import nullcontext
-from types import SimpleNamespace
+"""Clips are the frames of their file, in order and square."""
 
 import numpy as np
 import pytest
 import torch
-from sage_lab.training import video_clips
 from sage_lab.training.packaged import packaged_file
 from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, small_square, write_clips
 
@@ -33,7 +29,8 @@ def test_clips_are_spread_over_their_file_and_come_back_from_theirs_in_8_bits(tm
     greys = ((clips[:, 0, :, 0, 0] + 1) * 12.75).round().int().tolist()
     assert greys == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
     assert torch.equal(clips, clips[..., :1, :1].expand_as(clips))  # the white edge is not in the middle square
-    assert len(read_clips([path, path], 6, 8)) == 2  # one of each: two would overlap
+    with pytest.raises(ValueError, match=f"^path: expected a video of at least 12 frames, {path} has 11$"):
+        read_clips([path], 6, 8)
     write_clips(tmp_path / "clips.npz", clips)
     assert (clips_from(tmp_path / "clips.npz", 3, 8) - clips).abs().max() <= 1 / 255 + 1e-6
     with pytest.raises(ValueError, match=r"^path: expected clips of 3 frames of 9 x 9 .* has \[3, 3, 3, 8, 8\]"):
@@ -48,39 +45,11 @@ def test_pictures_are_averaged_over_the_middle_square():
     assert small_square(picture, 2).tolist() == [[[1, -1], [-1, -1]], *[[[-1, -1]] * 2] * 2]
 
 
-def test_the_bundled_clips_can_be_read_and_what_is_missing_or_no_whole_video_says_so(tmp_path, monkeypatch):
-    carphone = bundled_clips()[-1]
-    clips = read_clips([carphone], 16, 128, clips_per_file=2)
+def test_the_bundled_clips_can_be_read_and_a_missing_package_says_so():
+    clips = read_clips([bundled_clips()[-1]], 16, 128)
     assert clips.shape == (2, 3, 16, 128, 128)
     assert 0 < (clips[:, :, 1:] - clips[:, :, :-1]).abs().mean() < 0.1  # it moves, but not everywhere
-    content = carphone.read_bytes()
-    broken = content[:2000] + bytes(198_000) + content[200_000:]
-    for name, damaged in {"text": b"hello" * 100, "empty": b"", "cut": content[:300_000], "broken": broken}.items():
-        path = tmp_path / name
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"^path: expected a video that can be decoded, {path} broke after 0"):
-            read_clips([path], 2, 8)
-    short = write_video(tmp_path / "short.mkv", 2)
-    for arguments, error, message in (
-        (([short], 3, 8), ValueError, f"^path: expected a video of at least 3 frames, {short} has 2$"),
-        (([short], 2, 17), ValueError, "^size: expected at most 16, the smaller side of the pictures, got 17$"),
-        (([], 2, 8), ValueError, "^paths: expected at least one video file, got none$"),
-        (([tmp_path / "none"], 2, 8), FileNotFoundError, "none"),
-    ):
-        with pytest.raises(error, match=message):
-            read_clips(*arguments)
     with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* pip install './lab\[video\]'"):
         packaged_file("no-such-package", "data.csv")
     with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
         packaged_file("torch", "torch/none")
-
-
-def test_a_file_with_fewer_frames_than_it_announces_says_so(tmp_path, monkeypatch):
-    import av
-
-    path = write_video(tmp_path / "grey.mkv", 4)
-    with av.open(str(path)) as real:
-        announced = SimpleNamespace(decode=real.decode, streams=SimpleNamespace(video=[SimpleNamespace(frames=9)]))
-        monkeypatch.setattr(av, "open", lambda name: nullcontext(announced))
-        with pytest.raises(ValueError, match=f"^path: expected a whole video, {path} announces 9 frames and has 4$"):
-            list(video_clips.decoded(path))

@@ -172,9 +172,7 @@ def test_fine_tuning_stopped_within_each_stage_equals_an_uninterrupted_one_bit_f
 # On a GPU
 
 
-def test_a_graph_is_asked_for_on_a_gpu_and_compiled_blocks_leave_attention_alone(monkeypatch):
-    with pytest.raises(ValueError, match="video: expected a tensor on a CUDA device, got one on cpu"):
-        graphed(Velocity(torch.zeros(1)), torch.zeros(1, 3, 1, 8, 8))
+def test_compiled_blocks_leave_attention_alone(monkeypatch):
     compiled, model = [], VideoDiT(CONFIG)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(module))
     model.compile_blocks()
@@ -227,8 +225,6 @@ def test_on_a_gpu_a_graph_samples_what_the_model_does_for_every_noise(attention)
         graph = graphed(training.average, draws[0])
         found = [sample(graph, noise, 3) for noise in draws]
         expected = [sample(training.average, noise, 3) for noise in draws]
-        with pytest.raises(ValueError, match=r"video: expected \[2, 3, .* as captured, got \[1, 3"):
-            graph(draws[0][:1], torch.ones(2, device="cuda"))
     for x, wanted in zip(found, expected, strict=True):
         assert torch.equal(x, wanted)
     assert not torch.equal(found[1] - draws[1], found[2] - draws[2])

@@ -78,7 +78,3 @@ def test_random_routers_differ_by_layer_and_seed_and_rows_by_step():
     stage1 = training()
     assert torch.equal(stage1.rows(1), stage1.rows(1))
     assert len({tuple(stage1.rows(step).tolist()) for step in range(20)}) > 5
-    with pytest.raises(ValueError, match="^query_blocks: expected at most 4, the whole ones, got 5"):
-        training(query_blocks=5)
-    with pytest.raises(ValueError, match=r"^router: expected one of \('learned', .*, got 'none'"):
-        RouterSettings(steps=1, router="none")

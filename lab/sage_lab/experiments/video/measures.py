@@ -6,7 +6,6 @@ samples     videos from pure noise, compared with those of the full model from e
 restored    scenes with much noise, which the model removes: are their objects still there, and do they move as before?
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sage_lab.experiments.turns import synchronized_time
 from sage_lab.experiments.video.plan import VideoPlan
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.records import Row
@@ -121,13 +121,6 @@ def answers(model: VideoDiT, asked: Questions, plan: VideoPlan, reference: Tenso
     restored = in_parts(lambda x: sample(model, x, steps, level), hidden).clamp(-1, 1)
     found |= numbers_row("restored_psnr", psnr(restored, asked.restored))
     return Answers(found | truth_row(restored, asked.objects), samples, restored)
-
-
-def synchronized_time(device: torch.device) -> float:
-    """Wait until the device is idle; return the time in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def grid_losses(model: nn.Module, video: Tensor, noise: Tensor, levels: Tensor) -> Tensor:

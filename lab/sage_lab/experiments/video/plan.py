@@ -5,7 +5,7 @@ changes. The decisive ones run with every seed, first; the others with the first
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sage_lab.models.video_dit import VideoDiTConfig
@@ -62,24 +62,6 @@ class VideoRun(Run):
     arm: str
     seed: int
 
-    @property
-    def stage1(self) -> "Stage1Run":
-        """The first stage, shared by all arms that differ in nothing but INT8, which only stage 2 uses."""
-        return Stage1Run(next(name for name in TRAINED if _fit(ARMS[name]) == _fit(ARMS[self.arm])), self.seed)
-
-
-class Stage1Run(VideoRun):
-    """Stage 1 of an arm."""
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}_stage1"
-
-
-def _fit(arm: Arm) -> tuple:
-    """Return everything that stage 1 depends on."""
-    return {name: x for name, x in arm.changes.items() if name != "quantize"}, arm.router, arm.alpha, arm.stage1
-
 
 @dataclass(frozen=True)
 class VideoPlan:
@@ -125,7 +107,7 @@ class VideoPlan:
     def stage1(self, run: VideoRun) -> RouterSettings:
         return RouterSettings(
             steps=self.stage1_steps,
-            micro_batch_size=None,
+            micro_batch_size=2,
             warmup_steps=self.stage1_steps // 10,
             report_every=max(1, self.stage1_steps // 2),
             query_blocks=self.query_blocks,
@@ -166,8 +148,3 @@ def planned(plan: VideoPlan, arms: Collection[str] = TRAINED) -> Plan:
     """Return the runs of some arms, or of all, in the order of what they decide."""
     decisive = [VideoRun(arm, seed) for seed in plan.seeds for arm in DECISIVE if arm in arms]
     return Plan("video", [decisive + [VideoRun(x, plan.seeds[0]) for x in TRAINED if x in arms and x not in DECISIVE]])
-
-
-def facts_of(plan: VideoPlan) -> dict[str, Any]:
-    """Return what a record's provenance says of a plan."""
-    return {"plan": asdict(plan), "arms": {name: arm._asdict() for name, arm in ARMS.items()}}

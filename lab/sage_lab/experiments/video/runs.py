@@ -1,14 +1,14 @@
 """Runs of the plan: two stages of fine-tuning, then the measurements; a run that was killed goes on from a checkpoint.
 
-The full model's samples stay in the folder: later arms are compared with them. So does stage 1, which arms share.
+The full model's samples stay in the folder: later arms are compared with them.
 """
 
-import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -18,20 +18,12 @@ from sage_lab.experiments.video.measures import Answers, Questions, answers, que
 from sage_lab.experiments.video.pictures import write_film, write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
-from sage_lab.plan import Run, Work
+from sage_lab.plan import Work
 from sage_lab.records import Row, replaced
 from sage_lab.training.capture import watched_attention
-from sage_lab.training.loop import ResumableTraining, train
+from sage_lab.training.loop import train
 from sage_lab.training.video_clips import clips_from, write_clips
-from sage_lab.training.video_flow import (
-    FlowTraining,
-    Weights,
-    digest,
-    fast_arithmetic,
-    noisy,
-    started_model,
-    write_weights,
-)
+from sage_lab.training.video_flow import FlowTraining, Weights, digest, fast_arithmetic, noisy, started_model
 from sage_lab.training.video_router import RouterTraining
 from sage_ref.sla2 import SLA2
 
@@ -49,10 +41,7 @@ class Tuned(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that the runs share: settings, the pre-trained weights and their model, digits and real clips.
-
-    facts: of the pre-trained weights, which go with the fine-tuned ones.
-    """
+    """Everything that the runs share: settings, the pre-trained weights and their model, digits and real clips."""
 
     plan: VideoPlan
     weights: Weights
@@ -60,7 +49,6 @@ class Experiment:
     digits: Tensor
     clips: Tensor | None
     device: torch.device
-    facts: dict[str, Any]
 
     @property
     def arguments(self) -> tuple:
@@ -73,11 +61,9 @@ class Experiment:
         """The questions, which are the same for every arm."""
         return questions(self.plan, self.model, self.digits.to(self.device), self.clips)
 
-    def measure(self, run: VideoRun, work: Work, folder: Path | None = None) -> list[Row]:
-        """Train and judge a run: its row, and those of arms that are judged as this one. folder: for its weights."""
+    def measure(self, run: VideoRun, work: Work) -> list[Row]:
+        """Train and judge a run: its row, and those of arms that are judged as this one."""
         tuned = self.tune(run, work)
-        if folder is not None and not tuned.row["diverged"]:
-            write_weights(folder / run.name, tuned.weights, tuned.config, run.facts | {"before": self.facts})
         rows = [self.judged(run, tuned, work)]
         for name, arm in ARMS.items():
             if arm.judged_as == run.arm:
@@ -90,10 +76,9 @@ class Experiment:
         plan, arm, config = self.plan, ARMS[run.arm], self.plan.config(self.model, run.arm)
         weights, row = self.weights, {}
         if arm.stage1:
-            fitted = plan.config(self.model, run.stage1.arm)
-            stage1 = RouterTraining(fitted, plan.stage1(run), self.digits, weights, self.device)
+            stage1 = RouterTraining(config, plan.stage1(run), self.digits, weights, self.device)
             if stage1.settings.learns:
-                finish(stage1, work, run.stage1)
+                train(stage1, work.checkpoint(run).with_suffix(".stage1.pt"), is_over=work.is_over)
             weights = weights | stage1.core_weights()
             row = {"stage1_error": stage1.losses[-1]["validation_loss"], "stage1_seconds": round(stage1.seconds, 2)}
             row["diverged"] = stage1.diverged
@@ -103,9 +88,9 @@ class Experiment:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         stage2 = FlowTraining(config, plan.stage2(run), self.digits, self.device, start=weights)
-        log = finish(stage2, work, run)
+        train(stage2, work.checkpoint(run), is_over=work.is_over)
         row |= {"steps": stage2.step, "diverged": stage2.diverged, "seconds": round(stage2.seconds, 2)}
-        row["step_ms"] = median_step_ms(log)
+        row["step_ms"] = median_step_ms(stage2.step_seconds)
         row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None
         row["curve"] = [[x["step"], x["validation_loss"]] for x in stage2.losses]
         return Tuned(config, stage2.averaged(), row)
@@ -145,21 +130,10 @@ def samples_path(folder: Path, seed: int) -> Path:
     return folder / f"full_seed{seed}.samples.npz"
 
 
-def finish(training: ResumableTraining, work: Work, run: Run) -> Path:
-    """Train to the end from the run's checkpoint, if it exists; return the log."""
-    checkpoint = work.checkpoint(run)
-    log = checkpoint.with_suffix(".jsonl")
-    train(training, checkpoint, log, is_over=work.is_over)
-    return log
-
-
-def median_step_ms(log: Path) -> float | None:
-    """Return the median of the steps after the first UNTIMED_STEPS of a log; None if there are no two of them."""
-    seconds = [row["seconds"] for row in map(json.loads, log.read_text().splitlines()) if "seconds" in row]
-    seconds = seconds[UNTIMED_STEPS:]
-    steps = [after - before for before, after in zip(seconds, seconds[1:], strict=False)]
-    steps = [step for step in steps if step > 0]  # a resumed run counts from its checkpoint
-    return round(1e3 * statistics.median(steps), 2) if steps else None
+def median_step_ms(seconds: Sequence[float]) -> float | None:
+    """Return the median time of the steps after the first UNTIMED_STEPS; None if there are none."""
+    timed = seconds[UNTIMED_STEPS:]
+    return round(1e3 * statistics.median(timed), 2) if timed else None
 
 
 def arm_row(run: VideoRun, config: VideoDiTConfig) -> Row:

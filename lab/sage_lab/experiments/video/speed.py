@@ -8,7 +8,6 @@ FlexAttention has the same share of selected keys, in blocks of 128 x 128 that a
 such blocks. It has no router and no linear branch.
 """
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from sage_lab.experiments.turns import orders
-from sage_lab.experiments.video.measures import synchronized_time
+from sage_lab.experiments.turns import in_turn, protocol_of, synchronized_time, time_columns
 from sage_lab.models import flash_attention_4 as fa4
 from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.records import Row, markdown_table
@@ -106,6 +104,12 @@ class VideoSpeedPlan:
         return max(1, self.videos * min(self.frames) // frames)
 
 
+SPEED_PLANS = {
+    "cuda": VideoSpeedPlan(),
+    "cpu": VideoSpeedPlan((4, 8), videos=2, warmup=1, sampling_steps=1, autocast=False, compile=False),
+}
+
+
 def why_missing(name: str, device: torch.device) -> str | None:
     """Return the reason why a contender can't be timed here, or None if it can."""
     if CONTENDERS[name].needs_gpu and device.type != "cuda":
@@ -130,9 +134,9 @@ def length_rows(
 
     place = {"frames": config.frames, "tokens": config.tokens, "sparsity": config.sparsity}
     step_place = place | {"what": "step", "videos": plan.videos_of(config.frames), "sampling_steps": None}
-    steps = in_turn(lambda name: trainings[name].advance(), names, plan.warmup, plan.repetitions, device)
+    steps = timed_rows(lambda name: trainings[name].advance(), names, plan.warmup, plan.repetitions, device)
     sample_place = place | {"what": "sampling", "videos": 1, "sampling_steps": plan.sampling_steps}
-    samples = in_turn(partial(sampled, models), names, 1, plan.sampled, device)
+    samples = timed_rows(partial(sampled, models), names, 1, plan.sampled, device)
     rows = [step_place | row for row in steps] + [sample_place | row for row in samples]
     if device.type != "cuda":
         return rows
@@ -144,7 +148,7 @@ def length_rows(
                 graphs[name] = graphed(model, noise)
         except RuntimeError as error:
             rows.append(graph_place | {"provider": name, "missing": str(error).splitlines()[0]})
-    timed = in_turn(partial(sampled, graphs), list(graphs), 1, plan.sampled, device) if graphs else []
+    timed = timed_rows(partial(sampled, graphs), list(graphs), 1, plan.sampled, device) if graphs else []
     # The graphs of all contenders keep their memory from one replay to the next, so no row can have its own.
     return rows + [graph_place | row | {"memory_gb": None} for row in timed]
 
@@ -168,10 +172,10 @@ def new_training(
     return training
 
 
-def in_turn(
+def timed_rows(
     work: Callable[[str], object], names: Sequence[str], warmup: int, repetitions: int, device: torch.device
 ) -> list[Row]:
-    """Time work(name) in milliseconds: median, 20th and 80th percentile, and the peak memory in GB.
+    """Time work(name) of all names in turn; return a row each, with the peak memory in GB.
 
     The memory includes the weights of all contenders, since they take turns.
     """
@@ -180,23 +184,20 @@ def in_turn(
     for name in names:
         for _ in range(warmup):
             work(name)
-    for order in orders(len(names), repetitions):
-        for name in (names[place] for place in order):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            started = synchronized_time(device)
-            work(name)
-            times[name].append(1e3 * (synchronized_time(device) - started))
-            if device.type == "cuda":
-                memory[name] = max(memory[name], torch.cuda.max_memory_allocated(device))
-    rows = []
-    for name in names:
-        fastest, *_, slowest = statistics.quantiles(times[name], n=5, method="inclusive")
-        figures = {"ms_median": statistics.median(times[name]), "ms_p20": fastest, "ms_p80": slowest}
-        row = {"provider": name, "protocol": "paired" if len(names) > 1 else "alone"}
-        row |= {key: round(x, 2) for key, x in figures.items()}
-        rows.append(row | {"memory_gb": round(memory[name] / 1e9, 2) or None})
-    return rows
+    for name in in_turn(names, repetitions):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        started = synchronized_time(device)
+        work(name)
+        times[name].append(1e3 * (synchronized_time(device) - started))
+        if device.type == "cuda":
+            memory[name] = max(memory[name], torch.cuda.max_memory_allocated(device))
+    return [
+        {"provider": name, "protocol": protocol_of(names)}
+        | time_columns(times[name])
+        | {"memory_gb": round(memory[name] / 1e9, 2) or None}
+        for name in names
+    ]
 
 
 def speed_table(rows: Sequence[Row]) -> str:
