@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -15,7 +16,7 @@ from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2.ladder import HOPPER_BACKWARD, LEVELS
 from sage_lab.bench import compile as compiling
 from sage_lab.bench.compile import INT8, SIXTEEN_BIT, SPILL, Case, Compiled, complaint, count
-from sage_lab.records import REPOSITORY, read_json
+from sage_lab.records import REPOSITORY, read_json, read_record
 
 EVERY = compiling.every_case()
 COMPILE = """
@@ -34,6 +35,7 @@ from sage_lab.__main__ import main
 from sage_lab.bench import compile as compiling
 from sage_lab.bench.bank_conflicts import conflicts
 from sage_lab.bench.compile import Case, compile_kernel, every_case, source_of
+from sage_lab.bench.instructions import case_rows
 from triton.backends.nvidia.compiler import CUDABackend
 
 found = {}
@@ -78,6 +80,7 @@ command()  # one that spills more than recorded
 # For 8.9 the assembler says what it says for 8.6, but for the name of a conversion and the header.
 code = [compile_kernel(Case("forward", 3, capability, 64, True))[0] for capability in (86, 89)]
 found["8.6 and 8.9"] = [re.findall(r"/\\*[0-9a-f]{4,}\\*/ .*", x.replace("F2FP.BF16.F32", "F2FP.BF16")) for x in code]
+found["instructions"] = list(case_rows(Case("forward", 5, 90, 64, False)))
 # The same numbers stored in two orders.
 found["conflicts"] = {}
 for program in (bank_programs.stored_as_computed, bank_programs.stored_spread):
@@ -123,6 +126,13 @@ def test_for_8_9_there_is_no_other_machine_code_than_for_8_6(compiled):
     ampere, ada = compiled["8.6 and 8.9"]
     assert len(ampere) > 500
     assert ampere == ada
+
+
+def test_the_record_of_instructions_is_what_is_counted(compiled):
+    instructions = read_record("instructions_sm90")
+    if instructions.provenance["triton"] != metadata.version("triton"):
+        pytest.skip("recorded with a different compiler")
+    assert compiled["instructions"] == instructions.select(kernel="forward", level=5, head_dim=64)
 
 
 def test_stores_that_meet_in_a_bank_are_seen(compiled):

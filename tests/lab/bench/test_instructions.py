@@ -1,13 +1,6 @@
 """Instructions of a kernel's loop, counted in the machine code that Triton's compiler made."""
 
-import json
-import os
-import subprocess
-import sys
-from importlib import metadata
-
 import pytest
-from sage_lab.records import read_record
 
 pytest.importorskip("triton")
 from sage_lab.bench.instructions import adding_loop, hot_loop, kind_of
@@ -30,12 +23,6 @@ CODE = """
         /*0070*/                   BRA `(.L_x_3);
 .L_x_3:
 """
-COUNT = """
-import json
-from sage_lab.bench.compile import Case
-from sage_lab.bench.instructions import case_rows
-print(json.dumps(list(case_rows(Case("forward", 5, 90, 64, False)))))
-"""
 
 
 def test_the_loop_is_the_one_with_the_exponentials_of_one_tile():
@@ -53,13 +40,3 @@ def test_among_the_loops_that_add_to_memory_the_shortest_counts():
     assert [kind_of(line) for line in adding_loop(code)] == ["arithmetic", "rest", "exp2", "matmul", "rest"]
     with pytest.raises(ValueError, match="code: expected a loop that adds to memory, found none"):
         adding_loop(CODE)
-
-
-def test_the_record_is_what_is_counted():
-    instructions = read_record("instructions_sm90")
-    if instructions.provenance["triton"] != metadata.version("triton"):
-        pytest.skip("recorded with a different compiler")
-    # In a process of its own: the compiler can't run where the interpreter does.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == instructions.select(kernel="forward", level=5, head_dim=64)
