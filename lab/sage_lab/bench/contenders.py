@@ -1,6 +1,6 @@
 """Contenders: whoever computed the right result is timed; why the others could not take part is noted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,16 +74,20 @@ class Contender:
         return Entry(self.op, self.provider, self.level, call, self.error)
 
 
-def level_entry(
-    op: str, level: int, prepare: Callable[[], Any], kernels: Callable[[Any], Any], error_of: Callable, scope: str
-) -> Entry:
-    """Return a level of a ladder: kernels(prepare()), or, in scope "kernel", the kernels alone.
+def level_entries(
+    op: str, levels: Iterable[int], prepare: Callable, run: Callable, error_of: Callable, scope: str
+) -> dict[str, Callable[[], Entry]]:
+    """Return the levels of a ladder by provider: run(prepare(level), level), or, in scope "kernel", `run` alone.
 
-    error_of: the error of what the kernels return; RuntimeError if it is too large.
+    error_of: the error of what `run` returns; RuntimeError if it is too large.
     """
-    call = partial(kernels, prepare())
-    error = error_of(call())
-    return Entry(op, OURS, level, call if scope == "kernel" else lambda: kernels(prepare()), error)
+
+    def entry(level: int) -> Entry:
+        call = partial(run, prepare(level), level)
+        error = error_of(call())
+        return Entry(op, OURS, level, call if scope == "kernel" else lambda: run(prepare(level), level), error)
+
+    return {f"{OURS}, level {level}": partial(entry, level) for level in levels}
 
 
 class Absent:

@@ -24,7 +24,7 @@ from sage_kernels.sagebwd.ops import backward_level, forward_level
 
 import sage_ref
 from sage_lab.bench.case import LONG, Case, Measurement, Shape
-from sage_lab.bench.contenders import Absent, Contender, Entry, level_entry
+from sage_lab.bench.contenders import Absent, Contender, Entry, level_entries
 from sage_lab.bench.judge import RESULTS, worst_error
 from sage_lab.bench.peers import PEERS
 from sage_lab.bench.ratios import OURS, UNBIASED
@@ -118,17 +118,13 @@ def backward_preparation(case: Case) -> Callable[[int], BackwardInputs]:
 def _entries(
     case: Case, scope: str, levels: tuple, prepare: Callable, run: Callable, which: slice
 ) -> dict[str, Callable[[], Entry]]:
-    """Return the levels that can run here. prepare: of a level, its inputs; which: of RESULTS, what `run` returns."""
+    """Return the levels that can run here. which: of RESULTS, what `run` returns."""
 
     def error_of(found: tuple) -> float:
         return worst_error(found[: which.stop - which.start], case.exact[which], names=RESULTS[which])
 
-    make = {}
-    for level, chosen in enumerate(levels):
-        if obstacle(chosen, case.device, case.shape.head_dim) is None:
-            steps = partial(prepare, level=level), partial(run, level=level, **case.options)
-            make[f"{OURS}, level {level}"] = partial(level_entry, "sagebwd", level, *steps, error_of, scope)
-    return make
+    can_run = [x for x, chosen in enumerate(levels) if obstacle(chosen, case.device, case.shape.head_dim) is None]
+    return level_entries("sagebwd", can_run, prepare, partial(run, **case.options), error_of, scope)
 
 
 LADDERS = {"fwd": forward_levels, "bwd": backward_levels}

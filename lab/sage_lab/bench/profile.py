@@ -80,14 +80,11 @@ def calls(head_dim: int) -> dict[str, Callable[[], object]]:
 def launch_once(head_dim: int) -> None:
     """Launch every kernel once for Nsight Compute, after a first launch that it does not look at."""
     ours = [run for name, run in calls(head_dim).items() if "cuDNN" not in name]
-    for run in ours:
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    for run in ours:
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    for switch in (torch.cuda.cudart().cudaProfilerStart, torch.cuda.cudart().cudaProfilerStop):
+        for run in ours:
+            run()
+        torch.cuda.synchronize()
+        switch()
 
 
 def report(head_dim: int) -> str:

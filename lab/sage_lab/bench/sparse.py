@@ -26,7 +26,7 @@ from torch import Tensor
 
 import sage_ref
 from sage_lab.bench.case import Case, Measurement, Shape
-from sage_lab.bench.contenders import Absent, Contender, Entry, level_entry
+from sage_lab.bench.contenders import Absent, Contender, Entry, level_entries
 from sage_lab.bench.judge import Results, require_close, sparse_head, worst_error
 from sage_lab.bench.peers import PEER_BLOCK_KV, PEERS
 from sage_lab.bench.ratios import OURS
@@ -146,15 +146,11 @@ def level_rows(case: SparseCase, block_mask: Tensor, exact_output: Tensor, absen
     def error_of(found: tuple) -> float:
         return require_close(found[0], exact_output)
 
-    levels = [
-        level for level, chosen in enumerate(LEVELS) if obstacle(chosen, case.device, case.shape.head_dim) is None
-    ]
+    levels = [x for x, chosen in enumerate(LEVELS) if obstacle(chosen, case.device, case.shape.head_dim) is None]
+    levels, run = levels if case.shape.n < LARGE else levels[1:], partial(run_forward, scale=case.scale)
     peers = absent.tried({name: partial(forward_peer, case, name, block_mask) for name in SPARSE_PEERS}, case.columns)
     for scope in ("kernel", "op"):
-        make = {}
-        for level in levels if case.shape.n < LARGE else levels[1:]:
-            steps = partial(case.prepare, level), partial(run_forward, level=level, scale=case.scale)
-            make[f"{OURS}, level {level}"] = partial(level_entry, "sla2", level, *steps, error_of, scope)
+        make = level_entries("sla2", levels, case.prepare, run, error_of, scope)
         make |= {name: lambda entry=entry: entry for name, entry in peers.items()}
         yield from case.turn(make, absent, scope=scope, direction="fwd")
 
