@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from exercises import ROOT, exercise_names
@@ -49,6 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(lambda: options.run(options, parser))
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold signals back until the end of an import, which may swallow what they raise."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+
+
 def exercise(text: str) -> str:
     """Return the name of an exercise given by its name or number."""
     found = [name for name in exercise_names() if text in (name, name[:2])]
@@ -85,7 +96,8 @@ def grade(options, parser) -> int:
     """Return 0 when the grading worked, whatever the score; 1 if a grader broke or a grading crashed."""
     if bool(options.names) == options.all:
         parser.error("grade: expected exercises or --all")
-    from exercises import grading, handing_in, isolation, stubs
+    with undisturbed():
+        from exercises import grading, handing_in, isolation, stubs
 
     if options.submission is None:
         stubs.write()
@@ -110,7 +122,8 @@ def grade(options, parser) -> int:
 
 
 def check(options, parser) -> int:
-    from exercises import checking
+    with undisturbed():
+        from exercises import checking
 
     sound = True
     for report in checking.check(options.names or exercise_names(), options.seeds):
@@ -120,7 +133,8 @@ def check(options, parser) -> int:
 
 
 def package(options, parser) -> int:
-    from exercises import gradescope, handing_in
+    with undisturbed():
+        from exercises import gradescope, handing_in
 
     seeds = handing_in.read_seeds(options.seeds) if options.seeds else handing_in.fresh_seeds()
     seeds = [] if options.visible else seeds

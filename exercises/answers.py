@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,11 +52,8 @@ class Exercise:
         """Return what the master gives in each call of a test, with these mistakes made."""
         key = test.name, seed, tuple(mistakes)
         if key not in self.given:
-            functions = self.functions(tuple(mistakes))
-            if mistakes:
-                self.given[key] = [attempt(functions[call.function], call) for call in self.calls(test, seed)]
-            else:
-                self.given[key] = [make(functions[call.function], call) for call in self.calls(test, seed)]
+            functions, run = self.functions(tuple(mistakes)), attempt if mistakes else make
+            self.given[key] = [run(functions[call.function], call) for call in self.calls(test, seed)]
         return self.given[key]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019, an exercise lives as long as its command
@@ -66,8 +64,7 @@ class Exercise:
 
     def parameter(self, function: str, number: int) -> str:
         """Return the name of a function's argument."""
-        (found,) = (x for x in ast.parse(self.master).body if getattr(x, "name", "") == function)
-        return found.args.args[number].arg
+        return list(inspect.signature(self.functions()[function]).parameters)[number]
 
     def correct(self, function: str) -> Correct | None:
         """Return what a function uses of the others, as the master has it."""
@@ -109,12 +106,8 @@ class Recorded(Exercise):
             facts = {key: value for key, value in test._asdict().items() if key != "calls"}
             calls = [tuple(call) for call in exercise.calls(test, seed)]
             tests.append({"facts": facts, "calls": calls, "expected": expected, "mistakes": differ})
-        functions = {call[0] for test in tests for call in test["calls"]}
-        parameters = {
-            name: [x.arg for x in node.args.args]
-            for node in ast.parse(exercise.master).body
-            if (name := getattr(node, "name", "")) in functions
-        }
+        functions = {name: exercise.functions()[name] for name in {call[0] for test in tests for call in test["calls"]}}
+        parameters = {name: list(inspect.signature(function).parameters) for name, function in functions.items()}
         hints = [mistake.hint for mistake in exercise.mistakes]
         return {"triton": exercise.triton, "parameters": parameters, "hints": hints, "tests": tests}
 

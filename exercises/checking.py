@@ -13,13 +13,6 @@ from exercises.grading import table as grading_table
 from exercises.handing_in import VISIBLE_SEED
 
 SEEDS = (VISIBLE_SEED, "check.0", "check.1")
-# Answers of the wrong kind must be the student's failure in any exercise, not the grader's.
-MALFORMED = {
-    "returns None": "return None",
-    "returns one number": "return torch.tensor(1.0)",
-    "returns an empty tensor": "return torch.zeros(0)",
-    "returns three tensors": "return torch.ones(3), torch.ones(2, 2), torch.ones(1)",
-}
 
 
 def check(names: list[str], seeds: int = 1) -> Iterator[dict[str, Any]]:
@@ -42,12 +35,6 @@ def check_exercise(name: str, sandboxes: Sandboxes, seeds: int = 1) -> dict[str,
     result = grade(exercise, stub.encode(), SEEDS, sandboxes)
     if result.score != 0 or not any("not written yet" in test.feedback for test in result.tests):
         problems.append(f"the stub should earn 0 and say what is not written yet:\n{grading_table(result)}")
-    functions = {call.function for test in exercise.tests for call in exercise.calls(test, VISIBLE_SEED)}
-    for label, body in MALFORMED.items():
-        text = "\n".join(f"def {function}(*arguments, **keywords): {body}" for function in functions)
-        result = grade(exercise, f"import torch\n{text}\n".encode(), SEEDS, sandboxes)
-        if result.score != 0:
-            problems.append(f"a submission that {label} should earn 0:\n{grading_table(result)}\n{result.error or ''}")
     for seed in (VISIBLE_SEED, *map(str, range(1, seeds))):
         for mistake in exercise.mistakes:
             hint, met = judged(exercise, mistake, seed)

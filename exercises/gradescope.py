@@ -24,8 +24,7 @@ from exercises.grading import ExerciseResult, Sandboxes, grade_folder, table
 from exercises.handing_in import seeds_of_grading
 
 REPOSITORY = ROOT.parent
-ENGINE = [f"exercises/{name}.py" for name in ("__init__", "__main__", "answers", "grading", "handing_in", "isolation")]
-ENGINE += [f"exercises/{name}.py" for name in ("perform", "stubs", "task", "wire", "worker")]
+ENGINE = [f"exercises/{path.name}" for path in ROOT.glob("*.py") if path.stem not in ("gradescope", "checking")]
 CHECK = ("sage_course/__init__.py", "sage_course/check.py")  # of the repository's folder course
 PINNED = ("torch", "triton", "numpy")  # what grading needs, under constraints.txt
 PRIVATE = ("master.py", "task.py", "hidden_seeds.json", "weights.json")

@@ -27,21 +27,20 @@ import torch
 
 from exercises import wire
 from exercises.task import Call
-from exercises.worker import seccomp_program
+from exercises.worker import TEXT_LIMIT, seccomp_program
 
 SERVER_FILES = ("worker.py", "wire.py", "perform.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 # The server becomes a submission's user, ends its processes and removes its files.
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER")
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
-ENVIRONMENT = {"LANG": "C.UTF-8", "USER": "submission", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-ENVIRONMENT |= {"PYTHONDONTWRITEBYTECODE": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}  # or macOS can't fork
-TEXT_LIMIT = 300  # characters of an error that are shown
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}
+ENVIRONMENT |= {"USER": "submission", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT |= {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}  # or macOS can't fork
 PRINTED_LIMIT = 4000  # characters kept of what it prints
 ANSWER_LEAST, ANSWER_FACTOR = 2**18, 8  # bytes that an answer may have: this, and so many times what was sent
 SERVER_SECONDS, SERVER_END_SECONDS = 300, 20  # to import torch on a slow disk; to end a child and remove its files
 OPEN = "Without bubblewrap (bwrap): your files and the network are open to what is graded here; grade only your own."
-
 
 # Of each process; memory in bytes beyond what importing torch takes.
 RESOURCES = {"RLIMIT_CPU": 120, "RLIMIT_DATA": 2 * 2**30, "RLIMIT_AS": 2 * 2**30, "RLIMIT_FSIZE": 16 * 2**20}
@@ -80,19 +79,18 @@ class ChildError(Exception):
 @functools.cache
 def have_walls() -> bool:
     """Return whether bubblewrap can put up its walls here, with a filter of system calls inside."""
-    if sys.platform != "linux" or torch.cuda.is_available() or not seccomp_program(platform.machine()):
+    filtered = sys.platform == "linux" and not torch.cuda.is_available() and seccomp_program(platform.machine())
+    if not filtered or not shutil.which("bwrap"):
         return False
-    if not shutil.which("bwrap"):
-        return False
-    command = [*bubblewrap(2**20, {}), sys.executable, "-I", "-c", ""]
+    command = [*bubblewrap(2**20), sys.executable, "-I", "-c", ""]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
-def bubblewrap(disk: int, files: dict[str, int]) -> list[str]:
+def bubblewrap(disk: int) -> list[str]:
     """Return the command that runs another one inside walls.
 
-    Inside are the system's programs, this Python, `files` with what these descriptors hold, and /tmp and /dev/shm of
-    `disk` bytes each. What is left behind ends with the command.
+    Inside are the system's programs, this Python, the server in /grader, and /tmp and /dev/shm of `disk` bytes each.
+    What is left behind ends with the command.
     """
     command = ["bwrap", "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
@@ -109,31 +107,21 @@ def bubblewrap(disk: int, files: dict[str, int]) -> list[str]:
         if os.path.isdir(path) and not any(Path(path).is_relative_to(above) for above in shown):
             shown.append(path)
     # bubblewrap would close the folders above to all but root.
-    for path in sorted({above for x in (*shown, *files) for above in Path(x).parents} - {Path("/"), Path("/tmp")}):
+    for path in sorted({above for x in shown for above in Path(x).parents} - {Path("/"), Path("/tmp")}):
         command += ["--perms", "0755", "--dir", str(path)]
     command += [word for x in SYSTEM if os.path.islink(x) for word in ("--symlink", os.readlink(x), x)]
     command += [word for path in shown for word in ("--ro-bind", path, path)]
-    for path, descriptor in files.items():
-        command += ["--perms", "0444", "--ro-bind-data", str(descriptor), path]
+    command += ["--perms", "0755", "--dir", "/grader"]
+    command += [word for x in SERVER_FILES for word in ("--ro-bind", str(Path(__file__).with_name(x)), f"/grader/{x}")]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 class Sandbox:
-    """A server process that runs one submission at a time. A context manager; it starts when it is needed.
+    """A server process that runs one submission at a time, behind walls or without. It starts when it is needed."""
 
-    walls: whether it is behind bubblewrap's; None: if they can be had.
-    """
-
-    def __init__(self, limits: Limits = DEFAULT_LIMITS, walls: bool | None = None):
-        self.limits = limits
-        self.walls = have_walls() if walls is None else walls
+    def __init__(self, limits: Limits, walls: bool):
+        self.limits, self.walls = limits, walls
         self.server = self.control = self.group = None
-
-    def __enter__(self) -> "Sandbox":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def open(self) -> None:
         """Start the server if none runs; it gets ready by itself."""
@@ -141,24 +129,15 @@ class Sandbox:
             return
         self.close()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        on_gpu = torch.cuda.is_available()
         environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
-        environment |= (
-            {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ} if on_gpu else {"TRITON_INTERPRET": "1"}
-        )
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(theirs)
-            command, descriptors, folder = [], [theirs.fileno()], str(Path(__file__).parent)
-            if self.walls:
-                folder = "/grader"
-                files = [opened.enter_context(open(Path(__file__).with_name(name), "rb")) for name in SERVER_FILES]
-                descriptors += [file.fileno() for file in files]
-                names = [f"{folder}/{name}" for name in SERVER_FILES]
-                command = bubblewrap(self.limits.disk, dict(zip(names, descriptors[1:], strict=True)))
-            self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ and torch.cuda.is_available()}
+        environment |= {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+        command, folder = (bubblewrap(self.limits.disk), "/grader") if self.walls else ([], Path(__file__).parent)
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        with theirs:
             self.server = subprocess.Popen(
                 [*command, sys.executable, "-I", f"{folder}/worker.py", str(theirs.fileno())],
-                pass_fds=descriptors,
+                pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -176,9 +155,7 @@ class Sandbox:
             self.control.settimeout(SERVER_SECONDS)
             if not self.control.recv(2**12):
                 self.log.seek(0)
-                raise SandboxError(
-                    f"the server of submissions didn't start: {self.log.read().decode(errors='replace')}"
-                )
+                raise SandboxError(f"the server didn't start: {self.log.read().decode(errors='replace')}")
             self.ready = True
         return Child(self, source)
 
@@ -251,19 +228,11 @@ class Child:
         correct: names and source of functions that take the place of the submission's.
         """
         number, tensors = next(self.numbers), []
-        content = {
-            "id": number,
-            "function": call.function,
-            "arguments": wire.encode(call.arguments, tensors),
-            "upstream": wire.encode(call.upstream, tensors),
-            "outputs": call.outputs,
-            "device": device,
-            "correct": correct and correct._asdict(),
-        }
+        content = {"id": number, "call": wire.encode(call._asdict(), tensors), "device": device}
+        content["correct"] = correct and correct._asdict()
         size = sum(x.numel() * x.element_size() for x in tensors)
         content["limit"] = limit = min(ANSWER_LEAST + ANSWER_FACTOR * size, wire.MESSAGE_LIMIT // 2)
-        seconds = self.limits.call_seconds
-        deadline = min(deadline, time.monotonic() + seconds)
+        deadline = min(deadline, time.monotonic() + self.limits.call_seconds)
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 wire.write(self.stream, wire.pack(content, tensors), deadline)
@@ -276,7 +245,7 @@ class Child:
             if not isinstance(observed, dict):
                 raise wire.WireError("returned something that can't be read")
         except TimeoutError:
-            raise ChildError(f"took longer than {seconds:g} s", fatal=True) from None
+            raise ChildError(f"took longer than {self.limits.call_seconds:g} s", fatal=True) from None
         except EOFError:
             self._wait_for_end(patience=0.5)
             raise ChildError(_epitaph(self.status), fatal=True) from None
@@ -291,7 +260,7 @@ class Child:
         return "".join(x if x.isprintable() or x == "\n" else "?" for x in text).strip()
 
     def close(self) -> None:
-        """End the process and all it started; its files are removed."""
+        """End the process and all it started; what it left in files ends with its server."""
         self.stream.close()
         self._wait_for_end()
         self.output.close()
@@ -304,7 +273,9 @@ class Child:
                 if not select.select([self.sandbox.control], [], [], patience)[0]:
                     self.sandbox.control.send(b"stop")
                 self.sandbox.control.settimeout(SERVER_END_SECONDS)
-                self.status = json.loads(self.sandbox.control.recv(2**12))
+                self.status, clean = json.loads(self.sandbox.control.recv(2**12))
+                if not clean:
+                    self.sandbox.close()  # the next one starts with new folders
             except (OSError, ValueError, AttributeError):
                 self.status = "server"
                 self.sandbox.close()
@@ -314,13 +285,13 @@ def _as_child_error(error, function):
     """Return a submission's own account of what went wrong. It may quote inputs: its text is for visible ones only."""
     if not isinstance(error, dict):
         return ChildError("returned something that can't be read", fatal=True)
-    text = " ".join(re.sub(r"[^\x20-\x7e]", " ", str(error.get("text", "")))[:TEXT_LIMIT].split())
+    line, text = (" ".join(re.sub(r"[^\x20-\x7e]", " ", str(error.get(x, ""))).split()) for x in ("line", "text"))
+    line, text = line[:TEXT_LIMIT], text[:TEXT_LIMIT]
     if error.get("kind") == "unwritten":
         return ChildError("not written yet", f"not written yet: {text.removeprefix(f'{function}: ')}")
     if error.get("kind") == "answer":
         return ChildError("returned something that can't be used", text)
-    line = f"line {error['line']}: " if type(error.get("line")) is int and 0 < error["line"] < 10**6 else ""
-    return ChildError("raised an error", f"raised an error: {line}{text}", raised=text)
+    return ChildError("raised an error", f"raised an error: {line} {text}", raised=text)
 
 
 def _epitaph(code):

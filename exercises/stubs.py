@@ -1,22 +1,19 @@
 """Students' files made from masters: each solution region becomes an error that says what to do.
 
-In a master, the region from `### BEGIN SOLUTION: what to do` to `### END SOLUTION` becomes
+In a master, the lines after `### SOLUTION: what to do`, up to one that is blank or indented less, become
 `raise NotImplementedError("function: what to do")`. Without "what to do", the function's docstring says it.
 """
 
 import ast
+import json
 import re
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 from exercises import ROOT, exercise_names
 
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-MARKER = re.compile(r"(?P<indent> *)### (?P<kind>BEGIN|END) SOLUTION(?:: (?P<task>.+))?")
-LINE_LENGTH = 120
-DIFFICULTIES = ("easy", "medium", "hard")
-IMPORTANCES = ("low", "medium", "high")
+REGION = re.compile(r"^( *)### SOLUTION(?:: (.+))?\n((?:\1(?! *### ).*\S.*\n)*)", re.MULTILINE)
+FACTS = r"^(Easy|Medium|Hard) · (low|medium|high) importance · about (\d+) minutes"
 
 
 class StubError(ValueError):
@@ -33,59 +30,28 @@ class Header(NamedTuple):
 
 
 def stub_of(master: str, name: str = "master.py") -> tuple[str, list[str]]:
-    """Return the student's file and the solution lines that were cut out.
-
-    StubError: a region is nested, not closed or empty.
-    """
+    """Return the student's file and the solution lines that were cut out. StubError: a region isn't as it should be."""
     functions = [node for node in ast.walk(ast.parse(master)) if isinstance(node, ast.FunctionDef)]
-    kept, solution, region = [], [], None
-    for number, line in enumerate(master.splitlines(), 1):
-        where = f"{name}, line {number}"
-        if "SOLUTION" not in line:
-            (kept if region is None else region).append(line)
-            continue
-        marker = MARKER.fullmatch(line)
-        if marker is None:
-            raise StubError(f"{where}: expected {BEGIN!r} or {END!r} alone on its line, got {line.strip()!r}")
-        if (marker["kind"] == "BEGIN") != (region is None):
-            raise StubError(f"{where}: expected regions that begin and end in turn, got {line.strip()!r}")
-        if region is None:
-            region = []
-            kept += _raise(marker["indent"], _message(functions, number, marker["task"], where))
-        else:
-            if not any(line.strip() for line in region):
-                raise StubError(f"{where}: expected a solution, got an empty one")
-            solution += region
-            region = None
-    if region is not None or not solution:
-        raise StubError(f"{name}: expected at least one solution, each closed")
-    return "\n".join(kept) + "\n", solution
+    solution = []
 
+    def error(region):
+        indent, task, lines = region.groups()
+        number = master.count("\n", 0, region.start()) + 1
+        around = [node for node in functions if node.lineno < number <= node.end_lineno]
+        if not around or not lines:
+            raise StubError(f"{name}, line {number}: expected a solution inside of a function, got none")
+        function = max(around, key=lambda node: node.lineno)  # the innermost
+        task = task or (ast.get_docstring(function) or "").partition("\n")[0]
+        if not task:
+            raise StubError(f"{name}, line {number}: expected what to do, or a docstring of {function.name}")
+        solution.extend(lines.splitlines())
+        message = json.dumps(f"{function.name}: {task}", ensure_ascii=False)
+        return f"{indent}raise NotImplementedError({message})\n"
 
-def _message(functions, line, task, where):
-    """Return what the stub's error says: the innermost function around it and what to do."""
-    around = [node for node in functions if node.lineno < line <= node.end_lineno]
-    if not around:
-        raise StubError(f"{where}: expected a solution inside of a function")
-    function = max(around, key=lambda node: node.lineno)
-    task = task or (ast.get_docstring(function) or "").partition("\n")[0]
-    if not task:
-        raise StubError(f"{where}: expected '{BEGIN}: what to do', or a docstring of {function.name}")
-    return f"{function.name}: {task}"
-
-
-def _raise(indent, message):
-    """Return lines of `raise NotImplementedError(message)`, broken as the formatter breaks them."""
-    line = f"{indent}raise NotImplementedError({_literal(message)})"
-    if len(line) <= LINE_LENGTH:
-        return [line]
-    pieces = textwrap.wrap(message, LINE_LENGTH - len(indent) - len('    ""'), drop_whitespace=False)
-    return [f"{indent}raise NotImplementedError(", *(f"{indent}    {_literal(x)}" for x in pieces), f"{indent})"]
-
-
-def _literal(text):
-    """Return a Python string, in double quotes where that needs no escape."""
-    return repr(text) if '"' in text else f'"{text}"'
+    stub = REGION.sub(error, master)
+    if "SOLUTION" in stub or not solution:
+        raise StubError(f"{name}: expected '### SOLUTION: what to do' alone on its line, at least once")
+    return stub, solution
 
 
 def leaked(stub: str, solution: list[str]) -> list[str]:
@@ -100,13 +66,9 @@ def read_master(name: str) -> str:
 
 def header_of(name: str) -> Header:
     """Return title, difficulty, importance and minutes of an exercise."""
-    page = (ROOT / name / "README.md").read_text(encoding="utf-8")
-    facts = re.search(r"^(\w+) · (\w+) importance · about (\d+) minutes", page, re.MULTILINE)
-    if not facts or facts[1].lower() not in DIFFICULTIES or facts[2] not in IMPORTANCES:
-        raise StubError(
-            f"{name}/README.md: expected a line like 'Easy · high importance · about 20 minutes', with one of "
-            f"{DIFFICULTIES} and one of {IMPORTANCES}"
-        )
+    facts = re.search(FACTS, (ROOT / name / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if not facts:
+        raise StubError(f"{name}/README.md: expected a line like 'Easy · high importance · about 20 minutes'")
     title = (ast.get_docstring(ast.parse(read_master(name))) or "").partition("\n")[0].rstrip(".")
     return Header(title, facts[1].lower(), facts[2], int(facts[3]))
 

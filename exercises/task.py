@@ -6,6 +6,7 @@ comes. If that differs, the hint is that of the mistake with which the master gi
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,10 @@ class Draw:
 
     def permutation(self, size: int) -> Tensor:
         return torch.randperm(size, generator=self.generator)
+
+    def sizes(self, tiles: int, block: int) -> Tensor:
+        """Draw how large each row is, [tiles * block, 1]: a power of two, the same in a tile."""
+        return (0.5 * 2.0 ** self.permutation(tiles)).repeat_interleave(block)[:, None]
 
 
 class Call(NamedTuple):
@@ -167,3 +172,19 @@ def int8_tiles(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     values, scale = quantize(x, block)
     junk = torch.full((-len(x) % block, x.shape[1]), 101, dtype=torch.int8)
     return torch.cat((values, junk)), scale
+
+
+def backward_case(
+    draw: Draw, n_q: int, n_k: int, block_q: int, block_kv: int, q_sizes: Any = 1, k_sizes: Any = 1, do_sizes: Any = 1
+) -> tuple[Tensor, ...]:
+    """Draw dO, Q, K and V in float16, and O (float64) and L of attention with rounded Q and K.
+
+    The sizes multiply rows. Most of V is shared by all keys, so that dP - delta is a small difference.
+    """
+    d = draw.choice((32, 64))
+    q, k, v, do = (draw.normal(n, d) for n in (n_q, n_k, n_k, n_q))
+    q, do = (off_ties(x.half(), block_q) for x in (1.5 * q * q_sizes, 0.1 * do * do_sizes))
+    k, v = off_ties((1.5 * (k - k.mean(0)) * k_sizes).half(), block_kv), (v + 16 * draw.normal(1, d)).half()
+    rounded = (dequantize(*quantize(x, block), block) for x, block in ((q, block_q), (k, block_kv)))
+    s = next(rounded) @ next(rounded).mT / math.sqrt(d)
+    return do, q, k, v, s.softmax(-1) @ v.double(), s.logsumexp(-1).float()

@@ -74,12 +74,11 @@ def _scalar(value):
 
 def pack(content: dict[str, Any], tensors: list[Tensor], limit: int = MESSAGE_LIMIT // 2) -> bytes:
     """Return the bytes of a message. WireError for more than `limit` bytes of tensors."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if size > limit:
-        raise WireError(f"returned {size / 2**20:.3g} MiB of tensors, more than the {limit / 2**20:.3g} allowed")
     forms = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps(content | {"tensors": forms}).encode()
     block = b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors if x.numel())
+    if len(block) > limit:
+        raise WireError(f"returned {len(block) / 2**20:.3g} MiB of tensors, more than the {limit / 2**20:.3g} allowed")
     if len(text) > JSON_LIMIT:
         raise WireError("returned more text than is allowed")
     return LENGTHS.pack(len(text), len(block)) + text + block
@@ -104,22 +103,20 @@ def parse(text: bytes, block: bytes, limit: int = MESSAGE_LIMIT // 2) -> tuple[d
     """Return the content and the tensors of a message's two parts; WireError, and nothing else, if they aren't any."""
     try:
         content, tensors, start = json.loads(text), [], 0
-        forms = content["tensors"]
-        fits = len(forms) <= LEAF_LIMIT + 1
-        for name, shape in forms if fits else ():
+        if len(content["tensors"]) > LEAF_LIMIT + 1:
+            raise ValueError("too many tensors")
+        for name, shape in content["tensors"]:
             dtype, end = DTYPES[name], start + DTYPES[name].itemsize * math.prod(shape)
             # A shape without elements may still be one that no result of it fits into memory, [0, 2**40] say.
-            fits &= len(shape) <= 16 and all(type(length) is int and length >= 0 for length in shape)
-            fits &= dtype.itemsize * math.prod(max(1, length) for length in shape) <= limit and end <= len(block)
-            if not fits:
-                break
+            fits = len(shape) <= 16 and all(type(length) is int and length >= 0 for length in shape)
+            if not fits or dtype.itemsize * math.prod(max(1, x) for x in shape) > limit or end > len(block):
+                raise ValueError("a shape doesn't fit")
             part = bytearray(block[start:end])
-            tensors.append(
-                (torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)).reshape(shape)
-            )
+            flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+            tensors.append(flat.reshape(shape))
             start = end
-        if not fits or start != len(block):
-            raise ValueError("forms don't fit")
+        if start != len(block):
+            raise ValueError("bytes are left over")
     except Exception as error:  # whatever goes wrong while reading is the sender's
         raise WireError("returned something that can't be read") from error
     return content, tensors
@@ -155,6 +152,4 @@ def _plain(tensor):
             raise WireError(f"returned a tensor of {tensor.dtype}, {tensor.layout}: expected a dense tensor")
         if tensor.numel() * tensor.element_size() > MESSAGE_LIMIT // 2:
             raise WireError(f"returned a tensor of {tensor.numel()} elements, more than is allowed")
-        plain = torch.empty(tensor.shape, dtype=tensor.dtype)
-        plain.copy_(tensor.detach())
-        return plain
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHOWN = {path.name for path in Path("/tmp").glob("*")}  # at the start: nothing, unless this Python lies there
 BLOCKED = ("sage_ref", "sage_kernels", "sage_lab", "sage_course", "exercises")
 TEXT_LIMIT = 300
 SUBMISSION_USER = 61184  # of systemd's DynamicUser range: nobody else's
@@ -44,18 +43,10 @@ def load(name: str, path: Path) -> Any:
     return module
 
 
-class Blocked:
-    """Import hook: what an exercise asks for can't be imported."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ImportError(f"{name} isn't available to a submission: write it yourself")
-
-
 def serve(control: socket.socket) -> None:
     """Fork, end and clean up children until the grader closes the socket."""
     walls = os.getpid() == 1  # bubblewrap has made a namespace of processes, and a /tmp of our own
+    before = open_to_all()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 2**12, 2)
         if not message:
@@ -71,40 +62,26 @@ def serve(control: socket.socket) -> None:
             os.close(descriptor)
         status = _end(child, control, walls)
         shutil.rmtree(scratch, ignore_errors=True)
-        clean = not walls or empty_folders()
-        control.send(json.dumps(status).encode())
-        if not clean:
-            return  # the grader starts a server with folders that are empty
+        control.send(json.dumps([status, not walls or open_to_all() == before]).encode())
 
 
-def empty_folders() -> bool:
-    """Remove what was left where everybody may write, inside walls; return whether all but SHOWN is gone."""
-
-    def left() -> list[Path]:
-        return [path for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir() if path.name not in SHOWN]
-
-    for path in left():
-        shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return not left()
+def open_to_all() -> set[Path]:
+    """Return what is in the folders where everybody may write."""
+    return {path for folder in ("/tmp", "/dev/shm") if os.path.isdir(folder) for path in Path(folder).iterdir()}
 
 
 def _end(child, control, walls):
     """Wait until the child ends or the grader says so, then end all it started; its exit code if it ended by itself."""
-    code, stopped = None, False
-    while code is None and not stopped:
+    code = None
+    while code is None:
         if select.select([control], [], [], 0.02)[0]:
             control.recv(2**12)
-            stopped = True
+            break
         process, status = os.waitpid(child, os.WNOHANG)
         if process:
             code = os.waitstatus_to_exitcode(status)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if walls:
-            os.kill(-1, signal.SIGKILL)  # everything in this namespace
-        else:
-            os.killpg(child, signal.SIGKILL)
+        os.kill(-1 if walls else -child, signal.SIGKILL)  # everything in this namespace, or in its group
     with contextlib.suppress(ChildProcessError):
         while walls or code is None:
             os.waitpid(-1, 0)
@@ -201,24 +178,17 @@ def answer_calls(stream: socket.socket, path: Path) -> None:
     torch.set_num_threads(1)
     content, _ = wire.read(stream)
     path.write_text(content["source"], encoding="utf-8", errors="surrogateescape", newline="")
-    module = failure = None
+    module = None
     wire.write(stream, wire.pack({"id": 0}, []))  # from here on, what goes wrong is the submission's
     while True:
         try:
             content, tensors = wire.read(stream)
         except EOFError:
             return
-        sent = []
         try:
-            if module is None and failure is None:
-                try:
-                    module = load("exercise", path)
-                except BaseException as error:
-                    failure = error
-            if failure is not None:
-                raise failure
-            reply = {"observed": wire.encode(answer(module, content, tensors), sent)}
-            message = wire.pack({"id": content["id"], **reply}, sent, content["limit"])
+            module, sent = module or load("exercise", path), []
+            observed = wire.encode(answer(module, content, tensors), sent)
+            message = wire.pack({"id": content["id"], "observed": observed}, sent, content["limit"])
         except BaseException as error:
             message = wire.pack({"id": content["id"], "error": describe(error, path)}, [])
         wire.write(stream, message)
@@ -226,20 +196,18 @@ def answer_calls(stream: socket.socket, path: Path) -> None:
 
 def answer(module: Any, content: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     """Make one call. Functions that the grader gives take the place of the submission's for as long as it takes."""
-    if not callable(getattr(module, content["function"], None)):
-        raise AttributeError(f"there is no function {content['function']}")
+    call = wire.decode(content["call"], tensors)
+    name, others, correct = call.pop("function"), {}, content["correct"] or {"names": (), "source": ""}
+    if not callable(getattr(module, name, None)):
+        raise AttributeError(f"there is no function {name}")
+    exec(correct["source"], others)
     own = dict(vars(module))
-    if content["correct"]:
-        others = {}
-        exec(content["correct"]["source"], others)
-        vars(module).update({name: others[name] for name in content["correct"]["names"]})
+    vars(module).update({x: others[x] for x in correct["names"]})
     try:
-        arguments, upstream = (wire.decode(content[name], tensors) for name in ("arguments", "upstream"))
-        function = getattr(module, content["function"])
-        return perform.perform(function, arguments, content["outputs"], upstream, content["device"])
-    finally:
-        for name in content["correct"]["names"] if content["correct"] else ():
-            vars(module).pop(name)
+        return perform.perform(getattr(module, name), **call, device=content["device"])
+    finally:  # and what Triton's interpreter has put there stays
+        for x in correct["names"]:
+            vars(module).pop(x, None)
         vars(module).update(own)
 
 
@@ -256,10 +224,10 @@ def describe(error: BaseException, path: Path) -> dict[str, Any]:
     if type(error) is NotImplementedError and own and str(error).startswith(f"{frames[-1].name}: "):
         return {"kind": "unwritten", "text": str(error)[:TEXT_LIMIT]}
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines.append(error.lineno)
-    text = f"{type(error).__name__}: {error}"[:TEXT_LIMIT]
-    return {"kind": "raised", "text": text, "line": lines[-1] if lines else None}
+    line = f"line {lines[-1]}: " if lines else ""
+    if isinstance(error, ImportError) and (name := str(error.name).partition(".")[0]) in BLOCKED:
+        error = ImportError(f"{name} isn't available to a submission: write it yourself")
+    return {"kind": "raised", "line": line, "text": f"{type(error).__name__}: {error}"[:TEXT_LIMIT]}
 
 
 if __name__ == "__main__":
@@ -272,9 +240,7 @@ if __name__ == "__main__":
         torch.zeros(1).int()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no child may look into its server
-    if os.getpid() == 1:
-        empty_folders()  # what imports have left
-    sys.meta_path.insert(0, Blocked)
+    sys.modules.update(dict.fromkeys(BLOCKED))  # what an exercise asks for can't be imported
     with socket.socket(fileno=int(sys.argv[1])) as control:
         control.send(b"{}")
         serve(control)

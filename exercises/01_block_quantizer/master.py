@@ -1,11 +1,4 @@
-"""Block quantiser: numbers to INT8, one scale per block.
-
-Write psi of the papers. A block is a group of consecutive rows of a matrix; all its numbers share one scale,
-
-    s = max|X| / 127 over the block,        X^ = round(X / s), an integer from -127 to 127.
-
-Then s * X^ is X up to rounding: no number is off by more than s / 2.
-"""
+"""Block quantiser: numbers to INT8, one scale per block."""
 
 import torch
 from torch import Tensor
@@ -26,12 +19,11 @@ def quantize_block(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     values, scales = torch.empty_like(x, dtype=torch.int8), []
     for start in range(0, len(x), block_size):
         block = x[start : start + block_size]  # [block_size or fewer, D]
-        ### BEGIN SOLUTION: find the block's scale, append it to scales, and store the rounded block / scale in values
+        ### SOLUTION: append the block's scale to scales, and store the rounded block
         scale = block.abs().amax() / INT8_MAX
         divisor = torch.where(scale > 0, scale, 1.0)  # zeros stay zeros: 0 / 1
         values[start : start + block_size] = torch.round(block / divisor).to(torch.int8)
         scales.append(scale)
-        ### END SOLUTION
     return values, torch.stack(scales).unsqueeze(1)
 
 
@@ -41,7 +33,6 @@ def dequantize_block(values: Tensor, scale: Tensor, block_size: int) -> Tensor:
     >>> dequantize_block(torch.tensor([[2, -4], [1, 0]], dtype=torch.int8), torch.tensor([[0.5], [3.0]]), 1).tolist()
     [[1.0, -2.0], [3.0, 0.0]]
     """
-    ### BEGIN SOLUTION: give every row the scale of its block, then multiply
+    ### SOLUTION: give every row the scale of its block, then multiply
     scale_of_row = scale.repeat_interleave(block_size, dim=0)[: len(values)]  # [N, 1]
     return values.float() * scale_of_row
-    ### END SOLUTION

@@ -1,8 +1,4 @@
-"""Integer matmul with scales.
-
-Two matrices arrive as INT8 values and float32 scales. Multiply the integers exactly, then put the scales back:
-once for the whole product, and once for a product whose scales change along the contraction.
-"""
+"""Integer matmul with scales."""
 
 import torch
 from torch import Tensor
@@ -17,9 +13,8 @@ def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
     >>> integer_matmul(a, a.mT).tolist()  # 127 * 127 + 127 * 127
     [[32258]]
     """
-    ### BEGIN SOLUTION: multiply in a type that holds every sum
+    ### SOLUTION: multiply in a type that holds every sum
     return a.int() @ b.int()
-    ### END SOLUTION
 
 
 def scaled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, block: int) -> Tensor:
@@ -37,12 +32,11 @@ def scaled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, block:
     >>> scaled_matmul(a, torch.tensor([0.5, 2.0]), b, torch.tensor([10.0]), block=2).tolist()
     [[15.0], [35.0], [220.0]]
     """
-    ### BEGIN SOLUTION: give each row and each column its scale, and apply them to the integers' sums
+    ### SOLUTION: give each row and column its scale, applied to the integers' sums
     rows, columns = a.shape[0], b.shape[1]
     s_a = a_scale.repeat_interleave(block)[:rows, None]  # [M, 1]
     s_b = b_scale.repeat_interleave(block)[None, :columns]  # [1, N]
     return integer_matmul(a, b) * s_a * s_b
-    ### END SOLUTION
 
 
 def tiled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, block: int) -> Tensor:
@@ -62,7 +56,6 @@ def tiled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, block: 
     result = torch.zeros(a.shape[0], b.shape[1])
     for number, start in enumerate(range(0, a.shape[1], block)):
         keys = slice(start, start + block)
-        ### BEGIN SOLUTION: multiply the integers of this tile, scale the result and add it
+        ### SOLUTION: multiply the integers of this tile, scale the result and add it
         result += integer_matmul(a[:, keys], b[keys]) * a_scale[:, number, None] * b_scale[number]
-        ### END SOLUTION
     return result

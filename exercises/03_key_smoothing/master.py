@@ -1,8 +1,4 @@
-"""K-smoothing and its gradient identity.
-
-Keys carry an offset that all tokens share, and INT8 wastes its steps on it. Subtract the mean key before rounding,
-keep the log-sum-exp that of the original scores, and show that the backward pass needs nothing new.
-"""
+"""K-smoothing and its gradient identity."""
 
 import math
 
@@ -25,10 +21,9 @@ def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
     >>> k_smooth.tolist(), k_mean.tolist()
     ([[[-1.0, 0.0], [1.0, 0.0]]], [[[2.0, 10.0]]])
     """
-    ### BEGIN SOLUTION: subtract the mean of each head's tokens
+    ### SOLUTION: subtract the mean of each head's tokens
     k_mean = key.mean(-2, keepdim=True)
     return key - k_mean, k_mean
-    ### END SOLUTION
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +41,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     [7.1269, 0.6931]
     """
     c = 1 / math.sqrt(query.shape[-1])
-    ### BEGIN SOLUTION: smooth the keys, compute the rounded scores, and add back what L lost
+    ### SOLUTION: smooth the keys, compute the rounded scores, and add back what L lost
     k_smooth, k_mean = smooth_key(key)
     s = fake_quantize(query) @ fake_quantize(k_smooth).mT * c  # [heads, N, N]
     removed = query @ k_mean.mT * c  # [heads, N, 1]
     return torch.softmax(s, -1) @ value, s.logsumexp(-1) + removed.squeeze(-1)
-    ### END SOLUTION
 
 
 def grad_query(grad_scores: Tensor, key: Tensor) -> Tensor:
@@ -66,10 +60,9 @@ def grad_query(grad_scores: Tensor, key: Tensor) -> Tensor:
     >>> grad_query(torch.tensor([[[1.0, -1.0], [0.0, 0.0]]]), key).tolist()
     [[[-2.0], [0.0]]]
     """
-    ### BEGIN SOLUTION: multiply rounded dS and rounded smoothed keys
+    ### SOLUTION: multiply rounded dS and rounded smoothed keys
     k_smooth, _ = smooth_key(key)
     return fake_quantize(grad_scores) @ fake_quantize(k_smooth) / math.sqrt(key.shape[-1])
-    ### END SOLUTION
 
 
 def grad_through_mean(grad_scores: Tensor, query: Tensor) -> Tensor:
@@ -90,6 +83,5 @@ def grad_through_mean(grad_scores: Tensor, query: Tensor) -> Tensor:
     First case: dK_sm = [1, 2 + 40], the mean of its rows is 21.5.
     """
     c = 1 / math.sqrt(query.shape[-1])
-    ### BEGIN SOLUTION: sum what every key sends through the mean
+    ### SOLUTION: sum what every key sends through the mean
     return -(grad_scores.mT @ query * c).mean(-2, keepdim=True)
-    ### END SOLUTION

@@ -1,8 +1,4 @@
-"""Q-smoothing and the missing branch of dK.
-
-Subtract from each block of queries its mean. The softmax does not cancel this, so a second product puts it back
-into the scores, and dK gains a second branch, too.
-"""
+"""Q-smoothing and the missing branch of dK."""
 
 import math
 
@@ -30,10 +26,9 @@ def smooth_query(query: Tensor, block: int) -> tuple[Tensor, Tensor]:
     >>> q_smooth.tolist(), q_mean.tolist()
     ([[-1.0], [1.0], [0.0]], [[2.0], [10.0]])
     """
-    ### BEGIN SOLUTION: compute the mean of each block and subtract it
+    ### SOLUTION: compute the mean of each block and subtract it
     q_mean = torch.stack([query[rows].mean(0) for rows in tiles(query.shape[0], block)])
     return query - q_mean.repeat_interleave(block, 0)[: query.shape[0]], q_mean
-    ### END SOLUTION
 
 
 def scores(query: Tensor, key: Tensor, block: int) -> Tensor:
@@ -52,10 +47,9 @@ def scores(query: Tensor, key: Tensor, block: int) -> Tensor:
     q_smooth, q_mean = smooth_query(query, block)
     for i, rows in enumerate(tiles(query.shape[0], block)):
         for columns in tiles(key.shape[0], block):
-            ### BEGIN SOLUTION: fill this tile of S: the INT8 product and the mean's product
+            ### SOLUTION: fill this tile of S: the INT8 product and the mean's product
             k_j = key[columns]  # [Bkv, D]
             s[rows, columns] = c * (fake_quantize(q_smooth[rows]) @ fake_quantize(k_j).mT + q_mean[i] @ k_j.mT)
-            ### END SOLUTION
     return s
 
 
@@ -77,8 +71,7 @@ def grad_key(grad_scores: Tensor, query: Tensor, block: int) -> Tensor:
     for i, rows in enumerate(tiles(query.shape[0], block)):
         for columns in tiles(grad_scores.shape[1], block):
             ds_ij = grad_scores[rows, columns]  # [Bq, Bkv]
-            ### BEGIN SOLUTION: add both branches of this tile
+            ### SOLUTION: add both branches of this tile
             dk[columns] += c * fake_quantize(ds_ij).mT @ fake_quantize(q_smooth[rows])
             dk[columns] += c * torch.outer(ds_ij.sum(0), q_mean[i])
-            ### END SOLUTION
     return dk

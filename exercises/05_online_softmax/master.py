@@ -1,8 +1,4 @@
-"""Online softmax with P in INT8.
-
-The forward pass of SageBwd walks over tiles of keys with a running maximum m, a running sum l and a running output O,
-and multiplies P and V in INT8. You write one step, with one scale per row of P, and the loop around it.
-"""
+"""Online softmax with P in INT8."""
 
 import math
 
@@ -36,12 +32,11 @@ def probabilities(s_ij: Tensor, m_new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> values.tolist(), round(127 * scale.item(), 4), round(row_sum.item(), 4)
     ([[127, 25]], 0.5, 0.6)
     """
-    ### BEGIN SOLUTION: compute P~, its row sums, the scale of each row, and the integers
+    ### SOLUTION: compute P~, its row sums, the scale of each row, and the integers
     p = torch.exp(s_ij - m_new)
     scale = torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127
     divisor = torch.where(scale < torch.finfo(scale.dtype).tiny, 1, scale)
     return torch.round(p / divisor).to(torch.int8), scale, p.sum(-1, keepdim=True)
-    ### END SOLUTION
 
 
 def online_step(
@@ -59,12 +54,11 @@ def online_step(
     >>> [round(x.item(), 4) for x in (m, l, o)]  # log(2), 1/2 + 1, 4/2 + 8
     [0.6931, 1.5, 10.0]
     """
-    ### BEGIN SOLUTION: move l and O to the new maximum and add this tile's share
+    ### SOLUTION: move l and O to the new maximum and add this tile's share
     m_new = torch.maximum(m, s_ij.amax(-1, keepdim=True))
     p_values, p_scale, row_sum = probabilities(s_ij, m_new)
     rescale = torch.exp(m - m_new)
     return m_new, rescale * l + row_sum, rescale * o + integer_matmul(p_values, v_values) * p_scale * v_scale
-    ### END SOLUTION
 
 
 def online_softmax(scores: Tensor, value: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +71,7 @@ def online_softmax(scores: Tensor, value: Tensor, block: int) -> tuple[Tensor, T
     >>> round(output.item(), 4), round(log_sum_exp.item(), 4)  # (1 + 5) / 2 and -300 + log(2)
     (3.0, -299.3069)
     """
-    ### BEGIN SOLUTION: start the state, take a step for each block of keys, and normalise
+    ### SOLUTION: start the state, take a step for each block of keys, and normalise
     m = torch.full((scores.shape[0], 1), -math.inf)
     l = torch.zeros(scores.shape[0], 1)
     o = torch.zeros(scores.shape[0], value.shape[1])
@@ -85,4 +79,3 @@ def online_softmax(scores: Tensor, value: Tensor, block: int) -> tuple[Tensor, T
         keys = slice(start, start + block)
         m, l, o = online_step(m, l, o, scores[:, keys], *quantize(value[keys]))
     return o / l, (m + torch.log(l)).squeeze(-1)
-    ### END SOLUTION

@@ -1,8 +1,4 @@
-"""dS and the delta trick.
-
-The gradient of the scores is a small difference times a probability, dS = P * (dP - delta). You compute delta in both
-ways, cheap and consistent, keep the difference in float32 though the inputs are float16, and round dS to INT8.
-"""
+"""dS and the delta trick."""
 
 import math
 
@@ -19,9 +15,8 @@ def delta(grad_output: Tensor, output: Tensor) -> Tensor:
     >>> f"{delta(x, x).item():.1e}"
     '2.0e-08'
     """
-    ### BEGIN SOLUTION: multiply and sum in float32
+    ### SOLUTION: multiply and sum in float32
     return (grad_output.float() * output.float()).sum(-1, keepdim=True)
-    ### END SOLUTION
 
 
 def matching_delta(
@@ -43,11 +38,10 @@ def matching_delta(
     total = torch.zeros(query.shape[0], 1)
     for start in range(0, key.shape[0], block):
         k_j, v_j = key[start : start + block], value[start : start + block]  # [Bkv, D]
-        ### BEGIN SOLUTION: add this tile's share of rowsum(P * dP)
+        ### SOLUTION: add this tile's share of rowsum(P * dP)
         p = torch.exp(query.float() @ k_j.float().mT * c - log_sum_exp[:, None])  # [N, Bkv]
         dp = grad_output.float() @ v_j.float().mT
         total += (p * dp).sum(-1, keepdim=True)
-        ### END SOLUTION
     return total
 
 
@@ -65,9 +59,8 @@ def grad_scores_tile(p_ij: Tensor, v_j: Tensor, do_i: Tensor, delta_i: Tensor) -
     >>> ds.tolist(), values.tolist(), round(127 * scale.item(), 4)
     ([[-0.5, 0.5]], [[-127, 127]], 0.5)
     """
-    ### BEGIN SOLUTION: compute dP, dS and psi(dS)
+    ### SOLUTION: compute dP, dS and psi(dS)
     dp = do_i.float() @ v_j.float().mT
     ds = p_ij * (dp - delta_i)
     scale = ds.abs().amax() / 127
     return ds, torch.round(ds / torch.where(scale > 0, scale, 1)).to(torch.int8), scale
-    ### END SOLUTION

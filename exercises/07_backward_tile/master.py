@@ -1,8 +1,4 @@
-"""The backward pass, one tile at a time.
-
-Algorithm 2 of SageBwd: rebuild P of one tile from L, round what is multiplied in INT8, keep dP in 16 bit, and add
-the tile's share to dQ, dK and dV. Then the two loops around it.
-"""
+"""The backward pass, one tile at a time."""
 
 import math
 
@@ -43,10 +39,9 @@ def recompute_probabilities(q_i: Tensor, k_j: Tensor, l_i: Tensor) -> Tensor:
     >>> recompute_probabilities(q_i, k_j, torch.tensor([[math.log(4)]])).tolist()  # four keys, two of them elsewhere
     [[0.25, 0.25]]
     """
-    ### BEGIN SOLUTION: compute the INT8 scores, then P from L
+    ### SOLUTION: compute the INT8 scores, then P from L
     s_ij = scaled_matmul(quantize(q_i), transposed(quantize(k_j))) / math.sqrt(q_i.shape[-1])
     return torch.exp(s_ij - l_i)
-    ### END SOLUTION
 
 
 def backward_tile(
@@ -70,26 +65,19 @@ def backward_tile(
     """
     c = 1 / math.sqrt(q_i.shape[-1])
     p_ij = recompute_probabilities(q_i, k_j, l_i)  # [Bq, Bkv]
-    ### BEGIN SOLUTION: compute dV, dP and dS, then dQ and dK
+    ### SOLUTION: compute dV, dP and dS, then dQ and dK
     dv = scaled_matmul(transposed(quantize(p_ij)), quantize(do_i))
     dp_ij = do_i.float() @ v_j.float().mT
     ds_hat = quantize(p_ij * (dp_ij - delta_i))
     dq = scaled_matmul(ds_hat, quantize(k_j)) * c
     dk = scaled_matmul(transposed(ds_hat), quantize(q_i)) * c
     return dq, dk, dv
-    ### END SOLUTION
 
 
 def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    block_q: int,
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor, block_q: int,
     block_kv: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV float32, for keys that are smoothed already (log_sum_exp belongs to their scores).
 
     grad_output, query, output float16 [Nq, D], key, value float16 [Nk, D], log_sum_exp float32 [Nq].
@@ -102,7 +90,7 @@ def backward(
     [0.0, 0.0, 2.0]
     """
     delta = (grad_output.float() * output.float()).sum(-1, keepdim=True)  # [Nq, 1]
-    ### BEGIN SOLUTION: go over all tiles and add up their shares
+    ### SOLUTION: go over all tiles and add up their shares
     dq, dk, dv = (torch.zeros(x.shape) for x in (query, key, value))
     for columns in tiles(key.shape[0], block_kv):
         for rows in tiles(query.shape[0], block_q):
@@ -113,4 +101,3 @@ def backward(
             dk[columns] += dk_j
             dv[columns] += dv_j
     return dq, dk, dv
-    ### END SOLUTION

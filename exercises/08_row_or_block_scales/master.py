@@ -1,8 +1,4 @@
-"""One scale per row or per tile?
-
-In the backward pass P and dS are rounded with one scale per tile. A scale per row of the result is finer, and a
-matmul can still use it. Write both for dV, dQ and dK, and measure the error of each.
-"""
+"""One scale per row or per tile?"""
 
 import math
 
@@ -25,11 +21,10 @@ def quantize(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     >>> [quantize(x, granularity)[0].tolist() for granularity in ("block", "row")]
     [[[127, 30], [1, -1], [0, 0]], [[127, 30], [127, -100], [0, 0]]]
     """
-    ### BEGIN SOLUTION: find the scale of the tile or of each row, and round
+    ### SOLUTION: find the scale of the tile or of each row, and round
     axes = (-2, -1) if granularity == "block" else -1
     scale = x.abs().amax(axes, keepdim=True) / 127
     return torch.round(x / torch.where(scale > 0, scale, 1)).to(torch.int8), scale
-    ### END SOLUTION
 
 
 def tiled_matmul(left: Tensor, right: Tensor, granularity: str, block: int) -> Tensor:
@@ -47,11 +42,10 @@ def tiled_matmul(left: Tensor, right: Tensor, granularity: str, block: int) -> T
     result = torch.zeros(left.shape[0], right.shape[1])
     for rows in tiles(left.shape[0], block):
         for inner in tiles(left.shape[1], block):
-            ### BEGIN SOLUTION: round both operands of this tile, multiply, scale and add
+            ### SOLUTION: round both operands of this tile, multiply, scale and add
             left_values, left_scale = quantize(left[rows, inner], granularity)
             right_values, right_scale = quantize(right[inner], "block")
             result[rows] += (left_values.int() @ right_values.int()) * left_scale * right_scale
-            ### END SOLUTION
     return result
 
 
@@ -67,14 +61,13 @@ def gradients(
     >>> {name: x.tolist() for name, x in gradients(p, ds, do, q, k, "row", block=1).items()}
     {'dV': [[1.0], [3.0]], 'dQ': [[-4.0]], 'dK': [[2.0], [-2.0]]}
     """
-    ### BEGIN SOLUTION: choose left and right operand of each gradient
+    ### SOLUTION: choose left and right operand of each gradient
     c = 1 / math.sqrt(query.shape[-1])
     return {
         "dV": tiled_matmul(p.mT, grad_output, granularity, block),
         "dQ": tiled_matmul(ds, key, granularity, block) * c,
         "dK": tiled_matmul(ds.mT, query, granularity, block) * c,
     }
-    ### END SOLUTION
 
 
 def relative_errors(
@@ -89,7 +82,7 @@ def relative_errors(
     >>> round(relative_errors(p, ds, do, q, k, block=2)["row"]["dQ"], 4)  # 0.4 / 10.4
     0.0385
     """
-    ### BEGIN SOLUTION: compute the exact gradients and the error of each, both ways
+    ### SOLUTION: compute the exact gradients and the error of each, both ways
     c = 1 / math.sqrt(query.shape[-1])
     exact = {"dV": p.mT @ grad_output, "dQ": ds @ key * c, "dK": ds.mT @ query * c}
     errors = {}
@@ -97,4 +90,3 @@ def relative_errors(
         found = gradients(p, ds, grad_output, query, key, granularity, block)
         errors[granularity] = {name: ((found[name] - x).norm() / x.norm()).item() for name, x in exact.items()}
     return errors
-    ### END SOLUTION

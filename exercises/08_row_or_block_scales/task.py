@@ -13,18 +13,13 @@ def uneven(draw, rows, columns):
     return draw.normal(rows, columns) * sizes
 
 
-@task.test("quantize: one scale per tile or per row", points=2, agree="int8")
+@task.test("quantize: one scale per tile or per row", points=3, agree="int8")
 def scales(draw):
-    """The scale is max|X| / 127 of the whole tile, [1, 1], or of each row, [R, 1]. X / scale is rounded."""
+    """The scale is max|X| / 127 of the whole tile, [1, 1], or of each row, [R, 1]. What is 0 / 0?"""
     rows, columns = draw.integers(20, 50), draw.integers(20, 50)
     for n_columns in (rows, columns):
         for granularity in ("row", "block"):
             yield Call("quantize", (uneven(draw, rows, n_columns), granularity))
-
-
-@task.test("quantize: zeros", agree="int8")
-def zeros(draw):
-    """A row or tile of zeros has scale 0 and values 0. What is 0 / 0?"""
     x = uneven(draw, draw.integers(8, 20), draw.integers(8, 20))
     x[::2] = 0
     for tile, granularity in ((x, "row"), (0 * x, "row"), (0 * x, "block")):
@@ -50,18 +45,13 @@ def inputs(draw, block):
     return uneven(draw, n_q, n_k).abs(), uneven(draw, n_q, n_k), do, q, k
 
 
-@task.test("gradients: scales that may leave the sum", points=3)
+@task.test("gradients: scales that may leave the sum, and causal dS", points=4)
 def gradients(draw):
     """A gradient is off. Which operand is on the left, and is it transposed?"""
     block = draw.choice((16, 24))
     tensors = inputs(draw, block)
     for granularity in ("row", "block"):
         yield Call("gradients", (*tensors, granularity, block))
-
-
-@task.test("gradients: causal dS")
-def causal(draw):
-    """A gradient is off. Which operand is on the left, and is it transposed?"""
     block, n, head_dim = 16, 16 * draw.integers(2, 4), draw.choice((8, 16))
     p, ds = (torch.ones(n, n).tril() * uneven(draw, n, n) for _ in range(2))
     ds[0] = 0
@@ -70,19 +60,11 @@ def causal(draw):
         yield Call("gradients", (p.abs(), ds, do, q, k, granularity, block))
 
 
-@task.test("relative_errors: row scales against block scales", points=3, agree=0.01)
+@task.test("relative_errors: row scales against block scales", points=4, agree=0.01)
 def errors(draw):
     """The errors are off. Each is one number over the whole matrix; exact is the same product without rounding."""
     block = draw.choice((16, 24))
     yield Call("relative_errors", (*inputs(draw, block), block))
-
-
-@task.test("relative_errors: rows that are alike gain little", agree=0.02)
-def alike(draw):
-    """The errors are off. Each is one number over the whole matrix; exact is the same product without rounding."""
-    p, ds, do, q, k = inputs(draw, 16)
-    p, ds = draw.uniform(*p.shape, low=0.5), draw.normal(*ds.shape).sign() * draw.uniform(*ds.shape, low=0.9)
-    yield Call("relative_errors", (p, ds, do, q, k, 16))
 
 
 task.mistakes = (

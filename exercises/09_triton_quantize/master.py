@@ -1,15 +1,9 @@
-"""Quantise blocks of rows in a Triton kernel.
+"""Quantise blocks of rows in a Triton kernel."""
 
-psi(X) = (s, X^) with s = max|X| / 127 over one block of rows and X^ = round(X / s) in INT8, as a GPU does it: one
-program reads one block, finds its largest magnitude, and writes its integers and its scale.
-
-Nothing stops a program at the end of a tensor: behind it lies other memory. A load from there brings in a foreign
-number, a store destroys one, and nobody complains. The grader looks.
-"""
-
-import torch
+import torch  # noqa: F401, the worked value needs it
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -21,17 +15,16 @@ def quantize_kernel(x_ptr, values_ptr, scale_ptr, n, D: tl.constexpr, BLOCK: tl.
     i = tl.program_id(0)
     row, d = i * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     offsets = row[:, None] * D + d[None, :]  # [BLOCK, D]
-    ### BEGIN SOLUTION: load the block, find its scale, store the integers and the scale
+    ### SOLUTION: load the block, find its scale, store the integers and the scale
     inside = row[:, None] < n
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     scale = tl.max(tl.abs(x)) / 127
     ratio = x / tl.where(scale == 0, 1.0, scale)  # a block of zeros stays a block of zeros
     tl.store(values_ptr + offsets, tl.floor(ratio + 0.5).to(tl.int8), mask=inside)
     tl.store(scale_ptr + i, scale)
-    ### END SOLUTION
 
 
-def quantize_blocks(x: torch.Tensor, block: int, values: torch.Tensor, scale: torch.Tensor) -> None:
+def quantize_blocks(x: Tensor, block: int, values: Tensor, scale: Tensor) -> None:
     """Quantise x with one scale per `block` rows; write the integers into `values` and the scales into `scale`.
 
     x: float16 or float32 [n, D]. values: int8 [n, D]. scale: float32 [ceil(n / block)]. All contiguous. The last block
@@ -48,7 +41,6 @@ def quantize_blocks(x: torch.Tensor, block: int, values: torch.Tensor, scale: to
             [  64,    0],
             [  64, -127]], dtype=torch.int8), tensor([1.0000, 0.0079]))
     """
-    ### BEGIN SOLUTION: launch quantize_kernel with one program per block
+    ### SOLUTION: launch quantize_kernel with one program per block
     n, head_dim = x.shape
     quantize_kernel[(triton.cdiv(n, block),)](x, values, scale, n, D=head_dim, BLOCK=block)
-    ### END SOLUTION

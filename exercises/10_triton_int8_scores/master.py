@@ -1,16 +1,9 @@
-"""One tile of INT8 scores per Triton program.
+"""One tile of INT8 scores per Triton program."""
 
-S = c Q K^T from integers: program (i, j) multiplies the tiles Q^_i and K^_j, INT8 times INT8 into INT32, and only then
-turns the integers into scores, S_ij = c s_Q s_K Q^_i K^_j^T. The scales are constant along the contraction, so they
-come out of the sum.
-
-The quantiser has padded Q^ and K^ to whole tiles, so loading needs no mask. S is not padded: what a tile writes past
-the end of a row of S lands in the next row, and past the last row in somebody else's memory.
-"""
-
-import torch
+import torch  # noqa: F401, the worked value needs it
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -21,24 +14,16 @@ def scores_kernel(
     """Program (i, j): the tile S_ij [BLOCK_Q, BLOCK_KV] of S [n_q, n_k]."""
     i, j = tl.program_id(0), tl.program_id(1)
     query, key, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), j * BLOCK_KV + tl.arange(0, BLOCK_KV), tl.arange(0, D)
-    ### BEGIN SOLUTION: load Q^_i and K^_j, multiply them as integers, apply the scales, store S_ij
+    ### SOLUTION: load Q^_i and K^_j, multiply integers, apply the scales, store S_ij
     q_hat_i = tl.load(q_ptr + query[:, None] * D + d[None, :])  # [Bq, D]
     k_hat_j = tl.load(k_ptr + key[:, None] * D + d[None, :])  # [Bkv, D]
     integers = tl.dot(q_hat_i, tl.trans(k_hat_j), out_dtype=tl.int32)
     s_ij = integers.to(tl.float32) * (c * tl.load(q_scale_ptr + i) * tl.load(k_scale_ptr + j))
     inside = (query[:, None] < n_q) & (key[None, :] < n_k)
     tl.store(s_ptr + query[:, None] * n_k + key[None, :], s_ij, mask=inside)
-    ### END SOLUTION
 
 
-def int8_scores(
-    q_hat: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_hat: torch.Tensor,
-    k_scale: torch.Tensor,
-    c: float,
-    s: torch.Tensor,
-) -> None:
+def int8_scores(q_hat: Tensor, q_scale: Tensor, k_hat: Tensor, k_scale: Tensor, c: float, s: Tensor) -> None:
     """Write S = c Q K^T into s, float32 [n_q, n_k].
 
     q_hat: int8 [Tm * Bq, D], k_hat: int8 [Tn * Bkv, D]. Rows n_q, n_k and beyond are padding and hold anything.
@@ -54,9 +39,8 @@ def int8_scores(
     """
     n_q, n_k = s.shape
     block_q, block_kv = len(q_hat) // len(q_scale), len(k_hat) // len(k_scale)
-    ### BEGIN SOLUTION: launch scores_kernel with one program per tile of S
+    ### SOLUTION: launch scores_kernel with one program per tile of S
     grid = (triton.cdiv(n_q, block_q), triton.cdiv(n_k, block_kv))
     scores_kernel[grid](
         q_hat, q_scale, k_hat, k_scale, s, n_q, n_k, c, D=q_hat.shape[1], BLOCK_Q=block_q, BLOCK_KV=block_kv
     )  # fmt: skip
-    ### END SOLUTION

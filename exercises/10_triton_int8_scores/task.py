@@ -25,16 +25,11 @@ def product(draw):
     yield call(draw, 16, 32, 16, 32, plain=True)
 
 
-@task.test("scales and c", points=3)
+@task.test("scales and c, and several tiles, each with its own", points=5)
 def scaled(draw):
-    """Each integer stands for s_Q times s_K, and S is multiplied by c. Are all three in S?"""
+    """Each integer stands for s_Q times s_K, of its own tiles (i, j), and S is multiplied by c. Are all three in S?"""
     block_q, block_kv = draw.choice((16, 32)), draw.choice((16, 32))
     yield call(draw, block_q, block_kv, block_q, block_kv)
-
-
-@task.test("each tile with its own scales", points=2)
-def several(draw):
-    """Every tile of Q^ and every tile of K^ has its own scale. Which one does program (i, j) need?"""
     block_q, block_kv = draw.choice(((16, 32), (32, 16)))
     yield call(draw, block_q * draw.integers(2, 4), block_kv * draw.integers(2, 4), block_q, block_kv)
 

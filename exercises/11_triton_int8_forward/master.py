@@ -1,18 +1,11 @@
-"""The INT8 forward pass of attention in Triton.
-
-SageBwd's Algorithm 1 as one kernel. A program holds one tile of queries, Q^_i, and walks over the tiles of keys and
-values. For each it computes the scores as integers, updates the running maximum m and the running sum l, rounds the
-tile of P~ = 2^(S_ij - m) to INT8 with one scale per row, multiplies it with V^_j as integers, and adds. At the end it
-divides once. S never leaves the program.
-
-Scores are kept multiplied by log2(e): a GPU computes 2^x, not e^x.
-"""
+"""The INT8 forward pass of attention in Triton."""
 
 import math
 
-import torch
+import torch  # noqa: F401, the worked value needs it
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))
@@ -28,17 +21,17 @@ def forward_kernel(
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, D)
     q_hat_i = tl.load(q_ptr + query[:, None] * D + d[None, :])  # [Bq, D]
     s_q = tl.load(q_scale_ptr + i)
-    ### BEGIN SOLUTION: where m and l [BLOCK_Q] and O_i [BLOCK_Q, D] start, in float32
+    ### SOLUTION: where m and l [BLOCK_Q] and O_i [BLOCK_Q, D] start, in float32
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, D], tl.float32)
-    ### END SOLUTION
+
     for j in range(0, tl.cdiv(n_k, BLOCK_KV)):
         key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
         k_hat_j = tl.load(k_ptr + key[:, None] * D + d[None, :])  # [Bkv, D]
         v_hat_j = tl.load(v_ptr + key[:, None] * D + d[None, :])
         s_k, s_v = tl.load(k_scale_ptr + j), tl.load(v_scale_ptr + j)
-        ### BEGIN SOLUTION: S_ij and its mask, m, P~ and l, then P^ and its scale, and O_i
+        ### SOLUTION: S_ij and its mask, m, P~ and l, then P^ and its scale, and O_i
         s_ij = tl.dot(q_hat_i, tl.trans(k_hat_j), out_dtype=tl.int32).to(tl.float32) * (scale * s_q * s_k)
         visible = key[None, :] < n_k
         if IS_CAUSAL:
@@ -54,26 +47,16 @@ def forward_kernel(
         product = tl.dot(p_hat_ij, v_hat_j, out_dtype=tl.int32).to(tl.float32)
         o_i = o_i * rescale[:, None] + product * (s_p * s_v)[:, None]
         m = m_new
-        ### END SOLUTION
-    ### BEGIN SOLUTION: divide by l, store O_i and the natural logarithm L_i of the sum
+    ### SOLUTION: divide by l, store O_i and the natural logarithm L_i of the sum
     inside = query < n_q
     tl.store(o_ptr + query[:, None] * D + d[None, :], o_i / l[:, None], mask=inside[:, None])
     tl.store(log_sum_exp_ptr + query, (m + tl.math.log2(l)) * LN_2, mask=inside)
-    ### END SOLUTION
 
 
 def int8_forward(
-    q_hat: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_hat: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_hat: torch.Tensor,
-    v_scale: torch.Tensor,
-    n_k: int,
-    is_causal: bool,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-) -> None:
+    q_hat: Tensor, q_scale: Tensor, k_hat: Tensor, k_scale: Tensor, v_hat: Tensor, v_scale: Tensor, n_k: int,
+    is_causal: bool, output: Tensor, log_sum_exp: Tensor,
+) -> None:  # fmt: skip
     """Write O = softmax(c Q K^T) V into `output`, and L, the log of the softmax's denominator, into `log_sum_exp`.
 
     q_hat: int8 [Tm * Bq, D], k_hat, v_hat: int8 [Tn * Bkv, D]. Rows n_q, n_k and beyond are padding and hold anything.
@@ -90,9 +73,8 @@ def int8_forward(
     """
     n_q, head_dim = output.shape
     block_q, block_kv = len(q_hat) // len(q_scale), len(k_hat) // len(k_scale)
-    ### BEGIN SOLUTION: launch forward_kernel with one program per tile of queries
+    ### SOLUTION: launch forward_kernel with one program per tile of queries
     forward_kernel[(triton.cdiv(n_q, block_q),)](
         q_hat, q_scale, k_hat, k_scale, v_hat, v_scale, output, log_sum_exp, n_q, n_k, LOG2_E / math.sqrt(head_dim),
         D=head_dim, BLOCK_Q=block_q, BLOCK_KV=block_kv, IS_CAUSAL=is_causal,
     )  # fmt: skip
-    ### END SOLUTION

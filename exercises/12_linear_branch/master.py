@@ -1,13 +1,4 @@
-"""The linear branch over the unselected blocks, by one matmul.
-
-Linear attention swaps the order of the products: phi(Q) (phi(K)^T V), so each block of keys is summed up once, in a
-matrix h_j = phi(K_j)^T V_j and a vector z_j = phi(K_j)^T 1. Query block i then needs
-
-    H_i = sum of h_j, Z_i = sum of z_j over its unselected blocks,    O_l = phi(Q_i) H_i / (phi(Q_i) Z_i).
-
-At 97% sparsity these sums run over nearly all blocks, for every query block. Taken together they are one matmul,
-(1 - M) [Tm, Tn] times h [Tn, D * D], which reads every h_j once.
-"""
+"""The linear branch over the unselected blocks, by one matmul."""
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +28,10 @@ def key_block_sums(key: Tensor, value: Tensor, block_kv: int) -> tuple[Tensor, T
     tensor([[1.0000, 1.0000],
             [0.5000, 0.5000]])
     """
-    ### BEGIN SOLUTION: phi(K_j)^T V_j and the sum of phi(K_j) over the keys of each block
+    ### SOLUTION: phi(K_j)^T V_j and the sum of phi(K_j) over the keys of each block
     missing = -key.shape[1] % block_kv
     k_phi, v = (F.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, block_kv)) for x in (feature_map(key), value))
     return k_phi.mT @ v, k_phi.sum(2)
-    ### END SOLUTION
 
 
 def complement_sums(selected: Tensor, h: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +44,9 @@ def complement_sums(selected: Tensor, h: Tensor, z: Tensor) -> tuple[Tensor, Ten
     >>> big_h.flatten(), big_z.flatten()
     (tensor([101.,   0.]), tensor([2., 0.]))
     """
-    ### BEGIN SOLUTION: one matmul of 1 - M with h and z, flattened
+    ### SOLUTION: one matmul of 1 - M with h and z, flattened
     weights = (~selected).to(h.dtype)
     return (weights @ h.flatten(2)).unflatten(2, h.shape[2:]), weights @ z
-    ### END SOLUTION
 
 
 def linear_branch(query: Tensor, key: Tensor, value: Tensor, selected: Tensor, block_q: int, block_kv: int) -> Tensor:
@@ -71,11 +60,10 @@ def linear_branch(query: Tensor, key: Tensor, value: Tensor, selected: Tensor, b
     >>> linear_branch(torch.zeros(1, 4, 1), torch.zeros(1, 4, 1), value, selected, 2, 2).flatten()
     tensor([3.5000, 3.5000, 0.0000, 0.0000])
     """
-    ### BEGIN SOLUTION: phi(Q_i) H_i / (phi(Q_i) Z_i) for every block of queries
+    ### SOLUTION: phi(Q_i) H_i / (phi(Q_i) Z_i) for every block of queries
     n = query.shape[1]
     h_i, z_i = complement_sums(selected, *key_block_sums(key, value, block_kv))
     q_i = F.pad(feature_map(query), (0, 0, 0, -n % block_q)).unflatten(1, (-1, block_q))  # [H, Tm, Bq, D]
     weight_sum = q_i @ z_i[..., None]
     o_l = q_i @ h_i / torch.where(weight_sum == 0, 1, weight_sum)
     return o_l.flatten(1, 2)[:, :n]
-    ### END SOLUTION

@@ -1,12 +1,4 @@
-"""SoftTop-k and its gradient.
-
-Hard Top-k has no gradient, so SLA2's router trains with a mask that bends: s_j = sigmoid(x_j / tau + lambda), with one
-lambda per row, such that the row sums to k. No formula gives lambda, but the sum grows with it: bisection finds it.
-
-Autograd can't go through a bisection. The gradient comes from the constraint: when one score rises, lambda falls, so
-that the row keeps its sum. Derive it on paper: what does a small change of the scores, and the change of lambda that
-it brings, do to s? The page has hints, step by step.
-"""
+"""SoftTop-k and its gradient."""
 
 import torch
 from torch import Tensor
@@ -18,7 +10,7 @@ class SoftTopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, count: int, temperature: float) -> Tensor:
         """s [..., n] of x [..., n], in the dtype of x, computed in it. Each row sums to `count`."""
-        ### BEGIN SOLUTION: bisect lambda row by row, keep what the backward pass needs in ctx
+        ### SOLUTION: bisect lambda row by row, keep what the backward pass needs in ctx
         logits = x / temperature
         # With lambda at the lower end every term is at most count / n, at the upper end at least.
         share = torch.tensor(count / x.shape[-1], dtype=x.dtype).logit()
@@ -31,7 +23,6 @@ class SoftTopK(torch.autograd.Function):
         ctx.save_for_backward(soft)
         ctx.temperature = temperature
         return soft
-        ### END SOLUTION
 
     @staticmethod
     def backward(ctx, grad_soft: Tensor) -> tuple[Tensor, None, None]:
@@ -39,13 +30,12 @@ class SoftTopK(torch.autograd.Function):
 
         A row whose s are all exactly 0 or 1 has gradient 0.
         """
-        ### BEGIN SOLUTION: derive the gradient from the constraint, sum(s) = count, and compute it
+        ### SOLUTION: derive the gradient from the constraint, sum(s) = count, and compute it
         (soft,) = ctx.saved_tensors
         w = soft * (1 - soft)
         total = w.sum(-1, keepdim=True)
         shared = (w * grad_soft).sum(-1, keepdim=True) / torch.where(total == 0, 1, total)
         return w * (grad_soft - shared) / ctx.temperature, None, None
-        ### END SOLUTION
 
 
 def soft_top_k(x: Tensor, count: int, temperature: float) -> Tensor:

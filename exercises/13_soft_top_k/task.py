@@ -12,15 +12,9 @@ def drawn(draw, spread=1.0):
     return x, draw.integers(2, columns), draw.choice((0.1, 0.25, 0.5))
 
 
-@task.test("rows that sum to count", points=2)
-def rows_that_sum_to_count(draw):
-    """Each row has to sum to count. Does lambda move until it does, and has the bisection come to an end?"""
-    yield from [Call("soft_top_k", drawn(draw))]
-
-
-@task.test("the values of s", points=2)
+@task.test("the values of s, in rows that sum to count", points=4)
 def values(draw):
-    """s is off. It is sigmoid(x / tau + lambda), with the lambda at which its row sums to count."""
+    """s is sigmoid(x / tau + lambda), with the lambda at which a row sums to count. Does bisection end too early?"""
     x, count, temperature = drawn(draw)
     yield Call("soft_top_k", (x, count, temperature))
     yield Call("soft_top_k", (x.float(), count, temperature))

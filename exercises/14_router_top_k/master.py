@@ -1,9 +1,4 @@
-"""Which blocks get softmax attention: the heuristic router.
-
-SLA guesses where the mass of attention is from block means: smooth K (subtract its mean over tokens), average the
-queries of each block and the keys of each block, and take softmax(c Qbar Kbar^T). Each row keeps its largest entries,
-the hard Top-k. SLA2's router is the same with a learned projection of Qbar and of Kbar.
-"""
+"""Which blocks get softmax attention: the heuristic router."""
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +11,11 @@ def block_means(x: Tensor, block: int) -> Tensor:
     >>> block_means(torch.tensor([[[1.0], [3.0], [5.0]]]), 2).flatten()
     tensor([2., 5.])
     """
-    ### BEGIN SOLUTION: the mean of each block's own tokens
+    ### SOLUTION: the mean of each block's own tokens
     n = x.shape[1]
     blocks = F.pad(x, (0, 0, 0, -n % block)).unflatten(1, (-1, block))  # [H, T, block, D]
     tokens = (n - block * torch.arange(blocks.shape[1])).clamp(max=block)
     return blocks.sum(2) / tokens[:, None]
-    ### END SOLUTION
 
 
 def router_scores(query: Tensor, key: Tensor, block_q: int = 128, block_kv: int = 64) -> Tensor:
@@ -33,11 +27,10 @@ def router_scores(query: Tensor, key: Tensor, block_q: int = 128, block_kv: int 
     >>> router_scores(torch.full((1, 2, 1), 0.5), key, 2, 2)  # smoothed means -1 and 1: softmax([-0.5, 0.5])
     tensor([[[0.2689, 0.7311]]])
     """
-    ### BEGIN SOLUTION: smooth K, average blocks, multiply, scale, softmax
+    ### SOLUTION: smooth K, average blocks, multiply, scale, softmax
     q_bar = block_means(query, block_q)
     k_bar = block_means(key - key.mean(1, keepdim=True), block_kv)
     return (q_bar @ k_bar.mT * query.shape[-1] ** -0.5).softmax(-1)
-    ### END SOLUTION
 
 
 def select_blocks(scores: Tensor, sparsity: float) -> Tensor:
@@ -49,8 +42,7 @@ def select_blocks(scores: Tensor, sparsity: float) -> Tensor:
     >>> select_blocks(torch.tensor([[[0.1, 0.3, 0.3, 0.3]]]), 0.5)
     tensor([[[False,  True,  True, False]]])
     """
-    ### BEGIN SOLUTION: k from the sparsity, then the k first of a stable sort
+    ### SOLUTION: k from the sparsity, then the k first of a stable sort
     count = max(1, round((1 - sparsity) * scores.shape[-1]))
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
-    ### END SOLUTION

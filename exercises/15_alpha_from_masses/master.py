@@ -1,14 +1,4 @@
-"""alpha, the share of the mass that the selected blocks hold.
-
-A block mask M splits the softmax P = P1 + P2 into the part on the selected blocks and the rest. Sparse attention
-renormalises its part, O_s = P1 V / alpha with alpha = rowsum(P1), and so forgets how much was left out. SLA2 puts it
-back: with O_rest = P2 V / (1 - alpha),
-
-    O = alpha O_s + (1 - alpha) O_rest
-
-is full attention exactly. SLA2 replaces O_rest by linear attention, and learns alpha, one number per head and block of
-queries, as a logit. The mean mass of the block is where it starts.
-"""
+"""alpha, the share of the mass that the selected blocks hold."""
 
 import math
 
@@ -32,10 +22,9 @@ def selected_mass(query: Tensor, key: Tensor, selected: Tensor, block_q: int, bl
     >>> selected_mass(torch.zeros(1, 3, 4), torch.ones(1, 3, 4), selected, 2, 2)  # equal scores: 2 of 3 keys, then all
     tensor([[0.6667, 0.6667, 1.0000]])
     """
-    ### BEGIN SOLUTION: P over all keys, summed over the selected ones
+    ### SOLUTION: P over all keys, summed over the selected ones
     p = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
     return (p * spread_blocks(selected, query.shape[1], block_q, block_kv)).sum(-1)
-    ### END SOLUTION
 
 
 def sparse_attention(
@@ -50,12 +39,11 @@ def sparse_attention(
     >>> sparse_attention(torch.zeros(1, 3, 1), torch.zeros(1, 3, 1), value, selected, 2, 2).flatten()
     tensor([1.5000, 1.5000, 0.0000])
     """
-    ### BEGIN SOLUTION: softmax of the scores with -inf where nothing is selected, times V
+    ### SOLUTION: softmax of the scores with -inf where nothing is selected, times V
     mask = spread_blocks(selected, query.shape[1], block_q, block_kv)
     s = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~mask, -math.inf)
     p = s.softmax(-1).masked_fill(~mask, 0)  # a row of -inf has softmax NaN
     return p @ value
-    ### END SOLUTION
 
 
 def mix(sparse: Tensor, rest: Tensor, alpha: Tensor) -> Tensor:
@@ -64,9 +52,8 @@ def mix(sparse: Tensor, rest: Tensor, alpha: Tensor) -> Tensor:
     >>> mix(torch.tensor([[[8.0]]]), torch.tensor([[[4.0]]]), torch.tensor([[0.25]]))
     tensor([[[5.]]])
     """
-    ### BEGIN SOLUTION: the weighted sum of the two branches
+    ### SOLUTION: the weighted sum of the two branches
     return alpha[..., None] * sparse + (1 - alpha[..., None]) * rest
-    ### END SOLUTION
 
 
 def initial_alpha_logit(mass: Tensor, block_q: int) -> Tensor:
@@ -78,9 +65,8 @@ def initial_alpha_logit(mass: Tensor, block_q: int) -> Tensor:
     >>> initial_alpha_logit(torch.tensor([[0.5, 0.9, 0.5]]), 2)  # means 0.7 and 0.5
     tensor([[0.8473, 0.0000]])
     """
-    ### BEGIN SOLUTION: mean over each block's queries, kept inside (0, 1), then the logit
+    ### SOLUTION: mean over each block's queries, kept inside (0, 1), then the logit
     n = mass.shape[1]
     blocks = F.pad(mass, (0, -n % block_q)).unflatten(1, (-1, block_q))  # [H, Tm, Bq]
     queries = (n - block_q * torch.arange(blocks.shape[1])).clamp(max=block_q)
     return (blocks.sum(2) / queries).logit(eps=1e-4)
-    ### END SOLUTION

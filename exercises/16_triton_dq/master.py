@@ -1,19 +1,11 @@
-"""dQ of the INT8 backward pass in Triton.
-
-Half of SageBwd's Algorithm 2 as one kernel. A program holds one tile of queries and walks over the tiles of keys. For
-each it computes S_ij as integers once more, P_ij from the forward's L, dP_ij in 16 bit, and dS_ij = P_ij (dP_ij -
-delta). It rounds dS_ij to INT8 with one scale per row, multiplies it with K^_j as integers, and adds to dQ_i. No other
-program adds to the same dQ_i, so there are no atomic additions.
-
-One scale per row is finer than the paper's one per tile, and it costs nothing: the product dS^_ij K^_j sums over keys,
-so a scale that differs from query to query stays outside of the sum.
-"""
+"""dQ of the INT8 backward pass in Triton."""
 
 import math
 
-import torch
+import torch  # noqa: F401, the worked value needs it
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -36,7 +28,7 @@ def dq_kernel(
         k_hat_j = tl.load(k_ptr + key[:, None] * D + d[None, :])  # [Bkv, D]
         s_k = tl.load(k_scale_ptr + j)
         v_j = tl.load(v_ptr + key[:, None] * D + d[None, :], mask=key[:, None] < n_k, other=0.0)  # [Bkv, D], float16
-        ### BEGIN SOLUTION: S_ij, P_ij and its mask, dP_ij, dS_ij, then dS^_ij and its scale, and dQ_i
+        ### SOLUTION: S_ij, P_ij and its mask, dP_ij, dS_ij, dS^_ij and its scale, and dQ_i
         s_ij = tl.dot(q_hat_i, tl.trans(k_hat_j), out_dtype=tl.int32).to(tl.float32) * (c * s_q * s_k)
         p_ij = tl.exp(s_ij - log_sum_exp_i[:, None])
         p_ij = tl.where(key[None, :] < n_k, p_ij, 0.0)  # [Bq, Bkv]
@@ -47,23 +39,14 @@ def dq_kernel(
         ds_hat_ij = tl.floor(ds_ij / tl.where(s_ds == 0, 1.0, s_ds)[:, None] + 0.5).to(tl.int8)
         product = tl.dot(ds_hat_ij, k_hat_j, out_dtype=tl.int32).to(tl.float32)
         dq_i += product * (s_ds * s_k)[:, None]
-        ### END SOLUTION
-    ### BEGIN SOLUTION: store dQ_i, of the queries that exist
+    ### SOLUTION: store dQ_i, of the queries that exist
     tl.store(dq_ptr + query[:, None] * D + d[None, :], dq_i * c, mask=query[:, None] < n_q)
-    ### END SOLUTION
 
 
 def int8_dq(
-    q_hat: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_hat: torch.Tensor,
-    k_scale: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    delta: torch.Tensor,
-    dq: torch.Tensor,
-) -> None:
+    q_hat: Tensor, q_scale: Tensor, k_hat: Tensor, k_scale: Tensor, v: Tensor, do: Tensor, log_sum_exp: Tensor,
+    delta: Tensor, dq: Tensor,
+) -> None:  # fmt: skip
     """Write dQ = c dS K into `dq`, with dS = P (dO V^T - delta) and P = e^(c Q K^T - L).
 
     q_hat: int8 [Tm * Bq, D], k_hat: int8 [Tn * Bkv, D]. Rows n_q, n_k and beyond are padding and hold anything.
@@ -84,9 +67,8 @@ def int8_dq(
     """
     n_q, head_dim = dq.shape
     block_q, block_kv = len(q_hat) // len(q_scale), len(k_hat) // len(k_scale)
-    ### BEGIN SOLUTION: launch dq_kernel with one program per tile of queries
+    ### SOLUTION: launch dq_kernel with one program per tile of queries
     dq_kernel[(triton.cdiv(n_q, block_q),)](
         q_hat, q_scale, k_hat, k_scale, v, do, log_sum_exp, delta, dq, n_q, len(v), 1 / math.sqrt(head_dim),
         D=head_dim, BLOCK_Q=block_q, BLOCK_KV=block_kv,
     )  # fmt: skip
-    ### END SOLUTION

@@ -1,27 +1,16 @@
 """Tests and mistakes of 16_triton_dq."""
 
-import math
-
 import torch
 
-from exercises.task import Call, Mistake, Task, dequantize, int8_tiles, quantize
+from exercises.task import Call, Mistake, Task, backward_case, int8_tiles
 
 task = Task(triton=True, agree="roundings")
 
 
-def call(draw, n_q, n_k, block_q, block_kv, key_sizes=None):
-    """Draw Q and K in tiles, V and dO, with L and delta; key_sizes: how large the keys of each tile are."""
-    d = draw.choice((32, 64))
-    q, k = 1.5 * draw.normal(n_q, d), 1.5 * draw.normal(n_k, d)
-    if key_sizes is not None:
-        k = k * key_sizes.repeat_interleave(block_kv)[:n_k, None]
-    # Most of V is shared by all keys, so that dP - delta is a small difference.
-    v, do = (draw.normal(n_k, d) + 16 * draw.normal(1, d)).half(), (0.1 * draw.normal(n_q, d)).half()
-    s = dequantize(*quantize(q, block_q), block_q) @ dequantize(*quantize(k, block_kv), block_kv).mT / math.sqrt(d)
-    delta = (do.double() * (s.softmax(-1) @ v.double())).sum(-1).float()
-    tiles = *int8_tiles(q, block_q), *int8_tiles(k, block_kv)
-    dq = torch.full(q.shape, -12345.0)
-    return Call("int8_dq", (*tiles, v, do, s.logsumexp(-1).float(), delta, dq), outputs=1)
+def call(draw, n_q, n_k, block_q, block_kv, **sizes):
+    do, q, k, v, output, log_sum_exp = backward_case(draw, n_q, n_k, block_q, block_kv, **sizes)
+    tiles, delta = (*int8_tiles(q, block_q), *int8_tiles(k, block_kv)), (do * output).sum(-1).float()
+    return Call("int8_dq", (*tiles, v, do, log_sum_exp, delta, torch.full(q.shape, -12345.0)), outputs=1)
 
 
 @task.test("one tile of queries, one of keys", points=4)
@@ -35,7 +24,7 @@ def one_tile(draw):
 def key_tiles(draw):
     """Each tile of K^ has its own scale. It is in S_ij, and in what this tile adds to dQ_i, the sum over all tiles."""
     count = draw.integers(2, 4)
-    yield call(draw, 16, count * 32, 16, 32, key_sizes=0.5 * 2.0 ** draw.permutation(count))
+    yield call(draw, 16, count * 32, 16, 32, k_sizes=draw.sizes(count, 32))
 
 
 @task.test("several tiles of queries", points=2)

@@ -1,29 +1,19 @@
-"""dK and dV of the INT8 backward pass in Triton.
-
-The other half of SageBwd's Algorithm 2 as one kernel. A program holds one tile of keys and values and walks over the
-tiles of queries. It computes every tile transposed, one row per key: S_ij^T from K^_j Q^_i^T, from it P_ij^T, and
-dP_ij^T = V_j dO_i^T in 16 bit. Then
-
-    dV_j += P_ij^T dO_i        dK_j += c dS_ij^T Q_i        both as integers, both summed over queries.
-
-A scale must be constant along the sum. P_ij and dS_ij may have one scale per *key* here, a row of the transposed tile;
-for dQ, which is summed over keys, it was one per query. So P and dS are rounded differently for different matmuls.
-"""
+"""dK and dV of the INT8 backward pass in Triton."""
 
 import math
 
-import torch
+import torch  # noqa: F401, the worked value needs it
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
 def round_rows(x):
     """(X^, s): INT8 values and one scale per row, float32 [rows]; a row of zeros has scale 0."""
-    ### BEGIN SOLUTION: one scale per row, and x / s rounded to nearest
+    ### SOLUTION: one scale per row, and x / s rounded to nearest
     s = tl.max(tl.abs(x), 1) / 127
     return tl.floor(x / tl.where(s == 0, 1.0, s)[:, None] + 0.5).to(tl.int8), s
-    ### END SOLUTION
 
 
 @triton.jit
@@ -47,7 +37,7 @@ def dk_dv_kernel(
         do_i = tl.load(do_ptr + query[:, None] * D + d[None, :], mask=query[:, None] < n_q, other=0.0)  # float16
         log_sum_exp_i = tl.load(log_sum_exp_ptr + query, mask=query < n_q, other=0.0)  # [Bq]
         delta_i = tl.load(delta_ptr + query, mask=query < n_q, other=0.0)
-        ### BEGIN SOLUTION: S_ij^T, P_ij^T and its mask, what it adds to dV_j, then dP_ij^T, dS_ij^T and dK_j
+        ### SOLUTION: S_ij^T, P_ij^T and its mask, dV_j, then dP_ij^T, dS_ij^T and dK_j
         st_ij = tl.dot(k_hat_j, tl.trans(q_hat_i), out_dtype=tl.int32).to(tl.float32) * (c * s_q * s_k)
         st_ij = tl.where(query[None, :] < n_q, st_ij, -float("inf"))
         pt_ij = tl.exp(st_ij - log_sum_exp_i[None, :])  # [Bkv, Bq]
@@ -57,28 +47,16 @@ def dk_dv_kernel(
         dst_ij = pt_ij * (dpt_ij - delta_i[None, :])
         dst_hat_ij, s_ds = round_rows(dst_ij)
         dk_j += tl.dot(dst_hat_ij, q_hat_i, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_q)[:, None]
-        ### END SOLUTION
-    ### BEGIN SOLUTION: store dK_j and dV_j, of the keys that exist
+    ### SOLUTION: store dK_j and dV_j, of the keys that exist
     exists = key[:, None] < n_k
     tl.store(dk_ptr + key[:, None] * D + d[None, :], dk_j * c, mask=exists)
     tl.store(dv_ptr + key[:, None] * D + d[None, :], dv_j, mask=exists)
-    ### END SOLUTION
 
 
 def int8_dk_dv(
-    q_hat: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_hat: torch.Tensor,
-    k_scale: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    do_hat: torch.Tensor,
-    do_scale: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    delta: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+    q_hat: Tensor, q_scale: Tensor, k_hat: Tensor, k_scale: Tensor, v: Tensor, do: Tensor, do_hat: Tensor,
+    do_scale: Tensor, log_sum_exp: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
     """Write dK = c dS^T Q into `dk` and dV = P^T dO into `dv`; dS = P (dO V^T - delta) and P = e^(c Q K^T - L).
 
     q_hat, do_hat: int8 [Tm * Bq, D], k_hat: int8 [Tn * Bkv, D]. Rows n_q, n_k and beyond are padding and hold anything.
@@ -98,9 +76,8 @@ def int8_dk_dv(
     """
     n_k, head_dim = dk.shape
     block_q, block_kv = len(q_hat) // len(q_scale), len(k_hat) // len(k_scale)
-    ### BEGIN SOLUTION: launch dk_dv_kernel with one program per tile of keys
+    ### SOLUTION: launch dk_dv_kernel with one program per tile of keys
     dk_dv_kernel[(triton.cdiv(n_k, block_kv),)](
         q_hat, q_scale, k_hat, k_scale, v, do, do_hat, do_scale, log_sum_exp, delta, dk, dv, len(do), n_k,
         1 / math.sqrt(head_dim), D=head_dim, BLOCK_Q=block_q, BLOCK_KV=block_kv,
     )  # fmt: skip
-    ### END SOLUTION

@@ -1,32 +1,17 @@
 """Tests and mistakes of 17_triton_dk_dv."""
 
-import math
-
 import torch
 
-from exercises.task import Call, Mistake, Task, dequantize, int8_tiles, off_ties, quantize
+from exercises.task import Call, Mistake, Task, backward_case, int8_tiles
 
 task = Task(triton=True, agree="roundings")
 
 
-def call(draw, n_q, n_k, block_q, block_kv, query_sizes=None):
-    """Draw Q, K and dO in tiles, V and dO, with L and delta of their forward pass.
-
-    query_sizes: how large the queries of each tile are; dO is small where they are large.
-    """
-    d = draw.choice((32, 64))
-    q, k, do = 1.5 * draw.normal(n_q, d), 1.5 * draw.normal(n_k, d), 0.1 * draw.normal(n_q, d)
-    if query_sizes is not None:
-        sizes = query_sizes.repeat_interleave(block_q)[:n_q, None]
-        q, do = q * sizes, do / sizes
-        do[:block_q] = 0  # a tile without a gradient
-    # Most of V is shared by all keys, so that dP - delta is a small difference.
-    v, do = (draw.normal(n_k, d) + 16 * draw.normal(1, d)).half(), off_ties(do.half(), block_q)
-    s = dequantize(*quantize(q, block_q), block_q) @ dequantize(*quantize(k, block_kv), block_kv).mT / math.sqrt(d)
-    delta = (do.double() * (s.softmax(-1) @ v.double())).sum(-1).float()
+def call(draw, n_q, n_k, block_q, block_kv, **sizes):
+    do, q, k, v, output, log_sum_exp = backward_case(draw, n_q, n_k, block_q, block_kv, **sizes)
     tiles = *int8_tiles(q, block_q), *int8_tiles(k, block_kv), v, do, *int8_tiles(do, block_q)
-    outputs = torch.full(k.shape, -12345.0), torch.full(k.shape, -12345.0)
-    return Call("int8_dk_dv", (*tiles, s.logsumexp(-1).float(), delta, *outputs), outputs=2)
+    outputs = (do * output).sum(-1).float(), torch.full(k.shape, -12345.0), torch.full(k.shape, -12345.0)
+    return Call("int8_dk_dv", (*tiles, log_sum_exp, *outputs), outputs=2)
 
 
 @task.test("dV, one tile of keys, one of queries", points=3, parts=(1,))
@@ -41,7 +26,9 @@ def one_tile(draw):
 def query_tiles(draw):
     """Each tile of queries has its own s_Q and s_dO, and dK_j and dV_j are the sums of what all of them add."""
     count = draw.integers(3, 5)
-    yield call(draw, count * 32, 32, 32, 32, query_sizes=0.5 * 2.0 ** draw.permutation(count))
+    sizes = draw.sizes(count, 32)
+    do_sizes = torch.where(torch.arange(len(sizes))[:, None] < 32, 0, 1 / sizes)  # the first tile has no gradient
+    yield call(draw, count * 32, 32, 32, 32, q_sizes=sizes, do_sizes=do_sizes)
 
 
 @task.test("several tiles of keys")

@@ -1,12 +1,4 @@
-"""The sparse loop: attention over listed key blocks, in Triton.
-
-SLA2's sparse branch computes softmax attention over the key blocks that a query block has selected, 3% of them, say. A
-mask of -infinity would give the same result and save nothing. What saves time is a loop over a list: for every query
-block the numbers of its key blocks, and how many there are. A program loads a number j from the list, then the keys and
-values of block j, and does one step of the online softmax. Nothing else is read.
-
-First the lists, then the loop for one query block in PyTorch, then the same loop as a kernel.
-"""
+"""The sparse loop: attention over listed key blocks, in Triton."""
 
 import math
 
@@ -26,10 +18,9 @@ def block_lists(selected: Tensor) -> tuple[Tensor, Tensor]:
     >>> count, lists[0, :2]
     (tensor([2, 0], dtype=torch.int32), tensor([1, 2], dtype=torch.int32))
     """
-    ### BEGIN SOLUTION: numbers of the selected blocks, to the left of each row
+    ### SOLUTION: numbers of the selected blocks, to the left of each row
     lists = torch.argsort((~selected).int(), dim=-1, stable=True)
     return lists.int(), selected.sum(-1).int()
-    ### END SOLUTION
 
 
 def sparse_tile(q_i: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_kv: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +40,7 @@ def sparse_tile(q_i: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_k
     m = torch.full((len(q_i), 1), -math.inf, device=q_i.device)
     l = torch.zeros_like(m)
     o_i = torch.zeros_like(q_i)
-    ### BEGIN SOLUTION: for every block of the list a step of the online softmax, then O_i and L_i
+    ### SOLUTION: for every block of the list a step of the online softmax, then O_i and L_i
     for j in blocks.tolist():
         rows = slice(j * block_kv, min((j + 1) * block_kv, n_k))
         s_ij = q_i @ key[rows].float().mT / math.sqrt(q_i.shape[1])
@@ -59,7 +50,6 @@ def sparse_tile(q_i: Tensor, key: Tensor, value: Tensor, blocks: Tensor, block_k
         o_i = o_i * rescale + p_ij @ value[rows].float()
         m = m_new
     return o_i / torch.where(l == 0, 1, l), (m + torch.log(l)).squeeze(-1)
-    ### END SOLUTION
 
 
 @triton.jit
@@ -74,7 +64,7 @@ def sparse_kernel(
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, D], tl.float32)
-    ### BEGIN SOLUTION: the loop over the list of query block i, then store O_i and L_i
+    ### SOLUTION: the loop over the list of query block i, then store O_i and L_i
     for step in range(0, tl.load(count_ptr + i)):
         j = tl.load(lists_ptr + i * width + step)
         key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
@@ -91,20 +81,12 @@ def sparse_kernel(
     divisor = tl.where(l == 0, 1.0, l)  # an empty list: O_i = 0, and m is -infinity
     tl.store(o_ptr + query[:, None] * D + d[None, :], o_i / divisor[:, None], mask=query[:, None] < n_q)
     tl.store(log_sum_exp_ptr + query, m + tl.log(divisor), mask=query < n_q)
-    ### END SOLUTION
 
 
 def sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lists: Tensor,
-    count: Tensor,
-    block_q: int,
-    block_kv: int,
-    output: Tensor,
-    log_sum_exp: Tensor,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, lists: Tensor, count: Tensor, block_q: int, block_kv: int,
+    output: Tensor, log_sum_exp: Tensor,
+) -> None:  # fmt: skip
     """Write O and L of every query block into `output` and `log_sum_exp`: `sparse_tile` for each, in one kernel.
 
     query: float16 [n_q, D], key, value: float16 [n_k, D]. lists: int32 [Tm, width], each row in any order, and
@@ -120,9 +102,8 @@ def sparse_attention(
     (tensor([ 0., 32.]), tensor([-inf, 0.]))
     """
     n_q, head_dim = query.shape
-    ### BEGIN SOLUTION: launch sparse_kernel with one program per query block
+    ### SOLUTION: launch sparse_kernel with one program per query block
     sparse_kernel[(triton.cdiv(n_q, block_q),)](
         query, key, value, lists, count, output, log_sum_exp, n_q, len(key), lists.shape[1], 1 / math.sqrt(head_dim),
         D=head_dim, BLOCK_Q=block_q, BLOCK_KV=block_kv,
     )  # fmt: skip
-    ### END SOLUTION

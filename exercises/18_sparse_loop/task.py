@@ -39,23 +39,18 @@ def tile_call(q, k, v, selected, block_q, block_kv):
     return Call("sparse_tile", (q[:block_q], k, v, numbers[0, : count[0]], block_kv))
 
 
-@task.test("sparse_tile: attention over the listed blocks", points=3, agree=1e-05)
-def tile(draw):
-    """O_i = softmax(c q_i K^T) V over the keys of the listed blocks; L_i is the log of its denominator."""
-    q, k, v, selected = case(draw, 16, 8 * draw.integers(5, 9), 16, 8)
-    selected[0, 1:4] = torch.tensor([True, False, True])
-    yield tile_call(q, k, v, selected, 16, 8)
-
-
 def hidden(x, selected, block_kv):
     """Return x with NaN in the blocks that nobody has selected."""
     tokens = (~selected.any(0)).repeat_interleave(block_kv)[: len(x)]
     return torch.where(tokens[:, None], torch.nan, x)
 
 
-@task.test("sparse_tile: nothing else is read", agree=1e-05)
-def tile_reads(draw):
-    """Keys or values of a block that isn't listed were read: they are NaN here. 0 times NaN is NaN."""
+@task.test("sparse_tile: attention over the listed blocks, and no others", points=4, agree=1e-05)
+def tile(draw):
+    """O_i = softmax(c q_i K^T) V over the listed keys, L_i the log of its denominator. Others are NaN: 0 NaN is NaN."""
+    q, k, v, selected = case(draw, 16, 8 * draw.integers(5, 9), 16, 8)
+    selected[0, 1:4] = torch.tensor([True, False, True])
+    yield tile_call(q, k, v, selected, 16, 8)
     q, k, v, selected = case(draw, 16, 8 * draw.integers(4, 8), 16, 8)
     yield tile_call(q, hidden(k, selected, 8), hidden(v, selected, 8), selected, 16, 8)
 
@@ -74,37 +69,27 @@ def kernel_call(q, k, v, selected, block_q, block_kv):
     return Call("sparse_attention", (q, k, v, *lists_of(selected), block_q, block_kv, *outputs), outputs=2)
 
 
-@task.test("the kernel, full blocks", points=3)
+@task.test("the kernel, full blocks, reads nothing else", points=4)
 def kernel(draw):
-    """Full blocks only: check what one step does to m, l and O_i, and what is stored at the end."""
+    """Check what one step does to m, l and O_i, and what is stored. Blocks that aren't listed are NaN: 0 NaN is NaN."""
     block_q, block_kv = draw.choice((16, 32)), draw.choice((16, 32))
     n_k = block_kv * draw.integers(4, 6) if block_kv == 16 else 128
     q, k, v, selected = case(draw, 3 * block_q, n_k, block_q, block_kv)
     selected[1] = ~selected[0]
     selected[1, 0], selected[1, -1] = False, True
     yield kernel_call(q, k, v, selected, block_q, block_kv)
-
-
-@task.test("the kernel reads nothing else")
-def kernel_reads(draw):
-    """Keys or values of a block that isn't listed were read: they are NaN here. 0 times NaN is NaN."""
     q, k, v, selected = case(draw, 32, 16 * draw.integers(4, 8), 16, 16)
     yield kernel_call(q, hidden(k, selected, 16), hidden(v, selected, 16), selected, 16, 16)
 
 
-@task.test("the kernel, partial blocks at the ends", points=3)
+@task.test("the kernel, partial blocks and empty lists", points=4)
 def kernel_ends(draw):
-    """The last block of queries or keys is partial. Which of its rows exist?"""
+    """The last block of queries or keys may be partial: which rows exist? An empty list: O_i = 0, L_i = -infinity."""
     n_k = 16 * draw.integers(3, 6) + draw.integers(1, 15)
     for n_q in (32, 32 + draw.integers(1, 15)):
         q, k, v, selected = case(draw, n_q, n_k, 16, 16)
         selected[:, -1] = selected[:, 1] = True
         yield kernel_call(q, k, v, selected, 16, 16)
-
-
-@task.test("the kernel, an empty list")
-def kernel_empty(draw):
-    """An empty list: O_i = 0 and L_i = -infinity. What is 0 / 0?"""
     q, k, v, selected = case(draw, 48, 16 * draw.integers(4, 6), 16, 16)
     selected[draw.integers(0, 3)] = False
     yield kernel_call(q, k, v, selected, 16, 16)

@@ -1,13 +1,4 @@
-"""Explain a measurement.
-
-MEASURED_MS holds times of one H200: this repository's INT8 attention and cuDNN's 16-bit attention, timed in turn. At
-every length N there are 32,768 tokens (a batch of 32,768 / N sequences) and 2,048 numbers per token (16 heads of D =
-128, or 32 of D = 64). INT8 tensor cores are twice as fast. In the forward pass, cuDNN's time over ours is 0.61 at one
-end of the row and 1.19 at the other.
-
-First write small models that predict such numbers, then answer what the numbers say, and what they don't. Look at a
-prediction's error before you believe its explanation.
-"""
+"""Explain a measurement."""
 
 import math
 
@@ -50,9 +41,8 @@ def speed_limit(needed: int, int8: int, sixteen_bit: int, int8_speed: float) -> 
     >>> speed_limit(7, 6, 1, 2.0)  # SageBwd: one of seven stays in 16 bit
     1.75
     """
-    ### BEGIN SOLUTION: time of the one over time of the other
+    ### SOLUTION: time of the one over time of the other
     return needed / (int8 / int8_speed + sixteen_bit)
-    ### END SOLUTION
 
 
 def quantization_bytes(batch: int, heads: int, kv_heads: int, n_q: int, n_k: int, head_dim: int, block: int) -> int:
@@ -65,11 +55,10 @@ def quantization_bytes(batch: int, heads: int, kv_heads: int, n_q: int, n_k: int
     >>> quantization_bytes(1, 1, 1, 2, 2, 4, 2)  # 8 numbers each: 8 * (3 + 5 + 3), and 3 scales
     100
     """
-    ### BEGIN SOLUTION: reads, writes and scales of Q, K and V
+    ### SOLUTION: reads, writes and scales of Q, K and V
     q, k = batch * heads * n_q * head_dim, batch * kv_heads * n_k * head_dim
     scales = batch * (heads * math.ceil(n_q / block) + 2 * kv_heads * math.ceil(n_k / block))
     return q * (2 + 1) + k * (2 + 2 + 1) + k * (2 + 1) + 4 * scales
-    ### END SOLUTION
 
 
 def share_of_time(bytes_moved: float, terabytes_per_second: float, ms: float) -> float:
@@ -78,9 +67,8 @@ def share_of_time(bytes_moved: float, terabytes_per_second: float, ms: float) ->
     >>> round(share_of_time(738_246_656, 4.8, 0.71958), 3)  # quantisation in the first number of the first row
     0.214
     """
-    ### BEGIN SOLUTION: time for the bytes over the time measured
+    ### SOLUTION: time for the bytes over the time measured
     return bytes_moved / (terabytes_per_second * 1e12) * 1e3 / ms
-    ### END SOLUTION
 
 
 def line(n_1: int, ms_1: float, n_2: int, ms_2: float) -> tuple[float, float]:
@@ -93,10 +81,9 @@ def line(n_1: int, ms_1: float, n_2: int, ms_2: float) -> tuple[float, float]:
     >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.46
     (0.377, 5.39)
     """
-    ### BEGIN SOLUTION: slope, then what is left at N = 0
+    ### SOLUTION: slope, then what is left at N = 0
     per_key = (ms_2 - ms_1) / (n_2 - n_1)
     return ms_1 - per_key * n_1, per_key
-    ### END SOLUTION
 
 
 def break_even(ours: tuple[float, float], theirs: tuple[float, float]) -> float:
@@ -108,12 +95,11 @@ def break_even(ours: tuple[float, float], theirs: tuple[float, float]) -> float:
     >>> break_even((4.0, 1.0), (1.0, 2.0)), break_even((1.0, 2.0), (4.0, 1.0))
     (3.0, inf)
     """
-    ### BEGIN SOLUTION: where the lines cross, and what it means if they don't
+    ### SOLUTION: where the lines cross, and what it means if they don't
     (our_fixed, our_slope), (their_fixed, their_slope) = ours, theirs
     if our_slope >= their_slope:
         return 0.0 if our_slope == their_slope and our_fixed < their_fixed else math.inf
     return max(0.0, (our_fixed - their_fixed) / (their_slope - our_slope))
-    ### END SOLUTION
 
 
 def causal_ms(ours: tuple[float, float], n: int, block_q: int, block_kv: int) -> float:
@@ -125,11 +111,10 @@ def causal_ms(ours: tuple[float, float], n: int, block_q: int, block_kv: int) ->
     >>> causal_ms((1.0, 0.5), 4, 1, 2)  # 6 of 8 tiles are visited
     2.5
     """
-    ### BEGIN SOLUTION: the share of the tiles that is visited, and what of the time it applies to
+    ### SOLUTION: the share of the tiles that is visited, and what of the time it applies to
     fixed, per_key = ours
     visited = sum((min((i + 1) * block_q, n) - 1) // block_kv + 1 for i in range(math.ceil(n / block_q)))
     return fixed + per_key * n * visited / (math.ceil(n / block_q) * math.ceil(n / block_kv))
-    ### END SOLUTION
 
 
 def clocks_per_score(
@@ -143,49 +128,12 @@ def clocks_per_score(
     >>> clocks_per_score(128, 2, 0, {"exp2": 1, "alu": 2, "issue": 8}, RATES)
     {'tensor': 0.0625, 'exp2': 0.0625, 'alu': 0.03125, 'issue': 0.0625}
     """
-    ### BEGIN SOLUTION: work over rate, unit by unit
+    ### SOLUTION: work over rate, unit by unit
     tensor = head_dim * (int8 / rates["int8"] + sixteen_bit / rates["sixteen_bit"])
     return {"tensor": tensor} | {unit: counts[unit] / rates[unit] for unit in ("exp2", "alu", "issue")}
-    ### END SOLUTION
 
 
 def answers() -> dict[str, str]:
-    """{"why_short": letter, "why_not_twice": letter, ...}: for each question, the reason that the numbers support.
-
-    why_short: "forward" at N = 1024 takes us 1.63 times as long as cuDNN, although our matmuls are faster. Why?
-        a  Python and PyTorch start our kernels more slowly.
-        b  With N = 1024 there are too few programs to fill the GPU.
-        c  We have work per token that cuDNN hasn't, and at N = 1024 there are few scores per token to save it back.
-        d  INT8 tensor cores are slow for small matrices.
-
-    why_not_twice: `line` through "forward" at 2048 and 8192 says that a further key costs cuDNN 1.28 times as much as
-        us. Why not 2?
-        a  A score also needs an exponential, a maximum and a rounding, which INT8 doesn't make faster.
-        b  Quantisation takes the rest of the gain.
-        c  dP stays in 16 bit.
-        d  Keys and values must be read from memory.
-
-    why_causal: The causal mask removes nearly half of the scores. At N = 16384 our "forward" takes 49% less time with
-        it, at N = 1024 only 14% less. Why?
-        a  Masked scores are computed all the same, and set to -infinity.
-        b  Tiles on the diagonal are computed whole.
-        c  A causal mask makes programs of different length, so that some multiprocessors wait.
-        d  What doesn't depend on N isn't halved; whole tiles on the diagonal add a little.
-
-    why_d64: "forward, D = 64" has as many tokens, bytes and multiply-adds as "forward", but at N = 16384 it takes us
-        1.48 times as long. Why?
-        a  Twice as many heads are twice as many numbers to quantise.
-        b  Twice as many heads are twice as many scores, each with its exponential and its rounding.
-        c  INT8 tensor cores need D = 128 for their full rate, and 16-bit ones don't.
-        d  Twice as many heads are twice as many kernel launches.
-
-    which_claim: Which sentence may stand in a report?
-        a  INT8 attention is 1.19 times as fast as 16-bit attention on an H200.
-        b  From 4,018 tokens on, INT8 attention makes training faster than 16-bit attention.
-        c  At N = 16,384, D = 128, without a mask, cuDNN takes 1.19 times as long as we do in the forward pass, and 1.04
-           times in both passes; FlashAttention-4 is faster than either in both passes.
-        d  Tensor cores of twice the rate make the forward pass 1.19 times as fast.
-    """
-    ### BEGIN SOLUTION: a letter for each question
+    """{"why_short": letter, "why_not_twice": letter, ...}: for each question of README.md, the right reason."""
+    ### SOLUTION: a letter for each question
     return {"why_short": "c", "why_not_twice": "a", "why_causal": "d", "why_d64": "b", "which_claim": "c"}
-    ### END SOLUTION

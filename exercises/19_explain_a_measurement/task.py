@@ -76,14 +76,13 @@ def clocks(draw):
     yield Call("clocks_per_score", (head_dim, int8, sixteen_bit, counts, rates))
 
 
-@task.test("answers: why_short", parts=("why_short",), shows=False)
-@task.test("answers: why_not_twice", parts=("why_not_twice",), shows=False)
-@task.test("answers: why_causal", parts=("why_causal",), shows=False)
-@task.test("answers: why_d64", parts=("why_d64",), shows=False)
-@task.test("answers: which_claim", parts=("which_claim",), shows=False)
 def answers(draw):
     """A dictionary with a letter, a to d, for each question."""
     yield Call("answers", ())
+
+
+for question in ("why_short", "why_not_twice", "why_causal", "why_d64", "which_claim"):
+    task.test(f"answers: {question}", parts=(question,), shows=False)(answers)
 
 
 LETTERS = (

@@ -1,5 +1,6 @@
 """What a submission may try: it forges no point, reads nothing of others, harms nobody and leaves nothing behind."""
 
+import contextlib
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 from exercises import ROOT, wire
 from exercises.answers import Exercise
 from exercises.grading import Sandboxes, grade
-from exercises.isolation import RESOURCES, Limits, Sandbox, have_walls
+from exercises.isolation import DEFAULT_LIMITS, RESOURCES, Limits, Sandbox, have_walls
 from exercises.task import Call
 
 behind_walls = pytest.mark.skipif(not have_walls(), reason="bubblewrap can't put up its walls here")
@@ -138,9 +139,7 @@ def f(x):
     for _ in range(2):
         result = graded(IMPORTS + store, sandboxes=quick)
         assert "FOUND" not in str(result.as_json())
-    names = {path.sandbox if hasattr(path, "sandbox") else path for path in quick.started}
-    assert {"visible", "hidden"} <= names
-    assert len({place.server.pid for place in quick.started.values()}) == len(quick.started)
+    assert {"visible", "hidden"} <= quick.started.keys()
 
 
 LEAKS = (
@@ -206,21 +205,13 @@ def test_lower_hard_limits_are_kept(graded):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard < 200:
         pytest.skip("the limit is as low already")
-    place = Sandbox(walls=have_walls())
-    place.limits = Limits(resources=RESOURCES | {"RLIMIT_NOFILE": 2 * hard, "RLIMIT_FSIZE": 2**50})
-    with place:
+    limits = Limits(resources=RESOURCES | {"RLIMIT_NOFILE": 2 * hard, "RLIMIT_FSIZE": 2**50})
+    with contextlib.closing(Sandbox(limits, have_walls())) as place:
         child = place.start(b"import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n")
         assert child.call(Call("f", ()))["result"] == hard
         child.close()
-
-
-def test_closing_twice_is_closing_once_and_a_grader_that_is_killed_leaves_nothing(graded):
-    with Sandbox() as place:
-        child = place.start(HONEST.encode())
-        child.close()
         child.close()
         server = place.server.pid
-        place.close()
         place.close()
     assert not Path(f"/proc/{server}").exists()
 
@@ -322,7 +313,7 @@ def test_values_survive_the_wire():
 class Fuzzed:
     """In the place of a sandbox: the submission's process answers anything at all."""
 
-    limits, walls = Sandbox(walls=False).limits, False
+    limits, walls = DEFAULT_LIMITS, False
 
     def __init__(self, draw):
         self.draw = draw

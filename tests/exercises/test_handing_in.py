@@ -254,7 +254,7 @@ def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_pat
         assert not any(secret in entry for entry in modes["student"])
     for path in modes["student"]:
         text = (packages / "student" / path).read_bytes()
-        assert b"### BEGIN SOLUTION: " not in text or path.endswith("stubs.py")
+        assert b"### SOLUTION: " not in text or path.endswith("stubs.py")
         assert b"block.abs().amax()" not in text or path.endswith("README.md")
     private = [x for x, mode in modes["autograder"].items() if mode == 0o600]
     assert sorted({x.rpartition("/")[2] for x in private}) == [
