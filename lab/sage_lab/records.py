@@ -119,11 +119,6 @@ def provenance(command: str) -> dict[str, Any]:
     }
 
 
-def measured_by() -> dict[str, Any]:
-    """Return the part of `provenance` that must be the same for all times that one record compares."""
-    return {name: value for name, value in provenance("").items() if name not in ("date", "command")}
-
-
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path; when the block ends without an error, that file becomes `path` in one step.

@@ -96,10 +96,7 @@ FAST = row(LARGE, floats=500)
         "two stages, where they don't": ([row(SMALL), row(staged(SMALL, 1), floats=1)], SMALL),
         "three stages are hardly faster": ([row(SMALL), row(staged(SMALL, 3), floats=980, instructions=90)], SMALL),
         "three stages are faster": ([row(SMALL), row(staged(SMALL, 3), floats=900)], staged(SMALL, 3)),
-        "the shortest of near ties": (
-            [row(SMALL, instructions=90), row(LARGE, floats=980, instructions=95)],
-            SMALL,
-        ),
+        "the shortest of near ties": ([row(SMALL, instructions=90), row(LARGE, floats=980, instructions=95)], SMALL),
         "none, if none fits": ([row(SMALL, shared=1 << 20)], None),
     }.values(),
 )

@@ -40,9 +40,9 @@ def seen(block_mask, block_kv, n):
     return block_mask.repeat_interleave(MASK_BLOCK_Q, -2).repeat_interleave(block_kv, -1)[..., :n, :n]
 
 
-@pytest.fixture(params=[tuple, lambda output: output[0]], ids=["a tuple", "a tensor"])
-def fa4_calls(monkeypatch, request):
-    """Arguments of the calls of a made-up flash_attn.cute, whose tensors are [B, N, H, D]; it may return a tuple."""
+@pytest.fixture
+def fa4_calls(monkeypatch):
+    """Arguments of the calls of a made-up flash_attn.cute, whose tensors are [B, N, H, D]."""
     calls = []
 
     def flash_attn_func(q, k, v, causal=False, block_sparse_tensors=None, **options):
@@ -50,7 +50,7 @@ def fa4_calls(monkeypatch, request):
         lists, heads_first = block_sparse_tensors, (x.transpose(1, 2) for x in (q, k, v))
         mask = None if lists is None else seen(lists.dense(), lists.block_size[1], q.shape[1])
         output = F.scaled_dot_product_attention(*heads_first, is_causal=causal, attn_mask=mask, enable_gqa=True)
-        return request.param((output.transpose(1, 2), None))
+        return output.transpose(1, 2), None
 
     cute, lists = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.block_sparsity")
     cute.flash_attn_func, lists.BlockSparseTensorsTorch = flash_attn_func, Lists
