@@ -1,23 +1,15 @@
-"""The package: what importing it needs, pins, and what the reference costs."""
+"""The package: what importing it needs, and pins."""
 
 import itertools
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.sagebwd import SageBwdSettings, sagebwd_backward, sagebwd_forward
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -98,63 +90,3 @@ def test_every_requirement_is_pinned_within_its_range(folder):
         if not requirement.name.startswith("sage-"):
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text
     assert (versions["torch"], versions["triton"]) == ("2.13.0", "3.7.1")  # a pair that belongs together
-
-
-# What the reference costs: forward and backward at B=1, H=4, N=512, D=64 in float32
-
-
-@pytest.fixture(scope="module")
-def passes():
-    """Forward and backward of exact attention and of SageBwd, to be called."""
-    q, k, v, do = torch.randn(4, 1, 4, 512, 64, generator=torch.Generator().manual_seed(0))
-
-    def exact():
-        forward = attention_forward(q, k, v)
-        attention_backward(do, q, k, v, forward.output, forward.log_sum_exp)
-
-    def sagebwd():
-        settings = SageBwdSettings()
-        forward = sagebwd_forward(q, k, v, settings)
-        sagebwd_backward(do, q, k, v, forward.output, forward.log_sum_exp, settings)
-
-    return exact, sagebwd
-
-
-class PeakMemory(TorchDispatchMode):
-    """Bytes that tensors made inside hold at most, counted after every operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = {}, 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        result = operation(*arguments, **(options or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
-            self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {address: found for address, found in self.alive.items() if not found[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return result
-
-
-def test_the_reference_takes_at_most_four_times_as_long_as_exact_attention(passes):
-    """Processor time on one thread, so that what else runs on the machine does not count. The least of 6."""
-
-    def seconds(run):
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-
-    assert torch.get_num_threads() == 1
-    of_exact, of_sagebwd = map(min, zip(*([seconds(run) for run in passes] for _ in range(6)), strict=True))
-    assert of_sagebwd < 4 * of_exact
-
-
-def test_the_reference_holds_at_most_four_times_the_memory_of_exact_attention(passes):
-    peaks = []
-    for run in passes:
-        with PeakMemory() as memory:
-            run()
-        peaks.append(memory.peak)
-    of_exact, of_sagebwd = peaks
-    assert of_exact >= 4 * 4 * 512**2 * 4  # P, dP, dP - delta and dS at once
-    assert of_sagebwd < 4 * of_exact

@@ -43,6 +43,7 @@ def scale_of_every_entry(q: QuantizedTensor) -> torch.Tensor:
 )
 def test_psi_of_any_shape_and_block(size, block, rounding, dtype, exponent):
     x = (gaussian(2, *size) * 2.0**exponent).to(dtype)
+    before = x.clone()
     q = quantize(x, block, rounding, seeded(1))
     rows, columns = (b or n for b, n in zip(block, size, strict=True))
     assert q.values.dtype == torch.int8
@@ -60,28 +61,12 @@ def test_psi_of_any_shape_and_block(size, block, rounding, dtype, exponent):
     assert (error <= s * (0.5 if rounding == "nearest" else 1.0) * (1 + 1e-4)).all()
     torch.testing.assert_close(q.dequantize(), q.values.to(s.dtype) * s, rtol=0, atol=0)
     assert torch.equal(fake_quantize(x, block, rounding, seeded(1)), q.dequantize())
+    assert torch.equal(x, before)
 
 
 def test_nearest_rounds_ties_to_even_and_away_from_zero_alike():
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49, -3.51]])
     assert quantize(x).values.tolist() == [[127, 0, 2, 2, 0, -2, -2, 3, -4]]
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_values_on_the_grid_stay_where_they_are(rounding):
-    x = torch.arange(-127.0, 128.0, dtype=torch.float64)[None] * 0.25
-    q = quantize(x, rounding=rounding, generator=seeded(0))
-    assert q.values.tolist() == [list(range(-127, 128))]
-    assert q.scale.item() == 0.25
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_block_of_zeros_has_scale_zero_and_stays_zero(rounding):
-    x = gaussian(8, 8)
-    x[:4, 4:] = 0
-    q = quantize(x, (4, 4), rounding, seeded(0))
-    assert (q.scale == 0).tolist() == [[False, True], [False, False]]
-    assert (q.dequantize()[:4, 4:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -168,15 +153,6 @@ def test_nan_and_infinity_stay_in_their_block(bad, rounding):
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_inputs_are_not_changed():
-    x = gaussian(6, 6)
-    kept = x.clone()
-    for rounding in ROUNDINGS:
-        quantize(x, (4, 4), rounding, seeded(0))
-        fake_quantize(x, (None, None), rounding, seeded(0))
-    assert torch.equal(x, kept)
-
-
 @pytest.mark.parametrize("contraction", [1, 7, 1024, 1025, 5000])
 @pytest.mark.parametrize("values", [(-128, 128), (125, 128), (-128, -125)])
 def test_integer_matmul_is_exact(contraction, values):
@@ -189,15 +165,11 @@ def test_integer_matmul_is_exact(contraction, values):
     assert integer_matmul(longest, longest.mT).item() == 2**31 - 2**14
 
 
-INT8, LONGER = torch.ones(2, 2, dtype=torch.int8), torch.zeros(1, 2**17, dtype=torch.int8)
+LONGER = torch.zeros(1, 2**17, dtype=torch.int8)
 BLOCKS, ONE_SCALE = quantize(gaussian(8, 8), (4, 2)), quantize(gaussian(8, 8))
-KINDS = (torch.uint8, torch.int32, torch.float32)
 SCALES = "expected one scale along the contraction, got"
 REFUSED = [
-    (quantize, (INT8.float(), (4, 4), "up"), r"rounding: expected one of .* .ordered.\), got 'up'"),
     (integer_matmul, (LONGER, LONGER.mT), "a: expected at most 131071 columns .* got 131072"),
-    *((integer_matmul, (INT8.to(x), INT8), f"a: expected dtype torch.int8, got {x}") for x in KINDS),
-    *((integer_matmul, (INT8, INT8.to(x)), f"b: expected dtype torch.int8, got {x}") for x in KINDS),
     (quantized_matmul, (BLOCKS, ONE_SCALE), f"a: {SCALES} 4"),
     (quantized_matmul, (ONE_SCALE, BLOCKS), f"b: {SCALES} 2"),
 ]
@@ -205,7 +177,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("function", "arguments", "message"), REFUSED)
 def test_what_is_refused_is_named(function, arguments, message):
-    with pytest.raises(TypeError if "int8, got" in message else ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         function(*arguments)
 
 
@@ -217,13 +189,3 @@ def test_quantized_matmul_is_the_matmul_of_the_dequantized(a_rows, b_columns):
     expected = a.dequantize() @ b.dequantize()
     torch.testing.assert_close(quantized_matmul(a, b), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(quantized_matmul(b.mT, a.mT), expected.mT, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("block", [(4, 3), (1, None), (None, 1), (64, 64)])
-def test_transposing_and_quantizing_commute(block):
-    x = gaussian(2, 10, 7)
-    transposed, other = quantize(x, block).mT, quantize(x.mT, block[::-1])
-    assert torch.equal(transposed.values, other.values)
-    assert torch.equal(transposed.scale, other.scale)
-    assert transposed.block_shape == other.block_shape
-    assert torch.equal(transposed.dequantize(), quantize(x, block).dequantize().mT)

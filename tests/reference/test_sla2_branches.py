@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sla2_oracles import LENGTHS, averaged, drawn, drawn_qkv, drawn_weights, features, sdpa_over, token_weights
+from sla2_oracles import LENGTHS, drawn, drawn_qkv, drawn_weights
 from torch.testing import assert_close
 
 from sage_ref.sla2 import (
@@ -15,7 +15,6 @@ from sage_ref.sla2 import (
     block_count,
     block_mass,
     divisor,
-    feature_map,
     heuristic_scores,
     linear_branch,
     selected_count,
@@ -76,29 +75,6 @@ def test_block_scores_are_the_attention_of_means_and_the_mean_mass_of_a_tile(n_q
     assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]), atol=1e-13, rtol=0)
 
 
-@pytest.mark.parametrize(("n_q", "n_k"), LENGTHS)
-@pytest.mark.parametrize("scale", [None, 0.4])
-def test_a_hard_mask_gives_sdpa_over_the_selected_keys(n_q, n_k, scale):
-    (q, k, v), mask = drawn_qkv(n_q, n_k), weights_for(n_q, n_k) < 0.5
-    settings = BlockSettings(16, 8, scale=scale)
-    output, log_sum_exp = sparse_branch(q, k, v, mask, settings)
-    seen = token_weights(mask, n_q, n_k, 16, 8)
-    assert_close(output, sdpa_over(q, k, v, seen, scale), atol=1e-13, rtol=0)
-    s = (q @ k.mT * (8**-0.5 if scale is None else scale)).masked_fill(~seen, -math.inf)
-    assert_close(log_sum_exp, s.logsumexp(-1, keepdim=True), atol=1e-13, rtol=0)
-    for found, expected in zip(sparse_branch(q, k, v, mask.double(), settings), (output, log_sum_exp), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_weights_between_mean_scores_plus_their_logarithm():
-    (q, k, v), weights = drawn_qkv(33, 50), weights_for(33, 50)
-    weights[..., 2], weights[..., 4] = 0, 1e-30
-    output, log_sum_exp = sparse_branch(q, k, v, weights, SMALL)
-    s = q @ k.mT / 8**0.5 + token_weights(weights, 33, 50, 16, 8).log()
-    assert_close(output, s.softmax(-1) @ v, atol=1e-13, rtol=0)
-    assert_close(log_sum_exp, s.logsumexp(-1, keepdim=True), atol=1e-13, rtol=0)
-
-
 @pytest.mark.parametrize("branch", [sparse_branch, linear_branch])
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 def test_gradients_of_both_branches_pass_gradcheck(branch, kind):
@@ -147,41 +123,6 @@ def test_a_query_without_a_key_gets_zeros_and_no_gradient(dtype):
     assert not gradients[0][:2].any()
     assert not gradients[3][0].any()
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("kind", FEATURE_MAPS)
-@pytest.mark.parametrize(("n_q", "n_k"), LENGTHS)
-def test_the_linear_branch_averages_values_by_common_features(n_q, n_k, kind):
-    """Features are what they are called, also at 0; hard weights and soft ones."""
-    q, k, v = drawn_qkv(n_q, n_k)
-    q[0, 0, 0] = 0
-    assert_close(feature_map(q * 3, kind), features(q * 3, kind), atol=1e-14, rtol=1e-14)
-    weights = weights_for(n_q, n_k)
-    for w in (weights < 0.5, weights * (weights < 0.5)):
-        a = features(q, kind) @ features(k, kind).mT * token_weights(w, n_q, n_k, 16, 8)
-        found = linear_branch(q, k, v, w, BlockSettings(16, 8, feature_map=kind))
-        assert_close(found, averaged(a, v), atol=1e-12, rtol=0)
-
-
-def test_without_a_common_feature_the_linear_branch_is_zero_and_so_are_its_gradients():
-    q = torch.tensor([[1.0, -1], [-1, -1]]).requires_grad_()
-    k = torch.tensor([[-1.0, 2], [-2, 3]]).requires_grad_()
-    v = torch.ones(2, 2).requires_grad_()
-    output = linear_branch(q, k, v, torch.ones(1, 1), BlockSettings(feature_map="relu"))
-    assert not output.any()
-    assert not any(gradient.any() for gradient in torch.autograd.grad(output.sum(), (q, k, v)))
-
-
-@pytest.mark.parametrize("distance", [10, 30, 60, 70, 75, 80, 85, 88, 95, 104, 200])
-def test_features_that_hardly_meet_do_not_overflow(distance):
-    """phi_q and phi_k share e^-distance: either the average is right, or that share is as good as none and O_l is 0."""
-    q = torch.tensor([[float(distance), 0]], requires_grad=True)
-    k = torch.tensor([[0, float(distance)]] * 40, requires_grad=True)
-    v = torch.full((40, 2), 3.0, requires_grad=True)
-    output = linear_branch(q, k, v, torch.ones(1, 1), BlockSettings())
-    assert_close(output, torch.full_like(output, 3 if distance < 76 else 0))
-    for gradient in torch.autograd.grad(output.sum(), (q, k, v)):
-        assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

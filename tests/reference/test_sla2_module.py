@@ -1,8 +1,6 @@
 """The modules SLA and SLA2: what they compute, what trains in each stage, alpha, protected keys, what they refuse."""
 
-import copy
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -88,16 +86,6 @@ def test_any_shares_and_lengths_work_in_sla(n_k, sparsity, skipped):
     assert not (selected & linear).any()
     assert ((selected | linear).sum(-1) == max(selected.sum(-1).max(), blocks - round(skipped * blocks))).all()
     assert model(q, k, v).isfinite().all()
-
-
-def test_everything_in_sla_trains_and_gradients_flow_through_both_branches():
-    qkv = [x.requires_grad_() for x in drawn_qkv(20, 40)]
-    model = sla().double()
-    leaves = (*qkv, *model.parameters())
-    assert len(leaves) == 5
-    assert all(gradient.any() for gradient in torch.autograd.grad(model(*qkv).square().sum(), leaves))
-    fresh = SLA(8, 2, **BLOCKS).double()
-    assert all(gradient.any() for gradient in torch.autograd.grad(fresh(*qkv).sum(), list(fresh.parameters())))
 
 
 # SLA2, stage 2: the real thing
@@ -201,10 +189,6 @@ def test_stages_can_be_changed_back_and_forth():
     first, second, again = model(*qkv), model.stage(2)(*qkv), model.stage(1)(*qkv)
     assert not torch.equal(first, second)
     assert torch.equal(again, first)
-    for number in (0, 3, "1", None):
-        with pytest.raises(ValueError, match=f"^number: expected stage 1 or 2, got {number!r}$"):
-            model.stage(number)
-    assert model.current_stage == 1
 
 
 @pytest.mark.parametrize("protecting", [False, True])
@@ -278,7 +262,8 @@ def test_initial_alpha_is_the_mass_of_the_selected_blocks(query_blocks, protecti
 
 
 @pytest.mark.parametrize(
-    ("tokens", "blocks"), [([], []), ([0], [0]), ([7, 8], [0, 1]), ([49], [6]), ([3, 20, 30, 41], [0, 2, 3, 5])]
+    ("tokens", "blocks"),
+    [([], []), ([0], [0]), ([7, 8], [0, 1]), ([49], [6]), ([3, 20, 30, 41], [0, 2, 3, 5]), (range(50), range(7))],
 )
 def test_protected_keys_are_attended_to_by_every_query(tokens, blocks):
     """7 blocks, of which 3 are selected: protected ones first, then the best of the rest, in both stages."""
@@ -304,22 +289,6 @@ def test_protected_keys_are_attended_to_by_every_query(tokens, blocks):
         output = model.stage(stage)(q, k, v, protect)
         assert output.isfinite().all()
         assert torch.equal(output, model(q, k, v)) == (not tokens)
-
-
-@STAGES
-def test_protecting_every_key_selects_every_block_and_a_bad_protect_is_named(stage):
-    q, k, v = drawn_qkv(40, 50)
-    model = module(quantize=False).stage(stage)
-    expected = torch.sigmoid(model.alpha_logit)[..., None] * F.scaled_dot_product_attention(q, k, v)
-    assert_close(model(q, k, v, torch.ones(50, dtype=torch.bool)), expected, atol=1e-6, rtol=0)
-    for protect, message in (
-        ([True] * 50, "a torch.Tensor, got list"),
-        (torch.ones(50), "dtype torch.bool, got torch.float32"),
-        (torch.ones(1, 50).bool(), "shape (50,), one entry per key, got (1, 50)"),
-    ):
-        kind = TypeError if "torch." in message else ValueError
-        with pytest.raises(kind, match=f"^protect: expected {re.escape(message)}$"):
-            model(q, k, v, protect)
 
 
 @STAGES
@@ -380,18 +349,6 @@ def test_autocast_casts_the_inputs_and_nothing_inside(kind):
         assert_close(model.alpha_logit, alpha, atol=1e-5, rtol=0)
 
 
-@EVERY
-def test_state_dict_and_deepcopy_keep_what_was_learned(kind):
-    qkv = drawn_qkv(40, 50)
-    model = build(kind, query_blocks=3)
-    restored = SLA(8, 2, **BLOCKS) if kind == "SLA" else SLA2(8, 2, query_blocks=3, **SMALL).stage(kind)
-    restored.load_state_dict(model.state_dict())
-    for other in (restored, copy.deepcopy(model)):
-        assert torch.equal(other(*qkv), model(*qkv))
-    names = {"proj.weight", "proj.bias"} if kind == "SLA" else {"alpha_logit", *ROUTER}
-    assert set(model.state_dict()) == names
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
 @EVERY
 def test_a_compiled_module_is_one_graph_with_the_same_numbers(kind):
@@ -429,30 +386,6 @@ def test_the_modules_take_the_heads_they_were_made_for(kind):
         ((x[:, :1],) * 3, "query: expected 2 heads, as the module has, got 1"),
         ((x[..., :4],) * 3, "query: expected head size 8, as the module has, got 4"),
         ((x, *[x.repeat(1, 2, 1, 1)] * 2), "key: expected a number of heads that divides .*, got 4"),
-        ((x[0], x, x), "query: expected 4 dimensions .*"),
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):
             build(kind)(*bad)
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_stage_2_hands_the_kernels_what_they_need(stand_in, backend):
-    (q, k, v), kernels = drawn_qkv(40, 50, kv_heads=1), stand_in("sla2")
-    model = module(backend=backend)
-    assert model(q, k, v, torch.arange(50) == 20) is q
-    assert model(q, k, v) is q
-    for (*qkv, chooser, alpha, settings, _), blocks in zip(kernels.calls, ([2], None), strict=True):
-        assert all(a is b for a, b in zip(qkv, (q, k, v), strict=True))
-        for ours, projection in zip(chooser[:2], (model.router.proj_q, model.router.proj_k), strict=True):
-            assert torch.equal(ours, projection.weight)
-            assert not ours.requires_grad
-        assert chooser.count == 3
-        if blocks is None:
-            assert chooser.protected is None
-        else:
-            assert chooser.protected.nonzero().flatten().tolist() == blocks
-            assert chooser.protected.shape == (7,)
-        assert torch.equal(alpha, model.alpha(1, 3))
-        assert settings == BlockSettings(16, 8, quantize=True)
-    model.stage(1)(q, k, v)
-    assert len(kernels.calls) == 2

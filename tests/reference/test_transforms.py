@@ -6,13 +6,12 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.testing import assert_close
 
 from sage_ref import SLA, SLA2, QKNorm, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as backends
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.quantization import quantize
 
 BLOCKS = {"block_q": 16, "block_kv": 8}
 SMALL = BLOCKS | {"sparsity": 0.5}
@@ -48,16 +47,9 @@ def with_gradients(call, tensors):
 
 
 @EVERY
-def test_subclasses_negated_views_and_inference_tensors_work(call):
-    class Subclass(torch.Tensor):
-        pass
-
+def test_inference_tensors_work(call):
     tensors = drawn()
     expected = call(*tensors)
-    assert torch.equal(call(*(x.as_subclass(Subclass) for x in tensors)), expected)
-    negated = [torch.complex(x, -x).conj().imag for x in tensors]
-    assert all(x.is_neg() for x in negated)
-    assert_close(call(*negated), expected)
     with torch.inference_mode():
         inferred = [x.clone() for x in tensors]
     leaf = tensors[1].clone().requires_grad_()
@@ -75,27 +67,6 @@ def test_a_module_says_that_it_is_on_another_device(module):
 
 
 # Numbers
-
-
-def test_integers_are_as_good_as_floats_for_a_scale():
-    tensors = drawn()
-    assert torch.equal(dense(*tensors, scale=2), dense(*tensors, scale=2.0))
-    assert dense(*tensors, scale=10**20).isfinite().all()  # no 64-bit integer
-
-
-@pytest.mark.parametrize("quantize", [False, True])
-def test_blocks_longer_than_the_sequence_are_the_sequence(quantize):
-    tensors = drawn()
-    once = partial(sparse_linear_attention, block_mask=MASK[:1, :1], alpha=0.5, quantize=quantize, backend="reference")
-    expected = with_gradients(partial(once, block_q=20, block_kv=20), tensors)
-    longer = with_gradients(partial(once, block_q=2**31 - 1, block_kv=2**31 - 1), tensors)
-    for x, y in zip(longer, expected, strict=True):
-        assert torch.equal(x, y)
-    assert torch.equal(quantize_all(2**31 - 1), quantize_all(None))
-
-
-def quantize_all(rows):
-    return quantize(drawn()[0], (rows, None)).dequantize()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
@@ -192,14 +163,6 @@ def test_vmap_is_a_loop(call):
     assert_close(shared, torch.stack([call(q[0], one, v[0]) for one in k]), atol=1e-6, rtol=1e-5)
 
 
-def test_jacrev_works():
-    q, k, v = drawn(n=5)
-    rows = jacrev(lambda q: dense(q, k, v).sum(1))(q)
-    leaf = q.clone().requires_grad_()
-    (row,) = torch.autograd.grad(dense(leaf, k, v).sum(1)[0, 3, 2], leaf)
-    assert_close(rows[0, 3, 2], row)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by make_dual itself
 @BY_HAND
 def test_forward_mode_is_refused(call):
@@ -230,14 +193,14 @@ def test_a_second_derivative_is_refused_also_by_torch_func(call):
             gradient.sum().backward(retain_graph=True)
 
 
-def test_the_kernels_are_not_for_torch_func(stand_in):
-    kernels = stand_in("sagebwd")
+def test_the_kernels_are_not_for_torch_func(monkeypatch):
+    monkeypatch.setattr(backends, "MISSING_PACKAGE", None)
+    backends._said.clear()
     q, k, v = drawn(2)
     with pytest.raises(ValueError, match="^backend: expected 'triton' to be usable, but .* torch.func and torch.vmap$"):
         vmap(partial(sagebwd_attention, backend="triton"))(q, k, v)
     with pytest.warns(UserWarning, match=r"uses the reference, because .* torch.func and torch.vmap\.$"):
         assert torch.equal(vmap(sagebwd_attention)(q, k, v), vmap(dense)(q, k, v))
-    assert not kernels.calls
     assert backends.why_not_triton(lambda: (None, None)) is None
 
 
@@ -245,18 +208,10 @@ def test_the_kernels_are_not_for_torch_func(stand_in):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
-def test_compiled_it_is_one_graph_with_the_same_numbers():
+def test_compiled_for_any_length_it_is_one_graph_with_the_same_numbers():
     """`test_sla2_module.py` has the same for the modules, which call SLA2's functions."""
     torch._dynamo.reset()
-    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager")
-    tensors = drawn()
-    for x, y in zip(with_gradients(compiled, tensors), with_gradients(causal, tensors), strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_for_any_length_without_a_graph_break():
-    torch._dynamo.reset()
-    compiled = torch.compile(dense, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (20, 37):
-        assert torch.equal(compiled(*drawn(n=n)), dense(*drawn(n=n)))
+        for x, y in zip(*(with_gradients(call, drawn(n=n)) for call in (compiled, causal)), strict=True):
+            assert torch.equal(x, y)
