@@ -14,13 +14,10 @@ from sage_course.outline import (
     INSTALL,
     colab_address,
     file_address,
-    framed,
-    notebook_facts,
     notebook_files,
     notebooks,
-    public_address,
 )
-from sage_course.readme import SECTIONS, texts, with_sections
+from sage_course.readme import SECTIONS, texts
 from sage_lab.records import REPOSITORY
 
 ADDRESS = "https://github.com/owner/name"
@@ -43,26 +40,10 @@ def test_every_written_file_is_up_to_date():
     assert stale == [], "run `python -m sage_course`"
 
 
-def test_a_section_is_replaced_and_needs_a_place():
-    page = "by hand <!-- begin a -->\nold\n<!-- end a --> by hand"
-    assert with_sections(page, {"a": lambda: "new"}) == page.replace("old", "new")
-    with pytest.raises(ValueError, match="text: expected one <!-- begin b --> and one <!-- end b --> in it"):
-        with_sections(page, {"b": lambda: ""})
-
-
 def test_links_and_pictures_exist():
     for name in SECTIONS:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (REPOSITORY / name).read_text()):
             assert ((REPOSITORY / name).parent / target).exists(), f"{name}: {target}"
-
-
-def test_addresses_lead_to_the_public_repository():
-    address = public_address()
-    assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", address)
-    assert file_address(Path("README.md")) == f"{address}/blob/main/README.md"
-    assert file_address(Path("notebooks/recorded")) == f"{address}/tree/main/notebooks/recorded"
-    opened = colab_address(Path("notebooks/x.ipynb"), ADDRESS)
-    assert opened == "https://colab.research.google.com/github/owner/name/blob/main/notebooks/x.ipynb"
 
 
 def test_colab_installs_the_pinned_versions_of_what_notebooks_import(tmp_path):
@@ -97,29 +78,6 @@ def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves
         "cd -q name/notebooks",
     ]
     assert sys.path == [f"/content/name/{part}" for part in ("", "kernels", "lab", "course")] + before
-
-
-def test_a_frame_is_written_once_and_follows_the_address():
-    cells = [
-        {"cell_type": "markdown", "source": ["# 01 · Title"]},
-        {"cell_type": "code", "execution_count": 1, "outputs": [{"execution_count": 1, "data": {}}], "source": ["1"]},
-        {"cell_type": "markdown", "source": ["## Exercises\n", "\n", "1. One\n", "\n", "## Where the papers say more"]},
-    ]
-    text, path = json.dumps({"cells": cells}), Path("notebooks/01_title.ipynb")
-    for address in (ADDRESS, ADDRESS, "https://github.com/moved/name"):
-        text = framed(text, path, address)
-        title, install, code, exercises = json.loads(text)["cells"]
-        link = f"[Open this notebook on Colab]({colab_address(path, address)})."
-        assert "".join(title["source"]) == f"# 01 · Title\n\n{link}"
-        assert "".join(install["source"]) == colab.install_cell(address).rstrip()
-        assert (install["execution_count"], code["execution_count"], code["outputs"][0]["execution_count"]) == (1, 2, 2)
-        answers = "Answers to the open questions: [exercises/solutions/01.md](../exercises/solutions/01.md)."
-        assert re.findall(r"1\. One\n\n(.*\)\.) .*\n\n## Where", "".join(exercises["source"])) == [answers]
-
-
-def test_a_notebook_without_its_minutes_is_named():
-    with pytest.raises(ValueError, match=r"13_title\.ipynb: expected .* about N minutes"):
-        notebook_facts(Path("13_title.ipynb"), "# 13 · Title\n\n**Time** 5 minutes")
 
 
 def ways():

@@ -11,12 +11,10 @@ import torch
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 from sage_course import figures
-from sage_course.figures import time_line
 from sage_course.results import full_batch
 from sage_course.results.pretraining import noise_checkpoints, noise_of
 from sage_lab.experiments.table1 import closest_setting
 from sage_lab.records import Record, read_record
-from torch.testing import assert_close
 
 from sage_ref.sagebwd import SageBwdSettings
 from sage_ref.sla2 import BlockSettings
@@ -205,64 +203,3 @@ def test_a_picture_is_as_it_was_when_somebody_looked_at_it(name):
     """nbval compares no pictures. If you change one, look at it, then write its new number into SEEN."""
     figure = DRAWINGS[name]() if name in DRAWINGS else OTHERS[name](read_record)
     assert fingerprint(figure) == SEEN[name]
-
-
-@pytest.mark.parametrize(("scores", "values"), [(SCORES, VALUES), (CAUSAL, VALUES[:8])])
-def test_forward_steps_have_the_sums_so_far_and_end_with_the_softmax(scores, values):
-    steps = figures.forward_steps(scores, values, 4)
-    assert [(step.i, step.j) for step in steps] == [
-        (i, j) for i in range(2) for j in range(len(values) // 4) if scores[4 * i + 3, 4 * j] > -math.inf
-    ]  # a tile without any score is left out
-    for step in steps:
-        seen = scores[4 * step.i : 4 * step.i + 4, : 4 * step.j + 4]
-        before = seen[:, :-4].amax(-1) if step.j else torch.full((4,), -math.inf).double()
-        assert_close(step.m, seen.amax(-1))
-        assert_close(step.l, torch.exp(seen - step.m[:, None]).sum(-1))
-        assert_close(step.rescale, torch.exp(before - step.m))
-        if step.is_last:
-            assert_close(step.o, (torch.softmax(scores, -1) @ values)[4 * step.i : 4 * step.i + 4])
-
-
-def test_a_row_without_keys_yet_is_empty():
-    scores = torch.tensor([[-math.inf, -math.inf, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]).double()
-    first, last = figures.forward_steps(scores, VALUES[:4], 2)
-    assert first.l[0] == 0
-    assert_close(last.o, torch.softmax(scores, -1) @ VALUES[:4])
-
-
-def test_a_backward_film_has_algorithm_2s_order_and_ends_with_complete_sums():
-    assert figures.backward_order(ALL_TILES.tril()) == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
-    texts = [text.get_text() for text in figures.backward_film(ALL_TILES.tril()).axes[5].texts]
-    assert set(texts) == {f"${name}_{i}$ {n}/{n}" for name, counts in (("dQ", "123"), ("dK", "321"), ("dV", "321"))
-                          for i, n in enumerate(counts)}  # fmt: skip
-
-
-@pytest.mark.parametrize(("tiles", "warpgroups", "places"), [(3, 3, 2), (5, 2, 1), (6, 3, 3)])
-def test_on_the_time_line_nobody_reads_before_ready_or_loads_before_all_have_released(tiles, warpgroups, places):
-    jobs = time_line.schedule(tiles, warpgroups, places, time_line.FORWARD_STEPS)
-    at = {(job.worker, job.name, job.tile): job for job in jobs}
-    assert len(jobs) == len(at) == tiles * (1 + 3 * warpgroups)
-    for worker, tile in itertools.product(range(1, warpgroups + 1), range(tiles)):
-        assert at[worker, "S", tile].start >= at[0, "load", tile].end
-        assert tile + places >= tiles or at[0, "load", tile + places].start >= at[worker, "O", tile].end
-    matmuls = [job for job in jobs if job.name in ("S", "O")]  # on tensor cores there is one at a time
-    for group in (matmuls, *([job for job in jobs if job.worker == w] for w in range(warpgroups + 1))):
-        ordered = sorted(group, key=lambda job: job.start)
-        assert all(one.end <= other.start for one, other in itertools.pairwise(ordered))
-
-
-@pytest.mark.parametrize("tokens", [64, 1024, 16_384])
-def test_drawn_gradients_scatter_as_the_tokens_say(tokens):
-    lines = figures.gradients_figure((tokens,), title="").axes[0].lines
-    dots, means = ([torch.tensor(line.get_xydata()) for line in lines if line.get_marker() == x] for x in ".P")
-    bias = (means[0] - means[1]).square().sum()
-    for found, mean in zip(dots, means, strict=True):
-        assert (found - mean).square().sum(-1).mean() / bias == pytest.approx(1024 / tokens, rel=0.2)
-
-
-def test_a_hidden_entry_has_no_colour_and_does_not_count(ax):
-    matrix, hidden = torch.tensor([[1.0, -50.0], [0.0, 2.0]]), torch.tensor([[False, True], [False, False]])
-    figures.show_matrix(ax, matrix, title="", x="", y="", hidden=hidden)
-    assert torch.equal(torch.tensor(ax.images[0].get_array().mask), hidden)
-    assert ax.images[0].get_clim() == (0, 2)
-    assert ax.patch.get_hatch()

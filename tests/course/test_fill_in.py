@@ -9,7 +9,6 @@ import pytest
 import torch
 from sage_course import lessons as solutions
 from sage_course.check import Gap, Mistake, NotYetError, fill_in, first_difference, is_gap, mistaken, source
-from sage_course.difference import Difference
 from sage_lab.records import REPOSITORY
 
 
@@ -191,13 +190,3 @@ def test_a_tensor_without_dimensions_may_stand_for_a_float():
 def test_a_mistake_that_does_not_fit_the_solution_is_an_error():
     with pytest.raises(ValueError, match="expected '5' once in the solution, found it 0 times"):
         mistaken(GAPS["doubled"], Mistake("5", "6", ""))
-
-
-def test_a_difference_has_both_texts_and_marks_what_changed():
-    shown = Difference(doubled, tripled)
-    assert repr(shown).splitlines() == [
-        "-def doubled(x):", "-    return 2 * x", "+def tripled(x):", "+    return 3 * x",
-    ]  # fmt: skip
-    assert list(shown.pairs())[1] == (("-", "    return 2 * x"), ("+", "    return 3 * x"))
-    assert list(Difference(doubled, doubled).pairs())[0] == ((" ", "def doubled(x):"),) * 2
-    assert shown._repr_html_().count("<tr>") == 2

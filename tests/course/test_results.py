@@ -3,15 +3,13 @@
 import copy
 import math
 from dataclasses import asdict
-from statistics import stdev
 
 import pytest
 import torch
 from sage_course.results import claims, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
-from sage_course.results.hopper_model import busy, level_clocks, unit_clocks
-from sage_course.results.pretraining import Interval, mean_interval, paired_differences, pretrain_runs
-from sage_lab.bench.ratios import peer_ratios, ratio_lines, turns
+from sage_course.results.hopper_model import busy
+from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
 from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
 
@@ -31,15 +29,6 @@ def run_like(kind, seed, loss, size=LARGE, qk_norm=True):
 
 def with_runs(*rows):
     return Record(RUNS.provenance, [*RUNS.rows, *rows])
-
-
-def test_an_interval_is_students_and_needs_two_values():
-    values = [0.01, -0.02, 0.04]
-    found = mean_interval(values)
-    assert (found.mean, found.error) == (pytest.approx(0.01), pytest.approx(stdev(values) / math.sqrt(3)))
-    assert (found.half, found.count) == (pytest.approx(4.302653 * found.error), 3)
-    with pytest.raises(ValueError, match="values: expected at least 2 of them, got 1"):
-        mean_interval([1.0])
 
 
 def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
@@ -166,43 +155,6 @@ def test_a_gap_counts_where_its_interval_is_above_the_controls(gaps, verdict):
 )
 def test_what_arms_behind_say_of_the_claim(behind, verdict):
     assert full_batch.claim_of(full_batch.conditions(record_of(behind))).verdict == verdict
-
-
-def test_where_the_papers_gap_could_not_have_been_found_nothing_is_decided():
-    gap = 2 * (2.640 / 2.586 - 1)  # the paper's share of the 2 nats that exact attention ends with here
-    wide = [x._replace(counts_from=1.01 * gap) for x in full_batch.conditions(record_of(lambda run: 0.0))]
-    assert full_batch.claim_of(wide).verdict == UNDECIDED
-    wide[-2] = wide[-2]._replace(arm="per tile", counts_from=0.99 * gap)
-    assert full_batch.claim_of(wide).verdict == CONTRADICTED
-
-
-def test_each_turn_is_compared_with_ours_of_the_same_turn():
-    def row(provider, ms, **changed):
-        return {"n_q": 1024, "protocol": "paired", "provider": provider, "ms_median": ms} | changed
-
-    rows = [row("sdpa_cudnn", 1.0), row("sage_kernels", 4.0), row("sage_kernels", 2.0), row("fa4", 3.0),
-            row("fa4", 9.0, n_q=2048), row("flex", 1.0, protocol="alone")]  # fmt: skip
-    assert [peer_ratios(of) for _, of in turns(rows)] == [{"sdpa_cudnn": 0.5, "fa4": 1.5}, {}]
-    header, lines = ratio_lines(rows)
-    assert [dict(zip(header, line, strict=True))["FlashAttention-4"] for line in lines] == ["1.50", ""]
-
-
-KINDS = {"matmul": 0.125, "exp2": 1.0, "conversion": 2.0, "maximum": 0.5, "arithmetic": 3.0, "move": 0.1, "spill": 0.0,
-         "rest": 1.0}  # fmt: skip
-
-
-def test_clocks_of_a_score_by_hand():
-    where = {"kernel": "forward", "level": 5, "head_dim": 128, "block_q": 192, "block_kv": 128}
-    rows = [where | {"kind": kind, "per_score": count} for kind, count in KINDS.items()]
-    clocks = unit_clocks(rows)
-    assert clocks == pytest.approx({
-        "tensor": 2 * 128 / 4096, "exp2": 1 / 16, "alu": 2.6 / 64, "issue": 7.725 / 128,
-        "l2": 2 * 128 / 192 / (5120 / 132), "turns": 1 / 16 + 1 / 16 + 2.6 / 64 + 4.125 / 128,
-    })  # fmt: skip
-    parts = [row | {"kernel": kernel, "level": 4} for kernel in ("dq", "dk", "dv", "dkdv") for row in rows]
-    exp2 = level_clocks(Record({}, rows + parts), 4, 128, "bwd")["exp2"]
-    assert exp2 == pytest.approx(3 / 16)  # dkdv is for other head sizes
-    assert level_clocks(Record({}, rows), 1, 128, "bwd") == {}
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -283,11 +283,11 @@ def times(factor, *where):
     return lambda x: x[where].mul_(factor)
 
 
-def prologue_for(case: Case, with_norm: bool, still: bool = False) -> Prologue:
-    """Draw angles and gains that differ from token to token and feature to feature; still: angles of zero."""
+def prologue_for(case: Case, with_norm: bool) -> Prologue:
+    """Draw angles and gains that differ from token to token and feature to feature."""
     generator = torch.Generator(DEVICE).manual_seed(case.head_dim)
     tokens = max(case.n_q, case.n_k) + 5
-    angle = 6 * torch.rand(tokens, case.head_dim // 2, generator=generator, device=DEVICE) * (not still)
+    angle = 6 * torch.rand(tokens, case.head_dim // 2, generator=generator, device=DEVICE)
     gains = 0.5 + torch.rand(2, case.head_dim, generator=generator, device=DEVICE) if with_norm else ()
     return Prologue(angle.cos(), angle.sin(), *gains, eps=1e-3 if with_norm else 1e-6)
 
@@ -295,7 +295,6 @@ def prologue_for(case: Case, with_norm: bool, still: bool = False) -> Prologue:
 # The levels that run here, on a CPU the levels of Hopper's too
 FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle_here(chosen, 128) is None]
 BACKWARD = [level for level, chosen in enumerate(BACKWARD_LEVELS) if obstacle_here(chosen, 128) is None]
-HOPPER_BACKWARD = [level for level in BACKWARD if BACKWARD_LEVELS[level].hopper is not None]
 
 
 def takes(level: int, case: Case, levels=FORWARD_LEVELS) -> bool:

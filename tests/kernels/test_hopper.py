@@ -5,7 +5,6 @@ test_sagebwd_levels.py and test_sla2_levels.py hold their results against the or
 
 import functools
 import math
-import re
 from itertools import product
 from types import SimpleNamespace
 
@@ -29,14 +28,12 @@ from kernel_cases import (
     forward_level,
     heads_last,
     on_the_cpu,
-    prepare_backward_level,
     run_backward_level,
     run_forward_level,
     takes,
     times,
 )
 from sage_kernels import hopper
-from sage_kernels.common.memory import is_heads_last
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, Machine, plain
 from sage_kernels.sagebwd import ladder, ops
@@ -69,7 +66,8 @@ def run_one_pass(case, level, tensors=None, **names):
     return run_backward_level(case, level, tensors, start=emulated(case.n_q, **names))
 
 
-# Mistakes that the emulator notices: programs with one place of their source changed
+# Mistakes that the emulator notices: programs with one place of their source changed. Each of its complaints comes up
+# in each kind of program; plain wrong numbers need no test of their own, since the oracles meet them.
 
 WRONG = "from what the reference computes|^$"  # the numbers
 READ, UNSEEN = "a tile is overwritten while", "the copy engine may not see what has been written"
@@ -121,15 +119,13 @@ RINGS = (
     (Changed(toolbox.claim, FETCH), EARLY),
 )
 MISTAKES = (
-    *mistakes(("backward 4", "backward 5"), Case(500, 300, 64), *RINGS),
-    *mistakes(("backward 6",), Case(500, 300, 128, 1, 1), *RINGS),
+    *mistakes(("backward 5",), Case(500, 300, 64), *RINGS),
     *mistakes(
         ("backward 4",), LONG_CAUSAL,
         (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
         (Changed(queries.key_tile, "release(rings.k, j)", "release(rings.v, j)"), EARLY),
         (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
         (Changed(keys.dkdv_tile, "release(rings.do, n)"), "deadlock"),
-        (Changed(keys.dkdv_tile, "delta_i.slice(HALF, HALF)", "delta_i.slice(0, HALF)"), WRONG),
     ),
     *mistakes(
         ("backward 4",), LONG_CAUSAL._replace(head_dim=128),
@@ -141,7 +137,6 @@ MISTAKES = (
         ("backward 5",), Case(300, 300, 64, 1, 1),
         (Changed(narrow.hand_over, "mbarrier.wait(ds.empty.index(H), (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
         (Changed(narrow.hand_over, f"{HAND_OVER}\n    {HANDED_OVER}", f"{HANDED_OVER}\n    {HAND_OVER}"), WRONG),
-        (Changed(narrow.hand_over, HAND_OVER, HAND_OVER.replace("index(H)", "index(1 - H)")), WRONG),
         (Changed(narrow.add_part, "mbarrier.wait(ds.ready.index(H), n & 1)"), f"deadlock|more arrivals|{WRONG}"),
         (Changed(narrow.add_part, "mbarrier.arrive(ds.empty.index(H), count=1)"), "deadlock"),
         (Changed(narrow.add_part, "tma.store_wait(0)"), READ),
@@ -151,41 +146,21 @@ MISTAKES = (
     *mistakes(
         ("backward 5",), Case(300, 300, 128, 1, 1),
         (Changed(wide.hand_over, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
-        (Changed(wide.hand_over, "ds.index(H + zero)", "ds.index(1 - H + zero)"), WRONG),
-        (Changed(wide.hand_over, "H == 1", "H == 0"), WRONG),
-        (Changed(wide.read_back, "slice(W * ROWS", "slice((1 - W) * ROWS"), WRONG),
         (Changed(wide.query_tile, "mbarrier.wait(barriers.queries, n & 1)"), EARLY),
-        (Changed(wide.query_tile, "mbarrier.wait(barriers.dot, n & 1)"), EARLY),
-        (Changed(wide.query_tile, "mbarrier.wait(barriers.qt, n & 1)"), EARLY),
         (Changed(wide.add_part, "mbarrier.wait(barriers.full, n & 1)"), WRONG),
         (Changed(wide.add_part, "mbarrier.arrive(barriers.empty, count=1)"), "deadlock"),
-        (Changed(wide.add_part, "tma.store_wait(0)"), READ),
-        (Changed(wide.add_part, "fence_async_shared()"), UNSEEN),
-        (Changed(wide.key_rows, "tma.store_wait(0)"), "a program ends before its tiles are read"),
         (Changed(wide.load_tiles, "mbarrier.wait(barriers.full, (n & 1) ^ 1)"), EARLY),
         (Changed(wide.load_tiles, "mbarrier.wait(barriers.empty, (n & 1) ^ 1)"), EARLY),
-        (Changed(toolbox.store_halves, "pointers + HALF", "pointers"), WRONG),
     ),
     *mistakes(
         ("backward 6",), Case(500, 300, 128, 2, 1),
         (Changed(apart.query_tile, "release(rings.q, n)"), "deadlock"),
-        (Changed(apart.query_tile, "release(rings.do, n)"), "deadlock"),
         (Changed(apart.query_tile, "release(rings.dot, n)", "release(rings.qt, n)"), EARLY),
         (Changed(apart.query_tile, "do_i = acquire(rings.do, n)", "do_i = rings.do.tiles.index(n % 2)"), EARLY),
-        (Changed(apart.query_tile, "delta.slice(HALF, HALF)", "delta.slice(0, HALF)"), WRONG),
-        (Changed(apart.query_tile, "log_sum_exp.slice(HALF, HALF)", "log_sum_exp.slice(0, HALF)"), WRONG),
-        (Changed(apart.query_tile, "join_pairs(dst_0, dst_1)", "join_pairs(dst_1, dst_0)"), WRONG),
-        (Changed(apart.query_tile, "s_p *= factor_v", "s_p *= factor_k"), WRONG),
-        (Changed(apart.key_rows, "at -= 1"), WRONG),
-        (Changed(apart.key_rows, "dk_1 * dk_scale", "dk_1"), WRONG),
     ),
     *mistakes(
         ("backward 6",), LONG_CAUSAL._replace(head_dim=128),
         (Changed(apart.query_tile, "_wait(1, deps=(st_0,))", "_wait(2, deps=(st_0,))"), UNENDED),
-        (Changed(apart.query_tile, "_wait(0, deps=(st_1,))", "_wait(1, deps=(st_1,))"), UNENDED),
-        (Changed(apart.query_tile, "_wait(0, deps=(dpt_0,))", "_wait(1, deps=(dpt_0,))"), UNENDED),
-        (Changed(apart.query_tile, "first_query + HALF", "first_query"), WRONG),
-        (Changed(apart.key_rows, "RAGGED, IS_CAUSAL, W", "RAGGED, False, W"), WRONG),
     ),
     *mistakes(
         ("forward 5",), Case(192, 1280),
@@ -196,14 +171,10 @@ MISTAKES = (
     ),
     *mistakes(
         ("sla2 forward",), sla2_cases.Case(700, 1280, "half", 64, 1, 1),
-        (Changed(toolbox.acquire, ACQUIRE), EARLY),
-        (NEVER_RELEASED, "deadlock"),
-        (Changed(toolbox.claim, FETCH), EARLY),
         (Changed(SPARSE, WAIT_FOR_PV + RELEASE_V, f"{RELEASE_V.strip()}\n        {WAIT_FOR_PV}"), EARLY),
         (Changed(level4_hopper.linear_branch, H_I, f"{H_I}; release(rings.h, turn)"), EARLY),
         (Changed(SPARSE, "wait(1, deps=(scores,))", "wait(2, deps=(scores,))"), UNENDED),
         (Changed(level4_hopper.query_rows, "n += item.steps", "n += 0"), EARLY),
-        (Changed(level4_hopper.query_rows, "coming, coming_first", "coming, first"), WRONG),
     ),
     *mistakes(
         ("sla2 backward",), sla2_cases.Case(820, 1270, "half", 64, 1, 1),
@@ -219,9 +190,6 @@ MISTAKES = (
         (Changed(SHARED.hand_over, f"mbarrier.wait({SHARE}.empty.index(0), (turn & 1) ^ 1)"), EARLY),
         (Changed(SHARED.store_sums, f"acquire({SHARE}, turn)", f"{SHARE}.tiles.index(0)"), EARLY),
         (Changed(SHARED.linear_rows, H_I, f"{H_I}; release(rings.h, turn)"), EARLY),
-        (Changed(SHARED.store_sums, "first + second", "first"), WRONG),
-        (Changed(ROWS_OF_DQ, "coming, coming_j", "coming, j"), WRONG),
-        (Changed(keys_hopper.query_tile, "delta.index(place)", "delta.index(1 - place)"), WRONG),
     ),
 )  # fmt: skip
 
@@ -246,7 +214,7 @@ def test_programs_at_sizes_float16_does_not_have():
 
 
 @on_the_cpu
-@pytest.mark.parametrize("case", [Case(300, 1100, 64, 1, 1), Case(400, 330, 64, 10, 5, is_causal=True)], ids=str)
+@pytest.mark.parametrize("case", [Case(192, 1100, 64, 1, 1), Case(200, 200, 64, 10, 5, is_causal=True)], ids=str)
 def test_many_tiles_and_heads(case):
     """Nine key tiles in three places; ten heads, eight at a time, whose warpgroups have different last tiles."""
     _, output, log_sum_exp = run_forward_level(case, 5)
@@ -257,7 +225,7 @@ def test_many_tiles_and_heads(case):
 @on_the_cpu
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
 def test_programs_makes_nan_where_level_4_does(broken):
-    case = Case(300, 300, is_causal=True, smooth_k=False)
+    case = Case(200, 200, is_causal=True, smooth_k=False)
     tensors = altered(case, **{broken: lambda x: x[0, 1, 140, 3].fill_(math.nan)})
     output, expected = (run_forward_level(case, level, tensors).output.isnan() for level in (5, 4))
     assert expected.any()
@@ -269,9 +237,8 @@ def test_programs_makes_nan_where_level_4_does(broken):
 
 
 @on_the_cpu
-@BOTH_HEAD_DIMS
+@pytest.mark.parametrize(("level", "head_dim"), [(4, 64), (4, 128), (5, 64), (5, 128), (6, 128)])
 @pytest.mark.parametrize("name", ["key", "value", "grad_output"])
-@EVERY_LEVEL
 def test_programs_lets_no_larger_numbers_of_the_next_head_in(level, name, head_dim):
     """They follow this head's last tokens in its last tiles, and exceed the float16 that fits this head."""
     case = Case(30, 20, head_dim)
@@ -314,31 +281,21 @@ def test_programs_with_values_of_any_size(level, head_dim):
 @on_the_cpu
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_of_pairs_are_the_same_whether_dq_is_apart(is_causal):
-    case = Case(300, 260, 128, 2, 1, is_causal)
+    case = Case(150, 140, 128, 2, 1, is_causal)
     of_level_4, one_pass, apart = (run_one_pass(case, level) for level in (4, 5, 6))
     assert_same(apart[1:], one_pass[1:])
     assert_same(apart[:1], of_level_4[:1])
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ["V and dO", "V", "parts of one tensor"])
-@pytest.mark.parametrize("shape", [(130, 150, 64), (150, 130, 128, 2, 2, True)], ids=str)
 @EVERY_LEVEL
-def test_heads_of_a_token_side_by_side(level, shape, name):
-    """A model has them so: results have the same bits and the same layout."""
-    case = Case(*shape, batch=2)
-    if not takes(level, case, BACKWARD_LEVELS):
-        pytest.skip("no program for this head size")
+def test_values_that_are_part_of_a_model_s_tensor(level):
+    """Keys and values come from one projection, heads of a token side by side: results have the same bits."""
+    case = Case(40, 140, 128 if level == 6 else 64, batch=2)
     query, key, value, grad_output = draw(case)
-    if name == "parts of one tensor":
-        value = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 2)[:, :, 1].transpose(1, 2)
-    else:
-        value = heads_last(value)
-    grad_output = heads_last(grad_output) if name == "V and dO" else grad_output
-    forward = forward_level(case, 4)
-    gradients = run_backward_level(case, level, (query, key, value, grad_output), forward)
+    value = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 2)[:, :, 1].transpose(1, 2)
+    gradients = run_backward_level(case, level, (query, key, value, heads_last(grad_output)), forward_level(case, 4))
     assert all_equal(gradients, backward_level(case, level))
-    assert [is_heads_last(x) for x in gradients] == [False, True, True]
 
 
 # Pairs, units and sums of levels 5 and 6
@@ -346,21 +303,6 @@ def test_heads_of_a_token_side_by_side(level, shape, name):
 
 def on_plain_tensors(function):
     return plain(function, Machine(0).names())
-
-
-@on_the_cpu
-def test_pairs_keep_the_order_of_columns():
-    x = torch.randn(64, 64)
-    x[5, 6], x[7, 8], x[9, 10], x[11, 13] = 1e5, -1e5, math.inf, math.nan
-    pairs = on_plain_tensors(units.round_to_pairs)(x)
-    x = x.clamp(-65504, 65504)
-    assert pairs.dtype == torch.int32
-    torch.testing.assert_close(on_plain_tensors(units.columns_of)(pairs, 64), x.half(), rtol=0, atol=0, equal_nan=True)
-    pairs_of = on_plain_tensors(units.pairs_of)
-    assert torch.equal(pairs_of(x.half(), 64), pairs)
-    x = x.half()
-    both = on_plain_tensors(units.join_pairs)(pairs, pairs_of(2 * x, 64))
-    assert torch.equal(both, pairs_of(torch.cat((x, 2 * x), 1), 128))
 
 
 @on_the_cpu
@@ -413,29 +355,6 @@ def test_sums_of_dq_use_their_bits_and_never_pass_them(head_dim, n_k, size):
 
 
 @on_the_cpu
-@BOTH_HEAD_DIMS
-def test_one_hot_attention_with_large_values_keeps_within_the_integers(head_dim):
-    """P is 1 for one key and almost 0 for the rest: dS cancels, and nothing overflows."""
-    case = Case(200, 300, head_dim, 2, 1)
-    tensors = altered(case, **dict.fromkeys(("query", "value", "grad_output"), times(30, ...)))
-    sums, found = run_and_keep_sums(case, tensors)
-    assert sums.long().abs().max() < 2**30
-    assert not sums[:, :, case.n_q :].any()
-    assert_near(found, run_one_pass(case, 4, tensors), 6e-3)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (128, True)])
-def test_every_block_of_keys_that_a_query_sees_adds_one_part(head_dim, is_causal):
-    """The sums count the parts when each part is replaced by 1, made of its `half` alone."""
-    case = Case(300, 200, head_dim, 2, 1, is_causal)
-    sums, _ = run_and_keep_sums(case, draw(case), multiplier=lambda f: (0, 8, 3))
-    parts = torch.full((384,), 2)
-    parts[:128] -= int(is_causal)
-    assert torch.equal(sums, parts[:, None].int().expand_as(sums))
-
-
-@on_the_cpu
 def test_sums_are_rounded_products():
     """Integers of a matmul in INT8 times any factor: within 1/2, and what 9 bits of the factor leave out."""
     generator = torch.Generator().manual_seed(0)
@@ -459,56 +378,6 @@ def test_units_are_of_all_that_a_query_sees():
     case = Case(30, 300, 64, 1, 1)
     tensors = altered(case, value=times(1e4, ..., slice(256, None), slice(None)))
     assert_near(*(run_one_pass(case, level, tensors) for level in (5, 4)), 6e-3)
-
-
-@on_the_cpu
-def test_units_pass_over_what_is_no_number():
-    """NaN does not count in them; it spoils results through the scales."""
-    case = Case(200, 300, 64, 2, 1, batch=2)
-    forward = forward_level(case, 4)
-    k_hat, v_range = forward.inputs.k_hat, forward.inputs.v_range
-
-    def units_of(bad):
-        k, v = k_hat.scale.clone(), v_range.clone()
-        k[0, 0, 1] = v[0, 0, 0] = bad
-        tensors = altered(case, grad_output=lambda x: x[1, 1, 150, 3].fill_(math.inf if bad else 0))
-        return prepare_backward_level(case, 5, tensors, forward, k_hat=k_hat._replace(scale=k), v_range=v).units
-
-    found, expected = units_of(math.nan), units_of(0.0)
-    assert torch.equal(found.factors[..., 3].isnan(), torch.tensor([[[False] * 2] * 2, [[False] * 2, [False, True]]]))
-    seen = [(x[:, :, :1], y[:, :, :1]) for x, y in zip(found, expected, strict=True)]  # of the first block of queries
-    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in seen)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    "shape", [(200, 300, 64, 4, 2), (130, 500, 40, 2, 1), (300, 200, 128, 2, 2), (400, 300, 64, 2, 1, True)]
-)
-def test_units_are_the_largest_that_fit(shape):
-    case = Case(*shape)
-    inputs = prepare_backward_level(case, 5)
-    s_do = inputs.do_hat.scale.double()
-    log_sum_exp, delta, factors, step, unit = (x.double() for x in inputs.units)
-    s_q, fit, of_dk, of_dv = factors.unbind(-1)
-    groups = case.heads // case.kv_heads
-    largest_v = torch.stack([v.double().abs().amax((2, 3)) for v in inputs.value.split(128, 2)], -1)
-    largest_k = 127 * inputs.k_hat.scale.double()
-    # Of all that a block of queries sees.
-    last = [min(i, 2) if case.is_causal else largest_v.shape[2] - 1 for i in range(s_do.shape[2])]
-    largest_v, largest_k = (x.cummax(-1).values[..., last].repeat_interleave(groups, 1) for x in (largest_v, largest_k))
-    bound = 2 * case.head_dim * 127 * s_do * largest_v
-    # P (1 - P) 2^15 of the bound is at most 2^14.
-    for largest, bits in ((bound * fit, 1), (bound * largest_k / unit, 30)):
-        assert (largest <= 2**bits * 1.0001).all()
-        assert (largest > 2 ** (bits - 1) * 0.9999).all()
-    for x in (fit, unit):
-        assert torch.equal(x.log2(), x.log2().round())
-    assert torch.equal(step, 2.0**-15 / (fit * unit))
-    assert torch.equal(s_q, inputs.q_hat.scale.double())
-    assert torch.equal(of_dk, s_q * 2.0**-15 / fit)
-    assert torch.equal(of_dv, s_do * 2.0**-15)
-    torch.testing.assert_close(log_sum_exp, inputs.log_sum_exp.double() - 15, rtol=1e-6, atol=1e-5)
-    assert torch.equal(delta, inputs.delta.double() * fit.repeat_interleave(128, 2))
 
 
 # The toolbox: the order of work, and what the copy engine has to know
@@ -540,26 +409,6 @@ def test_a_warpgroup_masks_its_last_key_tile_and_no_other(is_causal):
 
 def test_heads_that_are_worked_on_together_fit_the_cache():
     assert [toolbox.heads_at_a_time(size << 20) for size in (1, 2, 4, 16, 64)] == [8, 8, 4, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "tile"),
-    [
-        ((2, 3, 256, 64), torch.int8, (128, 64)), ((2, 3, 256, 64), torch.bfloat16, (64, 64)),
-        ((1, 1, 128, 128), torch.int8, (128, 128)), ((2, 3, 256), torch.float32, (128,)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_descriptor_sees_one_matrix_and_a_layout_is_made_once(shape, dtype, tile):
-    x = torch.zeros(shape, dtype=dtype)
-    described, other = (toolbox.descriptor(tensor, *tile) for tensor in (x, x[:1].clone()))
-    assert described.base.data_ptr() == x.data_ptr()
-    assert (*described.shape,) == ((x.numel() // shape[-1], shape[-1]) if len(tile) == 2 else (x.numel(),))
-    assert described.block_shape == [*tile]
-    assert described.layout is other.layout
-    assert described.layout.element_bitwidth == 8 * x.itemsize
-    assert described.layout.rank == len(tile)
-    assert described.layout.swizzle_byte_width == (tile[1] * x.itemsize if len(tile) == 2 else 0)
 
 
 @on_the_cpu
@@ -600,11 +449,6 @@ def test_tensors_that_the_copy_engine_cannot_fetch_are_copied(layout):
     assert fetched.is_contiguous()
     assert fetched.data_ptr() % 16 == fetched.shape[3] * 2 % 16 == 0
     assert torch.equal(fetched[..., : x.shape[3]], x)
-
-
-def test_a_tensor_that_it_can_fetch_is_not():
-    x = torch.zeros(2, 3, 5, 40, dtype=torch.float16)
-    assert toolbox.rows_of_16_bytes(x) is x
 
 
 @pytest.mark.parametrize("rows", [128, 192])
@@ -672,19 +516,6 @@ def test_why_it_cannot_run(gpu, capability, head_dim, reason):
     assert ladder.obstacle(BACKWARD_LEVELS[6], gpu(*capability), head_dim) == reason
     if head_dim != 64:
         assert hopper.obstacle(gpu(*capability), head_dim) == reason
-
-
-@on_the_cpu
-@pytest.mark.parametrize(("kind", "level"), [("forward", 5), ("backward", 4), ("backward", 5), ("backward", 6)])
-def test_asked_for_where_it_cannot_run_it_is_an_error(kind, level):
-    case = Case(3, 3)
-    message = f"expected one that can run here, got {kind} level {level}: it needs a Hopper GPU, and query is on cpu"
-    if kind == "forward":
-        call = functools.partial(ladder.run_forward, forward_level(case, 4).inputs)
-    else:
-        call = functools.partial(ladder.run_backward, prepare_backward_level(case, level))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(level, **case.options)
 
 
 @on_the_cpu

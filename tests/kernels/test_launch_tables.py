@@ -80,16 +80,6 @@ def test_small_heads_take_the_launch_of_64_and_other_devices_the_default(gpu, tm
     assert choose_launch("dq", 3, 64, True, torch.device("cpu")) == DEFAULTS["dq"]
 
 
-def test_a_measured_launch_may_limit_registers(gpu, tmp_path):
-    """Rows of both tables are read; those of before max_registers have no limit."""
-    sla2, old = Case("sla2_forward", 3, 64, False), row()
-    del old["max_registers"]
-    write(tmp_path / "packaged" / "launch_hopper.json", old)
-    write(tmp_path / "packaged" / "launch_hopper_sla2.json", row(sla2, Launch(64, 64, 4, 2, 168)))
-    gpu("NVIDIA H200", (9, 0))
-    assert measured_launches() == {DQ: SLOW, sla2: Launch(64, 64, 4, 2, 168)}
-
-
 def test_the_packaged_tables_hold_what_the_tests_run():
     tables = [measured_launches(), *map(launch_tables.compiled_launches, (80, 86, 89, 120))]
     assert all(tables)
@@ -124,10 +114,3 @@ def test_a_table_that_cannot_be_used_is_named_once_and_left(gpu, content):
         launches = [chosen(), chosen()]
     assert launches == [DEFAULTS["dq"]] * 2
     assert len(said) == 1
-
-
-def test_a_table_that_cannot_be_opened_is_left_too(gpu):
-    users_table(RTX, "sla2").mkdir(parents=True)
-    gpu(RTX, (8, 9))
-    with pytest.warns(UserWarning, match=r"_4090_sla2\.json is not used.*bench --tune --op sla2"):
-        assert chosen() == DEFAULTS["dq"]

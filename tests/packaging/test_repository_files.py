@@ -47,15 +47,6 @@ def test_the_other_ways_install_the_same_projects():
     assert [f".venv/bin/{line}" for line in lint] == entries
 
 
-def test_issues_ask_for_what_a_program_prints():
-    for name in ("wrong_result", "speed", "course"):
-        form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
-        assert {"name", "description", "body"} <= set(form), name
-        ids = [field["id"] for field in form["body"]]
-        assert len(ids) == len(set(ids)), name
-        assert any(field.get("validations", {}).get("required") for field in form["body"]), name
-
-
 def test_the_citation_says_what_pyproject_says():
     citation = read("CITATION.cff")
     assert (str(citation["version"]), citation["license"]) == (PROJECT["version"], PROJECT["license"])
