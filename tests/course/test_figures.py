@@ -158,6 +158,7 @@ OTHERS = {
     "frames": lambda r: figures.film_strips_figure(
         {"one": torch.linspace(-1, 1, 8).view(1, 8, 1, 1).expand(3, 8, 2, 2)}, title="", frames=3
     ),
+    "gradients": lambda r: figures.gradients_figure((64, 1024), title=""),
     "who works": lambda r: on_axes(
         figures.draw_activity, {"a": ["x", "x", "-", "y"], "b": ["-", "x"]}, {"x": "red", "y": "blue"}, title=""
     ),
@@ -176,8 +177,9 @@ SEEN = {
     "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 1683169082,
     "repaired runs": 3881253396, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,
     "sparsity": 2386299657, "block sizes": 3232043888, "probabilities": 3660505103, "lists": 1699190351,
-    "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "who works": 475709382, "units": 2018710034,
-    "instructions": 4032606802, "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
+    "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 104412215,
+    "who works": 475709382, "units": 2018710034, "instructions": 4032606802,
+    "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
     "forward film": 2236343426, "forward step": 1559361536, "backward film": 1196239609, "backward step": 2350192556,
     "owners": 3673800219, "sparse owners": 195109386, "sparse owner of nothing": 3105503301, "SLA2": 1805374965,
     "Hopper": 3026440257, "two warps": 3294617789,

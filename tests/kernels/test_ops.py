@@ -236,7 +236,7 @@ results_of = functools.lru_cache(maxsize=32)(with_gradients)
 @ALL
 def test_opcheck(operation, dtype):
     """Fake results, too, have the layouts of the real ones: heads of a token are side by side, as in a model."""
-    for kernel, arguments in operation.registered(operation.ragged._replace(dtype=dtype, batch=2), heads_last):
+    for kernel, arguments in operation.registered(operation.ragged._replace(dtype=dtype), heads_last):
         torch.library.opcheck(kernel, arguments)
 
 
@@ -359,6 +359,16 @@ def test_bytes_sla2_keeps_for_the_backward_pass(operation):
     per_head += 4 * head_dim * operation.quantize
     attention = operation.on(case)
     assert bytes_kept_for_backward(lambda *qkv: attention(*qkv, alpha), *inputs) == case.heads * per_head
+
+
+def test_broadcast_masks_and_alphas_are_as_good_as_expanded_ones():
+    query, key, value, _, block_mask, alpha = sla2_cases.draw(Sla2.Case(130, 70, "mixed", 32, 2, 1))
+    whole = block_mask[:, :1, :1].expand(block_mask.shape), alpha[:, :1].expand(alpha.shape)
+    outputs = (
+        sparse_linear_attention(query, key, value, *both, backend="triton")
+        for both in (whole, [x.contiguous() for x in whole])
+    )
+    assert all_equal(*([x] for x in outputs))
 
 
 # The modules

@@ -346,22 +346,6 @@ def test_every_kernel_has_launches():
     assert kernels == {kernel for kernel, *_ in LAUNCHES} == {x for x in DEFAULTS if x.startswith("sla2_")}
 
 
-@pytest.mark.parametrize("kernel", ["sla2_forward", "sla2_query", "sla2_key"])
-def test_the_limit_of_registers_reaches_the_compiler(kernel, monkeypatch):
-    limits, result = [], forward_level(SMALL, LEVEL_INT8)
-    limited = {kernel: DEFAULTS[kernel]._replace(max_registers=168)}
-    monkeypatch.setattr(ladder, "choose_launch", lambda name, *_: limited.get(name, DEFAULTS[name]))
-
-    def start(program, grid, arguments, constants, options):
-        limits.append(options.get("maxnreg"))
-
-    if kernel == "sla2_forward":
-        ladder.run_forward(result.prepared, LEVEL_INT8, start, scale=SMALL.c)
-    else:
-        run_gradients(SMALL, LEVEL_INT8, result=result, start=start)
-    assert 168 in limits
-
-
 @pytest.mark.parametrize("selected", ["half", "popular"] if ON_GPU else ["popular"])
 @pytest.mark.parametrize("level", TRAINED)
 def test_repeats_are_equal_bit_for_bit(level, selected):

@@ -100,18 +100,3 @@ print(json.dumps([x.__file__ for name, x in sys.modules.items() if name.partitio
 def test_the_wheel_works_without_triton_and_far_from_the_repository(wheel, install, tmp_path):
     files = json.loads(run(install(wheel), "-W", "ignore", "-c", LIBRARY, cwd=tmp_path))
     assert all(x.startswith(str(tmp_path / "venv")) for x in files)
-
-
-CLONE = """
-import sage_lab.records, sage_kernels, sage_ref
-from sage_course import figures, outline
-from sage_lab.records import REPOSITORY
-print(REPOSITORY, sage_ref.__file__, sage_kernels.__file__)
-assert len(figures.memory_hierarchy().axes) == 1 and outline.public_address()
-"""
-
-
-def test_lab_and_course_work_from_a_clone(source, install, tmp_path):
-    editable = [word for name in ("", "lab", "course") for word in ("--editable", source / name)]
-    found = run(install(*editable), "-W", "ignore", "-c", CLONE, cwd=tmp_path).split()
-    assert found == [str(source), f"{source}/sage_ref/__init__.py", f"{source}/kernels/sage_kernels/__init__.py"]

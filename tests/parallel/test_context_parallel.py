@@ -128,10 +128,8 @@ def errors():
     first = dist.new_group([0])
     mistakes = {
         "heads": lambda: parallel_sagebwd_attention(q[:, :1], k[:, :1], v[:, :1], method="ulysses"),
-        "heads of any attention": lambda: ulysses(lambda *x: x[0], q[:, :1], k[:, :1], v[:, :1]),
         "heads of SLA2": lambda: ParallelSLA2(16, 1)(q[:, :1], k[:, :1], v[:, :1]),
         "tokens": lambda: local_tokens(torch.ones(1, 1, 2 * count + 1, 4)),
-        "dimension": lambda: local_tokens(torch.ones(4, 4), 2),
         "lengths": lambda: parallel_sagebwd_attention(other, other, other, backend="reference"),
         "causal ring": lambda: parallel_sagebwd_attention(
             q[:, :1], q[:, :1, :1], q[:, :1, :1], **CAUSAL, method="ring"
@@ -330,8 +328,7 @@ def test_every_process_is_told_of_a_mistake(found):
     divide = f"ValueError: query: expected a number of heads that {count} processes divide, got 1"
     tokens = f"ValueError: x: expected a number of tokens that {count} processes divide, got {2 * count + 1} along"
     expected = {
-        "heads": divide, "heads of any attention": divide, "heads of SLA2": divide, "tokens": tokens,
-        "dimension": "ValueError: dim: expected a dimension of x, of shape (4, 4), got 2",
+        "heads": divide, "heads of SLA2": divide, "tokens": tokens,
         "lengths": "ValueError: query, key: expected as many queries in every process, got 1 in process 0 and 2 in",
         "causal ring": f"ValueError: key: expected as many keys as queries for a causal ring, {8 // count}, got 1",
         "unbiased ring": "ValueError: unbiased: expected False in a ring, which rounds P to nearest, got True",

@@ -273,8 +273,3 @@ def test_smoothing_v_makes_an_offset_free_in_both_passes(inputs):
         for found in [sagebwd_intermediates(q, k, values, do, settings)]
     )
     assert shifted == pytest.approx(plain)
-
-
-def test_the_defaults_are_the_kernels_and_the_printed_choice_has_one_name():
-    assert SageBwdSettings() == SageBwdSettings(block_q=128, block_kv=128, granularity="row")
-    assert SageBwdSettings.printed(block_kv=32) == SageBwdSettings(block_q=64, block_kv=32, granularity="block")

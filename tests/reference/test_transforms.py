@@ -112,14 +112,6 @@ def test_large_values_and_gradients_only_scale_the_result(name):
         assert (x / (factor if scaled else 1) - y).norm() < 0.05 * y.norm()
 
 
-def test_numbers_too_small_for_int8_scales_count_as_zeros():
-    q, k, v = drawn()
-    tiny = torch.full_like(v, 1e-38)
-    assert not dense(q, k, tiny).any()
-    assert dense(q, k, tiny * 1000).all()
-    assert_close(dense(q * 1e-40, k, v), v.mean(2, keepdim=True).expand_as(v), atol=0.02, rtol=0)
-
-
 @pytest.mark.parametrize("size", [1.0, 1e10, 1e19, 3e38])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_qk_norm_squares_nothing_that_overflows(size, dtype):
@@ -187,10 +179,9 @@ def test_a_second_derivative_is_refused_also_by_torch_func(call):
         grad(first)(q)
     leaf = q.clone().requires_grad_()
     output = call(leaf, k, v)
-    for loss in (output.sum(), output.square().sum()):
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match=message):
-            gradient.sum().backward(retain_graph=True)
+    (gradient,) = torch.autograd.grad(output.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        gradient.sum().backward()
 
 
 def test_the_kernels_are_not_for_torch_func(monkeypatch):

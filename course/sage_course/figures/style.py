@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -38,24 +37,15 @@ def show_matrix(
     x: str,
     y: str,
     limit: float | None = None,
-    hidden: Tensor | None = None,
 ) -> None:
-    """Draw a matrix as an image with its own colour bar; signed values get a diverging map centred on zero.
-
-    hidden: bool, shaped like matrix: entries that don't exist, such as masked scores. They are hatched, so that none
-    looks like a zero, and their values do not count.
-    """
+    """Draw a matrix as an image with its own colour bar; signed values get a diverging map centred on zero."""
     matrix = matrix.detach().float().cpu()
-    hidden = torch.zeros_like(matrix, dtype=torch.bool) if hidden is None else hidden.cpu()
-    shown = matrix[~hidden]
-    limit = limit or shown.abs().max().item()
-    signed = bool((shown < 0).any())
+    limit = limit or matrix.abs().max().item()
+    signed = bool((matrix < 0).any())
     image = axes.imshow(
-        matrix.masked_fill(hidden, torch.nan).numpy(), cmap="RdBu_r" if signed else "viridis",
-        vmin=-limit if signed else 0, vmax=limit, aspect="auto", interpolation="nearest",
+        matrix.numpy(), cmap="RdBu_r" if signed else "viridis", vmin=-limit if signed else 0, vmax=limit,
+        aspect="auto", interpolation="nearest",
     )  # fmt: skip
-    if hidden.any():
-        axes.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.figure.colorbar(image, ax=axes, fraction=0.046)
 
