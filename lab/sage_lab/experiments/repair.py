@@ -121,20 +121,16 @@ def relative_errors(rows: Sequence[Row], tensor: str, **chosen: str) -> dict[str
     return {remedy: geometric_mean(found) for remedy, found in ratios.items()}
 
 
-def repair_table(rows: Sequence[Row], costs: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return errors divided by those without a remedy, on captures and on values that share an offset; and costs."""
+def repair_table(rows: Sequence[Row]) -> str:
+    """Return errors divided by those without a remedy, on captures and on values that share an offset."""
     columns = {
         f"{base}: {tensor.replace('_', ' ')}": relative_errors(rows, tensor, base=base, source=CAPTURE)
         for base in ("as printed", "kernels")
         for tensor in ("dS", "dQ", "dK", "repeated_dQ")
     }
     columns["offset, kernels: dQ"] = relative_errors(rows, "dQ", base="kernels", case="values share an offset")
-    counted = {"matmuls": "matmuls", "operations": "operations", "bytes_per_token": "bytes per token"}
-    lines = []
-    for row in costs:
-        ratios = [f"{column[row['remedy']]:.2f}" for column in columns.values()]
-        lines.append([row["remedy"], *ratios, *(f"{row[name]:+g}" for name in counted)])
-    return ["remedy", *columns, *counted.values()], lines
+    lines = [(remedy, *(f"{column[remedy]:.2f}" for column in columns.values())) for remedy in REMEDIES]
+    return markdown_table(("remedy", *columns), lines)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -163,10 +159,8 @@ def repair_command(options: argparse.Namespace) -> None:
     arguments = (paths, options.tokens, options.draws)
     with opened(Plan("repair", [runs]), Path("runs"), arguments) as work:
         work.finish(measure)
-        costs = cost_rows(head_dim=128)
-        print("Errors divided by those without a remedy; costs are counted, for a head of 128.\n")
-        print(markdown_table(*repair_table(work.rows, costs)))
+        print("Errors divided by those without a remedy:\n\n" + repair_table(work.rows))
         facts = {"captures": [path.name for path in paths], "seed": SEED, "draws": options.draws}
-        facts |= {"cost": costs, "head_dim_of_cost": 128}
+        facts |= {"cost": cost_rows(head_dim=128), "head_dim_of_cost": 128}
         write_record(options.json, work.rows, command=options.command, **facts)
         work.parts.remove()

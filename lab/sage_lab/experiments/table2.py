@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from sage_lab.command_line import input_path
 from sage_lab.records import RECORDED, Row, markdown_table, write_record
 from sage_lab.training.capture import attention_errors, read_capture
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -20,7 +19,6 @@ PAPER_TABLE2 = {
 }  # fmt: skip
 # In notebooks/recorded: Q, K, V and dO of some layers of two models that differ in QK-norm alone.
 CAPTURES = {"QK-norm": "capture_qk_norm_h200", "no QK-norm": "capture_plain_h200"}
-MEASURES = {"cosine": ".4f", "rel_l2": ".4f", "rms": ".1e"}
 
 
 def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
@@ -45,28 +43,15 @@ def most_error_prone(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["layer"] == worst]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--capture", type=input_path, nargs="+", metavar="FILE", help="of `capture`; default: the recorded ones"
-    )
-
-
 def table2_command(options: argparse.Namespace) -> None:
-    settings = SageBwdSettings.printed(is_causal=True)
-    header, columns, rows, facts = ["tensor"], [list(PAPER_TABLE2)], [], []
-    recorded = (RECORDED / f"{name}.safetensors" for name in CAPTURES.values())
-    for path in options.capture or recorded:
-        capture = read_capture(path)
-        if "run" not in capture.provenance:
-            raise ValueError(f"capture: expected a file of `python -m sage_lab capture`, got {path}")
-        model = {"capture": path.stem, "qk_norm": capture.provenance["run"]["qk_norm"]}
-        found = [model | row for row in table2_rows(capture.layers, settings)]
+    rows, facts = [], []
+    for name in CAPTURES.values():
+        capture = read_capture(RECORDED / f"{name}.safetensors")
+        model = {"capture": name, "qk_norm": capture.provenance["run"]["qk_norm"]}
+        found = [model | row for row in table2_rows(capture.layers, SageBwdSettings.printed(is_causal=True))]
         worst = most_error_prone(found)
-        header += [f"{path.stem}, layer {worst[0]['layer']}: cosine", "relative L2", "RMS"]
-        columns += [[f"{row[name]:{digits}}" for row in worst] for name, digits in MEASURES.items()]
-        rows, facts = rows + found, [*facts, {"file": path.name} | capture.provenance]
-    header += ["paper: cosine", "relative L2"]
-    columns += [[f"{x:.4f}" for x in column] for column in zip(*PAPER_TABLE2.values(), strict=True)]
-    print("Of each capture the layer with the largest error of dQ; --json writes all layers.\n")
-    print(markdown_table(header, list(zip(*columns, strict=True))))
+        print(f"{name}, layer {worst[0]['layer']}, where the error of dQ is largest:\n")
+        columns = ("tensor", "cosine", "rel_l2", "rms", "paper_cosine", "paper_rel_l2")
+        print(markdown_table(columns, [[row[x] for x in columns] for row in worst]) + "\n")
+        rows, facts = rows + found, [*facts, {"file": f"{name}.safetensors"} | capture.provenance]
     write_record(options.json, rows, command=options.command, captures=facts)

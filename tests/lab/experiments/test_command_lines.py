@@ -73,7 +73,7 @@ BAD = {  # the command line: what its one line says
     "table1 --n 0": "argument --n: expected at least 1, got 0",
     "pretrain --blocks 64": "argument --blocks: expected two numbers as in 128x64, got '64'",
     "train-router --device meta": "argument --device: expected a device of this machine, as cpu or cuda, got 'meta'",
-    "table2 --capture junk": "path: expected a capture, with provenance in its metadata, got junk",
+    "repair --capture junk": "path: expected a capture, with provenance in its metadata, got junk",
     "full-batch --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
     "pretrain --corpus empty": "path: expected text, found 1 files with no byte in them",
     "pretrain --corpus odd.bin": "path: expected uint16 tokens, two bytes each, found 3 bytes in odd.bin",

@@ -69,14 +69,6 @@ def test_every_parameter_is_in_one_group(model):
     assert sorted(found["layer 1, query and key"]) == sorted(f"blocks.1.attention.{x}" for x in inside)
 
 
-def test_attention_is_another_only_inside_the_block(model):
-    other = {"attention": "sagebwd", "backend": "reference", "smooth_q": True}
-    with pytest.raises(ZeroDivisionError), noise_module.attention_as(model, **other):  # noqa: PT012
-        assert [block.attention.core.config for block in model.blocks] == [replace(CONFIG, **other)] * 2
-        1 / 0  # noqa: B018
-    assert [block.attention.core.config for block in model.blocks] == [CONFIG] * 2
-
-
 # Gradient noise of a model
 
 

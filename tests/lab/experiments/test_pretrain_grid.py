@@ -20,7 +20,6 @@ from sage_lab.experiments.pretrain_grid import (
     GridPlan,
     RepairPlan,
     chosen_rates,
-    grid_table,
     train_in_a_process,
 )
 from sage_lab.records import Record, read_record
@@ -56,16 +55,6 @@ def test_the_records_are_those_of_the_plans(plan, name):
     if isinstance(plan, RepairPlan):
         found = [(*x[:-1], "none" if x[0] == "exact" else x[-1]) for x in found]
     assert sorted(found) == sorted(kind(cell.facts, cell.granularity) for cell in cells)
-
-
-def test_the_slowest_runs_start_first_and_sizes_fit_each_other():
-    for plan in (GridPlan(), CPU_PLAN):
-        slow = [cell.backend == "reference" for cell in plan.cells(dict.fromkeys(plan.tokens_per_step, 1.0))]
-        assert slow == sorted(slow, reverse=True)
-        for size in plan.tokens_per_step:
-            assert plan.tokens % size == size % plan.context == 0
-            sequences = size // plan.context
-            assert all(sequences % min(x, sequences) == 0 for x in (plan.micro_batch, plan.reference_micro_batch))
 
 
 def searched(size, rate, loss, **more):
@@ -118,12 +107,6 @@ def test_the_provenance_is_what_the_runs_have_in_common():
     records = [record(), record(date="2026-01-03", commit="b"), record(date="2026-01-02", driver=None)]
     varied = {"commit": ["a", "b"], "driver": ["1", None], "date": "2026-01-03"}
     assert pretrain_grid.measured_on(records) == record(**varied).provenance
-
-
-def test_the_table_has_every_seed_of_a_kind_of_run_in_one_line():
-    rows = [searched(512, 0.1, loss, qk_norm=True, smoothing=None, granularity=None) for loss in (2.0, 2.5)]
-    rows.append(rows[0] | {"diverged": "nan", "final_val_loss": None})
-    assert "| 512 | True | exact | None | None | None | 0.1 | 2.0000 2.5000 diverged |" in grid_table(rows)
 
 
 def test_every_cell_trains_and_the_command_goes_on_with_what_is_unfinished(text, monkeypatch, capsys):

@@ -78,14 +78,6 @@ def test_training_reduces_the_error_and_its_seed_decides_the_batches(layer, tens
     assert all(torch.equal(weight, torch.eye(HEAD_DIM)) for weight in first.sla2.router.parameters())
 
 
-def test_alpha_starts_at_the_mass_of_the_selected_blocks_and_learning_rates_fall(layer, tensors):
-    """Adam moves an entry by at most the rate: of two steps of a cosine to zero, the second has half of the first's."""
-    tuned = fine_tune(*tensors, "afterwards", replace(SETTINGS, alpha_learning_rate=0.0, steps=2), seed=0)
-    assert torch.equal(tuned.sla2.alpha_logit, layer.sla2.alpha_logit)
-    moved = (tuned.maps - torch.eye(HEAD_DIM)).abs().max().item() / SETTINGS.learning_rate
-    assert 1.4 < moved < 1.51
-
-
 def test_the_command_makes_the_row_of_the_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = TuningRun(4, 300.0, "algorithm 3", 3)

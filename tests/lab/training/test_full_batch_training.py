@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pretrain_cases import CONFIG, Stopped, assert_same_bits, sixteen_letters, stopped
+from pretrain_cases import CONFIG, sixteen_letters
 from sage_lab.models.llama import Llama
 from sage_lab.training.capture import next_token_loss
-from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, windows
-from sage_lab.training.loop import train
+from sage_lab.training.full_batch import FullBatchSettings, FullBatchTraining, windows
 
 EXACT = replace(CONFIG, layers=1, fused_prologue=False)
 SAGEBWD = replace(EXACT, attention="sagebwd", backend="reference", granularity="block", block_q=8, block_kv=8)
@@ -143,19 +142,3 @@ def test_the_value_offset_is_one_where_all_tokens_are_the_same():
     assert 0 < training.value_offset() < 0.9
     training.sequences = torch.full_like(training.sequences, 3)
     assert training.value_offset() == pytest.approx(1.0, abs=1e-9)
-
-
-def test_a_killed_run_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch):
-    config, batch_size = replace(SAGEBWD, ds_rounding="stochastic"), 4
-    whole = new_training(config, batch_size=batch_size)
-    train(whole, tmp_path / "whole.pt")
-    assert [row[0] for row in whole.curve] == [0, 2, 4]
-    assert whole.curve[-1][CURVE.index("exact_loss")] < whole.curve[0][CURVE.index("exact_loss")]
-    with monkeypatch.context() as patch:
-        stopped(patch, FullBatchTraining, "advance", lambda training: training.step == 3)
-        with pytest.raises(Stopped):
-            train(new_training(config, batch_size=batch_size), tmp_path / "run.pt")
-    again = new_training(config, batch_size=batch_size)
-    train(again, tmp_path / "run.pt")
-    assert again.curve == whole.curve
-    assert_same_bits(again.model.state_dict(), whole.model.state_dict())

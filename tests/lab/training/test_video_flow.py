@@ -7,7 +7,7 @@ import pytest
 import torch
 from pretrain_cases import Stopped, assert_same_bits, saved, stopped
 from sage_lab.experiments.video.plan import VideoRun, planned
-from sage_lab.models.video_dit import ATTENTIONS, VideoDiT, is_of_core
+from sage_lab.models.video_dit import ATTENTIONS, is_of_core
 from sage_lab.plan import Work
 from sage_lab.training import video_flow
 from sage_lab.training.loop import Diverged
@@ -170,14 +170,6 @@ def test_fine_tuning_stopped_within_each_stage_equals_an_uninterrupted_one_bit_f
 
 
 # On a GPU
-
-
-def test_compiled_blocks_leave_attention_alone(monkeypatch):
-    compiled, model = [], VideoDiT(CONFIG)
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(module))
-    model.compile_blocks()
-    assert compiled == list(model.blocks)
-    assert all(block.attention.attend._torchdynamo_disable for block in model.blocks)
 
 
 # 1024 tokens in the kernels' blocks, heads of 64.
