@@ -251,16 +251,6 @@ def measured_on(records: Collection[Record]) -> dict[str, Any]:
     return found | {"date": max(record.provenance["date"] for record in records)}
 
 
-def grid_table(rows: Sequence[Row]) -> str:
-    """Return a table with the final losses of every kind of run, its seeds in one line."""
-    names = ("tokens_per_step", "qk_norm", "attention", "smoothing", "granularity", "remedy", "learning_rate")
-    found: dict[tuple, list[str]] = {}
-    for row in rows:
-        loss = "diverged" if row["diverged"] else f"{row['final_val_loss']:.4f}"
-        found.setdefault(tuple(row.get(name) for name in names), []).append(loss)
-    return markdown_table((*names, "final validation losses"), [(*kind, " ".join(x)) for kind, x in found.items()])
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_option(parser)
     parser.add_argument("--plan", choices=PLANS, default="gpu" if torch.cuda.is_available() else "cpu")
@@ -303,7 +293,8 @@ def report(options: argparse.Namespace, plan: GridPlan, work: Work) -> None:
         raise ValueError(f"folder: expected one where the learning rates have been chosen, got {work.folder}")
     rates = chosen_rates(plan, [records[cell].rows[0] for cell in searched])
     rows, unfinished = work.rows, [cell.name for cell in work.left]
-    print(grid_table(rows))
+    losses = [(cell.name, work.finished[cell][0]["final_val_loss"]) for cell in records]
+    print(markdown_table(("run", "final validation loss"), losses))
     if unfinished:
         print(f"unfinished: {', '.join(unfinished)}")
     facts = {"plan": asdict(plan), "learning_rate": rates, "unfinished": unfinished}

@@ -383,20 +383,14 @@ def run_rows(run: RouterRun, fitted: Samples, held_out: Samples, settings: FitSe
 
 
 def result_table(rows: Sequence[Row]) -> str:
-    """Return means over layers and seeds: errors, the held-out one with refitted alphas too, and the mass held."""
-    groups: dict[tuple, list[Row]] = {}
+    """Return the mean error over layers and seeds of every method, on both sets of samples."""
+    groups: dict[tuple, list[float]] = {}
     for row in rows:
-        groups.setdefault(tuple(row.get(x) for x in ("sparsity", "method", "relaxation", "reading")), []).append(row)
-    columns = {"fitted": (FITTED, "error"), "held out": (HELD_OUT, "error")}
-    columns |= {"alpha fitted": (HELD_OUT, "error_fitted_alpha"), "best mass": (HELD_OUT, "share_of_best_mass")}
-    lines = []
-    for (sparsity, method, *stand_in), group in groups.items():
-        line = [f"{sparsity:.0%}", f"{method} ({'; '.join(stand_in)})" if all(stand_in) else method]
-        for name, column in columns.values():
-            found = [row[column] for row in group if row["samples"] == name and column in row]
-            line.append(f"{mean(found):.4f}" if found else "")
-        lines.append(line)
-    return markdown_table(("sparsity", "method", *columns), lines)
+        stand_in = "; ".join(row[name] for name in ("relaxation", "reading") if name in row)
+        group = f"{row['sparsity']:.0%}", row["method"], stand_in, row["samples"]
+        groups.setdefault(group, []).append(row["error"])
+    lines = [(*group, f"{mean(errors):.4f}") for group, errors in groups.items()]
+    return markdown_table(("sparsity", "method", "stand-in", "samples", "error"), lines)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
