@@ -46,9 +46,7 @@ class ParallelSLA2(SLA2):
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
             alpha = alpha.chunk(ranks.count, 1)[ranks.rank]
-            if self.current_stage == 1:
-                return self._soft_attention(query, key, value, protect, alpha)
-            return dispatch(query, key, value, self.routing(key, protect), alpha, self.settings, self.backend)
+            return dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend)
 
         return exchanged(attention, query, key, value, ranks)
 

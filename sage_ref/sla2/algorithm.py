@@ -8,6 +8,7 @@ The block mask M comes from the router (`router.py`), which Algorithm 2 runs fir
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,8 @@ def tiled_backward(
 ) -> Sla2Backward:
     """Run Algorithm 3 for one head, and compute dalpha. dO [Nq, D]; other shapes as in `tiled_forward`.
 
-    Everything comes from the unquantised Q, K, V; only O^s and L are the forward pass's, in INT8 or not.
+    Everything comes from the unquantised Q, K, V; only O^s and L are the forward pass's, in INT8 or not. Where
+    settings.matched, S comes from the forward's Q^ and K^, too.
     """
     c = softmax_scale(settings.scale, query.shape[-1])
     query_blocks, key_blocks = tiles(len(query), settings.block_q), tiles(len(key), settings.block_kv)
@@ -129,6 +131,11 @@ def tiled_backward(
     h = [k_phi[keys].mT @ value[keys] for keys in key_blocks]
     z = [k_phi[keys].sum(0) for keys in key_blocks]
     dq, dk, dv, dq_phi, dk_phi = (torch.zeros_like(x) for x in (query, key, value, query, key))
+    # Erratum: printed, S of step 7 is a product of the unquantised Q and K. L is that of the INT8 scores, so rows of
+    # exp(S - L) don't sum to 1 where the two differ, by a factor of 10 at scores of some hundreds. Matched, S is L's.
+    k_sm, k_mean = smooth_key(key) if settings.matched else (key, torch.zeros_like(key[:1]))
+    l = forward.log_sum_exp - key_mean_scores(query, k_mean, c)
+    int8 = replace(settings, quantize=settings.matched)
     dh, dz = [], []  # dH_i [D, D] and dZ_i [D, 1]
     for i, queries in enumerate(query_blocks):
         # Alg. 3, step 4: H_i and Z_i again, and the row's divisor Q^phi_i Z_i [Bq, 1].
@@ -145,7 +152,8 @@ def tiled_backward(
         for i, queries in enumerate(query_blocks):
             if block_mask[i, j]:
                 # Alg. 3, step 7: as in FlashAttention, [Bq, Bkv] each.
-                p_ij = torch.exp(query[queries] @ key[keys].mT * c - forward.log_sum_exp[queries])
+                (s_q, q_hat), (s_k, k_hat) = psi(query[queries], int8), psi(k_sm[keys], int8)
+                p_ij = torch.exp(matmul(q_hat, k_hat.mT) * s_q * s_k * c - l[queries])
                 dv[keys] += p_ij.mT @ do_s[queries]
                 dp_ij = do_s[queries] @ value[keys].mT
                 ds_ij = p_ij * (dp_ij - d_s[queries])

@@ -17,8 +17,9 @@ from sage_ref.checks import (
     check_reverse_mode,
     check_together,
 )
-from sage_ref.shapes import in_working_dtype, repeat_heads
+from sage_ref.shapes import in_working_dtype, repeat_heads, working_dtype
 from sage_ref.sla2.blocks import BlockSettings, block_count
+from sage_ref.sla2.branches import soft_sparse_linear_attention
 from sage_ref.sla2.router import Routing
 from sage_ref.sla2.whole import SparseLinearFunction
 
@@ -31,6 +32,7 @@ def sparse_linear_attention(
     alpha: Tensor | float,
     *,
     quantize: bool = False,
+    backward: str = "printed",
     scale: float | None = None,
     block_q: int = 128,
     block_kv: int = 64,
@@ -61,6 +63,8 @@ def sparse_linear_attention(
             [B, H, ceil(Nq / block_q)]. A tensor's range is not checked; with a negative alpha the kernels' dK and dV
             are NaN.
         quantize: Compute O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
+        backward: With quantize: "printed" recomputes P from 16-bit scores, as Algorithm 3 does; "matched" from the
+            forward's INT8 scores, so that rows of P sum to 1 also where scores are in the hundreds.
         scale: c; None means 1/sqrt(D).
         block_q, block_kv: Queries and keys of one entry of block_mask; more than there are is all of them.
         backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else the
@@ -77,12 +81,12 @@ def sparse_linear_attention(
     query, key, value = cast_for_autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
     check_options(scale, backend, quantize=quantize)
-    settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize)
+    settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize, backward=backward)
     blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
     block_mask = check_block_mask(block_mask, query, blocks)
     alpha = check_alpha(alpha, query, blocks[:3])
     check_reverse_mode(query=query, key=key, value=value, alpha=alpha)
-    return dispatch(query, key, value, block_mask, alpha, settings, backend)
+    return dispatch(query, key, value, block_mask, settings, alpha, backend)
 
 
 def dispatch(
@@ -90,14 +94,15 @@ def dispatch(
     key: Tensor,
     value: Tensor,
     chooser: Tensor | Routing,
-    alpha: Tensor,
     settings: BlockSettings,
+    alpha: Tensor,
     backend: str,
 ) -> Tensor:
     """Compute O of checked arguments on the backend that `backend` stands for; both backends have this signature.
 
-    query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; chooser: bool [B, H, Tm, Tn], or what chooses the blocks;
-    alpha [B, H, Tm]. Only public functions call it: the warning of "auto" points at their caller.
+    query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; alpha [B, H, Tm]. chooser: bool [B, H, Tm, Tn]; or what chooses
+    the blocks; or weights in [0, 1], floating, without quantisation: `soft_sparse_linear_attention`. Only public
+    functions call it: the warning of "auto" points at their caller.
     """
     kernels = chosen_kernels(backend, sla2_kernels, query, settings, depth=2)
     attention = reference_attention if kernels is None else kernels.attention
@@ -109,6 +114,10 @@ def reference_attention(
 ) -> Tensor:
     """Compute `dispatch` in plain PyTorch: choose the blocks, then run Algorithms 2 and 3 on whole matrices."""
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if not isinstance(chooser, Routing) and chooser.is_floating_point():
+        with torch.autocast(query.device.type, enabled=False):
+            tensors = [x.to(working_dtype(query)) for x in (query, key, value, chooser, alpha)]
+            return soft_sparse_linear_attention(*tensors, settings).to(query.dtype)
     if isinstance(chooser, Routing):
         with torch.autocast(query.device.type, enabled=False):
             block_mask = chooser.block_mask(*in_working_dtype(query, key), settings)

@@ -3,8 +3,12 @@
 Between tokens and blocks (`into_blocks`, `from_blocks`, `block_mean`, `spread_blocks`, `per_query`), how many blocks a
 row keeps and which (`selected_count`, `top_blocks`), and two scores for that: where the softmax's mass is
 (`block_mass`), and SLA's guess from block means (`heuristic_scores`).
+
+Scores [Nq, Nk] exist for some blocks of queries at a time (`query_parts`), so memory grows with N and not with its
+square.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +21,8 @@ from sage_ref.shapes import block_that_fits
 from sage_ref.smoothing import smooth_key
 
 FEATURE_MAPS = ("softmax", "elu+1", "relu")
+BACKWARDS = ("printed", "matched")
+PART_SCORES = 1 << 22  # scores that exist at a time: 16 MB in float32
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class BlockSettings:
         scale: c; None means 1/sqrt(D).
         feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
         quantize: Run the sparse branch's forward pass in INT8.
+        backward: Where the backward pass of a quantised forward pass gets P from: "printed", from 16-bit scores, as
+            Algorithm 3 has it; "matched", from the forward's INT8 scores, so that rows of P sum to 1.
 
     Raises:
         TypeError, ValueError: A field does not fit; the message names it.
@@ -38,6 +46,7 @@ class BlockSettings:
     scale: float | None = None
     feature_map: str = "softmax"
     quantize: bool = False
+    backward: str = "printed"
 
     def __post_init__(self):
         check_count("block_q", self.block_q)
@@ -45,6 +54,12 @@ class BlockSettings:
         check_scale(self.scale)
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_switches(quantize=self.quantize)
+        check_choice("backward", self.backward, BACKWARDS)
+
+    @property
+    def matched(self) -> bool:
+        """Return whether the backward pass multiplies the forward's INT8 operands for its scores."""
+        return self.quantize and self.backward == "matched"
 
 
 def block_count(n: int, block: int) -> int:
@@ -87,6 +102,31 @@ def per_query(alpha: Tensor, n_q: int, settings: BlockSettings) -> Tensor:
     return alpha.repeat_interleave(block_that_fits(settings.block_q, n_q), -1)[..., :n_q, None]
 
 
+def query_parts(query: Tensor, key: Tensor, settings: BlockSettings) -> list[tuple[slice, slice]]:
+    """Return consecutive parts of the queries, with at most PART_SCORES scores each, or one block of queries.
+
+    query [..., Nq, D], key [..., Nk, D]. Each part is a slice of tokens and the same part as a slice of blocks.
+    """
+    n_q, row = query.shape[-2], query[..., 0, 0].numel() * key.shape[-2]
+    if torch.compiler.is_exporting() or n_q * row <= PART_SCORES:
+        return [(slice(None), slice(None))]
+    block = block_that_fits(settings.block_q, n_q)
+    blocks = max(1, PART_SCORES // (row * block))
+    firsts = range(0, block_count(n_q, block), blocks)
+    return [(slice(i * block, (i + blocks) * block), slice(i, i + blocks)) for i in firsts]
+
+
+def by_parts(compute: Callable[..., tuple[Tensor, ...]], parts: list, tokens: tuple, blocks: tuple) -> list[Tensor]:
+    """Compute something for the queries of each part, and join the results along the queries or their blocks.
+
+    compute takes the part's share of `tokens`, tensors [..., Nq, X], then that of `blocks`, tensors [..., Tm, X].
+    """
+    if len(parts) == 1:
+        return list(compute(*tokens, *blocks))
+    found = [compute(*(x[..., i, :] for x in tokens), *(x[..., b, :] for x in blocks)) for i, b in parts]
+    return [torch.cat(x, -2) for x in zip(*found, strict=True)]
+
+
 def selected_count(sparsity: float, key_blocks: int) -> int:
     """Return how many key blocks a query block selects: (1 - sparsity) of them, half rounded to even, at least one."""
     return max(1, round((1 - sparsity) * key_blocks))
@@ -110,6 +150,10 @@ def heuristic_scores(query: Tensor, key: Tensor, settings: BlockSettings) -> Ten
 
 def block_mass(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
     """Return the mass of P by block, summed over keys, mean over queries: [..., Tm, Tn], rows sum to 1."""
-    p = (query @ key.mT * softmax_scale(settings.scale, query.shape[-1])).softmax(-1)
-    by_query = into_blocks(p.mT, settings.block_kv).sum(-2).mT  # [..., Nq, Tn]
-    return block_mean(by_query, settings.block_q)
+
+    def mass(q_i: Tensor) -> tuple[Tensor]:
+        p = (q_i @ key.mT * softmax_scale(settings.scale, query.shape[-1])).softmax(-1)
+        by_query = into_blocks(p.mT, settings.block_kv).sum(-2).mT  # [..., queries, Tn]
+        return (block_mean(by_query, settings.block_q),)
+
+    return by_parts(mass, query_parts(query, key, settings), (query,), ())[0]

@@ -16,13 +16,23 @@ selected block has O_s = 0, a row without an unselected one O_l = 0.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sage_ref.attention import softmax_scale
-from sage_ref.sla2.blocks import BlockSettings, from_blocks, into_blocks, per_query, spread_blocks
+from sage_ref.sla2.blocks import (
+    BlockSettings,
+    by_parts,
+    from_blocks,
+    into_blocks,
+    per_query,
+    query_parts,
+    spread_blocks,
+)
 
 
 def sparse_branch(
@@ -35,7 +45,19 @@ def sparse_branch(
     block_weights: M in [0, 1], bool or float [..., Tm, Tn]. Returns [..., Nq, D] and [..., Nq, 1].
     A query whose weights are all 0 has O_s = 0, L = -inf and no gradient. Where some are not, a weight of 0 has the
     gradient dO . (V_j - O_s) e^{S - L} that any weight has, with e^{S - L} bounded where it would overflow.
+    Long sequences are computed in parts, and once more in the backward pass: no [Nq, Nk] is kept.
     """
+    parts = query_parts(query, key, settings)
+    compute = partial(_sparse_rows, key=key, value=value, settings=settings)
+    if len(parts) > 1 and torch.is_grad_enabled():
+        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    return tuple(by_parts(compute, parts, (query,), (block_weights,)))
+
+
+def _sparse_rows(
+    query: Tensor, block_weights: Tensor, *, key: Tensor, value: Tensor, settings: BlockSettings
+) -> tuple[Tensor, Tensor]:
+    """Compute `sparse_branch` for some blocks of queries."""
     s = query @ key.mT * softmax_scale(settings.scale, query.shape[-1])
     weight = spread_blocks(block_weights.to(s.dtype), *s.shape[-2:], settings)
     # M e^{S - m} with m = max(S + log M), and log M bounded below: then neither e^{S - m} nor a gradient can overflow.

@@ -4,6 +4,8 @@ The router chooses the key blocks that get softmax attention, linear attention t
 per head and block of queries, is the weight of the first: O = alpha O_s + (1 - alpha) O_l.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +23,6 @@ from sage_ref.checks import (
 from sage_ref.shapes import in_working_dtype
 from sage_ref.sla2.api import dispatch
 from sage_ref.sla2.blocks import BlockSettings, block_count, block_mass, into_blocks, selected_count
-from sage_ref.sla2.branches import soft_sparse_linear_attention
 from sage_ref.sla2.router import Relaxation, Router, Routing
 
 
@@ -41,11 +42,12 @@ class SLA2(nn.Module):
         sparsity: Share of the key blocks that a query block leaves to the linear branch; see `selected_count`.
         block_q, block_kv: Queries and keys of a block.
         quantize: Run the sparse branch of stage 2 in INT8, in the forward pass.
+        backward: As in `sage_ref.sparse_linear_attention`.
         query_blocks: How many alphas a head has, one per query block, for inputs of exactly that many blocks; 1 is
             broadcast to any length.
         relaxation: Stands in for the hard mask in stage 1. `router.PRINTED` is the paper's formula; the default
             departs from it, as `sage_ref.sla2.router` explains.
-        backend: As in `sage_ref.sparse_linear_attention`; stage 1 always runs on the reference.
+        backend: As in `sage_ref.sparse_linear_attention`. Stage 1 runs in 16 bit.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.
@@ -60,6 +62,7 @@ class SLA2(nn.Module):
         block_q: int = 128,
         block_kv: int = 64,
         quantize: bool = True,
+        backward: str = "printed",
         query_blocks: int = 1,
         relaxation: Relaxation = Relaxation(),  # noqa: B008 (frozen)
         backend: str = "auto",
@@ -73,7 +76,7 @@ class SLA2(nn.Module):
             raise TypeError(f"relaxation: expected a Relaxation of sage_ref.sla2, got {type(relaxation).__name__}")
         self.head_dim, self.num_heads, self.sparsity = head_dim, num_heads, sparsity
         self.relaxation, self.backend = relaxation, backend
-        self.settings = BlockSettings(block_q, block_kv, quantize=quantize)
+        self.settings = BlockSettings(block_q, block_kv, quantize=quantize, backward=backward)
         self.router = Router(head_dim, self.settings)
         self.alpha_logit = nn.Parameter(torch.full((num_heads, query_blocks), 3.0))
         self.stage(2)
@@ -154,16 +157,11 @@ class SLA2(nn.Module):
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
         check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-        if self.current_stage == 1:
-            return self._soft_attention(query, key, value, protect, alpha)
-        return dispatch(query, key, value, self.routing(key, protect), alpha, self.settings, self.backend)
+        return dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend)
 
-    def _soft_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None, alpha: Tensor
-    ) -> Tensor:
-        """Compute stage 1: O with the weights of `relaxation` for M, in the dtype of query."""
+    def _choice(self, query: Tensor, key: Tensor, protect: Tensor | None) -> tuple[Tensor | Routing, BlockSettings]:
+        """Return what chooses the blocks, in stage 1 the weights of `relaxation`, and the settings of this stage."""
+        if self.current_stage == 2:
+            return self.routing(key, protect), self.settings
         with torch.autocast(query.device.type, enabled=False):
-            q, k, v = in_working_dtype(query, key, value)
-            weights = self.soft_block_mask(q, k, protect)
-            output = soft_sparse_linear_attention(q, k, v, weights, alpha.to(q.dtype), self.settings)
-        return output.to(query.dtype)
+            return self.soft_block_mask(*in_working_dtype(query, key), protect), replace(self.settings, quantize=False)

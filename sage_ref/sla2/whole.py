@@ -5,7 +5,8 @@ adding up h_j for every block of queries, H_i is one product, complement mask ti
 
 Quantisation-aware training: with `quantize` the forward pass of the sparse branch runs in INT8 as SageBwd's does (K
 smoothed; psi per block of Q, K and V, per row of a tile of P); the backward pass works on the unquantised Q, K, V with
-the O_s and L that the forward pass left.
+the O_s and L that the forward pass left. As printed it recomputes P from 16-bit scores, which don't fit the L of INT8
+scores where they are large: rows of P don't sum to 1 (erratum). backward="matched" takes the forward's INT8 scores.
 """
 
 import math
@@ -19,7 +20,15 @@ from sage_ref.derivatives import gradients_once
 from sage_ref.quantization import fake_quantize
 from sage_ref.shapes import in_dtype, working_dtype
 from sage_ref.sla2.algorithm import Sla2Backward, Sla2Forward
-from sage_ref.sla2.blocks import BlockSettings, from_blocks, into_blocks, per_query, spread_blocks
+from sage_ref.sla2.blocks import (
+    BlockSettings,
+    by_parts,
+    from_blocks,
+    into_blocks,
+    per_query,
+    query_parts,
+    spread_blocks,
+)
 from sage_ref.sla2.branches import (
     divisor,
     feature_map,
@@ -53,18 +62,27 @@ def int8_sparse_branch(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor, settings: BlockSettings
 ) -> tuple[Tensor, Tensor]:
     """Compute `sparse_branch` for a bool mask with Q, K, P, V in INT8; not differentiable."""
-    c = softmax_scale(settings.scale, query.shape[-1])
+    q_hat, k_hat, mean_scores = int8_operands(query, key, settings)
+    v_hat, c = fake_quantize(value, (settings.block_kv, None)), softmax_scale(settings.scale, query.shape[-1])
+
+    def rows(q_hat: Tensor, block_mask: Tensor) -> tuple[Tensor, Tensor]:
+        s = q_hat @ k_hat.mT * c
+        # Erratum: printed is softmax(S * M), which would give masked scores the weight e^0.
+        s = s.masked_fill(~spread_blocks(block_mask, *s.shape[-2:], settings), -math.inf)
+        m = s.amax(-1, keepdim=True)
+        p = torch.exp(s - m.masked_fill(m == -math.inf, 0))
+        l = p.sum(-1, keepdim=True)
+        return fake_quantize(p, (1, settings.block_kv)) @ v_hat / divisor(l), m + l.log()
+
+    o_s, log_sum_exp = by_parts(rows, query_parts(query, key, settings), (q_hat,), (block_mask,))
+    return o_s, log_sum_exp + mean_scores
+
+
+def int8_operands(query: Tensor, key: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q and smoothed K on INT8's grid, and what smoothing took from every score of a row, [..., Nq, 1]."""
     k_sm, k_mean = smooth_key(key)
-    q_hat = fake_quantize(query, (settings.block_q, None))
-    k_hat, v_hat = (fake_quantize(x, (settings.block_kv, None)) for x in (k_sm, value))
-    s = q_hat @ k_hat.mT * c
-    # Erratum: printed is softmax(S * M), which would give masked scores the weight e^0.
-    s = s.masked_fill(~spread_blocks(block_mask, *s.shape[-2:], settings), -math.inf)
-    m = s.amax(-1, keepdim=True)
-    p = torch.exp(s - m.masked_fill(m == -math.inf, 0))
-    l = p.sum(-1, keepdim=True)
-    o_s = fake_quantize(p, (1, settings.block_kv)) @ v_hat / divisor(l)
-    return o_s, m + l.log() + key_mean_scores(query, k_mean, c)
+    q_hat, k_hat = fake_quantize(query, (settings.block_q, None)), fake_quantize(k_sm, (settings.block_kv, None))
+    return q_hat, k_hat, key_mean_scores(query, k_mean, softmax_scale(settings.scale, query.shape[-1]))
 
 
 def sla2_backward(
@@ -98,12 +116,23 @@ def sla2_backward(
     dh_i = (q_phi_i / q_phi_z_i).mT @ do_l_i
     dz_i = -((q_phi_i / q_phi_z_i).mT @ d_l_i).squeeze(-1)
     dq_phi_i = (do_l_i @ h_i.mT - d_l_i * z_i[..., None, :]) / q_phi_z_i
-    # The sparse branch: attention's backward over the selected blocks.
-    seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], settings)
-    p = torch.exp((q @ k.mT * c - log_sum_exp).masked_fill(~seen, -math.inf))
-    dv = p.mT @ do_s
-    ds = p * (do_s @ v.mT - d_s)
-    dq, dk = ds @ k * c, ds.mT @ q * c
+    # The sparse branch: attention's backward over the selected blocks. S is the product of left and right.
+    left, right = q, k
+    if settings.matched:
+        left, right, mean_scores = int8_operands(q, k, settings)
+        log_sum_exp = log_sum_exp - mean_scores
+    dk = dv = 0.0
+
+    def rows(left_i: Tensor, q_i: Tensor, do_i: Tensor, d_i: Tensor, l_i: Tensor, mask_i: Tensor) -> tuple[Tensor]:
+        nonlocal dk, dv
+        seen = spread_blocks(mask_i, q_i.shape[-2], k.shape[-2], settings)
+        p = torch.exp((left_i @ right.mT * c - l_i).masked_fill(~seen, -math.inf))
+        dv = p.mT @ do_i + dv
+        ds = p * (do_i @ v.mT - d_i)
+        dk = ds.mT @ q_i * c + dk
+        return (ds @ k * c,)
+
+    (dq,) = by_parts(rows, query_parts(q, k, settings), (left, q, do_s, d_s, log_sum_exp), (block_mask,))
     # Back to the linear branch, by block of keys.
     dh_j, dz_j = weighted_sums(complement.mT, dh_i, dz_i)
     dk_phi_j = into_blocks(v, settings.block_kv) @ dh_j.mT + dz_j[..., None, :]

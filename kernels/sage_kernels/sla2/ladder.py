@@ -82,17 +82,27 @@ def prepare(
 ) -> Prepared:
     """Prepare all that level `level` needs before its sparse program: routing, lists, INT8 copies, H_i and Z_i.
 
-    chooser: a block mask, bool [B, H, Tm, Tn], or the router's choice. alpha: float32 [B, H, Tm]. Both contiguous.
+    chooser: a block mask, bool [B, H, Tm, Tn], its weights (float32, 0 where the mask is False), or the router's
+    choice. alpha: float32 [B, H, Tm]. All contiguous.
     """
     int8, routed = bool(LEVELS[level].int8), isinstance(chooser, Routing)
     blocks = read_blocks(query, key, value, start, int8=int8, means=routed, factor=scale * LOG2_E)
-    choice = route(blocks.q_bar, blocks.k_bar, *chooser, start) if routed else given(chooser, start)
+    log2_weights = None
+    if routed:
+        choice = route(blocks.q_bar, blocks.k_bar, *chooser, start)
+    elif chooser.dtype == torch.bool:
+        choice = given(chooser, start)
+    else:
+        choice, log2_weights = given(chooser > 0, start), chooser.log2()
+        choice.complement[..., : chooser.shape[3]] = 1 - chooser
     k_hat = k_mean = None
     if int8:
         k_mean = sequence_mean(blocks.k_bar, key.shape[2], MASK_BLOCK_KV, start)
         k_hat = quantize(key, MASK_BLOCK_KV, start, mean=k_mean)
     sums = unselected_sums(choice.complement, blocks.sums)
-    inputs = ForwardInputs(query, key, value, alpha, choice.lists, sums, blocks.q_hat, k_hat, blocks.v_hat)
+    inputs = ForwardInputs(
+        query, key, value, alpha, choice.lists, sums, blocks.q_hat, k_hat, blocks.v_hat, log2_weights
+    )
     return Prepared(inputs, choice, blocks.sums, k_mean)
 
 
@@ -125,18 +135,18 @@ def run_forward(
 
 def run_backward(
     inputs: BackwardInputs, choice: Choice, start: Start = start_with_triton, *, scale: float, level: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dQ, dK, dV and dalpha, the first three in 16 bit. Deterministic: no atomic operations.
+) -> list[Tensor]:
+    """Compute dQ, dK and dV in 16 bit, dalpha and, of weighted blocks, dW. Deterministic: no atomic operations.
 
-    level: 0, or 1 with programs for Hopper.
+    level: 0, or 1 with programs for Hopper, which take neither INT8 copies nor weights.
     """
     query, on_hopper = inputs.query, bool(level)
     if on_hopper:
         gradients = linear_queries_hopper.run_linear_query_hopper(inputs, start, scale=scale)
-        queries_hopper.run_query_hopper(inputs, gradients, choice.lists, start, scale=scale)
+        ds = queries_hopper.run_query_hopper(inputs, gradients, choice.lists, start, scale=scale)
     else:
         gradients = run_linear_query(inputs, sla2_launch("sla2_linear_query", 0, query), start, scale=scale)
-        run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
+        ds = run_query(inputs, gradients, choice.lists, sla2_launch("sla2_query", 0, query), start, scale=scale)
     grad_sums = unselected_sums_by_key(choice.complement, gradients.grad_sums, inputs.key.shape[1])
     by_key = block_lists(choice.block_mask, start, by_key=True)
     arguments = inputs, gradients, grad_sums, by_key
@@ -144,7 +154,22 @@ def run_backward(
         dk, dv = keys_hopper.run_key_hopper(*arguments, start, scale=scale)
     else:
         dk, dv = run_key(*arguments, sla2_launch("sla2_key", 0, query), start, scale=scale)
-    return gradients.grad_query, dk, dv, gradients.grad_alpha
+    dw = [] if ds is None else [grad_weights(inputs, ds, gradients.grad_sums, start)]
+    return [gradients.grad_query, dk, dv, gradients.grad_alpha, *dw]
+
+
+def grad_weights(inputs: BackwardInputs, ds: Tensor, grad_sums: Tensor, start: Start) -> Tensor:
+    """Return dW [B, H, Tm, Tn] of the blocks' weights W; 0 where W is 0, since such a block was not computed.
+
+    The sparse branch has P = W 2^(S - L), so dW = sum of dS / W; the linear one H_i = sum_j (1 - W_ij) h_j, so
+    dW = -dH_i . h_j. ds: sums of dS over blocks, for an alpha of 1. grad_sums: dH_i and dZ_i.
+    """
+    sums = read_blocks(inputs.query, inputs.key, inputs.value, start, int8=False, means=False).sums
+    rows, columns = ds.shape[2:]
+    linear = torch.bmm(grad_sums.view(sums.shape[0] * sums.shape[1], -1, sums.shape[3]), sums.flatten(0, 1).mT)
+    dw = inputs.alpha[..., None] * ds * torch.exp2(-inputs.log2_weights)
+    dw = dw - linear.view(*ds.shape[:2], rows, -1)[..., :columns]
+    return dw.masked_fill(inputs.log2_weights == -math.inf, 0)
 
 
 def sla2_launch(kernel: str, level: int, query: Tensor) -> Launch:

@@ -2,8 +2,10 @@
 
 On Hopper, if the head size allows it, level 4 and backward level 1; else level 3 and backward level 0. With the softmax
 branch in 16 bit the forward level is 2. All are deterministic.
+Portable levels alone compute stage 1, where blocks have weights, and a matched backward pass.
 The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its complement and lists,
-and H_i and Z_i of every query block, which are as large as O_s. O and dQ have Q's layout, dK has K's, dV has V's.
+and H_i and Z_i of every query block, which are as large as O_s; matched, Q^ and K^, too. O and dQ have Q's layout, dK
+has K's, dV has V's.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +17,7 @@ from sage_kernels import hopper
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
-from sage_kernels.common.quantize import padded_head_dim, padded_length
+from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd import ops
 from sage_kernels.sla2.backward.program import BackwardInputs
@@ -69,12 +71,15 @@ def forward(
     protected: Tensor | None,
     count: int,
     quantize: bool,
+    matched: bool,
     scale: float,
     save: bool,
 ) -> list[Tensor]:
-    """Compute O, and with save what the backward pass needs: O_s, L, H and Z, lists, complement, chosen mask, mean key.
+    """Compute O, and with save what the backward pass needs.
 
-    Either block_mask is given, or proj_q, proj_k, protected and count, the number of blocks to select.
+    That is O_s, L, H and Z, lists, complement; the block mask, if it is not given; the mean key or, matched, Q^, its
+    scales, K^ and its scales. Either block_mask, bool or weights, is given, or proj_q, proj_k, protected and count, the
+    number of blocks to select.
     """
     chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
 
@@ -85,16 +90,22 @@ def forward(
         if not save:
             return [result.output]
         choice = prepared.choice
-        chosen = [choice.block_mask] if block_mask is None else []
+        given = block_mask is not None and block_mask.dtype == torch.bool
+        chosen = [] if given else [choice.block_mask]
         smoothed = [prepared.k_mean] if quantize else []
+        if matched:
+            q_hat, k_hat = prepared.inputs.q_hat, prepared.inputs.k_hat
+            smoothed = [q_hat.values, q_hat.scale, k_hat.values, k_hat.scale]
         return [*result, prepared.inputs.sums, *choice.lists, choice.complement, *chosen, *smoothed]
 
     inputs = query, key, value, alpha, block_mask, proj_q, proj_k, protected
     with torch.cuda.device_of(query), without_autocast(query):  # Triton launches on the current device
-        return list(recorded(("sla2_forward", count, quantize, scale, save), inputs, compute))
+        return list(recorded(("sla2_forward", count, quantize, matched, scale, save), inputs, compute))
 
 
-def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, scale, save):
+def fake_forward(
+    query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, matched, scale, save
+):
     """Return tensors like those of `forward`, without their values: for torch.compile."""
     output = empty_in_layout_of(query)
     if not save:
@@ -105,11 +116,21 @@ def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, protected
     sums = query.new_empty(batch, heads, rows, dp * (dp + 1), dtype=sums_dtype(query))
     entries = query.new_empty(batch, heads, rows, count if block_mask is None else columns, dtype=torch.int32)
     counts = query.new_empty(batch, heads, rows, dtype=torch.int32)
-    mask = query.new_empty(batch, heads, rows, columns, dtype=torch.bool) if block_mask is None else block_mask
-    chosen = [mask] if block_mask is None else []
+    given = block_mask is not None and block_mask.dtype == torch.bool
+    mask = block_mask if given else query.new_empty(batch, heads, rows, columns, dtype=torch.bool)
+    chosen = [] if given else [mask]
     smoothed = [query.new_empty(batch, key.shape[1], head_dim, dtype=torch.float32)] if quantize else []
+    if matched:
+        smoothed = [*fake_copy(query, MASK_BLOCK_Q), *fake_copy(key, MASK_BLOCK_KV)]
     lists = entries, counts, empty_complement(mask)
     return [output, query.new_empty(query.shape), log_sum_exp, sums, *lists, *chosen, *smoothed]
+
+
+def fake_copy(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return tensors like an INT8 copy of x and its scales, without their values."""
+    batch, heads, n, head_dim = x.shape
+    values = x.new_empty(batch, heads, padded_length(n), padded_head_dim(head_dim), dtype=torch.int8)
+    return values, x.new_empty(batch, heads, padded_length(n) // block, dtype=torch.float32)
 
 
 def backward(
@@ -125,28 +146,44 @@ def backward(
     entries: Tensor,
     counts: Tensor,
     complement: Tensor,
+    weights: Tensor | None,
     k_mean: Tensor | None,
+    q_hat: Tensor | None,
+    q_scale: Tensor | None,
+    k_hat: Tensor | None,
+    k_scale: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dQ, dK, dV, dalpha; shapes as in `BackwardInputs`, entries and counts as in `BlockLists`."""
+) -> list[Tensor]:
+    """Compute dQ, dK, dV, dalpha and, with weights [B, H, Tm, Tn], their gradient.
 
-    def compute(start: Start) -> tuple[Tensor, ...]:
-        level = backward_level(query.device, query.shape[3])
+    Shapes are as in `BackwardInputs`, entries and counts as in `BlockLists`.
+    """
+
+    def compute(start: Start) -> list[Tensor]:
+        portable = weights is not None or q_hat is not None
+        level = 0 if portable else backward_level(query.device, query.shape[3])
         inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
+        if q_hat is not None:
+            copies = {"q_hat": Quantized(q_hat, None, q_scale), "k_hat": Quantized(k_hat, None, k_scale)}
+            inputs = inputs._replace(**copies)
+        if weights is not None:
+            inputs = inputs._replace(log2_weights=weights.log2())
         choice = Choice(block_mask, complement, BlockLists(entries, counts))
         return run_backward(inputs, choice, start, scale=scale, level=level)
 
     inputs = (
         grad_output, query, key, value, alpha, block_mask, sparse_output, log_sum_exp, sums, entries, counts,
-        complement, k_mean,
+        complement, weights, k_mean, q_hat, q_scale, k_hat, k_scale,
     )  # fmt: skip
     with torch.cuda.device_of(query), without_autocast(query):
-        return recorded(("sla2_backward", scale), inputs, compute)
+        return list(recorded(("sla2_backward", scale), inputs, compute))
 
 
-def fake_backward(grad_output, query, key, value, alpha, *_):
+def fake_backward(grad_output, query, key, value, alpha, *rest):
     """Return tensors like those of `backward`, without their values."""
-    return *(empty_in_layout_of(x) for x in (query, key, value)), alpha.new_empty(alpha.shape)
+    weights = rest[7]
+    of_weights = [] if weights is None else [weights.new_empty(weights.shape)]
+    return [*(empty_in_layout_of(x) for x in (query, key, value)), alpha.new_empty(alpha.shape), *of_weights]
 
 
 register("sla2_forward", forward, fake_forward)
@@ -154,16 +191,21 @@ register("sla2_backward", backward, fake_backward)
 
 
 class Sla2Operation(torch.autograd.Function):
-    """O, whose gradients are `backward`'s."""
+    """O, whose gradients are `backward`'s. block_mask may be weights, which then have a gradient."""
 
     @staticmethod
     def forward(ctx, query, key, value, alpha, block_mask, *options):
-        *_, quantize, scale, save = options
+        *_, quantize, matched, scale, save = options
         output, *rest = torch.ops.sage_kernels.sla2_forward.default(query, key, value, alpha, block_mask, *options)
         if save:
-            rest, k_mean = (rest[:-1], rest[-1]) if quantize else (rest, None)
-            rest, block_mask = (rest[:-1], rest[-1]) if block_mask is None else (rest, block_mask)
-            ctx.save_for_backward(query, key, value, alpha, block_mask, *rest, k_mean)
+            smoothed = [None] * 5  # the mean key; Q^, its scales, K^, its scales
+            if quantize:
+                smoothed[slice(1, 5) if matched else slice(0, 1)] = rest[-4:] if matched else rest[-1:]
+                rest = rest[: -4 if matched else -1]
+            weights = None
+            if block_mask is None or block_mask.dtype != torch.bool:
+                weights, block_mask, rest = block_mask, rest[-1], rest[:-1]
+            ctx.save_for_backward(query, key, value, alpha, block_mask, *rest, weights, *smoothed)
         ctx.scale = scale
         ctx.set_materialize_grads(False)
         return output
@@ -171,12 +213,13 @@ class Sla2Operation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 12  # one for each argument of forward
+            return (None,) * 13  # one for each argument of forward
         tensors = grad_output, *ctx.saved_tensors
         gradients = gradients_once(
             "sparse_linear_attention", lambda *x: torch.ops.sage_kernels.sla2_backward.default(*x, ctx.scale), *tensors
         )
-        return *gradients, *([None] * 8)  # nothing for the mask, the router and the options
+        dq, dk, dv, dalpha, *dw = gradients
+        return dq, dk, dv, dalpha, *(dw or [None]), *([None] * 8)  # nothing for the router and the options
 
 
 def attention(
@@ -184,13 +227,16 @@ def attention(
 ) -> Tensor:
     """Compute O of valid arguments, in the signature of the reference; `sage_ref.sla2.api` is the way in.
 
-    chooser: a block mask, bool [B, H, Tm, Tn], or what chooses the blocks, which gets no gradient.
+    chooser: a block mask, bool [B, H, Tm, Tn], or what chooses the blocks, which gets no gradient; or the blocks'
+    weights in [0, 1], floating, which get one, but for those of 0.
     """
     if isinstance(chooser, Routing):
         operands = (None, chooser.proj_q, chooser.proj_k, chooser.protected, chooser.count)
     else:
-        operands = (chooser.contiguous(), None, None, None, 0)
+        weights = chooser if chooser.dtype == torch.bool else chooser.to(torch.float32)
+        operands = (weights.contiguous(), None, None, None, 0)
     alpha = alpha.to(torch.float32).contiguous()
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, alpha))
-    scale = softmax_scale(settings.scale, query.shape[3])
-    return Sla2Operation.apply(query, key, value, alpha, *operands, settings.quantize, scale, needs_gradient)
+    tensors = query, key, value, alpha, operands[0]
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    options = settings.quantize, settings.matched, softmax_scale(settings.scale, query.shape[3]), needs_gradient
+    return Sla2Operation.apply(query, key, value, alpha, *operands, *options)

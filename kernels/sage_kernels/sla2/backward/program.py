@@ -1,9 +1,8 @@
 """The backward programs: dQ along a query block's list, dK and dV along a key block's; no atomics.
 
 The linear branch comes first for queries: its program leaves dH_i and dZ_i, of which one matrix product makes what the
-keys need, dh_j = sum_i (1 - M_ij) dH_i. The sparse programs then add their share; their loop bodies KEY_TILE and
-QUERY_TILE are the SageBwd ladder's in 16 bit. A key block with a long list gets several programs (`pieces.py`), and one
-more that adds up what they leave.
+keys need, dh_j = sum_i (1 - M_ij) dH_i. The sparse programs then add their share; their loop bodies are in `tiles.py`.
+A key block with a long list gets several programs (`pieces.py`), and one more that adds up what they leave.
 
 Algorithm 3 multiplies dO by alpha first. Here dO and delta stay without it: dQ is multiplied by alpha at the end, and
 for dK and dV alpha comes with P, as 2^(S - (L - log2 alpha)).
@@ -20,10 +19,18 @@ from torch import Tensor
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
-from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import TINY, Operand, Tile, head_of, load_tokens, softmax_features, store_tokens
-from sage_kernels.sagebwd.backward import level0_16bit
-from sage_kernels.sagebwd.backward.program import KeyHead, KeyTile, QueryHead, QueryTile
+from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
+from sage_kernels.common.tiles import (
+    TINY,
+    Operand,
+    Tile,
+    head_of,
+    load_padded,
+    load_tokens,
+    softmax_features,
+    store_tokens,
+)
+from sage_kernels.sla2.backward.tiles import KeyHead, KeyTile, QueryHead, QueryTile, key_tile, query_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.pieces import Pieces, pieces_of
@@ -45,6 +52,9 @@ class BackwardInputs(NamedTuple):
     sparse_output: Tensor  # [B, H, Nq, D]
     log_sum_exp: Tensor  # [B, H, Nq padded], of the scores with smoothed keys if there is a k_mean
     k_mean: Tensor | None  # float32 [B, Hkv, D]
+    q_hat: Quantized | None = None  # the forward's copies, from which S is computed again; None: from Q and K
+    k_hat: Quantized | None = None
+    log2_weights: Tensor | None = None  # float32 [B, H, Tm, Tn]: log2 W of every block, in stage 1
 
 
 class QueryGradients(NamedTuple):
@@ -123,14 +133,23 @@ def sla2_linear_query_program(
     store_tokens(dq_i, Operand(head_of(dq_strided, batch, h), dq_strided.stride_n), query, n_q, D, DP)
 
 
+@triton.jit
+def int8_head(values_ptr, scale_ptr, head, n_padded, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return one head of an INT8 copy [B, H, N padded, Dp], with a scale per block of tokens."""
+    return Operand(values_ptr + head * n_padded * DP, DP, scale_ptr + head * (n_padded // BLOCK))
+
+
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
 def sla2_query_program(
-    q_strided, k_strided, v_strided, do_strided, entries_ptr, counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr,
-    dq_strided, heads, group_size, n_q, n_k, n_q_padded, width, log2_scale, scale,
-    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
-    MASK_BLOCK_KV: tl.constexpr,
+    q_strided, k_strided, v_strided, do_strided, q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, entries_ptr,
+    counts_ptr, alpha_ptr, delta_ptr, log_sum_exp_ptr, dq_strided, weights_ptr, ds_ptr, heads, group_size, n_q, n_k,
+    n_q_padded, n_k_padded, width, log2_scale, scale,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """Add the sparse branch's share to dQ of BLOCK_Q queries of one block of one head."""
+    """Add the sparse branch's share to dQ of BLOCK_Q queries of one block of one head.
+
+    q_hat_ptr None: scores in 16 bit. weights_ptr None: blocks have no weights, and ds_ptr gets no sums of dS.
+    """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
@@ -146,13 +165,30 @@ def sla2_query_program(
     v = Operand(head_of(v_strided, batch, h // group_size), v_strided.stride_n)
     entries_ptr += list_number * width
     full, count = list_range(entries_ptr, counts_ptr + list_number, n_k, MASK_BLOCK_KV)
-    s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
-    queries, keys = QueryTile(query, q_i, s_q, do_i, log_sum_exp_i, delta_i), KeyHead(k, None, v)
+    q_hat_i, s_q, k_hat = None, log2_scale, None
+    if q_hat_ptr is not None:
+        q_hat_i = load_padded(Operand(q_hat_ptr, DP), head * n_q_padded + query, DP)
+        s_q = tl.load(q_scale_ptr + (head * n_q_padded + tile * BLOCK_Q) // MASK_BLOCK_Q)
+        k_hat = int8_head(k_hat_ptr, k_scale_ptr, head // group_size, n_k_padded, DP, MASK_BLOCK_KV)
+    queries, keys = QueryTile(q_i, q_hat_i, s_q, do_i, log_sum_exp_i, delta_i), KeyHead(k, k_hat, v)
+    key_blocks = tl.cdiv(n_k, MASK_BLOCK_KV)
+    ds_row = (head * tl.num_programs(0) + tile) * key_blocks
+    log2_weight = 0.0
     dq_i = tl.zeros([BLOCK_Q, DP], tl.float32)
     for entry in range(0, full):
-        dq_i = KEY_TILE(dq_i, queries, tl.load(entries_ptr + entry), keys, n_k, TILE, False, False)
+        j = tl.load(entries_ptr + entry)
+        if weights_ptr is not None:
+            log2_weight = tl.load(weights_ptr + list_number * key_blocks + j)
+        dq_i, ds_sum = key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE, False)
+        if weights_ptr is not None:
+            tl.store(ds_ptr + ds_row + j, ds_sum)
     for entry in range(full, count):
-        dq_i = KEY_TILE(dq_i, queries, tl.load(entries_ptr + entry), keys, n_k, TILE, True, False)
+        j = tl.load(entries_ptr + entry)
+        if weights_ptr is not None:
+            log2_weight = tl.load(weights_ptr + list_number * key_blocks + j)
+        dq_i, ds_sum = key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE, True)
+        if weights_ptr is not None:
+            tl.store(ds_ptr + ds_row + j, ds_sum)
     dq = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
     dq_i = dq_i * scale * alpha_i + load_tokens(dq, query, n_q, D, DP, True).to(tl.float32)
     store_tokens(dq_i, dq, query, n_q, D, DP)
@@ -199,11 +235,11 @@ def partial_pointers(partial_ptr, number, DP: tl.constexpr, MASK_BLOCK_KV: tl.co
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "width", "sums_rows", "places"])
 def sla2_key_program(
-    q_strided, k_strided, v_strided, do_strided, entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr,
-    delta_ptr, alpha_log_sum_exp_ptr, dk_strided, dv_strided, partial_ptr, heads, group_size, n_q, n_k, n_q_padded,
-    width, sums_rows, places, log2_scale, scale,
-    QUERY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
-    MASK_BLOCK_KV: tl.constexpr,
+    q_strided, k_strided, v_strided, do_strided, q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, entries_ptr,
+    counts_ptr, first_pieces_ptr, piece_blocks_ptr, dsums_ptr, delta_ptr, alpha_log_sum_exp_ptr, dk_strided, dv_strided,
+    partial_ptr, weights_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, width, sums_rows, places, log2_scale,
+    scale,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order.
 
@@ -237,8 +273,12 @@ def sla2_key_program(
     # [Bkv, D]
     k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n)
     v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
-    s_k = tl.zeros([MASK_BLOCK_KV], tl.float32) + log2_scale
-    keys = KeyTile(key, load_tokens(k, key, n_k, D, DP, True), s_k, load_tokens(v, key, n_k, D, DP, True))
+    k_hat_j, s_k, q_hat = None, 1.0, None
+    if k_hat_ptr is not None:
+        k_hat = int8_head(k_hat_ptr, k_scale_ptr, kv_head, n_k_padded, DP, MASK_BLOCK_KV)
+        k_hat_j, s_k = load_padded(k_hat, key, DP), tl.load(k_hat.scale + j)
+    keys = KeyTile(load_tokens(k, key, n_k, D, DP, True), k_hat_j, s_k, load_tokens(v, key, n_k, D, DP, True))
+    log2_weight = 0.0
     dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     dv_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     for g in range(group_size):
@@ -249,11 +289,17 @@ def sla2_key_program(
         q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
         do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
         rows = head * n_q_padded
-        queries = QueryHead(q, None, do, None, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
+        if q_hat_ptr is not None:
+            q_hat = int8_head(q_hat_ptr, q_scale_ptr, head, n_q_padded, DP, MASK_BLOCK_Q)
+        queries = QueryHead(q, q_hat, do, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
         for step in range(tl.maximum(begin, 0) * STEPS, tl.minimum(end, count) * STEPS):
             query_block = tl.load(entries_ptr + list_number * width + step // STEPS)
             i = query_block * STEPS + step % STEPS
-            dk_j, dv_j = QUERY_TILE(dk_j, dv_j, keys, i, queries, n_q, n_k, TILE, False, False, True, True)
+            if weights_ptr is not None:
+                log2_weight = tl.load(
+                    weights_ptr + (head * (n_q_padded // MASK_BLOCK_Q) + query_block) * key_blocks + j
+                )
+            dk_j, dv_j = query_tile(dk_j, dv_j, keys, i, queries, log2_weight, n_q, log2_scale, TILE)
         begin -= count
         end -= count
     if is_piece:
@@ -349,18 +395,32 @@ def run_query(
     start: Start = start_with_triton,
     *,
     scale: float,
-) -> None:
-    """Add the sparse branch's share to grad_query. lists: by query block. scale: c."""
+) -> Tensor | None:
+    """Add the sparse branch's share to grad_query. lists: by query block. scale: c.
+
+    With weights, return the sum of dS over each block, float32 [B, H, Tm, Tn], for an alpha of 1.
+    """
     do, query, key, value = (last_axis_contiguous(x) for x in inputs[:4])
     batch, heads, n_q, head_dim = query.shape
+    n_k, grid = key.shape[2], (padded_length(n_q) // launch.block_q, batch * heads)
+    ds = None
+    if inputs.log2_weights is not None:
+        ds = query.new_zeros(batch, heads, grid[0], block_count(n_k, MASK_BLOCK_KV), dtype=torch.float32)
     arguments = (
-        strided(query), strided(key), strided(value), strided(do), *lists, inputs.alpha, gradients.delta,
-        gradients.log_sum_exp, strided(gradients.grad_query), heads, heads // key.shape[1], n_q, key.shape[2],
-        gradients.delta.shape[-1], lists.entries.shape[-1], scale * math.log2(math.e), scale,
+        strided(query), strided(key), strided(value), strided(do), *int8_copies(inputs), *lists, inputs.alpha,
+        gradients.delta, gradients.log_sum_exp, strided(gradients.grad_query), inputs.log2_weights, ds,
+        heads, heads // key.shape[1], n_q, n_k, padded_length(n_q), padded_length(n_k),
+        lists.entries.shape[-1], scale * math.log2(math.e), scale,
     )  # fmt: skip
-    constants = tile_constants(head_dim, launch) | {"KEY_TILE": level0_16bit.key_tile}
-    grid = (block_count(n_q, launch.block_q), batch * heads)
-    start(sla2_query_program, grid, arguments, constants, launch.options)
+    start(sla2_query_program, grid, arguments, tile_constants(head_dim, launch), launch.options)
+    return None if ds is None else ds.unflatten(2, (-1, MASK_BLOCK_Q // launch.block_q)).sum(3)
+
+
+def int8_copies(inputs: BackwardInputs) -> tuple[Tensor | None, ...]:
+    """Return Q^, its scales, K^ and its scales, or None for each."""
+    if inputs.q_hat is None:
+        return (None,) * 4
+    return inputs.q_hat.values, inputs.q_hat.scale, inputs.k_hat.values, inputs.k_hat.scale
 
 
 def run_key(
@@ -383,13 +443,12 @@ def run_key(
     rows, places, outputs = grad_sums.shape[2], blocks.shape[2], (strided(dk), strided(dv))
     tensors = strided(key), strided(value)
     arguments = (
-        strided(query), *tensors, strided(do), *lists, *pieces, grad_sums, gradients.delta,
-        gradients.alpha_log_sum_exp, *outputs, partial, heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1],
-        lists.entries.shape[-1], rows, places, scale * math.log2(math.e), scale,
+        strided(query), *tensors, strided(do), *int8_copies(inputs), *lists, *pieces, grad_sums, gradients.delta,
+        gradients.alpha_log_sum_exp, *outputs, partial, inputs.log2_weights, heads, heads // kv_heads, n_q, n_k,
+        padded_length(n_q), padded_length(n_k), lists.entries.shape[-1], rows, places, scale * math.log2(math.e), scale,
     )  # fmt: skip
     grid = (batch * kv_heads * (places + first.shape[2] - 1),)
-    constants = tile_constants(head_dim, launch) | {"QUERY_TILE": level0_16bit.query_tile}
-    start(sla2_key_program, grid, arguments, constants, launch.options)
+    start(sla2_key_program, grid, arguments, tile_constants(head_dim, launch), launch.options)
     run_join(inputs, pieces, grad_sums, partial, (dk, dv), start, scale=scale)
     return dk, dv
 

@@ -43,6 +43,7 @@ class ForwardInputs(NamedTuple):
     q_hat: Quantized | None = None
     k_hat: Quantized | None = None
     v_hat: Quantized | None = None
+    log2_weights: Tensor | None = None  # float32 [B, H, Tm, Tn]: log2 W of every block, in stage 1
 
 
 @triton.jit
@@ -66,14 +67,15 @@ def mixed_output(o_s, alpha_i, q_i, sums_ptr, D: tl.constexpr, DP: tl.constexpr)
 @triton.jit(do_not_specialize=["n_q", "n_k", "width"])
 def sla2_forward_program(
     q_strided, q_hat_ptr, q_scale_ptr, k_strided, k_scale_ptr, v_strided, v_scale_ptr, alpha_ptr, entries_ptr,
-    counts_ptr, sums_ptr, o_strided, o_s_ptr, log_sum_exp_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded,
-    width, log2_scale,
+    counts_ptr, sums_ptr, weights_ptr, o_strided, o_s_ptr, log_sum_exp_ptr, heads, group_size, n_q, n_k, n_q_padded,
+    n_k_padded, width, log2_scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
     MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_Q queries of one block.
 
-    q_hat_ptr None: 16 bit. o_strided None: no linear branch, O_s and L alone. o_s_ptr None: O alone.
+    q_hat_ptr None: 16 bit. o_strided None: no linear branch, O_s and L alone. o_s_ptr None: O alone. weights_ptr: log2
+    of the weight W_ij of each block, P_ij = W_ij 2^(S - m); relative to its own tile's scores, m is less by log2 W_ij.
     """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -99,12 +101,20 @@ def sla2_forward_program(
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
+    weights_row = block * tl.cdiv(n_k, MASK_BLOCK_KV)
+    log2_weight = 0.0
     for entry in range(0, full):
         j = tl.load(entries_ptr + entry)
-        m, l, o_i = KEY_TILE(m, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, False)
+        if weights_ptr is not None:
+            log2_weight = tl.load(weights_ptr + weights_row + j)
+        m, l, o_i = KEY_TILE(m - log2_weight, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, False)
+        m += log2_weight
     for entry in range(full, count):
         j = tl.load(entries_ptr + entry)
-        m, l, o_i = KEY_TILE(m, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, True)
+        if weights_ptr is not None:
+            log2_weight = tl.load(weights_ptr + weights_row + j)
+        m, l, o_i = KEY_TILE(m - log2_weight, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, True)
+        m += log2_weight
     o_i = o_i * inverse_or_zero(l)[:, None]
     if o_s_ptr is not None:
         store_tokens(o_i, Operand(o_s_ptr + head * n_q * D, D), query, n_q, D, DP)
@@ -161,7 +171,7 @@ def run_sparse_forward(
     # Whole blocks of queries, for L to be there wherever the backward pass reads it.
     arguments = (
         strided(query), q_hat, q_scale, strided(k), k_scale, strided(v), v_scale,
-        inputs.alpha, *inputs.lists, inputs.sums, strided(output) if fused else None, o_s,
+        inputs.alpha, *inputs.lists, inputs.sums, inputs.log2_weights, strided(output) if fused else None, o_s,
         log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
     )  # fmt: skip

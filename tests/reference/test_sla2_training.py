@@ -1,0 +1,117 @@
+"""SLA2 at long lengths and large scores: memory that grows with N, and a backward pass that fits the forward pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sla2_oracles import drawn, drawn_qkv, gradients_of
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sage_ref.sla2 import SLA, SLA2, BlockSettings, block_mass, blocks, sparse_linear_attention
+from sage_ref.sla2.api import dispatch
+
+SMALL = BlockSettings(16, 8)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remember the most numbers that a tensor had which an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        found = function(*arguments, **(keywords or {}))
+        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return found
+
+
+def calls(q, k, v):
+    """Every public way to SLA and SLA2, both passes."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    core, soft = SLA2(16, 1, sparsity=0.5, backend="reference"), SLA2(16, 1, sparsity=0.5, backend="reference").stage(1)
+    matched = SLA2(16, 1, sparsity=0.5, backend="reference", backward="matched")
+    functions = {"SLA2": core, "matched": matched, "stage 1": soft, "SLA": SLA(16, 1, sparsity=0.5)}
+    for name, function in functions.items():
+        yield name, lambda function=function: function(q, k, v).sum().backward()
+    for quantize in (False, True):
+        options = {"quantize": quantize, "backend": "reference"}
+        yield (
+            "function",
+            lambda options=options: sparse_linear_attention(q, k, v, mask, 0.5, **options).sum().backward(),
+        )
+    yield "initialize_alpha", lambda: core.initialize_alpha(q, k)
+
+
+def test_no_public_call_makes_a_tensor_of_queries_by_keys():
+    n = 3072
+    q, k, v = (drawn(1, 1, n, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
+    for name, call in calls(q, k, v):
+        with LargestTensor() as largest:
+            call()
+        assert 0 < largest.numbers <= blocks.PART_SCORES < n * n / 2, name
+
+
+@pytest.mark.parametrize("parts", [1, 2, 100])
+@pytest.mark.parametrize("kind", ["16 bit", "INT8", "matched", "weights"])
+def test_parts_give_the_numbers_of_the_whole(monkeypatch, parts, kind):
+    q, k, v = drawn_qkv(100, 90)
+    do, alpha, weights = (
+        drawn(1, 2, 100, 8, seed=3),
+        drawn(1, 2, 7, seed=4).sigmoid(),
+        drawn(1, 2, 7, 12, seed=5).sigmoid(),
+    )
+    settings = replace(
+        SMALL, quantize=kind in ("INT8", "matched"), backward="matched" if kind == "matched" else "printed"
+    )
+
+    def run(*x):
+        chooser = x[4] if kind == "weights" else weights > 0.5
+        return dispatch(*x[:3], chooser, settings, x[3], "reference") + 0 * x[4].sum()
+
+    tensors = q, k, v, alpha, weights
+    expected = run(*tensors), *gradients_of(run, tensors, do), block_mass(q, k, settings)
+    monkeypatch.setattr(blocks, "PART_SCORES", 2 * 100 * 90 // parts)
+    found = run(*tensors), *gradients_of(run, tensors, do), block_mass(q, k, settings)
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y, atol=1e-12, rtol=1e-12)
+
+
+def scores_up_to(size):
+    """Q, K, V and dO of 128 tokens with scores of about `size`."""
+    q, k, v = drawn_qkv(128, 128, head_dim=32)
+    factor = (size / (q @ k.mT * 32**-0.5).abs().max()) ** 0.5
+    return q * factor, k * factor, v, drawn(1, 2, 128, 32, seed=3)
+
+
+@pytest.mark.parametrize("size", [5, 80, 300])
+def test_rows_of_a_matched_p_sum_to_one(size):
+    """With dO = 1 for one query and 0 for the others, dV is that query's row of P."""
+    q, k, v, _ = scores_up_to(size)
+    mask = drawn(1, 2, 8, 16, seed=6) > 0
+    mask[..., 0] = True
+    for backward, worst in (("matched", 1e-3), ("printed", None)):
+        settings = BlockSettings(16, 8, quantize=True, backward=backward)
+        run = lambda v, s=settings: dispatch(q, k, v, mask, s, torch.ones(1, 2, 8).double(), "reference")  # noqa: E731
+        rows = [
+            gradients_of(run, [v], torch.eye(128)[i, :, None].expand(1, 2, -1, 32).double())[0] for i in (0, 50, 127)
+        ]
+        error = max((dv.sum(-2) - 1).abs().max().item() for dv in rows)
+        assert error < worst if worst else error > {5: 1e-3, 80: 0.05, 300: 0.5}[size]
+
+
+@pytest.mark.parametrize("size", [80, 300])
+def test_matched_gradients_are_nearer_to_the_exact_ones_at_large_scores(size):
+    q, k, v, do = scores_up_to(size)
+    mask, alpha = torch.ones(1, 2, 8, 16, dtype=torch.bool), torch.ones(1, 2, 8, dtype=torch.float64)
+
+    def gradients(settings):
+        return gradients_of(lambda *x: dispatch(*x, mask, settings, alpha, "reference"), (q, k, v), do)
+
+    exact, errors = gradients(SMALL), {}
+    for backward in ("printed", "matched"):
+        found = gradients(replace(SMALL, quantize=True, backward=backward))
+        errors[backward] = [((x - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
+    for x, y in zip(errors["matched"], errors["printed"], strict=True):
+        assert x < 0.7 * y
