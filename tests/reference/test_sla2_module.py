@@ -153,7 +153,8 @@ def test_stage_1_weighs_both_branches_by_soft_top_k(n_q, n_k):
 def test_gradients_of_stage_1_pass_gradcheck_in_inputs_router_and_alpha(protecting):
     """Also beside protected keys, where they reach the router all the same."""
     qkv = [x.requires_grad_() for x in drawn_qkv(3, 7, 2, heads=1)]
-    model = SLA2(2, 1, sparsity=0.5, block_q=2, block_kv=2, query_blocks=2, relaxation=PRINTED).double().stage(1)
+    options = {"block_q": 2, "block_kv": 2, "query_blocks": 2, "relaxation": PRINTED, "backend": "reference"}
+    model = SLA2(2, 1, sparsity=0.5, **options).double().stage(1)
     named = {name: parameter.detach().requires_grad_() for name, parameter in model.named_parameters()}
     protect = torch.arange(7) == 4 if protecting else None
 
