@@ -28,6 +28,7 @@ COMMANDS = {
     "pretrain-grid": ("experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
     "pretrain-speed": ("experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"),
     "context-parallel": ("experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"),
+    "matched": ("experiments.matched", "SLA2's backward pass as printed, and one that matches the forward pass"),
     "noise": ("experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"),
     "capture": ("experiments.capture", "save what enters the attention of a pre-trained model"),
     "capture-video": (

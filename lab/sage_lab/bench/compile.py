@@ -146,6 +146,8 @@ def sla2_cases(capability: int) -> Iterator[Case]:
     known += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
     known += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
     known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key") if capability == 90]
+    known += [(f"sla2_{name}_matched", 0) for name in ("query", "key")]
+    known += [(f"sla2_{name}_soft", 0) for name in ("query", "key")] + [("sla2_forward_16bit_soft", 2)]
     for head_dim in HEAD_DIMS:
         for kernel, level in known:
             yield Case(kernel, level, capability, head_dim, False)
@@ -162,9 +164,14 @@ def is_sla2(case: Case) -> bool:
     return case.kernel.startswith("sla2_")
 
 
+def base_of(case: Case) -> str:
+    """Return the name under which SLA2's launches know a kernel: without what its program is told."""
+    return re.sub("_(soft|matched)$", "", case.kernel)
+
+
 def is_forward(case: Case) -> bool:
     if is_sla2(case):
-        return case.kernel == "sla2_prepare" or case.kernel in LEVELS[case.level].kernels
+        return case.kernel == "sla2_prepare" or base_of(case) in LEVELS[case.level].kernels
     return case.kernel in ("forward", *BEFORE_FORWARD)
 
 
@@ -184,8 +191,8 @@ def launch_of(case: Case) -> Launch | None:
     if hopper is not None:
         return hopper.LAUNCHES[case.kernel]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
-    found = known.get(LaunchCase(case.kernel, case.level, case.head_dim, case.is_causal))
-    return found or DEFAULTS.get(case.kernel)
+    found = known.get(LaunchCase(base_of(case), case.level, case.head_dim, case.is_causal))
+    return found or DEFAULTS.get(base_of(case))
 
 
 # What the kernels start
@@ -207,15 +214,16 @@ def source_of(case: Case) -> tuple[ASTSource, dict[str, Any]]:
 def started(case: Case) -> tuple[Any, tuple, dict, dict]:
     """Return (program, arguments, constants, options) of a case: the first start of a program of its name.
 
-    Names differ from the kernel's by what the program is told: a prologue, 16 bit, a scale per block, dK or dV alone.
+    Names differ from the kernel's by what the program is told: a prologue, 16 bit, a scale per block, dK or dV alone,
+    weights of blocks, the forward's INT8 copies.
     """
-    name = re.sub("^rotary_|_16bit$|_per_block$", "", case.kernel)
+    name = re.sub("^rotary_|_16bit$|_per_block$", "", base_of(case))
     notes, outputs = [], {}
     if name in ("dk", "dv", "dkdv"):
         name, outputs = "dkdv", {"WITH_DK": "dk" in name, "WITH_DV": "dv" in name}
 
     def choose(kernel: str, level: int, head_dim: int, is_causal: bool, device: torch.device) -> Launch:
-        launch = case.launch if kernel == case.kernel else None
+        launch = case.launch if kernel == base_of(case) else None
         return launch_of(Case(kernel, level, case.capability, head_dim, is_causal, launch))
 
     def start(program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
@@ -261,16 +269,19 @@ def start_sla2(case: Case, start: Start) -> None:
         empty(1, heads, n, head_dim) for heads, n in ((4, n_q), (2, n_k), (2, n_k), (4, n_q))
     )
     alpha, projection = empty(1, 4, 3, dtype=torch.float32), empty(head_dim, head_dim)
-    if case.kernel == "sla2_list":
-        chooser = empty(1, 4, 3, 290, dtype=torch.bool)
+    if case.kernel == "sla2_list" or case.kernel.endswith("_soft"):
+        chooser = empty(1, 4, 3, 290, dtype=torch.bool if case.kernel == "sla2_list" else torch.float32)
     else:
         chooser = Routing(projection, projection, 10, empty(290, dtype=torch.bool))
-    level = case.level if is_forward(case) else 3
+    level = case.level if is_forward(case) else 2 if case.kernel.endswith("_soft") else 3
     prepared = sla2_ladder.prepare(query, key, value, chooser, alpha, level, start, scale=0.1)
     forward = sla2_ladder.run_forward(prepared, level, start, scale=0.1, save=True)
     if not is_forward(case):
         tensors = grad_output, query, key, value, alpha, prepared.inputs.sums, *forward[1:], prepared.k_mean
-        sla2_ladder.run_backward(BackwardInputs(*tensors), prepared.choice, start, scale=0.1, level=case.level)
+        inputs = BackwardInputs(*tensors, log2_weights=prepared.inputs.log2_weights)
+        if case.kernel.endswith("_matched"):
+            inputs = inputs._replace(q_hat=prepared.inputs.q_hat, k_hat=prepared.inputs.k_hat)
+        sla2_ladder.run_backward(inputs, prepared.choice, start, scale=0.1, level=case.level)
 
 
 # What the compiler makes of it
@@ -285,6 +296,7 @@ def promise(case: Case) -> tuple[bool, bool, int, int]:
     float16 = case.kernel not in ("dv", *SLA2_ONCE, *AROUND)
     if is_sla2(case):
         int8 = case.kernel == LEVELS[case.level].kernel and bool(LEVELS[case.level].int8)
+        int8 |= case.kernel.endswith("_matched")
     elif case.kernel == "forward":
         float16 = level_of(case).int8 != "QKV"
     limit = getattr(launch_of(case), "max_registers", None)

@@ -1,0 +1,265 @@
+"""`python -m sage_lab matched`: SLA2's backward pass as printed, and one that matches the forward pass.
+
+Algorithm 3 recomputes P from 16-bit scores with the L of the INT8 forward pass; "matched" takes the INT8 scores. The
+column `part` of the record says what a row measures:
+
+gradients  errors of O and of the gradients as scores grow, on Gaussian inputs and on what trained models computed
+memory     peak memory and time of a step by length; on a GPU only
+training   a small video model that learns without QK-norm at a learning rate which lets the scores grow; see ARMS
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sage_lab.bench.timing import paired
+from sage_lab.command_line import positive
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.plan import Plan, Run, opened
+from sage_lab.records import RECORDED, Row, markdown_table
+from sage_lab.training.capture import read_capture
+from sage_lab.training.video_flow import flow_batch, flow_matching_loss
+from sage_lab.training.video_scenes import digit_images
+from sage_ref.sla2 import SLA2, BlockSettings, per_query, sla2_backward, sla2_forward, spread_blocks, whole
+from sage_ref.tracing import relative_l2
+
+LENGTHS = (4096, 8192, 16_384, 32_760, 65_536)
+HEADS, HEAD_DIM, SPARSITY = 12, 128, 0.97  # of `memory`: the paper's
+STEP_EVERY = 10  # rows of `training`
+NAMES = ("dQ", "dK", "dV")
+MODEL = VideoDiTConfig(layers=2, heads=2, attention="sla2", sparsity=0.75)  # 1,024 tokens, 2 heads of 64
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How a model of `training` computes attention. clamped: printed, with P never above 1, its largest value."""
+
+    quantize: bool = True
+    backward: str = "printed"
+    clamped: bool = False
+    qk_norm: bool = False
+
+
+ARMS = {
+    "exact": Arm(quantize=False),
+    "printed": Arm(),
+    "printed, P at most 1": Arm(clamped=True),
+    "matched": Arm(backward="matched"),
+    "printed, QK-norm": Arm(qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class MatchedRun(Run):
+    """One part of the record: a length, one arm of training, or all errors of gradients."""
+
+    part: str
+    arm: str = ""
+    seed: int = 0
+    length: int = 0
+
+
+class ClampedFunction(torch.autograd.Function):
+    """SLA2 with the printed backward pass, but P = exp(S - L) is cut where it is above 1."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, block_mask, alpha, settings):
+        found = sla2_forward(query, key, value, block_mask, alpha, settings)
+        ctx.settings = settings
+        ctx.save_for_backward(query, key, value, block_mask, alpha, found.sparse_output, found.log_sum_exp)
+        return found.output.to(query.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        query, key, value, block_mask, alpha, o_s, log_sum_exp = ctx.saved_tensors
+        arguments = query, key, value, block_mask, alpha, o_s
+        dq, dk, dv, dalpha = sla2_backward(grad_output, *arguments, log_sum_exp, ctx.settings)
+        # Take back what was above 1: P - min(P, 1) has the gradients of its own P, with the same dP - D.
+        q, k, v, do = (x.float() for x in (query, key, value, grad_output))
+        c = q.shape[-1] ** -0.5
+        seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], ctx.settings)
+        p = torch.exp((q @ k.mT * c - log_sum_exp).masked_fill(~seen, -math.inf))
+        excess = (p - 1).clamp_min(0)
+        do_s = per_query(alpha.float(), q.shape[-2], ctx.settings) * do
+        ds = excess * (do_s @ v.mT - (do_s * o_s).sum(-1, keepdim=True))
+        dq, dk, dv = dq - ds @ k * c, dk - ds.mT @ q * c, dv - excess.mT @ do_s
+        return *(dx.to(x.dtype) for dx, x in zip((dq, dk, dv), ctx.saved_tensors, strict=False)), None, dalpha, None
+
+
+class ClampedSLA2(SLA2):
+    """SLA2 in stage 2 by `ClampedFunction`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = self.block_mask(query.float(), key.float())
+        with torch.autocast(query.device.type, enabled=False):
+            return ClampedFunction.apply(query, key, value, mask, self.alpha(*mask.shape[::2]), self.settings)
+
+
+class NoNorm(nn.Module):
+    """Stands in for QK-norm: forward(query, key) returns both."""
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query, key
+
+
+@torch.no_grad()
+def mismatch(qkv: list[Tensor], grad_output: Tensor, block_mask: Tensor, alpha: Tensor, arm: Arm) -> Row:
+    """Return the largest score, the largest row sum of P, and relative errors of O and of the gradients.
+
+    qkv, grad_output [B, H, N, D]. The gradients' errors are against those of the unquantised SLA2.
+    """
+    q, k, v, do = (x.float() for x in (*qkv, grad_output))
+    settings = BlockSettings(backward=arm.backward, quantize=arm.quantize)
+    results = {}
+    for name, chosen in (("exact", replace(settings, quantize=False)), ("found", settings)):
+        forward = sla2_forward(q, k, v, block_mask, alpha, chosen)
+        gradients = sla2_backward(do, q, k, v, block_mask, alpha, forward.sparse_output, forward.log_sum_exp, chosen)
+        results[name] = forward.output, *gradients[:3]
+    left, right, log_sum_exp = q, k, forward.log_sum_exp
+    if settings.matched:
+        left, right, mean_scores = whole.int8_operands(q, k, settings)
+        log_sum_exp = log_sum_exp - mean_scores
+    scores = left @ right.mT * q.shape[-1] ** -0.5
+    seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], settings)
+    rows = torch.exp((scores - log_sum_exp).masked_fill(~seen, -math.inf)).sum(-1)
+    pairs = zip(("O", *NAMES), results["found"], results["exact"], strict=True)
+    return {
+        "max_score": round((q @ k.mT).abs().max().item() * q.shape[-1] ** -0.5, 1),
+        "largest_row_sum": float(f"{rows.max().item():.4g}"),
+    } | {f"error_{name}": float(f"{relative_l2(x, y):.3g}") for name, x, y in pairs}
+
+
+def gradient_rows(device: torch.device) -> list[Row]:
+    """Measure `mismatch` on Gaussian inputs of growing size and on captures of trained models."""
+    rows = []
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 2, 1024, 64, generator=generator).to(device) for _ in range(4)]
+    inputs = {f"gaussian, times {size:g}": (drawn[0] * size, drawn[1] * size, *drawn[2:]) for size in (1, 2, 3, 4, 6)}
+    one_channel = torch.ones(64, device=device)
+    one_channel[0] = 8.0
+    inputs["gaussian, times 3, one channel of K times 8"] = 3 * drawn[0], 3 * drawn[1] * one_channel, *drawn[2:]
+    for name in ("capture_plain_h200", "capture_qk_norm_h200", "capture_video"):
+        for layer, x in read_capture(RECORDED / f"{name}.safetensors").layers.items():
+            tensors = [x[part].to(device)[:1, :, :4096].float() for part in ("query", "key", "value")]
+            do = x["grad_output"].to(device)[:1, :, :4096] if "grad_output" in x else torch.randn_like(tensors[0])
+            inputs[f"{name}, layer {layer}"] = *tensors, do
+    for name, (q, k, v, do) in inputs.items():
+        core = SLA2(q.shape[-1], q.shape[1], sparsity=0.75).to(device)
+        mask = core.block_mask(q, k)
+        alpha = torch.full(mask.shape[:3], 0.95, device=device)
+        for backward in ("printed", "matched"):
+            found = mismatch([q, k, v], do, mask, alpha, Arm(backward=backward))
+            rows.append({"part": "gradients", "inputs": name, "arm": backward} | found)
+    return rows
+
+
+def memory_rows(length: int, device: torch.device) -> list[Row]:
+    """Measure the peak memory beyond the inputs and the time of both passes at one length, in bfloat16."""
+    shape = {"dtype": torch.bfloat16, "device": device}
+    q, k, v, do = (torch.randn(1, HEADS, length, HEAD_DIM, **shape) for _ in range(4))
+    steps: dict[str, Callable[[], object]] = {}
+    for name, options in (("stage 2, printed", {}), ("stage 2, matched", {"backward": "matched"}), ("stage 1", {})):
+        core = SLA2(HEAD_DIM, HEADS, sparsity=SPARSITY, **options).to(device).stage(1 if name == "stage 1" else 2)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        parameters = [x for x in core.parameters() if x.requires_grad]
+        steps[name] = lambda core=core, x=leaves, p=parameters: torch.autograd.grad(core(*x), [*x, *p], do)
+    steps["initialize_alpha"] = lambda: core.initialize_alpha(q, k)
+    rows = []
+    for name, step in steps.items():
+        step()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+        rows.append({"part": "memory", "inputs": name, "length": length, "peak_gib": round(gib, 3)})
+    for row, timing in zip(rows, paired(steps, 5).values(), strict=True):
+        row |= {"ms_median": round(timing.ms_median, 3), "protocol": "paired"}
+    return rows
+
+
+def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.device) -> list[Row]:
+    """Train one arm; keep every tenth step's loss and the `mismatch` of the last layer, until the loss isn't finite."""
+    arm, rows, seen = ARMS[run.arm], [], {}
+    torch.manual_seed(run.seed)
+    model = VideoDiT(replace(MODEL, quantize=arm.quantize))
+    for block in model.blocks:
+        attention, core = block.attention, block.attention.core
+        core.settings = replace(core.settings, backward=arm.backward)
+        core.__class__ = ClampedSLA2 if arm.clamped else SLA2
+        attention.qk_norm = attention.qk_norm if arm.qk_norm else NoNorm()
+
+    def keep(core: SLA2, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["inputs"], seen["core"] = inputs, core
+        output.register_hook(lambda gradient: seen.update(gradient=gradient))
+
+    model.blocks[-1].attention.core.register_forward_hook(keep)
+    model.to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    digits = digit_images().to(device)
+    low_bits = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    for step in range(settings.steps):
+        with low_bits:
+            loss = flow_matching_loss(model, *flow_batch(4, digits, MODEL, seed=(0, run.seed, step))).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        diverged = not math.isfinite(loss.item())
+        if step % STEP_EVERY == STEP_EVERY - 1 or diverged:
+            row = run.facts | {"step": step + 1, "loss": loss.item(), "diverged": diverged}
+            if not diverged:
+                q, k, v = (x.detach().float()[:1] for x in seen["inputs"])
+                mask = seen["core"].block_mask(q, k)
+                alpha = seen["core"].alpha(1, mask.shape[2])
+                row |= mismatch([q, k, v], seen["gradient"][:1], mask, alpha, arm)
+            rows.append(row)
+        if diverged:
+            break
+    return rows
+
+
+@dataclass(frozen=True)
+class MatchedSettings:
+    """Settings of `training`."""
+
+    steps: int = 200
+    learning_rate: float = 0.03
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=positive, default=3, help="of training")
+    parser.add_argument("--steps", type=positive, default=MatchedSettings.steps, help="of training")
+    parser.add_argument("--learning-rate", type=float, default=MatchedSettings.learning_rate)
+    parser.add_argument("--parts", nargs="+", default=["gradients", "memory", "training"])
+
+
+def matched_command(options: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = MatchedSettings(options.steps, options.learning_rate)
+    memory = [MatchedRun("memory", length=n) for n in LENGTHS] if device.type == "cuda" else []
+    training = [MatchedRun("training", arm, seed) for seed in range(options.seeds) for arm in ARMS]
+    runs = [run for run in (MatchedRun("gradients"), *memory, *training) if run.part in options.parts]
+
+    def measure(run: MatchedRun, _: None) -> list[Row]:
+        if run.part == "training":
+            return training_rows(run, settings, device)
+        return memory_rows(run.length, device) if run.part == "memory" else gradient_rows(device)
+
+    with opened(Plan("matched", [runs]), Path("runs"), (settings, device.type)) as work:
+        work.finish(measure)
+        work.record(options.json, options.command)
+    for run, rows in work.finished.items():
+        if run.part == "training":
+            last = rows[-1]
+            print(run.arm, run.seed, *(f"{name} {last.get(name)}" for name in ("step", "loss", "max_score")))
+        else:
+            names = [name for name in rows[0] if name != "part"]
+            print(markdown_table(names, [[str(row.get(name, "")) for name in names] for row in rows]))
