@@ -191,14 +191,20 @@ class Sla2:
         protected = torch.arange(case.blocks[3], device=DEVICE) == 2
         router = sla2_cases.drawn_router(case, min(2, case.blocks[3]), protected)
         chooser = (None, *router[:2], protected, router.count) if self.routed else (block_mask, *[None] * 3, 0)
-        arguments = query, key, value, alpha, *chooser, self.quantize, 0.125
-        calls = [(self.kernel, (*arguments, save)) for save in ((True,) if self.quantize else (True, False))]
+        arguments = query, key, value, alpha, *chooser, self.quantize
+        kinds = [(True, True), (False, True)] if self.quantize else [(False, True), (False, False)]  # matched, save
+        calls = [(self.kernel, (*arguments, matched, 0.125, save)) for matched, save in kinds]
         if not self.routed:
+            weights = 0.25 + 0.5 * block_mask.float()
+            if not self.quantize:
+                calls.append((self.kernel, (*arguments[:4], weights, *arguments[5:], False, 0.125, True)))
             prepared, forward = sla2_cases.run_level(case, self.level(case), tensors)
             lists, complement = prepared.choice.lists, prepared.choice.complement
             saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *lists, complement
-            backward = grad_output, query, key, value, alpha, block_mask, *saved, prepared.k_mean, 0.125
-            calls.append((self.backward_kernel, backward))
+            backward = grad_output, query, key, value, alpha, block_mask, *saved
+            for of_weights in (None, *[weights] * (not self.quantize)):
+                options = of_weights, prepared.k_mean, *[None] * 4, 0.125
+                calls.append((self.backward_kernel, (*backward, *options)))
         return calls
 
 

@@ -216,7 +216,9 @@ class Sla2Operation(torch.autograd.Function):
             return (None,) * 13  # one for each argument of forward
         tensors = grad_output, *ctx.saved_tensors
         gradients = gradients_once(
-            "sparse_linear_attention", lambda *x: torch.ops.sage_kernels.sla2_backward.default(*x, ctx.scale), *tensors
+            "sparse_linear_attention",
+            lambda *x: tuple(torch.ops.sage_kernels.sla2_backward.default(*x, ctx.scale)),
+            *tensors,
         )
         dq, dk, dv, dalpha, *dw = gradients
         return dq, dk, dv, dalpha, *(dw or [None]), *([None] * 8)  # nothing for the router and the options

@@ -66,6 +66,10 @@ RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> [spi
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 HEAD_DIMS = (64, 128)
 # SLA2's programs that hardly depend on the head size.
+SLA2_TRAINING = (  # programs that are told of weights or of the forward's INT8 copies, and their levels
+    ("sla2_query_matched", 0), ("sla2_key_matched", 0), ("sla2_query_soft", 0), ("sla2_key_soft", 0),
+    ("sla2_forward_16bit_soft", 2),
+)  # fmt: skip
 SLA2_ONCE = ("sla2_list", "sla2_top_blocks", "sla2_sequence_mean", "sla2_pieces")
 # SageBwd's programs before the forward pass, before the backward pass and after it. "rotary_": with a prologue.
 BEFORE_FORWARD = ("key_sums", "rotary_key_sums", "key_mean", "prepare_forward", "rotary_prepare_forward")
@@ -146,13 +150,13 @@ def sla2_cases(capability: int) -> Iterator[Case]:
     known += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
     known += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
     known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key") if capability == 90]
-    known += [(f"sla2_{name}_matched", 0) for name in ("query", "key")]
-    known += [(f"sla2_{name}_soft", 0) for name in ("query", "key")] + [("sla2_forward_16bit_soft", 2)]
     for head_dim in HEAD_DIMS:
         for kernel, level in known:
             yield Case(kernel, level, capability, head_dim, False)
     for kernel in SLA2_ONCE:
         yield Case(kernel, 0, capability, HEAD_DIMS[0], False)
+    for kernel, level in SLA2_TRAINING:
+        yield Case(kernel, level, capability, HEAD_DIMS[-1], False)
 
 
 def runnable(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:

@@ -31,7 +31,7 @@ from sage_kernels.common.tiles import (
     store_tokens,
 )
 from sage_kernels.sla2.backward.tiles import KeyHead, KeyTile, QueryHead, QueryTile, key_tile, query_tile
-from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
+from sage_kernels.sla2.forward.program import inverse_or_zero, log2_weight_at, tile_constants
 from sage_kernels.sla2.lists import BlockLists, list_range
 from sage_kernels.sla2.pieces import Pieces, pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
@@ -173,19 +173,16 @@ def sla2_query_program(
     queries, keys = QueryTile(q_i, q_hat_i, s_q, do_i, log_sum_exp_i, delta_i), KeyHead(k, k_hat, v)
     key_blocks = tl.cdiv(n_k, MASK_BLOCK_KV)
     ds_row = (head * tl.num_programs(0) + tile) * key_blocks
-    log2_weight = 0.0
     dq_i = tl.zeros([BLOCK_Q, DP], tl.float32)
     for entry in range(0, full):
         j = tl.load(entries_ptr + entry)
-        if weights_ptr is not None:
-            log2_weight = tl.load(weights_ptr + list_number * key_blocks + j)
+        log2_weight = log2_weight_at(weights_ptr, list_number * key_blocks + j)
         dq_i, ds_sum = key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE, False)
         if weights_ptr is not None:
             tl.store(ds_ptr + ds_row + j, ds_sum)
     for entry in range(full, count):
         j = tl.load(entries_ptr + entry)
-        if weights_ptr is not None:
-            log2_weight = tl.load(weights_ptr + list_number * key_blocks + j)
+        log2_weight = log2_weight_at(weights_ptr, list_number * key_blocks + j)
         dq_i, ds_sum = key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE, True)
         if weights_ptr is not None:
             tl.store(ds_ptr + ds_row + j, ds_sum)
@@ -273,12 +270,11 @@ def sla2_key_program(
     # [Bkv, D]
     k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n)
     v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
-    k_hat_j, s_k, q_hat = None, 1.0, None
+    k_hat_j, s_k = None, 1.0
     if k_hat_ptr is not None:
         k_hat = int8_head(k_hat_ptr, k_scale_ptr, kv_head, n_k_padded, DP, MASK_BLOCK_KV)
         k_hat_j, s_k = load_padded(k_hat, key, DP), tl.load(k_hat.scale + j)
     keys = KeyTile(load_tokens(k, key, n_k, D, DP, True), k_hat_j, s_k, load_tokens(v, key, n_k, D, DP, True))
-    log2_weight = 0.0
     dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     dv_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     for g in range(group_size):
@@ -289,16 +285,15 @@ def sla2_key_program(
         q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
         do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
         rows = head * n_q_padded
+        q_hat = None
         if q_hat_ptr is not None:
             q_hat = int8_head(q_hat_ptr, q_scale_ptr, head, n_q_padded, DP, MASK_BLOCK_Q)
         queries = QueryHead(q, q_hat, do, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
         for step in range(tl.maximum(begin, 0) * STEPS, tl.minimum(end, count) * STEPS):
             query_block = tl.load(entries_ptr + list_number * width + step // STEPS)
             i = query_block * STEPS + step % STEPS
-            if weights_ptr is not None:
-                log2_weight = tl.load(
-                    weights_ptr + (head * (n_q_padded // MASK_BLOCK_Q) + query_block) * key_blocks + j
-                )
+            place = (head * (n_q_padded // MASK_BLOCK_Q) + query_block) * key_blocks + j
+            log2_weight = log2_weight_at(weights_ptr, place)
             dk_j, dv_j = query_tile(dk_j, dv_j, keys, i, queries, log2_weight, n_q, log2_scale, TILE)
         begin -= count
         end -= count

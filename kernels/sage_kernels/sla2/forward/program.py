@@ -54,6 +54,12 @@ def inverse_or_zero(x):
 
 
 @triton.jit
+def log2_weight_at(weights_ptr, place):
+    """Return log2 W of a block, and 0 where blocks have no weights: weights_ptr None."""
+    return 0.0 if weights_ptr is None else tl.load(weights_ptr + place)
+
+
+@triton.jit
 def mixed_output(o_s, alpha_i, q_i, sums_ptr, D: tl.constexpr, DP: tl.constexpr):
     """Return alpha O_s + (1 - alpha) O_l of one query block whose H_i and Z_i are at sums_ptr."""
     d = tl.arange(0, DP)
@@ -102,17 +108,14 @@ def sla2_forward_program(
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
     weights_row = block * tl.cdiv(n_k, MASK_BLOCK_KV)
-    log2_weight = 0.0
     for entry in range(0, full):
         j = tl.load(entries_ptr + entry)
-        if weights_ptr is not None:
-            log2_weight = tl.load(weights_ptr + weights_row + j)
+        log2_weight = log2_weight_at(weights_ptr, weights_row + j)
         m, l, o_i = KEY_TILE(m - log2_weight, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, False)
         m += log2_weight
     for entry in range(full, count):
         j = tl.load(entries_ptr + entry)
-        if weights_ptr is not None:
-            log2_weight = tl.load(weights_ptr + weights_row + j)
+        log2_weight = log2_weight_at(weights_ptr, weights_row + j)
         m, l, o_i = KEY_TILE(m - log2_weight, l, o_i, q_tile, s_q, query, j, k, v, n_k, TILE, True)
         m += log2_weight
     o_i = o_i * inverse_or_zero(l)[:, None]
