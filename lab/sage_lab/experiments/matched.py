@@ -65,8 +65,32 @@ class MatchedRun(Run):
     length: int = 0
 
 
+def clamped_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Tensor,
+    alpha: Tensor,
+    sparse_output: Tensor,
+    log_sum_exp: Tensor,
+    settings: BlockSettings,
+) -> tuple[Tensor, ...]:
+    """Compute `sla2_backward` as printed, but with min(P, 1) for P = exp(S - L)."""
+    saved = query, key, value, block_mask, alpha, sparse_output
+    dq, dk, dv, dalpha = sla2_backward(grad_output, *saved, log_sum_exp, settings)
+    # Take back what is above 1: P - min(P, 1) has gradients of its own, with the same dP - D.
+    q, k, v, do = (x.float() for x in (query, key, value, grad_output))
+    c = q.shape[-1] ** -0.5
+    seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], settings)
+    excess = (torch.exp((q @ k.mT * c - log_sum_exp).masked_fill(~seen, -math.inf)) - 1).clamp_min(0)
+    do_s = per_query(alpha.float(), q.shape[-2], settings) * do
+    ds = excess * (do_s @ v.mT - (do_s * sparse_output).sum(-1, keepdim=True))
+    return dq - ds @ k * c, dk - ds.mT @ q * c, dv - excess.mT @ do_s, dalpha
+
+
 class ClampedFunction(torch.autograd.Function):
-    """SLA2 with the printed backward pass, but P = exp(S - L) is cut where it is above 1."""
+    """SLA2 with `clamped_backward`."""
 
     @staticmethod
     def forward(ctx, query, key, value, block_mask, alpha, settings):
@@ -77,19 +101,9 @@ class ClampedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        query, key, value, block_mask, alpha, o_s, log_sum_exp = ctx.saved_tensors
-        arguments = query, key, value, block_mask, alpha, o_s
-        dq, dk, dv, dalpha = sla2_backward(grad_output, *arguments, log_sum_exp, ctx.settings)
-        # Take back what was above 1: P - min(P, 1) has the gradients of its own P, with the same dP - D.
-        q, k, v, do = (x.float() for x in (query, key, value, grad_output))
-        c = q.shape[-1] ** -0.5
-        seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], ctx.settings)
-        p = torch.exp((q @ k.mT * c - log_sum_exp).masked_fill(~seen, -math.inf))
-        excess = (p - 1).clamp_min(0)
-        do_s = per_query(alpha.float(), q.shape[-2], ctx.settings) * do
-        ds = excess * (do_s @ v.mT - (do_s * o_s).sum(-1, keepdim=True))
-        dq, dk, dv = dq - ds @ k * c, dk - ds.mT @ q * c, dv - excess.mT @ do_s
-        return *(dx.to(x.dtype) for dx, x in zip((dq, dk, dv), ctx.saved_tensors, strict=False)), None, dalpha, None
+        *gradients, dalpha = clamped_backward(grad_output, *ctx.saved_tensors, ctx.settings)
+        dq, dk, dv = (dx.to(x.dtype) for dx, x in zip(gradients, ctx.saved_tensors, strict=False))
+        return dq, dk, dv, None, dalpha, None
 
 
 class ClampedSLA2(SLA2):
@@ -109,17 +123,20 @@ class NoNorm(nn.Module):
 
 
 @torch.no_grad()
-def mismatch(qkv: list[Tensor], grad_output: Tensor, block_mask: Tensor, alpha: Tensor, arm: Arm) -> Row:
-    """Return the largest score, the largest row sum of P, and relative errors of O and of the gradients.
+def mismatch(
+    qkv: list[Tensor], grad_output: Tensor, block_mask: Tensor, alpha: Tensor, arm: Arm, blocks: BlockSettings
+) -> Row:
+    """Return the largest score, the largest row sum of P (before any clamp), and errors of O and of the gradients.
 
-    qkv, grad_output [B, H, N, D]. The gradients' errors are against those of the unquantised SLA2.
+    qkv, grad_output [B, H, N, D]. Errors are relative, against the unquantised SLA2. blocks: their sizes.
     """
     q, k, v, do = (x.float() for x in (*qkv, grad_output))
-    settings = BlockSettings(backward=arm.backward, quantize=arm.quantize)
+    settings = replace(blocks, backward=arm.backward, quantize=arm.quantize)
     results = {}
     for name, chosen in (("exact", replace(settings, quantize=False)), ("found", settings)):
         forward = sla2_forward(q, k, v, block_mask, alpha, chosen)
-        gradients = sla2_backward(do, q, k, v, block_mask, alpha, forward.sparse_output, forward.log_sum_exp, chosen)
+        compute = clamped_backward if arm.clamped and name == "found" else sla2_backward
+        gradients = compute(do, q, k, v, block_mask, alpha, forward.sparse_output, forward.log_sum_exp, chosen)
         results[name] = forward.output, *gradients[:3]
     left, right, log_sum_exp = q, k, forward.log_sum_exp
     if settings.matched:
@@ -154,7 +171,7 @@ def gradient_rows(device: torch.device) -> list[Row]:
         mask = core.block_mask(q, k)
         alpha = torch.full(mask.shape[:3], 0.95, device=device)
         for backward in ("printed", "matched"):
-            found = mismatch([q, k, v], do, mask, alpha, Arm(backward=backward))
+            found = mismatch([q, k, v], do, mask, alpha, Arm(backward=backward), core.settings)
             rows.append({"part": "gradients", "inputs": name, "arm": backward} | found)
     return rows
 
@@ -219,7 +236,7 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
                 q, k, v = (x.detach().float()[:1] for x in seen["inputs"])
                 mask = seen["core"].block_mask(q, k)
                 alpha = seen["core"].alpha(1, mask.shape[2])
-                row |= mismatch([q, k, v], seen["gradient"][:1], mask, alpha, arm)
+                row |= mismatch([q, k, v], seen["gradient"][:1], mask, alpha, arm, seen["core"].settings)
             rows.append(row)
         if diverged:
             break

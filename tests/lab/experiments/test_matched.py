@@ -1,0 +1,60 @@
+"""The experiment with the matched backward pass: what its rows say, and that each arm computes what its name says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sage_lab.__main__ import main
+from sage_lab.experiments import matched
+from sage_lab.experiments.matched import ARMS, Arm, ClampedFunction, mismatch
+from sage_lab.records import read_record
+from torch.testing import assert_close
+
+from sage_ref.sla2 import BlockSettings, sparse_linear_attention
+
+
+def drawn(size):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = torch.randn(4, 1, 2, 256, 32, generator=generator).unbind()
+    return [size * q, size * k, v], do, torch.ones(1, 2, 2, 4, dtype=torch.bool), torch.ones(1, 2, 2)
+
+
+def test_rows_sum_to_one_unless_the_printed_backward_pass_meets_large_scores():
+    sums = {name: mismatch(*drawn(5.0), arm, BlockSettings())["largest_row_sum"] for name, arm in ARMS.items()}
+    assert sums["exact"] == pytest.approx(1, abs=1e-4)
+    assert sums["matched"] == pytest.approx(1, abs=1e-3)
+    assert sums["printed"] > 1.5
+    small, large = (mismatch(*drawn(size), Arm(), BlockSettings()) for size in (1.0, 5.0))
+    assert small["max_score"] * 25 == pytest.approx(large["max_score"], rel=0.05)
+    assert small["error_dQ"] < 0.02 < 0.2 < large["error_dQ"]
+
+
+def test_clamping_changes_nothing_where_p_is_at_most_1_and_bounds_dv_elsewhere():
+    for size, is_same in ((1.0, True), (8.0, False)):
+        qkv, do, *rest = drawn(size)
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        outputs = (
+            ClampedFunction.apply(*leaves, *rest, BlockSettings(quantize=True)),
+            sparse_linear_attention(*leaves, *rest, quantize=True, backend="reference"),
+        )
+        clamped, printed = (torch.autograd.grad(output, leaves, torch.ones_like(do)) for output in outputs)
+        if is_same:
+            assert_close(clamped, printed)
+        else:  # dV is the sum of P over the queries
+            assert 1.2 * clamped[2].sum() < printed[2].sum()
+            assert clamped[2].max() < 256
+
+
+def test_the_command_records_each_arm_until_it_diverges(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = {"frames": 1, "size": 16, "cube": (1, 4, 4), "width": 32, "block_q": 16, "block_kv": 16, "layers": 1}
+    monkeypatch.setattr(matched, "MODEL", replace(matched.MODEL, backend="reference", **small))
+    options = ["--parts", "training", "--seeds", "1", "--steps", "20", "--learning-rate"]
+    main(["matched", *options, "0.01", "--json", "found.json"])
+    rows = read_record(tmp_path / "found.json").rows
+    assert [(row["arm"], row["step"]) for row in rows] == [(arm, step) for arm in ARMS for step in (10, 20)]
+    assert not any(row["diverged"] for row in rows)
+    assert len({row["loss"] for row in rows if row["step"] == 20}) >= 4  # P at most 1 may cut nothing
+    main(["matched", *options, "1e30", "--json", "diverged.json"])
+    rows = read_record(tmp_path / "diverged.json").rows
+    assert [row["arm"] for row in rows if row["diverged"]] == list(ARMS)
