@@ -30,6 +30,8 @@ def check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if torch.compiler.is_compiling():  # it can't query a layout, and traces dense tensors alone
         return
+    if hasattr(x, "device_mesh"):
+        raise TypeError(f"{name}: expected one device's tensor (to_local(), or sage_ref.parallel), got a DTensor")
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 

@@ -160,16 +160,17 @@ def ordered_thresholds(rows: int, columns: int, like: Tensor) -> Tensor:
 
 def block_max(x, rows, columns):
     """Return max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; the last blocks may be partial."""
-    pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
-    if pad_rows or pad_columns:
+    high, wide = (x.shape[-2] + rows - 1) // rows, (x.shape[-1] + columns - 1) // columns  # in blocks
+    pad_rows, pad_columns = high * rows - x.shape[-2], wide * columns - x.shape[-1]
+    if torch.compiler.is_exporting() or pad_rows or pad_columns:  # a branch on the size would be one in the export
         x = F.pad(x, (0, pad_columns, 0, pad_rows))
-    blocks = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [..., R/rows, rows, C/columns, columns]
+    blocks = x.reshape(*x.shape[:-2], high, rows, wide, columns)
     return blocks.abs().amax((-3, -1))
 
 
 def spread(scale, block_shape, rows, columns):
     """Repeat scale [..., blocks, blocks] over its blocks and cut it to [..., rows, columns]; size 1 broadcasts."""
     for axis, block, size in ((-2, block_shape[0], rows), (-1, block_shape[1], columns)):
-        if scale.shape[axis] not in (1, size):
-            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+        if block != 1 and scale.shape[axis] != 1:
+            scale = scale.index_select(axis, torch.arange(size, device=scale.device) // block)
     return scale

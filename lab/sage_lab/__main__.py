@@ -24,6 +24,10 @@ COMMANDS = {
         "train without batch noise: does SageBwd fall behind, and do remedies help?",
     ),
     "drop-in": ("experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"),
+    "transformers-sweep": (
+        "experiments.transformers_sweep",
+        "INT8 attention against exact attention in every architecture of transformers",
+    ),
     "pretrain": ("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
     "pretrain-grid": ("experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
     "pretrain-speed": ("experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"),

@@ -3,16 +3,19 @@
 from functools import partial
 from typing import NamedTuple
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from sage_ref.backend import warn_once
 from sage_ref.checks import cast_for_autocast, check_choice, check_scale, checked_attention
-from sage_ref.integrations.padding import Parts, by_parts, can_be_read, parts_of
+from sage_ref.integrations.parts import Parts, by_parts, can_be_read, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sagebwd.settings import Options
 
 OTHERWISE = ("error", "exact")
+SDPA = (
+    torch._C._nn.scaled_dot_product_attention
+)  # PyTorch's own, whatever F.scaled_dot_product_attention is replaced by
 UNREADABLE = "mask: expected None under torch.compile and torch.func, where no mask can be read"
 
 
@@ -35,10 +38,10 @@ class Call(NamedTuple):
         """Compute O by PyTorch."""
         options = {"attn_mask": self.attn_mask, "dropout_p": self.dropout_p, "is_causal": self.is_causal}
         options |= {"scale": self.scale, "enable_gqa": self.enable_gqa}
-        return F.scaled_dot_product_attention(self.query, self.key, self.value, **options)
+        return SDPA(self.query, self.key, self.value, **options)
 
     def parts(self) -> Parts | None:
-        """Return what the mask leaves of each sequence, if it is padding; see `parts_of`."""
+        """Return the parts that the mask leaves of each sequence, or None; see `parts_of`."""
         return parts_of(self.attn_mask, (*self.query.shape[:3], self.key.shape[2]))
 
 
@@ -59,7 +62,7 @@ class Policy(NamedTuple):
 
 
 def obstacle(call: Call) -> str | None:
-    """Say why SageBwd can't compute this call, as an error would, or return None if it can."""
+    """Say why SageBwd can't compute this call, in the words of an error, or return None if it can."""
     if call.dropout_p:
         return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
     try:
@@ -78,17 +81,31 @@ def obstacle_of_mask(call: Call) -> str | None:
     if call.is_causal:
         return f"mask: expected None beside is_causal, {got}"
     if call.parts() is None:
-        return f"mask: expected None or padding, since SageBwd has no mask but the causal one, {got}"
+        return f"mask: expected None, padding or packed sequences, since SageBwd is causal or sees all, {got}"
     return None
 
 
-def by_sagebwd(call: Call, options: Options) -> Tensor:
-    """Compute O [B, H, Nq, D] of a call without an obstacle. A query that sees no key gets zeros."""
+def by_sagebwd(call: Call, options: Options, parts: Parts | None = None) -> Tensor:
+    """Compute O [B, H, Nq, D] of a call without an obstacle, in the memory order of query as SDPA does.
+
+    parts: What each sequence attends to, in place of a mask and is_causal. A query that sees no key gets zeros.
+    """
     attention = partial(sagebwd_attention, scale=call.scale, enable_gqa=call.enable_gqa, **options._asdict())
     tensors = call.query, call.key, call.value
-    if call.attn_mask is None:
-        return attention(*tensors, is_causal=call.is_causal)
-    return by_parts(attention, *cast_for_autocast(*tensors), call.parts())
+    if parts is None and call.attn_mask is None:
+        output = attention(*tensors, is_causal=call.is_causal)
+    else:
+        output = by_parts(attention, *cast_for_autocast(*tensors), parts or call.parts())
+    return in_order_of(call.query, output)
+
+
+def in_order_of(query: Tensor, output: Tensor) -> Tensor:
+    """Return output with the strides that SDPA's fused kernels give it, which follow the strides of query."""
+    if query.stride(3) != 1:
+        return output.contiguous()
+    strides = torch.empty_like(query, device="meta").stride()
+    order = sorted(range(4), key=lambda dim: -strides[dim])
+    return output.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 def refuse(reason: str, otherwise: str, depth: int) -> None:
@@ -99,6 +116,14 @@ def refuse(reason: str, otherwise: str, depth: int) -> None:
     warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth, kind)
 
 
-def not_installed(package: str, error: ImportError) -> ImportError:
-    """Return the error for an optional package that is also the name of its extra."""
-    return ImportError(f"{package}: expected it to be installed (pip install 'sage-ref[{package}]'), got: {error}")
+def not_installed(package: str, error: Exception) -> ImportError:
+    """Return the error for an optional package, also the name of its extra, that is missing or can't be imported."""
+    causes = [error]
+    while causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(causes[-1].__cause__ or causes[-1].__context__)
+    if any(isinstance(x, ModuleNotFoundError) and f"{x.name}.".startswith(f"{package}.") for x in causes):
+        return ImportError(f"{package}: expected it to be installed (pip install 'sage-ref[{package}]'), got: {error}")
+    got = f"{type(causes[-1]).__name__}: {causes[-1]}"
+    if "torchvision" in "".join(map(str, causes)):
+        got += ". This torchvision was built for a different PyTorch: install its matching version, or uninstall it"
+    return ImportError(f"{package}: expected it to be importable, got {got}")

@@ -1,15 +1,21 @@
 """SageBwd in any model that calls `torch.nn.functional.scaled_dot_product_attention`."""
 
 import inspect
+import sys
 from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from sage_ref.integrations.calls import Call, Policy, by_sagebwd, obstacle, refuse
+from sage_ref.backend import warn_once
+from sage_ref.integrations.calls import SDPA, Call, Policy, by_sagebwd, obstacle, refuse
 from sage_ref.sagebwd.settings import Options
+
+# PyTorch's own function, and the operations that it is in an exported module.
+OPERATION = torch.ops.aten.scaled_dot_product_attention
+SEEN = (SDPA, OPERATION, OPERATION.default)
 
 
 class SdpaMode(TorchFunctionMode):
@@ -24,7 +30,7 @@ class SdpaMode(TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
-        if function is F.scaled_dot_product_attention:
+        if function in SEEN:
             return self.attend(Call(*arguments, **options))
         if function is F.multi_head_attention_forward:
             return self._multi_head_attention(*arguments, **options)
@@ -57,8 +63,15 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     again when PyTorch has changed it; a change by a foreign kernel goes unnoticed. torch.compile, torch.func and
     torch.vmap can't read a mask: there SageBwd can't compute a call with one.
 
+    Strides of the output are those that SDPA's fused kernels give it: they follow the strides of query.
+
     Nesting: the innermost context takes what it can, and passes the rest to the next one. Threads: a context holds in
     the thread that entered it; a different thread enters its own.
+
+    It sees PyTorch's own function, wherever it is called from: also inside a function that somebody has put in place of
+    F.scaled_dot_product_attention, and in an exported module. It doesn't see TorchScript, an exported module that was
+    decomposed, and functions that compute attention by other means. Where it has seen no call at all, and no code was
+    compiled, one warning says so at its end.
 
     torch.compile: around the compiled function or inside it, without a graph break. torch.nn.MultiheadAttention then
     stays exact, and so does nn.TransformerEncoderLayer without gradients, whose fast path
@@ -90,8 +103,22 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         super().__init__()
         self.policy = Policy(Options(smooth_k, smooth_q, granularity, unbiased, backend), otherwise).checked()
         self.taken = 0
+        self.seen = False
+
+    def __exit__(self, kind, error, traceback):
+        super().__exit__(kind, error, traceback)
+        if torch.compiler.is_compiling():
+            return
+        around = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, sdpa)]
+        for mode in around:
+            mode.seen |= self.seen
+        if not self.seen and not around and kind is None and not _has_compiled():
+            replaced = "" if F.scaled_dot_product_attention is SDPA else " It was replaced by a different function."
+            unseen = "TorchScript, decomposed exported modules and other attentions are not seen"
+            warn_once(f"sdpa: expected calls of F.scaled_dot_product_attention, got none: {unseen}.{replaced}", 1)
 
     def attend(self, call: Call) -> Tensor:
+        self._note()
         reason = obstacle(call)
         if reason is not None:
             refuse(reason, self.policy.otherwise, depth=3)
@@ -101,4 +128,15 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         return by_sagebwd(call, self.policy.options)
 
     def unreachable(self, reason: str) -> None:
+        self._note()
         refuse(reason, self.policy.otherwise, depth=4)
+
+    def _note(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.seen = True
+
+
+def _has_compiled() -> bool:
+    """Return whether torch.compile has compiled code in this process, which later runs without being seen."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

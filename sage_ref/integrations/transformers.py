@@ -5,17 +5,25 @@ sage_ref.integrations.transformers.register()
 model.set_attn_implementation("sagebwd")  # or from_pretrained(..., attn_implementation="sagebwd")
 """
 
+import inspect
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from sage_ref.checks import shown
 from sage_ref.integrations.calls import UNREADABLE, Call, Policy, by_sagebwd, not_installed, obstacle, refuse
+from sage_ref.integrations.parts import Part, Parts, can_be_read, parts_between, read_once, visible
 from sage_ref.sagebwd.settings import Options
 
-# Arguments of some models' attention that change its result. A sliding window is in the mask.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
-NOR_BY_SDPA = ("softcap", "s_aux")  # transformers' "sdpa" has neither, and silently ignores sinks, `s_aux`
+# Arguments of models that change no result of attention. A sliding window is in the mask, too.
+HARMLESS = {
+    "cache_position", "deterministic", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
+}  # fmt: skip
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+BY_SDPA = ("position_bias", "cache", "output_attentions")  # which transformers' "sdpa" takes; it ignores any other
 
 
 def register(
@@ -30,40 +38,52 @@ def register(
 ) -> None:
     """Make `name` an attention of transformers, for models that take attentions by name; again, to change options.
 
-    Causal or not, grouped queries and `scaling` are as the model has them. Padding may be on either side: each sequence
-    is computed on its own tokens, together with others of the same length. generate() works with a dynamic or a static
-    cache, whose empty places are padding, too. On a GPU a batch's mask is read once for all layers, and again when
-    PyTorch has changed it; a change by a foreign kernel goes unnoticed. torch.compile can't read a mask, and
-    transformers makes one there of every attention_mask, and for a decoder without a cache: compile without an
-    attention_mask and with use_cache=True (Trainer: TrainingArguments(use_cache=True)), and give generate() with a
-    static cache, which compiles on a GPU, disable_compile=True.
+    Causal or not, grouped queries and `scaling` are as the model has them. Padding may be on either side, and several
+    documents may be packed into one sequence, with positions that restart or with cu_seq_lens_q and cu_seq_lens_k. Each
+    sequence or document is computed on its own tokens, together with others of the same length. In a causal layer with
+    fewer queries than keys (a chunk of a prompt, assisted decoding, logits_to_keep) the last query sees all keys; that
+    costs as much as if all tokens were new. generate() works with a dynamic or a static cache, whose empty places are
+    padding, too. On a GPU a batch's mask and positions are read once for all layers, and again when PyTorch has changed
+    them; a change by a foreign kernel goes unnoticed.
 
-    SageBwd can't compute packed sequences, a sliding window shorter than the sequence, several new tokens behind cached
-    ones, dropout of probabilities (set `attention_dropout`, in some models `attention_probs_dropout_prob`, to 0), soft
-    caps, sinks, position biases and paged caches. It never returns attention weights.
+    torch.compile can't read a mask or positions, and transformers makes a mask there of every attention_mask, and for a
+    decoder without a cache: compile without an attention_mask and with use_cache=True (Trainer:
+    TrainingArguments(use_cache=True)), and give generate() with a static cache, which compiles on a GPU,
+    disable_compile=True.
+
+    SageBwd can't compute a sliding window shorter than the sequence, masks with gaps, dropout of probabilities (set
+    `attention_dropout`, in some models `attention_probs_dropout_prob`, to 0), soft caps, sinks, position biases, keys
+    that are selected by index, and paged caches. It never returns attention weights. Some models compute attention in
+    classes of their own, which no name reaches: see `check`.
 
     Args:
         name: A string that is not empty.
         smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.
         otherwise: What happens to a call that SageBwd can't compute. "error": a ValueError that says why. "exact":
-            transformers' "sdpa" computes that call, with one warning for each reason. Soft caps and sinks, which "sdpa"
-            lacks as well, are always an error.
+            transformers' "sdpa" computes that call, with one warning for each reason. An argument that "sdpa" would
+            ignore (soft caps, sinks, selected keys, ...) is always an error.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or can't be imported.
         TypeError, ValueError: An argument does not fit; the message names it.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         raise not_installed("transformers", error) from error
 
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a string that is not empty, got {shown(name)}")
     policy = Policy(Options(smooth_k, smooth_q, granularity, unbiased, backend), otherwise).checked()
     AttentionInterface.register(name, partial(attention, policy=policy))
-    AttentionMaskInterface.register(name, sdpa_mask)
+
+    def mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **options) -> Tensor | None:
+        """Make the mask of "sdpa", also where that means keys 0 to q_length by none: there ours means the last keys."""
+        skip = allow_is_causal_skip and q_length in (1, kv_length)
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skip, **options)
+
+    AttentionMaskInterface.register(name, mask)
 
 
 def attention(
@@ -82,39 +102,120 @@ def attention(
     """Compute O [B, Nq, H, D], without weights, of query [B, H, Nq, D]; key, value [B, Hkv, Nk, D].
 
     is_causal None means the module's, which is True if it has none. model_specific are the remaining arguments that
-    transformers passes to every attention; see `UNSUPPORTED`.
+    transformers passes to every attention: a ValueError names one that is not None and not known to be `HARMLESS`.
     """
-    n_q, n_k = query.shape[2], key.shape[2]
+    given = {name: x for name, x in model_specific.items() if x is not None and x is not False}
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = n_q > 1 and attention_mask is None and causal  # a single query, in generate(), is the last of its sequence
-    if causal and n_k > n_q:  # the rest of a static cache is empty: no query sees it, but the mean key would
-        key, value = key[:, :, :n_q], value[:, :, :n_q]
-    call = Call(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=query.shape[1] != key.shape[1])
-    reason = obstacle(call) or unsupported(model_specific)
+    causal = query.shape[2] > 1 and causal  # a single query, in generate(), is the last of its sequence
+    call = Call(query, key, value, attention_mask, dropout, causal and attention_mask is None, scaling, True)
+    parts = packed(call, causal, given)
+    known = {*HARMLESS, *LENGTHS, *(["seq_idx"] if parts or attention_mask is not None else [])}
+    if unknown := unsupported(given, known | {*BY_SDPA}):
+        raise ValueError(unknown)
+    reason = obstacle(call) or unsupported(given, known)
     if reason is None:
-        return by_sagebwd(call, policy.options).transpose(1, 2), None
+        return by_sagebwd(call, policy.options, parts).transpose(1, 2).contiguous(), None
     if reason.startswith(UNREADABLE):
         reason += "; transformers makes none without an attention_mask and with use_cache=True"
-    if unknown_to_both := handed_over(model_specific, NOR_BY_SDPA):
-        raise ValueError(unknown_to_both)
     refuse(reason, policy.otherwise, depth=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if parts is not None and attention_mask is None:
+        attention_mask = visible(parts, query.shape[2], key.shape[2]).to(query.device)
     rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **model_specific}
     return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
 
 
-def unsupported(model_specific: dict) -> str | None:
-    """Return the first argument that SageBwd doesn't know, as an error says it, if there is one."""
-    if model_specific.get("output_attentions"):
-        return "output_attentions: expected False, since SageBwd never has the weights, got True"
-    return handed_over(model_specific, UNSUPPORTED)
+def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
+    """Return the parts that a call has beside its mask: packed documents, and queries that are the last of its keys.
+
+    Raises:
+        ValueError: cu_seq_lens_q or cu_seq_lens_k don't fit the tensors or the mask.
+    """
+    n_q, n_k = call.query.shape[2], call.key.shape[2]
+    if any(name in given for name in LENGTHS):
+        edges = [edges_of(name, given, n) for name, n in zip(LENGTHS, (n_q, n_k), strict=True)]
+        if len(call.query) > 1 or len(edges[0]) != len(edges[1]):
+            raise ValueError(f"{LENGTHS[0]}: expected a batch of one, and as many edges as {LENGTHS[1]}, got {edges}")
+        parts = (parts_between(*edges, is_causal),)
+        if call.attn_mask is not None and obstacle(call) is None and not torch.equal(*(
+            visible(x, n_q, n_k) for x in (parts, call.parts())
+        )):  # fmt: skip
+            raise ValueError(f"mask: expected None or the documents of {LENGTHS[0]}, {edges[0]}, got a different one")
+        return parts
+    if not call.is_causal:
+        return None
+    if n_q < n_k:
+        return ((Part((0, n_q), (0, n_k), True),),) * len(call.query)
+    places = given.get("position_ids")
+    if n_q > n_k or places is None or places.dim() != 2 or places.shape[1] != n_q or not can_be_read(places):
+        return None
+    edges = read_once(places, "edges", lambda places, _: documents(places))
+    if len(edges) not in (1, len(call.query)) or all(len(one) == 2 for one in edges):
+        return None
+    return tuple(parts_between(one, one, True) for one in edges) * (len(call.query) // len(edges))
 
 
-def handed_over(model_specific: dict, names: tuple[str, ...]) -> str | None:
-    """Return the first of these arguments that a model passes, as an error says it, if there is one."""
-    for name in names:
-        if (x := model_specific.get(name)) is not None:
+def edges_of(name: str, given: dict, tokens: int) -> list[int]:
+    """Return where packed documents begin, and the number of tokens."""
+    edges = given.get(name)
+    if not isinstance(edges, Tensor) or not can_be_read(edges):
+        raise ValueError(
+            f"{name}: expected a tensor that can be read, beside the other one, got {type(edges).__name__}"
+        )
+    edges = edges.tolist()
+    if edges != sorted(edges) or edges[:1] != [0] or edges[-1:] != [tokens]:
+        raise ValueError(f"{name}: expected ascending numbers from 0 to {tokens}, got {shown(edges)}")
+    return edges
+
+
+def documents(places: Tensor) -> list[list[int]]:
+    """Return for each row of positions [B, N] where a document begins, a position that isn't the next one, and N."""
+    return [[0, *((row.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(row)] for row in places.cpu()]
+
+
+def unsupported(given: dict, known: set[str]) -> str | None:
+    """Return the first argument of a model that is not known, in the words of an error, if there is one."""
+    for name, x in given.items():
+        if name not in known:
             got = shown(x) if isinstance(x, int | float) else type(x).__name__
             return f"{name}: expected None, since SageBwd has nothing of the kind, got {got}"
     return None
+
+
+class Layers(NamedTuple):
+    """How many attention layers of a model take SageBwd, and how many don't, for each reason."""
+
+    taken: int
+    others: dict[str, int]
+
+
+def check(model: nn.Module, name: str = "sagebwd") -> Layers:
+    """Count the layers of a transformers model that take the attention `name`, and those that don't, with the reason.
+
+    transformers gives an attention to layers that ask for it by its name. Some models (Falcon, Bloom, GPT-J, MPT, ...)
+    compute attention in classes of their own, and set_attn_implementation changes nothing there.
+    """
+    taken, others = 0, {}
+    layers = {module for module in model.modules() if "Attention" in type(module).__name__ or _asks_by_name(module)}
+    for layer in filter(layers.__contains__, model.modules()):
+        if _asks_by_name(layer):
+            chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+            reason = None if chosen == name else f"the attention of its config is {chosen!r}"
+        elif layers.intersection(layer.modules()) - {layer}:
+            continue  # a layer around the one that computes attention
+        else:
+            reason = "computes attention by itself"
+        if reason is None:
+            taken += 1
+        else:
+            reason = f"{type(layer).__name__}: {reason}"
+            others[reason] = others.get(reason, 0) + 1
+    return Layers(taken, others)
+
+
+def _asks_by_name(module: nn.Module) -> bool:
+    """Return whether the class of a module, or one that it inherits from, looks its attention up by name."""
+    if not type(module).__module__.startswith("transformers."):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)

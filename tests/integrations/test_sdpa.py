@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sage_ref import sagebwd_attention, sdpa
+from sage_ref.integrations import pytorch
 from sage_ref.tracing import relative_l2
 
 REFERENCE = {"backend": "reference"}
+sdpa_of_pytorch = F.scaled_dot_product_attention
 
 
 @pytest.fixture
@@ -209,6 +211,112 @@ def test_it_holds_in_the_thread_that_entered_it_alone(qkv):
     left.set()
     thread.join()
     assert all_equal(found, (exact, ours))
+
+
+# Strides, and what others do with F.scaled_dot_product_attention
+
+
+def in_order(order):
+    """Q, K, V [2, 3, 50, 16] whose dimensions are in memory in this order, between those of the others."""
+    shape = [(2, 3, 50, 16)[dim] for dim in order]
+    return torch.randn(*shape[:2], 3, *shape[2:]).movedim(2, 0).permute(0, *(1 + order.index(dim) for dim in range(4)))
+
+
+PADDED = torch.ones(2, 1, 50, 50, dtype=torch.bool).tril()
+PADDED[1, ..., 40:] = False
+WAYS = {"full": {}, "causal": {"is_causal": True}, "by parts": {"attn_mask": PADDED}, "exact": {"attn_mask": PADDED.mT}}
+
+
+@pytest.mark.filterwarnings("ignore:.*attention stays exact")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 3, 2)])
+def test_the_output_has_the_strides_that_sdpa_gives(order, way):
+    one_head = [x[:, :1].expand(2, 3, 50, 16) for x in in_order(order)]
+    for qkv in (in_order(order), one_head):
+        expected = F.scaled_dot_product_attention(*qkv, **WAYS[way])
+        with sdpa(**REFERENCE):
+            assert F.scaled_dot_product_attention(*qkv, **WAYS[way]).stride() == expected.stride()
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_function_that_was_put_in_place_of_sdpa_is_seen_where_it_calls_it(qkv, monkeypatch, when):
+    original = F.scaled_dot_product_attention
+
+    def patch():
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **options: original(*x, **options))
+
+    if when == "before":
+        patch()
+    with sdpa(otherwise="error", **REFERENCE) as routed:
+        patch()
+        found = F.scaled_dot_product_attention(*qkv, is_causal=True)
+    assert routed.taken == 1
+    assert torch.equal(found, sagebwd_attention(*qkv, is_causal=True, **REFERENCE))
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_an_exported_module_is_taken(qkv):
+    qkv = tuple(x.detach() for x in qkv)
+    exported = torch.export.export(Attention(), qkv).module()
+    with sdpa(otherwise="error", **REFERENCE) as routed:
+        assert torch.equal(exported(*qkv), sagebwd_attention(*qkv, **REFERENCE))
+    assert routed.taken == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_where_no_call_is_seen_that_is_said_once(qkv, monkeypatch, replaced):
+    """TorchScript, and a function that computes attention by other means."""
+    monkeypatch.setattr(pytorch, "_has_compiled", lambda: False)  # by a test before this one
+    model = torch.jit.script(Attention())
+    if replaced:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+
+    def run():
+        with sdpa(**REFERENCE):
+            (Attention() if replaced else model)(*qkv)
+
+    with pytest.warns(UserWarning, match="sdpa: expected calls of .*, got none: TorchScript") as caught:
+        _ = [run() for _ in range(2)]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert ("replaced by a different function" in str(caught[0].message)) == replaced
+    with sdpa(**REFERENCE), sdpa(**REFERENCE):
+        sdpa_of_pytorch(*qkv)  # the outer context has seen it, too
+
+
+def test_a_dtensor_is_a_named_error_and_stays_exact_inside(qkv, tmp_path):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        tensors = [DTensor.from_local(x.detach(), init_device_mesh("cpu", (1,)), [Replicate()]) for x in qkv]
+        with pytest.raises(TypeError, match="^query: expected one device's tensor .*, got a DTensor$"):
+            sagebwd_attention(*tensors)
+        with sdpa(**REFERENCE), pytest.warns(UserWarning, match="stays exact .*got a DTensor"):
+            found = F.scaled_dot_product_attention(*tensors)
+        torch.testing.assert_close(found.to_local(), F.scaled_dot_product_attention(*qkv), rtol=0, atol=1e-6)
+    finally:
+        destroy_process_group()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_reference_is_exported_for_any_number_of_tokens(is_causal):
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return sagebwd_attention(q, k, v, is_causal=is_causal, **REFERENCE)
+
+    many = torch.export.Dim("tokens", min=129)
+    example = tuple(torch.randn(3, 1, 2, 200, 16))
+    exported = torch.export.export(Model(), example, dynamic_shapes=({2: many},) * 3).module()
+    for tokens in (129, 256, 300):
+        qkv = torch.randn(3, 1, 2, tokens, 16)
+        assert torch.equal(exported(*qkv), Model()(*qkv))
 
 
 # torch.compile, checkpoints, autocast

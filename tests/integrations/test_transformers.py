@@ -5,11 +5,18 @@ laboratory measures a pretrained encoder.
 """
 
 import contextlib
+import itertools
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from sage_lab.experiments import transformers_sweep
 
-from sage_ref.integrations.transformers import register
+from sage_ref.integrations import calls
+from sage_ref.integrations.transformers import check, register
 from sage_ref.tracing import relative_l2
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -165,8 +172,8 @@ def test_the_empty_part_of_a_static_cache_is_left_out(llama, tokens):
         for piece in (tokens[:, :20], tokens[:, 20:21]):
             expected = llama(piece, past_key_values=other).logits
             assert torch.equal(llama(piece, past_key_values=cache).logits, expected)
-        with pytest.raises(ValueError, match="^mask: expected None or padding"):  # queries that see 22 and 23 keys
-            llama(tokens[:, 21:23], past_key_values=cache)
+        expected = llama(tokens[:, 21:23], past_key_values=other).logits  # queries that see 22 and 23 keys
+        assert torch.equal(llama(tokens[:, 21:23], past_key_values=cache).logits, expected)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -204,32 +211,45 @@ def test_a_sliding_window_is_an_error_or_exact_where_it_is_shorter_than_the_sequ
         expected = model(tokens).logits
         with attention_of(model, "sagebwd"):
             assert 0 < relative_l2(model(tokens[:, :64]).logits, expected[:, :64]) < 0.02
-            with pytest.raises(ValueError, match=r"^mask: expected None or padding, .*, got one of torch\.bool$"):
+            with pytest.raises(
+                ValueError, match=r"^mask: expected None, padding or packed sequences, .*, got one of torch\.bool$"
+            ):
                 model(tokens)
             register(backend="reference", otherwise="exact")
-            with pytest.warns(UserWarning, match="mask: expected None or padding"):
+            with pytest.warns(UserWarning, match="mask: expected None, padding or packed"):
                 assert torch.equal(model(tokens).logits, expected)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "output_attentions"])
-def test_what_a_model_hands_over_and_sagebwd_does_not_know_is_an_error(llama, tokens, name):
-    with pytest.raises(ValueError, match=f"^{name}: expected"):
-        llama(tokens, **{name: True})
-    llama(tokens, **{name: None})
+# What is more than attention: each argument that isn't known to be harmless is an error
 
 
-@pytest.mark.parametrize(("name", "value", "got"), [("softcap", 30.0, "30.0"), ("s_aux", torch.zeros(4), "Tensor")])
-def test_what_transformers_sdpa_does_not_know_either_is_an_error_always(llama, tokens, name, value, got):
-    register(backend="reference", otherwise="exact")
+@pytest.mark.parametrize("otherwise", ["error", "exact"])
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("softcap", 30.0, "30.0"), ("s_aux", torch.zeros(4), "Tensor"), ("sinks", torch.zeros(4), "Tensor"),
+        ("indices", torch.zeros(1), "Tensor"), ("block_indices", torch.zeros(1), "Tensor"), ("alibi", 0.5, "0.5"),
+        ("seq_idx", torch.zeros(1), "Tensor"),
+    ],
+)  # fmt: skip
+def test_what_transformers_sdpa_would_ignore_is_an_error_always(llama, tokens, name, value, got, otherwise):
+    register(backend="reference", otherwise=otherwise)
     with pytest.raises(ValueError, match=f"^{name}: expected None, .*, got {got}$"):
         llama(tokens, **{name: value})
+    llama(tokens, **{name: None}, use_cache=False, output_attentions=False)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "cache", "output_attentions"])
+def test_what_transformers_sdpa_knows_is_an_error_or_its_own(llama, tokens, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected None"):
+        llama(tokens, **{name: True})
 
 
 def test_weights_that_are_asked_for_leave_attention_exact(llama, tokens):
     register(backend="reference", otherwise="exact")
     with torch.no_grad(), attention_of(llama, "sdpa"):
         expected = llama(tokens).logits
-    with torch.no_grad(), pytest.warns(UserWarning, match="output_attentions: expected False"):
+    with torch.no_grad(), pytest.warns(UserWarning, match="output_attentions: expected None"):
         assert torch.equal(llama(tokens, output_attentions=True).logits, expected)
 
 
@@ -278,3 +298,120 @@ def test_under_autocast_attention_is_in_bfloat16_and_gradients_stay_near(llama, 
     assert seen == [torch.bfloat16] * 2
     assert 1e-3 < relative_l2(ours, exact) < 0.02
     assert 3e-3 < relative_l2(our_grad, exact_grad) < 0.06
+
+
+# Packed documents, and queries that are the last ones of their keys
+
+
+EDGES = [0, 60, 85, 110, 150]
+PLACES = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])[None]
+LENGTHS = {"cu_seq_lens_q": torch.tensor(EDGES), "cu_seq_lens_k": torch.tensor(EDGES), "max_length_q": 60}
+BLOCK_DIAGONAL = torch.block_diag(*(torch.ones(n, n) for n in np.diff(EDGES))).bool()
+LAST = {  # how a call says what a query sees, and what that is
+    "positions": ({"position_ids": PLACES}, BLOCK_DIAGONAL.tril()),
+    "positions of a batch": ({"position_ids": PLACES.expand(2, -1)}, BLOCK_DIAGONAL.tril()),
+    "positions of one document": ({"position_ids": 7 + torch.arange(150)[None]}, torch.ones(150, 150).bool().tril()),
+    "lengths": (LENGTHS | {"position_ids": PLACES}, BLOCK_DIAGONAL.tril()),
+    "lengths, not causal": (LENGTHS | {"is_causal": False}, BLOCK_DIAGONAL),
+    "lengths and their mask": (LENGTHS | {"attention_mask": BLOCK_DIAGONAL.tril()[None, None]}, BLOCK_DIAGONAL.tril()),
+    "lengths of other keys": (
+        {"cu_seq_lens_q": torch.tensor([0, 20, 30]), "cu_seq_lens_k": torch.tensor([0, 100, 150])},
+        torch.block_diag(torch.ones(20, 100).tril(80), torch.ones(10, 50).tril(40)).bool(),
+    ),
+    "last queries": ({}, torch.ones(30, 150).bool().tril(120)),
+}
+
+
+@pytest.mark.parametrize("how", LAST)
+@pytest.mark.parametrize("otherwise", ["int8", "exact"])
+def test_packed_documents_and_last_queries_are_masked_attention(how, otherwise):
+    """Forward and backward, against float64 with a mask. What SageBwd can't compute (dropout) stays as masked."""
+    options, mask = LAST[how]
+    n_q, batch = len(mask), 2 if how == "positions of a batch" else 1
+    tensors = [torch.randn(batch, heads, n, 16, requires_grad=True) for heads, n in ((4, n_q), (2, 150), (2, 150))]
+    options = {"attention_mask": None} | options
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+    ours = transformers.AttentionInterface()["sagebwd"]
+    if otherwise == "exact":
+        register(backend="reference", otherwise="exact")
+        ours = partial(transformers.AttentionInterface()["sagebwd"], dropout=1e-12)
+    with pytest.warns(UserWarning, match="dropout") if otherwise == "exact" else contextlib.nullcontext():
+        output, _ = ours(module, *tensors, **options)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, mask, enable_gqa=True).transpose(1, 2)
+    weights = torch.randn_like(exact)
+    found = [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+    for x, y in zip(found, [exact, *torch.autograd.grad((exact * weights).sum(), wide)], strict=True):
+        assert relative_l2(x.double(), y) < (0.03 if otherwise == "int8" else 1e-5)
+    assert output.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ({"cu_seq_lens_k": None}, "cu_seq_lens_k: expected a tensor that can be read, .*, got NoneType"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, r"cu_seq_lens_q: expected ascending .* to 150, got \[0, 9\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 150])}, "cu_seq_lens_q: expected a batch of one, and as many edges .*"),
+        ({"attention_mask": BLOCK_DIAGONAL[None, None]}, "mask: expected None or the documents of cu_seq_lens_q, .*"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_an_error(llama, tokens, edges, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        llama(tokens[:1], **LENGTHS | edges)
+
+
+def test_a_prompt_in_chunks_and_several_candidates_give_what_one_prompt_gives(llama, tokens):
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        whole = llama(tokens).logits
+        chunks = [llama(tokens[:, i : i + 50], past_key_values=cache).logits for i in (0, 50, 100)]
+        assert relative_l2(torch.cat(chunks, 1), whole) < 0.03
+        options = {"max_new_tokens": 8, "do_sample": False}
+        expected = llama.eval().generate(tokens[:1, :20], **options)
+        assert torch.equal(llama.generate(tokens[:1, :20], assistant_model=llama_of(1).eval(), **options), expected)
+
+
+# Every architecture: the command transformers-sweep tries all of them, here are those that stand for the others
+
+
+VERDICTS = {
+    "llama": "right", "bert": "right", "clip": "right", "whisper": "right", "jetmoe": "right", "afmoe": "right",
+    "gemma4_text": "right", "falcon": "own attention", "gptj": "own attention",
+    "gemma2": "raises ValueError: softcap: expected None", "gpt_oss": "raises ValueError: s_aux: expected None",
+    "glm_moe_dsa": "raises ValueError: indices: expected None", "t5": "raises ValueError: position_bias: expected None",
+    "inkling2_text": "raises ValueError: sinks: expected None",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", VERDICTS)
+def test_an_architecture_is_as_exact_as_int8_or_says_why_not(name):
+    found = transformers_sweep.verdict(transformers_sweep.architectures()[name]())
+    assert f"{found['verdict']} {found['reason']}".startswith(VERDICTS[name])
+
+
+@pytest.mark.parametrize(("name", "taken"), [("falcon", 0), ("llama", 2)])
+def test_check_says_which_layers_take_it(name, taken):
+    config = transformers_sweep.architectures()[name]()
+    transformers_sweep.shrink(config)
+    model = transformers.AutoModel.from_config(config)
+    assert check(model).taken == 0
+    model.set_attn_implementation("sagebwd")
+    others = {} if taken else {"FalconAttention: computes attention by itself": 2}
+    assert check(model) == (taken, others)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gemma4_with_several_logits_sees_all_keys_from_its_last_tokens(tokens):
+    """Layers that share keys and values get the last tokens alone; transformers has an exception for "sdpa"."""
+    config = transformers.Gemma4TextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=4, num_kv_shared_layers=2, head_dim=32, global_head_dim=32, sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=64, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    with torch.no_grad(), mock.patch.object(calls, "sagebwd_attention", transformers_sweep.exact_attention):
+        exact = model(tokens, logits_to_keep=4).logits
+        with attention_of(model, "sagebwd"):
+            assert relative_l2(model(tokens, logits_to_keep=4).logits, exact) < 1e-4

@@ -1,4 +1,4 @@
-"""Batches of sequences of several lengths: a mask that is padding is honoured, by cutting it off."""
+"""Masks that leave parts of each sequence: padding, packed documents, new tokens behind cached ones, prefixes."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sage_ref import sagebwd_attention, sdpa
-from sage_ref.integrations import padding
-from sage_ref.integrations.padding import Part, parts_of
+from sage_ref.integrations import calls as parts_calls
+from sage_ref.integrations import parts
+from sage_ref.integrations.parts import Part, parts_of
 from sage_ref.tracing import relative_l2
 
 REFERENCE = {"backend": "reference"}
@@ -125,10 +126,10 @@ FORMS = {
 def test_padding_comes_in_many_forms(form):
     mask, ranges, is_causal = FORMS[form]
     found = parts_of(mask, (4, 4, N, N))
-    for parts, span in zip(found, ranges or [(0, n) for n in LENGTHS], strict=True):
-        assert parts[0] == Part(span, span, is_causal)
+    for of_one, span in zip(found, ranges or [(0, n) for n in LENGTHS], strict=True):
+        assert of_one[0] == Part(span, span, is_causal)
         beside = form == "added" and span != (0, N)
-        assert parts[1:] == ((Part((span[1], N), span, False),) if beside else ())
+        assert of_one[1:] == ((Part((span[1], N), span, False),) if beside else ())
 
 
 def test_the_empty_places_of_a_cache_and_a_sequence_without_tokens():
@@ -145,8 +146,45 @@ def test_the_empty_places_of_a_cache_and_a_sequence_without_tokens():
     assert output[:2, :, 2:].all()
 
 
-def band(width):
-    return torch.ones(N, N, dtype=torch.bool).tril().triu(-width)
+FIRST, SECOND = torch.arange(N)[:, None], torch.arange(N)
+DOCUMENTS = [*[0] * 60, *[1] * 25, *[2] * 25, *range(3, 43)]  # of 60, 25 and 25 tokens, and forty of one
+SAME_DOCUMENT = torch.tensor(DOCUMENTS)[:, None] == torch.tensor(DOCUMENTS)
+BY_PARTS = {  # a mask, and how many calls compute it
+    "packed, causal": (SAME_DOCUMENT.tril(), 3),
+    "packed": (SAME_DOCUMENT, 3),
+    "packed, padded on the left": ((SAME_DOCUMENT & (SECOND >= 20)).tril(), 3),
+    "last queries": (torch.ones(N, N).tril().bool()[-37:], 1),
+    "last queries, padded on the left": ((torch.ones(N, N).tril().bool() & (SECOND >= 20))[-37:], 1),
+    "more queries than keys": (torch.ones(N, N).tril().bool()[:, :120], 2),
+    "some queries see nothing": ((FIRST >= 50).expand(N, N), 1),
+    "prefix": (torch.ones(N, N).tril().bool() | (SECOND < 10), 2),
+    "frames": (SECOND // 50 <= FIRST // 50, 3),
+    "a late key seen early": (torch.ones(N, N).tril(1).bool(), 2),
+    "one mixed with causal": (torch.cat([mask_of("right", False)[1:], mask_of("right", True)[:1]]), 5),
+}
+
+
+@pytest.mark.parametrize("name", BY_PARTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_masks_by_parts_are_as_exact_as_int8_forward_and_backward(place, name, monkeypatch):
+    """Against a masked attention in float64. A query that sees nothing gets zeros."""
+    mask, expected_calls = BY_PARTS[name]
+    n_q, n_k = mask.shape[-2:]
+    q, k, v = random_tensors(place.head_dim, device=place.device, dtype=place.dtype)
+    tensors, mask = [q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k]], mask.to(place.device)
+    weights = torch.randn_like(tensors[0])
+    calls = []
+    attention = parts_calls.sagebwd_attention
+    monkeypatch.setattr(parts_calls, "sagebwd_attention", lambda *x, **o: calls.append(1) or attention(*x, **o))
+    with sdpa(otherwise="error", backend=place.backend):
+        found = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, mask, enable_gqa=True), tensors, weights)
+    exact = with_gradients(
+        lambda *x: F.scaled_dot_product_attention(*x, mask, enable_gqa=True).nan_to_num(),
+        [x.double() for x in tensors], weights.double(),
+    )  # fmt: skip
+    assert len(calls) == expected_calls
+    for ours, theirs in zip(found, exact, strict=True):
+        assert 1e-3 < relative_l2(ours.double(), theirs) < place.error
 
 
 def with_a_hole():
@@ -156,44 +194,40 @@ def with_a_hole():
 
 
 MORE = {
-    "window": band(40),
-    "two in one": torch.block_diag(torch.ones(70, 70), torch.ones(80, 80)).bool().tril(),
+    "window": torch.ones(N, N).tril().triu(-40).bool(),
     "hole": with_a_hole(),
     "hole, causal": with_a_hole() & torch.ones(N, N, dtype=torch.bool).tril(),
-    "some queries see nothing": (torch.arange(N) >= 50)[:, None].expand(N, N),
-    "prefix": torch.ones(N, N, dtype=torch.bool).tril() | (torch.arange(N) < 10),
-    "a late key seen early": torch.ones(N, N, dtype=torch.bool).tril(1),
+    "every query one key fewer": torch.ones(N, N).triu().bool(),
     "heads differ": torch.stack([mask_of("right", False)[:, 0], mask_of("left", False)[:, 0]] * 2, 1),
     "half hidden": torch.full((N, N), -1.0).triu(1),
     "learnt": torch.zeros(N, N, requires_grad=True),
-    "one mixed with causal": torch.cat([mask_of("right", False)[1:], mask_of("right", True)[:1]]),
 }
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_a_mask_that_is_more_than_padding_is_an_error_or_exact(qkv, name):
+def test_a_mask_that_parts_do_not_make_is_an_error_or_exact(qkv, name):
     mask = MORE[name]
     expected = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
     with (
         sdpa(otherwise="error", **REFERENCE),
-        pytest.raises(ValueError, match=r"^mask: expected None or padding, .*, got one of torch\.(bool|float32)$"),
+        pytest.raises(
+            ValueError,
+            match=r"^mask: expected None, padding or packed sequences, .*, got one of torch\.(bool|float32)$",
+        ),
     ):
         F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
-    with sdpa(**REFERENCE), pytest.warns(UserWarning, match="stays exact .*: mask: expected None or padding"):
+    with (
+        sdpa(**REFERENCE),
+        pytest.warns(UserWarning, match="stays exact .*: mask: expected None, padding or packed sequences"),
+    ):
         assert torch.equal(F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True), expected)
-
-
-def test_queries_that_go_on_after_the_keys_and_those_after_cached_ones_are_not_causal_padding():
-    """SageBwd aligns at the top left; and behind the last key there is no place that could be padding."""
-    assert parts_of(torch.ones(9, 5, dtype=torch.bool).tril(), (1, 1, 9, 5)) is None
-    assert parts_of(torch.ones(5, 9, dtype=torch.bool).tril(4), (1, 1, 5, 9)) is None
 
 
 def test_layers_that_share_a_mask_read_it_once_and_a_change_is_seen(monkeypatch):
     reads = []
-    read = padding._read
-    monkeypatch.setattr(padding, "_read", lambda *arguments: reads.append(1) or read(*arguments))
-    monkeypatch.setattr(padding, "_waits", lambda mask: True)  # as on a GPU
+    read = parts._read
+    monkeypatch.setattr(parts, "_read", lambda *arguments: reads.append(1) or read(*arguments))
+    monkeypatch.setattr(parts, "_waits", lambda mask: True)  # as on a GPU
     q, k, v = torch.randn(3, 2, 1, 9, 8)
     mask = keys_of("right", (9, 4), 9)[:, None, None]
     with sdpa(otherwise="error", **REFERENCE):
@@ -221,7 +255,7 @@ def test_on_a_cpu_a_change_that_pytorch_does_not_count_is_seen_too():
 
 def test_a_fake_mask_is_not_read():
     with torch._subclasses.FakeTensorMode():
-        assert not padding.can_be_read(torch.ones(1, 1, 1, 9, dtype=torch.bool))
+        assert not parts.can_be_read(torch.ones(1, 1, 1, 9, dtype=torch.bool))
 
 
 def test_a_transformer_of_pytorch_is_taken_with_its_padding_mask():
