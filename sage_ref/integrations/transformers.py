@@ -6,7 +6,8 @@ model.set_attn_implementation("sagebwd")  # or from_pretrained(..., attn_impleme
 """
 
 import inspect
-from functools import partial
+import sys
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def register(
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
+        from transformers.masking_utils import eager_mask, sdpa_mask
     except (ImportError, RuntimeError) as error:
         raise not_installed("transformers", error) from error
 
@@ -78,10 +79,12 @@ def register(
     policy = Policy(Options(smooth_k, smooth_q, granularity, unbiased, backend), otherwise).checked()
     AttentionInterface.register(name, partial(attention, policy=policy))
 
-    def mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **options) -> Tensor | None:
-        """Make the mask of "sdpa", also where that means keys 0 to q_length by none: there ours means the last keys."""
-        skip = allow_is_causal_skip and q_length in (1, kv_length)
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skip, **options)
+    def mask(*, config: object, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **options):
+        """Make the mask of "sdpa", also where none would mean the first keys; that of "eager" for its models."""
+        sizes = {"q_length": q_length, "kv_length": kv_length}
+        if not _may_lack_masks(type(config).__module__.replace(".configuration_", ".modeling_"), type(config)):
+            return eager_mask(**sizes, **options)
+        return sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length), **options)
 
     AttentionMaskInterface.register(name, mask)
 
@@ -106,7 +109,8 @@ def attention(
     """
     given = {name: x for name, x in model_specific.items() if x is not None and x is not False}
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = query.shape[2] > 1 and causal  # a single query, in generate(), is the last of its sequence
+    causal = causal and query.shape[2] > 1  # a single query, in generate(), is the last of its sequence
+    causal = causal and _may_lack_masks(type(module).__module__, type(getattr(module, "config", None)))
     call = Call(query, key, value, attention_mask, dropout, causal and attention_mask is None, scaling, True)
     parts = packed(call, causal, given)
     known = {*HARMLESS, *LENGTHS, *(["seq_idx"] if parts or attention_mask is not None else [])}
@@ -124,6 +128,20 @@ def attention(
         attention_mask = visible(parts, query.shape[2], key.shape[2]).to(query.device)
     rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **model_specific}
     return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+
+
+@cache
+def _may_lack_masks(modeling: str, config: type) -> bool:
+    """Return whether a Python module's models with this config say by is_causal what they don't say by a mask.
+
+    Those that transformers computes by "eager" alone never do: without a mask, every query sees every key.
+    """
+    models = [x for x in vars(sys.modules[modeling]).values() if hasattr(x, "_supports_sdpa")]
+    models = [x for x in models if getattr(x, "config_class", None) is config] or models
+    return any(x._supports_sdpa for x in models) or not models
+
+
+_may_lack_masks._dynamo_marked_constant = True  # see `sage_ref.backend.warn_once`
 
 
 def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
