@@ -7,7 +7,7 @@ model.set_attn_implementation("sagebwd")  # or from_pretrained(..., attn_impleme
 
 import inspect
 import sys
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -130,15 +130,19 @@ def attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
 
 
-@cache
+_known: dict[tuple[str, type], bool] = {}
+
+
 def _may_lack_masks(modeling: str, config: type) -> bool:
     """Return whether a Python module's models with this config say by is_causal what they don't say by a mask.
 
     Those that transformers computes by "eager" alone never do: without a mask, every query sees every key.
     """
-    models = [x for x in vars(sys.modules[modeling]).values() if hasattr(x, "_supports_sdpa")]
-    models = [x for x in models if getattr(x, "config_class", None) is config] or models
-    return any(x._supports_sdpa for x in models) or not models
+    if (modeling, config) not in _known:
+        models = [x for x in vars(sys.modules[modeling]).values() if hasattr(x, "_supports_sdpa")]
+        models = [x for x in models if getattr(x, "config_class", None) is config] or models
+        _known[modeling, config] = any(x._supports_sdpa for x in models) or not models
+    return _known[modeling, config]
 
 
 _may_lack_masks._dynamo_marked_constant = True  # see `sage_ref.backend.warn_once`
