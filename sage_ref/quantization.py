@@ -172,5 +172,8 @@ def spread(scale, block_shape, rows, columns):
     """Repeat scale [..., blocks, blocks] over its blocks and cut it to [..., rows, columns]; size 1 broadcasts."""
     for axis, block, size in ((-2, block_shape[0], rows), (-1, block_shape[1], columns)):
         if block != 1 and scale.shape[axis] != 1:
-            scale = scale.index_select(axis, torch.arange(size, device=scale.device) // block)
+            if torch.compiler.is_exporting():  # cutting would be a branch on the size
+                scale = scale.index_select(axis, torch.arange(size, device=scale.device) // block)
+            else:
+                scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
     return scale
