@@ -5,7 +5,7 @@ sequence, packed documents are a part each, and new tokens behind cached ones ar
 Parts of the same lengths are computed together, in one call of attention.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
@@ -146,10 +146,13 @@ def _edges_of_runs(start: Tensor, stop: Tensor) -> list[int]:
     return [*edges, len(start)]
 
 
-def parts_between(edges_q: Iterable[int], edges_k: Iterable[int], is_causal: bool) -> tuple[Part, ...]:
-    """Return the parts of sequences that are packed into one, whose tokens are between neighbouring edges."""
-    both = zip(pairwise(edges_q), pairwise(edges_k), strict=True)
-    return tuple(Part(*ranges, is_causal) for ranges in both if all(start < stop for start, stop in ranges))
+def parts_between(edges_q: list[int], edges_k: list[int], is_causal: bool) -> tuple[Part, ...]:
+    """Return the parts of documents that are packed into one sequence, whose tokens are between neighbouring edges."""
+    lengths = [[stop - start for start, stop in pairwise(edges)] for edges in (edges_q, edges_k)]
+    if len(edges_q) != len(edges_k) or (is_causal and any(n_q > n_k for n_q, n_k in zip(*lengths, strict=True))):
+        raise ValueError(f"cu_seq_lens_k: expected as many keys as queries or more in each document, got {lengths}")
+    parts = (Part(*ranges, is_causal) for ranges in zip(pairwise(edges_q), pairwise(edges_k), strict=True))
+    return tuple(part for part in parts if all(start < stop for start, stop in part[:2]))
 
 
 def visible(parts: Parts, n_q: int, n_k: int) -> Tensor:

@@ -13,9 +13,7 @@ from sage_ref.backend import warn_once
 from sage_ref.integrations.calls import SDPA, Call, Policy, by_sagebwd, obstacle, refuse
 from sage_ref.sagebwd.settings import Options
 
-# PyTorch's own function, and the operations that it is in an exported module.
-OPERATION = torch.ops.aten.scaled_dot_product_attention
-SEEN = (SDPA, OPERATION, OPERATION.default)
+SEEN = (SDPA, torch.ops.aten.scaled_dot_product_attention.default)  # PyTorch's own, and that of an exported module
 
 
 class SdpaMode(TorchFunctionMode):
@@ -118,7 +116,7 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
             warn_once(f"sdpa: expected calls of F.scaled_dot_product_attention, got none: {unseen}.{replaced}", 1)
 
     def attend(self, call: Call) -> Tensor:
-        self._note()
+        self.seen = self.seen or not torch.compiler.is_compiling()
         reason = obstacle(call)
         if reason is not None:
             refuse(reason, self.policy.otherwise, depth=3)
@@ -128,12 +126,8 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         return by_sagebwd(call, self.policy.options)
 
     def unreachable(self, reason: str) -> None:
-        self._note()
+        self.seen = self.seen or not torch.compiler.is_compiling()
         refuse(reason, self.policy.otherwise, depth=4)
-
-    def _note(self) -> None:
-        if not torch.compiler.is_compiling():
-            self.seen = True
 
 
 def _has_compiled() -> bool:

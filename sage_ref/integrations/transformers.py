@@ -7,6 +7,7 @@ model.set_attn_implementation("sagebwd")  # or from_pretrained(..., attn_impleme
 
 import inspect
 import sys
+from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
@@ -156,14 +157,11 @@ def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
     """
     n_q, n_k = call.query.shape[2], call.key.shape[2]
     if any(name in given for name in LENGTHS):
-        edges = [edges_of(name, given, n) for name, n in zip(LENGTHS, (n_q, n_k), strict=True)]
-        if len(call.query) > 1 or len(edges[0]) != len(edges[1]):
-            raise ValueError(f"{LENGTHS[0]}: expected a batch of one, and as many edges as {LENGTHS[1]}, got {edges}")
+        edges = [edges_of(name, given.get(name), n) for name, n in zip(LENGTHS, (n_q, n_k), strict=True)]
         parts = (parts_between(*edges, is_causal),)
-        if call.attn_mask is not None and obstacle(call) is None and not torch.equal(*(
-            visible(x, n_q, n_k) for x in (parts, call.parts())
-        )):  # fmt: skip
-            raise ValueError(f"mask: expected None or the documents of {LENGTHS[0]}, {edges[0]}, got a different one")
+        of_mask = call.attn_mask is not None and obstacle(call) is None and call.parts()
+        if len(call.query) > 1 or (of_mask and not torch.equal(visible(of_mask, n_q, n_k), visible(parts, n_q, n_k))):
+            raise ValueError(f"{LENGTHS[0]}: expected it for a batch of one, and the documents of a mask, got others")
         return parts
     if not call.is_causal:
         return None
@@ -172,26 +170,23 @@ def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
     places = given.get("position_ids")
     if n_q > n_k or places is None or places.dim() != 2 or places.shape[1] != n_q or not can_be_read(places):
         return None
-    edges = read_once(places, "edges", lambda places, _: documents(places))
+    edges = read_once(places, None, documents)
     if len(edges) not in (1, len(call.query)) or all(len(one) == 2 for one in edges):
         return None
     return tuple(parts_between(one, one, True) for one in edges) * (len(call.query) // len(edges))
 
 
-def edges_of(name: str, given: dict, tokens: int) -> list[int]:
+def edges_of(name: str, edges: Tensor | None, tokens: int) -> list[int]:
     """Return where packed documents begin, and the number of tokens."""
-    edges = given.get(name)
     if not isinstance(edges, Tensor) or not can_be_read(edges):
-        raise ValueError(
-            f"{name}: expected a tensor that can be read, beside the other one, got {type(edges).__name__}"
-        )
-    edges = edges.tolist()
-    if edges != sorted(edges) or edges[:1] != [0] or edges[-1:] != [tokens]:
-        raise ValueError(f"{name}: expected ascending numbers from 0 to {tokens}, got {shown(edges)}")
-    return edges
+        raise ValueError(f"{name}: expected a tensor that can be read, got {type(edges).__name__}")
+    found = read_once(edges, None, lambda edges, _: edges.tolist())
+    if found != sorted(found) or found[:1] != [0] or found[-1:] != [tokens]:
+        raise ValueError(f"{name}: expected ascending numbers from 0 to {tokens}, got {shown(found)}")
+    return found
 
 
-def documents(places: Tensor) -> list[list[int]]:
+def documents(places: Tensor, _: None) -> list[list[int]]:
     """Return for each row of positions [B, N] where a document begins, a position that isn't the next one, and N."""
     return [[0, *((row.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(row)] for row in places.cpu()]
 
@@ -218,26 +213,21 @@ def check(model: nn.Module, name: str = "sagebwd") -> Layers:
     transformers gives an attention to layers that ask for it by its name. Some models (Falcon, Bloom, GPT-J, MPT, ...)
     compute attention in classes of their own, and set_attn_implementation changes nothing there.
     """
-    taken, others = 0, {}
     layers = {module for module in model.modules() if "Attention" in type(module).__name__ or _asks_by_name(module)}
-    for layer in filter(layers.__contains__, model.modules()):
-        if _asks_by_name(layer):
-            chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-            reason = None if chosen == name else f"the attention of its config is {chosen!r}"
-        elif layers.intersection(layer.modules()) - {layer}:
-            continue  # a layer around the one that computes attention
+    reasons: Counter = Counter()
+    for layer in layers:
+        chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+        if not _asks_by_name(layer):
+            if not layers.intersection(layer.modules()) - {layer}:  # it isn't just around another one
+                reasons[f"{type(layer).__name__}: computes attention by itself"] += 1
+        elif chosen != name:
+            reasons[f"{type(layer).__name__}: the attention of its config is {chosen!r}"] += 1
         else:
-            reason = "computes attention by itself"
-        if reason is None:
-            taken += 1
-        else:
-            reason = f"{type(layer).__name__}: {reason}"
-            others[reason] = others.get(reason, 0) + 1
-    return Layers(taken, others)
+            reasons[None] += 1
+    return Layers(reasons.pop(None, 0), dict(reasons))
 
 
 def _asks_by_name(module: nn.Module) -> bool:
-    """Return whether the class of a module, or one that it inherits from, looks its attention up by name."""
-    if not type(module).__module__.startswith("transformers."):
-        return False
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
+    """Return whether a module of transformers looks its attention up by name."""
+    of_transformers = type(module).__module__.startswith("transformers.")
+    return of_transformers and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)

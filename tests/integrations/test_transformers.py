@@ -349,10 +349,14 @@ def test_packed_documents_and_last_queries_are_masked_attention(how, otherwise):
 @pytest.mark.parametrize(
     ("edges", "message"),
     [
-        ({"cu_seq_lens_k": None}, "cu_seq_lens_k: expected a tensor that can be read, .*, got NoneType"),
+        ({"cu_seq_lens_k": None}, "cu_seq_lens_k: expected a tensor that can be read, got NoneType"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, r"cu_seq_lens_q: expected ascending .* to 150, got \[0, 9\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 150])}, "cu_seq_lens_q: expected a batch of one, and as many edges .*"),
-        ({"attention_mask": BLOCK_DIAGONAL[None, None]}, "mask: expected None or the documents of cu_seq_lens_q, .*"),
+        ({"cu_seq_lens_q": torch.tensor([0, 150])}, "cu_seq_lens_k: expected as many keys as queries or more .*"),
+        ({"cu_seq_lens_q": torch.tensor([0, 61, 85, 110, 150])}, "cu_seq_lens_k: expected as many keys as queries .*"),
+        (
+            {"attention_mask": BLOCK_DIAGONAL[None, None]},
+            "cu_seq_lens_q: expected it for .* the documents of a mask, .*",
+        ),
     ],
 )
 def test_lengths_that_do_not_fit_are_an_error(llama, tokens, edges, message):
