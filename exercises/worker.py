@@ -95,9 +95,8 @@ def become_child(limits: dict[str, int], walls: bool, scratch: Path, answers: in
         for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (printed, 1), (printed, 2)):
             os.dup2(source, target)
         sys.stdout.reconfigure(line_buffering=True)
-        stream = socket.socket(fileno=os.dup2(answers, 64))
-        os.closerange(3, 64)
-        os.closerange(65, 2**16)
+        stream = socket.socket(fileno=os.dup2(answers, 3))
+        os.closerange(4, 2**16)
         os.environ.update(dict.fromkeys(("HOME", "TMPDIR", "TRITON_CACHE_DIR"), str(scratch)))
         os.chdir(scratch)
         if walls and os.getuid() == 0:

@@ -184,8 +184,8 @@ def test_submission_has_four_descriptors_and_nothing_of_the_environment(quick, g
     calls = lambda draw: [Call("f", (draw.normal(1),))]  # noqa: E731
     source = "import os\ndef f(x):\n    assert 'GRADER_SECRET' not in os.environ\n"
     source += "    return sorted(map(int, os.listdir('/proc/self/fd')))\n"
-    result = graded(source, graded.small("def f(x): return [0, 1, 2, 3, 64]\n", calls), sandboxes=quick)
-    assert result.score == 1, result.tests  # 3: listdir's own
+    result = graded(source, graded.small("def f(x): return [0, 1, 2, 3, 4]\n", calls), sandboxes=quick)
+    assert result.score == 1, result.tests  # 4: listdir's own
 
 
 def test_out_of_time_for_the_whole_exercise(graded):
