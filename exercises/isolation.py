@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import os
-import platform
 import re
 import select
 import shutil
@@ -41,7 +40,6 @@ PRINTED_LIMIT = 4000  # characters kept of what it prints
 ANSWER_LEAST, ANSWER_FACTOR = 2**18, 8  # bytes that an answer may have: this, and so many times what was sent
 SERVER_SECONDS, SERVER_END_SECONDS = 300, 20  # to import torch on a slow disk; to end a child and remove its files
 OPEN = "Without bubblewrap (bwrap): your files and the network are open to what is graded here; grade only your own."
-
 # Of each process; memory in bytes beyond what importing torch takes.
 RESOURCES = {"RLIMIT_CPU": 120, "RLIMIT_DATA": 2 * 2**30, "RLIMIT_AS": 2 * 2**30, "RLIMIT_FSIZE": 16 * 2**20}
 RESOURCES |= {"RLIMIT_NOFILE": 128, "RLIMIT_NPROC": 16, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0}
@@ -67,8 +65,7 @@ class SandboxError(Exception):
 class ChildError(Exception):
     """The submission crashed, hung or answered nonsense. str(): with its own words, which may quote its inputs.
 
-    shown: the same without a word of the submission. fatal: its process can't be called again. raised: the exception
-    that it raised.
+    shown: without a word of the submission. fatal: its process can't be called again. raised: its exception.
     """
 
     def __init__(self, shown: str, detail: str | None = None, fatal: bool = False, raised: str = ""):
@@ -79,7 +76,7 @@ class ChildError(Exception):
 @functools.cache
 def have_walls() -> bool:
     """Return whether bubblewrap can put up its walls here, with a filter of system calls inside."""
-    filtered = sys.platform == "linux" and not torch.cuda.is_available() and seccomp_program(platform.machine())
+    filtered = sys.platform == "linux" and not torch.cuda.is_available() and seccomp_program()
     if not filtered or not shutil.which("bwrap"):
         return False
     command = [*bubblewrap(2**20), sys.executable, "-I", "-c", ""]
