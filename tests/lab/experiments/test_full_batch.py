@@ -8,7 +8,6 @@ import pytest
 from sage_lab.__main__ import main
 from sage_lab.experiments import full_batch
 from sage_lab.experiments.full_batch import (
-    ARMS,
     CONTROLS,
     CPU_PLAN,
     CURVE,
@@ -23,7 +22,6 @@ from sage_lab.experiments.full_batch import (
 )
 from sage_lab.models.llama import Llama
 from sage_lab.records import read_record
-from sage_lab.repairs import UNBIASED
 
 PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1), halvings=2, remedies=("two terms", "seven"))
 
@@ -70,27 +68,6 @@ def test_the_model_cannot_memorise_the_corpus():
     assert sum(x.numel() for x in Llama(config).parameters()) < 200_000 < 2**18 == FullBatchPlan().tokens
     with pytest.raises(ValueError, match="^tokens: expected whole sequences of 1024 after 2 halvings, got 5120"):
         replace(PLAN, tokens=5 * 1024)
-
-
-def test_an_arm_is_the_model_and_the_training_it_is_described_as():
-    for name in ARMS:
-        run = PLAN.run(name, True, 0.1, 1)
-        config, settings = PLAN.config(run, 256), PLAN.settings(run, compile=False)
-        assert (config.attention == "exact") == (name in (TRUTH, *CONTROLS))
-        assert (config.qk_norm, config.fused_prologue) == (True, False)
-        assert config.smooth_k == ("not smoothed" not in name)
-        is_kernel = name.startswith("kernels")
-        assert config.backend == ("triton" if is_kernel else "reference")
-        assert settings.attention_in_bfloat16 == (is_kernel or name == "bf16")
-        assert (settings.random_error > 0) == (name == "random error")
-        assert (settings.batch_size, settings.micro_batch_size, settings.sequences, settings.seed) == (256, 32, 256, 1)
-        small = PLAN.settings(run.replace(batch_tokens=2**14), compile=False)
-        assert (small.batch_size, small.micro_batch_size, small.sequences) == (16, 16, 256)
-        if config.attention == "sagebwd":
-            scales = ("block", 64, 64) if name.startswith("per tile") else ("row", 128, 128)
-            assert (config.granularity, config.block_q, config.block_kv) == scales
-            _, _, remedy = name.partition(": ")
-            assert config.remedy == (UNBIASED if name == "kernels, unbiased" else remedy or "none")
 
 
 def test_a_gap_counts_beyond_twice_the_controls_largest_of_the_second_half():
