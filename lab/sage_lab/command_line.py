@@ -196,9 +196,7 @@ def add_minutes_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_corpus_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--corpus", type=input_path, metavar="PATH", help="a text file, a folder or a .bin of uint16 tokens"
-    )
+    parser.add_argument("--corpus", type=input_path, metavar="PATH", help="a text file or a .bin of uint16 tokens")
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:
