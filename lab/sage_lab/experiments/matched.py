@@ -78,15 +78,15 @@ def clamped_backward(
 ) -> tuple[Tensor, ...]:
     """Compute `sla2_backward` as printed, but with min(P, 1) for P = exp(S - L)."""
     saved = query, key, value, block_mask, alpha, sparse_output
-    dq, dk, dv, dalpha = sla2_backward(grad_output, *saved, log_sum_exp, settings)
-    # Take back what is above 1: P - min(P, 1) has gradients of its own, with the same dP - D.
+    # With L = infinity P is 0: the linear branch's share, and dalpha.
+    dq, dk, dv, dalpha = sla2_backward(grad_output, *saved, torch.full_like(log_sum_exp, math.inf), settings)
     q, k, v, do = (x.float() for x in (query, key, value, grad_output))
     c = q.shape[-1] ** -0.5
     seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], settings)
-    excess = (torch.exp((q @ k.mT * c - log_sum_exp).masked_fill(~seen, -math.inf)) - 1).clamp_min(0)
+    p = torch.exp((q @ k.mT * c - log_sum_exp).clamp(max=0).masked_fill(~seen, -math.inf))
     do_s = per_query(alpha.float(), q.shape[-2], settings) * do
-    ds = excess * (do_s @ v.mT - (do_s * sparse_output).sum(-1, keepdim=True))
-    return dq - ds @ k * c, dk - ds.mT @ q * c, dv - excess.mT @ do_s, dalpha
+    ds = p * (do_s @ v.mT - (do_s * sparse_output).sum(-1, keepdim=True))
+    return dq + ds @ k * c, dk + ds.mT @ q * c, dv + p.mT @ do_s, dalpha
 
 
 class ClampedFunction(torch.autograd.Function):
