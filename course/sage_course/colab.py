@@ -50,7 +50,11 @@ def pinned(root: Path = ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Install the pinned versions and the course from its folder, without its dependencies; make exercises' files."""
+    """Install the pinned versions and the course from its folder, without its dependencies; make exercises' files.
+
+    Colab's torchvision is of a different PyTorch, with which transformers imports no model. No notebook needs it.
+    """
+    subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *pinned()], check=True)
     editable = [word for name in PROJECTS for word in ("--editable", str(ROOT / name))]

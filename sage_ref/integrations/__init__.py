@@ -4,7 +4,7 @@ pytorch       `sage_ref.sdpa`: for code that calls F.scaled_dot_product_attentio
 transformers  SageBwd as an attention by name
 diffusers     SageBwd as an attention backend; SLA2 as a part of the model
 calls         the arguments of a call, and what happens where SageBwd can't compute it
-padding       masks that are padding, honoured by cutting each sequence to its own tokens
+parts         masks that leave parts of each sequence, computed part by part: padding, packed documents
 
 On a CPU the reference computes, on a GPU the kernels where they can: as `sage_ref.sagebwd_attention` chooses.
 
@@ -15,11 +15,11 @@ On a CPU the reference computes, on a GPU the kernels where they can: as `sage_r
 | diffusers, SageBwd | 0.42.1 | yes | yes | whole | test_diffusers |
 | diffusers, SLA2 | 0.42.1 | yes, saved and loaded | yes, in stages | whole | test_diffusers |
 
-| integration | padding (test_padding) | other masks, dropout | under torch.compile |
+| integration | padding, packed documents (test_parts) | other masks, dropout | under torch.compile |
 | --- | --- | --- | --- |
-| `with sage_ref.sdpa()` | honoured | exact, said once; or error | no mask is read, each is one of the others |
-| transformers | honoured, also in a static cache | error; or exact, said once | no attention_mask, use_cache=True |
-| diffusers, SageBwd | honoured | error; or native, said once | the same |
+| `with sage_ref.sdpa()` | by parts | exact, said once; or error | no mask is read, each is one of the others |
+| transformers | by parts, also in a static cache | error; or exact, said once | no attention_mask, use_cache=True |
+| diffusers, SageBwd | by parts | error; or native, said once | the same |
 | diffusers, SLA2 | error | error | error |
 
 Under torch.compile `nn.MultiheadAttention` stays exact. Tests compile with the backends eager and aot_eager: on a CPU

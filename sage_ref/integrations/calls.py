@@ -81,7 +81,7 @@ def obstacle_of_mask(call: Call) -> str | None:
     if call.is_causal:
         return f"mask: expected None beside is_causal, {got}"
     if call.parts() is None:
-        return f"mask: expected None or padding or packed sequences, since SageBwd has no other, {got}"
+        return f"mask: expected None or padding, since SageBwd has no mask but the causal one, {got}"
     return None
 
 

@@ -55,9 +55,10 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     It takes calls with is_causal, scale and enable_gqa, and those that torch.nn.MultiheadAttention makes where its
     weights are not requested (a TransformerEncoderLayer doesn't). `taken` counts them, except in compiled code.
 
-    Masks: a mask is taken if it is padding, before or after the tokens of each sequence, with causality or without.
-    Each sequence is then computed on its own tokens, together with others of the same length. A query that sees no key
-    gets zeros; so does one in the padding of a causal mask. On a GPU each new mask is waited for and read, and read
+    Masks: a mask is taken if it is padding, before or after the tokens of each sequence, with causality or without, or
+    if it leaves parts of each sequence: packed documents, a prefix, the last queries of a causal sequence. Each part is
+    then computed on its own tokens, together with others of the same length. A query that sees no key gets zeros; so
+    does one in the padding of a causal mask. On a GPU each new mask is waited for and read, and read
     again when PyTorch has changed it; a change by a foreign kernel goes unnoticed. torch.compile, torch.func and
     torch.vmap can't read a mask: there SageBwd can't compute a call with one.
 

@@ -140,7 +140,7 @@ def _may_lack_masks(modeling: str, config: type) -> bool:
     Those that transformers computes by "eager" alone never do: without a mask, every query sees every key.
     """
     if (modeling, config) not in _known:
-        models = [x for x in vars(sys.modules[modeling]).values() if hasattr(x, "_supports_sdpa")]
+        models = [x for x in vars(sys.modules.get(modeling, object)).values() if hasattr(x, "_supports_sdpa")]
         models = [x for x in models if getattr(x, "config_class", None) is config] or models
         _known[modeling, config] = any(x._supports_sdpa for x in models) or not models
     return _known[modeling, config]
