@@ -54,8 +54,8 @@ def gaussian(*shape):
 
 
 @pytest.fixture(autouse=True)
-def ax():
-    yield figures.panels(1)[1][0]
+def closed():
+    yield
     plt.close("all")
 
 

@@ -33,7 +33,6 @@ from kernel_cases import (
     takes,
     times,
 )
-from sage_kernels import hopper
 from sage_kernels.hopper import toolbox
 from sage_kernels.hopper.emulator import Changed, Machine, plain
 from sage_kernels.sagebwd import ladder, ops
@@ -500,22 +499,6 @@ def test_the_interpreter_gets_other_levels(gpu, monkeypatch):
     device = gpu(9, 0)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert levels_at(device, 64) == levels_at(torch.device("cpu"), 64) == (4, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "reason"),
-    [
-        ((8, 9), 64, "it needs a GPU of compute capability 9.0 (Hopper), and this one has 8.9"),
-        ((9, 0), 32, "it needs a head size from 33 to 128, and query has 32"),
-        ((9, 0), 129, "it needs a head size from 33 to 128, and query has 129"),
-        ((9, 0), 64, "it has no program for a head size of 64"),  # level 6
-        ((9, 0), 65, None),
-    ],
-)
-def test_why_it_cannot_run(gpu, capability, head_dim, reason):
-    assert ladder.obstacle(BACKWARD_LEVELS[6], gpu(*capability), head_dim) == reason
-    if head_dim != 64:
-        assert hopper.obstacle(gpu(*capability), head_dim) == reason
 
 
 @on_the_cpu

@@ -1,7 +1,6 @@
 """SLA2's kernels by level against the oracles; memory, layouts and launches; routing, lists, sums, pieces of lists."""
 
 import math
-import runpy
 from itertools import product
 
 import pytest
@@ -27,7 +26,7 @@ from sage_kernels import hopper
 from sage_kernels.common.candidates import CANDIDATES, DEFAULTS
 from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.quantize import padded_length
-from sage_kernels.sla2 import ladder, routing
+from sage_kernels.sla2 import ladder
 from sage_kernels.sla2.ladder import BACKWARD_KERNELS, LEVELS
 from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.ops import LEVEL_16BIT, LEVEL_HOPPER, LEVEL_INT8
@@ -357,12 +356,6 @@ def test_repeats_are_equal_bit_for_bit(level, selected):
         assert all_equal(run_gradients(case, level, result=result), gradients)
 
 
-def test_scales_must_cover_whole_blocks_of_the_mask(monkeypatch):
-    monkeypatch.setattr("sage_kernels.common.quantize.SCALE_BLOCK", 64)
-    with pytest.raises(ValueError, match="SCALE_BLOCK: expected a multiple of SLA2's mask blocks 128 x 64, got 64"):
-        runpy.run_path(routing.__file__)
-
-
 # Layouts
 
 
@@ -503,11 +496,13 @@ def distinct(columns):
 @pytest.mark.parametrize("columns", [1, 7, 64, 65, 300])
 def test_top_blocks_are_the_references(columns, scores):
     scores = scores(columns)
-    for count in sorted({1, max(1, columns // 3), columns}):
+    some = torch.arange(columns, device=DEVICE) % 3 == 2
+    for count, protected in product(sorted({1, max(1, columns // 3), columns}), (None, some)):
         with guarded_allocations():
-            mask, complement, lists = top_blocks(scores, count)
+            mask, complement, lists = top_blocks(scores, count, protected=protected)
         assert_complement(complement, mask)
-        assert torch.equal(mask.cpu(), sage_ref.sla2.top_blocks(scores.cpu(), count))
+        first = scores if protected is None else scores.masked_fill(protected, math.inf)
+        assert torch.equal(mask.cpu(), sage_ref.sla2.top_blocks(first.cpu(), count))
         assert (lists.counts == count).all()
         assert torch.equal(lists.entries, mask.nonzero()[:, -1].view(lists.entries.shape).int())
         assert lists.entries.dtype == lists.counts.dtype == torch.int32

@@ -101,10 +101,6 @@ ODD = {
 }  # fmt: skip
 
 
-def size_of(tensors):
-    return max((x.detach().double().abs().max().item() for x in tensors if x.numel()), default=0.0)
-
-
 def draw(rng, dtype, *shape):
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1).to(dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sla2_oracles import LENGTHS, drawn, drawn_qkv, drawn_weights
+from sla2_oracles import LENGTHS, drawn, drawn_qkv
 from torch.testing import assert_close
 
 from sage_ref.sla2 import (
@@ -23,11 +23,6 @@ from sage_ref.sla2 import (
 )
 
 SMALL = BlockSettings(16, 8)
-
-
-def weights_for(n_q, n_k):
-    """[1, 2, Tm, Tn], drawn."""
-    return drawn_weights(1, 2, block_count(n_q, 16), block_count(n_k, 8))
 
 
 def test_selected_count_rounds_half_to_even_and_selects_at_least_one():

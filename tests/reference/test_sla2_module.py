@@ -184,14 +184,6 @@ def test_the_router_trains_in_stage_1_only_and_alpha_in_both(stage):
         assert leaf.grad.any()
 
 
-def test_stages_can_be_changed_back_and_forth():
-    qkv, model = drawn_qkv(40, 80), module()
-    assert model.stage(1) is model
-    first, second, again = model(*qkv), model.stage(2)(*qkv), model.stage(1)(*qkv)
-    assert not torch.equal(first, second)
-    assert torch.equal(again, first)
-
-
 @pytest.mark.parametrize("protecting", [False, True])
 def test_a_few_steps_of_stage_1_lower_the_error(protecting):
     """Two of eight blocks hold keys far out on both sides of the first feature, where queries look: most of the mass,

@@ -85,20 +85,6 @@ def test_alpha_is_not_initialised_from_nan(name, bad):
 # Magnitudes
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_gradients_are_finite_where_scores_are_huge(dtype, is_causal):
-    """S - L cancels: with float16's largest numbers in Q and K, P was exp(8192) in single entries."""
-    q, k, v = drawn(n=150, head_dim=32)
-    size = 6e4 if dtype == torch.float16 else 1e15
-    tensors = [(x / x.abs().max() * size).to(dtype).float() for x in (q, k)]  # in 16 bit not every gradient fits
-    for x in with_gradients(partial(dense, is_causal=is_causal), (*tensors, v)):
-        assert x.isfinite().all()
-    output = dense(*(x.to(dtype) for x in tensors), v.to(dtype), is_causal=is_causal)
-    assert output.dtype == dtype
-    assert output.isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["value", "grad_output"])
 def test_large_values_and_gradients_only_scale_the_result(name):
     q, k, v = drawn(n=40, head_dim=16)
