@@ -406,10 +406,6 @@ def test_a_warpgroup_masks_its_last_key_tile_and_no_other(is_causal):
             assert seen_by_any < count * 128  # and no later one is needed
 
 
-def test_heads_that_are_worked_on_together_fit_the_cache():
-    assert [toolbox.heads_at_a_time(size << 20) for size in (1, 2, 4, 16, 64)] == [8, 8, 4, 1, 1]
-
-
 @on_the_cpu
 @BOTH_HEAD_DIMS
 def test_heads_side_by_side_are_fetched_without_a_copy(head_dim):

@@ -69,7 +69,7 @@ for model in (sage_ref.SLA(8, 2), sage_ref.SLA2(8, 2, backend="reference"), sage
 assert q.grad.isfinite().all()
 with contextlib.suppress(SystemExit):
     main(["--help"])
-assert not {f"sage_lab.{command.module}" for command in COMMANDS.values()} & set(sys.modules)
+assert not {f"sage_lab.{module}" for module, _ in COMMANDS.values()} & set(sys.modules)
 main(["info"])
 """
     others = "triton sage_kernels numpy scipy matplotlib tqdm safetensors hypothesis pytest"

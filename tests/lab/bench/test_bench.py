@@ -223,6 +223,7 @@ def test_every_kernel_that_is_tuned_gives_the_right_results(bench, op):
             for name, x in found.items():
                 require_close(x, exact[name], name=name)
     assert len(seen) == {"sagebwd": 7, "sla2": 7}[op]
+    assert max(kernel.level for kernel in tuning.kernels(op)) == {"sagebwd": 4, "sla2": 3}[op]  # none of Hopper's
 
 
 @pytest.mark.parametrize("op", ["sagebwd", "sla2"])
