@@ -35,11 +35,11 @@ PRELOADED = ("torch.fx.experimental.symbolic_shapes", "triton", "triton.language
 
 
 def load(name: str, path: Path) -> Any:
-    """Import a module by its path, as names that start with digits need."""
+    """Import a module by its path, as names that start with digits need; hints are docstrings, which -OO would drop."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True, optimize=0), vars(module))
     return module
 
 

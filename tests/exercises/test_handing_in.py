@@ -156,13 +156,16 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
 
 
-def test_a_submissions_modules_are_not_the_graders(tmp_path):
+def test_a_submissions_modules_are_not_the_graders_and_hints_survive_oo(tmp_path):
     for name in ("json", "argparse", "re", "pathlib", "torch", "sage_course", "signal"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('IMPORTED')")
-    done = run_module(tmp_path, "exercises", "grade", "01", "--submission", ".")
+    zeros = "def quantize_block(x, block_size): return (0 * x).char(), x.new_ones(-(-len(x) // block_size), 1)\n"
+    (tmp_path / "exercise.py").write_text(zeros)
+    done = run_module(tmp_path, "exercises", "grade", "01", "--submission", ".", PYTHONOPTIMIZE="2")
     assert done.returncode == 0, done.stderr
     assert "IMPORTED" not in done.stderr
-    assert done.stdout.startswith(f"{FIRST}: 0 of 8 points")
+    assert done.stdout.startswith(f"{FIRST}: 1 of 8 points")
+    assert "is the scale max|X| / 127, of this block alone?" in done.stdout
 
 
 def depth(process):
