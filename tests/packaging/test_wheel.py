@@ -1,4 +1,4 @@
-"""The wheel and the clone: what they hold, and that they work in an empty environment, far from the repository.
+"""The wheel: what it holds, and that it works in an empty environment, far from the repository.
 
 Torch and the other requirements come from the environment that runs the tests, so that nothing is downloaded. Whether
 an installer finds them, and whether they fit, is shown by `make lab` for the pinned ones.
@@ -34,11 +34,10 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of the sources of all three projects, because building writes beside them."""
+    """A copy of the sources, because building writes beside them."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("sage_ref", "kernels", "lab", "course"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    for name in ("sage_ref", "kernels"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for path in REPOSITORY.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
