@@ -2,9 +2,9 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8888
 WORKERS ?= 2
-# test-gpu: another interpreter than .venv's, as in PYTHON_GPU=python3, and how many processes share the GPU.
+# test-gpu: another interpreter than .venv's, as in PYTHON_GPU=python3; how many processes share the GPU, by its memory.
 PYTHON_GPU ?=
-WORKERS_GPU ?= 8
+WORKERS_GPU ?= auto
 GPU_TESTS = $(sort $(shell grep -lrE 'mark\.gpu|MARKS' tests --include='test_*.py'))
 NOTEBOOKS = $(sort $(wildcard notebooks/*.ipynb))
 BIN = .venv/bin

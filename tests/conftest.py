@@ -9,6 +9,8 @@ from sage_kernels.common.device import triton_device
 
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")
+WORKER_GIB = 10  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 8 GiB
+LARGE_GIB = 64  # of a GPU, for the tests of more than 2^31 elements, which take half of it
 torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
 # Without a GPU it turns Triton's interpreter on, which must happen before triton is imported.
 if triton_device() == "cpu":
@@ -41,11 +43,27 @@ def pytest_runtest_setup():
     torch.manual_seed(0)  # what a test draws doesn't depend on the tests before it
 
 
-@pytest.fixture
-def large_memory():
-    """For tests of tens of GB, which are a group for xdist: the next one gets what PyTorch would keep for itself."""
+def pytest_xdist_auto_num_workers(config):
+    """With `-n auto` on a GPU: as many workers as its memory has room for, WORKER_GIB each, and at most 8."""
+    return max(1, min(8, gpu_gib() // WORKER_GIB)) if torch.cuda.is_available() else None
+
+
+def gpu_gib():
+    return torch.cuda.get_device_properties(0).total_memory // 2**30
+
+
+@pytest.fixture(autouse=torch.cuda.is_available())
+def empty_cache():
+    """Give back what PyTorch would keep for itself after a test: others share the GPU."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def large_memory():
+    """For tests of tens of GB, which are a group for xdist: one at a time, and only where they fit beside others."""
+    if gpu_gib() < LARGE_GIB:
+        pytest.skip(f"needs a GPU with {LARGE_GIB} GiB of memory, this one has {gpu_gib()}")
 
 
 @pytest.fixture
