@@ -14,9 +14,8 @@ def test_a_missing_package_is_named_with_its_extra(package, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     integration = importlib.import_module(f"sage_ref.integrations.{package}")
-    with pytest.raises(
-        ImportError, match=rf"^{package}: expected it to be installed \(pip install 'sage-ref\[{package}\]'\)"
-    ):
+    message = rf"^{package}: expected it to be installed \(pip install 'sage-ref\[{package}\]'\)"
+    with pytest.raises(ImportError, match=message):
         integration.register()
 
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
+from sage_lab.command_line import Failed
 from sage_lab.records import Row, markdown_table, write_record
+from sage_ref.checks import shown
 from sage_ref.tracing import relative_l2
 
 TOKENS, IMAGE, MELS = 60, 32, 16  # the last two are among the sizes, too
@@ -131,7 +133,10 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal=Fals
 
 
 def verdict(config) -> Row:
-    """Return the verdict on one architecture ("right", "raises", "own attention", "wrong" or "not built"), and why."""
+    """Return the verdict on one architecture ("right", "raises", "own attention", "wrong" or "not built"), and why.
+
+    "own attention" is that of a model whose outputs are the same bits: it has classes of its own, or no attention.
+    """
     from sage_ref.integrations import calls
     from sage_ref.integrations.transformers import check
 
@@ -170,16 +175,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def transformers_sweep_command(options: argparse.Namespace) -> None:
-    import transformers
-
     from sage_ref.integrations.transformers import register
 
-    register(backend="reference")
+    try:
+        register(backend="reference")
+    except ImportError as error:
+        raise Failed(str(error)) from error
+    import transformers
+
     transformers.logging.set_verbosity_error()
     known = architectures()
     chosen = options.only or list(known)
     if unknown := [name for name in chosen if name not in known]:
-        raise ValueError(f"only: expected architectures of transformers, got {', '.join(unknown)}")
+        raise ValueError(f"only: expected architectures of transformers, got {shown(unknown)}")
     with warnings.catch_warnings(action="ignore"):
         rows = [{"architecture": name} | verdict(known[name]()) for name in tqdm(chosen)]
     print(markdown_table(["verdict", "architectures"], Counter(row["verdict"] for row in rows).most_common()))
