@@ -281,7 +281,7 @@ def test_a_prompt_in_chunks_and_several_candidates_give_what_one_prompt_gives(ll
 
 VERDICTS = {
     "llama": "right", "bert": "right", "clip": "right", "whisper": "right", "jetmoe": "right", "afmoe": "right",
-    "gemma4_text": "right", "nllb-moe": "right", "gptj": "own attention",
+    "gemma4_text": "right", "nllb-moe": "right", "bridgetower": "right", "gptj": "own attention",
     "gemma2": "raises ValueError: softcap: expected None", "gpt_oss": "raises ValueError: s_aux: expected None",
     "glm_moe_dsa": "raises ValueError: indices: expected None", "t5": "raises ValueError: position_bias: expected None",
     "inkling2_text": "raises ValueError: sinks: expected None",
