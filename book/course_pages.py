@@ -172,7 +172,7 @@ def add_files(app: Sphinx, error: Exception | None) -> None:
             source, target = package / part, Path(app.outdir, "_static", "mathjax", part)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(source, target, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, target)
-        Path(app.outdir, "index.html").write_text(HOME)
+        Path(app.outdir, "index.html").write_text(HOME, encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

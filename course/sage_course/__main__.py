@@ -2,15 +2,18 @@
 
 import sys
 
-from sage_lab.command_line import Parser, add_json_option, finish
-
-from sage_course import readme
+from sage_lab.command_line import Parser, add_json_option, finish, imported
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(prog="python -m sage_course", description=__doc__)
     add_json_option(parser)
-    if status := finish("python -m sage_course", lambda: readme.write_pages(parser.parse_args(arguments))):
+
+    def run() -> None:
+        options = parser.parse_args(arguments)
+        imported("sage_course.readme").write_pages(options)
+
+    if status := finish("python -m sage_course", run):
         sys.exit(status)
 
 

@@ -39,11 +39,13 @@ def pinned(root: Path = ROOT) -> list[str]:
     Raises:
         ValueError: constraints.txt has no version of a requirement.
     """
-    projects = [tomllib.loads((root / name / "pyproject.toml").read_text())["project"] for name in PROJECTS]
+    files = [(root / name / "pyproject.toml").read_text(encoding="utf-8") for name in PROJECTS]
+    projects = [tomllib.loads(text)["project"] for text in files]
     wanted = [x for project in projects for x in project["dependencies"]]
     names = {re.match(r"[\w.-]+", requirement)[0] for requirement in wanted} | {"triton"}
     names -= FROM_COLAB | {"sage-ref", "sage-lab"}
-    pins = [line for line in (root / "constraints.txt").read_text().splitlines() if line.partition("==")[0] in names]
+    constraints = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in constraints if line.partition("==")[0] in names]
     if missing := names - {pin.partition("==")[0] for pin in pins}:
         raise ValueError(f"constraints.txt: expected a version of each of {sorted(missing)}, got none")
     return pins

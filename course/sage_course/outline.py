@@ -49,13 +49,13 @@ def notebook_facts(path: Path, first_cell: str) -> Notebook:
 
 def notebooks() -> list[Notebook]:
     """Return all notebooks, in the order of the course."""
-    cells = {path: json.loads(path.read_text())["cells"] for path in notebook_files()}
+    cells = {path: json.loads(path.read_text(encoding="utf-8"))["cells"] for path in notebook_files()}
     return [notebook_facts(path.relative_to(REPOSITORY), "".join(x[0]["source"])) for path, x in cells.items()]
 
 
 def public_address() -> str:
     """Return the repository's public address, from project.urls in pyproject.toml."""
-    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 
 
 def file_address(path: Path) -> str:

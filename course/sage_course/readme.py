@@ -5,12 +5,11 @@ else there is written by hand.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from sage_lab.records import REPOSITORY, markdown_table, read_record, replaced
+from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_text
 
 from sage_course.figures import overview_figure
 from sage_course.outline import framed, notebook_files, notebooks, public_address
@@ -75,9 +74,9 @@ def with_sections(text: str, sections: Mapping[str, Callable[[], str]]) -> str:
 def texts() -> Iterator[tuple[Path, str]]:
     """Yield every file that this program writes, and the text that it should have."""
     for name, sections in SECTIONS.items():
-        yield REPOSITORY / name, with_sections((REPOSITORY / name).read_text(), sections)
+        yield REPOSITORY / name, with_sections((REPOSITORY / name).read_text(encoding="utf-8"), sections)
     for path in notebook_files():
-        yield path, framed(path.read_text(), path.relative_to(REPOSITORY), public_address())
+        yield path, framed(path.read_text(encoding="utf-8"), path.relative_to(REPOSITORY), public_address())
 
 
 def write_pages(options: argparse.Namespace) -> None:
@@ -87,10 +86,9 @@ def write_pages(options: argparse.Namespace) -> None:
     overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(overview)
     changed = []
     for path, text in texts():
-        if text != path.read_text():
-            path.write_text(text)
+        if text != path.read_text(encoding="utf-8"):
+            write_text(path, text)
             changed.append(str(path))
     print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
     if options.json:
-        with replaced(options.json) as temporary:
-            temporary.write_text(json.dumps(changed) + "\n")
+        write_text(options.json, as_json(changed) + "\n")

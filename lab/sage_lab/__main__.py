@@ -1,10 +1,9 @@
 """`python -m sage_lab COMMAND`: compile, check and time the kernels, train models, and measure for the course."""
 
 import argparse
-import importlib
 import sys
 
-from sage_lab.command_line import Parser, add_json_option, end_with_parent, finish, written
+from sage_lab.command_line import Parser, add_json_option, end_with_parent, finish, imported, written
 
 # By name: a module with NAME_command(options) and perhaps add_options(parser), imported when its command is called, and
 # a description.
@@ -73,7 +72,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     for name, (module, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
         if arguments[:1] == [name]:
-            chosen = importlib.import_module(f"sage_lab.{module}")
+            chosen = imported(f"sage_lab.{module}")
             getattr(chosen, "add_options", lambda parser: None)(command)
             command.set_defaults(run=getattr(chosen, f"{name.replace('-', '_')}_command"))
         add_json_option(command)

@@ -2,28 +2,34 @@
 
 A command ends with status 0 when it is done, 2 when an argument or a file is not what it needs (one line says which), 1
 when something else stopped it, and 130 on Ctrl-C. A traceback is a bug of ours.
+
+PyTorch is imported where it is needed: Ctrl-C during an import must find `finish` at work.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import importlib
 import math
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import torch
 
 if TYPE_CHECKING:
     from sage_lab.training.corpus import Corpus
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
+TOO_LARGE = ("memory", "overflow")  # in PyTorch's errors about a tensor that can't be made
 
 
 class Failed(RuntimeError):
@@ -58,17 +64,23 @@ def written(module: str, arguments: list[str]) -> str:
 
 def finish(program: str, run: Callable[[], int | None]) -> int:
     """Run a command and return the status for its process to end with. An error is one line on stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file would get its number, and be written to
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (it stays open)
+    os.umask(os.umask(0o022) & 0o077)  # what a command makes, it must be able to use
     try:
-        status = run() or DONE
-        sys.stdout.flush()
-        return status
+        try:
+            return run() or DONE
+        finally:
+            _flush()
     except KeyboardInterrupt:
         line, status = "interrupted", INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has enough, as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except OSError as error:
         line, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT
+        if error.errno == errno.EPIPE:  # the reader of the output has enough, as in `... | head`
+            return FAILED
+        if error.errno == errno.ENOSPC and not error.filename:
+            line, status = f"output: {error.strerror}", FAILED
     except (ValueError, TypeError) as error:
         if ": expected " not in str(error):
             raise
@@ -76,7 +88,7 @@ def finish(program: str, run: Callable[[], int | None]) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, Failed):
             line = str(error)
-        elif isinstance(error, MemoryError) or "memory" in str(error):
+        elif isinstance(error, MemoryError) or any(word in str(error) for word in TOO_LARGE):
             line = str(error).partition("\n")[0] or "out of memory"
         else:
             raise
@@ -85,14 +97,44 @@ def finish(program: str, run: Callable[[], int | None]) -> int:
     return status
 
 
+def _flush() -> None:
+    """Write what was printed. A stream that can't be written is no more, or Python ends with a status of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            raise
+
+
+def process_pool(count: int, **options: Any) -> ProcessPoolExecutor:
+    """Return a pool of processes that end with this one, also when it is killed."""
+    return ProcessPoolExecutor(count, initializer=end_with, **options)
+
+
+def imported(name: str) -> ModuleType:
+    """Import a module. Ctrl-C waits for its end: an import may swallow the error, or leave half a module."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return importlib.import_module(name)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return importlib.import_module(name)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def end_with_parent() -> None:
     """End this process soon after its parent has ended, if that put its number into `PARENT` of the environment."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is None:
-        return
+    if parent := os.environ.pop(PARENT, None):
+        end_with(int(parent))
+
+
+def end_with(parent: int | None = None) -> None:
+    """End this process soon after its parent has ended. parent: the number of that; None: what it is now."""
+    parent = parent or os.getppid()
 
     def watch():
-        while os.getppid() == int(parent):
+        while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(FAILED)
 
@@ -142,32 +184,48 @@ def tile_size(text: str) -> tuple[int, int]:
     return positive(block_q), positive(block_kv)
 
 
-def input_path(text: str) -> Path:
-    """Return the path of a file or folder that is there."""
+def input_file(text: str) -> Path:
+    """Return the path of a file that can be read. A pipe is refused: without a writer it would be waited for."""
+    path = Path(text)
     try:
-        Path(text).stat()
+        if path.exists() and not path.is_file():
+            raise argparse.ArgumentTypeError(f"expected a file that can be read, got {text!r}")
+        path.open("rb").close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(f"expected a file that can be read, got {text!r}: {reason}") from None
-    return Path(text)
+    return path
 
 
 def output_file(text: str) -> Path:
     """Return the path of a file that can be written. A device is refused: /dev/null would be replaced by a file."""
+    return _output_path(text, "file", Path.is_file, inside=0)
+
+
+def output_folder(text: str) -> Path:
+    """Return the path of a folder that can be made, or written to."""
+    return _output_path(text, "folder", Path.is_dir, inside=1)
+
+
+def _output_path(text: str, kind: str, is_kind: Callable[[Path], bool], inside: int) -> Path:
+    """Return a path. inside: 1 if files are made in it, 0 if it is made in a folder."""
     path = Path(text)
     try:
-        if not path.name or "\0" in text or (path.exists() and not path.is_file()):
-            raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not text or "\0" in text or (path.exists() and not is_kind(path)):
+            raise argparse.ArgumentTypeError(f"expected the name of a {kind}, got {text!r}")
+        places = [path, *path.absolute().parents][1 - inside :]
+        folder = next(place for place in places if place.exists())
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}: {error}") from None
+        raise argparse.ArgumentTypeError(f"expected the name of a {kind}, got {text!r}: {error}") from None
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written, got {text!r}: see {folder}")
+        raise argparse.ArgumentTypeError(f"expected a {kind} where files can be written, got {text!r}: see {folder}")
     return path
 
 
 def device(text: str) -> str:
     """Return the name of a device that this machine has."""
+    import torch
+
     try:
         found = torch.device(text)
         if found.type == "cuda":  # asked for no memory: each of torchrun's processes would hold some on the first GPU
@@ -186,6 +244,8 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
+    import torch
+
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -196,7 +256,7 @@ def add_minutes_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_corpus_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--corpus", type=input_path, metavar="PATH", help="a text file or a .bin of uint16 tokens")
+    parser.add_argument("--corpus", type=input_file, metavar="PATH", help="a text file or a .bin of uint16 tokens")
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:

@@ -17,7 +17,6 @@ from its own checkpoint (`Work.checkpoint`, `sage_lab.training.loop`).
 """
 
 import hashlib
-import json
 import math
 import re
 import time
@@ -32,7 +31,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from sage_lab.command_line import Failed
-from sage_lab.records import Row, only_writer, provenance, read_json, replaced, write_record
+from sage_lab.records import Row, as_json, only_writer, provenance, read_json, write_record, write_text
 
 COMMITS = "commits"  # among the finished parts: not of a run, but of all of them
 
@@ -123,9 +122,9 @@ class FinishedParts:
 
     def keep(self, name: str, rows: list[Row]) -> None:
         """Write the rows of one part to the file, in one step."""
+        parts = self.parts | {name: rows}
+        write_text(self.path, as_json(parts))
         self.parts[name] = rows
-        with replaced(self.path) as temporary:
-            temporary.write_text(json.dumps(self.parts))
 
     def remove(self) -> None:
         """Remove the file: all is recorded elsewhere."""

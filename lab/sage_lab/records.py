@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -82,7 +83,7 @@ def read_record(name: str | Path) -> Record:
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Return the object in a JSON file; `what` names what was expected in the error."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         content = None
     if not isinstance(content, dict):
@@ -97,10 +98,18 @@ def write_record(path: Path | None, rows: Sequence[Row], *, command: str, **fact
     """
     if path is None:
         return
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    header = json.dumps(provenance(command) | facts, indent=1)
-    with replaced(path) as temporary:
-        temporary.write_text(f'{{"provenance": {header},\n "rows": [\n  {lines}\n]}}\n')
+    lines = ",\n  ".join(as_json(row) for row in rows)
+    header = as_json(provenance(command) | facts, indent=1)
+    write_text(path, f'{{"provenance": {header},\n "rows": [\n  {lines}\n]}}\n')
+
+
+def as_json(content: Any, indent: int | None = None) -> str:
+    """Return JSON. Raises ValueError for NaN and infinity, which JSON lacks and nothing measured should be."""
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        found = re.search(r"[^{\[,]*(NaN|Infinity)", json.dumps(content))[0].strip()
+        raise ValueError(f"record: expected finite numbers, got {found}") from None
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -136,6 +145,12 @@ def replaced(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step."""
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def remove_leftovers(path: Path) -> None:
@@ -212,7 +227,7 @@ def _version(package: str) -> str | None:
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -69,7 +69,7 @@ def compiled_launches(capability: int) -> Table:
 
 def _packaged_rows(name: str) -> list[Row]:
     path = Path(str(resources.files(__package__) / name))
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
 
 
 def launch_of(row: Row) -> Launch:
@@ -104,7 +104,7 @@ def read_users_table(path: Path, gpu: str) -> Table:
         ValueError: Says what is wrong with it.
     """
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         provenance, rows = record["provenance"], record["rows"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"path: expected a record with provenance and rows, got {path}") from None

@@ -16,7 +16,6 @@ and so are all limits. 9.0 has measured launches.
 """
 
 import argparse
-from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from sage_kernels.common.launch_tables import launch_of as table_launch
 from sage_lab.bench.compile import SHARED_MEMORY, Case, add_selection, compile_kernel, every_case, selected
 from sage_lab.bench.cost_model import clocks_per_score, demand
 from sage_lab.bench.instructions import exponentials, kind_of, scores_of, tile_loops
+from sage_lab.command_line import process_pool
 from sage_lab.records import Row, only_writer, read_record, write_record
 
 TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
@@ -87,7 +87,7 @@ def choose_command(options: argparse.Namespace) -> None:
         if case.kernel in CANDIDATES and case.capability != 90 and not case.is_unbiased
     }
     path, wanted = options.json or TABLE, selected(every.values(), options.only)
-    with only_writer(path), ProcessPoolExecutor(options.workers) as pool:
+    with only_writer(path), process_pool(options.workers) as pool:
         known = {tuple(row[name] for name in KEY): row for row in (read_record(path).rows if path.exists() else [])}
         for key, case in every.items():
             if case not in wanted:

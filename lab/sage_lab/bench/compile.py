@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +55,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from sage_lab.bench.bank_conflicts import conflicts
-from sage_lab.command_line import Failed, positive
-from sage_lab.records import markdown_table, read_json, replaced, write_record
+from sage_lab.command_line import Failed, positive, process_pool
+from sage_lab.records import markdown_table, read_json, write_record, write_text
 from sage_ref.prologue import Prologue
 from sage_ref.sla2.router import Routing
 
@@ -403,7 +402,7 @@ def compile_command(options: argparse.Namespace) -> None:
     every, recorded = every_case(), read_json(RECORD, "the record of `compile`")
     wanted = selected(every, options.only)
     rows, complaints = [], []
-    with ProcessPoolExecutor(options.workers) as pool:
+    with process_pool(options.workers) as pool:
         digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
         asked = [x for x in wanted if options.all or recorded.get(x.name, [0, ""])[1] != digests[x]]
         for case, (_, compiled) in zip(asked, pool.map(compile_kernel, asked), strict=True):
@@ -421,8 +420,7 @@ def compile_command(options: argparse.Namespace) -> None:
     if options.update:  # without kernels that are gone
         names = [case.name for case in every if case.name in recorded]
         lines = [f" {json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
-        with replaced(RECORD) as temporary:
-            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        write_text(RECORD, "{\n" + ",\n".join(lines) + "\n}\n")
     if complaints:
         print("\n".join(complaints), file=sys.stderr)
         raise Failed(f"{len(complaints)} of {len(wanted)} kernels are not as they should be")

@@ -1,7 +1,6 @@
 """Launch tables: time every candidate of every kernel on this GPU and keep the fastest that is correct."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from multiprocessing import get_context
 
@@ -23,6 +22,7 @@ from sage_lab.bench.dense import backward_preparation
 from sage_lab.bench.judge import RESULTS, require_close
 from sage_lab.bench.sparse import SPARSITIES, SparseCase
 from sage_lab.bench.timing import alone
+from sage_lab.command_line import process_pool
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row
 
@@ -118,7 +118,7 @@ def tuned_rows(operation: str, workers: int, parts: FinishedParts) -> Iterator[R
 def compile_candidates(operation: str, wanted: list[Kernel], workers: int) -> None:
     """Compile all candidates of the wanted kernels in parallel processes."""
     jobs = [(operation, x, launch) for x in wanted for launch in candidates(x.kernel, x.level)]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with process_pool(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
 

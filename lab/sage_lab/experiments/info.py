@@ -1,11 +1,10 @@
 """`python -m sage_lab info`: this machine, the versions, and the backend that "auto" would choose."""
 
 import argparse
-import json
 
 import torch
 
-from sage_lab.records import markdown_table, provenance, replaced
+from sage_lab.records import as_json, markdown_table, provenance, write_text
 from sage_ref.backend import sagebwd_kernels, why_not_triton
 
 
@@ -17,5 +16,4 @@ def info_command(options: argparse.Namespace) -> None:
     facts["backend chosen by auto"] = f"reference, because {obstacle}" if obstacle else "triton"
     print(markdown_table(("what", "here"), facts.items()))
     if options.json:
-        with replaced(options.json) as temporary:
-            temporary.write_text(json.dumps(facts, indent=1) + "\n")
+        write_text(options.json, as_json(facts, indent=1) + "\n")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sage_lab.command_line import PARENT, Failed, add_corpus_option, corpus_of, output_file, positive
+from sage_lab.command_line import PARENT, Failed, add_corpus_option, corpus_of, output_file, output_folder, positive
 from sage_lab.plan import Plan, Run, Work, opened
 from sage_lab.records import Record, Row, markdown_table, read_record, write_record
 from sage_lab.repairs import UNBIASED
@@ -255,7 +255,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_option(parser)
     parser.add_argument("--plan", choices=PLANS, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--report-only", action="store_true", help="train nothing: report the runs that are finished")
-    parser.add_argument("--folder", type=Path, default="runs/grid", help="of checkpoints, logs and results")
+    parser.add_argument("--folder", type=output_folder, default="runs/grid", help="of checkpoints, logs and results")
     parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
     parser.add_argument(
         "--traces", type=output_file, metavar="FILE", help="write the errors of every layer over training, too"

@@ -21,7 +21,7 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor
 
-from sage_lab.command_line import input_path, positive
+from sage_lab.command_line import input_file, positive
 from sage_lab.experiments.repair_cost import cost
 from sage_lab.experiments.table2 import CAPTURES
 from sage_lab.plan import Plan, Run, opened
@@ -135,7 +135,7 @@ def repair_table(rows: Sequence[Row]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     words = "of `capture`; default: the recorded ones"
-    parser.add_argument("--capture", type=input_path, nargs="+", metavar="FILE", help=words)
+    parser.add_argument("--capture", type=input_file, nargs="+", metavar="FILE", help=words)
     parser.add_argument("--tokens", type=positive, default=512, help="of a hard case")
     parser.add_argument("--draws", type=positive, default=16, help="passes that an error is averaged over")
 

@@ -9,7 +9,10 @@ import re
 import resource
 import shlex
 import signal
+import subprocess
+import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,18 @@ from process_cases import CONTEXT
 
 pytest.importorskip("triton")
 from sage_lab.__main__ import COMMANDS, main, read_options
-from sage_lab.command_line import BAD_INPUT, FAILED, INTERRUPTED, PARENT, Failed, Parser, finish
-from sage_lab.records import RECORDED, only_writer, read_record
+from sage_lab.command_line import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    PARENT,
+    Failed,
+    Parser,
+    finish,
+    imported,
+    process_pool,
+)
+from sage_lab.records import RECORDED, only_writer, read_record, write_text
 
 PROGRAM = "python -m sage_lab"
 TRAIN = (  # noqa: SIM905 (as it is typed)
@@ -34,7 +47,7 @@ def status_of(line, capsys):
     """(exit status, the last line on stderr) of a command line; any other exception is a traceback."""
     capsys.readouterr()
     try:
-        main(line.split() if isinstance(line, str) else line)
+        main(shlex.split(line) if isinstance(line, str) else line)
     except SystemExit as stop:
         lines = capsys.readouterr().err.strip().splitlines()
         return stop.code, lines[-1] if lines else ""
@@ -53,6 +66,7 @@ def spoilt_files(tmp_path_factory):
     (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:5000])
     torch.save({"arguments": {}, "step": 3, "losses": [], "model": {}, "optimizer": {}}, folder / "other.pt")
     (folder / "odd.bin").write_bytes(b"123")
+    os.mkfifo(folder / "pipe")  # nobody writes to it
     state = torch.load(folder / "run.pt", weights_only=True)
     for name, step in (("past.pt", -1), ("far.pt", 9)):  # a run of 8 steps
         torch.save(state | {"step": step}, folder / name)
@@ -90,7 +104,13 @@ BAD = {  # the command line: what its one line says
     "video finetune --start junk": "one of the arguments --all --arms is required",
     "video finetune --start junk --all --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
     "video finetune --start text.txt --all": "weights: expected what `python -m sage_lab video train` wrote",
-    "pretrain-grid --folder text.txt --corpus text.txt --plan cpu": "text.txt",
+    "pretrain-grid --folder text.txt": "argument --folder: expected the name of a folder, got 'text.txt'",
+    "full-batch --folder ''": "argument --folder: expected the name of a folder, got ''",
+    "video finetune --folder empty/x": "argument --folder: expected a folder where files can be written, got 'empty/x'",
+    "noise pipe": "argument CHECKPOINT: expected a file that can be read, got 'pipe'",
+    "pretrain --corpus ''": "argument --corpus: expected a file that can be read, got ''",
+    "pretrain --checkpoint pipe": "argument --checkpoint: expected the name of a file, got 'pipe'",
+    "table1 --n 1 --seeds 1": 'record: expected finite numbers, got "cosine": NaN',
     "pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "noise junk --corpus text.txt": "checkpoint: expected one that a run saved, whole, got junk",
     "noise cut.pt --corpus text.txt": "checkpoint: expected one that a run saved, whole, got cut.pt",
@@ -140,6 +160,40 @@ def test_the_help_of_every_option_has_its_default(capsys):
             assert all(f"(default: {x})" in shown for x in ("1024 2048 4096", "5"))
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("--help >&-", 0, ""),
+        ("--help >/dev/full", FAILED, f"{PROGRAM} --help: output: No space left on device\n"),
+        ("nope 2>/dev/full", FAILED, ""),
+    ],
+)
+def test_closed_and_full_streams(line, status, said):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = ["bash", "-c", f"{shlex.quote(sys.executable)} -m sage_lab {line}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_control_c_waits_for_an_import_and_none_comes_before_a_command_begins(tmp_path, monkeypatch, capsys):
+    (tmp_path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert finish("program", lambda: imported("interrupted")) == INTERRUPTED
+    assert sys.modules.pop("interrupted").whole
+    program = "import sys, sage_lab.__main__, sage_course.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_what_a_command_makes_is_its_user_s(tmp_path):
+    mask = os.umask(0o777)
+    try:
+        assert finish("program", lambda: write_text(tmp_path / "new" / "x", "½")) == 0
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "new" / "x").stat().st_mode & 0o777 == 0o600
+
+
 def test_how_a_command_ends(capsys):
     def ends_with(error):
         def run():
@@ -155,6 +209,7 @@ def test_how_a_command_ends(capsys):
     assert ends_with(Failed("two\nlines")) == (FAILED, "two\nlines\n")
     assert ends_with(RuntimeError("CUDA out of memory.\n Tried")) == (FAILED, "CUDA out of memory.\n")
     assert ends_with(MemoryError()) == (FAILED, "out of memory\n")
+    assert ends_with(RuntimeError("Storage size overflowed")) == (FAILED, "Storage size overflowed\n")
     for bug in (ValueError("math domain error"), RuntimeError("shape"), KeyError("n"), ZeroDivisionError()):
         with pytest.raises(type(bug)):
             ends_with(bug)
@@ -181,7 +236,7 @@ def long_run(folder):
     """Train for hours in a process of its own, which Ctrl-C reaches as if it were typed."""
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Path("errors").open("w") as file, contextlib.redirect_stderr(file):
+    with Path("errors").open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         main(LONG)
 
 
@@ -190,6 +245,12 @@ def parent_of_a_long_run(folder):
     if os.fork() == 0:
         long_run(folder)
     os.wait()
+
+
+def parent_of_a_pool(folder):
+    with process_pool(1, mp_context=get_context("fork")) as pool:
+        (folder / "worker").write_text(str(pool.submit(os.getpid).result()))
+        time.sleep(600)
 
 
 def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
@@ -236,6 +297,15 @@ def test_a_run_ends_with_the_process_that_started_it(text):
     wait_until(is_free)
 
 
+def test_the_processes_of_a_pool_end_with_the_one_that_started_it(tmp_path):
+    run = CONTEXT.Process(target=parent_of_a_pool, args=(tmp_path,))
+    run.start()
+    wait_until(lambda: (tmp_path / "worker").exists() and (tmp_path / "worker").read_text())
+    run.kill()
+    worker = Path("/proc", (tmp_path / "worker").read_text(), "cmdline")
+    wait_until(lambda: not worker.exists() or not worker.read_bytes())  # gone, or waited for by nobody
+
+
 def recorded_commands():
     """Every record's command as one writes it today: programs and options that were renamed have their new names."""
     names = {"sage_ref.training.quantization_aware": "sage_lab quantization-aware", "sage_ref": "sage_lab"}
@@ -280,11 +350,14 @@ WORK = {  # a command line that works: the function of sage_lab.experiments that
     "train-router": "router_fit.samples",
     "video speed": "video.command.length_rows",
 }
-ODD = [
-    "", " ", "x" * 5000, "9" * 30, "a\0b", "½", *"abc nan inf -inf -1 0 1 2 3.5 50 0.5 1e400 1e-400 0x10 1_0".split(),  # noqa: SIM905
-    *"true None cpu cuda:7 meta 128x64 0x0 axb 1x1x1 block exact /dev/null /no/x text.txt run.pt junk".split(),  # noqa: SIM905
-    *"empty odd.bin cut.pt other.pt".split(),  # noqa: SIM905
-]  # fmt: skip
+ODD = [  # kinds, each as likely as the others
+    ["", " ", "a\0b", "½", "abc", "true", "None", "block", "exact", "128x64", "0x0", "axb", "1x1x1"],
+    ["x" * 5000, "9" * 30, str(2**62), "1e400", "1e-400"],
+    ["nan", "inf", "-inf"],
+    ["-1", "0", "1", "2", "3.5", "50", "0.5", "0x10", "1_0"],
+    ["cpu", "cuda:7", "meta", "/dev/null", "/no/x", ".", "pipe"],
+    ["text.txt", "run.pt", "junk", "empty", "odd.bin", "cut.pt", "other.pt"],
+]
 
 
 def random_line(generator):
@@ -295,7 +368,8 @@ def random_line(generator):
     names = {action.option_strings[-1] for action in parser._actions if action.option_strings} | {"--json"}
     names = sorted(names - {"--compile", "--help"})
     for name in generator.sample(names, k=min(len(names), generator.choice((1, 1, 2)))):
-        options += [name] + generator.choices(ODD, k=generator.choice((0, 1, 1, 1, 1, 2)))
+        kinds = generator.choices(ODD, k=generator.choice((0, 1, 1, 1, 1, 2)))
+        options += [name, *map(generator.choice, kinds)]
     return [*line, *options]
 
 

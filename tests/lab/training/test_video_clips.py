@@ -49,7 +49,7 @@ def test_the_bundled_clips_can_be_read_and_a_missing_package_says_so():
     clips = read_clips([bundled_clips()[-1]], 16, 128)
     assert clips.shape == (2, 3, 16, 128, 128)
     assert 0 < (clips[:, :, 1:] - clips[:, :, :-1]).abs().mean() < 0.1  # it moves, but not everywhere
-    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* pip install './lab\[video\]'"):
+    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* './lab\[video,pretrained\]'"):
         packaged_file("no-such-package", "data.csv")
     with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
         packaged_file("torch", "torch/none")

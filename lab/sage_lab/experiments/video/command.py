@@ -9,15 +9,15 @@ speed      time a training step and sampling with SLA2 and with its competitors,
 import argparse
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
 from sage_lab.command_line import (
     add_device_option,
     add_minutes_option,
-    input_path,
+    input_file,
     output_file,
+    output_folder,
     positive,
     positive_number,
     zero_to_one,
@@ -129,13 +129,13 @@ def pretrain(options: argparse.Namespace) -> None:
 
 def add_finetune_options(parser: argparse.ArgumentParser) -> None:
     words = "all parts of the weights to begin with"
-    parser.add_argument("--start", type=input_path, nargs="+", required=True, metavar="FILE", help=words)
+    parser.add_argument("--start", type=input_file, nargs="+", required=True, metavar="FILE", help=words)
     parser.add_argument("--plan", choices=tuple(PLANS), default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clips", type=input_path, metavar="FILE", help="real clips, as the action clips writes them")
+    parser.add_argument("--clips", type=input_file, metavar="FILE", help="real clips, as the action clips writes them")
     arms = parser.add_mutually_exclusive_group(required=True)
     arms.add_argument("--all", action="store_true", help="every arm, in the order of what they decide")
     arms.add_argument("--arms", choices=TRAINED, nargs="+", metavar="ARM", help=f"of {', '.join(TRAINED)}")
-    parser.add_argument("--folder", type=Path, default=Path("runs/video"), help="of checkpoints, rows and pictures")
+    parser.add_argument("--folder", type=output_folder, default="runs/video", help="of checkpoints, rows and pictures")
     add_minutes_option(parser)
     add_device_option(parser)
 
