@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_text
+from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_file
 
 from sage_course.figures import overview_figure
 from sage_course.outline import framed, notebook_files, notebooks, public_address
@@ -87,8 +87,8 @@ def write_pages(options: argparse.Namespace) -> None:
     changed = []
     for path, text in texts():
         if text != path.read_text(encoding="utf-8"):
-            write_text(path, text)
+            write_file(path, text)
             changed.append(str(path))
     print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
     if options.json:
-        write_text(options.json, as_json(changed) + "\n")
+        write_file(options.json, as_json(changed) + "\n")

@@ -1,9 +1,10 @@
 """`python -m sage_lab COMMAND`: compile, check and time the kernels, train models, and measure for the course."""
 
 import argparse
+import os
 import sys
 
-from sage_lab.command_line import Parser, add_json_option, end_with_parent, finish, imported, written
+from sage_lab.command_line import PARENT, Parser, add_json_option, end_with, finish, imported, written
 
 # By name: a module with NAME_command(options) and perhaps add_options(parser), imported when its command is called, and
 # a description.
@@ -54,7 +55,8 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    end_with_parent()
+    if parent := os.environ.pop(PARENT, None):
+        end_with(int(parent))
     arguments = sys.argv[1:] if arguments is None else arguments
 
     def run() -> int | None:

@@ -22,10 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from sage_lab.training.corpus import Corpus
+from typing import Any, NoReturn
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
@@ -123,14 +120,8 @@ def imported(name: str) -> ModuleType:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def end_with_parent() -> None:
-    """End this process soon after its parent has ended, if that put its number into `PARENT` of the environment."""
-    if parent := os.environ.pop(PARENT, None):
-        end_with(int(parent))
-
-
 def end_with(parent: int | None = None) -> None:
-    """End this process soon after its parent has ended. parent: the number of that; None: what it is now."""
+    """End this process soon after its parent has ended. parent: its number; None: the one that is it now."""
     parent = parent or os.getppid()
 
     def watch():
@@ -257,10 +248,3 @@ def add_minutes_option(parser: argparse.ArgumentParser) -> None:
 
 def add_corpus_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", type=input_file, metavar="PATH", help="a text file or a .bin of uint16 tokens")
-
-
-def corpus_of(options: argparse.Namespace) -> Corpus:
-    """Return the corpus that --corpus names."""
-    from sage_lab.training.corpus import read_corpus
-
-    return read_corpus(options.corpus)

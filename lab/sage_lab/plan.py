@@ -31,7 +31,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from sage_lab.command_line import Failed
-from sage_lab.records import Row, as_json, only_writer, provenance, read_json, write_record, write_text
+from sage_lab.records import Row, as_json, only_writer, provenance, read_json, write_file, write_record
 
 COMMITS = "commits"  # among the finished parts: not of a run, but of all of them
 
@@ -123,7 +123,7 @@ class FinishedParts:
     def keep(self, name: str, rows: list[Row]) -> None:
         """Write the rows of one part to the file, in one step."""
         parts = self.parts | {name: rows}
-        write_text(self.path, as_json(parts))
+        write_file(self.path, as_json(parts))
         self.parts[name] = rows
 
     def remove(self) -> None:

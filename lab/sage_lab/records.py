@@ -100,7 +100,7 @@ def write_record(path: Path | None, rows: Sequence[Row], *, command: str, **fact
         return
     lines = ",\n  ".join(as_json(row) for row in rows)
     header = as_json(provenance(command) | facts, indent=1)
-    write_text(path, f'{{"provenance": {header},\n "rows": [\n  {lines}\n]}}\n')
+    write_file(path, f'{{"provenance": {header},\n "rows": [\n  {lines}\n]}}\n')
 
 
 def as_json(content: Any, indent: int | None = None) -> str:
@@ -147,10 +147,10 @@ def replaced(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step."""
+def write_file(path: Path, content: str | bytes | memoryview) -> None:
+    """Write a file in one step, text in UTF-8."""
     with replaced(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -193,7 +193,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=REPOSITORY, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

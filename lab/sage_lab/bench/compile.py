@@ -56,7 +56,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from sage_lab.bench.bank_conflicts import conflicts
 from sage_lab.command_line import Failed, positive, process_pool
-from sage_lab.records import markdown_table, read_json, write_record, write_text
+from sage_lab.records import markdown_table, read_json, write_file, write_record
 from sage_ref.prologue import Prologue
 from sage_ref.sla2.router import Routing
 
@@ -335,7 +335,7 @@ def compile_kernel(case: Case) -> tuple[str, Compiled]:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
         command = [TOOLS / "nvdisasm", "-c", cubin.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        code = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     return code, Compiled(
         registers=int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
         spills=count(SPILL, code),
@@ -420,7 +420,7 @@ def compile_command(options: argparse.Namespace) -> None:
     if options.update:  # without kernels that are gone
         names = [case.name for case in every if case.name in recorded]
         lines = [f" {json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
-        write_text(RECORD, "{\n" + ",\n".join(lines) + "\n}\n")
+        write_file(RECORD, "{\n" + ",\n".join(lines) + "\n}\n")
     if complaints:
         print("\n".join(complaints), file=sys.stderr)
         raise Failed(f"{len(complaints)} of {len(wanted)} kernels are not as they should be")

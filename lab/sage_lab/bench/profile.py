@@ -93,7 +93,7 @@ def report(head_dim: int) -> str:
     command += [word for section in SECTIONS for word in ("--section", section)] + ["--print-details", "all"]
     command += ["--metrics", ",".join(SHARED_METRICS.values())]
     code = f"from sage_lab.bench.profile import launch_once; launch_once({head_dim})"
-    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         raise Failed(f"ncu ended with exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
     return done.stdout
@@ -130,7 +130,7 @@ def sustained(run: Callable[[], object]) -> dict[str, float | bool]:
     command = ["nvidia-smi", "-i", f"GPU-{device}", query, "--format=csv,noheader,nounits", "-lms", "50"]
     run()  # compiles, or chooses an algorithm
     torch.cuda.synchronize()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as watch:
         count, start = 0, time.monotonic()
         while (seconds := time.monotonic() - start) < SECONDS:
             for _ in range(10):

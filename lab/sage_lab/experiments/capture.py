@@ -4,17 +4,10 @@ import argparse
 
 import torch
 
-from sage_lab.command_line import (
-    add_corpus_option,
-    add_device_option,
-    corpus_of,
-    from_zero,
-    input_file,
-    output_file,
-    positive,
-)
+from sage_lab.command_line import add_corpus_option, add_device_option, from_zero, input_file, output_file, positive
 from sage_lab.records import provenance, write_record
 from sage_lab.training.capture import Capture, attention_tensors, write_capture
+from sage_lab.training.corpus import read_corpus
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 
 
@@ -29,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def capture_command(options: argparse.Namespace) -> None:
-    corpus = corpus_of(options)
+    corpus = read_corpus(options.corpus)
     model, arguments = load_model(options.checkpoint, options.device, corpus)
     for name, count in (("layers", model.config.layers), ("heads", model.config.heads)):
         if max(getattr(options, name) or [0]) >= count:

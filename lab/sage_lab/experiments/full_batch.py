@@ -32,17 +32,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sage_lab.command_line import (
-    add_corpus_option,
-    add_device_option,
-    add_minutes_option,
-    corpus_of,
-    output_folder,
-)
+from sage_lab.command_line import add_corpus_option, add_device_option, add_minutes_option, output_folder
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table
 from sage_lab.repairs import REMEDIES, UNBIASED
+from sage_lab.training.corpus import read_corpus
 from sage_lab.training.full_batch import CURVE, FullBatchSettings, FullBatchTraining, is_simulated
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import attention_facts
@@ -312,16 +307,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", choices=PLANS, default="gpu" if on_gpu else "cpu")
     add_minutes_option(parser)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
-    parser.add_argument(
-        "--folder", type=output_folder, default="runs/full_batch", help="of finished runs and of checkpoints"
-    )
+    parser.add_argument("--folder", type=output_folder, default="runs/full_batch", help="of rows and of checkpoints")
     add_device_option(parser)
 
 
 def full_batch_command(options: argparse.Namespace) -> None:
     if options.plan == "gpu" and not options.device.startswith("cuda"):
         raise ValueError(f"plan: expected cpu on device {options.device}, got gpu")
-    plan, corpus = PLANS[options.plan], corpus_of(options)
+    plan, corpus = PLANS[options.plan], read_corpus(options.corpus)
     torch.set_float32_matmul_precision("highest")
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_lab.command_line import add_corpus_option, add_device_option, corpus_of, input_file, positive
+from sage_lab.command_line import add_corpus_option, add_device_option, input_file, positive
 from sage_lab.models.llama import Llama
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
-from sage_lab.training.corpus import Corpus
+from sage_lab.training.corpus import Corpus, read_corpus
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 
 # All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
@@ -274,7 +274,7 @@ class NoiseRun(Run):
 
 def noise_command(options: argparse.Namespace) -> None:
     settings = NoiseSettings(options.batches, options.sequences, variants=tuple(options.variants))
-    corpus = corpus_of(options)
+    corpus = read_corpus(options.corpus)
     runs = [NoiseRun(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in options.checkpoints]
     with opened(Plan("noise", [runs]), Path("runs"), (settings, corpus.sha256, options.device)) as work:
         work.finish(lambda run, _: checkpoint_rows(Path(run.checkpoint), corpus, settings, options.device))

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from sage_lab.records import as_json, markdown_table, provenance, write_text
+from sage_lab.records import as_json, markdown_table, provenance, write_file
 from sage_ref.backend import sagebwd_kernels, why_not_triton
 
 
@@ -16,4 +16,4 @@ def info_command(options: argparse.Namespace) -> None:
     facts["backend chosen by auto"] = f"reference, because {obstacle}" if obstacle else "triton"
     print(markdown_table(("what", "here"), facts.items()))
     if options.json:
-        write_text(options.json, as_json(facts, indent=1) + "\n")
+        write_file(options.json, as_json(facts, indent=1) + "\n")

@@ -7,7 +7,6 @@ import torch
 from sage_lab.command_line import (
     add_corpus_option,
     add_device_option,
-    corpus_of,
     from_zero,
     output_file,
     positive,
@@ -19,7 +18,7 @@ from sage_lab.experiments.table2 import with_paper
 from sage_lab.models.llama import ATTENTIONS, LlamaConfig
 from sage_lab.records import write_record
 from sage_lab.repairs import REMEDIES
-from sage_lab.training.corpus import BYTES
+from sage_lab.training.corpus import BYTES, read_corpus
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings, result_row
 from sage_ref.checks import BACKENDS
@@ -65,7 +64,7 @@ def pretrain_command(options: argparse.Namespace) -> None:
     steps = options.tokens // options.tokens_per_step
     if max(options.snapshots, default=0) > steps:
         raise ValueError(f"snapshots: expected steps of the run, 1 to {steps}, got {list(options.snapshots)}")
-    corpus, (block_q, block_kv) = corpus_of(options), options.blocks
+    corpus, (block_q, block_kv) = read_corpus(options.corpus), options.blocks
     chosen = {name: getattr(options, name) for name in (*SHAPE, *ATTENTION)}
     config = LlamaConfig(corpus.vocab_size, **chosen, block_q=block_q, block_kv=block_kv)
     settings = PretrainSettings(

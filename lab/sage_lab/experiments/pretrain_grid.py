@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from sage_lab.command_line import PARENT, Failed, add_corpus_option, corpus_of, output_file, output_folder, positive
+from sage_lab.command_line import PARENT, Failed, add_corpus_option, output_file, output_folder, positive
 from sage_lab.plan import Plan, Run, Work, opened
 from sage_lab.records import Record, Row, markdown_table, read_record, write_record
 from sage_lab.repairs import UNBIASED
-from sage_lab.training.corpus import write_tokens
+from sage_lab.training.corpus import read_corpus, write_tokens
 
 # For each smoothing of SageBwd its backend and granularity, None: the default. Only the reference smooths Q.
 SMOOTHINGS = {"none": ("auto", None), "k": ("auto", None), "qk": ("reference", "row")}
@@ -280,7 +280,7 @@ def pretrain_grid_command(options: argparse.Namespace) -> None:
             work.parts.parts |= {cell.name: read_record(result_file(folder, cell)).rows for cell in found}
         if not options.report_only:
             if not corpus_file(folder).exists():
-                write_tokens(corpus_of(options).tokens.numpy(), corpus_file(folder))
+                write_tokens(read_corpus(options.corpus).tokens.numpy(), corpus_file(folder))
             work.finish(trained)
     report(options, plan, work)
 

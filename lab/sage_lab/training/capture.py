@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from sage_lab.models.llama import Llama
-from sage_lab.records import Row, replaced
+from sage_lab.records import Row, write_file
 from sage_lab.repairs import scales_in_a_record
 from sage_ref.prologue import before_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -112,8 +112,7 @@ def write_capture(path: Path, capture: Capture) -> None:
         for layer, named in capture.layers.items()
         for name, x in named.items()
     }
-    with replaced(path) as temporary:
-        temporary.write_bytes(save(tensors, metadata={"provenance": json.dumps(capture.provenance)}))
+    write_file(path, save(tensors, metadata={"provenance": json.dumps(capture.provenance)}))
 
 
 def read_capture(path: Path) -> Capture:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from sage_lab.plan import OutOfTime
-from sage_lab.records import Row, only_writer, remove_leftovers, replaced
+from sage_lab.records import Row, only_writer, remove_leftovers, write_file
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ class ResumableTraining(ABC):
         # Into memory first: torch calls a file back from C++, and there Ctrl-C or a full disk may end the process.
         checkpoint_bytes = io.BytesIO()
         torch.save(state, checkpoint_bytes)
-        with replaced(checkpoint) as temporary:
-            temporary.write_bytes(checkpoint_bytes.getbuffer())
+        write_file(checkpoint, checkpoint_bytes.getbuffer())
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved. Raises ValueError if that was a run with other arguments."""
@@ -201,7 +200,6 @@ class ResumableTraining(ABC):
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read what `ResumableTraining.save` wrote. Raises ValueError if the file is something else, or was cut off."""
-    path.open("rb").close()  # an OSError if it isn't there
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception:  # zip, pickle and torch have many ways to say it

@@ -63,7 +63,6 @@ def write_clips(path: Path, clips: Tensor) -> None:
 
 def clips_from(path: Path, frames: int, size: int) -> Tensor:
     """Read the clips of `write_clips`, float32 in [-1, 1]. Raises ValueError for a different file or size."""
-    path.open("rb").close()  # an OSError if it isn't there
     try:
         with np.load(path, allow_pickle=False) as file:
             levels = torch.from_numpy(file["clips"])

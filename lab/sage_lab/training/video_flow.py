@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig, is_of_core, load_backbone
-from sage_lab.records import Row, replaced
+from sage_lab.records import Row, write_file
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 from sage_lab.training.video_scenes import moving_scenes, seed_of
 
@@ -221,8 +221,7 @@ def write_weights(path: Path, weights: Weights, config: VideoDiTConfig, facts: d
     about = {"config": json.dumps(asdict(config)), "facts": json.dumps(facts), "of": json.dumps(digest(halves))}
     paths = [path.with_suffix(f".{number}.safetensors") for number in range(1, len(parts) + 1)]
     for path, part in zip(paths, parts, strict=True):
-        with replaced(path) as temporary:
-            temporary.write_bytes(save(part, metadata=about))
+        write_file(path, save(part, metadata=about))
     return paths
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sage_lab.records import replaced
+from sage_lab.records import replaced, write_file
 
 COLOURS = 64
 FRAME_MS = 80
@@ -32,8 +32,7 @@ def film(video: Tensor) -> bytes:
 
 def write_film(path: Path, video: Tensor) -> None:
     """Write the `film` of a video to a file."""
-    with replaced(path) as temporary:
-        temporary.write_bytes(film(video))
+    write_file(path, film(video))
 
 
 def write_strip(path: Path, video: Tensor, frames: int = 6) -> None:

@@ -19,7 +19,7 @@ from sage_lab.experiments.video.pictures import write_film, write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.plan import Work
-from sage_lab.records import Row, replaced
+from sage_lab.records import Row, write_file
 from sage_lab.training.capture import watched_attention
 from sage_lab.training.loop import train
 from sage_lab.training.video_clips import clips_from, write_clips
@@ -179,5 +179,4 @@ def write_selected(path: Path, model: VideoDiT, asked: Questions, autocast: bool
     place = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
     levels = ((video[0, :, :: model.config.cube[0]] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     tensors = {"video": levels, "selected": (bits * place).sum(-1, dtype=torch.uint8), "noise_level": noise_level}
-    with replaced(path) as temporary:
-        temporary.write_bytes(save({name: x.cpu().contiguous() for name, x in tensors.items()}))
+    write_file(path, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
