@@ -122,7 +122,8 @@ def code_problems(cell):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
-    assert problems(path.name, json.loads(path.read_text()), path.stat().st_size) == []
+    found = problems(path.name, json.loads(path.read_text()), path.stat().st_size)
+    assert not found, "\n".join(found)
 
 
 def test_the_course_map_lists_every_notebook_with_its_minutes():
