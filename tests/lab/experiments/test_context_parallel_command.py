@@ -8,7 +8,7 @@ import torch
 from process_cases import run_together
 from sage_lab.__main__ import main
 from sage_lab.experiments import context_parallel as command
-from sage_lab.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, scaling_table, why_left_out
+from sage_lab.experiments.context_parallel import ATTENTIONS, Members, ParallelPlan, Pass, why_left_out
 from sage_lab.records import read_record
 from sage_lab.training.processes import Processes, processes
 
@@ -86,20 +86,3 @@ MEMORY = 100 * 2**30
 def test_what_is_left_out_and_why(attention, size, rows, why):
     one = Pass(attention, Members(size, 0, None))
     assert why_left_out(one, 512, ParallelPlan(heads=2), MEMORY, rows) == why
-
-
-def test_the_table_compares_with_one_device():
-    errors = {f"rel_l2_{name}": 10.0**-number for number, name in enumerate(command.TENSORS, start=3)}
-    rows = [
-        row("sla2", 1, 256, peak=10 * 2**30), row("sagebwd", 1, 256, 800.0),
-        row("sagebwd", 2, 256, 500.0, same_bits=True, **dict.fromkeys(errors, 0.0)),
-        row("sagebwd_ring", 2, 256, 400.0, same_bits=False, **errors),
-    ]  # fmt: skip
-    header, lines = scaling_table(rows, MEMORY)
-    assert header[3:6] == ("ms", "times one device", "GiB each")
-    assert lines == [
-        ("256", "SageBwd, Ulysses", 1, "800.0", "", "8.0", "2,880", ""),
-        ("256", "SageBwd, Ulysses", 2, "500.0", "1.60", "8.0", "2,880", "same bits"),
-        ("256", "SageBwd, ring", 2, "400.0", "2.00", "8.0", "2,880", "rel. L2 1.0e-03"),
-        ("256", "SLA2, Ulysses", 1, "1,000.0", "", "10.0", "768", ""),
-    ]

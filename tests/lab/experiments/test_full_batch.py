@@ -7,19 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from sage_lab.__main__ import main
 from sage_lab.experiments import full_batch
-from sage_lab.experiments.full_batch import (
-    CONTROLS,
-    CPU_PLAN,
-    CURVE,
-    TRUTH,
-    FullBatchPlan,
-    FullBatchRun,
-    deviating,
-    gap,
-    planned,
-    screening,
-    tokens_at_bias,
-)
+from sage_lab.experiments.full_batch import CONTROLS, CURVE, TRUTH, FullBatchPlan, deviating, planned, screening
 from sage_lab.models.llama import Llama
 from sage_lab.records import read_record
 
@@ -47,7 +35,7 @@ def test_the_record_is_that_of_the_plan_and_every_stage_follows_from_the_rows_be
     record, plan = read_record("full_batch_h200"), FullBatchPlan()
     assert record.provenance["plan"] == json.loads(json.dumps(asdict(plan)))
     assert record.provenance["curve"] == list(CURVE)
-    finished = {FullBatchRun.of_row(row): row for row in record.rows}
+    finished = {full_batch.FullBatchRun.of_row(row): row for row in record.rows}
     runs, known = list(finished), [planned(plan, {})]
     assert known[0] == screening(plan)
     while len(known[-1]) < len(runs):
@@ -60,7 +48,7 @@ def test_the_record_is_that_of_the_plan_and_every_stage_follows_from_the_rows_be
     assert [sum(": " in arm for arm in arms) for arms in stages] == [0, len(plan.remedies), 0, 0]
     assert stages[2] == set(plan.unsmoothed)
     assert {run.batch_tokens for run in runs} == {2**18, 2**17, 2**16, 2**15}
-    assert all(row["tokens_at_bias"] == tokens_at_bias(row["curve"]) for row in record.rows)
+    assert all(row["tokens_at_bias"] == full_batch.tokens_at_bias(row["curve"]) for row in record.rows)
 
 
 def test_the_model_cannot_memorise_the_corpus():
@@ -78,27 +66,6 @@ def test_a_gap_counts_beyond_twice_the_controls_largest_of_the_second_half():
     assert planned(PLAN, finished) == screening(PLAN) + full_batch.not_smoothed(PLAN, {})
 
 
-def test_arms_that_deviate_run_with_all_seeds_the_largest_excess_first():
-    """Better than exact attention deviates, too, but needs no remedy."""
-    gaps = {(control, norm): 0.001 for control in CONTROLS for norm in (False, True)}
-    gaps |= {("per row", True): 0.01, ("per tile", False): 0.02, ("kernels", False): -0.05}
-    finished = finished_with(gaps)
-    order = [(run.arm, run.qk_norm) for run in deviating(PLAN, finished)]
-    assert order == [("kernels", False), ("per tile", False), ("per row", True)]
-    second = planned(PLAN, finished)[len(finished) :]
-    assert {run.seed for run in second} == {1}
-    compared = (TRUTH, *CONTROLS)
-    assert [(run.arm, run.qk_norm) for run in second] == [
-        *((arm, False) for arm in (*compared, "kernels", "per tile")),
-        *((arm, True) for arm in (*compared, "per row")),
-    ]
-    worst = PLAN.run("per tile", False, 0.1, 0)
-    assert full_batch.furthest_behind(PLAN, finished) == worst
-    assert full_batch.smaller_batches(PLAN, finished) == [
-        worst.replace(arm=arm, batch_tokens=size) for size in (2**17, 2**16) for arm in (*compared, "per tile")
-    ]
-
-
 def test_remedies_are_tried_on_the_scales_that_need_them():
     for worst, base in (("per row", "per row"), ("kernels", "per row"), ("per tile", "per tile")):
         found = full_batch.remedy_runs(PLAN, finished_with({(worst, True): 0.1}))
@@ -110,27 +77,18 @@ def test_who_diverges_is_infinitely_behind_unless_the_truth_diverges():
     finished = finished_with({})
     broken = PLAN.run("per tile", False, 0.1, 0)
     finished[broken] = row_of(2.0) | {"final_loss": None}
-    assert gap(finished, broken) == math.inf
+    assert full_batch.gap(finished, broken) == math.inf
     assert deviating(PLAN, finished) == [broken]
     finished[broken.replace(arm=TRUTH)] = finished[broken]
-    assert math.isnan(gap(finished, broken))
+    assert math.isnan(full_batch.gap(finished, broken))
     assert deviating(PLAN, finished) == []
-
-
-def test_tokens_at_bias_are_the_median_of_the_second_half():
-    def curve(*pairs):
-        return [[0] * (len(CURVE) - 2) + list(pair) for pair in pairs]
-
-    assert tokens_at_bias(curve((1.0, 8.0), (1.0, 8.0), (2.0, 6.0), (1.0, 5.0))) == 4.0
-    assert tokens_at_bias(curve((0.0, 8.0), (0.0, 8.0))) is None
-    assert tokens_at_bias(curve((1.0, None), (1.0, None))) is None
 
 
 # The command
 
 TINY = replace(
-    CPU_PLAN, tokens=2**9, context=32, layers=1, width=16, steps=2, reports=2, learning_rates=(0.01,), seeds=(0,),
-    arms=(TRUTH, *CONTROLS, "per tile"), remedies=("two terms",), unsmoothed=(), halvings=1, margin=0.0,
+    full_batch.CPU_PLAN, tokens=2**9, context=32, layers=1, width=16, steps=2, reports=2, learning_rates=(0.01,),
+    seeds=(0,), arms=(TRUTH, *CONTROLS, "per tile"), remedies=("two terms",), unsmoothed=(), halvings=1, margin=0.0,
     validation_sequences=4,
 )  # fmt: skip
 COMMAND = ["full-batch", "--corpus", "text.txt", "--device", "cpu", "--folder", "runs", "--json", "out.json"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from sage_lab.__main__ import main
 from sage_lab.experiments import pretrain_speed as speed
-from sage_lab.experiments.pretrain_speed import PLANS, VOCABULARY, speed_table
+from sage_lab.experiments.pretrain_speed import PLANS, VOCABULARY
 from sage_lab.experiments.turns import time_columns
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import read_record
@@ -60,20 +60,3 @@ def test_flash_attention_4_takes_the_place_of_exact_attention(monkeypatch):
     assert seen == [(torch.float32, (4, 2, 16, 8))] * 3
     query, key = torch.randn(2, 1, 1, 4, 8)
     assert speed._flash_attention_4(query, key, key.bfloat16()).dtype == torch.bfloat16
-
-
-def test_the_table_compares_with_every_exact_attention_at_the_same_context():
-    rows = [
-        {"context": n, "attention": name, "devices": 1, "parallel": "none", "ms_median": ms, "tokens_per_second": rate}
-        for n, name, ms, rate in ((32, "sagebwd", 4.0, 250), (32, "exact", 2.0, 500), (16, "sagebwd", 1.0, 1500),
-                                  (16, "exact", 3.0, 1000), (16, "flash_attention_2", 2.0, 500))
-    ]  # fmt: skip
-    header, lines = speed_table(rows)
-    assert header[6:] == ("against PyTorch's pick", "against FlashAttention-2")
-    assert lines == [
-        (16, 1, "none", "PyTorch's pick", 3.0, "1,000", "1.00", "2.00"),
-        (16, 1, "none", "FlashAttention-2", 2.0, "500", "0.50", "1.00"),
-        (16, 1, "none", "SageBwd", 1.0, "1,500", "1.50", "3.00"),
-        (32, 1, "none", "PyTorch's pick", 2.0, "500", "1.00", ""),
-        (32, 1, "none", "SageBwd", 4.0, "250", "0.50", ""),
-    ]

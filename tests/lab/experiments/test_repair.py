@@ -3,7 +3,7 @@
 import pytest
 from sage_lab.__main__ import main
 from sage_lab.experiments import repair
-from sage_lab.experiments.repair import BASES, HARD_CASES, OF_EXACT, hard_case, relative_errors
+from sage_lab.experiments.repair import BASES, HARD_CASES, OF_EXACT, hard_case
 from sage_lab.experiments.repair_cost import RANDOM_NUMBER, Cost, cost
 from sage_lab.records import read_record
 from sage_lab.repairs import REMEDIES, with_remedy, with_repairs
@@ -56,14 +56,6 @@ def test_only_stochastic_rounding_has_another_error_when_it_is_repeated():
             assert row["repeated_dQ"] < 0.9 * row["dQ"]
         else:
             assert row["repeated_dQ"] == row["dQ"]
-
-
-def test_relative_errors_are_geometric_means_over_cases():
-    errors = {("none", "a"): 0.1, ("none", "b"): 0.2, ("two terms", "a"): 0.05, ("two terms", "b"): 0.4}
-    rows = [{"case": case, "layer": 0, "base": "kernels", "remedy": x, "dQ": dq} for (x, case), dq in errors.items()]
-    rows.append(rows[0] | {"base": "as printed", "dQ": 9.0})
-    assert relative_errors(rows, "dQ", base="kernels") == pytest.approx({"none": 1.0, "two terms": 1.0})
-    assert relative_errors(rows, "dQ", base="kernels", case="a") == pytest.approx({"none": 1.0, "two terms": 0.5})
 
 
 def test_a_tile_with_one_scale_is_rounded_once():

@@ -7,31 +7,10 @@ import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import table1
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
-from sage_lab.records import Record, read_record
+from sage_lab.records import read_record
 
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
-
-SETTING = {"head_dim": 64, "block_q": 64, "block_kv": 64, "granularity": "row"}
-
-
-def synthetic(**factors):
-    """A record of one setting per name, whose errors are the paper's times factor(sigma)."""
-    rows = [
-        {"n": n, **SETTING, "sigma": sigma, "tensor": tensor}
-        | {"rel_l2": paper[1] * factor(sigma), "paper_rel_l2": paper[1]}
-        for n, factor in factors.items()
-        for sigma, papers in PAPER_TABLE1.items()
-        for tensor, paper in zip(TENSORS, papers, strict=True)
-    ]
-    return Record({}, rows)
-
-
-def test_the_closest_setting_is_the_one_whose_worst_entry_is_closest():
-    record = synthetic(even=lambda x: 0.85, uneven=lambda x: 1.6 if x == 3 else 1.01, high=lambda x: 1.2)
-    assert [setting["n"] for setting in table1.settings_of(record)] == ["even", "uneven", "high"]
-    assert table1.closest_setting(record) == {"n": "even", **SETTING}
-    assert table1.deviation({"rel_l2": 0.08, "paper_rel_l2": 0.1}) == pytest.approx(0.2)
 
 
 def test_inputs_have_the_deviations_of_the_table():

@@ -8,39 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sage_lab.__main__ import main
-from sage_lab.experiments.video.measures import (
-    attention_errors,
-    found_objects,
-    grid_losses,
-    known_objects,
-    psnr,
-    ssim,
-    truth_row,
-)
+from sage_lab.experiments.video import measures
 from sage_lab.experiments.video.pictures import write_film, write_strip
-from sage_lab.experiments.video.plan import (
-    AFTERWARDS,
-    ARMS,
-    DECISIVE,
-    FULL,
-    NOT_TUNED,
-    PLANS,
-    TRAINED,
-    VideoPlan,
-    VideoRun,
-)
+from sage_lab.experiments.video.plan import AFTERWARDS, ARMS, DECISIVE, FULL, NOT_TUNED, PLANS, TRAINED, VideoRun
 from sage_lab.experiments.video.plan import planned as planned_runs
 from sage_lab.experiments.video.runs import median_step_ms, write_selected
 from sage_lab.experiments.video.speed import flex
-from sage_lab.experiments.video.verdicts import (
-    CLAIMS,
-    CONTRADICTED,
-    NOT_DECIDED,
-    SUPPORTED,
-    bootstrap,
-    verdict_rows,
-    verdict_table,
-)
+from sage_lab.experiments.video.verdicts import CLAIMS, CONTRADICTED, SUPPORTED, verdict_rows
 from sage_lab.plan import Work
 from sage_lab.records import read_record
 from sage_lab.training.video_clips import write_clips
@@ -61,7 +35,7 @@ def work_in(folder, plan=QUICK, arms=TRAINED, **options):
 
 
 def test_decisive_arms_come_first_with_every_seed_and_claims_are_about_arms():
-    order = planned_runs(VideoPlan()).known({})
+    order = planned_runs(PLANS["gpu"]).known({})
     assert order[: len(DECISIVE)] == [VideoRun(arm, 0) for arm in DECISIVE]
     assert {run.seed for run in order[3 * len(DECISIVE) :]} == {0}
     assert {run.arm for run in order} | {AFTERWARDS} == ARMS.keys()
@@ -93,44 +67,45 @@ def test_each_arm_trains_as_its_name_says(tmp_path, arm):
 
 def test_psnr_and_ssim_are_their_equations():
     video = torch.rand(2, 3, 2, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    assert psnr(video, video).tolist() == [100, 100]
-    assert torch.allclose(psnr(video, video + 0.2), torch.tensor(20.0))  # an error of a tenth of the range
-    assert torch.allclose(ssim(video, video), torch.ones(2))
-    assert ssim(video, video.flip(-1)).max() < 0.3
+    assert measures.psnr(video, video).tolist() == [100, 100]
+    assert torch.allclose(measures.psnr(video, video + 0.2), torch.tensor(20.0))  # an error of a tenth of the range
+    assert torch.allclose(measures.ssim(video, video), torch.ones(2))
+    assert measures.ssim(video, video.flip(-1)).max() < 0.3
     grey, darker = torch.zeros(1, 3, 1, 16, 16), torch.full((1, 3, 1, 16, 16), -0.5)  # 0.5 and 0.25 of [0, 1]
-    assert ssim(grey, darker).item() == pytest.approx((2 * 0.125 + 1e-4) / (0.25 + 0.0625 + 1e-4), rel=1e-3)
+    assert measures.ssim(grey, darker).item() == pytest.approx((2 * 0.125 + 1e-4) / (0.25 + 0.0625 + 1e-4), rel=1e-3)
 
 
 def test_losses_are_of_every_video_at_every_level_and_only_sparse_attention_has_errors():
     batch = video, _, noise = flow_batch(2, DIGITS, CONFIG, seed=(1,))
-    found = grid_losses(lambda x, t: x * t.view(-1, 1, 1, 1, 1), video, noise, torch.tensor([0.25, 0.75]))
+    found = measures.grid_losses(lambda x, t: x * t.view(-1, 1, 1, 1, 1), video, noise, torch.tensor([0.25, 0.75]))
     for column, t in enumerate((0.25, 0.75)):
         expected = (((1 - t) * video + t * noise) * t - (noise - video)).square().flatten(1).mean(1)
         assert torch.allclose(found[:, column], expected)
     with torch.no_grad():
-        exact = attention_errors(started_model(CONFIG, opened_weights()), *batch)
-        sparse = attention_errors(started_model(PLAN.config(CONFIG, "SLA2"), opened_weights()), *batch)
+        exact = measures.attention_errors(started_model(CONFIG, opened_weights()), *batch)
+        sparse = measures.attention_errors(started_model(PLAN.config(CONFIG, "SLA2"), opened_weights()), *batch)
     assert len(sparse) == CONFIG.layers
     assert max(exact) < 1e-6 < 0.01 < min(sparse)
 
 
 def test_objects_are_kept_where_they_are_there_and_a_wrong_velocity_is_measured():
     scenes = draw_scenes(2, len(DIGITS), 96, seed=(4,), device="cpu")
-    video, objects = known_objects(scenes, DIGITS, 4, 96)
-    found = truth_row(video, objects)
+    video, objects = measures.known_objects(scenes, DIGITS, 4, 96)
+    found = measures.truth_row(video, objects)
     assert (found["kept"], found["velocity_error"]) == (1, 0)
     for k in range(3):
         is_there = scenes.is_there.clone()
         is_there[:, k] = False
-        share, _ = found_objects(render(scenes._replace(is_there=is_there), DIGITS, 4, 96)[0], objects)
+        share, _ = measures.found_objects(render(scenes._replace(is_there=is_there), DIGITS, 4, 96)[0], objects)
         assert share[:, k][objects.is_seen[:, k]].max() < 0.4
         others = [j for j in range(3) if j != k]
         assert share[:, others][objects.is_seen[:, others]].min() > 0.4
     noise = torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
-    assert (truth_row(video + 0.1 * noise, objects)["kept"], truth_row(noise, objects)["kept"]) == (1, 0)
+    for seen, kept in ((video + 0.1 * noise, 1), (noise, 0)):
+        assert measures.truth_row(seen, objects)["kept"] == kept
     faster = torch.stack([video[:, :, t].roll(t, -1) for t in range(4)], 2)
-    still = truth_row(video.roll(2, -1), objects)["velocity_error"]
-    assert still < 0.2 < 0.8 < truth_row(faster, objects)["velocity_error"] < 1.2
+    still = measures.truth_row(video.roll(2, -1), objects)["velocity_error"]
+    assert still < 0.2 < 0.8 < measures.truth_row(faster, objects)["velocity_error"] < 1.2
 
 
 def test_films_strips_and_selected_blocks_are_small_files(tmp_path):
@@ -163,35 +138,6 @@ def rows_of(**losses):
         for arm, of_seeds in losses.items()
         for seed, of_videos in enumerate(of_seeds)
     ]
-
-
-def test_the_bootstrap_is_its_definition():
-    found = bootstrap(np.array([[1.0, 3.0]]))
-    assert (found.mean, found.low, found.high, found.seeds) == (2, 1, 3, 1)
-    found = bootstrap(np.random.default_rng(1).normal(0.5, 1.0, (1, 400)))
-    assert found.high - found.low == pytest.approx(2 * 1.96 / 20, rel=0.15)
-    # Where seeds differ and videos don't, the interval is that of the seeds.
-    found = bootstrap(np.array([[-1.0] * 50, [1.0] * 50, [0.6] * 50]))
-    assert (found.low, found.high) == (-1, 1)
-    with pytest.raises(ValueError, match="^differences: expected .seeds, videos., none of size zero"):
-        bootstrap(np.zeros((0, 3)))
-
-
-def test_verdicts_follow_the_interval():
-    rng = np.random.default_rng(0)
-    videos = rng.normal(1, 0.3, (3, 40))  # the same in all arms, so that pairing removes it
-    rows = rows_of(SLA2=videos, full=videos - 0.01, sparse_only=videos + rng.normal(0.01, 0.005, (3, 40)),
-                   no_stage_1=videos + rng.normal(0, 0.01, (3, 40)),
-                   router_at_its_start=videos - rng.normal(0.01, 0.005, (3, 40)))  # fmt: skip
-    found = {row["claim"]: row for row in verdict_rows(rows)}  # no claim about an arm that has no row
-    assert {claim: row["verdict"] for claim, row in found.items()} == {
-        "a learned router beats the heuristic": CONTRADICTED,
-        "alpha matters": SUPPORTED,
-        "stage 1 matters": NOT_DECIDED,
-        "full attention beats SLA2 at 97%": SUPPORTED,
-    }
-    assert found["full attention beats SLA2 at 97%"]["mean"] == pytest.approx(0.01)
-    assert "| alpha matters | +" in verdict_table(list(found.values()))
 
 
 def test_signs_turn_where_more_is_better_seeds_are_paired_and_a_divergence_decides():

@@ -13,17 +13,6 @@ CONFIG = VideoDiTConfig(frames=2, size=16, cube=(2, 4, 4), layers=2, width=32, h
 SETTINGS = TrainingSettings(steps=20, batch_size=4, learning_rate=1e-2, warmup_steps=5, report_every=5)
 
 
-def test_videos_are_a_function_of_their_seed_fill_their_range_and_move_but_not_everywhere():
-    first = videos(16, 3, 24, seed=(0, 7))
-    assert (first.shape, first.dtype) == ((16, 3, 3, 24, 24), torch.float32)
-    assert torch.equal(videos(16, 3, 24, seed=(0, 7)), first)
-    for other in (videos(16, 3, 24, seed=(0, 8)), videos(16, 3, 24, seed=(1, 7)), first.roll(1, 0)):
-        assert (other - first).abs().mean() > 0.1
-    assert (first.min() < -0.8, first.max() > 0.8, first.abs().max() <= 1) == (True, True, True)
-    moved = (first.diff(dim=2).abs().amax(1) > 0.05).float().mean((1, 2, 3))
-    assert 0.02 < moved.min() < moved.max() < 0.9
-
-
 def test_videos_are_those_that_the_recorded_capture_was_trained_on():
     """Every shape, texture, colour and motion counts in the sum: the same numbers are drawn in the same order."""
     video = videos(32, 3, 16, seed=(0, 7))

@@ -11,18 +11,7 @@ from sage_lab.models.video_dit import ATTENTIONS, is_of_core
 from sage_lab.plan import Work
 from sage_lab.training import video_flow
 from sage_lab.training.loop import Diverged
-from sage_lab.training.video_flow import (
-    FlowTraining,
-    fast_arithmetic,
-    flow_batch,
-    flow_matching_loss,
-    graphed,
-    noisy,
-    read_weights,
-    sample,
-    started_model,
-    write_weights,
-)
+from sage_lab.training.video_flow import FlowTraining, flow_batch, flow_matching_loss, sample, started_model
 from sage_lab.training.video_router import RouterTraining
 from torch import nn
 from torch.testing import assert_close
@@ -51,7 +40,7 @@ def test_the_true_velocity_has_no_loss_and_samples_the_video_in_any_number_of_st
     losses = flow_matching_loss(lambda *x: model(*x) + off, video, noise_level, noise)
     assert losses.tolist() == pytest.approx([0, 1, 4], abs=1e-3)
     assert torch.allclose(sample(model, noise, steps), video, atol=1e-5)
-    partly = noisy(video, torch.full((3,), 0.6), noise)
+    partly = video_flow.noisy(video, torch.full((3,), 0.6), noise)
     assert torch.allclose(partly, 0.6 * noise + 0.4 * video, atol=1e-6)
     assert torch.allclose(sample(model, partly, steps, noise_level=0.6), video, atol=1e-5)
 
@@ -136,19 +125,19 @@ def test_a_model_with_another_attention_starts_from_the_same_weights():
 def test_weights_travel_in_bfloat16_and_in_parts_that_must_all_be_there(tmp_path, monkeypatch):
     monkeypatch.setattr(video_flow, "PART_BYTES", 4000)
     weights = opened_weights()
-    paths = write_weights(tmp_path / "model", weights, CONFIG, {"steps": 3})
+    paths = video_flow.write_weights(tmp_path / "model", weights, CONFIG, {"steps": 3})
     assert len(paths) > 2
     assert max(path.stat().st_size for path in paths) < 4000 + 6000  # with the names and the configuration
-    found, config, facts = read_weights(paths[::-1])
+    found, config, facts = video_flow.read_weights(paths[::-1])
     assert (config, facts) == (CONFIG, {"steps": 3})
     assert_close(found, {name: x.bfloat16().float() for name, x in weights.items()}, atol=0, rtol=0)
-    others = write_weights(tmp_path / "other", opened_weights(seed=1), CONFIG, {})
+    others = video_flow.write_weights(tmp_path / "other", opened_weights(seed=1), CONFIG, {})
     for given in (paths[1:], [*paths[:-1], others[-1]], []):
         with pytest.raises(ValueError, match="^weights: expected all parts of one model, unchanged, got"):
-            read_weights(given)
+            video_flow.read_weights(given)
     (tmp_path / "junk").write_bytes(b"junk" * 10)
     with pytest.raises(ValueError, match="^weights: expected what `python -m sage_lab video train` wrote, got"):
-        read_weights([tmp_path / "junk"])
+        video_flow.read_weights([tmp_path / "junk"])
 
 
 def test_fine_tuning_stopped_within_each_stage_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
@@ -212,9 +201,9 @@ def test_on_a_gpu_a_graph_samples_what_the_model_does_for_every_noise(attention)
     training = FlowTraining(config, replace(SETTINGS, autocast=True, compile=True), DIGITS, "cuda")
     for _ in range(3):  # at the start the velocity is zero
         training.advance()
-    with fast_arithmetic(torch.device("cuda"), autocast=True):
+    with video_flow.fast_arithmetic(torch.device("cuda"), autocast=True):
         draws = [torch.randn(2, 3, config.frames, config.size, config.size, device="cuda") for _ in range(3)]
-        graph = graphed(training.average, draws[0])
+        graph = video_flow.graphed(training.average, draws[0])
         found = [sample(graph, noise, 3) for noise in draws]
         expected = [sample(training.average, noise, 3) for noise in draws]
     for x, wanted in zip(found, expected, strict=True):
