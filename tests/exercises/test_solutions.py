@@ -1,4 +1,4 @@
-"""The worked solutions of the notebooks' open questions: their code runs and asserts what their text says."""
+"""Notebooks, exercises and solutions name each other, and the solutions' code runs and asserts what their text says."""
 
 import json
 import linecache
@@ -9,16 +9,16 @@ import torch
 from sage_lab.records import REPOSITORY
 
 PAGES = sorted((REPOSITORY / "exercises" / "solutions").glob("[0-9][0-9]*.md"))
-NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("[0-9][0-9]*.ipynb"))
+READMES = sorted((REPOSITORY / "exercises").glob("[0-9][0-9]_*/README.md"))
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
-def questions(path):
-    """The titles of a notebook's open questions, as "1. Title". Empty if it has no section "Exercises"."""
+def section_exercises(path):
+    """Return the text of a notebook's section "Exercises"."""
     cells = json.loads(path.read_text())["cells"]
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    exercises = re.search(r"^## Exercises$(.*?)(^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    found = re.findall(r"^(\d)\. \*\*(.+?)\*\*", exercises[1], re.MULTILINE) if exercises else []
-    return [f"{number}. {title.rstrip('?.')}" for number, title in found]
+    (section,) = re.findall(r"^## Exercises$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    return section
 
 
 def answers(page):
@@ -29,8 +29,29 @@ def answers(page):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_open_question_has_its_answer(path):
     page = REPOSITORY / "exercises" / "solutions" / f"{path.name.partition('_')[0]}.md"
-    asked = questions(path)
+    questions = re.findall(r"^(\d)\. \*\*(.+?)\*\*", section_exercises(path), re.MULTILINE)
+    asked = [f"{number}. {title.rstrip('?.')}" for number, title in questions]
     assert (answers(page) if page.exists() else []) == asked, f"{page.name}: expected an answer to each of {asked}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_links_the_exercises_that_name_it(path):
+    text = section_exercises(path)
+    links = re.findall(r"\[([^\]]+)\]\(\.\./exercises/(\w+)/README\.md\)", text)
+    paired = [page for page in READMES if f"notebooks/{path.name}" in page.read_text()]
+    expected = [(page.read_text().splitlines()[0][5:], page.parent.name) for page in paired]
+    assert links == expected, f"under '## Exercises' of {path.name}, link in this order: " + ", ".join(
+        f"[{title}](../exercises/{name}/README.md)" for title, name in expected
+    )
+    assert not links or f'grade("{links[0][1]}")' in text
+
+
+def test_every_exercise_names_a_notebook_that_exists():
+    assert READMES
+    for path in READMES:
+        named = re.findall(r"\((?:\.\./)+notebooks/(\w+\.ipynb)\)", path.read_text().replace("\n", " "))
+        assert named, path
+        assert set(named) <= {notebook.name for notebook in NOTEBOOKS}
 
 
 def test_every_page_belongs_to_a_notebook():
