@@ -44,12 +44,8 @@ def library():
     a, b = quantized.values, quantization.quantize(k).values.mT
     yield "02_integer_matmul", "integer_matmul", (a, b), quantization.integer_matmul(a, b)
     yield "03_key_smoothing", "smooth_key", (k[None],), smoothing.smooth_key(k[None])
-    yield (
-        "04_query_smoothing",
-        "smooth_query",
-        (q, 16),
-        tuple(x[::s] for x, s in zip(smoothing.smooth_query(q, 16), (1, 16), strict=True)),
-    )
+    smooth, means = smoothing.smooth_query(q, 16)
+    yield "04_query_smoothing", "smooth_query", (q, 16), (smooth, means[::16])
     ordered = sagebwd.sagebwd_forward(q, k, v, sagebwd.SageBwdSettings(smooth_k=False, block_q=48, block_kv=16))
     rounded = quantization.fake_quantize(q) @ quantization.fake_quantize(k, (16, None)).mT / 32**0.5
     yield "05_online_softmax", "online_softmax", (rounded, v, 16), (ordered.output, ordered.log_sum_exp)
@@ -62,13 +58,9 @@ def library():
     yield "12_linear_branch", "linear_branch", (*heads, selected, 16, 8), sla2.linear_branch(*heads, ~selected, blocks)
     yield "13_soft_top_k", "soft_top_k", (q, 5, 0.1), sla2.soft_top_k(q, 5, 0.1)
     yield "14_router_top_k", "router_scores", (*heads[:2], 16, 8), sla2.heuristic_scores(*heads[:2], blocks)
-    yield (
-        "15_alpha_from_masses",
-        "sparse_attention",
-        (*heads, selected, 16, 8),
-        sla2.sparse_branch(*heads, selected, blocks)[0],
-    )
-    tile = tuple(x[0, :16].reshape(16, -1).squeeze(-1) for x in sla2.sparse_branch(*heads, selected, blocks))
+    sparse = sla2.sparse_branch(*heads, selected, blocks)
+    yield "15_alpha_from_masses", "sparse_attention", (*heads, selected, 16, 8), sparse[0]
+    tile = tuple(x[0, :16].reshape(16, -1).squeeze(-1) for x in sparse)
     yield "18_sparse_loop", "sparse_tile", (q[:16], k, v, selected[0, 0].nonzero()[:, 0], 8), tile
 
 
@@ -145,12 +137,8 @@ def test_stub_keeps_the_scaffold_and_says_what_to_do():
     assert '        raise NotImplementedError("inner: say \\"no\\"")\n\n' in stub
     assert stub.endswith('\n\n    raise NotImplementedError("outer: Double x.")\n')
     assert "y = x + x" in stub
-    assert [line.strip() for line in solution][1:] == [
-        "return answer",
-        "for _ in range(1):",
-        "doubled = y",
-        "return doubled",
-    ]
+    expected = ["answer = z - z", "return answer", "for _ in range(1):", "doubled = y", "return doubled"]
+    assert [line.strip() for line in solution] == expected
     assert stubs.leaked(stub, solution) == []
     assert stubs.leaked(stub + "    doubled = y\n", solution) == ["        doubled = y"]
 
