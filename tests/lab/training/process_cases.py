@@ -1,4 +1,4 @@
-"""Processes for tests of training, forked from one that has imported torch: alone, or as torchrun sets them up."""
+"""Processes for tests, forked from one that has imported torch and set up as torchrun does."""
 
 import contextlib
 import multiprocessing
@@ -15,34 +15,24 @@ CONTEXT.set_forkserver_preload(
 LIMIT = 120  # seconds
 
 
-def run_forked(target, *arguments):
-    """Exit code of target(*arguments) in a process of its own."""
-    (code,) = run_all([(target, arguments)])
-    return code
-
-
 def run_together(folder, target, *arguments, count=2):
     """target(*arguments) in `count` processes that find each other as torchrun's do; what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     outputs = [folder / f"rank{rank}.txt" for rank in range(count)]
-    codes = run_all([(as_one_of, (count, rank, port, outputs[rank], target, arguments)) for rank in range(count)])
+    places = [(count, rank, port, output, target, arguments) for rank, output in enumerate(outputs)]
+    started = [CONTEXT.Process(target=as_one_of, args=place) for place in places]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(timeout=LIMIT)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
     printed = "".join(path.read_text() for path in outputs)
     assert codes == [0] * count, printed
     return printed
-
-
-def run_all(calls):
-    processes = [CONTEXT.Process(target=target, args=arguments) for target, arguments in calls]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=LIMIT)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
 
 
 def as_one_of(count, rank, port, output, target, arguments):
