@@ -4,17 +4,8 @@ import math
 
 import pytest
 import torch
-from sage_lab.repairs import (
-    REMEDIES,
-    RepairedSettings,
-    hadamard,
-    largest_tiles,
-    rotate_tokens,
-    scales_in_a_record,
-    weighted_mean,
-    with_remedy,
-    with_repairs,
-)
+from sage_lab import repairs
+from sage_lab.repairs import REMEDIES, RepairedSettings, hadamard, largest_tiles, with_remedy, with_repairs
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward, causal_mask
@@ -127,7 +118,7 @@ def test_token_scales_and_key_mean_belong_to_a_quantised_dp_and_a_smoothed_k(inp
 
 def test_the_matching_delta_is_a_mean_weighted_by_rows_that_do_not_sum_to_one():
     p, dp = torch.tensor([[0.5, 0.3], [0.25, 0.75]]), torch.tensor([[1.0, 3.0], [4.0, 8.0]])
-    assert_close(weighted_mean(p, p * dp), torch.tensor([[1.4 / 0.8], [7.0]]))
+    assert_close(repairs.weighted_mean(p, p * dp), torch.tensor([[1.4 / 0.8], [7.0]]))
 
 
 def test_every_remedy_has_a_name_and_differs_from_the_others():
@@ -139,7 +130,7 @@ def test_every_remedy_has_a_name_and_differs_from_the_others():
     with pytest.raises(ValueError, match="^remedy: expected one of"):
         with_remedy(plain, "hope")
     printed = {"block_q": 64, "block_kv": 32, "granularity": "block"}
-    assert scales_in_a_record(SageBwdSettings.printed(block_kv=32)) == printed
+    assert repairs.scales_in_a_record(SageBwdSettings.printed(block_kv=32)) == printed
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -204,7 +195,7 @@ def test_a_rotation_is_its_own_inverse_and_spreads_one_token_over_its_block():
     assert_close(h, h.mT)
     x = torch.zeros(1, 20, 3, dtype=torch.float64)
     x[0, 9], x[0, 18] = torch.tensor([1.0, -2.0, 4.0]), 5.0
-    turned = rotate_tokens(x, 8)
+    turned = repairs.rotate_tokens(x, 8)
     assert_close(turned[0, 8:16].abs(), x[0, 9].abs().expand(8, 3) / math.sqrt(8))
     assert (turned[0, :8] == 0).all()
     assert torch.equal(turned[0, 16:], x[0, 16:])  # a partial block

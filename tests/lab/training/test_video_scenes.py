@@ -4,18 +4,8 @@ import math
 
 import pytest
 import torch
-from sage_lab.training.video_scenes import (
-    KINDS,
-    OBJECTS,
-    RADIUS,
-    Scenes,
-    coverage,
-    digit_images,
-    draw_scenes,
-    moving_scenes,
-    object_paths,
-    render,
-)
+from sage_lab.training import video_scenes
+from sage_lab.training.video_scenes import KINDS, OBJECTS, Scenes, draw_scenes, moving_scenes, render
 from torch.testing import assert_close
 from video_cases import made_up_digits
 
@@ -58,7 +48,7 @@ def test_scenes_have_three_to_five_objects_of_every_kind_and_cameras_that_move()
     assert scenes.is_there.sum(1).unique().tolist() == [3, 4, 5]
     assert set(scenes.kind.unique().tolist()) == set(range(len(KINDS)))
     assert scenes.digit.unique().tolist() == [0, 1, 2, 3, 4]
-    assert RADIUS[0] <= scenes.radius.min() < scenes.radius.max() <= RADIUS[1]
+    assert video_scenes.RADIUS[0] <= scenes.radius.min() < scenes.radius.max() <= video_scenes.RADIUS[1]
     assert scenes.camera.abs().min() < 0.1 < 1.4 < scenes.camera.abs().max()
 
 
@@ -83,7 +73,7 @@ def test_a_digit_is_its_picture_as_large_as_its_radius_says():
     scene = one_object("digit", digit=torch.full((1, OBJECTS), 4))
     place = torch.arange(40) + 0.5
     y, x = torch.meshgrid(place, place, indexing="ij")
-    cover = coverage(scene, DIGITS, 0, ((y - 20) / 8)[None, None], ((x - 20) / 8)[None, None])[0, 0]
+    cover = video_scenes.coverage(scene, DIGITS, 0, ((y - 20) / 8)[None, None], ((x - 20) / 8)[None, None])[0, 0]
     assert torch.equal((cover > 0.9).any(0).nonzero().flatten(), torch.arange(20, 26))  # columns 4, 5 and 6 of 8
     assert not cover[:, :18].any()
 
@@ -91,7 +81,12 @@ def test_a_digit_is_its_picture_as_large_as_its_radius_says():
 def test_objects_turn_back_at_the_walls():
     scene = one_object("disc", start=torch.tensor([2.0, 29.0]).expand(1, OBJECTS, 2),
                        velocity=torch.tensor([-3.0, 2.0]).expand(1, OBJECTS, 2))  # fmt: skip
-    assert object_paths(scene, torch.arange(4.0), 32)[0, 0].tolist() == [[2, 29], [1, 31], [4, 31], [7, 29]]
+    assert video_scenes.object_paths(scene, torch.arange(4.0), 32)[0, 0].tolist() == [
+        [2, 29],
+        [1, 31],
+        [4, 31],
+        [7, 29],
+    ]
 
 
 def test_a_hidden_object_is_not_visible_and_a_nearer_one_is():
@@ -106,7 +101,7 @@ def test_a_hidden_object_is_not_visible_and_a_nearer_one_is():
 
 
 def test_the_digits_are_scikit_learns():
-    digits = digit_images()
+    digits = video_scenes.digit_images()
     assert (digits.shape, digits.dtype) == ((1797, 8, 8), torch.float32)
     assert (digits.min(), digits.max()) == (0, 1)
     # The first one is a 0: ink around, and a hole in its middle.
