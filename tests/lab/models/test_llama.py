@@ -28,7 +28,7 @@ def as_complex(x):
     return torch.complex(*x.chunk(2, dim=-1))
 
 
-def test_rotary_embedding_is_a_complex_rotation_and_products_depend_on_the_distance_alone():
+def test_rotary_embedding_is_a_complex_rotation():
     torch.manual_seed(0)
     x = torch.randn(3, 20, 8, dtype=torch.float64)
     rotary = RotaryEmbedding(8, 20).double()
@@ -36,11 +36,6 @@ def test_rotary_embedding_is_a_complex_rotation_and_products_depend_on_the_dista
         turn = torch.tensor([n * 10000 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
         expected = as_complex(x)[:, n] * torch.polar(torch.ones_like(turn), turn)
         assert_close(as_complex(rotary(x))[:, n], expected, atol=1e-5, rtol=0)  # its angles are float32
-    products = rotary(x[0, :1].expand(20, 8)) @ rotary(x[1, :1].expand(20, 8)).mT
-    for distance in range(-19, 20):
-        diagonal = products.diagonal(distance)
-        assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=0)
-    assert products.std() > 0.1
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
