@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from exercises import ROOT, exercise_names
@@ -34,19 +35,22 @@ def main(arguments: list[str] | None = None) -> int:
 
     command = commands.add_parser("check", help="prove that masters pass, stubs fail, mistakes meet their hint")
     command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="exercises (default: all)")
-    command.add_argument("--seeds", type=int, default=1, help="on how many seeds each mistake is made (default: 1)")
+    command.add_argument("--seeds", type=positive, default=1, help="seeds that each mistake is made on (default: 1)")
     command.set_defaults(run=check)
 
     command = commands.add_parser("package", help="write autograder.zip and student.zip for Gradescope")
-    command.add_argument("folder", type=file_to_write, metavar="DIR")
+    command.add_argument("folder", type=folder_to_write, metavar="DIR")
     command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="exercises (default: all)")
     seeds = command.add_mutually_exclusive_group()
     seeds.add_argument("--seeds", type=Path, metavar="FILE", help="hidden_seeds.json of an earlier package")
     seeds.add_argument("--visible", action="store_true", help="no hidden inputs: it needs no bubblewrap")
     command.set_defaults(run=package)
 
-    options = parser.parse_args(arguments)
-    return finish(lambda: options.run(options, parser))
+    def run() -> int:
+        options = parser.parse_args(arguments)
+        return options.run(options, parser)
+
+    return finish(run)
 
 
 @contextlib.contextmanager
@@ -68,17 +72,25 @@ def exercise(text: str) -> str:
     return found[0]
 
 
-def folder(text: str) -> Path:
-    if not text or not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"expected a folder, got {text!r}")
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def path(text: str, expected: str, fits: Callable[[Path], bool]) -> Path:
+    if not text or "\0" in text or not fits(Path(text)):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return Path(text)
 
 
-def file_to_write(text: str) -> Path:
-    path = Path(text)
-    if not text or not path.parent.is_dir() or (path.exists() and not path.is_file() and not path.is_dir()):
-        raise argparse.ArgumentTypeError(f"expected a path in a folder that exists, got {text!r}")
-    return path
+def is_free(path: Path) -> bool:
+    return path.parent.is_dir() and not path.exists()
+
+
+folder = partial(path, expected="a folder", fits=Path.is_dir)
+file_to_write = partial(path, expected="a file in a folder that exists", fits=lambda x: x.is_file() or is_free(x))
+folder_to_write = partial(path, expected="a folder in one that exists", fits=lambda x: x.is_dir() or is_free(x))
 
 
 def make_stubs(options, parser) -> int:
@@ -155,6 +167,16 @@ def write(path: Path, content: str | bytes, mode: int = 0o644) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def flush() -> None:
+    """Write what was printed. A stream that can't be written is no more, or Python ends with a status of its own."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            raise
+
+
 def finish(run: Callable[[], int]) -> int:
     """Run a command and return its status. What went wrong is one line on stderr."""
 
@@ -164,18 +186,16 @@ def finish(run: Callable[[], int]) -> int:
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     os.umask(os.umask(0o022) & 0o077)  # what the command makes, it must be able to use
     try:
-        status = run()
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return status
+        try:
+            return run()
+        finally:
+            flush()
     except KeyboardInterrupt:
         line, status = "interrupted", INTERRUPTED
     except OSError as error:
         line, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT
-        if error.errno in (errno.EPIPE, errno.ENOSPC) and not error.filename:  # it is stdout that can't be written
-            with contextlib.suppress(OSError, AttributeError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            line, status = ("" if error.errno == errno.EPIPE else line), FAILED
+        if error.errno in (errno.EPIPE, errno.ENOSPC) and not error.filename:  # the output can't be written
+            line, status = ("" if error.errno == errno.EPIPE else f"output: {error.strerror}"), FAILED
     except ValueError as error:
         if ": expected " not in str(error):
             raise

@@ -109,7 +109,8 @@ def test_seeds_that_would_hide_nothing_are_refused(seeds, tmp_path, capsys, monk
     [
         ["grade"], ["grade", "99"], ["grade", "01", "--all"], ["grade", "01", "--submission", ""],
         ["grade", "01", "--submission", "/misspelt"], ["grade", "01", "--json", "/misspelt/results.json"],
-        ["grade", "01", "--json", "/dev/null"], ["package", ""], ["check", "99"],
+        ["grade", "01", "--json", "/dev/null"], ["grade", "01", "--json", "."], ["package", ""], ["package", __file__],
+        ["check", "99"], ["check", "--seeds", "0"],
     ],
 )  # fmt: skip
 def test_bad_command_lines_end_with_status_2(arguments, capsys):
@@ -149,11 +150,10 @@ def test_stubs_are_made_once_in_any_surroundings(tmp_path):
 
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / FIRST).mkdir()
-    command = 'exec "$@" > /dev/full'
-    done = run_module(
-        ROOT.parent, "exercises", "grade", "01", "--submission", str(tmp_path), prefix=("sh", "-c", command, "sh")
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    prefix = ("sh", "-c", 'unset PYTHONUNBUFFERED; exec "$@" > /dev/full', "sh")
+    for arguments in (["--help"], ["grade", "01", "--submission", str(tmp_path)]):
+        done = run_module(ROOT.parent, "exercises", *arguments, prefix=prefix)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
 
 
 def test_a_submissions_modules_are_not_the_graders_and_hints_survive_oo(tmp_path):

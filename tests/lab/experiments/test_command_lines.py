@@ -342,7 +342,7 @@ ODD = [  # kinds, each as likely as the others
     ["x" * 5000, "9" * 30, str(2**62), "1e400", "1e-400"],
     ["nan", "inf", "-inf"],
     ["-1", "0", "1", "2", "3.5", "50", "0.5", "0x10", "1_0"],
-    ["cpu", "cuda:7", "meta", "/dev/null", "/no/x", ".", "pipe"],
+    ["cpu", "cuda:7", "meta", "/dev/null", "no/x", ".", "pipe"],
     ["text.txt", "run.pt", "junk", "empty", "odd.bin", "cut.pt", "other.pt"],
 ]
 
