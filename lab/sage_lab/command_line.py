@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
-TOO_LARGE = ("memory", "overflow")  # in PyTorch's errors about a tensor that can't be made
+TOO_LARGE = ("memory", "overflow", "too big", "too large")  # in errors about a tensor that can't be made
 
 
 class Failed(RuntimeError):
@@ -82,7 +82,7 @@ def finish(program: str, run: Callable[[], int | None]) -> int:
         if ": expected " not in str(error):
             raise
         line, status = str(error), BAD_INPUT
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OverflowError, RuntimeError) as error:
         if isinstance(error, Failed):
             line = str(error)
         elif isinstance(error, MemoryError) or any(word in str(error) for word in TOO_LARGE):

