@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,18 +40,24 @@ MODEL = VideoDiTConfig(layers=2, heads=2, attention="sla2", sparsity=0.75)  # 1,
 
 @dataclass(frozen=True)
 class Arm:
-    """How a model of `training` computes attention. clamped: printed, with P never above 1, its largest value."""
+    """How a model of `training` computes attention. cure: one of CURES, for the printed P."""
 
     quantize: bool = True
     backward: str = "printed"
-    clamped: bool = False
+    cure: str | None = None
     qk_norm: bool = False
 
 
+# From the scores of the selected blocks (-inf elsewhere) and L, a P that lacks a fault of exp(S - L).
+CURES = {
+    "P at most 1": lambda scores, log_sum_exp: torch.exp((scores - log_sum_exp).clamp(max=0)),
+    "rows sum to 1": lambda scores, log_sum_exp: scores.softmax(-1).nan_to_num(),
+}
 ARMS = {
     "exact": Arm(quantize=False),
     "printed": Arm(),
-    "printed, P at most 1": Arm(clamped=True),
+    "printed, P at most 1": Arm(cure="P at most 1"),
+    "printed, rows sum to 1": Arm(cure="rows sum to 1"),
     "matched": Arm(backward="matched"),
     "printed, QK-norm": Arm(qk_norm=True),
 }
@@ -66,7 +73,8 @@ class MatchedRun(Run):
     length: int = 0
 
 
-def clamped_backward(
+def cured_backward(
+    cure: str,
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -77,43 +85,44 @@ def clamped_backward(
     log_sum_exp: Tensor,
     settings: BlockSettings,
 ) -> tuple[Tensor, ...]:
-    """Compute `sla2_backward` as printed, but with min(P, 1) for P = exp(S - L)."""
+    """Compute `sla2_backward` as printed, but with the P of a cure in place of exp(S - L)."""
     saved = query, key, value, block_mask, alpha, sparse_output
     # With L = infinity P is 0: the linear branch's share, and dalpha.
     dq, dk, dv, dalpha = sla2_backward(grad_output, *saved, torch.full_like(log_sum_exp, math.inf), settings)
     q, k, v, do = (x.float() for x in (query, key, value, grad_output))
     c = q.shape[-1] ** -0.5
     seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], settings)
-    p = torch.exp((q @ k.mT * c - log_sum_exp).clamp(max=0).masked_fill(~seen, -math.inf))
+    p = CURES[cure]((q @ k.mT * c).masked_fill(~seen, -math.inf), log_sum_exp)
     do_s = per_query(alpha.float(), q.shape[-2], settings) * do
     ds = p * (do_s @ v.mT - (do_s * sparse_output).sum(-1, keepdim=True))
     return dq + ds @ k * c, dk + ds.mT @ q * c, dv + p.mT @ do_s, dalpha
 
 
-class ClampedFunction(torch.autograd.Function):
-    """SLA2 with `clamped_backward`."""
+class CuredFunction(torch.autograd.Function):
+    """SLA2 with `cured_backward`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, block_mask, alpha, settings):
+    def forward(ctx, query, key, value, block_mask, alpha, settings, cure):
         found = sla2_forward(query, key, value, block_mask, alpha, settings)
-        ctx.settings = settings
+        ctx.settings, ctx.cure = settings, cure
         ctx.save_for_backward(query, key, value, block_mask, alpha, found.sparse_output, found.log_sum_exp)
         return found.output.to(query.dtype)
 
     @staticmethod
     def backward(ctx, grad_output):
-        *gradients, dalpha = clamped_backward(grad_output, *ctx.saved_tensors, ctx.settings)
+        *gradients, dalpha = cured_backward(ctx.cure, grad_output, *ctx.saved_tensors, ctx.settings)
         dq, dk, dv = (dx.to(x.dtype) for dx, x in zip(gradients, ctx.saved_tensors, strict=False))
-        return dq, dk, dv, None, dalpha, None
+        return dq, dk, dv, None, dalpha, None, None
 
 
-class ClampedSLA2(SLA2):
-    """SLA2 in stage 2 by `ClampedFunction`."""
+class CuredSLA2(SLA2):
+    """SLA2 in stage 2 by `CuredFunction`, with its attribute `cure`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.block_mask(query.float(), key.float())
         with torch.autocast(query.device.type, enabled=False):
-            return ClampedFunction.apply(query, key, value, mask, self.alpha(*mask.shape[::2]), self.settings)
+            alpha = self.alpha(*mask.shape[::2])
+            return CuredFunction.apply(query, key, value, mask, alpha, self.settings, self.cure)
 
 
 class NoNorm(nn.Module):
@@ -127,7 +136,7 @@ class NoNorm(nn.Module):
 def mismatch(
     qkv: list[Tensor], grad_output: Tensor, block_mask: Tensor, alpha: Tensor, arm: Arm, blocks: BlockSettings
 ) -> Row:
-    """Return the largest score, the largest row sum of P (before any clamp), and errors of O and of the gradients.
+    """Return the largest score, the largest row sum of P (before any cure), and errors of O and of the gradients.
 
     qkv, grad_output [B, H, N, D]. Errors are relative, against the unquantised SLA2. blocks: their sizes.
     """
@@ -136,7 +145,7 @@ def mismatch(
     results = {}
     for name, chosen in (("exact", replace(settings, quantize=False)), ("found", settings)):
         forward = sla2_forward(q, k, v, block_mask, alpha, chosen)
-        compute = clamped_backward if arm.clamped and name == "found" else sla2_backward
+        compute = partial(cured_backward, arm.cure) if arm.cure and name == "found" else sla2_backward
         gradients = compute(do, q, k, v, block_mask, alpha, forward.sparse_output, forward.log_sum_exp, chosen)
         results[name] = forward.output, *gradients[:3]
     left, right, log_sum_exp = q, k, forward.log_sum_exp
@@ -147,10 +156,14 @@ def mismatch(
     seen = spread_blocks(block_mask, q.shape[-2], k.shape[-2], settings)
     rows = torch.exp((scores - log_sum_exp).masked_fill(~seen, -math.inf)).sum(-1)
     pairs = zip(("O", *NAMES), results["found"], results["exact"], strict=True)
-    return {
-        "max_score": round((q @ k.mT).abs().max().item() * q.shape[-1] ** -0.5, 1),
-        "largest_row_sum": float(f"{rows.max().item():.4g}"),
-    } | {f"error_{name}": float(f"{relative_l2(x, y):.3g}") for name, x, y in pairs}
+    errors = {f"error_{name}": relative_l2(x, y) for name, x, y in pairs}
+    found = {"max_score": (q @ k.mT).abs().max().item() * q.shape[-1] ** -0.5, "largest_row_sum": rows.max().item()}
+    return {name: rounded(x) for name, x in (found | errors).items()}
+
+
+def rounded(x: float) -> float | None:
+    """Return four digits of a number, and None if it is not finite: JSON has no word for it."""
+    return float(f"{x:.4g}") if math.isfinite(x) else None
 
 
 def gradient_rows(device: torch.device) -> list[Row]:
@@ -212,7 +225,7 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
     for block in model.blocks:
         attention, core = block.attention, block.attention.core
         core.settings = replace(core.settings, backward=arm.backward)
-        core.__class__ = ClampedSLA2 if arm.clamped else SLA2
+        core.__class__, core.cure = CuredSLA2 if arm.cure else SLA2, arm.cure
         attention.qk_norm = attention.qk_norm if arm.qk_norm else NoNorm()
 
     def keep(core: SLA2, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -232,7 +245,8 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
         optimizer.step()
         diverged = not math.isfinite(loss.item())
         if step % STEP_EVERY == STEP_EVERY - 1 or diverged:
-            row = run.facts | {"step": step + 1, "loss": loss.item(), "diverged": diverged}
+            row = run.facts | {"learning_rate": settings.learning_rate, "step": step + 1}
+            row |= {"loss": rounded(loss.item()), "diverged": diverged}
             if not diverged:
                 q, k, v = (x.detach().float()[:1] for x in seen["inputs"])
                 mask = seen["core"].block_mask(q, k)
