@@ -252,8 +252,7 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
                 mask = seen["core"].block_mask(q, k)
                 alpha = seen["core"].alpha(1, mask.shape[2])
                 row |= mismatch([q, k, v], seen["gradient"][:1], mask, alpha, arm, seen["core"].settings)
-            # What isn't finite is None in a record.
-            rows.append({x: None if isinstance(y, float) and not math.isfinite(y) else y for x, y in row.items()})
+            rows.append(row)
         if diverged:
             break
     return rows
