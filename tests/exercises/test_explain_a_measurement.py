@@ -43,16 +43,12 @@ def test_measured_times_are_the_records(master):
 def test_the_pages_table_is_the_masters(master):
     page = (ROOT / NAME / "README.md").read_text()
     table = re.search(r"<!-- measured -->\n(.*?)<!-- /measured -->", page, re.DOTALL)[1]
-    found, label = {}, None
-    for line in table.splitlines()[2:]:
-        first, program, *times = (cell.strip() for cell in line.strip("|").split("|"))
-        label = first or label
-        found.setdefault(label, {})[program] = tuple(times)
-    expected = {
-        label: {program: tuple(f"{ms:.3f}" for ms in times) for program, times in programs.items()}
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert found == [
+        ["" if number else label, program, *(f"{ms:.3f}" for ms in times)]
         for label, programs in master.MEASURED_MS.items()
-    }
-    assert found == expected
+        for number, (program, times) in enumerate(programs.items())
+    ]
 
 
 def test_the_right_answers_are_what_the_models_say(master):

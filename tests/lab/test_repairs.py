@@ -110,12 +110,6 @@ def test_in_int8_it_is_its_equations(inputs, name, is_causal, granularity):
         assert_close(found, wanted, atol=1e-11, rtol=0)
 
 
-def test_token_scales_and_key_mean_belong_to_a_quantised_dp_and_a_smoothed_k(inputs):
-    for repair, settings in (("token scales", {"exact_matmuls": ("dP",)}), ("key mean", {"smooth_k": False})):
-        plain, repaired = (passes(inputs(40, 48, 16), **settings, **REPAIRS[x])[1] for x in ("none", repair))
-        assert_close(repaired, plain, rtol=0, atol=0)
-
-
 def test_the_matching_delta_is_a_mean_weighted_by_rows_that_do_not_sum_to_one():
     p, dp = torch.tensor([[0.5, 0.3], [0.25, 0.75]]), torch.tensor([[1.0, 3.0], [4.0, 8.0]])
     assert_close(repairs.weighted_mean(p, p * dp), torch.tensor([[1.4 / 0.8], [7.0]]))

@@ -176,7 +176,7 @@ def test_of_a_skewed_mask_every_query_selects_the_first_block():
     assert random[..., 0].float().mean() < 0.2
 
 
-def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(bench, monkeypatch, tmp_path, capsys):
+def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(bench, monkeypatch, tmp_path):
     """Three lengths, the second of which is interrupted the first time."""
     measured = []
 
@@ -191,15 +191,12 @@ def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one
     shapes = tuple(SHAPE._replace(n=n) for n in (1, 2, 3))
     monkeypatch.setitem(bench_command.MEASUREMENTS, ("sagebwd", False), Measurement("made up", shapes, measure))
     monkeypatch.setenv("SAGE_REF_COMMIT", "one")
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="130"):
         bench()
-    assert stop.value.code == 130
-    assert [row["scope"] for row in read_record(tmp_path / "record.json").rows] == [1]
     assert [row["scope"] for row in bench("--n", "3").rows] == [1, 3]
     record = bench()
     assert [row["scope"] for row in record.rows] == [row["n"] for row in record.provenance["missing"]] == [1, 2, 3]
     assert measured == [1, 2, 3, 2]
-    assert "n=1, head_dim=32, causal=True, layout='bhnd'): measured before" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
     for commit in ("one", "two"):
         monkeypatch.setenv("SAGE_REF_COMMIT", commit)
