@@ -14,7 +14,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 from exercises import ROOT, exercise_names, gradescope, grading, handing_in, isolation, stubs
 from exercises import __main__ as command_line
@@ -161,11 +160,13 @@ def test_a_submissions_modules_are_not_the_graders_and_hints_survive_oo(tmp_path
         (tmp_path / f"{name}.py").write_text("raise SystemExit('IMPORTED')")
     zeros = "def quantize_block(x, block_size): return (0 * x).char(), x.new_ones(-(-len(x) // block_size), 1)\n"
     (tmp_path / "exercise.py").write_text(zeros)
-    done = run_module(tmp_path, "exercises", "grade", "01", "--submission", ".", PYTHONOPTIMIZE="2")
+    surroundings = {"PYTHONOPTIMIZE": "2", "PATH": str(tmp_path)}  # without bubblewrap, too
+    done = run_module(tmp_path, "exercises", "grade", "01", "--submission", ".", **surroundings)
     assert done.returncode == 0, done.stderr
     assert "IMPORTED" not in done.stderr
     assert done.stdout.startswith(f"{FIRST}: 1 of 8 points")
     assert "is the scale max|X| / 127, of this block alone?" in done.stdout
+    assert done.stdout.endswith(f"\n{isolation.OPEN}\n")
 
 
 def depth(process):
@@ -278,7 +279,7 @@ def test_a_package_is_graded_by_its_weights_and_a_broken_task_leaves_no_results(
     """Without bubblewrap hidden inputs are not graded. The form is "Output format" of Gradescope's specification."""
     shutil.copytree(packages / "autograder", tmp_path / "source")
     exercises, results = tmp_path / "source" / "exercises", tmp_path / "results.json"
-    weights = {FIRST: 10, TRITON: 20}
+    weights = {FIRST: 11, TRITON: 20}  # 11 of 8 points: their shares are rounded
     (exercises / "weights.json").write_text(json.dumps(weights))
     (tmp_path / "submission").mkdir()
     for name in weights:
@@ -394,14 +395,3 @@ def test_grade_command(tmp_path, capsys):
     assert (isolation.OPEN in shown) is not isolation.have_walls()
     (result,) = json.loads(written.read_text())
     assert (result["exercise"], result["score"], result["max_score"]) == (FIRST, 8, 8)
-
-
-def test_without_walls_one_line_says_what_is_open(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(grading, "have_walls", lambda: False)
-    (tmp_path / "exercise.py").write_text("import os\ndef quantize_block(x, block_size): os._exit(3)\n")
-    assert command_line.main(["grade", "01", "--submission", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith(f"{FIRST}: 0 of 8 points")
-    assert "ended its process (exit status 3)" in shown[2]
-    assert shown[-1] == isolation.OPEN
-    assert not torch.cuda.is_initialized()
