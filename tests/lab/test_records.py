@@ -17,26 +17,19 @@ from sage_lab.records import provenance, read_record, replaced, write_record
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
 
 
-def test_replaced_writes_in_one_step(tmp_path):
+@pytest.mark.parametrize("text", ["half of the n", None])
+def test_a_file_is_replaced_in_one_step_or_after_an_error_not_at_all(tmp_path, text):
     path = tmp_path / "new" / "folder" / "file.txt"
     with replaced(path) as temporary:
         temporary.write_text("whole")
         assert temporary.parent == path.parent  # else the last step could be a copy
         assert not path.exists()
-    assert path.read_text() == "whole"
-    assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("text", ["half of the n", None])
-def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path, text):
-    path = tmp_path / "file.txt"
-    path.write_text("old")
     with pytest.raises(KeyboardInterrupt), replaced(path) as temporary:  # noqa: PT012
         if text:
             temporary.write_text(text)
         raise KeyboardInterrupt
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "whole"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_record_reads_back_as_it_was_written_and_one_that_json_cannot_hold_leaves_it(tmp_path):

@@ -11,14 +11,21 @@ from sage_lab.training.corpus import read_corpus
 from sage_lab.training.pretrain import load_model
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_command_captures_one_validation_sequence_of_a_checkpoint(text, checkpoint, autocast):
-    """In bfloat16 if the run was in bfloat16."""
+@pytest.mark.parametrize(("autocast", "option", "heads"), [(False, "", [0, 1, 2, 3]), (True, "--heads 3 1", [1, 3])])
+def test_the_command_captures_one_validation_sequence_of_a_checkpoint(
+    text, checkpoint, capsys, autocast, option, heads
+):
+    """In bfloat16 if the run was in bfloat16; with all heads if none are named; on its own corpus."""
     if autocast:
         state = torch.load(checkpoint, weights_only=True)
         torch.save(state | {"arguments": state["arguments"] | {"autocast": True}}, checkpoint)
-    options = "--corpus text.txt --layers 2 0 2 --heads 3 1 --json c.json --device cpu --out c.safetensors"
-    main(["capture", "run.pt", *options.split()])
+    command = f"capture run.pt --layers 2 0 2 {option} --json c.json --device cpu --out c.safetensors --corpus".split()
+    (text / "other.txt").write_text("whether 'tis nobler in the mind to suffer " * 200)
+    with pytest.raises(SystemExit):
+        main([*command, "other.txt"])
+    assert "corpus: expected that of run.pt, got other.txt, sha256 " in capsys.readouterr().err
+    assert not (text / "c.safetensors").exists()
+    main([*command, "text.txt"])
     provenance, layers = read_capture(Path("c.safetensors"))
     model, arguments = load_model(checkpoint)
     batch = read_corpus(Path("text.txt")).split(0.02)[1].batch(1, 16, seed=0, step=0)
@@ -29,20 +36,9 @@ def test_the_command_captures_one_validation_sequence_of_a_checkpoint(text, chec
     for layer, tensors in expected.items():
         assert set(layers[layer]) == set(tensors)
         for name, x in tensors.items():
-            assert torch.equal(layers[layer][name], x[:, [1, 3]].bfloat16()), (layer, name)
-    facts = {"loss": loss, "run": arguments, "heads": [1, 3], "loss_normalisation": "mean over 16 tokens"}
+            assert torch.equal(layers[layer][name], x[:, heads].bfloat16()), (layer, name)
+    facts = {"loss": loss, "run": arguments, "heads": heads, "loss_normalisation": "mean over 16 tokens"}
     assert facts.items() <= provenance.items()
     assert arguments["step"] == 2
     assert provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
     assert read_record(text / "c.json").rows == [{"loss": loss}]
-
-
-def test_a_checkpoint_is_captured_on_its_own_corpus_and_with_all_heads(text, checkpoint, capsys):
-    (text / "other.txt").write_text("whether 'tis nobler in the mind to suffer " * 200)
-    command = ["capture", "run.pt", "--layers", "0", "--device", "cpu", "--out", "c.safetensors", "--corpus"]
-    with pytest.raises(SystemExit):
-        main([*command, "other.txt"])
-    assert "corpus: expected that of run.pt, got other.txt, sha256 " in capsys.readouterr().err
-    assert not (text / "c.safetensors").exists()
-    main([*command, "text.txt"])
-    assert read_capture(Path("c.safetensors")).provenance["heads"] == [0, 1, 2, 3]
