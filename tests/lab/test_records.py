@@ -12,7 +12,7 @@ import pytest
 import torch
 from sage_lab import records
 from sage_lab.command_line import written
-from sage_lab.records import provenance, read_record, replaced, write_record
+from sage_lab.records import Record, provenance, read_record, replaced, write_record
 
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
 
@@ -82,6 +82,11 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
     assert facts["commit"] == "0123456789abcdef"
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_a_caption_names_all_devices():
+    record = Record({"gpu": ["H100", "H200"], "date": "2026-01-02T03:04:05", "commit": "0123456789"}, [])
+    assert record.caption == "measured on H100 and H200, 2026-01-02, commit 0123456"
 
 
 def test_the_commit_is_marked_when_sources_differ_from_it(tmp_path, monkeypatch):
