@@ -13,9 +13,8 @@ from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sagebwd.settings import Options
 
 OTHERWISE = ("error", "exact")
-SDPA = (
-    torch._C._nn.scaled_dot_product_attention
-)  # PyTorch's own, whatever F.scaled_dot_product_attention is replaced by
+# PyTorch's own function, whatever F.scaled_dot_product_attention has been replaced by.
+SDPA = torch._C._nn.scaled_dot_product_attention
 UNREADABLE = "mask: expected None under torch.compile and torch.func, where no mask can be read"
 
 

@@ -49,10 +49,10 @@ def sparse_linear_attention(
     affected.
 
     Magnitudes, derivatives and kinds of tensors: as in `sagebwd_attention`, up to 1e15 in every dtype. With quantize
-    the backward pass compares its scores with INT8's L: where they differ by more than 88 (scores beyond about 1e4)
-    gradients are infinite or NaN. From c max|q| max|k| = 30,000 on the kernels' O is NaN, too; on Hopper GPUs, with
-    head sizes above 32, it is right up to 1e6. The kernels keep dS in 16 bit: float16's gradients overflow with a dS
-    of 65504.
+    the printed backward pass compares its own scores with INT8's L: where they differ by more than 88, which takes
+    scores of thousands, gradients are infinite or NaN; the matched one has no such difference. From
+    c max|q| max|k| = 30,000 on the kernels' O is NaN, too; on Hopper GPUs, with head sizes above 32, it is right up to
+    1e6. The kernels keep dS in 16 bit: float16's gradients overflow with a dS of 65504.
 
     Args:
         query: [B, H, Nq, D], float16, bfloat16, float32 or float64.

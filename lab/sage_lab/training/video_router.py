@@ -2,8 +2,8 @@
 
 minimise |O_M - O|^2 / |O|^2, mean over videos and layers:  O full attention, O_M SLA2 with a stand-in for its mask.
 
-The model itself does not change: it runs on made-up videos and provides Q, K, V and O. All queries would need a matrix
-[N, N] in float32, so a step reads a few blocks of queries, drawn anew each time, and all keys.
+The model itself does not change: it runs on made-up videos and provides Q, K, V and O. To save time, a step reads a few
+blocks of queries, drawn anew each time, and all keys.
 """
 
 from dataclasses import asdict, dataclass, replace
