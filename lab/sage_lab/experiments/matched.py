@@ -5,7 +5,7 @@ column `part` of the record says what a row measures:
 
 gradients  errors of O and of the gradients as scores grow, on Gaussian inputs and on what trained models computed
 memory     peak memory and time of a step by length; on a GPU only
-training   a small video model that learns without QK-norm at a learning rate which lets the scores grow; see ARMS
+training   a small video model that learns without QK-norm at rates of which the largest lets the scores grow; see ARMS
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -71,6 +72,7 @@ class MatchedRun(Run):
     arm: str = ""
     seed: int = 0
     length: int = 0
+    learning_rate: float = 0.0
 
 
 def cured_backward(
@@ -217,7 +219,7 @@ def memory_rows(length: int, device: torch.device) -> list[Row]:
     return rows
 
 
-def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.device) -> list[Row]:
+def training_rows(run: MatchedRun, steps: int, device: torch.device) -> list[Row]:
     """Train one arm; keep every tenth step's loss and the `mismatch` of the last layer, until the loss isn't finite."""
     arm, rows, seen = ARMS[run.arm], [], {}
     torch.manual_seed(run.seed)
@@ -234,10 +236,10 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
 
     model.blocks[-1].attention.core.register_forward_hook(keep)
     model.to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=run.learning_rate)
     digits = digit_images().to(device)
     low_bits = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-    for step in range(settings.steps):
+    for step in range(steps):
         with low_bits:
             loss = flow_matching_loss(model, *flow_batch(4, digits, MODEL, seed=(0, run.seed, step))).mean()
         optimizer.zero_grad()
@@ -245,8 +247,7 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
         optimizer.step()
         diverged = not math.isfinite(loss.item())
         if step % STEP_EVERY == STEP_EVERY - 1 or diverged:
-            row = run.facts | {"learning_rate": settings.learning_rate, "step": step + 1}
-            row |= {"loss": rounded(loss.item()), "diverged": diverged}
+            row = run.facts | {"step": step + 1, "loss": rounded(loss.item()), "diverged": diverged}
             if not diverged:
                 q, k, v = (x.detach().float()[:1] for x in seen["inputs"])
                 mask = seen["core"].block_mask(q, k)
@@ -258,40 +259,33 @@ def training_rows(run: MatchedRun, settings: "MatchedSettings", device: torch.de
     return rows
 
 
-@dataclass(frozen=True)
-class MatchedSettings:
-    """Settings of `training`."""
-
-    steps: int = 200
-    learning_rate: float = 0.03
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=positive, default=3, help="of training")
-    parser.add_argument("--steps", type=positive, default=MatchedSettings.steps, help="of training")
-    parser.add_argument("--learning-rate", type=positive_number, default=MatchedSettings.learning_rate)
+    parser.add_argument("--steps", type=positive, default=200, help="of training")
+    parser.add_argument("--learning-rates", type=positive_number, nargs="+", default=(0.003, 0.01, 0.03))
     parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
 
 
 def matched_command(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = MatchedSettings(options.steps, options.learning_rate)
     memory = [MatchedRun("memory", length=n) for n in LENGTHS] if device.type == "cuda" else []
-    training = [MatchedRun("training", arm, seed) for seed in range(options.seeds) for arm in ARMS]
+    cells = product(options.learning_rates, range(options.seeds), ARMS)
+    training = [MatchedRun("training", arm, seed, learning_rate=rate) for rate, seed, arm in cells]
     runs = [run for run in (MatchedRun("gradients"), *memory, *training) if run.part in options.parts]
 
     def measure(run: MatchedRun, _: None) -> list[Row]:
         if run.part == "training":
-            return training_rows(run, settings, device)
+            return training_rows(run, options.steps, device)
         return memory_rows(run.length, device) if run.part == "memory" else gradient_rows(device)
 
-    with opened(Plan("matched", [runs]), Path("runs"), (settings, device.type)) as work:
+    with opened(Plan("matched", [runs]), Path("runs"), (options.steps, device.type)) as work:
         work.finish(measure)
         work.record(options.json, options.command)
     for run, rows in work.finished.items():
         if run.part == "training":
             last = rows[-1]
-            print(run.arm, run.seed, *(f"{name} {last.get(name)}" for name in ("step", "loss", "max_score")))
+            found = (f"{name} {last.get(name)}" for name in ("step", "loss", "max_score"))
+            print(run.learning_rate, run.arm, run.seed, *found)
         else:
             names = [name for name in rows[0] if name != "part"]
             print(markdown_table(names, [[str(row.get(name, "")) for name in names] for row in rows]))

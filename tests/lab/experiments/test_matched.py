@@ -52,7 +52,7 @@ def test_the_command_records_each_arm_until_it_diverges(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = {"frames": 1, "size": 16, "cube": (1, 4, 4), "width": 32, "block_q": 16, "block_kv": 16, "layers": 1}
     monkeypatch.setattr(matched, "MODEL", replace(matched.MODEL, backend="reference", **small))
-    options = ["--parts", "training", "--seeds", "1", "--steps", "20", "--learning-rate"]
+    options = ["--parts", "training", "--seeds", "1", "--steps", "20", "--learning-rates"]
     main(["matched", *options, "0.01", "--json", "found.json"])
     rows = read_record(tmp_path / "found.json").rows
     assert [(row["arm"], row["step"]) for row in rows] == [(arm, step) for arm in ARMS for step in (10, 20)]
