@@ -24,6 +24,7 @@ LARGEST = 1_500_000  # bytes
 MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program
 TAG = "nbval-ignore-output"
+FOLD = "hide-input"  # the book's name for a cell whose code is folded; JupyterLab's is in the metadata
 PRINTS = {"print", "predict", "compare", "fill_in"}
 DRAWS = {"subplots", "panels"} | {
     name
@@ -90,7 +91,9 @@ def machine_problems(cell):
 def code_problems(cell):
     """Yield errors, warnings, missing outputs and tags, cells that are too long, small letters, sliders that drag."""
     source, outputs, tags = text_of(cell), cell["outputs"], set(cell["metadata"].get("tags", []))
-    yield from (f"tags: expected {TAG}, got {tag}" for tag in tags - {TAG})
+    yield from (f"tags: expected {TAG} or {FOLD}, got {tag}" for tag in tags - {TAG, FOLD})
+    if (FOLD in tags) != cell["metadata"].get("jupyter", {}).get("source_hidden", False):
+        yield f"folded: expected both the tag {FOLD} and the metadata jupyter.source_hidden, or neither"
     yield from (f"error output: {output['ename']}" for output in outputs if output["output_type"] == "error")
     yield from (f"stderr: {''.join(output['text'])[:80]}" for output in outputs if output.get("name") == "stderr")
     # Calls in lines that are not indented: these run for certain.
