@@ -2,6 +2,7 @@
 
 - Each notebook gets badges in place of its link and cell for Colab, and a note where a slider needs a kernel.
 - A link to a file of the repository that is no page, or its name, leads to its public address.
+- A link such as `book/glossary.md#term-scale` leads to that term of the glossary.
 - Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
 - MathJax is copied from its package, and the folder's index.html leads to the home page.
 """
@@ -17,7 +18,9 @@ from sage_lab.records import REPOSITORY, markdown_table
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
 
 from exercises import exercise_names
 from exercises.stubs import header_of
@@ -97,6 +100,21 @@ def _into_link(node: nodes.Element, path: Path, keep: bool = False) -> None:
     link = nodes.reference("", "", refuri=address, internal=False)
     node.replace_self(link)
     link += node if keep else node.children
+
+
+class LinksToTerms(SphinxPostTransform):
+    """Links to single terms of a glossary. MyST takes such an address for that of a heading, and finds none."""
+
+    default_priority = 5  # before MyST's, which is 9
+
+    def run(self) -> None:
+        glossary = set(self.env.domains.standard_domain._terms.values())  # of pairs: the page, and the term's id
+        for node in list(self.document.findall(addnodes.pending_xref)):
+            page, term = place = node["reftarget"], node.get("reftargetid")
+            if place in glossary:
+                link = make_refnode(self.app.builder, self.env.docname, page, term, nodes.inline())
+                link.children = node.children
+                node.replace_self(link)
 
 
 # Tables of the course
@@ -179,6 +197,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", with_head_and_notes)
     app.connect("build-finished", add_files)
     app.add_transform(LinksToTheRepository)
+    app.add_post_transform(LinksToTerms)
     app.add_directive("course-map", CourseMap)
     app.add_directive("exercise-map", ExerciseMap)
     app.add_directive("way", Way)

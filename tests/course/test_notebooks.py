@@ -25,6 +25,11 @@ MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program
 TAG = "nbval-ignore-output"
 FOLD = "hide-input"  # the book's name for a cell whose code is folded; JupyterLab's is in the metadata
+TERMS = {  # of the glossary, as the ids that Sphinx gives them
+    f"term-{re.sub(r'[^a-zA-Z0-9]+', '-', line).strip('-')}"
+    for line in (REPOSITORY / "book" / "glossary.md").read_text().splitlines()
+    if re.match(r"[^\s#`]", line)
+}
 PRINTS = {"print", "predict", "compare", "fill_in"}
 DRAWS = {"subplots", "panels"} | {
     name
@@ -70,6 +75,8 @@ def text_problems(number, texts):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
     files = [REPOSITORY / target for target in modules] + [REPOSITORY / "notebooks" / target for target in links]
     yield from (f"link: expected a file, found none at {path}" for path in files if not path.exists())
+    terms = re.findall(r"\]\(\.\./book/glossary\.md#([^)]*)\)", text)
+    yield from (f"link: expected a term of the glossary, got {term}" for term in terms if term not in TERMS)
     if not modules:
         yield "first cell: expected the module it pairs with, as in `sage_ref/attention.py`"
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[-3:]
@@ -129,11 +136,7 @@ def test_notebook(path):
     assert not found, "\n".join(found)
 
 
-def test_the_course_map_lists_every_notebook_with_its_minutes():
-    cells = json.loads(NOTEBOOKS[0].read_text())["cells"]
-    (course,) = [text for cell in cells if (text := text_of(cell)).startswith("## The course")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in course.splitlines() if line[2:4].isdigit()]
-    assert [number for number, *_ in rows] == [path.name.partition("_")[0] for path in NOTEBOOKS]
-    for path, (_, title, _, minutes, _) in list(zip(NOTEBOOKS, rows, strict=True))[1:]:
-        assert title.endswith(f"({path.name})")
-        assert re.search(rf"\b{minutes} minutes", text_of(json.loads(path.read_text())["cells"][0]))
+def test_notebook_00_leads_to_every_notebook():
+    texts = [text_of(cell) for cell in json.loads(NOTEBOOKS[0].read_text())["cells"]]
+    (course,) = [text for text in texts if text.startswith("## The course")]
+    assert re.findall(r"\((\d\d\w*\.ipynb)\)", course) == [path.name for path in NOTEBOOKS[1:]]
