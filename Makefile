@@ -41,6 +41,8 @@ tests:
 executed: tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
 
+# Where readers' own functions are saved: nowhere, so that no output depends on them.
+executed notebooks: export SAGE_REF_YOURS = $(CURDIR)/build/nobody
 # What runs on a GPU, on one of them. Needs PyTorch, Triton, pytest, pytest-xdist and hypothesis, no notebooks.
 test-gpu: $(if $(PYTHON_GPU),,.venv/installed)
 	PYTHONPATH=.:kernels:lab:course OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \

@@ -5,22 +5,26 @@ mistake whose results are the reader's: the solution with this mistake made.
 
 A notebook begins with `fill_in = lesson("sagebwd_forward")`. Its cells to fill in end with
 `psi = fill_in("psi", psi)`. While `...` stands in the function, the course's solution is used, so that a notebook runs
-from top to bottom. `course/sage_course/lessons` has the solutions, with what readers get wrong and a hint for each.
-`exercises/task.py` has the exercises' side.
+from top to bottom. A right function is saved; `psi = yours("int8_quantization", "psi")` gets it in a later notebook.
+`course/sage_course/lessons` has the solutions, with what readers get wrong and a hint for each. `exercises/task.py` has
+the exercises' side; their packages hold this file without the rest of the course.
 """
 
 import ast
 import inspect
 import linecache
 import math
+import os
 import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -70,28 +74,72 @@ class Raised:
 
 
 def lesson(name: str) -> Callable[[str, Callable], Callable]:
-    """The notebook's `fill_in`. name: a module of `sage_course.lessons`."""
-    return partial(fill_in, gaps=import_module(f"sage_course.lessons.{name}").GAPS)
+    """Return the notebook's `fill_in`. name: a module of `sage_course.lessons`."""
+    return partial(fill_in, gaps=import_module(f"sage_course.lessons.{name}").GAPS, folder=_folder(name))
 
 
-def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap]) -> Callable:
-    """The reader's function if it is right; the solution while `...` stands in it.
+def yours(lesson_name: str, gap_name: str) -> Callable:
+    """Return the reader's own function if `fill_in` saved it and it is still right, else the solution; print which.
+
+    It runs in the globals of the lesson's module, with the reader's own functions that come before it in the lesson.
+    """
+    module, folder = import_module(f"sage_course.lessons.{lesson_name}"), _folder(lesson_name)
+    gap, names = _named(gap_name, module.GAPS), dict(vars(module))
+    for name in list(module.GAPS)[: list(module.GAPS).index(gap_name) + 1]:
+        with suppress(Exception):  # what can't be read or run counts as not saved
+            defined((folder / f"{name}.py").read_text(encoding="utf-8"), str(folder / f"{name}.py"), names)
+    function = names[_plain(gap.solution).__name__]
+    if function is not gap.solution and all(difference is None for *_, difference in _trials(gap, function)):
+        print(f"{gap_name}: yours, as you wrote it in an earlier notebook.")
+        return function
+    saved = (folder / f"{gap_name}.py").exists()
+    why = "yours is saved, but not right here" if saved else "no function of yours is saved"
+    print(f"{gap_name}: the course's, because {why}.")
+    return gap.solution
+
+
+def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap], folder: Path | None = None) -> Callable:
+    """Return the reader's function if it is right, and save it in `folder`; the solution while `...` stands in it.
 
     Raises NotYetError with what was expected, what was found and a hint, if the function is not right.
     """
-    if name not in gaps:
-        raise ValueError(f"name: expected one of {sorted(gaps)}, got {name!r}")
-    gap = gaps[name]
+    gap = _named(name, gaps)
     if function is gap.solution or is_gap(function):
         print(f"{name}: still to fill in. From here on the course's solution is used.")
         return gap.solution
-    trials = gap.inputs()
-    for trial in trials:
-        expected, found = _run(gap, gap.solution, trial), _tried(gap, function, trial)
-        if (difference := first_difference(found, expected)) is not None:
-            raise NotYetError(f"{name}: not yet.\n{difference}\n{_hint(gap, function, trials)}".rstrip())
+    for _, _, difference in _trials(gap, function):
+        if difference is not None:
+            raise NotYetError(f"{name}: not yet.\n{difference}\n{_hint(gap, function, gap.inputs())}".rstrip())
     print(f"{name}: right.")
+    if folder and _plain(function).__name__ == _plain(gap.solution).__name__:
+        _save(function, folder / f"{name}.py")
     return function
+
+
+def _named(name: str, gaps: dict[str, Gap]) -> Gap:
+    if name not in gaps:
+        raise ValueError(f"name: expected one of {sorted(gaps)}, got {name!r}")
+    return gaps[name]
+
+
+def _folder(lesson_name: str) -> Path:
+    """Return the folder of the reader's right functions, which git ignores."""
+    from sage_lab.records import REPOSITORY
+
+    return Path(os.environ.get("SAGE_REF_YOURS", REPOSITORY / "runs" / "yours"), lesson_name)
+
+
+def _save(function: Callable, file: Path) -> None:
+    """Write a function's source, after imports of the modules that it names."""
+    from sage_lab.records import write_file
+
+    plain = _plain(function)
+    modules = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
+    imports = [f"import {x.__name__} as {name}\n" for name, x in modules.items() if inspect.ismodule(x)]
+    try:
+        write_file(file, "".join(imports) + source(function))
+    except OSError as error:
+        print(f"It could not be saved for later notebooks: {error}")
 
 
 def is_gap(function: Callable) -> bool:
@@ -107,7 +155,12 @@ def is_gap(function: Callable) -> bool:
 
 def source(function: Callable) -> str:
     """The text of a function or of a Triton program."""
-    return textwrap.dedent(inspect.getsource(getattr(function, "fn", function)))
+    return textwrap.dedent(inspect.getsource(_plain(function)))
+
+
+def _plain(function: Callable) -> Callable:
+    """Return the Python function of a Triton program; a Python function as it is."""
+    return getattr(function, "fn", function)
 
 
 def edited(text: str, mistakes: Iterable[Mistake]) -> str:
@@ -128,7 +181,7 @@ def defined(text: str, file: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def mistaken(gap: Gap, mistake: Mistake) -> Callable:
     """Return the solution with this mistake made."""
-    original = getattr(gap.solution, "fn", gap.solution)
+    original = _plain(gap.solution)
     text = edited(source(gap.solution), [mistake])
     file = f"<{original.__name__} with {mistake.new!r}>"
     return defined(text, file, dict(original.__globals__))[original.__name__]
@@ -203,6 +256,13 @@ def _kind(dtype: torch.dtype) -> torch.dtype | str:
     return dtype if dtype in (torch.int8, torch.bool) else "integer"
 
 
+def _trials(gap: Gap, function: Callable) -> Iterable[tuple[Any, Any, str | None]]:
+    """Yield, for each trial, what the function gives, what the solution gives, and `first_difference`."""
+    for trial in gap.inputs():
+        found, expected = _tried(gap, function, trial), _run(gap, gap.solution, trial)
+        yield found, expected, first_difference(found, expected)
+
+
 def _run(gap: Gap, function: Callable, trial: tuple) -> Any:
     """Return the function's result for a copy of the trial, which the function may overwrite."""
     with warnings.catch_warnings():
@@ -220,7 +280,7 @@ def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
 
 def _line_of(error: Exception, function: Callable) -> str:
     """The line of the reader's function that failed."""
-    file = getattr(function, "fn", function).__code__.co_filename
+    file = _plain(function).__code__.co_filename
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return lines[-1] if lines else ""
 

@@ -8,7 +8,19 @@ import re
 import pytest
 import torch
 from sage_course import lessons as solutions
-from sage_course.check import Gap, Mistake, NotYetError, fill_in, first_difference, is_gap, mistaken, source
+from sage_course.check import (
+    Gap,
+    Mistake,
+    NotYetError,
+    defined,
+    fill_in,
+    first_difference,
+    is_gap,
+    lesson,
+    mistaken,
+    source,
+    yours,
+)
 from sage_lab.records import REPOSITORY
 
 
@@ -101,6 +113,33 @@ def test_a_right_function_is_given_back_and_a_gap_replaced(capsys):
     ]
     with pytest.raises(ValueError, match=r"name: expected one of \['doubled'\], got 'tripled'"):
         fill_in("tripled", tripled, gaps=GAPS)
+
+
+OWN_PSI = """\
+def psi(x):
+    largest = F.relu(x.abs()).max()
+    return largest / 127, torch.round(x / torch.where(largest > 0, largest / 127, 1.0)).to(torch.int8)
+"""
+OWN_BLOCKS = """\
+def psi_of_blocks(x, block):
+    scales, integers = zip(*[psi(tile) for tile in x.split(block)])
+    return torch.stack(scales), torch.cat(integers)
+"""
+
+
+def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SAGE_REF_YOURS", str(tmp_path))
+    gaps, names = LESSONS["int8_quantization"], {"torch": torch, "F": torch.nn.functional}
+    for name, text in {"psi": OWN_PSI, "psi_of_blocks": OWN_BLOCKS}.items():
+        assert yours("int8_quantization", name) is gaps[name].solution
+        lesson("int8_quantization")(name, defined(text, "a notebook's cell", names)[name])
+        assert source(yours("int8_quantization", name)).endswith(text)
+    assert yours("int8_quantization", "psi_of_blocks").__globals__["F"] is torch.nn.functional
+    capsys.readouterr()
+    for text in ("def psi(", OWN_PSI.replace("127", "128"), "\0"):
+        (tmp_path / "int8_quantization" / "psi.py").write_text(text)
+        assert yours("int8_quantization", "psi") is gaps["psi"].solution
+    assert capsys.readouterr().out == 3 * "psi: the course's, because yours is saved, but not right here.\n"
 
 
 def test_an_ellipsis_that_is_an_index_is_no_gap():

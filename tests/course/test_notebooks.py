@@ -30,7 +30,7 @@ TERMS = {  # of the glossary, as the ids that Sphinx gives them
     for line in (REPOSITORY / "book" / "glossary.md").read_text().splitlines()
     if re.match(r"[^\s#`]", line)
 }
-PRINTS = {"print", "predict", "compare", "fill_in"}
+PRINTS = {"print", "predict", "compare", "fill_in", "yours"}
 DRAWS = {"subplots", "panels"} | {
     name
     for name, function in inspect.getmembers(figures, inspect.isfunction)
@@ -111,7 +111,7 @@ def code_problems(cell):
         yield "output: expected a PNG, since the cell draws a figure"
     if calls & SLIDERS and not outputs:
         yield "output: expected some, since the cell has a slider"
-    if calls & (SLIDERS | {"fill_in"}) and TAG not in tags:
+    if calls & (SLIDERS | {"fill_in", "yours"}) and TAG not in tags:
         yield f"tags: expected {TAG}, since a reader changes the cell"
     longest = LONGEST_PROGRAM if re.search(r"^\s*@(?:triton|gluon)\.jit", source, re.MULTILINE) else LONGEST
     if (lines := len(source.splitlines())) > longest:
