@@ -18,6 +18,10 @@ BRANCH = "main"
 INSTALL = "install-on-colab"  # the cell's id
 ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
 ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
+UNSEEN_CODE = {"hide-input", "hide-cell", "remove-cell"}  # tags
+UNSEEN_OUTPUT = {"hide-output", "hide-cell", "remove-cell"}
+PICTURES = {"image/png", "application/vnd.jupyter.widget-view+json"}
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 END_OF_EXERCISES = re.compile(r"(^## Exercises$.*?)\s*(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -28,6 +32,15 @@ class Notebook(NamedTuple):
     number: str  # as in "01"
     title: str
     minutes: int
+
+
+class Load(NamedTuple):
+    """The work that a notebook asks of its reader."""
+
+    minutes: int  # as its first cell says
+    lines: int  # of code that is not folded
+    numbers: int  # in its outputs
+    gaps: int
 
 
 def notebook_files() -> list[Path]:
@@ -51,6 +64,24 @@ def notebooks() -> list[Notebook]:
     """Return all notebooks, in the order of the course."""
     cells = {path: json.loads(path.read_text(encoding="utf-8"))["cells"] for path in notebook_files()}
     return [notebook_facts(path.relative_to(REPOSITORY), "".join(x[0]["source"])) for path, x in cells.items()]
+
+
+def load(path: Path) -> Load:
+    """Count what a notebook asks of its reader."""
+    lines = numbers = gaps = 0
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for cell in cells:
+        if cell["cell_type"] != "code" or cell.get("id") == INSTALL:
+            continue
+        text, tags = "".join(cell["source"]), set(cell["metadata"].get("tags", []))
+        gaps += text.count("= fill_in(")
+        lines += 0 if tags & UNSEEN_CODE else sum(bool(line.strip()) for line in text.splitlines())
+        for output in () if tags & UNSEEN_OUTPUT else cell["outputs"]:
+            data = output.get("data", {})
+            if not PICTURES & data.keys():  # whose text is as in "Figure(640x480)"
+                shown = output.get("text") or data.get("text/markdown") or data.get("text/plain", "")
+                numbers += len(NUMBER.findall("".join(shown)))
+    return Load(notebook_facts(path, "".join(cells[0]["source"])).minutes, lines, numbers, gaps)
 
 
 def public_address() -> str:

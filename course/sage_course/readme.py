@@ -12,7 +12,7 @@ from pathlib import Path
 from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_file
 
 from sage_course.figures import overview_figure
-from sage_course.outline import framed, notebook_files, notebooks, public_address
+from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
 from sage_course.results import kernels, paired, tables
 
 OVERVIEW = Path("notebooks", "figures", "overview.png")
@@ -80,7 +80,10 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 
 def write_pages(options: argparse.Namespace) -> None:
-    """Write the figure, and every file whose text is not as it should be."""
+    """Write the figure, and every file whose text is not as it should be; with `--load` only print a table."""
+    if options.load:
+        print(markdown_table(("notebook", *Load._fields), [(path.stem, *load(path)) for path in notebook_files()]))
+        return
     overview = REPOSITORY / OVERVIEW
     overview.parent.mkdir(exist_ok=True)
     overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(overview)

@@ -13,7 +13,7 @@ from itertools import chain
 import pytest
 from matplotlib.figure import Figure
 from sage_course import figures
-from sage_course.outline import INSTALL
+from sage_course.outline import INSTALL, load
 from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -21,6 +21,34 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 METADATA = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
 LAST_SECTIONS = ["What to remember", "Exercises", "Where the papers say more"]
 LARGEST = 1_500_000  # bytes
+MOST = {"minutes": 75, "lines": 150, "numbers": 150}  # that a notebook asks of its reader
+# Notebooks that still ask more. Take yours out when it asks for less: the list never grows.
+TOO_MUCH = {
+    "00": "lines",
+    "01": "lines",
+    "02": "lines",
+    "03": "lines",
+    "03b": "lines",
+    "03c": "lines numbers",
+    "04": "lines",
+    "05": "lines",
+    "05b": "lines numbers",
+    "06": "lines numbers",
+    "06b": "lines numbers",
+    "07": "lines",
+    "08": "lines numbers",
+    "08b": "lines",
+    "09": "lines",
+    "09b": "lines numbers",
+    "10": "lines",
+    "11": "lines numbers",
+    "12": "lines numbers",
+    "12b": "lines numbers",
+    "12c": "lines numbers",
+    "13": "lines numbers",
+    "14": "lines numbers",
+    "15": "lines",
+}
 MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program
 TAG = "nbval-ignore-output"
@@ -134,6 +162,13 @@ def code_problems(cell):
 def test_notebook(path):
     found = problems(path.name, json.loads(path.read_text()), path.stat().st_size)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_asks_no_more_of_its_reader_than_it_may(path):
+    asked = load(path)
+    too_much = " ".join(name for name, most in MOST.items() if getattr(asked, name) > most)
+    assert too_much == TOO_MUCH.get(path.name.partition("_")[0], ""), asked
 
 
 def test_notebook_00_leads_to_every_notebook():
