@@ -21,7 +21,8 @@ from sage_lab.records import markdown_table, write_record
 KINDS = {
     "matmul": "HGMMA|IGMMA|HMMA|IMMA|UTC.MMA",
     "exp2": "MUFU.EX2",
-    "conversion": "F2I|I2F|F2F|FRND|HADD2.F32",
+    "rounding": "F2I(?!P)|I2F(?!P)|F2F(?!P)|FRND",  # on the unit of exp2; other conversions are not
+    "conversion": "F2IP|I2FP|F2FP|HADD2.F32",
     "maximum": "FMNMX|VIMNMX|HMNMX2",
     "arithmetic": "FADD|FMUL|FFMA|HMUL2|HFMA2(?!.MMA)",
     "move": "MOV|IMAD.MOV|PRMT|SEL|SHFL|LOP3",

@@ -26,7 +26,7 @@ CODE = """
 
 
 def test_the_loop_is_the_one_with_the_exponentials_of_one_tile():
-    kinds = ["arithmetic", "conversion", "exp2", "matmul", "rest"]
+    kinds = ["arithmetic", "rounding", "exp2", "matmul", "rest"]
     assert [kind_of(line) for line in hot_loop(CODE, scores=1)] == kinds
     assert [kind_of(line) for line in hot_loop(CODE, scores=2)][0] == "matmul"
     twice = CODE.replace("FADD R3, R3, R4", "MUFU.EX2 R3, R4")  # a loop over more than one tile
