@@ -17,7 +17,6 @@ from sage_lab.experiments.table1 import closest_setting
 from sage_lab.records import Record, read_record
 
 from sage_ref.sagebwd import SageBwdSettings
-from sage_ref.sla2 import BlockSettings
 
 SHOWN_WIDTH = 9.5  # inches of a notebook's column; a wider figure is made smaller
 SCORES = 2 * torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).double()
@@ -147,7 +146,6 @@ OTHERS = {
         r(SLA2_BENCH)._replace(rows=[row for row in r(SLA2_BENCH).rows if row["level"] != 2]), *SLA2_POINT, title=""
     ),
     "mass": lambda r: on_axes(figures.draw_block_mass, SCORES.softmax(-1), block_mask=SCORES > 1, title=""),
-    "sparsity": lambda r: figures.sparsity_figure(*gaussian(3, 1, 2, 128, 16), (0.5, 0.9), BlockSettings(4, 2)),
     "block sizes": lambda r: on_axes(figures.draw_block_sizes, gaussian(64, 16), where=gaussian(64, 16) < 2, title=""),
     "probabilities": lambda r: on_axes(figures.draw_probabilities, (SCORES - SCORES.amax(1)[:, None]).exp(), title=""),
     "lists": lambda r: figures.list_lengths_figure(MASK, title=""),

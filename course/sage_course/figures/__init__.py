@@ -20,7 +20,7 @@ from sage_course.figures.sla2_kernels import (
     sla2_time,
 )  # fmt: skip
 from sage_course.figures.sparse import (
-    draw_block_mass, list_lengths_figure, outline_blocks, quantization_aware_figure, soft_mask_figure, sparsity_figure,
+    draw_block_mass, list_lengths_figure, outline_blocks, quantization_aware_figure, soft_mask_figure,
 )  # fmt: skip
 from sage_course.figures.style import (
     BLACK, BLUE, COLORS, GREEN, ORANGE, PURPLE, RED, SKY, TENSOR_COLORS, YELLOW, panels, show_letters, show_matrix,

@@ -13,20 +13,7 @@ from sage_lab.records import Record
 from torch import Tensor
 
 from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
-from sage_ref.attention import attention_forward
-from sage_ref.sla2 import (
-    BlockSettings,
-    block_mass,
-    heuristic_scores,
-    linear_branch,
-    mix,
-    per_query,
-    selected_count,
-    soft_top_k,
-    sparse_branch,
-    top_blocks,
-)
-from sage_ref.tracing import relative_l2
+from sage_ref.sla2 import soft_top_k
 
 
 def outline_blocks(axes: Axes, block_mask: Tensor, *, color: str = RED) -> None:
@@ -53,44 +40,6 @@ def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = Non
     axes.set_title(title, fontsize=10)
     colors = plt.cm.ScalarMappable(norm, "Greys")
     axes.figure.colorbar(colors, ax=axes, fraction=0.046, extend="both", label="share of the row's mass")
-
-
-def pairs(count: int, *, title: str) -> tuple[Figure, Sequence[Axes]]:
-    """Return axes two by two, wide enough for single blocks to be visible."""
-    rows = (count + 1) // 2
-    figure, grid = plt.subplots(rows, 2, figsize=(9.4, 2.9 * rows + 0.3), layout="constrained", squeeze=False)
-    figure.suptitle(title, fontsize=11)
-    for ax in grid.flatten()[count:]:
-        ax.set_axis_off()
-    return figure, grid.flatten()[:count]
-
-
-CORNER = slice(24), slice(48)  # of a head's blocks, so few that each is visible
-
-
-def sparsity_figure(
-    query: Tensor, key: Tensor, value: Tensor, sparsities: Sequence[float], settings: BlockSettings
-) -> Figure:
-    """Draw the blocks that SLA's heuristic selects at each sparsity, in a corner of the first head.
-
-    query, key, value [B, H, N, D]. Titles have the mass of the selected blocks, over all heads, and the errors of O_s
-    alone and of the mix with the true mass as alpha.
-    """
-    figure, axes = pairs(
-        len(sparsities), title="The fewer blocks the softmax keeps, the more the linear branch has to say"
-    )
-    exact = attention_forward(query, key, value, scale=settings.scale).output
-    mass, scores = block_mass(query, key, settings), heuristic_scores(query, key, settings)
-    for ax, sparsity in zip(axes, sparsities, strict=True):
-        mask = top_blocks(scores, selected_count(sparsity, mass.shape[-1]))
-        alpha = (mass * mask).sum(-1)
-        o_s, _ = sparse_branch(query, key, value, mask, settings)
-        o_l = linear_branch(query, key, value, ~mask, settings)
-        mixed = mix(o_s, o_l, per_query(alpha, query.shape[-2], settings))
-        errors = f"error: sparse {relative_l2(o_s, exact):.2f}, mixed {relative_l2(mixed, exact):.2f}"
-        title = f"sparsity {sparsity:.0%}: {alpha.mean():.0%} of the mass\n{errors}"
-        draw_block_mass(ax, mass[0, 0][CORNER], block_mask=mask[0, 0][CORNER], title=title)
-    return figure
 
 
 def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) -> Figure:

@@ -98,7 +98,10 @@ def _key_tile() -> list[tuple]:
 
 def _masks_and_sums() -> list[tuple]:
     scores, h, z = _draw(4, (3, 6), (6, 4, 4), (6, 4))
-    return [(top_k_mask(scores, 2), h, z.exp())]
+    scores[:, 0] = 9  # a block that every row selects
+    mask, huge = top_k_mask(scores, 2), h.float()
+    huge[0] *= 1e6  # a sum over all blocks loses the digits of the others
+    return [(mask, h, z.exp()), (mask, huge, z.exp().float())]
 
 
 def _query_tile() -> list[tuple]:
@@ -128,6 +131,7 @@ GAPS = {
                 "torch.softmax(c * q @ k.mT, -1).unflatten(-1, (-1, BLOCK_KV)).sum(-1)"
                 ".unflatten(-2, (-1, BLOCK_Q)).mean(-2)",
                 "These are the masses themselves, from all of P. Guess them: pool first."),
+        Mistake("k_bar.mT", "k_bar", "Each mean query meets each mean key: transpose the keys."),
         Mistake("k_bar = k.unflatten(-2, (-1, BLOCK_KV))", "k_bar = k.unflatten(-2, (-1, BLOCK_Q))",
                 "A block of keys has BLOCK_KV rows."),
     )),
@@ -170,11 +174,16 @@ GAPS = {
                 "phi is a softmax: e^x, divided by its sum over the features."),
         Mistake("phi_k.sum(0)", "phi_k.mean(0)", "z_j is a sum over the keys, as h_j is. You have a mean."),
         Mistake("phi_k.mT @ v_j", "v_j.mT @ phi_k", "That is h_j transposed."),
+        Mistake("phi_k.mT @ v_j", "phi_k @ v_j", "h_j sums over the keys and is [D, D]: transpose phi_k."),
         Mistake("phi_k.sum(0)", "phi_k.sum(-1)", "z_j sums over the keys: one number per feature."),
     )),
     "complement_sums": Gap(complement_sums, _masks_and_sums, (
         Mistake("(~mask)", "mask", "These are the selected blocks. The linear branch takes the others."),
         Mistake("(~mask)", "torch.ones_like(mask)", "That is every block. The selected ones would count twice."),
+        Mistake("complement @ h.flatten(1)", "h.flatten(1).sum(0) - mask.to(h.dtype) @ h.flatten(1)",
+                "All blocks minus the selected ones: right on paper, but in float32 large numbers cancel."),
+        Mistake("(~mask).to(h.dtype)", "~mask", "A matmul needs numbers: .to(h.dtype) turns True into 1."),
+        Mistake("(~mask)", "(1 - mask)", "PyTorch does not subtract bools. ~mask inverts them."),
         Mistake("complement @ z", "z.sum(0).expand(len(mask), -1)", "Z_i, too, leaves out the selected blocks."),
         Mistake("(~mask).to(h.dtype)", "(~mask) / (~mask).sum(-1, keepdim=True).to(h.dtype)",
                 "That is a mean. It would cancel in O_l, but H_i and Z_i are sums."),
@@ -185,6 +194,7 @@ GAPS = {
         Mistake(" / (phi_q @ z_i)[:, None]", "", "The weights don't add up to one yet: divide by phi(Q_i) Z_i."),
         Mistake("phi_q @ h_i / (phi_q @ z_i)[:, None]", "phi_q @ (h_i / z_i[:, None])",
                 "A quotient of sums is no sum of quotients: divide last, by phi(Q_i) Z_i."),
+        Mistake("[:, None]", "", "One sum per query, [queries]: it needs an axis for the features, [:, None]."),
         Mistake("(phi_q @ z_i)[:, None]", "z_i", "Z_i has a number per feature. Multiply it with phi(Q_i) first."),
         Mistake("(phi_q @ z_i)[:, None]", "z_i.sum()", "Each query has its own sum of weights: phi(Q_i) Z_i."),
     )),
