@@ -40,7 +40,6 @@ TOO_MUCH = {
     "08b": "lines",
     "09": "lines",
     "09b": "lines numbers",
-    "10": "lines",
     "11": "lines numbers",
     "12": "lines numbers",
     "12b": "lines numbers",
