@@ -3,12 +3,13 @@
 import torch
 
 from sage_course.check import Gap, Mistake
-from sage_course.lessons import draw
+from sage_course.lessons import draw, watched
 
 
 def to_int8(x, dim):
     scale = x.abs().amax(dim, keepdim=True) / 127
-    integers = torch.round(x / scale).to(torch.int8)
+    divisor = torch.where(scale > 0, scale, 1.0)
+    integers = torch.round(x / divisor).to(torch.int8)
     return scale, integers
 
 
@@ -26,36 +27,56 @@ def without_mean_key(k):
     return k - k.mean(dim=-2, keepdim=True)
 
 
+def _tensors() -> list[tuple]:
+    return [
+        *[(draw(0, 4, 6), -1), (-draw(1, 3, 5).abs(), 0), (draw(2, 2, 3, 4), (-2, -1))],
+        *[(1e-7 * draw(3, 4, 6), -1), (draw(4, 4, 6) * torch.tensor([[1.0], [0.0], [1.0], [1.0]]), -1)],  # a row of 0
+    ]
+
+
 GAPS = {
-    "to_int8": Gap(to_int8, lambda: [(draw(0, 4, 6), -1), (-draw(1, 3, 5).abs(), 0), (draw(2, 2, 3, 4), (-2, -1))], (
+    "to_int8": Gap(to_int8, _tensors, (
         Mistake("x.abs().amax", "x.amax", "The largest magnitude may belong to a negative number."),
-        Mistake("torch.round(x / scale)", "(x / scale)", "Round first: a cast cuts off."),
-        Mistake(" / 127", "", "The scale is one step: the largest magnitude over 127."),
-        Mistake("x / scale", "x * scale", "X^ = round(X / s)."),
-        Mistake(".to(torch.int8)", "", "Rounded, but still floats: `.to(torch.int8)`."),
+        Mistake("torch.round(x / divisor)", "(x / divisor)", "Round first: a cast cuts the digits off."),
+        Mistake(" / 127", "", "The scale is one integer step: the largest magnitude divided by 127."),
+        Mistake(" / 127", " / 128", "The largest magnitude becomes 127, so divide it by 127."),
+        Mistake("x / divisor", "x * divisor", "The integers are x divided by the scale."),
+        Mistake("x / divisor", "x / scale", "Where all is zero, the scale is 0, and 0/0 is NaN: divide by `divisor`."),
+        Mistake("x / divisor", "x / (scale + 1e-8)",
+                "That changes small numbers: a gradient may be smaller than 1e-8. Divide by `divisor`."),
+        Mistake("x / divisor", "x / scale.clamp(min=1e-3)",
+                "A scale may be smaller than that, and then integers are lost. Divide by `divisor`."),
+        Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
         Mistake(".to(torch.int8)", ".to(torch.int32)", "They fit into 8 bits: `.to(torch.int8)`."),
-        Mistake("""x.abs().amax(dim, keepdim=True) / 127
-    integers = torch.round(x / scale)""",
-                """127 / x.abs().amax(dim, keepdim=True)
-    integers = torch.round(x * scale)""",
-                "That is 1 / s. The scale is the size of one step: multiplied by it, the integers are X again."),
-        Mistake("x.abs().amax(dim, keepdim=True) / 127", "x.abs().amax(dim, keepdim=True) / 127.5", "127, not 127.5."),
-    )),
+        Mistake("x.abs().amax(dim, keepdim=True) / 127", "127 / x.abs().amax(dim, keepdim=True)",
+                "That is 1 / s. The scale is the size of one integer step: s times the integers is X again.",
+                (("x / divisor", "x * scale"),)),
+        Mistake("x.abs().amax(dim, keepdim=True) / 127", "x.abs().amax(dim, keepdim=True) / 127.5",
+                "The largest magnitude becomes 127, not 127.5."),
+        Mistake("amax(dim, keepdim=True)", "amax(dim)",
+                "The scale lost a dimension, and no longer fits to x: `keepdim=True` keeps it, with size 1."),
+        Mistake("x.abs().amax(dim, keepdim=True)", "x.abs().max()",
+                "That is one scale for everything. There is one for all entries *along dim*."),
+    ), watched),
     "int8_scores": Gap(int8_scores,
         lambda: [(draw(3, 5, 16), 4 * draw(4, 7, 16)), (draw(5, 1, 2, 6, 4), draw(6, 1, 2, 6, 4))], (
-        Mistake(" / q.shape[-1] ** 0.5", "", "S = Q K^T / sqrt(D)."),
-        Mistake(" * s_q * s_k", "", "The scales come back in: the integers stand for s times as much."),
+        Mistake(" / q.shape[-1] ** 0.5", "", "The scores are Q K^T divided by sqrt(D)."),
+        Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales must come back in."),
         Mistake(" * s_k", "", "The scale of K is missing."),
+        Mistake("q.shape[-1] ** 0.5", "q.shape[-2] ** 0.5", "D is the number of channels, the last dimension."),
+        Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat.float() @ k_hat.float().mT)",
+                "The numbers are right, but you multiplied floats: `integer_product` multiplies the integers."),
+        Mistake("k_hat.mT", "k_hat", "The scores need the transpose of K: `k_hat.mT`."),
         Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat @ k_hat.mT)",
                 "The sums of 8-bit products overflow in 8 bits: use `integer_product`."),
         Mistake("integer_product(q_hat, k_hat.mT) * s_q * s_k", "q @ k.mT",
-                "Those are the exact scores: nothing is rounded."),
+                "These are the exact scores: nothing is rounded."),
         Mistake("q.shape[-1] ** 0.5", "q.shape[-1]", "Divide by the square root of D."),
-    )),
+    ), watched),
     "without_mean_key": Gap(without_mean_key, lambda: [(3 + draw(7, 2, 1, 5, 4),)], (
         Mistake("dim=-2", "dim=-1", "The mean runs over tokens: it is a key, [.., 1, D]."),
         Mistake(".mean(dim=-2, keepdim=True)", ".mean()", "Every channel has its own mean."),
-        Mistake("k - k.mean", "k + k.mean", "Subtract it."),
+        Mistake("k - k.mean", "k + k.mean", "Subtract the mean key: you added it."),
         Mistake("k - k.mean", "k.mean", "That is the mean key. Subtract it from every key."),
         Mistake(", keepdim=True", "", "Keep the dimension of the tokens, so that every head gets its own mean."),
         Mistake("dim=-2", "dim=(0, 1, 2)", "Every batch entry and head has its own mean key: over tokens only."),
