@@ -128,8 +128,6 @@ OTHERS = {
     "curves": lambda r: figures.pretrain_curves_figure(r(RUNS), title=""),
     "final losses": lambda r: figures.final_losses_figure(r(RUNS), title=""),
     "gaps": lambda r: figures.gap_figure(r(RUNS), title=""),
-    "layers": lambda r: figures.layer_errors_figure(r("layers_h200"), 131072, title=""),
-    "layers in training": lambda r: figures.layer_training_figure(r("layers_h200"), 131072, ("dQ", "dS"), title=""),
     "noise": lambda r: figures.noise_figure(
         {name: noise_of(noise_rows(), "whole", name) for name in figures.VARIANT_STYLES}, {"a": 2**15}, title="",
         caption="",
@@ -169,10 +167,9 @@ BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward s
            "owners", "sparse owners", "sparse owner of nothing", "SLA2", "Hopper", "two warps")  # fmt: skip
 SEEN = {
     "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
-    "backward ladder": 2968664254, "roofline": 772261119, "busy": 2992085643, "power": 742676946, "curves": 4040896106,
-    "final losses": 730149032, "gaps": 1994684345, "layers": 3684787641, "layers in training": 3190487975,
-    "noise": 667663389, "T*": 3978415046, "SLA2 ladder": 981905570, "SLA2 parts": 1210285485,
-    "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 1683169082,
+    "backward ladder": 2968664254, "roofline": 772261119, "busy": 2992085643, "power": 742676946, "curves": 3217129273,
+    "final losses": 1678875001, "gaps": 4209771848, "noise": 667663389, "T*": 3978415046, "SLA2 ladder": 981905570,
+    "SLA2 parts": 1210285485, "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 1683169082,
     "repaired runs": 3881253396, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,
     "sparsity": 2386299657, "block sizes": 3232043888, "probabilities": 3660505103, "lists": 1699190351,
     "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 104412215,

@@ -1,20 +1,16 @@
-"""Figures of pre-training runs, by tokens per step and attention, and of the errors in their layers."""
+"""Figures of pre-training runs, by tokens per batch and attention."""
 
-from collections.abc import Sequence
 from statistics import mean
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from sage_lab.experiments.table2 import PAPER_TABLE2
 from sage_lab.records import Record
 
-from sage_course.figures.errors import error_heatmap
-from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, TENSOR_COLORS, panels
+from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
 from sage_course.results.pretraining import (
     PAPER_LOSSES,
     RUN_KINDS,
     final_losses,
-    last_errors,
     mean_interval,
     pretrain_runs,
     relative_gaps,
@@ -60,13 +56,13 @@ def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
         lower.plot(millions, list(map(mean, zip(*differences, strict=True))), color=RED, label="their mean")
         lower.axhline(0, color=BLACK, linewidth=0.8)
         lower.set(xlabel="tokens, millions")
-        upper.set_title(f"{size:,} tokens per step", fontsize=10)
+        upper.set_title(f"{size:,} tokens per batch", fontsize=10)
         upper.legend(fontsize=9, loc="upper right")
     low, high = axes[0, 0].get_ylim()
     axes[0, 0].set_ylim(low, high + (high - low) / 3)  # room for the legends above the curves
     axes[1, 0].legend(fontsize=9, ncols=2, loc="lower left")
     axes[0, 0].set_ylabel("validation loss,\nnats per byte")
-    axes[1, 0].set_ylabel("SageBwd less exact,\nnats per byte")
+    axes[1, 0].set_ylabel("SageBwd minus exact,\nnats per byte")
     figure.supxlabel(record.caption, fontsize=9)
     return figure
 
@@ -93,7 +89,7 @@ def final_losses_figure(record: Record, *, title: str) -> Figure:
             text = f"{diverged} diverged" if diverged else "" if runs else "not run"
             ax.text(0.99, y, text, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=9)
         ax.set(xlabel="final validation loss, nats per byte")
-        ax.set_title(f"{size:,} tokens per step", fontsize=10)
+        ax.set_title(f"{size:,} tokens per batch", fontsize=10)
         ax.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(kinds)), [kind + ("" if norm else ", no QK-norm") for kind, norm in kinds], fontsize=9)
     axes[0].set_ylim(len(kinds) - 0.5, -0.5)
@@ -102,56 +98,24 @@ def final_losses_figure(record: Record, *, title: str) -> Figure:
 
 
 def gap_figure(record: Record, *, title: str) -> Figure:
-    """Draw SageBwd's final loss minus exact attention's, in percent: by seed, their mean with its 95% interval.
+    """Draw SageBwd's final loss minus exact attention's, in percent, against the tokens of a batch.
 
-    The paper's differences at its small and large number of tokens per step stand next to ours.
+    Ours has a dot per seed and the mean with its 95% interval; the paper's is one pair of runs for each batch.
     """
     sizes = record.provenance["plan"]["tokens_per_step"]
-    figure, (ax,) = panels(1, width=6.4, height=3.4, title=title)
-    for x, (size, (paper_size, paper)) in enumerate(zip(sizes, PAPER_LOSSES.items(), strict=True)):
+    figure, (ax,) = panels(1, width=7.2, height=3.6, title=title)
+    for number, size in enumerate(sizes):
         percent = [100 * gap for gap in relative_gaps(record, size)]
         found = mean_interval(percent)
-        ax.plot([x - 0.12] * len(percent), percent, "o", color=BLUE, mfc="none", label=None if x else "ours, one seed")
-        ax.errorbar(
-            x, found.mean, found.half, fmt="s", color=BLUE, capsize=5, label=None if x else "ours, mean, 95% interval"
-        )
-        gap = 100 * (paper["sagebwd"] / paper["exact"] - 1)
-        ax.plot(x + 0.12, gap, "D", color=RED, label=None if x else "paper, one run each, with its tokens per step")
-        ax.annotate(f"{paper_size / 1e6:.2g}M", (x + 0.12, gap), (7, 5), textcoords="offset points", fontsize=9)
+        names = (None, None) if number else ("ours, one seed", "ours, mean and 95% interval")
+        ax.plot([0.9 * size] * len(percent), percent, "o", color=BLUE, mfc="none", label=names[0])
+        ax.errorbar(size, found.mean, found.half, fmt="s", color=BLUE, capsize=5, label=names[1])
+    gaps = [100 * (losses["sagebwd"] / losses["exact"] - 1) for losses in PAPER_LOSSES.values()]
+    ax.plot(list(PAPER_LOSSES), gaps, "D", color=RED, label="the paper's, one pair of runs each")
     ax.axhline(0, color=BLACK, linewidth=0.8)
-    ax.set_xticks(range(len(sizes)), [f"ours: {size:,} tokens per step" for size in sizes])
-    ax.set(ylabel="SageBwd's loss less exact's,\n% of exact's", xlim=(-0.5, len(sizes) - 0.5))
+    ax.set(xscale="log", xlabel="tokens per batch", ylabel="SageBwd's loss minus exact's,\n% of exact's")
+    ax.set_xticks([*sizes, *PAPER_LOSSES], [f"{size:,}" for size in (*sizes, *PAPER_LOSSES)], rotation=15)
+    ax.minorticks_off()
     ax.legend(fontsize=9, loc="lower left")
     figure.supxlabel(record.caption, fontsize=9)
-    return figure
-
-
-def layer_errors_figure(record: Record, tokens_per_step: int, *, title: str) -> Figure:
-    """Draw the error of every intermediate in every layer of the model with QK-norm, at the end of training."""
-    figure, (ax,) = panels(1, width=7.2, height=3.6, title=title)
-    errors = last_errors(record, tokens_per_step, qk_norm=True)
-    error_heatmap(ax, {layer: {name: found[name] for name in PAPER_TABLE2} for layer, found in errors.items()})
-    ax.set_xlabel("error in")
-    figure.supxlabel(f"{record.caption}; {tokens_per_step:,} tokens per step, QK-norm", fontsize=9)
-    return figure
-
-
-def layer_training_figure(record: Record, tokens_per_step: int, tensors: Sequence[str], *, title: str) -> Figure:
-    """Draw each tensor's error over training, with QK-norm: its mean over the layers and their range."""
-    figure, (ax,) = panels(1, width=6.4, height=3.6, title=title)
-    for tensor in tensors:
-        rows = record.select(tokens_per_step=tokens_per_step, qk_norm=True, tensor=tensor)
-        errors: dict[float, list[float]] = {}
-        for row in rows:
-            errors.setdefault(row["step"] * tokens_per_step / 1e6, []).append(row["rel_l2"])
-        color = TENSOR_COLORS.get(tensor, BLACK)
-        ax.plot(list(errors), [mean(found) for found in errors.values()], color=color, label=tensor)
-        ax.fill_between(
-            list(errors), [min(found) for found in errors.values()], [max(found) for found in errors.values()],
-            color=color, alpha=0.2, linewidth=0,
-        )  # fmt: skip
-    ax.set(xlabel="tokens, millions", ylabel="relative L2 error")
-    ax.set_ylim(0, 1.3 * ax.get_ylim()[1])  # room for the legend
-    ax.legend(fontsize=10, title="mean and range over layers", title_fontsize=9, ncols=len(tensors), loc="upper center")
-    figure.supxlabel(f"{record.caption}; {tokens_per_step:,} tokens per step, QK-norm", fontsize=9)
     return figure

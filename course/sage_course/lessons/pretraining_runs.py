@@ -1,4 +1,4 @@
-"""Notebook 06b: differences by seed, the interval that a bootstrap gives their mean, and a rule for a verdict."""
+"""Notebook 06b: a rule for a verdict, differences by seed, and the interval that a bootstrap gives their mean."""
 
 import torch
 
@@ -17,7 +17,9 @@ def interval(means):
     return torch.quantile(means, means.new_tensor([0.025, 0.975]))
 
 
-def verdict(low, high, gap):
+def verdict(low, high, gap, tokens, no_gap_at):
+    if tokens <= no_gap_at:
+        return "not tested"
     if low > 0:
         return "supported"
     return "contradicted" if high < gap else "undecided"
@@ -44,64 +46,75 @@ def _means() -> list[tuple]:
 
 
 def _bounds() -> list[tuple]:
-    return [(0.5, 3.0, 2.1), (-1.0, 1.0, 2.1), (-1.0, 3.0, 2.1), (-3.0, -1.0, 2.1), (0.5, 1.5, 2.1), (-3.0, 1.0, 2.1)]
+    intervals = [(0.5, 3.0), (-1.0, 1.0), (-1.0, 3.0), (-3.0, -1.0), (0.5, 1.5), (-3.0, 1.0)]
+    tested = [(low, high, 2.1, 2**21, 2**18) for low, high in intervals]
+    return [*tested, (0.5, 3.0, 2.1, 2**17, 2**18), (-1.0, 1.0, 2.1, 2**18, 2**18)]
 
 
 GAPS = {
     "paired": Gap(paired, _losses_by_seed, (
         Mistake("[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
                 "[x - y for x, y in zip(losses.values(), baseline.values())]",
-                "That pairs by position. Pair by seed: the second trial has other seeds on either side."),
+                "That pairs by position. Pair by seed: in the second trial the two sides have different seeds."),
         Mistake("losses[seed] - baseline[seed]", "baseline[seed] - losses[seed]",
-                "Above zero means: worse than the baseline."),
+                "The other way round: a difference above zero means that `losses` is worse than the baseline."),
         Mistake("losses[seed] - baseline[seed]", "abs(losses[seed] - baseline[seed])",
                 "Keep the sign: some seeds may be better than the baseline."),
         Mistake("[losses[seed] - baseline[seed] for", "[losses[seed] - sum(baseline.values()) / len(baseline) for",
                 "That is the distance from the mean of the baseline. Subtract the loss of the same seed."),
         Mistake("[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
                 "{seed: losses[seed] - baseline[seed] for seed in losses if seed in baseline}",
-                "A list is wanted, of the differences alone."),
+                "Return a list that holds the differences alone."),
         Mistake("[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
                 "[x - y for x in losses.values() for y in baseline.values()]",
                 "That pairs every run with every other. Pair by seed."),
         Mistake("losses[seed] - baseline[seed]", "(losses[seed] - baseline[seed]) / baseline[seed]",
-                "The plain difference: don't divide."),
+                "Return the plain difference: do not divide."),
     )),
     "resampled_means": Gap(resampled_means, _values_and_choices, (
         Mistake(".mean(-1)", ".mean(0)",
-                "Each row of choices is one repetition of the experiment: average along the row."),
+                "Each row of choices is one repetition: average along the row."),
         Mistake(".mean(-1)", ".mean()", "One mean per repetition, not one of all."),
-        Mistake(".mean(-1)", ".sum(-1)", "The mean of a repetition, not its sum."),
-        Mistake("values[choices].mean(-1)", "choices.double().mean(-1)", "choices are places: the values stand there."),
-        Mistake(".mean(-1)", "", "Those are the values drawn. Of each row the mean is wanted."),
+        Mistake(".mean(-1)", ".sum(-1)", "Return the mean of each repetition, not its sum."),
+        Mistake("values[choices].mean(-1)", "choices.double().mean(-1)",
+                "choices holds positions. Average the values at these positions."),
+        Mistake(".mean(-1)", "", "Those are the values that were drawn. Return the mean of each row."),
         Mistake("values[choices]", "(values * choices)",
-                "choices are places: values[choices] takes what stands there."),
+                "choices holds positions: values[choices] gives the values there."),
         Mistake(".mean(-1)", ".mean(-1, keepdim=True)", "One number per repetition: no keepdim."),
     )),
     "interval": Gap(interval, _means, (
         Mistake("[0.025, 0.975]", "[0.05, 0.95]", "That leaves out 5% on either side: it is a 90% interval."),
-        Mistake("[0.025, 0.975]", "[0.0, 1.0]", "That is all of them. An interval of 95% leaves out the outer 5%."),
+        Mistake("[0.025, 0.975]", "[0.0, 1.0]", "That interval holds all means. Leave out the outer 5%."),
         Mistake("[0.025, 0.975]", "[0.0, 0.95]", "Leave out as much below as above."),
         Mistake("torch.quantile(means, means.new_tensor([0.025, 0.975]))",
                 "means.mean() + means.std() * means.new_tensor([-1.0, 1.0])",
                 "One standard deviation either way holds about 68%."),
         Mistake("torch.quantile(means, means.new_tensor([0.025, 0.975]))",
                 "(torch.quantile(means, 0.025), torch.quantile(means, 0.975))",
-                "Both ends in one tensor: give quantile a tensor of two."),
+                "Return both ends in one tensor: give quantile a tensor with two shares."),
         Mistake("torch.quantile(means, means.new_tensor([0.025, 0.975]))",
                 "means.mean() + means.std() * means.new_tensor([-2.0, 2.0])",
-                "Two standard deviations hold about 95% of a Gaussian; these need not be one. Take quantiles."),
+                "Two standard deviations hold about 95% of a Gaussian, but the means need not be one. Use quantiles."),
     )),
     "verdict": Gap(verdict, _bounds, (
-        Mistake("low > 0", "high > 0", "Supported: the whole interval is above zero, its lower end, too."),
+        Mistake("low > 0", "high > 0", "Supported: the whole interval is above zero, its lower end too."),
         Mistake("low > 0", "low > gap", "Supported: a gap was found. It need not be as large as the paper's."),
         Mistake("high < gap", "low < gap", "Contradicted: the whole interval lies below the paper's gap."),
         Mistake("high < gap", "high < 0",
-                "The claim has a size: an interval that ends below the gap speaks against it."),
+                "The claim has a size. An interval that ends below the paper's gap contradicts it."),
         Mistake("low > 0", "low > 0 and high > gap",
-                "Supported: the whole interval is above zero. The gap plays no part."),
-        Mistake("high < gap", "high - low < gap", "Contradicted: the interval lies below the gap, however wide it is."),
+                "Supported: the whole interval is above zero. The size of the paper's gap plays no part."),
+        Mistake("high < gap", "high - low < gap",
+                "Contradicted: the interval lies below the gap. Its width plays no part."),
         Mistake("high < gap", "high > gap", "The other way round: an interval below the gap contradicts it."),
-        Mistake("high < gap", "low < 0 < high < gap", "An interval all below zero contradicts a gap above zero, too."),
+        Mistake("high < gap", "low < 0 < high < gap",
+                "An interval that lies wholly below zero contradicts a gap above zero, too."),
+        Mistake("tokens <= no_gap_at", "tokens >= no_gap_at",
+                "The other way round: batches that are too small do not test the claim."),
+        Mistake("tokens <= no_gap_at", "tokens < no_gap_at",
+                "A batch of the same size as the one without a gap does not test the claim either."),
+        Mistake("tokens <= no_gap_at", "low <= 0",
+                "Whether the claim was tested depends on the size of the batch, not on the result."),
     )),
 }  # fmt: skip
