@@ -33,7 +33,6 @@ TOO_MUCH = {
     "05": "lines",
     "05b": "lines numbers",
     "06": "lines numbers",
-    "06b": "lines numbers",
     "07": "lines",
     "08": "lines numbers",
     "08b": "lines",
