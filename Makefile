@@ -44,9 +44,10 @@ executed: tests
 # Where readers' own functions are saved: nowhere, so that no output depends on them.
 executed notebooks: export SAGE_REF_YOURS = $(CURDIR)/build/nobody
 # What runs on a GPU, on one of them. Needs PyTorch, Triton, pytest, pytest-xdist and hypothesis, no notebooks.
+# Neighbours share kernels, which one worker then compiles for all: each worker gets a stretch of tests.
 test-gpu: $(if $(PYTHON_GPU),,.venv/installed)
 	PYTHONPATH=.:kernels:lab:course OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \
-		-m gpu -n $(WORKERS_GPU) --dist loadgroup $(GPU_TESTS)
+		-m gpu -n $(WORKERS_GPU) --dist worksteal $(GPU_TESTS)
 
 bench: .venv/installed
 	$(BIN)/python -m sage_lab bench

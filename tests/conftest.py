@@ -1,6 +1,9 @@
 """Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the lines of each folder at the end."""
 
+import fcntl
+import tempfile
 import tomllib
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -9,7 +12,7 @@ from sage_kernels.common.device import triton_device
 
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")
-WORKER_GIB = 10  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 8 GiB
+WORKER_GIB = 9  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 8 GiB
 LARGE_GIB = 64  # of a GPU, for the tests of more than 2^31 elements, which take half of it
 torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
 # Without a GPU it turns Triton's interpreter on, which must happen before triton is imported.
@@ -61,9 +64,13 @@ def empty_cache():
 
 @pytest.fixture
 def large_memory():
-    """For tests of tens of GB, which are a group for xdist: one at a time, and only where they fit beside others."""
+    """For tests of tens of GB: one at a time, and only where they fit beside others."""
     if gpu_gib() < LARGE_GIB:
         pytest.skip(f"needs a GPU with {LARGE_GIB} GiB of memory, this one has {gpu_gib()}")
+    with (Path(tempfile.gettempdir()) / "sage_ref_large_memory.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # xdist's groups would need `--dist loadgroup`
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

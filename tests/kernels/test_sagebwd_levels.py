@@ -359,7 +359,6 @@ def test_an_output_has_the_layout_of_its_query(level):
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("large memory")
 @pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("lengths", [(32768, 64), (64, 32768)])
 def test_more_elements_than_32_bits_count(lengths):

@@ -393,7 +393,6 @@ def test_results_have_the_layouts_of_their_inputs(level, last, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("large memory")
 @pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("lengths", [(32768, 64), (64, 32768)])
 def test_more_elements_than_32_bits_count(lengths):
