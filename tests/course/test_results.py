@@ -107,14 +107,13 @@ def is_printed(run):
 
 
 def behind_at_full_size(run):
-    """Let the printed method without QK-norm end 10 to 12 thousandths behind; half a batch leaves 3, a quarter 1."""
-    sizes = {PLAN.tokens: 0.010 + 0.001 * run.seed, PLAN.tokens // 2: 0.003, PLAN.tokens // 4: 0.001}
+    """Let the printed method without QK-norm end 10 to 12 thousandths behind, and one of its remedies hardly."""
     if run.arm == "per tile: V smoothed":
         return 0.0005
-    return sizes[run.batch_tokens] if is_printed(run) or run.arm.startswith("per tile:") else 0.0
+    return 0.010 + 0.001 * run.seed if is_printed(run) or run.arm.startswith("per tile:") else 0.0
 
 
-def test_an_arm_is_behind_and_its_remedies_and_the_crossing_are_found():
+def test_an_arm_is_behind_and_its_remedies_are_found():
     record = record_of(behind_at_full_size)
     found = full_batch.conditions(record)
     (behind,) = (x for x in found if x.verdict == full_batch.BEHIND)
@@ -125,11 +124,9 @@ def test_an_arm_is_behind_and_its_remedies_and_the_crossing_are_found():
         "per tile",
         "per tile: two terms",
     ]
-    crossing = full_batch.crossing(record)
-    assert (crossing.predicted, crossing.found) == (1.5e4, PLAN.tokens // 4)  # 3 thousandths: above twice the controls
     some = Record(WHERE, [row for row in record.rows if row["arm"] in ("per tile", TRUTH, *CONTROLS)])
     assert {x.arm for x in full_batch.conditions(some)} == {"per tile"}  # the screening is not complete
-    assert (full_batch.remedied(some), full_batch.crossing(some)) == ([], None)
+    assert full_batch.remedied(some) == []
 
 
 @pytest.mark.parametrize(

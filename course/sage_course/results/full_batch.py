@@ -1,4 +1,4 @@
-"""Results of runs on a whole fixed corpus (`python -m sage_lab full-batch`): gaps, their verdict, T*, remedies.
+"""Results of runs on a whole fixed corpus (`python -m sage_lab full-batch`): gaps, their verdict, remedies.
 
 A gap is the number of nats by which an arm ends behind exact attention, both judged by exact attention. Training is so
 sensitive that any small error separates two runs. So a gap counts only if it is larger than those of two controls:
@@ -7,8 +7,8 @@ exact attention in bfloat16, and exact attention with a random error in every st
 
 import math
 from collections.abc import Sequence
-from statistics import mean
-from typing import NamedTuple
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from sage_lab.experiments.full_batch import (
@@ -32,7 +32,7 @@ from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, SUPPORTED, UND
 from sage_course.results.pretraining import Interval, mean_interval
 
 BEHIND, NOT_BEHIND = "behind", "not behind"
-RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "recommended": BLUE}
+RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "unbiased": BLUE}
 
 
 class Condition(NamedTuple):
@@ -59,14 +59,6 @@ class Remedied(NamedTuple):
     arm: str
     gap: float
     gradient_error: float
-
-
-class Crossing(NamedTuple):
-    """The tokens per step at which the bias reaches the noise. found: None if no batch size hid the gap."""
-
-    predicted: float | None
-    found: int | None
-    gaps: dict[int, tuple[float, float]]  # tokens per step -> (gap, the controls'), nats
 
 
 def recorded(name: str) -> Record | None:
@@ -144,17 +136,7 @@ def claim_of(found: Sequence[Condition]) -> Claim:
     )
 
 
-def described(condition: Condition) -> str:
-    """Describe a condition in one line, in thousandths of a nat."""
-    norm = "QK-norm" if condition.qk_norm else "no QK-norm"
-    interval = _interval(condition.gaps)
-    mean = f"{1000 * (interval.mean if interval else condition.gaps[0]):+8.2f}"
-    half = f" +- {1000 * interval.half:6.2f}" if interval else "          "
-    where = f"{condition.arm:<17} {norm:<10} rate {condition.learning_rate:<6g} seeds: {len(condition.gaps)}"
-    return f"{where}  {mean}{half}   counts from {1000 * condition.counts_from:7.2f}   {condition.verdict}"
-
-
-def gaps_figure(found: Sequence[Condition], *, title: str, caption: str) -> Figure:
+def gaps_figure(found: Sequence[Condition], *, title: str) -> Figure:
     """Draw a row per condition and a dot per seed; grey: gaps that do not count. A diverged run has no dot."""
     figure, (ax,) = panels(1, width=7.4, height=1.2 + 0.32 * len(found), title=title)
     for y, condition in enumerate(found):
@@ -165,10 +147,8 @@ def gaps_figure(found: Sequence[Condition], *, title: str, caption: str) -> Figu
     names = [f"{x.arm}, {'QK-norm' if x.qk_norm else 'plain'}, rate {x.learning_rate:g}" for x in found]
     ax.set_yticks(range(len(found)), names, fontsize=9)
     ax.axvline(0, color=BLACK, linewidth=0.8)
-    ax.set_xscale("symlog", linthresh=10)  # trainings differ a hundredfold in what counts
-    ax.set(xlabel="loss less exact attention's, thousandths of a nat, linear up to 10\n(grey: too small to count)")
+    ax.set(xlabel="final loss minus exact attention's, in thousandths of a nat (grey: too small to count)")
     ax.invert_yaxis()
-    figure.supxlabel(caption, fontsize=9)
     return figure
 
 
@@ -193,18 +173,23 @@ def _last_error(row: Row) -> float:
     return row["curve"][-1][CURVE.index("gradient_error")]
 
 
-def crossing(record: Record) -> Crossing | None:
-    """Return T* of the arm that is furthest behind, and the largest batch without a gap; None if no arm is behind."""
-    plan, finished = plan_of(record), finished_of(record)
-    worst = _worst(plan, finished)
-    if worst is None:
-        return None
-    gaps = {}
-    for run in sorted(finished, key=lambda run: -run.batch_tokens):
-        if run == worst.replace(batch_tokens=run.batch_tokens) and _with_truth(run, finished):
-            gaps[run.batch_tokens] = gap(finished, run), largest_control(finished, run)
-    hidden = [size for size, (ours, control) in gaps.items() if ours <= plan.margin * control]
-    return Crossing(finished[worst]["tokens_at_bias_here"], max(hidden, default=None), gaps)
+def curves(record: Record, arm: str, column: str, **training: Any) -> list[list[float]]:
+    """Return a column of the curve of this arm in each training that fits, with the first seed."""
+    plan, place = plan_of(record), CURVE.index(column)
+    rows = record.select(arm=arm, seed=plan.seeds[0], batch_tokens=plan.tokens, **training)
+    return [[line[place] for line in row["curve"]] for row in rows]
+
+
+def bias_shares(record: Record, arms: Sequence[str], learning_rate: float) -> dict[str, dict[str, float]]:
+    """Return |bias| / |gradient| of each arm without and with QK-norm: the median of the second half, first seed."""
+    return {
+        arm: {
+            name: median(curve[len(curve) // 2 :])
+            for name, qk_norm in (("plain", False), ("QK-norm", True))
+            for curve in curves(record, arm, "gradient_error", learning_rate=learning_rate, qk_norm=qk_norm)
+        }
+        for arm in arms
+    }
 
 
 def pretraining_figure(record: Record, *, title: str) -> Figure:
@@ -219,7 +204,6 @@ def pretraining_figure(record: Record, *, title: str) -> Figure:
         ax.set(xlabel="millions of tokens", title=f"{'QK-norm' if qk_norm else 'no QK-norm'}, seed {seed}")
     axes[0].set_ylabel("validation loss, nats")
     axes[0].legend(fontsize=9)
-    figure.supxlabel(record.caption, fontsize=9)
     return figure
 
 
@@ -240,5 +224,5 @@ def run_name(row: Row) -> str:
     if row["attention"] == "exact":
         return "exact"
     if row["remedy"] != "none":
-        return "recommended"
+        return "unbiased"
     return "printed" if row["granularity"] == "block" else "kernels"
