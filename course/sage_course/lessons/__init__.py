@@ -39,6 +39,7 @@ def watched(function: Callable, *inputs: Any) -> Any:
 
     The library's `integer_matmul` may: it adds up exact integers in float32. A product of int32 stands in for it.
     """
-    with patch.dict(function.__globals__, integer_matmul=lambda a, b: a.int() @ b.int()), _Watch() as watch:
+    names = getattr(function, "__globals__", {})
+    with patch.dict(names, integer_matmul=lambda a, b: a.int() @ b.int()), _Watch() as watch:
         results = function(*inputs)
     return (*results, watch.seen) if isinstance(results, tuple) else (results, watch.seen)
