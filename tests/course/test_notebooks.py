@@ -38,7 +38,6 @@ TOO_MUCH = {
     "09": "lines",
     "09b": "lines numbers",
     "11": "lines numbers",
-    "12": "lines numbers",
     "12b": "lines numbers",
     "12c": "lines numbers",
     "13": "lines numbers",

@@ -16,8 +16,7 @@ from sage_course.figures.pretraining import (
 )  # fmt: skip
 from sage_course.figures.sla2_flow import sla2_flow
 from sage_course.figures.sla2_kernels import (
-    DENSE_PEERS, SLA2_LEVEL_NAMES, dense_time, sla2_ladder_figure, sla2_paired_figure, sla2_parts, sla2_parts_figure,
-    sla2_time,
+    DENSE_PEERS, SLA2_LEVEL_NAMES, dense_time, sla2_ladder_figure, sla2_paired_figure, sla2_parts, sla2_time,
 )  # fmt: skip
 from sage_course.figures.sparse import (
     draw_block_mass, list_lengths_figure, outline_blocks, quantization_aware_figure, soft_mask_figure,
@@ -28,7 +27,7 @@ from sage_course.figures.style import (
 from sage_course.figures.table1 import table1_choices_figure, table1_figure
 from sage_course.figures.tile_loop import (
     backward_film, backward_order, backward_step_figure, forward_film, forward_step_figure, forward_steps, owners,
-    sparse_owner_figure, sparse_owners,
+    sparse_owners,
 )  # fmt: skip
 from sage_course.figures.time_line import hopper_time_line, two_warps_and_a_barrier
 from sage_course.figures.video import Films, arms_figure, film_strips_figure, films_of, selected_figure

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from sage_lab.records import Record
 
-from sage_course.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, RED, YELLOW, panels
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, panels
 from sage_course.results.paired import peer_ratios, turns
 
 SLA2_LEVEL_NAMES = ("0\nas printed", "1\nlists, one\nproduct", "2\nlinear branch\nin the kernel", "3\nINT8")
@@ -62,24 +62,6 @@ def sla2_ladder_figure(
     axes[0].set_ylabel("milliseconds, forward")
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=9, loc="outside right upper")
-    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
-    return figure
-
-
-def sla2_parts_figure(bench: Record, lengths: Sequence[int], sparsity: float, *, title: str) -> Figure:
-    """Draw the INT8 op's parts, each timed alone, stacked by length in percent of their sum."""
-    figure, (ax,) = panels(1, width=8.6, height=3.6, title=title)
-    parts = [sla2_parts(bench, n, sparsity) for n in lengths]
-    sums = [sum(part.values()) for part in parts]
-    bottom = [0.0] * len(lengths)
-    for name, color in zip(parts[0], (*COLORS, YELLOW, "0.5"), strict=False):
-        shares = [100 * part[name] / total for part, total in zip(parts, sums, strict=True)]
-        ax.bar(range(len(lengths)), shares, bottom=bottom, color=color, width=0.55, label=name)
-        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
-    ax.set_xticks(range(len(lengths)), [f"N = {n}\nsum {x:.2f} ms" for n, x in zip(lengths, sums, strict=True)])
-    ax.set(ylabel="% of the steps' sum")
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], fontsize=9, loc="outside right center")
     figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
     return figure
 

@@ -293,11 +293,6 @@ def sparse_owners(block_mask: Tensor, rows: Sequence[int], columns: Sequence[int
     return figure
 
 
-def sparse_owner_figure(block_mask: Tensor, row: int | None = None, column: int | None = None) -> Figure:
-    """Draw one picture of `sparse_owners`, larger, for a slider. Either row or column is given."""
-    return one_picture(0.45 * (block_mask.shape[0] + 3) + 0.8, "", draw_sparse_owner, block_mask, row, column)
-
-
 def draw_sparse_owner(axes: Axes, block_mask: Tensor, row: int | None, column: int | None) -> None:
     """Draw selected tiles in grey, one program's in blue (row) or green (column), and the sums it owns."""
     tile_rows, tile_columns = block_mask.shape

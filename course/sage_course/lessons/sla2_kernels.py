@@ -74,8 +74,8 @@ def sparse(
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, D], tl.float32)
-    for step in range(0, tl.load(count_ptr + i)):
-        j = tl.load(table_ptr + i * width + step)
+    for place in range(0, tl.load(count_ptr + i)):
+        j = tl.load(table_ptr + i * width + place)
         m, l, o_i = key_tile(m, l, o_i, q_i, j, k_ptr, v_ptr, n, c, D, BLOCK_KV)
     store_rows(o_ptr, o_i / l[:, None], query, n, D)
     tl.store(l_ptr + query, m + tl.math.log2(l), mask=query < n)
@@ -116,8 +116,8 @@ def sparse_dk_dv(
     key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
     k_j, v_j = load_rows(k_ptr, key, n, D), load_rows(v_ptr, key, n, D)
     dk_j, dv_j = tl.zeros([BLOCK_KV, D], tl.float32), tl.zeros([BLOCK_KV, D], tl.float32)
-    for step in range(0, tl.load(count_ptr + j)):
-        i = tl.load(table_ptr + j * width + step)
+    for place in range(0, tl.load(count_ptr + j)):
+        i = tl.load(table_ptr + j * width + place)
         query = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q_i, do_i = load_rows(q_ptr, query, n, D), load_rows(do_ptr, query, n, D)
         l_i = tl.load(l_ptr + query, mask=query < n, other=0.0)
@@ -258,19 +258,20 @@ GAPS = {
                 "A list has no gaps: a block's place is how many selected ones stand before it."),
         Mistake("place, column, mask=selected != 0", "place, column * selected, mask=place >= 0",
                 "Store selected blocks only."),
-        Mistake("tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count less one."),
+        Mistake("tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count minus one."),
         Mistake("row * columns + place", "place", "Every row has its own line of the table."),
         Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
         Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
     ), run_list_row),
     "sparse": Gap(sparse, _listed, (
         Mistake("tl.load(count_ptr + i)", "width", "Behind a row's count stands no block: end the loop there."),
-        Mistake("tl.load(table_ptr + i * width + step)", "step",
-                "That visits the first blocks. The table says which: the number of a step is not the block's."),
+        Mistake("tl.load(table_ptr + i * width + place)", "place",
+                "That visits the first blocks. The table says which: a place in the list is not a block's number."),
         Mistake("tl.load(count_ptr + i)", "tl.load(count_ptr)", "Every line has its own count: count[i]."),
-        Mistake("i * width + step", "i + step", "Line i begins i * width numbers behind the table's beginning."),
+        Mistake("i * width + place", "i + place", "Line i begins i * width numbers behind the table's beginning."),
+        Mistake("o_i / l[:, None]", "o_i / l", "One sum per query: l needs an axis for the features, l[:, None]."),
         Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
-        Mistake("table_ptr + i * width + step", "table_ptr + step", "Program i reads line i of the table."),
+        Mistake("table_ptr + i * width + place", "table_ptr + place", "Program i reads line i of the table."),
         Mistake("o_i / l[:, None]", "o_i", "The weights don't add up to one yet: divide by l."),
         Mistake("m + tl.math.log2(l)", "tl.math.log2(l)", "L belongs to S itself, not to S - m: m is missing."),
     ), run_sparse),
@@ -283,6 +284,7 @@ GAPS = {
         Mistake("softmax_features(k_j, D, D)", "k_j", "phi is missing."),
         Mistake("tl.sum(phi_k, 0)", "tl.sum(tl.dot(tl.trans(phi_k), v_j), 1)",
                 "V has no part in z_j: it sums phi(K_j)."),
+        Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(phi_k, v_j)", "h_j sums over the keys: transpose phi(K_j)."),
         Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
         Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
     ), run_key_sums),
@@ -294,6 +296,7 @@ GAPS = {
                 "Z_i has a number per feature. Divide by phi(Q_i) Z_i: a number per query."),
         Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(phi_q * z_i[None, :], 0)[None, :]",
                 "Sum over features, axis 1: a number per query."),
+        Mistake("1)[:, None]", "1)", "One sum per query: it needs an axis for the features, [:, None]."),
         Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."),
         Mistake("alpha_i * o_s + (1 - alpha_i) * o_l", "(1 - alpha_i) * o_s + alpha_i * o_l",
                 "alpha is the weight of O_s."),
@@ -314,7 +317,7 @@ GAPS = {
                 "16 bit: two bytes a number."),
     )),
     "sparse_dk_dv": Gap(sparse_dk_dv, _backward, (
-        Mistake("tl.load(table_ptr + j * width + step)", "step",
+        Mistake("tl.load(table_ptr + j * width + place)", "place",
                 "That visits the first query blocks. Look them up: who selected j?"),
         Mistake("tl.load(count_ptr + j)", "width", "Behind a line's count stands no block: end the loop there."),
         Mistake("do_i, dv_j)", "do_i)", "dV_j is a sum over all query blocks that selected j."),
@@ -323,10 +326,16 @@ GAPS = {
                 "do_i)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
                 "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i)",
                 "dK_j and dV_j are sums over all query blocks that selected j: add to what is there."),
+        Mistake("pt_ij.to(do_i.dtype), do_i", "tl.trans(pt_ij.to(do_i.dtype)), do_i", "pt_ij is P transposed already."),
+        Mistake("tl.dot(v_j, tl.trans(do_i))", "tl.dot(do_i, tl.trans(v_j))",
+                "Everything is transposed: dP^T = V dO^T, [keys, queries]."),
+        Mistake("- delta_i[None, :]", "- delta_i[:, None]", "A query is a column here: delta_i[None, :]."),
+        Mistake("pt_ij.to(do_i.dtype), do_i", "pt_ij, do_i",
+                "tl.dot needs one dtype: convert P to that of dO, and dS to that of Q."),
         Mistake("(tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])", "tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :]",
                 "dS = P (dP - delta): first subtract, then multiply."),
         Mistake("q_i, dk_j)", "q_i, dk_j) * c", "The last line but one multiplies by c already, once."),
-        Mistake("j * width + step", "j + step", "Line j begins j * width numbers behind the table's beginning."),
+        Mistake("j * width + place", "j + place", "Line j begins j * width numbers behind the table's beginning."),
         Mistake("tl.trans(do_i)) - delta_i[None, :]", "tl.trans(do_i))", "dS = P (dP - delta)."),
         Mistake("tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)", "tl.dot(dst_ij.to(q_i.dtype), do_i, dk_j)", "dK = dS^T Q."),
         Mistake("dk_j * c", "dk_j", "c = 1 / sqrt(D) belongs to S, and so to dK."),
