@@ -167,11 +167,11 @@ BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward s
 SEEN = {
     "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
     "backward ladder": 2968664254, "roofline": 772261119, "busy": 2992085643, "power": 742676946, "curves": 3217129273,
-    "final losses": 1678875001, "gaps": 4209771848, "noise": 667663389, "T*": 3978415046, "SLA2 ladder": 981905570,
+    "final losses": 1678875001, "gaps": 4209771848, "noise": 2053049639, "T*": 4075139534, "SLA2 ladder": 981905570,
     "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 4050150043,
     "repaired runs": 3365346669, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,
     "block sizes": 3232043888, "probabilities": 3660505103, "lists": 1699190351,
-    "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 104412215,
+    "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 3328921577,
     "who works": 475709382, "units": 2018710034, "instructions": 4032606802,
     "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
     "forward film": 2236343426, "forward step": 1559361536, "backward film": 1196239609, "backward step": 2350192556,

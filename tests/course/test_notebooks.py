@@ -31,7 +31,6 @@ TOO_MUCH = {
     "04": "lines",
     "05": "lines",
     "05b": "lines numbers",
-    "06": "lines numbers",
     "07": "lines",
     "08": "lines numbers",
     "08b": "lines",

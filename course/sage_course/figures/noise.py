@@ -33,11 +33,11 @@ def draw_gradients(axes: Axes, tokens_per_step: int) -> None:
         axes.plot(*(mean + dots).mT, ".", color=color, alpha=0.5, markersize=4)
         axes.plot(*mean, "P", color=color, markeredgecolor=BLACK, markersize=10, label=f"{name}: dots, and their mean")
     axes.set(xlim=(-0.6, 2.6), ylim=(-1.0, 2.2), xlabel="gradient of weight 1")
-    axes.set_title(f"{tokens_per_step:,} tokens per step", fontsize=10)
+    axes.set_title(f"{tokens_per_step:,} tokens per batch", fontsize=10)
 
 
 def gradients_figure(sizes: Sequence[int], *, title: str) -> Figure:
-    """Draw gradients for several numbers of tokens per step."""
+    """Draw gradients for several numbers of tokens per batch."""
     figure, axes = panels(len(sizes), width=3.3, height=3.5, sharey=True, title=title)
     for ax, size in zip(axes, sizes, strict=True):
         draw_gradients(ax, size)
@@ -47,10 +47,10 @@ def gradients_figure(sizes: Sequence[int], *, title: str) -> Figure:
 
 
 def noise_figure(row_of: Mapping[str, Row], sizes: Mapping[str, int], *, title: str, caption: str) -> Figure:
-    """Draw the lengths of noise and bias against the tokens of a step; crosses mark T*.
+    """Draw the lengths of noise and bias against the tokens of a batch; crosses mark T*.
 
     row_of: variant -> its row, all of one group of parameters of one checkpoint. A band is two standard errors of |b|^2
-    either way. sizes: name -> tokens per step, marked by dotted lines.
+    either way. sizes: name -> tokens per batch, marked by dotted lines.
     """
     figure, (ax,) = panels(1, width=7.2, height=4.2, title=title)
     tokens = [2.0**x for x in range(12, 33)]
@@ -64,7 +64,7 @@ def noise_figure(row_of: Mapping[str, Row], sizes: Mapping[str, int], *, title: 
         if row["tokens_at_bias"]:
             ax.plot(row["tokens_at_bias"], middle, "x", color=BLACK, markersize=8, zorder=3)
     ax.set(xscale="log", yscale="log", xlim=(tokens[0], tokens[-1]), ylim=(1e-5, None))
-    ax.set(xlabel="tokens per step", ylabel="length, in the gradient's units")
+    ax.set(xlabel="tokens per batch", ylabel="length, in the gradient's units")
     _mark(ax, sizes)
     ax.legend(fontsize=9, loc="upper right")
     figure.supxlabel(caption, fontsize=9)
@@ -76,14 +76,14 @@ def tokens_at_bias_figure(
 ) -> Figure:
     """Draw T*, at which bias reaches noise, of the whole model: a line per variant, a mark per checkpoint.
 
-    checkpoints: name -> rows. sizes: name -> tokens per step, marked by dotted lines.
+    checkpoints: name -> rows. sizes: name -> tokens per batch, marked by dotted lines.
     """
     figure, (ax,) = panels(1, width=8.6, height=3.6, title=title)
     for (name, rows), color, marker in zip(checkpoints.items(), COLORS, "osD^v<", strict=False):
         stars = [noise_of(rows, "whole", variant)["tokens_at_bias"] for variant in VARIANT_STYLES]
         found = [(star, y) for y, star in enumerate(stars) if star]
         ax.plot(*zip(*found, strict=True), marker, color=color, mfc="none", markersize=8, mew=1.5, label=name)
-    ax.set(xscale="log", xlim=(1e4, 3e9), xlabel="T*: tokens per step at which bias = noise")
+    ax.set(xscale="log", xlim=(1e4, 3e9), xlabel="T*: tokens per batch at which bias = noise")
     ax.set_yticks(range(len(VARIANT_STYLES)), list(VARIANT_STYLES), fontsize=10)
     ax.set_ylim(len(VARIANT_STYLES) - 0.5, -0.5)
     ax.grid(axis="y", alpha=0.3)
@@ -94,7 +94,7 @@ def tokens_at_bias_figure(
 
 
 def _mark(axes: Axes, sizes: Mapping[str, int]) -> None:
-    """Draw a dotted line with a name for each number of tokens per step."""
+    """Draw a dotted line with a name for each number of tokens per batch."""
     for name, size in sizes.items():
         axes.axvline(size, color=BLACK, linewidth=1, linestyle=":")
         place = {"rotation": 90, "fontsize": 9, "va": "bottom", "ha": "right"}
