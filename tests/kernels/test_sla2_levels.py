@@ -631,7 +631,9 @@ def short_pieces(monkeypatch):
 CASES_IN_PIECES = [(Case(260, 380, "popular", 32, 2, 1), LEVEL_16BIT, 0)]
 CASES_IN_PIECES += [(Case(260, 380, "popular", 48), LEVEL_INT8, 0)]
 if not ON_GPU:
-    CASES_IN_PIECES += [(Case(520, 380, "popular", 40, 2, 1), LEVEL_HOPPER, 1)]
+    CASES_IN_PIECES += [
+        (Case(520, 380, "popular", 40, 2, 1, matched=is_matched), LEVEL_HOPPER, 1) for is_matched in (False, True)
+    ]
 
 
 @pytest.mark.usefixtures("short_pieces")
