@@ -217,7 +217,7 @@ HOPPER_CASES = []  # for the levels of Hopper's alone
 if ON_GPU:
     CASES = [
         Case(*shape, head_dim, 8, KV_HEADS[(i + j) % 3], is_causal, dtype)
-        for (i, shape), (j, (head_dim, is_causal, dtype)) in product(enumerate(SHAPES), enumerate(COMPILED))
+        for (j, (head_dim, is_causal, dtype)), (i, shape) in product(enumerate(COMPILED), enumerate(SHAPES))
     ]
     OPTIONS += [SMALL._replace(scale=0.3), SMALL._replace(scale=-0.2), SMALL._replace(key_offset=3.0)]
 else:

@@ -70,11 +70,9 @@ def is_hoppers(ladder, level):
 
 
 def of_levels(cases, hopper_cases=()):
-    """Parametrise by case, the levels of one side by side: its results are kept. On the CPU a level has every other."""
+    """Parametrise by case, the levels of one side by side: its results are kept. A level has every other case."""
     every = [
-        (case, kind, level)
-        for (i, case), (kind, level) in product(enumerate(cases), LEVELS)
-        if ON_GPU or (i + level) % 2 == 0
+        (case, kind, level) for (i, case), (kind, level) in product(enumerate(cases), LEVELS) if (i + level) % 2 == 0
     ]
     every += [(case, *level) for case in hopper_cases for level in LEVELS if is_hoppers(*level)]
     taken = [(case, kind, level) for case, kind, level in every if takes(level, case, LADDERS[kind])]
