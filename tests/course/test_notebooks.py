@@ -35,7 +35,6 @@ TOO_MUCH = {
     "08b": "lines",
     "09": "lines",
     "09b": "lines numbers",
-    "11": "lines numbers",
     "12b": "lines numbers",
     "12c": "lines numbers",
     "13": "lines numbers",

@@ -61,7 +61,7 @@ def _means_and_projections() -> list[tuple]:
 
 def _rows() -> list[tuple]:
     (x,) = _draw(1, (3, 8))
-    return [(x, 2), (30 * x, 3), (x + 50, 1)]
+    return [(x, 2), (30 * x, 3), (x + 50, 1), (x, 0.5)]
 
 
 def _soft_masks() -> list[tuple]:
@@ -97,6 +97,7 @@ GAPS = {
         Mistake("c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT",
                 "torch.softmax(c * (q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT, -1)",
                 "These are probabilities. Logits come before the softmax."),
+        Mistake("(k_bar @ w_k.mT).mT", "(k_bar @ w_k.mT)", "Each mean query meets each mean key: transpose the keys."),
         Mistake("k_bar @ w_k.mT", "k_bar @ w_q.mT", "The keys have a matrix of their own."),
         Mistake("(q_bar @ w_q.mT)", "q_bar", "The queries are projected, too."),
         Mistake("(k_bar @ w_k.mT).mT", "k_bar.mT", "The keys are projected, too."),
@@ -111,6 +112,8 @@ GAPS = {
         Mistake("torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled)",
                 "Which lambda do you try? It is the middle."),
         Mistake("torch.sigmoid(scaled + middle)", "(scaled + middle)", "The sigmoid is missing."),
+        Mistake("scaled + middle", "middle", "The sum is over the blocks of a row: where are their scores?"),
+        Mistake("sum(-1, keepdim=True)", "sum(-1)", "A row's sum meets its own ends, [..., 1]: keepdim=True."),
     )),
     "soft_top_k_backward": Gap(soft_top_k_backward, _soft_masks, (
         Mistake("(grad_soft - shared)", "grad_soft", "That holds lambda fixed, but lambda moves with every score."),
@@ -126,6 +129,8 @@ GAPS = {
         Mistake("w * (grad_soft - shared) / tau", "w * (grad_soft / tau - shared)",
                 "d lambda, too, is divided by tau."),
         Mistake("w * (grad_soft - shared) / tau", "w * (grad_soft - shared / tau) / tau", "Divided by tau twice."),
+        Mistake("(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
+                "(w * grad_soft).sum(-1) / w.sum(-1)", "One number per row, [..., 1]: keepdim=True in both sums."),
         Mistake(" / tau", "", "The scores are divided by tau: so is the gradient."),
         Mistake("soft * (1 - soft)", "soft", "The derivative of a sigmoid s is s (1 - s)."),
         Mistake("/ w.sum(-1, keepdim=True)", "/ w.shape[-1]", "The mean is weighted: divide by the sum of w."),
