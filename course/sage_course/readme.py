@@ -13,7 +13,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import kernels, paired, tables
+from sage_course.results import kernels, paired, tables, video
 
 OVERVIEW = Path("notebooks", "figures", "overview.png")
 
@@ -38,6 +38,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "pretraining": tables.pretraining,
         "pretraining_speed": tables.pretraining_speed,
         "parallel": tables.parallel,
+        "video": video.results,
+        "video_speed": video.speed,
         "paired": partial(paired.paired_speed, "fwd+bwd"),
         "paired_forward": partial(paired.paired_speed, "fwd"),
         "paired_ways": paired.paired_ways,

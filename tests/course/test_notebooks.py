@@ -37,7 +37,6 @@ TOO_MUCH = {
     "09b": "lines numbers",
     "12b": "lines numbers",
     "12c": "lines numbers",
-    "13": "lines numbers",
     "15": "lines",
 }
 MOST_CELLS, LEAST_FILL_INS = 60, 3
