@@ -42,8 +42,6 @@ DRAWINGS = {
     "sparse owner of nothing": lambda: figures.sparse_owners(torch.tensor([[True, False]]), rows=(), columns=(1,)),
     "sparse owners, large": lambda: figures.sparse_owners(torch.ones(6, 10).bool(), rows=(5,), columns=(9,)),
     "SLA2": lambda: figures.sla2_flow(MASK),
-    "Hopper": figures.hopper_time_line,
-    "Hopper, long": lambda: figures.hopper_time_line(tiles=4, warpgroups=2, places=3),
     "two warps": figures.two_warps_and_a_barrier,
 }
 
@@ -112,7 +110,6 @@ def without_hopper(bench):
 
 BENCH, SLA2_BENCH, RUNS = "bench_h200", "bench_sla2_h200", "pretrain_h200"
 SLA2_POINT = ((8192, 32760), 0.97)
-UNITS = {4: {"tensor": 0.1, "exp2": 0.2, "alu": 0.15, "issue": 0.05, "l2": 0.01, "turns": 0.5}}
 PROFILED = {"forward": 5, "dq": 4, "dk": 4, "dv": 4, "no such program": 4}
 OTHERS = {
     "overview": lambda r: figures.overview_figure(r("table2_captures"), r("paired_h200")),
@@ -120,11 +117,12 @@ OTHERS = {
     "choices of table 1": lambda r: figures.table1_choices_figure(r("table1_sweep")),
     "forward ladder": lambda r: figures.ladder_figure(r(BENCH), "fwd", title="", here=without_hopper(r(BENCH))),
     "backward ladder": lambda r: figures.ladder_figure(r(BENCH), "bwd", title=""),
-    "roofline": lambda r: figures.roofline_figure(r(BENCH), r("instructions_sm90"), title=""),
+    "predictions": lambda r: figures.prediction_figure(
+        r(BENCH), figures.compare_levels(r(BENCH), r("instructions_sm90"), "bwd"), title=""
+    ),
     "busy": lambda r: figures.busy_figure(
         r("profile_h200"), r("instructions_sm90"), PROFILED, scores={128: 1e9, 64: 2e9}, title=""
     ),
-    "power": lambda r: figures.power_figure(r("profile_h200"), limit=700, title=""),
     "curves": lambda r: figures.pretrain_curves_figure(r(RUNS), title=""),
     "final losses": lambda r: figures.final_losses_figure(r(RUNS), title=""),
     "gaps": lambda r: figures.gap_figure(r(RUNS), title=""),
@@ -157,26 +155,25 @@ OTHERS = {
     "who works": lambda r: on_axes(
         figures.draw_activity, {"a": ["x", "x", "-", "y"], "b": ["-", "x"]}, {"x": "red", "y": "blue"}, title=""
     ),
-    "units": lambda r: on_axes(figures.draw_units, UNITS, {4: 0.3}, title=""),
     "instructions": lambda r: on_axes(
         figures.draw_instructions, {"2": r("instructions_sm90").select(kernel="forward", level=2)}, title=""
     ),
 }  # fmt: skip
 BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward step", "backward film", "backward step",
-           "owners", "sparse owners", "sparse owner of nothing", "SLA2", "Hopper", "two warps")  # fmt: skip
+           "owners", "sparse owners", "sparse owner of nothing", "SLA2", "two warps")  # fmt: skip
 SEEN = {
     "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
-    "backward ladder": 2968664254, "roofline": 772261119, "busy": 2992085643, "power": 742676946, "curves": 3217129273,
+    "backward ladder": 2968664254, "predictions": 422334160, "busy": 1167434420, "curves": 3217129273,
     "final losses": 1678875001, "gaps": 4209771848, "noise": 2053049639, "T*": 4075139534, "SLA2 ladder": 981905570,
     "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 4050150043,
     "repaired runs": 3365346669, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,
     "block sizes": 3232043888, "probabilities": 3660505103, "lists": 1699190351,
     "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 3328921577,
-    "who works": 475709382, "units": 2018710034, "instructions": 4032606802,
+    "who works": 475709382, "instructions": 3620918819,
     "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
     "forward film": 2236343426, "forward step": 1559361536, "backward film": 1196239609, "backward step": 2350192556,
     "owners": 3673800219, "sparse owners": 195109386, "sparse owner of nothing": 1860916307, "SLA2": 1805374965,
-    "Hopper": 3026440257, "two warps": 3294617789,
+    "two warps": 3294617789,
 }  # fmt: skip
 
 

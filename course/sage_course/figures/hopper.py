@@ -1,4 +1,4 @@
-"""Figures of a Hopper GPU: how busy each unit is, by counting and by a profiler, at what power; who works when."""
+"""Figures of a Hopper GPU: predicted and measured times, how busy each unit is, who works when."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -7,24 +7,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sage_lab.records import Record
 
-from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
-from sage_course.results.hopper_model import UNIT_NAMES, busy
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, panels
+from sage_course.results.hopper_model import UNIT_NAMES, Compared, busy
 
 UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2": PURPLE}
 
 
-def draw_units(axes: Axes, levels: Mapping[object, Mapping[str, float]], measured: Mapping, *, title: str) -> None:
-    """Draw each level's clocks per score, a bar per unit. Lines: all units by turns, and the measured time."""
-    for x, (level, clocks) in enumerate(levels.items()):
-        for i, (unit, color) in enumerate(UNIT_COLORS.items()):
-            label = UNIT_NAMES[unit] if x == 0 else None
-            axes.bar(x - 0.3 + 0.15 * i, clocks[unit], width=0.15, color=color, label=label)
-        ends = x - 0.4, x + 0.4
-        axes.plot(ends, [clocks["turns"]] * 2, ":", color=BLACK, label=None if x else "if no two worked at once")
-        axes.plot(ends, [measured[level]] * 2, color=RED, linewidth=2.5, label=None if x else "measured")
-    axes.set_xticks(range(len(levels)), [str(level) for level in levels])
-    axes.set_title(title, fontsize=10)
-    axes.set_ylim(0, None)
+def prediction_figure(bench: Record, levels: Mapping[tuple[int, int], Compared], *, title: str) -> Figure:
+    """Draw each level's predicted clocks per score as a stacked bar, and the measured ones as a line with the ratio.
+
+    bench: the record of the times; levels: `compare_levels` of it, or some of them.
+    """
+    figure, axes = panels(2, width=5.6, height=3.9, sharey=True, title=title)
+    for ax, head_dim in zip(axes, (128, 64), strict=True):
+        found = {level: of for (d, level), of in levels.items() if d == head_dim}
+        for x, of in enumerate(found.values()):
+            low = 0.0
+            for unit, color in UNIT_COLORS.items():
+                height = of.parts.get(unit, 0.0)
+                ax.bar(x, height, bottom=low, width=0.62, color=color, label=None if x else UNIT_NAMES[unit])
+                low += height
+            ends = x - 0.42, x + 0.42
+            ax.plot(ends, [of.sum] * 2, ":", color=BLACK, label=None if x else "sum of all units")
+            ax.plot(ends, [of.measured] * 2, color=RED, linewidth=2.5, label=None if x else "measured")
+            top = max(of.measured, of.sum)
+            ax.annotate(f"{of.ratio:.2f}x", (x, top), (0, 4), textcoords="offset points", ha="center", fontsize=10)
+        ax.set_xticks(range(len(found)), [str(level) for level in found])
+        ax.set(title=f"D = {head_dim}", xlabel="level")
+    axes[0].set(ylabel="clocks of a multiprocessor per score", ylim=(0, 1.1 * axes[0].dataLim.ymax))
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, loc="outside right upper")
+    figure.supxlabel(f"numbers: measured / predicted; {bench.timed}; {bench.caption}", fontsize=9)
+    return figure
 
 
 def busy_figure(
@@ -53,32 +66,6 @@ def busy_figure(
         ax.set_title(f"D = {head_dim}", fontsize=10)
     axes[0].set(ylabel="% of the time", ylim=(0, 100))
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, loc="outside right upper")
-    figure.supxlabel(profile.caption, fontsize=9)
-    return figure
-
-
-def power_figure(profile: Record, *, limit: float, title: str) -> Figure:
-    """Draw each program's watts and clock in a long run; open circles where power held the clock down."""
-    figure, (watts, clocks) = panels(2, width=5.2, height=3.6, title=title)
-    names = dict.fromkeys(row["kernel"] for row in profile.rows)
-    names = sorted(names, key=lambda name: "cuDNN" in name)  # ours first
-    for offset, head_dim, color in ((-0.1, 128, BLUE), (0.1, 64, SKY)):
-        for row in profile.select(head_dim=head_dim):
-            x = names.index(row["kernel"]) + offset
-            style = {"color": color, "markersize": 9, "mfc": "white" if row["power_capped"] else color}
-            watts.plot(x, row["sustained_watts"], "o", **style)
-            clocks.plot(x, row["sustained_ghz"], "o", **style)
-        watts.plot([], [], "o", color=color, markersize=9, label=f"D = {head_dim}")
-    watts.plot([], [], "o", color="0.5", mfc="white", markersize=9, label="clock held down by power")
-    watts.axhline(limit, color=RED, linestyle="--", linewidth=1.2, label="the GPU's power limit")
-    watts.legend(fontsize=9, loc="lower left")
-    watts.set(ylabel="watts", ylim=(0, 1.1 * limit))
-    clocks.set_ylabel("GHz")
-    clocks.margins(y=0.4)
-    for ax in (watts, clocks):
-        ax.set_xticks(range(len(names)), [name.replace(" ", "\n").replace("_", "\n_") for name in names], fontsize=9)
-        ax.set_xlim(-0.5, len(names) - 0.5)
-        ax.grid(axis="y", alpha=0.3)
     figure.supxlabel(profile.caption, fontsize=9)
     return figure
 

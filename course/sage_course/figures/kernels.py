@@ -1,4 +1,4 @@
-"""Figures of the kernels' levels: their speed, their instructions, the roofs above them."""
+"""Figures of the kernels' levels: their speed and their instructions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,6 @@ from sage_lab.records import Record, Row
 
 from sage_course.figures.errors import error_map
 from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, panels
-from sage_course.results.hopper_model import PEAK, TERA_SLOTS
 
 
 def overview_figure(table2: Record, paired: Record) -> Figure:
@@ -86,8 +85,8 @@ def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | N
 
 # The kinds of `python -m sage_lab instructions`, in stacking order.
 KIND_COLORS = {
-    "matmul": BLACK, "exp2": ORANGE, "maximum": GREEN, "arithmetic": BLUE, "conversion": RED, "move": PURPLE,
-    "spill": YELLOW, "rest": "0.8",
+    "matmul": BLACK, "exp2": ORANGE, "rounding": SKY, "conversion": RED, "maximum": GREEN, "move": PURPLE,
+    "arithmetic": BLUE, "spill": YELLOW, "rest": "0.8",
 }  # fmt: skip
 
 
@@ -100,35 +99,3 @@ def draw_instructions(axes: Axes, kernels: Mapping[str, Sequence[Row]], *, title
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_title(title, fontsize=10)
     axes.tick_params(axis="x", labelsize=9)
-
-
-def roofline_figure(bench: Record, instructions: Record, *, title: str) -> Figure:
-    """Draw the forward levels' TOPS against matmul operations per instruction, under the roofs of an H200.
-
-    Roofs: the tensor cores (flat), the issue slots (sloped); dashed: both one after the other instead of overlapped.
-    """
-    figure, (ax,) = panels(1, width=7.0, height=4.4, title=title)
-    work = [PEAK["INT8"] / TERA_SLOTS * 1.1**i for i in range(-19, 10)]  # the ridge is one of them
-    for name, peak in PEAK.items():
-        color = BLUE if name == "INT8" else SKY
-        ax.plot(work, [min(peak, TERA_SLOTS * x) for x in work], color=color, label=f"{name} roof")
-        ax.plot(
-            work, [1 / (1 / peak + 1 / (TERA_SLOTS * x)) for x in work], "--", color=color, label=f"{name}, no overlap"
-        )
-    for head_dim, marker, color in ((64, "o", ORANGE), (128, "s", RED)):
-        size = {"head_dim": head_dim, "n_q": 8192, "causal": False, "scope": "kernel", "direction": "fwd"}
-        levels = sorted(bench.select(provider="sage_kernels", **size), key=lambda row: row["level"])
-        for row in levels:
-            counted = instructions.select(kernel="forward", level=row["level"], head_dim=head_dim)
-            x = 4 * head_dim / sum(kind["per_score"] for kind in counted)
-            label = f"levels 0 to {row['level']}, D = {head_dim}" if row is levels[-1] else None
-            ax.plot(x, row["tops"], marker, color=color, mfc=color if row["level"] else "none", label=label)
-            ax.annotate(str(row["level"]), (x, row["tops"]), (5, -10), textcoords="offset points", fontsize=9)
-    ax.set(xscale="log", yscale="log", xlabel="matmul operations per instruction", ylabel="TOPS", ylim=(200, 2400))
-    ax.set_xticks([10, 20, 50, 100], [10, 20, 50, 100])
-    ax.set_yticks([200, 500, 1000, 2000], [200, 500, 1000, 2000])
-    ax.minorticks_off()
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=9, loc="upper left")
-    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
-    return figure

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, SKY, panels
+from sage_course.figures.style import BLUE, ORANGE, RED, SKY, panels
 
 
 class Step(NamedTuple):
@@ -27,7 +27,6 @@ class Job(NamedTuple):
     end: int
 
 
-FORWARD_STEPS = (Step("S", 1, True), Step("softmax", 4), Step("O", 1, True))
 LOAD = Step("load", 2)
 
 
@@ -84,39 +83,10 @@ def moments(jobs: Sequence[Job], places: int, steps: Sequence[Step]) -> list[Mom
     return found
 
 
-def hopper_time_line(tiles: int = 3, warpgroups: int = 3, places: int = 2) -> Figure:
-    """Draw a forward kernel for Hopper: a warp loads K and V with TMA, warpgroups compute and share the tensor cores.
-
-    It is schematic: the lengths of the steps are not measured. places: how many tiles of K and V fit into shared
-    memory. The bars are those of `schedule`.
-    """
-    jobs = schedule(tiles, warpgroups, places, FORWARD_STEPS)
-    names = ["loading warp\n(TMA)", *(f"warpgroup {number}" for number in range(warpgroups)), "tensor cores"]
-    title = "Schematic, not to scale: while one warpgroup is at its softmax, another has the tensor cores"
-    figure, (ax,) = panels(1, width=9.0, height=0.66 * len(names) + 1.2, title=title)
-    colors = {"load": SKY, "S": BLACK, "softmax": ORANGE, "O": GREEN}
-    matmuls = [job for job in jobs if is_on_tensor_cores(job, FORWARD_STEPS)]
-    draw_jobs(ax, [*jobs, *(job._replace(worker=len(names) - 1) for job in matmuls)], names, colors)
-    for kind, tile, tick in moments(jobs, places, FORWARD_STEPS):
-        line, y = ("-", -0.62) if kind == "ready" else (":", len(names) - 0.5)
-        ax.axvline(tick, color=RED, linestyle=line, linewidth=1.5, zorder=0)
-        ax.text(tick, y, f"{kind} {tile}", ha="center", va="center", fontsize=9, color=RED, backgroundcolor="white")
-    acquired = [(job.start + 0.2, job.worker - 0.38) for job in jobs if job.name == "S"]
-    released = [(job.end - 0.2, job.worker - 0.38) for job in jobs if job.name == "O"]
-    ax.plot(*zip(*acquired, strict=True), "v", color=RED, markersize=6, label="acquires the tile (waits for ready)")
-    ax.plot(
-        *zip(*released, strict=True), "^", color=RED, mfc="white", markersize=6, label="releases it (towards empty)"
-    )
-    ax.set_ylim(len(names) - 0.2, -0.85)
-    ax.legend(fontsize=9.5, ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.03), frameon=False)
-    figure.supxlabel(f"numbers: tiles of keys; {places} places for them in shared memory; hatched: waits", fontsize=9.5)
-    return figure
-
-
 def two_warps_and_a_barrier(tiles: int = 3) -> Figure:
     """Draw who waits for whom if one warp loads tiles, a second one computes, and there is one place for a tile.
 
-    It is schematic, as `hopper_time_line` is.
+    It is schematic: the lengths of the steps are not measured. The bars are those of `schedule`.
     """
     steps = (Step("compute", 3),)
     jobs = schedule(tiles, 1, 1, steps)

@@ -30,10 +30,10 @@ EXCHANGES = """    for away in (1, 2):
 
 GAPS = {
     "held": Gap(held, lambda: [(1, 2, 128), (2, 2, 64), (1, 0, 128)], (
-        Mistake("gradients * d", "d", "Each gradient is a sum of its own."),
+        Mistake("gradients * d", "d", "Each gradient has its own registers: multiply by their number."),
         Mistake("scores * 128", "scores * d", "A tile of scores is [64, 128], whatever D is."),
         Mistake(" / 128", " * 4 / 128",
-                "Four times too many: a register holds a whole float32, and a warpgroup has 128 threads."),
+                "This is four times too many. A register holds a whole float32."),
         Mistake("64 * (gradients", "(gradients", "Each of them has 64 rows."),
         Mistake(" / 128", "", "The numbers are spread over the 128 threads of a warpgroup."),
     )),
@@ -42,28 +42,28 @@ GAPS = {
         Mistake("(1, 2)", "(1,)", "Four threads share a row: one exchange reaches only two of them."),
         Mistake(EXCHANGES, "    largest = torch.maximum(torch.maximum(largest, largest[torch.arange(32) ^ 1]), "
                 "largest[torch.arange(32) ^ 2])\n",
-                "The second exchange must pass on what the first one found: thread 0 never hears of thread 3."),
+                "The second exchange must pass on what the first one found. Here thread 0 never hears of thread 3."),
         Mistake(EXCHANGES, "    largest = largest.amax().expand(32)\n", "Only four neighbours share a row."),
         Mistake("(1, 2)", "(1, 2, 4)", "Only four neighbours share a row; this mixes two rows."),
-        Mistake(" ^ away", " - away", "The partner of thread t is t XOR away: both exchange."),
+        Mistake(" ^ away", " - away", "The partner of thread t is t XOR away, so that both exchange."),
     )),
     "units_per_one": Gap(units_per_one, lambda: [  # in the second the bound of the first block is a power of two
             (torch.tensor([3.0, 4.5]), torch.tensor(4.0), torch.tensor(3.9), 64),
             (torch.tensor([4.0, 3.0]), torch.tensor(4.0), torch.tensor(4.0), 64),
         ], (
         Mistake("2 * d * ", "d * ",
-                "Twice too many: dP and delta can each be D max|dO| max|V|, with opposite signs. Sums reach 2^30."),
-        Mistake("torch.floor", "torch.ceil", "Rounded up, a sum may pass 2^30: round down."),
-        Mistake("torch.floor", "torch.round", "Rounded up, a sum may pass 2^30: round down."),
+                "This is twice too many. dP and delta can each be D max|dO| max|V|, with opposite signs."),
+        Mistake("torch.floor", "torch.ceil", "Rounded up, a sum may exceed 2^30: round down."),
+        Mistake("torch.floor", "torch.round", "Rounded up, a sum may exceed 2^30: round down."),
         Mistake(" * largest_k", "", "A part of dQ is dS times K."),
-        Mistake("torch.floor(30 - torch.log2(bound))", "(30 - torch.log2(bound))", "A power of two: round it down."),
-        Mistake("30 - torch.log2(bound)", "torch.log2(bound) - 30", "A large bound leaves few integers for one."),
+        Mistake("torch.floor(30 - torch.log2(bound))", "(30 - torch.log2(bound))", "A power of two: round down."),
+        Mistake("30 - torch.log2(bound)", "torch.log2(bound) - 30", "A larger bound means fewer integers for one."),
     )),
     "bank": Gap(bank, lambda: [(torch.arange(24)[:, None], torch.arange(32))], (
-        Mistake(" ^ (row % 8)", "", "Without the swizzle a whole column lies in one bank."),
-        Mistake(" + column % 4", "", "A group takes four banks: which of its numbers is it?"),
+        Mistake(" ^ (row % 8)", "", "Without the swizzle a whole column is in one bank."),
+        Mistake(" + column % 4", "", "A group takes four banks. Which of its numbers is this one?"),
         Mistake("4 * (", "(", "A place is four banks wide, one for each number of a group."),
-        Mistake("row % 8", "row", "From row 8 on the swizzle begins anew: there are 8 places."),
-        Mistake(" ^ (row % 8)", " + row % 8", "XOR, bit by bit: a sum leaves the 8 places."),
+        Mistake("row % 8", "row", "From row 8 on the swizzle begins again: there are 8 places."),
+        Mistake(" ^ (row % 8)", " + row % 8", "Use XOR, bit by bit. A sum leaves the 8 places."),
     )),
 }  # fmt: skip

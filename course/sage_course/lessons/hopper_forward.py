@@ -3,6 +3,8 @@
 Needs Triton. The program finds the largest integer score of every query: level 5's loop without softmax and P V.
 """
 
+import re
+
 import torch
 from sage_kernels.hopper.emulator import OnCPU
 from sage_kernels.hopper.toolbox import (
@@ -20,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from sage_course.check import Gap, Mistake
+from sage_course.check import Gap, Mistake, source
 
 HEAD_DIM, TILES = 64, 7
 PLACES = gl.constexpr(3)
@@ -109,8 +111,28 @@ def run_ring(q_hat, k_hat, seed=0, **functions):
 
 
 def run_as(name):
-    """Return run(function, q_hat, k_hat, seed), which puts `function` in the place of the one with this name."""
-    return lambda function, *arguments: run_ring(*arguments, **{name: function})
+    """Return run(function, q_hat, k_hat, seed), which puts `function` in the place of the one with this name.
+
+    Different mistakes end in the same deadlock. So a failure also says what the function's own line waits for.
+    """
+
+    def run(function, *arguments):
+        found = run_ring(*arguments, **{name: function})
+        return f"{found} ({wait_of(function)})" if isinstance(found, str) else found
+
+    return run
+
+
+def wait_of(function):
+    """Describe the wait in a function's text: for which barrier, and for which phase."""
+    lines = [line for line in source(function).splitlines() if "mbarrier.wait" in line]
+    if not lines:
+        return "it waits for no barrier"
+    barrier = "empty" if ".empty" in lines[0] else "ready"
+    of_round = "of the round" if "//" in lines[0] else "not of the round"
+    before = ", the one before" if re.search(r"\^|1 -", lines[0]) else ""
+    last_bit = ", 0 or 1" if re.search(r"& *1|% *2", lines[0]) else ""
+    return f"it waits for {barrier}, in the phase {of_round}{before}{last_bit}"
 
 
 def integers(seed=0):
@@ -131,16 +153,21 @@ GAPS = {
     "acquire": Gap(acquire, _trials, (
         Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
         Mistake("(n // places) & 1", "0",
-                "In the second round of the ring that phase is over long ago: you read the tile before."),
-        Mistake("(n // places) & 1", "n // places", "Phases are 0 and 1 only: of the round take & 1."),
+                "In the second round of the ring that phase ended long ago: you read the tile before."),
+        Mistake("(n // places) & 1", "n // places", "Phases are 0 and 1 only: take the last bit of the round, & 1."),
+        Mistake("ring.ready", "ring.empty", "The copy reports to `ready`. The loading warp waits for `empty`."),
+        Mistake("(n // places) & 1", "((n // places) & 1) ^ 1",
+                "That is the phase before. It ended before this tile came. Only the loading warp waits for it."),
         Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
-        Mistake("return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are `places` places only."),
+        Mistake("return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are only `places` places."),
     ), run_as("acquire")),
     "fetch": Gap(fetch, _trials, (
-        Mistake(" ^ 1", "", "In the first round every place is empty, and no one says so: wait for the phase before."),
+        Mistake(" ^ 1", "", "In the first round every place is empty. Nobody reports it: wait for the phase before."),
+        Mistake("ring.empty", "ring.ready", "`ready` says that a tile has come. Is its place free? `empty` says so."),
+        Mistake("((n // places) & 1) ^ 1", "(n & 1) ^ 1", "The phase counts rounds of the ring, not tiles."),
         Mistake("((n // places) & 1) ^ 1", "1",
                 "That is right for the first round. In each later one the place must be released again."),
-        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are `places` places only."),
+        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are only `places` places."),
         Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
         Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(0)",
                 "The n-th tile belongs in place n % places."),
@@ -154,7 +181,7 @@ GAPS = {
         s_ij = warpgroup_mma_wait(0, deps=(product,))
 """,
                 "The place is released before the matmul has read it: wait for the matmul first."),
-        Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the largest of the last tile."),
-        Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)[:64]", "The largest of every query: over keys, axis 1."),
+        Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the maximum of the last tile alone."),
+        Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)[:64]", "Each query has its own maximum: over keys, axis 1."),
     ), run_as("score_maxima")),
 }  # fmt: skip

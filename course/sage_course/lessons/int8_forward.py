@@ -145,6 +145,10 @@ def run_level(level):
     def launch(key_tile, q, k, v):
         c = 1 / math.sqrt(q.shape[-1])
         inputs = prepare_forward(*(x.to(triton_device()) for x in (q, k, v)), level, scale=c, smooth_k=True)
+        if level == 1:  # a reader may take the scale of a wrong block: numbers must be there
+            scales = torch.full((8,), 3.0, device=triton_device())
+            scales[: inputs.k_hat.scale.numel()] = inputs.k_hat.scale.flatten()
+            inputs = inputs._replace(k_hat=inputs.k_hat._replace(scale=scales))
         o, log_sum_exp = run_forward_program(
             inputs, key_tile, SMALL, start_with_triton, is_causal=False, log2_scale=c * LOG2_E
         )
@@ -237,28 +241,30 @@ P = "tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"
 
 GAPS = {
     "level1": Gap(level1, _attention, (
-        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q"), "The integers of K stand for numbers s_K as large."),
-        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_k + 0 * s_q"), "s_Q is missing. It holds c log2(e), too."),
+        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q"), "The integers of K are K / s_K: multiply by s_K."),
+        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_k + 0 * s_q"), "s_Q is missing. It also contains c log2(e)."),
         Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q * s_k * 1.4426950408889634"), "c log2(e) is in s_Q already."),
         Mistake("tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)", "tl.load(k.scale)",
                 "That is the scale of the first keys. Each SCALE_BLOCK tokens have their own."),
+        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j",
+                "j counts tiles, and a tile may be smaller than the SCALE_BLOCK tokens that share a scale."),
         Mistake(SCORES, "integer_dot(q_hat_i, tl.trans(k_hat_j)) + 0 * s_q[:, None]", "Both scales are missing."),
     ), run_level(1)),
     "level2": Gap(level2, _attention, (
-        Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_new)", "127 of its steps are s_P's 1."),
+        Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_new)", "127 steps of s_P make 1."),
         Mistake("127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "127.0 * tl.math.exp2(s_ij - m_new[:, None])",
-                "In P~ / s_P m_new cancels: its largest entry is 127 in every tile."),
-        Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "P~ / s_P: dividing by s_P brings a factor 127."),
+                "In P~ / s_P the new maximum cancels. The largest entry is 127 in every tile."),
+        Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "Dividing P~ by s_P brings a factor of 127."),
         Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_ij) / 127.0",
-                "1/127 fits a tile that holds the row's maximum. In others the largest P~ is e^(m_ij - m_new)."),
-        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are times log2(e) already: exp2."),
+                "1/127 fits a tile with the row's maximum. In others the largest P~ is e^(m_ij - m_new)."),
+        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are already multiplied by log2(e): use exp2."),
         Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1) / 127.0", "l is the sum of P~ relative to m_new: p_ij s_P."),
         Mistake("l = l * rescale", "l = l", "The old l belongs to the old maximum: it shrinks as O does."),
         Mistake("(s_p * s_v)[:, None]", "(s_p * s_v)", "s_P has one number per query, a row of O: s_p[:, None]."),
         Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1)", "l is the sum of P~. p_ij is P~ / s_P."),
         Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(round_to_int8(p_ij).to(tl.float32), 1) * s_p",
                 "l is the sum of P~ before rounding."),
-        Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry gets too small."),
+        Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry becomes too small."),
         Mistake("(s_p * s_v)", "(s_p + 0 * s_v)", "V^ stands for s_V V^."),
         Mistake("(s_p * s_v)", "(s_v + 0 * s_p)", "P^ stands for s_P P^."),
         Mistake("o_i = o_i * rescale[:, None]", "o_i = o_i", "O belongs to the old maximum: it shrinks as l does."),
@@ -266,7 +272,7 @@ GAPS = {
     "offset_dot": Gap(offset_dot, _integers, (
         Mistake("ROUNDER_BITS", "12582912",
                 "That is the integer 12582912. Read as a float it is 1.8e-38: start at the float's *bits*."),
-        Mistake("ROUNDER_BITS", "0", "Started at 0. The bits of a small integer, read as a float, are nearly 0."),
+        Mistake("ROUNDER_BITS", "0", "Bits of a small integer, read as a float, are close to 0."),
         Mistake(", bitcast=True", "", "That is the conversion we want to save: read the same bits, bitcast=True."),
         Mistake(BITS, f"{BITS} - ROUNDER", "ROUNDER stays in: level 3 takes it out where that costs nothing."),
         Mistake(f"start, {BITS}", "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
@@ -283,18 +289,20 @@ GAPS = {
         Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "((x + ROUNDER) - ROUNDER)",
                 "The right numbers, by a conversion: read the same bits, bitcast=True."),
         Mistake("ROUNDER", "2 * ROUNDER", "There floats are 2 apart: every odd number is lost."),
-        Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "x", "The conversion truncates, and is what we save."),
+        Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "x", "The conversion truncates. We want to save it."),
     ), run_byte),
     "folded_softmax": Gap(folded_softmax, _integer_scores, (
         Mistake("    m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX\n", "",
-                "m_ij has not moved: t was rounded, and P~ is now relative to another maximum."),
+                "m_ij has not moved. t was rounded, so P~ is now relative to a different maximum."),
+        Mistake("tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX", "m",
+                "m is the largest score of the tiles before. Solve the formula of t for this tile's maximum."),
         Mistake("m_ij - LOG2_INT8_MAX + room", "m_ij + room", "p_ij is 127 e^(S - m_ij): where is log2(127)?"),
         Mistake("m_ij - LOG2_INT8_MAX + room", "m_ij + LOG2_INT8_MAX + room",
-                "t is taken out: log2(127) with a minus."),
+                "t is subtracted, so log2(127) has a minus sign."),
         Mistake(" + room", "", "Where scales are large, 127 may become 127.5 and wrap around: add room to t."),
-        Mistake(" + room", " - room", "room makes p_ij smaller: t is taken out, so it gets larger."),
+        Mistake(" + room", " - room", "room makes p_ij smaller. t is subtracted, so it grows."),
         Mistake("t) + LOG2_INT8_MAX", "t) + LOG2_INT8_MAX - room",
-                "m_ij must belong to the t that is used, room in it."),
+                "m_ij must belong to the t that is used, with room in it."),
         Mistake(FOLDED, ROUNDED_TWICE, "A product and a sum round twice: tl.fma rounds once."),
         Mistake(P, f"127.0 * {P}", "The factor 127 is in t already."),
         Mistake(P, P.replace("exp2", "exp"), "The scores are in base 2: exp2."),
@@ -304,9 +312,9 @@ GAPS = {
     "group_columns": Gap(group_columns, _columns, (
         Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),
         Mistake("permute(0, 1, 3, 2, 4)", "permute(1, 0, 2, 3, 4)",
-                "In front there are now rows and groups, which stay: half and pair are axes 2 and 3."),
+                "Rows and groups are the first two axes, and they stay. Half and pair are axes 2 and 3."),
         Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 3, 4, 2)",
-                "The columns of a pair come apart: 0, 8, 1, 9. The pair stays innermost."),
+                "This separates the columns of a pair: 0, 8, 1, 9."),
         Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 4, 2, 2)", "16 columns are 2 halves of 4 pairs."),
         Mistake("x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
                 "x.reshape(ROWS, 2, COLUMNS // 4, 2).permute(0, 2, 1, 3)",

@@ -1,4 +1,15 @@
-"""A model of a Hopper GPU's speed: the work of each unit of a multiprocessor for one score."""
+"""The course's cost model of the kernels on a Hopper GPU: how many clocks a multiprocessor needs for one score.
+
+The work of each unit comes from counted instructions, and its rate from NVIDIA's data sheets. One rule says what
+overlaps. A warp that has started a matmul waits for it, so the tensor cores take turns with all the rest. The other
+units (exp2, ALU, issue slots, L2 cache) work at the same time, and the busiest of them sets the pace:
+
+    clocks of a program = tensor cores + the busiest other unit
+
+The programs of a level run one after the other. Nothing is fitted. Latency, barriers, shared memory, and the start and
+the end of a program are left out. The rule is a rule of thumb between two limits: no program can take less than its
+busiest unit, and one that takes more than the sum of all units waits for something that is not in the model.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,15 +22,14 @@ MULTIPROCESSORS = 132
 INT8_RATE, SIXTEEN_BIT_RATE = 4096, 2048
 EXP2_RATE, ALU_RATE, ISSUE_RATE = 16, 64, 128
 L2_RATE = 5120 / MULTIPROCESSORS
-ALU_KINDS = ("conversion", "maximum", "move")
+EXP2_KINDS, ALU_KINDS = ("exp2", "rounding"), ("conversion", "maximum", "move")
 UNIT_NAMES = {
-    "tensor": "tensor cores", "exp2": "exp2 unit", "alu": "conversions, maxima, moves", "issue": "issue slots",
-    "l2": "L2 cache",
+    "tensor": "tensor cores", "exp2": "exp2 unit, float to integer too", "alu": "other conversions, maxima, moves",
+    "issue": "issue slots", "l2": "L2 cache",
 }  # fmt: skip
-# Data sheet of the H200, dense, in TOPS. Per multiprocessor and clock these are 8192 and 4096 operations, beside 128
-# issue slots; so a second has PEAK / 4096 * 128 slots.
+# Data sheet of the H200, dense, in TOPS. Per multiprocessor and clock these are 8192 and 4096 operations, so a second
+# has PEAK / 4096 of 10^12 clocks, added over all multiprocessors.
 PEAK = {"INT8": 1979, "bf16": 989}
-TERA_SLOTS = PEAK["bf16"] / 4096 * 128
 
 
 class Work(NamedTuple):
@@ -47,24 +57,24 @@ def work_of(kernel: str, level: int) -> Work:
 def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
     """Compute the clocks that each unit needs for one score of a program, if nothing holds it up.
 
-    rows: one program's rows of `python -m sage_lab instructions`. "turns" is the time if no two units ever worked
-    at once: tensor cores, exp2, ALU, then all other instructions.
+    rows: one program's rows of `python -m sage_lab instructions`. "sum" is the time if no two units ever worked at
+    once: all of them, with the issue slots of those instructions that neither exp2 nor ALU execute.
     """
     kernel, level, head_dim = (rows[0][name] for name in ("kernel", "level", "head_dim"))
     count = {row["kind"]: row["per_score"] for row in rows}
     work, instructions = work_of(kernel, level), sum(count.values())
-    alu = sum(count[kind] for kind in ALU_KINDS)
+    exp2, alu = (sum(count[kind] for kind in kinds) for kinds in (EXP2_KINDS, ALU_KINDS))
     streams_keys = kernel == "forward" or kernel.split("_")[0] == "dq"
     own_rows = rows[0]["block_q" if streams_keys else "block_kv"]
     clocks = {
         "tensor": head_dim * (work.int8 / INT8_RATE + work.sixteen_bit / SIXTEEN_BIT_RATE),
-        "exp2": count["exp2"] / EXP2_RATE,
+        "exp2": exp2 / EXP2_RATE,
         "alu": alu / ALU_RATE,
         "issue": instructions / ISSUE_RATE,
         "l2": head_dim * work.streamed / own_rows / L2_RATE,
     }
-    others = (instructions - count["exp2"] - alu) / ISSUE_RATE
-    return clocks | {"turns": clocks["tensor"] + clocks["exp2"] + clocks["alu"] + others}
+    others = (instructions - exp2 - alu) / ISSUE_RATE
+    return clocks | {"sum": sum(clocks.values()) - clocks["issue"] + others}
 
 
 def programs(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, list[Row]]:
@@ -82,6 +92,46 @@ def level_clocks(instructions: Record, level: int, head_dim: int, direction: str
     """Add up `unit_clocks` of a level's programs, which run one after the other."""
     clocks = [unit_clocks(rows) for rows in programs(instructions, level, head_dim, direction).values()]
     return {unit: sum(each[unit] for each in clocks) for unit in clocks[0]} if clocks else {}
+
+
+def predicted(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, float]:
+    """Predict a level's clocks per score by the rule: the tensor cores' part and those of the busiest other units."""
+    parts = {"tensor": 0.0}
+    for rows in programs(instructions, level, head_dim, direction).values():
+        clocks = unit_clocks(rows)
+        busiest = max((unit for unit in UNIT_NAMES if unit != "tensor"), key=clocks.get)
+        parts["tensor"] += clocks["tensor"]
+        parts[busiest] = parts.get(busiest, 0.0) + clocks[busiest]
+    return parts
+
+
+class Compared(NamedTuple):
+    """Clocks per score of a level: predicted by the rule, in parts; the sum of all units; measured."""
+
+    parts: dict[str, float]
+    sum: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as predicted the level takes."""
+        return self.measured / sum(self.parts.values())
+
+
+def compare_levels(bench: Record, instructions: Record, direction: str) -> dict[tuple[int, int], Compared]:
+    """Return (head size, level) -> prediction and measurement, of all levels that were timed at N=8192 without a mask.
+
+    A measured time becomes clocks by the data sheet's clock. The real clock was not recorded; it may differ by 8%.
+    """
+    found = {}
+    size = {"provider": "sage_kernels", "scope": "kernel", "n_q": 8192, "causal": False, "direction": direction}
+    for row in sorted(bench.select(**size), key=lambda row: (-row["head_dim"], row["level"])):
+        head_dim, level = row["head_dim"], row["level"]
+        scores = row["batch"] * row["heads"] * row["n_q"] * row["n_k"]
+        measured = row["ms_median"] * 1e9 * PEAK["bf16"] / 4096 / scores
+        total = level_clocks(instructions, level, head_dim, direction)["sum"]
+        found[head_dim, level] = Compared(predicted(instructions, level, head_dim, direction), total, measured)
+    return found
 
 
 def busy(rows: Sequence[Row], ms: float, ghz: float, scores: float) -> dict[str, float]:
