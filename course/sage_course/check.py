@@ -18,7 +18,7 @@ import os
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -88,8 +88,8 @@ def yours(lesson_name: str, gap_name: str) -> Callable:
     for name in list(module.GAPS)[: list(module.GAPS).index(gap_name) + 1]:
         with suppress(Exception):  # what can't be read or run counts as not saved
             defined((folder / f"{name}.py").read_text(encoding="utf-8"), str(folder / f"{name}.py"), names)
-    function = names[_plain(gap.solution).__name__]
-    if function is not gap.solution and all(difference is None for *_, difference in _trials(gap, function)):
+    function = names[plain(gap.solution).__name__]
+    if function is not gap.solution and is_right(gap, function):
         print(f"{gap_name}: yours, as you wrote it in an earlier notebook.")
         return function
     saved = (folder / f"{gap_name}.py").exists()
@@ -104,14 +104,15 @@ def fill_in(name: str, function: Callable, *, gaps: dict[str, Gap], folder: Path
     Raises NotYetError with what was expected, what was found and a hint, if the function is not right.
     """
     gap = _named(name, gaps)
-    if function is gap.solution or is_gap(function):
-        print(f"{name}: still to fill in. From here on the course's solution is used.")
+    from sage_course import feedback
+
+    if function is gap.solution or has_gap(source(function)):
+        print(f"{name}: {feedback.unfinished(gap, function)}")
         return gap.solution
-    for _, _, difference in _trials(gap, function):
-        if difference is not None:
-            raise NotYetError(f"{name}: not yet.\n{difference}\n{_hint(gap, function, gap.inputs())}".rstrip())
+    if difference := next(differences(gap, function), None):
+        raise NotYetError(f"{name}: not yet.\n{difference}\n{feedback.hint(gap, function)}".rstrip())
     print(f"{name}: right.")
-    if folder and _plain(function).__name__ == _plain(gap.solution).__name__:
+    if folder and plain(function).__name__ == plain(gap.solution).__name__:
         _save(function, folder / f"{name}.py")
     return function
 
@@ -133,18 +134,16 @@ def _save(function: Callable, file: Path) -> None:
     """Write a function's source, after imports of the modules that it names."""
     from sage_lab.records import write_file
 
-    plain = _plain(function)
-    modules = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
+    names = plain(function).__globals__
+    modules = {name: names.get(name) for name in plain(function).__code__.co_names}
     imports = [f"import {x.__name__} as {name}\n" for name, x in modules.items() if inspect.ismodule(x)]
-    try:
+    with suppress(OSError):  # a later notebook then says that none is saved
         write_file(file, "".join(imports) + source(function))
-    except OSError as error:
-        print(f"It could not be saved for later notebooks: {error}")
 
 
-def is_gap(function: Callable) -> bool:
+def has_gap(text: str) -> bool:
     """Whether `...` stands where a value belongs. In `x[..., 0]` it is no gap."""
-    tree = ast.parse(source(function))
+    tree = ast.parse(text)
     indices = {
         id(inner) for node in ast.walk(tree) if isinstance(node, ast.Subscript) for inner in ast.walk(node.slice)
     }
@@ -155,10 +154,10 @@ def is_gap(function: Callable) -> bool:
 
 def source(function: Callable) -> str:
     """The text of a function or of a Triton program."""
-    return textwrap.dedent(inspect.getsource(_plain(function)))
+    return textwrap.dedent(inspect.getsource(plain(function)))
 
 
-def _plain(function: Callable) -> Callable:
+def plain(function: Callable) -> Callable:
     """Return the Python function of a Triton program; a Python function as it is."""
     return getattr(function, "fn", function)
 
@@ -181,7 +180,7 @@ def defined(text: str, file: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def mistaken(gap: Gap, mistake: Mistake) -> Callable:
     """Return the solution with this mistake made."""
-    original = _plain(gap.solution)
+    original = plain(gap.solution)
     text = edited(source(gap.solution), [mistake])
     file = f"<{original.__name__} with {mistake.new!r}>"
     return defined(text, file, dict(original.__globals__))[original.__name__]
@@ -256,11 +255,16 @@ def _kind(dtype: torch.dtype) -> torch.dtype | str:
     return dtype if dtype in (torch.int8, torch.bool) else "integer"
 
 
-def _trials(gap: Gap, function: Callable) -> Iterable[tuple[Any, Any, str | None]]:
-    """Yield, for each trial, what the function gives, what the solution gives, and `first_difference`."""
+def differences(gap: Gap, function: Callable) -> Iterator[str]:
+    """Yield `first_difference` of every trial in which the function is wrong."""
     for trial in gap.inputs():
-        found, expected = _tried(gap, function, trial), _run(gap, gap.solution, trial)
-        yield found, expected, first_difference(found, expected)
+        found, expected = tried(gap, function, trial), _run(gap, gap.solution, trial)
+        if (difference := first_difference(found, expected)) is not None:
+            yield difference
+
+
+def is_right(gap: Gap, function: Callable) -> bool:
+    return next(differences(gap, function), None) is None
 
 
 def _run(gap: Gap, function: Callable, trial: tuple) -> Any:
@@ -270,35 +274,25 @@ def _run(gap: Gap, function: Callable, trial: tuple) -> Any:
         return gap.run(function, *deepcopy(trial))
 
 
-def _tried(gap: Gap, function: Callable, trial: tuple) -> Any:
-    """The same; `Raised` if it fails."""
+def tried(gap: Gap, function: Callable, trial: tuple) -> Any:
+    """Return the function's result for a copy of the trial; `Raised` if it fails."""
     try:
         return _run(gap, function, trial)
     except Exception as error:
-        return Raised(f"{type(error).__name__}: {error}", _line_of(error, function))
+        return _raised(error, function)
 
 
-def _line_of(error: Exception, function: Callable) -> str:
-    """The line of the reader's function that failed."""
-    file = _plain(function).__code__.co_filename
-    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return lines[-1] if lines else ""
-
-
-def _hint(gap: Gap, function: Callable, trials: Sequence[tuple]) -> str:
-    """Return the hint of the mistake that explains what the function gives."""
-    found = [_tried(gap, function, trial) for trial in trials]
-    if any(x is None for x in found):
-        return "It returns None: is there a `return`?"
-    expected = [_run(gap, gap.solution, trial) for trial in trials]
-    mistake = explained(
-        found,
-        expected,
-        gap.mistakes,
-        lambda mistake: (_tried(gap, mistaken(gap, mistake), trial) for trial in trials),
-        lambda x, y: first_difference(x, y) is None,
-    )
-    return f"Hint: {mistake.hint}" if mistake else ""
+def _raised(error: BaseException, function: Callable) -> Raised:
+    """Return the first cause of a failure and the line of the reader's function. Triton wraps errors in its own."""
+    file, lines = plain(function).__code__.co_filename, []
+    while True:
+        lines += [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        if (text := getattr(error, "src", None)) and text in source(function):  # it did not compile: no frames
+            lines.append(text.splitlines()[error.node.lineno - 1].strip())
+        if not (error.__cause__ and type(error).__module__.startswith("triton.")):
+            message = getattr(error, "error_message", None) or error
+            return Raised(f"{type(error).__name__}: {message}", lines[-1] if lines else "")
+        error = error.__cause__
 
 
 def explained(

@@ -45,6 +45,9 @@ def compare(question: str, measured: float | str, digits: int = 3) -> None:
     if isinstance(guess, int | float) and guess * shown > 0:
         ratio = max(guess / shown, shown / guess)
         line += f" (a factor of {ratio:.1f} apart)" if ratio >= 1.05 else " (spot on)"
+    elif isinstance(guess, int | float):  # no number is a factor apart from 0
+        apart = "the sign differs" if guess * shown else f"{abs(guess - shown):.{digits}f} apart"
+        line += " (spot on)" if guess == shown else f" ({apart})"
     print(line)
 
 

@@ -7,20 +7,10 @@ import re
 
 import pytest
 import torch
+from sage_course import check
 from sage_course import lessons as solutions
-from sage_course.check import (
-    Gap,
-    Mistake,
-    NotYetError,
-    defined,
-    fill_in,
-    first_difference,
-    is_gap,
-    lesson,
-    mistaken,
-    source,
-    yours,
-)
+from sage_course.check import Gap, Mistake, NotYetError, fill_in, first_difference, lesson, mistaken, source, yours
+from sage_course.feedback import reason
 from sage_lab.records import REPOSITORY
 
 
@@ -93,6 +83,10 @@ def tripled(x):
     return 3 * x
 
 
+def counted(x):
+    return x + torch.arange(len(x))
+
+
 def unfinished(x):
     return ... * x
 
@@ -132,7 +126,7 @@ def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, 
     gaps, names = LESSONS["int8_quantization"], {"torch": torch, "F": torch.nn.functional}
     for name, text in {"psi": OWN_PSI, "psi_of_blocks": OWN_BLOCKS}.items():
         assert yours("int8_quantization", name) is gaps[name].solution
-        lesson("int8_quantization")(name, defined(text, "a notebook's cell", names)[name])
+        lesson("int8_quantization")(name, check.defined(text, "a notebook's cell", names)[name])
         assert source(yours("int8_quantization", name)).endswith(text)
     assert yours("int8_quantization", "psi_of_blocks").__globals__["F"] is torch.nn.functional
     capsys.readouterr()
@@ -143,18 +137,107 @@ def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, 
 
 
 def test_an_ellipsis_that_is_an_index_is_no_gap():
-    assert is_gap(unfinished)
-    assert not is_gap(last)
+    assert check.has_gap(source(unfinished))
+    assert not check.has_gap(source(last))
 
 
 def test_what_was_expected_and_found_is_shown_without_a_hint_if_none_fits():
     with pytest.raises(NotYetError) as caught:
-        fill_in("doubled", tripled, gaps=GAPS)
+        fill_in("doubled", counted, gaps=GAPS)
     said = caught.value._render_traceback_()
     assert said[0] == "doubled: not yet."
-    assert said[1:] == ["2 of 2 entries differ, the first at [0]: expected 2", f"{' ' * 41}found    3"]
-    with pytest.raises(NotYetError, match="It returns None: is there a `return`"):
-        fill_in("doubled", lambda x: None, gaps=GAPS)
+    assert said[1:] == ["1 of 2 entries differ, the first at [0]: expected 2", f"{' ' * 41}found    1"]
+
+
+COLUMN, INTEGERS = torch.tensor([[1.0], [0.0], [-2.0]]), torch.tensor([3, -100, 127])
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "hint"),
+    [
+        (None, COLUMN, "It returns None"),
+        (COLUMN, (COLUMN, COLUMN), "Return all results"),
+        ((INTEGERS, COLUMN, 1), (COLUMN, INTEGERS, 1), "The results are in the wrong order"),
+        ((COLUMN, COLUMN[:, 0]), (COLUMN, COLUMN), "An axis of size 1 is lost"),
+        (COLUMN, COLUMN[:, 0], "There is an axis of size 1 too many"),
+        (COLUMN.mT, COLUMN, "Rows and columns are exchanged"),
+        (COLUMN.sum(), COLUMN, "An axis is lost"),
+        (COLUMN - COLUMN[:, 0], COLUMN, "A row and a column made a matrix"),
+        ((INTEGERS + INTEGERS).to(torch.int8), INTEGERS + INTEGERS, "An int8 ends at 127"),
+        (INTEGERS.float(), INTEGERS.to(torch.int8), "These are floats"),
+        (COLUMN.int(), COLUMN / 2, "These are integers"),
+        (COLUMN / COLUMN, torch.ones(3, 1), "NaN comes from 0 / 0"),
+        (1 / COLUMN, COLUMN, "Infinity comes from"),
+        (-COLUMN, COLUMN, "The sign is wrong"),
+        (127 / 128 * COLUMN, COLUMN, "Everything is 0.9922 times what it should be."),
+        (INTEGERS - 1, INTEGERS, "Only the rounding differs"),
+        (lambda: COLUMN + torch.ones(2, 1), COLUMN, "These shapes do not fit"),
+        (lambda: COLUMN @ COLUMN, COLUMN, "The inner sizes differ"),
+        (lambda: INTEGERS.clone().add_(0.5), COLUMN, "`x += y` keeps the dtype"),
+        (lambda: COLUMN.int() @ COLUMN.mT, COLUMN, "Two dtypes do not fit"),
+        (lambda: COLUMN.max(-1) / 127, COLUMN, "`max` along an axis"),
+        (lambda: INTEGERS / None, COLUMN, "Something here is None"),
+    ],
+)
+def test_a_result_shows_what_is_wrong_with_it_even_if_no_mistake_is_known(found, expected, hint):
+    gap = Gap(doubled, lambda: [()], (), lambda function: function())
+    assert reason(check.tried(gap, found, ()) if callable(found) else found, expected).startswith(hint)
+
+
+def said(capsys, lesson, name, *edits):
+    """What a reader is told who wrote the solution with these edits, line by line."""
+    written = mistaken(LESSONS[lesson][name], Mistake(*edits[0], more=edits[1:]))
+    try:
+        fill_in(name, written, gaps=LESSONS[lesson])
+        return capsys.readouterr().out.splitlines()
+    except NotYetError as error:
+        return str(error).splitlines()
+
+
+M_NEW, P = ("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "..."), ("torch.exp(s_ij - m_new)", "torch.exp(s_ij - m)")
+WRONG_LINES = [
+    "Not right yet: p = torch.exp(s_ij - m)",
+    "Not right yet: p_hat = (p / s_p).to(torch.int8)",
+    "Hint: P~ is relative to the new maximum.",
+]
+
+
+@pytest.mark.parametrize(
+    ("edits", "expected"),
+    [
+        ([M_NEW, (P[0], "(s_ij - m_new).exp()")], [": m_new; the rest is right"]),
+        ([M_NEW, P, ("torch.round(p / s_p)", "(p / s_p)")], [": m_new", *WRONG_LINES]),
+        ([M_NEW, ("return m_new,", "return 2 * m_new,")], [": m_new", "Not right yet: return (2 * m_new, "]),
+        ([M_NEW, ("p = torch", "q = torch")], [""]),  # too different to try its lines
+    ],
+)
+def test_lines_are_tried_before_all_are_filled_in(capsys, edits, expected):
+    first, *more = said(capsys, "sagebwd_forward", "forward_tile", *edits)
+    assert first == f"forward_tile: still to fill in{expected[0]}. From here on the course's solution is used."
+    assert all(line.startswith(begin) for line, begin in zip(more, expected[1:], strict=False))
+
+
+def test_two_mistakes_and_a_change_of_an_input_are_found(capsys):
+    lines = said(capsys, "sagebwd_forward", "forward_tile", P, ("torch.round(p / s_p)", "(p / s_p)"))
+    assert lines[3:] == WRONG_LINES
+    swapped = ("* s_ds * s_k", "* s_ds * s_q"), ("ds_hat.mT, q_hat) * s_ds * s_q", "ds_hat.mT, q_hat) * s_ds * s_k")
+    assert said(capsys, "sagebwd_backward", "dq_dk_parts", *swapped)[-1] == "Hint: dQ meets K^: its scale is s_K."
+    change = "x_hat = torch.round(x", "x -= x.mean()\n    x_hat = torch.round(x"
+    assert said(capsys, "int8_quantization", "psi", change)[-1].startswith("Hint: It changes an input in place")
+
+
+def test_a_triton_programs_lines_are_tried_and_its_failure_shows_the_line(capsys):
+    pytest.importorskip("triton")
+    p = "tl.math.exp2(s_ij - m_new[:, None])"
+    lines = said(capsys, "flash_attention", "flash", (p, "tl.math.exp2(s_ij)"), ("tl.math.exp2(m - m_new)", "..."))
+    assert lines[0].startswith("flash: still to fill in: rescale.")
+    assert lines[1] == "Not right yet: p_ij = tl.math.exp2(s_ij)"
+    lines = said(capsys, "flash_attention", "flash", (p, "tl.math.exp2(s_ij - mnew[:, None])"))
+    assert lines[2:] == [
+        "found    NameError: name 'mnew' is not defined",
+        "in the line: p_ij = tl.math.exp2(s_ij - mnew[:, None])",
+        "Hint: This name has no value here. Is it spelt as in the function's first line?",
+    ]
 
 
 def test_a_function_that_fails_is_told_why_and_where_and_may_be_a_known_mistake():

@@ -13,8 +13,10 @@ from sage_course.teaching import compare, grade, predict
         (1, 4.0, "predicted 1, measured 4.000 (a factor of 4.0 apart)"),
         (1.02, 1.0, "predicted 1.02, measured 1.000 (spot on)"),
         (-1.0, -3.0, "predicted -1.0, measured -3.000 (a factor of 3.0 apart)"),
-        (-1.0, 1.0, "predicted -1.0, measured 1.000"),  # the right size with the wrong sign is not spot on
-        (1.0, 0.0, "predicted 1.0, measured 0.000"),
+        (-1.0, 1.0, "predicted -1.0, measured 1.000 (the sign differs)"),
+        (1.0, 0.0, "predicted 1.0, measured 0.000 (1.000 apart)"),
+        (0, 0.25, "predicted 0, measured 0.250 (0.250 apart)"),
+        (0, 0.0001, "predicted 0, measured 0.000 (spot on)"),
         ("it grows", 1.0, "predicted it grows, measured 1.000"),
         (..., 0.5, "measured 0.500"),
     ],
