@@ -12,6 +12,7 @@ from kernel_cases import (
     MARKS,
     ON_GPU,
     all_equal,
+    as_hopper,
     distance,
     emulated,
     fill_cache,
@@ -322,6 +323,21 @@ MATCHED = [
 @pytest.mark.parametrize("case", MATCHED, ids=str)
 def test_matched_gradients_are_the_references(case, level_of_backward):
     assert_gradients(case, LEVEL_INT8, gradients_after(case, LEVEL_INT8, level_of_backward=level_of_backward))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("case", [Case(20, 70, "half", 48), MATCHED[1]], ids=str)
+def test_the_operation_runs_hoppers_programs(case, monkeypatch):
+    *qkv, grad_output, block_mask, alpha = draw(case)
+    leaves = [x.detach().requires_grad_() for x in (*qkv, alpha)]
+    monkeypatch.setattr("sage_kernels.sla2.ops.recorded", lambda key, tensors, compute: compute(emulated(case.n_q)))
+    options = {"quantize": True, "backward": "matched" if case.matched else "printed", "backend": "triton"}
+    with as_hopper():
+        output = sage_ref.sparse_linear_attention(*leaves[:3], block_mask, leaves[3], **options)
+        found = torch.autograd.grad(output, leaves, grad_output)
+    expected = gradients_after(case, LEVEL_HOPPER, level_of_backward=1)
+    assert all_equal((output, *found), (forward_level(case, LEVEL_HOPPER).forward.output, *expected))
+    assert not all_equal(found, gradients_after(case, LEVEL_HOPPER, level_of_backward=0))
 
 
 @on_the_cpu
