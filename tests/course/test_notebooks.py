@@ -31,7 +31,6 @@ TOO_MUCH = {
     "05b": "lines numbers",
     "07": "lines",
     "09": "lines",
-    "12b": "lines numbers",
     "12c": "lines numbers",
     "15": "lines",
 }

@@ -60,7 +60,11 @@ def _half_hidden() -> Tensor:
 def _inputs() -> list[tuple]:
     q, k, v = draws(0, *[(192, 8)] * 3, dtype=torch.float64)
     sizes = torch.linspace(0.2, 3, 192, dtype=torch.float64)[:, None]  # so that blocks differ
-    return [(sizes * q, sizes * k + 2, sizes.flip(0) * v, _half_hidden(), 0.35)]
+    with_zeros = torch.where(torch.arange(192)[:, None] < BLOCK_KV, 0.0, v)
+    return [
+        (sizes * q, sizes * k + 2, sizes.flip(0) * v, _half_hidden(), 0.35),
+        (1e-7 * q, 1e-7 * k, 1e-7 * with_zeros, _half_hidden(), 0.35),
+    ]
 
 
 def _outputs() -> list[tuple]:
@@ -141,11 +145,15 @@ GAPS = {
         Mistake("p * (dp - delta)", "p * dp - delta", "dS = P (dP - delta): first subtract, then multiply."),
         Mistake("c * ds @ k, c * ds.mT @ q", "c * ds @ q, c * ds.mT @ k", "dQ = c dS K, and dK = c dS^T Q."),
         Mistake("c * ds @ k, c * ds.mT @ q", "ds @ k, ds.mT @ q", "c is missing in dQ and dK."),
+        Mistake("p.mT @ do", "p @ do", "dV sums over the queries: P is transposed."),
+        Mistake("ds.mT @ q", "ds @ q", "dK sums over the queries: dS is transposed."),
         Mistake("(dp - delta)", "dp", "dS = P (dP - delta)."),
         Mistake("return c * ds @ k", "return ds @ k", "c is missing in dQ."),
         Mistake("c * ds.mT @ q", "ds.mT @ q", "c is missing in dK."),
     )),
     "paired_effect": Gap(paired_effect, lambda: [([0.31, 0.35, 0.42], [0.3, 0.36, 0.4])], (
+        Mistake("[x - y for x, y in zip(trained, baseline, strict=True)]", "trained - baseline",
+                "Python does not subtract lists: take one difference for each seed."),
         Mistake("x - y for", "y - x for", "Below zero should mean that training helped: trained minus baseline."),
         Mistake("stdev(differences)", "stdev(trained)", "The spread of the differences, not of the errors."),
         Mistake("stdev(differences)", "math.hypot(stdev(trained), stdev(baseline))",
