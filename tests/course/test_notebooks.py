@@ -32,7 +32,6 @@ TOO_MUCH = {
     "07": "lines",
     "09": "lines",
     "12c": "lines numbers",
-    "15": "lines",
 }
 MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program
