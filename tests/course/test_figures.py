@@ -171,7 +171,7 @@ SEEN = {
     "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 3328921577,
     "who works": 475709382, "instructions": 3620918819,
     "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
-    "forward film": 2236343426, "forward step": 1559361536, "backward film": 1196239609, "backward step": 2350192556,
+    "forward film": 1048836279, "forward step": 3059536074, "backward film": 2336505091, "backward step": 2185246879,
     "owners": 3673800219, "sparse owners": 195109386, "sparse owner of nothing": 1860916307, "SLA2": 1805374965,
     "two warps": 3294617789,
 }  # fmt: skip

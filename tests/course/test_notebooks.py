@@ -27,7 +27,6 @@ TOO_MUCH = {
     "03b": "lines",
     "03c": "lines numbers",
     "04": "lines",
-    "05": "lines",
     "05b": "lines numbers",
     "07": "lines",
     "09": "lines",

@@ -114,7 +114,7 @@ def draw_forward(
     for name, x in (*headings, ("O / l" if now.is_last else "O", o_start + width / 2)):
         axes.text(x, -0.15, name, ha="center", va="bottom", fontsize=LETTERS)
     axes.set(xlim=(-0.6, o_start + width + 0.6), ylim=(n_q + 0.2, -1.2))
-    axes.set_title(f"step {len(steps)} of {count}: i = {now.i}, j = {now.j}", fontsize=10)
+    axes.set_title(f"turn {len(steps)} of {count}: i = {now.i}, j = {now.j}", fontsize=10)
     axes.set_axis_off()
 
 
@@ -179,7 +179,7 @@ def backward_step_figure(visible: Tensor, step: int) -> Figure:
     return one_picture(height, BACKWARD_KEY, draw_backward, visible, order[: step + 1], len(order))
 
 
-BACKWARD_KEY = "orange: this step; 1/3: one of three parts is in the sum; green: the sum is complete"
+BACKWARD_KEY = "orange: this turn; 1/3: one of three parts is in the sum; green: the sum is complete"
 
 
 def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]], count: int) -> None:
@@ -196,7 +196,7 @@ def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]],
         for name, y in (("dK", rows + 0.4), ("dV", rows + 1.4)):
             draw_sum(axes, (j, y), f"${name}_{j}$", parts, total, is_now=j == now_j)
     axes.set(xlim=(-0.1, columns + 1.6), ylim=(rows + 2.5, -0.1))
-    axes.set_title(f"step {len(order)} of {count}: j = {now_j}, i = {now_i}", fontsize=10)
+    axes.set_title(f"turn {len(order)} of {count}: j = {now_j}, i = {now_i}", fontsize=10)
     axes.set_axis_off()
 
 

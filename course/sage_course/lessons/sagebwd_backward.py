@@ -85,7 +85,8 @@ def _scores_and_log_sums() -> list[tuple]:
 
 def _probabilities_and_gradients() -> list[tuple]:
     (do,) = draws(1, (TILE, HEAD_DIM))
-    return [(_probabilities(2)[:, tile], *psi(do)) for tile in (slice(0, TILE), slice(TILE, 2 * TILE))]
+    trials = [(_probabilities(2)[:, tile], *psi(do)) for tile in (slice(0, TILE), slice(TILE, 2 * TILE))]
+    return [*trials, *((factor * trials[0][0], *psi(do)) for factor in (1e-7, 0.0))]  # a tile far below its row's rest
 
 
 def _gradients_and_outputs() -> list[tuple]:
@@ -101,7 +102,7 @@ def _tiles_of_dp() -> list[tuple]:
 def _tiles_of_ds() -> list[tuple]:
     q, k, ds = draws(6, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, TILE))
     sizes = torch.logspace(-3, -1, TILE)[:, None]  # rows of different sizes, as they are in dS
-    return [(*psi(3 * q), *psi(k), sizes * ds, C)]
+    return [(*psi(3 * q), *psi(k), factor * sizes * ds, C) for factor in (1.0, 1e-6, 0.0)]
 
 
 def _columns() -> list[tuple]:
@@ -129,13 +130,13 @@ GAPS = {
         Mistake(" - l_i", "", "That is e^S. Its rows don't add up to one: L_i is missing."),
         Mistake("torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)",
                 "torch.softmax(score_tile(s_q, q_hat, s_k, k_hat, c), -1)",
-                "A tile is not the whole row: its own sum is not the row's. L_i knows the whole row."),
+                "The sum of a tile is not the sum of the whole row. L_i holds the whole row."),
         Mistake("k_hat, c) - l_i", "k_hat, 1) - l_i", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
-        Mistake("- l_i", "- l_i.mT", "L_i has one number per query: the shape [queries, 1] is right as it is."),
+        Mistake("- l_i", "- l_i.mT", "L_i has one number per query: [queries, 1] is right without a transpose."),
         Mistake("- l_i", "/ l_i", "e^L is the sum of the row: P = e^S / e^L."),
         Mistake("torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)", "score_tile(s_q, q_hat, s_k, k_hat, c) - l_i",
                 "That is the logarithm of P: the exponential is missing."),
-        Mistake("k_hat, c) - l_i)", "k_hat, c)) / l_i", "L is the logarithm of the sum: it belongs into the exponent."),
+        Mistake("k_hat, c) - l_i)", "k_hat, c)) / l_i", "L is a logarithm: subtract it inside the exponential."),
         Mistake("torch.exp(", "torch.exp(c * ", "score_tile has multiplied by c already."),
     )),
     "dv_part": Gap(dv_part, _probabilities_and_gradients, (
@@ -144,7 +145,7 @@ GAPS = {
         Mistake(" * s_do", "", "dO^ stands for s_dO dO^."),
         Mistake("psi(p_ij)", "psi(p_ij, (1, None))", "A scale per query varies along this sum: it can't wait outside."),
         Mistake("psi(p_ij)", "1 / 127, torch.round(127 * p_ij).to(torch.int8)",
-                "That is the constant 1/127. Ask psi for the scale."),
+                "That is the constant 1/127. Let psi find the scale."),
         Mistake("integer_matmul(p_hat.mT, do_hat)", "(p_hat.mT @ do_hat)",
                 "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits."),
         Mistake("integer_matmul(p_hat.mT, do_hat) * s_p * s_do", "p_ij.mT @ (s_do * do_hat)",
@@ -157,7 +158,7 @@ GAPS = {
     "row_delta": Gap(row_delta, _gradients_and_outputs, (
         Mistake(".sum(", ".mean(", "A sum, not a mean."),
         Mistake("-1", "-2", "One number per query: the sum runs over the channels."),
-        Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
+        Mistake(", keepdim=True", "", "Keep the axis: delta is a column, subtracted from [queries, keys]."),
         Mistake("do * o", "do @ o.mT", "Entry by entry: a query's dO meets its own O only."),
         Mistake("(do * o).sum(-1, keepdim=True)", "do @ o.mT",
                 "Entry by entry, then the sum of each row: [queries, 1]."),
@@ -171,10 +172,10 @@ GAPS = {
                 "This matmul stays in 16 bit: neither dO nor V is rounded."),
         Mistake("dp_ij - delta_i", "delta_i - dp_ij", "The other way round: dP minus delta."),
         Mistake("- delta_i", "- delta_i.mT",
-                "delta has one number per query: the shape [queries, 1] is right as it is."),
+                "delta has one number per query: [queries, 1] is right without a transpose."),
         Mistake("p_ij * (", "p_ij @ (", "Entry by entry, not a matmul."),
         Mistake("- delta_i", "- (p_ij * dp_ij).sum(-1, keepdim=True)",
-                "That sum has the keys of this tile only; delta_i is of the whole row."),
+                "That sum has only the keys of this tile. delta_i belongs to the whole row."),
     )),
     "dq_dk_parts": Gap(dq_dk_parts, _tiles_of_ds, (
         Mistake("c * dq_part, c * dk_part", "dq_part, dk_part",
@@ -186,6 +187,9 @@ GAPS = {
         Mistake(" * s_ds * s_q", " * s_q", "dS^ stands for s_dS dS^, in dK too."),
         Mistake(" * s_ds * s_k", " * s_ds * s_q", "dQ meets K^: its scale is s_K."),
         Mistake(" * s_ds * s_q", " * s_ds * s_k", "dK meets Q^: its scale is s_Q."),
+        Mistake("integer_matmul(ds_hat, k_hat) * s_ds * s_k", "integer_matmul(ds_hat, k_hat) * s_ds * s_q",
+                "The scales are swapped: dQ meets K^ and its s_K, dK meets Q^ and its s_Q.",
+                (("q_hat) * s_ds * s_q", "q_hat) * s_ds * s_k"),)),
         Mistake("psi(ds_ij)", "psi(ds_ij, (1, None))",
                 "A scale per query may wait outside dQ, but not outside dK: there the sum runs over queries."),
         Mistake("= psi(ds_ij)", "= 1, psi(ds_ij)[1]", "dS^ stands for s_dS dS^, in both."),
@@ -201,6 +205,10 @@ GAPS = {
         Mistake("dq_i += dq_part", "dq_i[:] = dq_part", "dQ_i holds what other tiles of keys have added: add to it."),
         Mistake("dq_i += dq_part", "dq_i = dq_i + dq_part",
                 "Nothing was added to dq_tiles. += adds in place; dq_i = dq_i + ... makes a new tensor."),
+        Mistake("dv_j += ", "dv_j = ", "Keep each +=: dV_j, dK_j and dQ_i are sums, and = forgets the earlier parts.",
+                (("dk_j += ", "dk_j = "), ("dq_i += ", "dq_i = "))),
+        Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, s_do * do_hat",
+                "dP takes dO_i as it is. s_dO times its integers is a rounded dO."),
         Mistake("dk_j, dv_j\n", "dv_j, dk_j\n", "dK_j first, then dV_j."),
         Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, do_hat.float()", "dP takes dO_i itself, not its integers."),
         Mistake("dk_j += dk_part", "dk_j += c * dk_part", "dq_dk_parts has multiplied by c already."),
@@ -210,7 +218,7 @@ GAPS = {
         Mistake(".sum(", ".mean(", "P is a weight already, its rows add up to one: a sum."),
         Mistake("(p * dp_hat).sum(", "dp_hat.mean(", "The mean is weighted: with P."),
         Mistake("-1", "-2", "One number per query: the sum runs over the keys."),
-        Mistake(", keepdim=True", "", "Keep the axis, so that delta can be taken from [queries, keys]."),
+        Mistake(", keepdim=True", "", "Keep the axis: delta is a column, subtracted from [queries, keys]."),
         Mistake("p * dp_hat", "dp_hat", "The mean is weighted: with P."),
     )),
 }  # fmt: skip
