@@ -14,7 +14,7 @@ from sage_course import figures
 from sage_course.results import full_batch
 from sage_course.results.pretraining import noise_checkpoints, noise_of
 from sage_lab.experiments.table1 import closest_setting
-from sage_lab.records import Record, read_record
+from sage_lab.records import read_record
 
 from sage_ref.sagebwd import SageBwdSettings
 
@@ -103,11 +103,6 @@ def noise_rows():
     return next(iter(noise_checkpoints(read_record("noise_h200")).values()))
 
 
-def without_hopper(bench):
-    """Rows as a GPU that isn't Hopper would give them."""
-    return Record({"gpu": "a different GPU"}, [row for row in bench.rows if row["level"] not in (4, 5)])
-
-
 BENCH, SLA2_BENCH, RUNS = "bench_h200", "bench_sla2_h200", "pretrain_h200"
 SLA2_POINT = ((8192, 32760), 0.97)
 PROFILED = {"forward": 5, "dq": 4, "dk": 4, "dv": 4, "no such program": 4}
@@ -115,8 +110,6 @@ OTHERS = {
     "overview": lambda r: figures.overview_figure(r("table2_captures"), r("paired_h200")),
     "table 1": lambda r: figures.table1_figure(r("table1_sweep"), closest_setting(r("table1_sweep"))),
     "choices of table 1": lambda r: figures.table1_choices_figure(r("table1_sweep")),
-    "forward ladder": lambda r: figures.ladder_figure(r(BENCH), "fwd", title="", here=without_hopper(r(BENCH))),
-    "backward ladder": lambda r: figures.ladder_figure(r(BENCH), "bwd", title=""),
     "predictions": lambda r: figures.prediction_figure(
         r(BENCH), figures.compare_levels(r(BENCH), r("instructions_sm90"), "bwd"), title=""
     ),
@@ -162,8 +155,8 @@ OTHERS = {
 BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward step", "backward film", "backward step",
            "owners", "sparse owners", "sparse owner of nothing", "SLA2", "two warps")  # fmt: skip
 SEEN = {
-    "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414, "forward ladder": 2421895543,
-    "backward ladder": 2968664254, "predictions": 422334160, "busy": 1167434420, "curves": 3217129273,
+    "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414,
+    "predictions": 422334160, "busy": 1167434420, "curves": 3217129273,
     "final losses": 1678875001, "gaps": 4209771848, "noise": 2053049639, "T*": 4075139534, "SLA2 ladder": 981905570,
     "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 4050150043,
     "repaired runs": 3365346669, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,

@@ -29,7 +29,6 @@ TOO_MUCH = {
     "04": "lines",
     "05b": "lines numbers",
     "07": "lines",
-    "09": "lines",
     "12c": "lines numbers",
 }
 MOST_CELLS, LEAST_FILL_INS = 60, 3

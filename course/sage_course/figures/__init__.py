@@ -3,9 +3,7 @@
 # ruff: noqa: F401, I001 (for notebooks to import; several names a line)
 from sage_course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
 from sage_course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, prediction_figure
-from sage_course.figures.kernels import (
-    KIND_COLORS, LEVEL_NAMES, draw_instructions, ladder_figure, overview_figure,
-)  # fmt: skip
+from sage_course.figures.kernels import KIND_COLORS, draw_instructions, overview_figure
 from sage_course.figures.memory import memory_hierarchy
 from sage_course.figures.noise import (
     VARIANT_STYLES, draw_gradients, gradients_figure, noise_figure, tokens_at_bias_figure,

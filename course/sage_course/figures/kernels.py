@@ -10,7 +10,7 @@ from sage_lab.experiments.table2 import most_error_prone
 from sage_lab.records import Record, Row
 
 from sage_course.figures.errors import error_map
-from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, panels
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW
 
 
 def overview_figure(table2: Record, paired: Record) -> Figure:
@@ -40,46 +40,6 @@ def overview_figure(table2: Record, paired: Record) -> Figure:
     )
     right.set(xlabel="milliseconds (shorter is better)", xlim=(0, 1.45 * max(times)))
     right.tick_params(axis="y", labelsize=9)
-    return figure
-
-
-LEVEL_NAMES = {
-    "fwd": (
-        "0\n16 bit", "1\nINT8\nQ K$^T$", "2\nINT8\nP V too", "3\nno con-\nversions", "4\nno\nshuffles", "5\nHopper",
-    ),
-    "bwd": (
-        "0\n16 bit", "1\nINT8,\nper row", "2\nINT8,\nper block", "3\nno con-\nversions", "4\nHopper", "5\none pass",
-    ),
-}  # fmt: skip
-
-
-def ladder_figure(bench: Record, direction: str, *, title: str, here: Record | None = None) -> Figure:
-    """Draw every level's TOPS at N=8192, kernel alone and with quantisation, for both head sizes; peers as lines.
-
-    bench: rows of `python -m sage_lab bench`; direction "fwd" or "bwd"; here: rows measured on this machine.
-    """
-    figure, axes = panels(2, width=5.2, height=3.9, sharey=True, title=title)
-    size = {"n_q": 8192, "causal": False, "direction": direction}
-    for ax, head_dim in zip(axes, (128, 64), strict=True):
-
-        def tops(record, scope, head_dim=head_dim):
-            rows = record.select(provider="sage_kernels", scope=scope, head_dim=head_dim, **size)
-            return [row["tops"] for row in sorted(rows, key=lambda row: row["level"])]
-
-        levels = range(len(tops(bench, "kernel")))
-        ax.bar(levels, tops(bench, "kernel"), width=0.7, color=[SKY] + [BLUE] * len(levels[1:]), label="kernel alone")
-        ax.plot(levels, tops(bench, "op"), "_", color=ORANGE, markersize=22, markeredgewidth=2, label="with quantising")
-        if here:
-            found = tops(here, "kernel")  # the last level needs a Hopper GPU
-            ax.plot(range(len(found)), found, "D", color=BLACK, label=f"kernel, {here.provenance['gpu']}")
-        for provider, name, color in (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN)):
-            peer = bench.select(provider=provider, head_dim=head_dim, **size)[0]["tops"]
-            ax.axhline(peer, color=color, linestyle="--", linewidth=1.2, label=name)
-        ax.set_title(f"D = {head_dim}", fontsize=10)
-        ax.set_xticks(levels, LEVEL_NAMES[direction][: len(levels)], fontsize=9)
-    axes[0].set(ylabel="TOPS", ylim=(0, 1.35 * axes[0].dataLim.ymax))
-    axes[0].legend(fontsize=9, ncols=2, loc="upper left")
-    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
     return figure
 
 

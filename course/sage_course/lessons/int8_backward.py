@@ -111,10 +111,10 @@ def store_psi(x_ptr, s_ptr, hat_ptr, PSI: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 def run_psi(function, x):
-    """Return s [rows] (1 for a row of zeros), X^, and whether s is above 0, of float32 x."""
+    """Return s [rows] and X^ of float32 x. For a row of zeros s is 1, or 0 if it is not above 0."""
     s, hat = torch.empty_like(x[:, 0]), torch.empty_like(x, dtype=torch.int8)
     store_psi[(1,)](x, s, hat, function, *x.shape)
-    return torch.where(x.any(1), s, 1.0), hat, s > 0
+    return torch.where(x.any(1), s, (s > 0).float()), hat
 
 
 def run_dq_16bit(program, q, k, v, do, log_sum_exp, delta):
@@ -159,20 +159,20 @@ def _heads() -> list[tuple]:
     return [tensors]
 
 
-def _tiles_with_a_row_of_zeros() -> list[tuple]:
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 16)[:, None]
+def _tiles_with_zeros_and_tiny_rows() -> list[tuple]:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 3, 16)[:, None]
     x[5] = 0
-    return [(x,)]
+    return [(x,), (torch.zeros(16, 32),)]
 
 
 GAPS = {
     "delta_of": Gap(delta_of,
         lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())], (
         Mistake("(grad_output.float() * output.float())", "(grad_output * output)",
-                "In 16 bit the products are rounded already: .float() before you multiply."),
+                "In 16 bit the products are already rounded: use .float() before you multiply."),
         Mistake(".sum(-1)", ".sum(-1, keepdim=True)", "One number per query, [N]: no keepdim."),
         Mistake(".sum(-1)", ".sum(-2)", "One number per query: the sum runs over the features."),
-        Mistake(".sum(-1)", ".mean(-1)", "It is a sum."),
+        Mistake(".sum(-1)", ".mean(-1)", "delta is a sum, not a mean."),
         Mistake(" * output.float()", "", "delta is rowsum(dO * O)."),
     )),
     "dq_16bit": Gap(dq_16bit, _heads, (
@@ -187,32 +187,39 @@ GAPS = {
         Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys."),
         Mistake("k_j.dtype), k_j)", "k_j.dtype), v_j)", "dQ = dS K."),
     ), run_dq_16bit),
-    "psi_of_rows": Gap(psi_of_rows, _tiles_with_a_row_of_zeros, (
-        Mistake("tl.max(tl.abs(x), 1)", "tl.max(x, 1)", "The largest number without its sign."),
-        Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30)", "tl.max(tl.abs(x), 1)", "A row of zeros: 0 / 0."),
+    "psi_of_rows": Gap(psi_of_rows, _tiles_with_zeros_and_tiny_rows, (
+        Mistake("tl.max(tl.abs(x), 1)", "tl.max(x, 1)", "The scale needs the largest magnitude: tl.abs."),
+        Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30)", "tl.max(tl.abs(x), 1)",
+                "A row of zeros has scale 0, and 0 / 0 is NaN: keep s above 0."),
+        Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127", "tl.max(tl.abs(x), 1) / 127 + 1e-8",
+                "In a tiny row 1e-8 is larger than the scale. Use tl.maximum with a much smaller number."),
+        Mistake("1e-30", "1e-3", "A tiny row gets a scale that is far too large: the smallest s must be much smaller."),
         Mistake("tl.max(tl.abs(x), 1)", "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
                 "One scale per row: the maximum over axis 1."),
-        Mistake(" / 127", " / 128", "INT8 here is -127 to 127."),
+        Mistake(" / 127", " / 128", "The largest magnitude must become 127."),
         Mistake("x / s[:, None]", "x * s[:, None]", "X^ = round(X / s)."),
     ), run_psi),
     "dq_int8": Gap(dq_int8, _heads, (
         Mistake(" * (s_q * s_k * c)", " * (s_q * s_k)", "c = 1 / sqrt(D) is missing from S."),
         Mistake(" * (s_q * s_k * c)", " * c", "The scales of Q and K are missing from S."),
-        Mistake("psi_of_rows(ds_ij)", "psi_of_rows(p_ij)", "dS is rounded for dQ, not P."),
-        Mistake("(s_ds * s_k)[:, None]", "s_ds[:, None]", "K^ stands for s_K K^."),
+        Mistake("psi_of_rows(ds_ij)", "psi_of_rows(p_ij)", "For dQ round dS, not P."),
+        Mistake("(s_ds * s_k)[:, None]", "s_ds[:, None]", "K is s_K K^: s_K is missing."),
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)", "s_dS is one number per query, a row of dQ_i: [:, None]."),
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_q)[:, None]", "dQ = dS K: the scales of dS and of K."),
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)[:, None] * c", "c is multiplied once more, at the end."),
-        Mistake("(s_ds * s_k)[:, None]", "s_k", "dS^ stands for s_dS dS^, a scale per row."),
+        Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys: +=."),
+        Mistake("(s_ds * s_k)[:, None]", "s_k", "dS is s_dS dS^: the scale of each row is missing."),
     ), run_dq_int8),
     "dk_dv_int8": Gap(dk_dv_int8, _heads, (
         Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns."),
-        Mistake("- delta_i[None, :]", "- delta_i[:, None]", "Everything is transposed here, delta, too."),
+        Mistake("- delta_i[None, :]", "- delta_i[:, None]", "Everything is transposed here, also delta: [None, :]."),
         Mistake("(s_p * s_do)[:, None]", "(s_p * s_q)[:, None]", "dV = P^T dO: the scales of P and of dO."),
-        Mistake("(s_p * s_do)[:, None]", "s_p[:, None]", "dO^ stands for s_dO dO^."),
+        Mistake("(s_p * s_do)[:, None]", "s_p[:, None]", "dO is s_dO dO^: s_dO is missing."),
         Mistake("(s_p * s_do)[:, None]", "(s_p * s_do)", "s_P is one number per key, a row of dV_j: [:, None]."),
         Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_q)[:, None] * c", "c is multiplied once more, at the end."),
-        Mistake("psi_of_rows(dst_ij)", "psi_of_rows(pt_ij)", "dS^T is rounded for dK, not P^T."),
+        Mistake("dv_j += tl.dot", "dv_j = tl.dot", "dV_j is a sum over all tiles of queries: +=."),
+        Mistake("dk_j += tl.dot", "dk_j = tl.dot", "dK_j is a sum over all tiles of queries: +=."),
+        Mistake("psi_of_rows(dst_ij)", "psi_of_rows(pt_ij)", "For dK round dS^T, not P^T."),
         Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_k)[:, None]", "dK = dS^T Q: the scales of dS and of Q."),
     ), run_dk_dv_int8),
 }  # fmt: skip
