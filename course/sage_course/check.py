@@ -15,6 +15,7 @@ import inspect
 import linecache
 import math
 import os
+import sys
 import textwrap
 import traceback
 import warnings
@@ -131,12 +132,16 @@ def _folder(lesson_name: str) -> Path:
 
 
 def _save(function: Callable, file: Path) -> None:
-    """Write a function's source, after imports of the modules that it names."""
+    """Write a function's source, after imports of what it names and the notebook has imported."""
     from sage_lab.records import write_file
 
-    names = plain(function).__globals__
-    modules = {name: names.get(name) for name in plain(function).__code__.co_names}
-    imports = [f"import {x.__name__} as {name}\n" for name, x in modules.items() if inspect.ismodule(x)]
+    imports = []
+    for name in plain(function).__code__.co_names:
+        x = plain(function).__globals__.get(name)
+        if inspect.ismodule(x):
+            imports.append(f"import {x.__name__} as {name}\n")
+        elif inspect.isroutine(x) and x.__module__ in sys.modules.keys() - {"__main__", "builtins"}:
+            imports.append(f"from {x.__module__} import {x.__name__} as {name}\n")
     with suppress(OSError):  # a later notebook then says that none is saved
         write_file(file, "".join(imports) + source(function))
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import pkgutil
 import re
 
@@ -79,10 +80,6 @@ def added(x):
     return x + x
 
 
-def tripled(x):
-    return 3 * x
-
-
 def counted(x):
     return x + torch.arange(len(x))
 
@@ -106,13 +103,14 @@ def test_a_right_function_is_given_back_and_a_gap_replaced(capsys):
         "doubled: still to fill in. From here on the course's solution is used.",
     ]
     with pytest.raises(ValueError, match=r"name: expected one of \['doubled'\], got 'tripled'"):
-        fill_in("tripled", tripled, gaps=GAPS)
+        fill_in("tripled", added, gaps=GAPS)
 
 
 OWN_PSI = """\
 def psi(x):
     largest = F.relu(x.abs()).max()
-    return largest / 127, torch.round(x / torch.where(largest > 0, largest / 127, 1.0)).to(torch.int8)
+    s = largest / sqrt(127 * 127)
+    return s, torch.round(x / torch.where(s > 0, s, 1.0)).to(torch.int8)
 """
 OWN_BLOCKS = """\
 def psi_of_blocks(x, block):
@@ -123,7 +121,7 @@ def psi_of_blocks(x, block):
 
 def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SAGE_REF_YOURS", str(tmp_path))
-    gaps, names = LESSONS["int8_quantization"], {"torch": torch, "F": torch.nn.functional}
+    gaps, names = LESSONS["int8_quantization"], {"torch": torch, "F": torch.nn.functional, "sqrt": math.sqrt}
     for name, text in {"psi": OWN_PSI, "psi_of_blocks": OWN_BLOCKS}.items():
         assert yours("int8_quantization", name) is gaps[name].solution
         lesson("int8_quantization")(name, check.defined(text, "a notebook's cell", names)[name])
@@ -144,9 +142,8 @@ def test_an_ellipsis_that_is_an_index_is_no_gap():
 def test_what_was_expected_and_found_is_shown_without_a_hint_if_none_fits():
     with pytest.raises(NotYetError) as caught:
         fill_in("doubled", counted, gaps=GAPS)
-    said = caught.value._render_traceback_()
-    assert said[0] == "doubled: not yet."
-    assert said[1:] == ["1 of 2 entries differ, the first at [0]: expected 2", f"{' ' * 41}found    1"]
+    shown = ["1 of 2 entries differ, the first at [0]: expected 2", f"{' ' * 41}found    1"]
+    assert caught.value._render_traceback_() == ["doubled: not yet.", *shown]
 
 
 COLUMN, INTEGERS = torch.tensor([[1.0], [0.0], [-2.0]]), torch.tensor([3, -100, 127])
@@ -184,58 +181,74 @@ def test_a_result_shows_what_is_wrong_with_it_even_if_no_mistake_is_known(found,
     assert reason(check.tried(gap, found, ()) if callable(found) else found, expected).startswith(hint)
 
 
-def said(capsys, lesson, name, *edits):
+def without_mean(x, weight):
+    total = weight.sum()
+    share = weight / total
+    mean = (share * x).sum()
+    return mean, x - mean
+
+
+WITHOUT_MEAN = Gap(
+    without_mean,
+    lambda: [(torch.arange(4.0), torch.tensor([1.0, 2.0, 3.0, 2.0]))],
+    (Mistake(" / total", "", "Shares add up to one."), Mistake("x - mean", "x", "The mean is not taken away.")),
+)
+TOTAL, SHARE, RETURN = ("weight.sum()", "..."), ("weight / total", "weight"), ("x - mean", "x")
+
+
+def said(capsys, gap, *edits):
     """What a reader is told who wrote the solution with these edits, line by line."""
-    written = mistaken(LESSONS[lesson][name], Mistake(*edits[0], more=edits[1:]))
+    written = mistaken(gap, Mistake(*edits[0], more=edits[1:]))
     try:
-        fill_in(name, written, gaps=LESSONS[lesson])
+        fill_in("g", written, gaps={"g": gap})
         return capsys.readouterr().out.splitlines()
     except NotYetError as error:
         return str(error).splitlines()
 
 
-M_NEW, P = ("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "..."), ("torch.exp(s_ij - m_new)", "torch.exp(s_ij - m)")
-WRONG_LINES = [
-    "Not right yet: p = torch.exp(s_ij - m)",
-    "Not right yet: p_hat = (p / s_p).to(torch.int8)",
-    "Hint: P~ is relative to the new maximum.",
-]
+WRONG = ["Not right yet: share = weight", "Not right yet: return (mean, x)", "Hint: Shares add up to one."]
 
 
 @pytest.mark.parametrize(
-    ("edits", "expected"),
+    ("edits", "what", "more"),
     [
-        ([M_NEW, (P[0], "(s_ij - m_new).exp()")], [": m_new; the rest is right"]),
-        ([M_NEW, P, ("torch.round(p / s_p)", "(p / s_p)")], [": m_new", *WRONG_LINES]),
-        ([M_NEW, ("return m_new,", "return 2 * m_new,")], [": m_new", "Not right yet: return (2 * m_new, "]),
-        ([M_NEW, ("p = torch", "q = torch")], [""]),  # too different to try its lines
+        ([TOTAL], ": total; the rest is right", []),
+        ([TOTAL, ("weight / total", "(1 / total) * weight")], ": total; the rest is right", []),
+        ([TOTAL, SHARE, RETURN], ": total", WRONG),
+        ([TOTAL, ("mean = (", "m = (")], "", []),  # too different to try its lines
     ],
 )
-def test_lines_are_tried_before_all_are_filled_in(capsys, edits, expected):
-    first, *more = said(capsys, "sagebwd_forward", "forward_tile", *edits)
-    assert first == f"forward_tile: still to fill in{expected[0]}. From here on the course's solution is used."
-    assert all(line.startswith(begin) for line, begin in zip(more, expected[1:], strict=False))
+def test_lines_are_tried_before_all_are_filled_in(capsys, edits, what, more):
+    first = f"g: still to fill in{what}. From here on the course's solution is used."
+    assert said(capsys, WITHOUT_MEAN, *edits) == [first, *more]
 
 
 def test_two_mistakes_and_a_change_of_an_input_are_found(capsys):
-    lines = said(capsys, "sagebwd_forward", "forward_tile", P, ("torch.round(p / s_p)", "(p / s_p)"))
-    assert lines[3:] == WRONG_LINES
-    swapped = ("* s_ds * s_k", "* s_ds * s_q"), ("ds_hat.mT, q_hat) * s_ds * s_q", "ds_hat.mT, q_hat) * s_ds * s_k")
-    assert said(capsys, "sagebwd_backward", "dq_dk_parts", *swapped)[-1] == "Hint: dQ meets K^: its scale is s_K."
-    change = "x_hat = torch.round(x", "x -= x.mean()\n    x_hat = torch.round(x"
-    assert said(capsys, "int8_quantization", "psi", change)[-1].startswith("Hint: It changes an input in place")
+    assert said(capsys, WITHOUT_MEAN, SHARE, RETURN)[3:] == WRONG
+    in_place = said(capsys, WITHOUT_MEAN, ("mean = (", "x += 1\n    mean = ("))
+    assert in_place[-1].startswith("Hint: It changes an input in place")
+
+
+PROGRAM = """\
+@triton.jit
+def double(x_ptr, N: tl.constexpr):
+    place = tl.arange(0, N)
+    x = tl.load(x_ptr + place)
+    y = 2 * x
+    tl.store(x_ptr + place, y)
+"""
 
 
 def test_a_triton_programs_lines_are_tried_and_its_failure_shows_the_line(capsys):
-    pytest.importorskip("triton")
-    p = "tl.math.exp2(s_ij - m_new[:, None])"
-    lines = said(capsys, "flash_attention", "flash", (p, "tl.math.exp2(s_ij)"), ("tl.math.exp2(m - m_new)", "..."))
-    assert lines[0].startswith("flash: still to fill in: rescale.")
-    assert lines[1] == "Not right yet: p_ij = tl.math.exp2(s_ij)"
-    lines = said(capsys, "flash_attention", "flash", (p, "tl.math.exp2(s_ij - mnew[:, None])"))
-    assert lines[2:] == [
-        "found    NameError: name 'mnew' is not defined",
-        "in the line: p_ij = tl.math.exp2(s_ij - mnew[:, None])",
+    triton = pytest.importorskip("triton")
+    names = {"triton": triton, "tl": triton.language, "__name__": "a lesson"}
+    double = check.defined(PROGRAM, "a lesson", names)["double"]
+    gap = Gap(double, lambda: [(torch.arange(16.0),)], (), lambda program, x: program[(1,)](x, N=16) or x)
+    lines = said(capsys, gap, ("tl.arange(0, N)", "..."), ("2 * x", "3 * x"))
+    assert lines[1:] == ["Not right yet: y = 3 * x", "Hint: Everything is 1.5 times what it should be."]
+    assert said(capsys, gap, ("2 * x", "2 * z"))[2:] == [
+        "found    NameError: name 'z' is not defined",
+        "in the line: y = 2 * z",
         "Hint: This name has no value here. Is it spelt as in the function's first line?",
     ]
 
