@@ -27,7 +27,6 @@ TOO_MUCH = {
     "03b": "lines",
     "04": "lines",
     "05b": "lines numbers",
-    "07": "lines",
 }
 MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program

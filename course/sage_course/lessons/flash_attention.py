@@ -120,11 +120,11 @@ STORE = "mask=(query[:, None] < n) & (key[None, :] < n)"
 FULL = "tl.minimum(n // BLOCK_KV, (first_query + 1) // BLOCK_KV)"
 END = "tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))"
 ROUND_DOWN = "A tile of which the first query sees only a part needs a mask: round down."
-ROUND_UP = "The last tile of keys may be a part of one: round up."
+ROUND_UP = "The last tile of keys may be incomplete: round up."
 
 GAPS = {
     "scores": Gap(scores, _scores, (
-        Mistake(STORE, "mask=query[:, None] < n", "A key that doesn't exist is stored into the row below."),
+        Mistake(STORE, "mask=query[:, None] < n", "A key that does not exist is stored into the row below."),
         Mistake(STORE, "mask=key[None, :] < n",
                 "Queries that don't exist are stored behind the matrix. (Masks are joined with `&`: `and` keeps one.)"),
         Mistake(STORE, "mask=query[:, None] < n & key[None, :] < n", "`&` binds before `<`: put brackets around each."),
@@ -139,8 +139,8 @@ GAPS = {
         Mistake('tl.where(key[None, :] < n, s_ij, -float("inf"))', "s_ij",
                 "Keys that don't exist are zeros and have score 0: hide them with -inf."),
         Mistake("key[None, :] < n, s_ij", "key[:, None] < n, s_ij", "In s_ij keys are the columns: key[None, :] < n."),
-        Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale holds log2(e) already: exp2."),
-        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale holds log2(e) already: exp2."),
+        Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale already contains log2(e): use exp2."),
+        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale already contains log2(e): use exp2."),
         Mistake("s_ij - m_new[:, None]", "s_ij - m_new",
                 "m_new has one number per query, a row of s_ij: m_new[:, None]."),
         Mistake("s_ij - m_new[:, None]", "s_ij - m[:, None]", BOTH_MAXIMA),
@@ -148,10 +148,10 @@ GAPS = {
         Mistake("o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."),
         Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij, 0)", "Sum over the keys: axis 1."),
         Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
-                "p_ij belongs to the new maximum already: only the old l shrinks."),
-        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "l belongs to the old maximum."),
+                "p_ij already belongs to the new maximum: only the old l shrinks."),
+        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "l belongs to the old maximum: multiply it by rescale."),
         Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
-        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum."),
+        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum, not a maximum."),
     ), run_flash),
     "key_tile_range": Gap(key_tile_range, lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)], (
         Mistake(FULL, "tl.cdiv(first_query + 1, BLOCK_KV)", ROUND_DOWN),
