@@ -149,7 +149,7 @@ GAPS = {
         Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij, 0)", "Sum over the keys: axis 1."),
         Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
                 "p_ij already belongs to the new maximum: only the old l shrinks."),
-        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "l belongs to the old maximum: multiply it by rescale."),
+        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "Multiply the old l by rescale."),
         Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
         Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum, not a maximum."),
     ), run_flash),
