@@ -17,17 +17,13 @@ def smooth_query(q, block):
 
 def int8_scores(q_smooth, q_mean, k, c, block):
     in_int8 = fake_quantize(q_smooth, (block, None)) @ fake_quantize(k, (block, None)).mT
-    of_the_mean = q_mean @ k.mT
+    of_the_mean = q_mean @ k.mT  # [..., tiles, keys]
     return c * (in_int8 + of_the_mean.repeat_interleave(block, -2))
 
 
 def mean_branch(ds, q_mean, c, block):
-    column_sums = ds.unflatten(-2, (-1, block)).sum(-2)
+    column_sums = ds.unflatten(-2, (-1, block)).sum(-2)  # [..., tiles, keys]
     return c * column_sums.mT @ q_mean
-
-
-def extra_share(head_dim, block):
-    return 2 * block * head_dim / (2 * block * block * head_dim)
 
 
 def _draw(seed: int, *shape: int) -> torch.Tensor:
@@ -41,10 +37,13 @@ def _scores() -> list[tuple]:
 
 GAPS = {
     "smooth_query": Gap(smooth_query, lambda: [(_draw(0, 8, HEAD_DIM), BLOCK), (_draw(1, 2, 6, 5), 2)], (
-        Mistake("tiles.mean(-2)", "tiles.mean((-3, -2))[..., None, :] + 0 * tiles.mean(-2)", "One mean per tile."),
+        Mistake("tiles.mean(-2)", "tiles.mean((-3, -2))[..., None, :] + 0 * tiles.mean(-2)",
+                "That is one mean for all. Each tile has its own."),
         Mistake("tiles.mean(-2)", "tiles[..., 0, :]", "That is the first query of each tile, not the mean."),
-        Mistake("tiles.mean(-2)", "tiles.sum(-2)", "A sum over queries is no mean."),
-        Mistake("tiles - q_mean", "tiles + q_mean", "Subtract it."),
+        Mistake("tiles.mean(-2)", "tiles.sum(-2)", "A sum over queries is not a mean."),
+        Mistake("q_mean[..., None, :]", "q_mean",
+                "The means are [tiles, channels], the tiles [tiles, block, channels]: add a dimension to the means."),
+        Mistake("tiles - q_mean", "tiles + q_mean", "Subtract the mean: you added it."),
         Mistake("flatten(-3, -2), q_mean", "flatten(-3, -2), q_mean[..., None, :]", "The means are [tiles, channels]."),
         Mistake("tiles.mean(-2)\n    return (tiles - q_mean[..., None, :])",
                 "tiles.mean(-3)\n    return (tiles - q_mean[..., None, :, :])",
@@ -55,14 +54,16 @@ GAPS = {
     )),
     "int8_scores": Gap(int8_scores, _scores, (
         Mistake("(in_int8 + of_the_mean.repeat_interleave(block, -2))", "in_int8",
-                "The softmax does not cancel it: put the product of the means back."),
-        Mistake("c * (in_int8 +", "(c * in_int8 +", "Both products need c."),
-        Mistake("c * (in_int8 +", "(in_int8 + c *", "Both products need c."),
-        Mistake("c * (in_int8 +", "(in_int8 +", "S = c Q K^T: c is missing."),
+                "The scores of the mean query are missing. The softmax does not cancel them: add them."),
+        Mistake("c * (in_int8 +", "(c * in_int8 +", "Both products need the factor c."),
+        Mistake("c * (in_int8 +", "(in_int8 + c *", "Both products need the factor c."),
+        Mistake("c * (in_int8 +", "(in_int8 +", "The factor c of the scores is missing."),
         Mistake("q_mean @ k.mT", "fake_quantize(q_mean, (1, None)) @ fake_quantize(k, (block, None)).mT",
                 "This product stays in 16 bit: nothing in it is rounded to INT8."),
         Mistake("of_the_mean.repeat_interleave(block, -2)", "of_the_mean.repeat(block, 1)",
-                "Row 0 belongs to the first 4 queries: repeat each row, not the whole."),
+                "Row 0 belongs to the first `block` queries: `repeat_interleave` repeats each row."),
+        Mistake("of_the_mean.repeat_interleave(block, -2)", "of_the_mean",
+                "It has one row per tile, and the scores have one per query: `repeat_interleave` repeats each row."),
         Mistake("q_mean @ k.mT", "q_mean @ fake_quantize(k, (block, None)).mT",
                 "The mean is large: with rounded keys it would enlarge their errors."),
         Mistake("q_mean @ k.mT", "fake_quantize(q_mean, (1, None)) @ k.mT",
@@ -72,17 +73,9 @@ GAPS = {
         lambda: [(_draw(5, 8, 10), _draw(6, 2, HEAD_DIM), C, BLOCK), (_draw(7, 6, 5), _draw(8, 3, HEAD_DIM), C, 2)], (
         Mistake("c * column", "column", "S = c Q K^T, so every branch of dK needs c."),
         Mistake(".sum(-2)", ".mean(-2)", "Each query of the tile adds its dS: a sum, not a mean."),
-        Mistake(".sum(-2)", ".sum(-1)", "Those are row sums. dK_j gets something from every query: sum columns."),
+        Mistake("column_sums.mT", "column_sums", "The tiles must meet the tiles: transpose the column sums."),
+        Mistake(".sum(-2)", ".sum(-1)", "These are row sums. dK_j gets something from every query: sum the columns."),
         Mistake("ds.unflatten(-2, (-1, block)).sum(-2)", "ds.sum(-2).expand(len(q_mean), -1) / len(q_mean)",
-                "Each tile has a mean of its own: sum each tile's columns for itself."),
-    )),
-    "extra_share": Gap(extra_share, lambda: [(64, 64), (128, 32)], (
-        Mistake("2 * block * head_dim / (", "2 * block * block * head_dim / (", "The mean is one row, not a tile."),
-        Mistake("/ (2 * block * block * head_dim)", "/ (2 * block * block)", "A product of D channels: D terms each."),
-        Mistake("2 * block * head_dim / (", "2 * head_dim / (", "One row of means meets all keys of the tile."),
-        Mistake("2 * block * head_dim / (", "block * head_dim / (", "Two operations per term here, too."),
-        Mistake("2 * block * head_dim / (", "2 * block * block / (", "The row has `block` scores, of D terms each."),
-        Mistake("(2 * block * block * head_dim)", "(2 * block * block * head_dim + 2 * block * head_dim)",
-                "As a share of the tile without the row."),
+                "Each tile has its own mean, so sum the columns of each tile separately."),
     )),
 }  # fmt: skip
