@@ -126,7 +126,7 @@ def grade(options, parser) -> int:
             results.append(result)
     if len(results) > 1:
         print(f"\n{sum(x.score or 0 for x in results):g} of {sum(x.max_score for x in results):g} points")
-    if not sandboxes.walls:
+    if options.submission and not sandboxes.walls:  # one's own file needs no warning
         print(isolation.OPEN)
     if options.json:
         write(options.json, json.dumps([result.as_json() for result in results], indent=1) + "\n")

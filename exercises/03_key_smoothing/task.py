@@ -45,9 +45,9 @@ def through_mean(draw):
     yield Call("grad_through_mean", (draw.normal(q.shape[0], q.shape[1], k.shape[1]), q))
 
 
-@task.test("the identity: only rows of dS that don't sum to 0 send anything through the mean", agree=0.001)
+@task.test("the identity: of dS + 1 only the 1 counts, where rows of dS sum to 0", agree=0.001)
 def identity(draw):
-    """The gradient through the mean is off. Which axis of dS are the queries?"""
+    """Rows of dS that sum to 0 send nothing through the mean. These are such rows plus 1: what does the 1 send?"""
     q, k, _ = inputs(draw)
     ds = draw.integers(-64, 65, q.shape[0], q.shape[1], k.shape[1]).float()
     ds[..., -1] -= ds.sum(-1)

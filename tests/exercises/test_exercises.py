@@ -256,19 +256,20 @@ def f(x): raise ValueError(f"HELPER {helper(x)} F {inspect.getsource(sys.modules
     assert chain(graded.small).correct("helper") is None
 
 
-def test_base_2_costs_the_point_of_l_alone_and_an_unguarded_0_over_0_a_point(sandboxes):
+def test_a_wrong_l_and_an_unguarded_0_over_0_cost_a_point_each(sandboxes):
     exercise = Exercise("11_triton_int8_forward")
-    for old, new, feedback in (
-        (" * LN_2", "", "L is a natural logarithm"),
-        ("tl.where(s_p == 0, 1.0, s_p)[:, None]", "s_p[:, None]", "0 / 0 is NaN"),
+    visited = "cdiv(tl.minimum(n_k, (i + 1) * BLOCK_Q) if IS_CAUSAL else n_k, BLOCK_KV)"  # no tile is all masked
+    for edits, feedback in (
+        ({"tl.math.log2(l)) * LN_2": "0.7 * tl.math.log2(l))"}, "Which base do m and l have"),  # no known mistake
+        ({"tl.where(s_p == 0, 1.0, s_p)": "s_p", "cdiv(n_k, BLOCK_KV)": visited}, "0 / 0 is NaN"),
     ):
-        result = grading.grade(exercise, exercise.master.replace(old, new).encode(), [0], sandboxes)
-        (failed,) = (test for test in result.tests if test.status == "failed")
-        assert feedback in failed.feedback
-        assert result.score >= result.max_score - 3
-    lines = grading.table(result).splitlines()
-    assert lines[0].startswith("11_triton_int8_forward: 10 of 13 points, ")
-    assert sum(feedback in line for line in lines) == 1
+        source = exercise.master
+        for old, new in edits.items():
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        lines = grading.table(grading.grade(exercise, source.encode(), [0], sandboxes)).splitlines()
+        assert lines[0].startswith("11_triton_int8_forward: 12 of 13 points, ")
+        assert sum(feedback in line for line in lines) == 1
 
 
 def test_error_of_the_master_is_not_the_students(graded):
