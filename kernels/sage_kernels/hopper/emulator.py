@@ -320,6 +320,7 @@ class Machine:
 
     def copy(self, descriptor, coordinates, barrier, place):
         assert place.readers == 0, "a tile is overwritten while a matmul reads it"
+        assert coordinates[-1] * place.tile.itemsize % 16 == 0, "the copy engine fetches from multiples of 16 bytes"
         place.tile = torch.full_like(place.tile, 77)
 
         def arrive():

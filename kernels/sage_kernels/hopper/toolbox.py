@@ -30,6 +30,7 @@ SCALE_Q, SCALE_KV = gl.constexpr(SCALE_BLOCK), gl.constexpr(SCALE_BLOCK)  # toke
 TILE = gl.constexpr(SCALE_BLOCK)  # tokens of a tile that is fetched: 128, and those of one scale, whichever side it is
 HALF = gl.constexpr(64)  # half of a tile's tokens, or of 128 columns
 SHORT_LINE = gl.constexpr(32)  # numbers of the shortest line that the copy engine can put after another: 128 bytes
+APART = gl.constexpr(4)  # numbers between the starts of two lines: it fetches from multiples of 16 bytes alone
 LOADING_REGISTERS = gl.constexpr(24)  # what the loading warp keeps of its share
 
 
@@ -132,6 +133,11 @@ def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
     made = object.__new__(TensorDescriptor)  # without its checks, which have passed for the first of its kind
     made.__dict__.update(descriptor_fields(x.shape, x.stride(), x.dtype, shape), base=x)
     return made
+
+
+def scale_lines(scale: Tensor) -> TensorDescriptor:
+    """Return the copy engine's descriptor of short lines, `APART` numbers apart; each begins with a scale [B, H, T]."""
+    return descriptor(scale.repeat_interleave(APART.value, -1), SHORT_LINE.value)
 
 
 @lru_cache(maxsize=1024)

@@ -37,9 +37,9 @@ from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SHORT_LINE, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2, fetch,
+    APART, LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2, fetch,
     fetch_tokens, fetch_tokens_with_line, fetch_with_lines, fetched_tokens, first_number, matrix, operand_16bit,
-    release, ring, start_16bit, start_int8,
+    release, ring, scale_lines, start_16bit, start_int8,
 )  # fmt: skip
 
 PLACES = gl.constexpr(2)  # tiles of Q and of dO in flight
@@ -136,7 +136,7 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
                     if rings.q_hat is not None:
                         fetch_with_lines(
                             rings.q_hat, (lines.q_scale,), n, descriptors.q_hat, row, 0, (descriptors.q_scale,),
-                            row // (HALVES * ROWS),
+                            row // (HALVES * ROWS) * APART,
                         )  # fmt: skip
                     fetch_tokens_with_line(
                         rings.q, lines.log_sum_exp, n, descriptors.q, head, query, sizes.q_heads_per_row, DP,
@@ -286,7 +286,7 @@ def run_key_hopper(
     q_hat = q_scale = k_scale = None
     if inputs.q_hat is not None:
         q_hat = descriptor(inputs.q_hat.values, ROWS.value, dp)
-        q_scale = descriptor(inputs.q_hat.scale, SHORT_LINE.value)
+        q_scale = scale_lines(inputs.q_hat.scale)
         k, k_scale = descriptor(inputs.k_hat.values, ROWS.value, dp), inputs.k_hat.scale
     arguments = (
         k, *others, descriptor(gradients.alpha_log_sum_exp, ROWS.value), descriptor(gradients.delta, ROWS.value),

@@ -41,9 +41,9 @@ from sage_kernels.sla2.forward.level4_hopper import (
 from sage_kernels.sla2.lists import BlockLists
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, SHORT_LINE, accumulator_16bit, acquire, allocate, descriptor, fast_exp2, fetch,
+    APART, LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, allocate, descriptor, fast_exp2, fetch,
     fetch_tokens, fetch_with_lines, fetched_tokens, first_number, matrix, operand, operand_16bit, release, ring,
-    start_16bit, start_int8, store_tokens, stored_tokens,
+    scale_lines, start_16bit, start_int8, store_tokens, stored_tokens,
 )  # fmt: skip
 
 PLACES = gl.constexpr(4)  # tiles of K and of V in flight
@@ -93,8 +93,9 @@ def load_tiles(descriptors, rings, pointers, sizes, DP: gl.constexpr):
             if rings.k_hat is not None:
                 at = item.kv_head * sizes.kv_blocks + j
                 fetch_with_lines(
-                    rings.k_hat, (rings.k_scale,), n + step, descriptors.k_hat, at * KEYS, 0, (descriptors.k_scale,), at
-                )
+                    rings.k_hat, (rings.k_scale,), n + step, descriptors.k_hat, at * KEYS, 0,
+                    (descriptors.k_scale,), at * APART,
+                )  # fmt: skip
             # Of an empty list the tile after the last key: zeros.
             first_key = gl.where(item.count > 0, j * KEYS, sizes.n_k)
             fetch_tokens(rings.k, n + step, descriptors.k, item.kv_head, first_key, sizes.k_heads_per_row, DP)
@@ -245,7 +246,7 @@ def run_query_hopper(
     if inputs.q_hat is not None:
         q, q_scale = descriptor(inputs.q_hat.values, QUERIES.value, dp), inputs.q_hat.scale
         k_hat = descriptor(inputs.k_hat.values, KEYS.value, dp)
-        k_scale = descriptor(inputs.k_hat.scale, SHORT_LINE.value)
+        k_scale = scale_lines(inputs.k_hat.scale)
     items = batch * heads * q_blocks
     programs = min(items, multiprocessors(query.device))
     sizes = Sizes(
