@@ -24,7 +24,6 @@ LARGEST = 1_500_000  # bytes
 MOST = {"minutes": 75, "lines": 150, "numbers": 150}  # that a notebook asks of its reader
 # Notebooks that still ask more. Take yours out when it asks for less: the list never grows.
 TOO_MUCH = {
-    "04": "lines",
     "05b": "lines numbers",
 }
 MOST_CELLS, LEAST_FILL_INS = 60, 3

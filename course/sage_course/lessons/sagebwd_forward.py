@@ -29,7 +29,7 @@ def forward_tile(s_ij, s_v, v_hat, m, l, o):
     m_new = torch.maximum(m, s_ij.amax(-1, keepdim=True))
     p = torch.exp(s_ij - m_new)
     s_p = scale_of_p(s_ij, m_new)
-    p_hat = torch.round(p / s_p).to(torch.int8)
+    p_hat = torch.round(p / s_p.clamp(min=torch.finfo(s_p.dtype).tiny)).to(torch.int8)
     o = torch.exp(m - m_new) * o + integer_matmul(p_hat, v_hat) * s_p * s_v
     return m_new, update_sum(l, m, m_new, p), o
 
@@ -45,7 +45,8 @@ def query_tile(q_i, keys, values, c):
 
 def _scores_to_multiply() -> list[tuple]:
     q, k = draws(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM))
-    return [(*psi(q), *psi(k), C), (*psi(3 * q[:, :32]), *psi(k[:48, :32]), 1 / math.sqrt(32))]
+    trials = [(*psi(q), *psi(k), C), (*psi(3 * q[:, :32]), *psi(k[:48, :32]), 1 / math.sqrt(32))]
+    return [*trials, (*psi(1e-7 * q), *psi(k), C), (*psi(0 * q), *psi(k), C)]
 
 
 def _sums_to_update() -> list[tuple]:
@@ -56,7 +57,8 @@ def _sums_to_update() -> list[tuple]:
 
 def _scores_and_maxima() -> list[tuple]:
     (s_ij,) = draws(1, (TILE, TILE))
-    return [(s_ij, s_ij.amax(-1, keepdim=True) + torch.arange(TILE)[:, None] / 16)]
+    largest = s_ij.amax(-1, keepdim=True)
+    return [(s_ij, largest + torch.arange(TILE)[:, None] / 16), (s_ij, largest + 200), (0 * s_ij, 0 * largest)]
 
 
 def _states() -> list[tuple]:
@@ -64,7 +66,8 @@ def _states() -> list[tuple]:
     s_v, v_hat = psi(v)
     m, l = torch.linspace(-1, 5, TILE)[:, None], torch.linspace(1, 9, TILE)[:, None]
     start = (torch.full_like(m, -math.inf), torch.zeros_like(l), torch.zeros_like(o))
-    return [(s_ij, s_v, v_hat, m, l, o), (s_ij, s_v, v_hat, *start)]
+    far_below = s_ij - 200  # P~ and its scale are zero
+    return [(s_ij, s_v, v_hat, m, l, o), (s_ij, s_v, v_hat, *start), (far_below, s_v, v_hat, m, l, o)]
 
 
 def _whole_rows() -> list[tuple]:
@@ -101,7 +104,7 @@ GAPS = {
     )),
     "scale_of_p": Gap(scale_of_p, _scores_and_maxima, (
         Mistake("s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."),
-        Mistake(" - m_new", "", "P~ is relative to m_new."),
+        Mistake(" - m_new", "", "P~ is e^(s - m_new): m_new is missing."),
         Mistake(" / 127", "", "The largest entry must become 127."),
         Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),
         Mistake(", keepdim=True", "", "Keep the axis: the result is [queries, 1]."),
@@ -117,24 +120,24 @@ GAPS = {
         Mistake("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "s_ij.amax(-1, keepdim=True)", "m never falls."),
         Mistake("torch.exp(m - m_new) * o", "torch.exp(m_new - m) * o", "O must shrink, not grow: as l does."),
         Mistake("torch.exp(m - m_new) * o", "o", "O belongs to the old maximum: it shrinks as l does."),
-        Mistake(" * s_p * s_v", " * s_v", "P^ stands for s_P P^."),
-        Mistake(" * s_p * s_v", " * s_p", "V^ stands for s_V V^."),
+        Mistake(" * s_p * s_v", " * s_v", "The integers P^ stand for s_P P^: s_P is missing."),
+        Mistake(" * s_p * s_v", " * s_p", "The integers V^ stand for s_V V^: s_V is missing."),
         Mistake("p = torch.exp(s_ij - m_new)", "p = torch.exp(s_ij - m)", "P~ is relative to the new maximum."),
         Mistake("update_sum(l, m, m_new, p)", "update_sum(l, m, m_new, p_hat * s_p)",
                 "l is the sum of P~ before rounding."),
         Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "Each query has a maximum of its own."),
         Mistake(", keepdim=True", "", "Keep the axis: m is [queries, 1]."),
-        Mistake("torch.round(p / s_p)", "(p / s_p)", "A cast alone cuts towards zero: round first."),
-        Mistake("p / s_p", "127 * p",
+        Mistake("torch.round(p / s_p", "(p / s_p", "A cast alone cuts towards zero: round first."),
+        Mistake("p / s_p.clamp(min=torch.finfo(s_p.dtype).tiny)", "127 * p",
                 "Divide by s_p of each query. 127 P~, or psi of the whole tile, is the constant 1/127."),
-        Mistake("torch.exp(m - m_new) * o + ", "", "What earlier tiles gave is forgotten."),
+        Mistake("torch.exp(m - m_new) * o + ", "", "The output of the earlier tiles is forgotten."),
         Mistake("integer_matmul(p_hat, v_hat) * s_p * s_v", "p @ (v_hat * s_v)",
                 "P~ is not rounded here: the matmul takes P^."),
     )),
     "query_tile": Gap(query_tile, _whole_rows, (
         Mistake("-math.inf", "0.0", "m starts below every score that can come: at minus infinity."),
         Mistake("return o / l", "return o", "The rows of P~ don't add up to one yet: divide by l."),
-        Mistake("m + torch.log(l)", "torch.log(l)", "L belongs to all of S: m is missing."),
+        Mistake("m + torch.log(l)", "torch.log(l)", "l is a sum of e^(s - m): m is missing."),
         Mistake("m + torch.log(l)", "m + l", "L = m + log l."),
         Mistake("m + torch.log(l)", "l", "L is a logarithm: m + log l."),
         Mistake("m + torch.log(l)", "torch.log(m + l)", "Take the logarithm of l alone, then add m."),
