@@ -2,9 +2,10 @@
 
 import ast
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from sage_course.check import Gap, plain
 
 ERRORS = {  # part of an error: hint
     "cannot be multiplied|size mismatch|two dimensions|expected .* rows": "The inner sizes differ. Is a `.mT` missing?",
-    "must match|broadcast|incompatible": "These shapes do not fit. Is a `keepdim=True` or a `[:, None]` missing?",
+    "match|broadcast|compatible|matrices": "These shapes do not fit. Is a `keepdim=True` or a `[:, None]` missing?",
     "return_types.max": "`max` along an axis returns values and places, `amax` the values alone.",
     "NoneType": "Something here is None. Does every function end with a `return`?",
     "unpack": "There are not as many results on the right as names on the left.",
@@ -37,6 +38,23 @@ TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what hol
     (lambda x, y: (x.isinf() & ~y.isinf()).any(), "Infinity comes from a division by 0 or a large exponent."),
     (lambda x, y: near(x, -y.double()), "The sign is wrong."),
     (lambda x, y: not y.is_floating_point() and (x.double() - y).abs().max() == 1, "Only the rounding differs."),
+)
+
+
+EDITS = (  # mistakes that are made everywhere: text of a solution, what stands in its place, hint
+    (" + ", " - ", "A minus stands where a plus belongs."),
+    (" - ", " + ", "A plus stands where a minus belongs."),
+    (" * ", " / ", "Something is a divisor that should be a factor."),
+    (" / ", " * ", "Something is a factor that should be a divisor."),
+    (" += ", " = ", "Something is replaced in every round of a loop. Add to it."),
+    (".sum(", ".mean(", "A mean stands where a sum belongs."),
+    (".mean(", ".sum(", "A sum stands where a mean belongs."),
+    (".abs()", "", "Numbers may be negative. Is an absolute value missing?"),
+    (".mT", "", "A transpose is missing: `.mT`."),
+    ("-1", "-2", "An axis is the wrong one of two."),
+    ("[:, None]", "[None]", "A row stands where a column belongs: `[:, None]`."),
+    ("exp(", "exp2(", "The base is 2 where it should be e."),
+    ("127", "128", "The largest integer is 127."),
 )
 
 
@@ -63,8 +81,10 @@ def reason(found: Any, expected: Any) -> str:
         return next((hint for part, hint in ERRORS.items() if re.search(part, found.error)), "")
     if found is None:
         return "It returns None: is there a `return`?"
+    if isinstance(found, tuple) or isinstance(expected, tuple):
+        return "The number of results is wrong. Which ones are asked for?"
     if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
-        return "Return all results, with commas between them." if isinstance(expected, tuple) else ""
+        return ""
     for holds, hint in TENSORS:
         if holds(found, expected):
             return hint
@@ -117,16 +137,24 @@ def lines(gap: Gap, function: Callable) -> tuple[list[str], dict[str, Callable]]
 
 
 def unfinished(gap: Gap, function: Callable) -> str:
-    """Return what lacks in a function with `...` in it, what else is wrong, and what is used instead."""
+    """Return what is missing in a function with `...` in it, what is used instead, and which other lines are wrong."""
     missing, wrong = lines(gap, function)
-    lacks = f": {', '.join(missing)}{'' if wrong else '; the rest is right'}" if missing else ""
-    text = f"still to fill in{lacks}. From here on the course's solution is used."
+    names = f": {', '.join(missing)}{'' if wrong else '; the rest is right'}" if missing else ""
+    text = f"still to fill in{names}. From here on the course's solution is used."
     return f"{text}\n{about(gap, wrong)}" if wrong else text
 
 
 def about(gap: Gap, wrong: dict[str, Callable]) -> str:
     """Name the wrong lines, and give the hint for the first."""
     return "\n".join([f"Not right yet: {line}" for line in wrong] + [hint(gap, next(iter(wrong.values())), False)])
+
+
+def usual_mistakes(gap: Gap) -> Iterator[check.Mistake]:
+    """Yield the `EDITS` of a solution, each at all its places; none for Triton, where each would have to be compiled."""
+    text = "" if hasattr(gap.solution, "fn") else check.source(gap.solution)
+    for old, new, why in EDITS:
+        for place in re.finditer(re.escape(old), text):
+            yield check.Mistake(text, text[: place.start()] + new + text[place.end() :], why)
 
 
 def hint(gap: Gap, function: Callable, by_line: bool = True) -> str:
@@ -136,7 +164,7 @@ def hint(gap: Gap, function: Callable, by_line: bool = True) -> str:
     mistake = check.explained(
         found,
         expected,
-        gap.mistakes,
+        chain(gap.mistakes, usual_mistakes(gap)),
         lambda mistake: (check.tried(gap, check.mistaken(gap, mistake), trial) for trial in trials),
         same,
     )

@@ -153,7 +153,7 @@ COLUMN, INTEGERS = torch.tensor([[1.0], [0.0], [-2.0]]), torch.tensor([3, -100, 
     ("found", "expected", "hint"),
     [
         (None, COLUMN, "It returns None"),
-        (COLUMN, (COLUMN, COLUMN), "Return all results"),
+        (COLUMN, (COLUMN, COLUMN), "The number of results is wrong"),
         ((INTEGERS, COLUMN, 1), (COLUMN, INTEGERS, 1), "The results are in the wrong order"),
         ((COLUMN, COLUMN[:, 0]), (COLUMN, COLUMN), "An axis of size 1 is lost"),
         (COLUMN, COLUMN[:, 0], "There is an axis of size 1 too many"),
@@ -225,6 +225,7 @@ def test_lines_are_tried_before_all_are_filled_in(capsys, edits, what, more):
 
 def test_two_mistakes_and_a_change_of_an_input_are_found(capsys):
     assert said(capsys, WITHOUT_MEAN, SHARE, RETURN)[3:] == WRONG
+    assert said(capsys, WITHOUT_MEAN, (" * x", " / x"))[-1] == "Hint: Something is a divisor that should be a factor."
     in_place = said(capsys, WITHOUT_MEAN, ("mean = (", "x += 1\n    mean = ("))
     assert in_place[-1].startswith("Hint: It changes an input in place")
 
