@@ -137,7 +137,7 @@ def lines(gap: Gap, function: Callable) -> tuple[list[str], dict[str, Callable]]
 
 
 def unfinished(gap: Gap, function: Callable) -> str:
-    """Return what is missing in a function with `...` in it, what is used instead, and which other lines are wrong."""
+    """Return what is missing in a function with `...` in it, what is used instead, and what else is wrong."""
     missing, wrong = lines(gap, function)
     names = f": {', '.join(missing)}{'' if wrong else '; the rest is right'}" if missing else ""
     text = f"still to fill in{names}. From here on the course's solution is used."
@@ -150,7 +150,7 @@ def about(gap: Gap, wrong: dict[str, Callable]) -> str:
 
 
 def usual_mistakes(gap: Gap) -> Iterator[check.Mistake]:
-    """Yield the `EDITS` of a solution, each at all its places; none for Triton, where each would have to be compiled."""
+    """Yield the `EDITS` of a solution at all their places; none for Triton, which would have to compile each."""
     text = "" if hasattr(gap.solution, "fn") else check.source(gap.solution)
     for old, new, why in EDITS:
         for place in re.finditer(re.escape(old), text):
