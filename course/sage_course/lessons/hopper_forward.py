@@ -129,10 +129,10 @@ def wait_of(function):
     if not lines:
         return "it waits for no barrier"
     barrier = "empty" if ".empty" in lines[0] else "ready"
-    of_round = "of the round" if "//" in lines[0] else "not of the round"
-    before = ", the one before" if re.search(r"\^|1 -", lines[0]) else ""
-    last_bit = ", 0 or 1" if re.search(r"& *1|% *2", lines[0]) else ""
-    return f"it waits for {barrier}, in the phase {of_round}{before}{last_bit}"
+    comes = "comes" if "//" in lines[0] else "does not come"
+    last_bit = ", as 0 or 1" if re.search(r"& *1|% *2", lines[0]) else ""
+    before = ", and is the other one" if re.search(r"\^|1 -", lines[0]) else ""
+    return f"it waits for {barrier}; the phase {comes} from the round{last_bit}{before}"
 
 
 def integers(seed=0):
@@ -164,6 +164,8 @@ GAPS = {
     "fetch": Gap(fetch, _trials, (
         Mistake(" ^ 1", "", "In the first round every place is empty. Nobody reports it: wait for the phase before."),
         Mistake("ring.empty", "ring.ready", "`ready` says that a tile has come. Is its place free? `empty` says so."),
+        Mistake("((n // places) & 1) ^ 1", "0",
+                "In the first round nobody has released a place, so phase 0 of `empty` does not end."),
         Mistake("((n // places) & 1) ^ 1", "(n & 1) ^ 1", "The phase counts rounds of the ring, not tiles."),
         Mistake("((n // places) & 1) ^ 1", "1",
                 "That is right for the first round. In each later one the place must be released again."),

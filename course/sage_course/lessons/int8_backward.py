@@ -202,6 +202,7 @@ GAPS = {
     "dq_int8": Gap(dq_int8, _heads, (
         Mistake(" * (s_q * s_k * c)", " * (s_q * s_k)", "c = 1 / sqrt(D) is missing from S."),
         Mistake(" * (s_q * s_k * c)", " * c", "The scales of Q and K are missing from S."),
+        Mistake("tl.trans(k_j), out_dtype", "k_j, out_dtype", "S = Q K^T: K_j needs tl.trans."),
         Mistake("psi_of_rows(ds_ij)", "psi_of_rows(p_ij)", "For dQ round dS, not P."),
         Mistake("(s_ds * s_k)[:, None]", "s_ds[:, None]", "K is s_K K^: s_K is missing."),
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)", "s_dS is one number per query, a row of dQ_i: [:, None]."),

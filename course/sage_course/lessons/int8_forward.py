@@ -315,6 +315,8 @@ GAPS = {
                 "Rows and groups are the first two axes, and they stay. Half and pair are axes 2 and 3."),
         Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 3, 4, 2)",
                 "This separates the columns of a pair: 0, 8, 1, 9."),
+        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 4, 3, 2)",
+                "This turns all three around. Only half and pair change places."),
         Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 4, 2, 2)", "16 columns are 2 halves of 4 pairs."),
         Mistake("x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
                 "x.reshape(ROWS, 2, COLUMNS // 4, 2).permute(0, 2, 1, 3)",
