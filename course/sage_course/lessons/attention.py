@@ -56,6 +56,7 @@ GAPS = {
     "through_the_output": Gap(through_the_output, _of_a_product, (
         Mistake("p.mT @ do", "do.mT @ p", "That is dV transposed. Which product has the shape of V, [Nk, D]?"),
         Mistake("do @ v.mT", "v @ do.mT", "That is dP transposed. Which product has the shape of P, [Nq, Nk]?"),
+        Mistake("p.mT @ do", "do @ p", "dV is [Nk, D]: which factor comes first, and which one is transposed?"),
         Mistake("p.mT @ do", "p @ do", "The queries must meet the queries: transpose P."),
         Mistake("do @ v.mT", "do @ v", "The channels must meet the channels: transpose V."),
         Mistake("do @ v.mT", "p * (do @ v.mT)", "That goes on to dS. The gradient of O = P V has no P in it."),
@@ -67,6 +68,7 @@ GAPS = {
                 "The sums lost a dimension, and no longer fit to the rows: `keepdim=True` keeps it, with size 1."),
         Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-2, keepdim=True)",
                 "There is one number for each row, not for each column."),
+        Mistake("(p * dp).sum", "(p @ dp).sum", "Multiply entry by entry, with `*`."),
         Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
         Mistake("(dp - delta)", "(delta - dp)", "The sign is wrong: it is dP minus delta."),
         Mistake("p * (dp - delta)", "dp - delta", "The factor P in front is missing."),
@@ -76,6 +78,8 @@ GAPS = {
         Mistake("p * (dp - delta)", "p * dp", "delta is missing, so the rows would not sum to zero."),
     )),
     "delta_of": Gap(delta_of, lambda: [_draw(5, (3, 4), (3, 4))], (
+        Mistake("(do * o).sum(-1, keepdim=True)", "do @ o.mT",
+                "`@` multiplies each row of dO by every row of O. Multiply entry by entry, and sum."),
         Mistake("sum(-1, keepdim=True)", "sum(-1)", "Keep the dimension with `keepdim=True`: [queries, 1]."),
         Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "It is a sum, not a mean."),
         Mistake("(do * o).sum(-1, keepdim=True)", "(do @ o.mT).sum(-1, keepdim=True)",

@@ -45,6 +45,8 @@ GAPS = {
     "smooth_key": Gap(smooth_key, _keys, (
         Mistake("k.mean(-2, keepdim=True)", "k.mean(-1, keepdim=True)",
                 "That is the mean of each key's channels. The mean key is a mean over the tokens, dimension -2."),
+        Mistake("k.mean(-2, keepdim=True)", "k.mean(0, keepdim=True)",
+                "The first dimension may be the batch. Tokens are the last but one."),
         Mistake("k.mean(-2, keepdim=True)", "k.mean()", "Each channel has its own mean, over the tokens."),
         Mistake("k.mean(-2, keepdim=True)", "k.sum(-2, keepdim=True)", "A sum over tokens is not a mean."),
         Mistake("k - k_mean, k_mean", "k + k_mean, k_mean", "Subtract the mean: you added it."),
