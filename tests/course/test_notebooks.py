@@ -23,9 +23,7 @@ LAST_SECTIONS = ["What to remember", "Exercises", "Where the papers say more"]
 LARGEST = 1_500_000  # bytes
 MOST = {"minutes": 75, "lines": 150, "numbers": 150}  # that a notebook asks of its reader
 # Notebooks that still ask more. Take yours out when it asks for less: the list never grows.
-TOO_MUCH = {
-    "05b": "lines numbers",
-}
+TOO_MUCH = {}
 MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program
 TAG = "nbval-ignore-output"

@@ -37,20 +37,22 @@ def _rows_of_dp() -> list[tuple]:
 def _tiles_of_ds() -> list[tuple]:
     q, k, ds = draws(0, (TILE, HEAD_DIM), (TILE, HEAD_DIM), (TILE, TILE))
     sizes = torch.logspace(-3, -1, TILE)
-    return [(*psi(3 * q), *psi(k), sizes[:, None] * ds, C), (*psi(q), *psi(2 * k), sizes * ds, C)]
+    by_row, by_column = sizes[:, None] * ds, sizes * ds
+    trials = [(*psi(3 * q), *psi(k), by_row, C), (*psi(q), *psi(2 * k), by_column, C)]
+    return [*trials, *((*psi(q), *psi(k), factor * by_row, C) for factor in (1e-6, 0.0))]
 
 
 def _numbers_to_round() -> list[tuple]:
     (x,) = draws(1, (TILE, TILE))
     noise = torch.rand(TILE, TILE, generator=torch.Generator().manual_seed(2))
-    return [(x, 0.1, noise)]
+    return [(x, 0.1, noise), (1e-7 * x, 1e-8, noise), (0 * x, 1.0, noise)]
 
 
 GAPS = {
     "ds_bound": Gap(ds_bound, _rows_of_dp, (
         Mistake("math.sqrt(dp.shape[-1])", "dp.shape[-1]",
-                "P's rows add up to one, so its RMS is at most 1 / sqrt(N)."),
-        Mistake(".abs()", "", "The largest size: negative differences count, too."),
+                "The rows of P add up to one, so its RMS is at most 1 / sqrt(N)."),
+        Mistake(".abs()", "", "The bound needs the largest size: negative differences count, too."),
         Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
         Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
         Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
@@ -58,7 +60,7 @@ GAPS = {
     )),
     "dq_dk_by_row": Gap(dq_dk_by_row, _tiles_of_ds, (
         Mistake("s_key.mT", "s_key",
-                "s_key lies along a row, dK has its keys along a column: transpose the scale, too."),
+                "s_key is a row, [1, keys], but dK has its keys in a column: transpose the scale, too."),
         Mistake("ds_by_key.mT", "ds_by_key", "dK has a row per key: dS transposed."),
         Mistake("psi(ds_ij, (None, 1))", "psi(ds_ij)", "That is one scale for the tile. dK may have one per key."),
         Mistake("psi(ds_ij, (1, None))", "psi(ds_ij)", "That is one scale for the tile. dQ may have one per query."),
@@ -69,26 +71,26 @@ GAPS = {
                 "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
         Mistake("integer_matmul(ds_by_key.mT, q_hat) * s_key.mT", "integer_matmul(ds_by_query.mT, q_hat) * s_query",
                 "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
-        Mistake(" * s_key.mT", "", "dS^ stands for s_dS dS^, in dK too: one scale per key."),
-        Mistake(" * s_query", "", "dS^ stands for s_dS dS^, in dQ too: one scale per query."),
+        Mistake(" * s_key.mT", "", "In dK, the integers of dS need their scale, too: one per key."),
+        Mistake(" * s_query", "", "In dQ, the integers of dS need their scale, too: one per query."),
         Mistake(" * s_query * s_k", " * s_query", "K^ stands for s_K K^: dQ needs s_K."),
         Mistake(" * s_key.mT * s_q", " * s_key.mT", "Q^ stands for s_Q Q^: dK needs s_Q."),
         Mistake("dq_part = integer", "dq_part = c * integer", "The last line multiplies by c."),
     )),
     "round_up_or_down": Gap(round_up_or_down, _numbers_to_round, (
-        Mistake("torch.floor", "torch.round", "On average that is half a step too high: noise is 1/2 on average."),
-        Mistake("torch.floor", "torch.ceil", "On average that is a whole step too high."),
-        Mistake(" / scale", "", "Integers count steps: divide by the scale."),
+        Mistake("torch.floor", "torch.round", "On average that is half an integer step too high, as the noise is."),
+        Mistake("torch.floor", "torch.ceil", "On average that is a whole integer step too high."),
+        Mistake(" / scale", "", "Integers count steps of the grid: divide by the scale."),
         Mistake(" + noise", "", "That always rounds down. The noise decides."),
-        Mistake("+ noise", "- noise", "On average that is a whole step too low."),
+        Mistake("+ noise", "- noise", "On average that is a whole integer step too low."),
         Mistake("torch.floor(x / scale + noise)", "torch.ceil(x / scale - noise)",
                 "Right on average, too, but with other draws than the library's: add the noise, then round down."),
         Mistake("torch.floor", "torch.trunc",
-                "trunc cuts towards zero: negative numbers would be too large on average."),
+                "trunc rounds towards zero: negative numbers would be too large on average."),
         Mistake("x / scale + noise", "(x + noise) / scale", "The noise is a part of a step, not of x: divide first."),
         Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise) * scale",
-                "The integers are wanted, before the scale comes back."),
+                "Return the integers: do not multiply by the scale again."),
         Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise).to(torch.int8)",
-                "Whole numbers as floats are wanted here: no cast."),
+                "Return whole numbers as floats: no cast."),
     )),
 }  # fmt: skip
