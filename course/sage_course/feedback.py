@@ -33,7 +33,7 @@ TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what hol
     (lambda x, y: x.dtype == torch.int8 != y.dtype, "An int8 ends at 127 and then wraps around. Convert it first."),
     (lambda x, y: x.is_floating_point() > y.is_floating_point(), "These are floats: round, then convert to integers."),
     (lambda x, y: x.is_floating_point() < y.is_floating_point(), "These are integers where floats belong."),
-    (lambda x, y: x.shape != y.shape, ""),
+    (lambda x, y: x.shape != y.shape or torch.bool in (x.dtype, y.dtype), ""),
     (lambda x, y: (x.isnan() & ~y.isnan()).any(), "NaN comes from 0 / 0 or inf - inf. Which divisor may be 0?"),
     (lambda x, y: (x.isinf() & ~y.isinf()).any(), "Infinity comes from a division by 0 or a large exponent."),
     (lambda x, y: near(x, -y.double()), "The sign is wrong."),

@@ -132,6 +132,7 @@ GAPS = {
         Mistake("(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)",
                 "(w * grad_soft).sum(-1) / w.sum(-1)", "One number per row, [..., 1]: keepdim=True in both sums."),
         Mistake(" / tau", "", "The scores are divided by tau: so is the gradient."),
+        Mistake("return w * (grad_soft", "return (grad_soft", "w also stands in front of the difference."),
         Mistake("soft * (1 - soft)", "soft", "The derivative of a sigmoid s is s (1 - s)."),
         Mistake("/ w.sum(-1, keepdim=True)", "/ w.shape[-1]", "The mean is weighted: divide by the sum of w."),
         Mistake("(w * grad_soft).sum(-1, keepdim=True)", "(w * grad_soft).sum()", "Every row has its own lambda."),
