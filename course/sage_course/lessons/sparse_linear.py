@@ -118,10 +118,10 @@ def _one_head() -> list[tuple]:
 GAPS = {
     "block_scores": Gap(block_scores, _queries_and_keys, (
         Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
-        Mistake("(-1, BLOCK_Q)).mean(-2)", "(-1, BLOCK_Q)).sum(-2)", "The mean of the queries, not their sum."),
-        Mistake("(-1, BLOCK_KV)).mean(-2)", "(-1, BLOCK_KV)).sum(-2)", "The mean of the keys, not their sum."),
-        Mistake("q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block is neighbouring tokens."),
-        Mistake("c * ", "c * BLOCK_Q * BLOCK_KV * ", "The means of queries and keys, not their sums."),
+        Mistake("(-1, BLOCK_Q)).mean(-2)", "(-1, BLOCK_Q)).sum(-2)", "Take the mean of the queries, not their sum."),
+        Mistake("(-1, BLOCK_KV)).mean(-2)", "(-1, BLOCK_KV)).sum(-2)", "Take the mean of the keys, not their sum."),
+        Mistake("q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block consists of neighbouring tokens."),
+        Mistake("c * ", "c * BLOCK_Q * BLOCK_KV * ", "Take the means of queries and keys, not their sums."),
         Mistake("c * q_bar @ k_bar.mT",
                 "c * q.unflatten(-2, (-1, BLOCK_Q)).amax(-2) @ k.unflatten(-2, (-1, BLOCK_KV)).amax(-2).mT",
                 "A block is pooled by its mean, not by its maximum."),
@@ -138,7 +138,7 @@ GAPS = {
     "top_k_mask": Gap(top_k_mask, _scores, (
         Mistake(", descending=True", "", "These are the smallest ones: argsort counts upwards."),
         Mistake("argsort(-1", "argsort(-2", "Every row, one block of queries, chooses for itself."),
-        Mistake(":count]", ": count + 1]", "One block too many."),
+        Mistake(":count]", ": count + 1]", "That is one block too many."),
         Mistake("[..., :count]", "[..., count:]", "These are all others. The first `count` of the order are wanted."),
         Mistake("scores.argsort(-1, descending=True)", "scores.sort(-1, descending=True)",
                 "`sort` and `topk` return values and places. `argsort` returns the places alone."),
@@ -165,7 +165,7 @@ GAPS = {
     )),
     "mass_held": Gap(mass_held, _log_sums, (
         Mistake("l_selected - l_all", "l_all - l_selected",
-                "That is above one. Which sum is the part, which the whole?"),
+                "That is above one. Which sum is the part, and which is the whole?"),
         Mistake("torch.exp", "1 - torch.exp", "That is the mass of the others, 1 - alpha."),
         Mistake("torch.exp(l_selected - l_all)", "torch.sigmoid(l_selected - l_all)",
                 "That divides by the sum of both. The whole contains the part already."),
@@ -200,7 +200,7 @@ GAPS = {
         Mistake("q_i, -1)", "q_i, 0)", "phi works on the features of one token; your softmax runs over tokens."),
         Mistake(" / (phi_q @ z_i)[:, None]", "", "The weights don't add up to one yet: divide by phi(Q_i) Z_i."),
         Mistake("phi_q @ h_i / (phi_q @ z_i)[:, None]", "phi_q @ (h_i / z_i[:, None])",
-                "A quotient of sums is no sum of quotients: divide last, by phi(Q_i) Z_i."),
+                "A quotient of sums is not a sum of quotients: divide last, by phi(Q_i) Z_i."),
         Mistake("[:, None]", "", "One sum per query, [queries]: it needs an axis for the features, [:, None]."),
         Mistake("(phi_q @ z_i)[:, None]", "z_i", "Z_i has a number per feature. Multiply it with phi(Q_i) first."),
         Mistake("(phi_q @ z_i)[:, None]", "z_i.sum()", "Each query has its own sum of weights: phi(Q_i) Z_i."),
