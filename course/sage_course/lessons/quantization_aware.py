@@ -123,7 +123,7 @@ GAPS = {
                 "The value is right, but there is no gradient at all."),
         Mistake("exact + (quantized - exact).detach()", "quantized + exact - exact.detach()",
                 "The value is right, but the gradient of rounding comes along: detach it."),
-        Mistake("exact + (quantized - exact).detach()", "exact", "The gradient is right, but training sees no rounding."),
+        Mistake("exact + (quantized - exact).detach()", "exact", "The gradient is right, but nothing is rounded."),
         Mistake("exact + (quantized - exact).detach()", "quantized.detach() + exact",
                 "The gradient is right, the value is a sum of both: take the exact one out again, detached."),
         Mistake("exact + (quantized - exact).detach()", "quantized + (exact - quantized).detach()",
@@ -168,6 +168,6 @@ GAPS = {
         Mistake("x - y for", "x / y - 1 for", "Take differences, not ratios."),
         Mistake("stdev(differences)", "stdev(trained) - stdev(baseline)",
                 "Take the spread of the differences: what both have in common then cancels."),
-        Mistake("mean(differences), stdev(differences)", "mean(differences)", "Return the mean and the standard deviation."),
+        Mistake("mean(differences), stdev(differences)", "mean(differences)", "Return mean and standard deviation."),
     )),
 }  # fmt: skip

@@ -117,7 +117,7 @@ GAPS = {
     )),
     "soft_top_k_backward": Gap(soft_top_k_backward, _soft_masks, (
         Mistake("(grad_soft - shared)", "grad_soft", "That holds lambda fixed, but lambda moves with every score."),
-        Mistake("grad_soft - shared", "grad_soft + shared", "d lambda has a minus sign: what one gains, the others lose."),
+        Mistake("grad_soft - shared", "grad_soft + shared", "d lambda has a minus: what one gains, the others lose."),
         Mistake("/ w.sum(-1, keepdim=True)", "", "The mean is weighted: divide by the sum of w."),
         Mistake("(w * grad_soft).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)", "grad_soft.mean(-1, keepdim=True)",
                 "The mean is weighted, by w."),
@@ -165,7 +165,7 @@ GAPS = {
                 "((mixed - o).square().sum(-1) / o.square().sum(-1)).mean()",
                 "Take one quotient of two sums over all entries, not one for each query."),
         Mistake(" / o.square().sum()", "", "The loss is relative to the squared length of O."),
-        Mistake("(mixed - o).square().sum()", "(mixed - o).square().mean()", "Take sums in both places, not a mean above."),
+        Mistake("(mixed - o).square().sum()", "(mixed - o).square().mean()", "Take sums in both places, not a mean."),
     )),
     "straight_through": Gap(straight_through, _hard_and_soft, (
         Mistake("hard + (soft - soft.detach())", "soft", "The value must be the hard mask's."),

@@ -120,7 +120,7 @@ GAPS = {
         Mistake("c * ", "", "c = 1 / sqrt(D) is missing."),
         Mistake("(-1, BLOCK_Q)).mean(-2)", "(-1, BLOCK_Q)).sum(-2)", "Take the mean of the queries, not their sum."),
         Mistake("(-1, BLOCK_KV)).mean(-2)", "(-1, BLOCK_KV)).sum(-2)", "Take the mean of the keys, not their sum."),
-        Mistake("q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block consists of neighbouring tokens."),
+        Mistake("q.unflatten(-2, (-1, BLOCK_Q))", "q.unflatten(-2, (BLOCK_Q, -1))", "A block has neighbouring tokens."),
         Mistake("c * ", "c * BLOCK_Q * BLOCK_KV * ", "Take the means of queries and keys, not their sums."),
         Mistake("c * q_bar @ k_bar.mT",
                 "c * q.unflatten(-2, (-1, BLOCK_Q)).amax(-2) @ k.unflatten(-2, (-1, BLOCK_KV)).amax(-2).mT",
