@@ -1,8 +1,11 @@
 """Notebook 04: one tile of the INT8 forward pass, and the loop over tiles. Steps are those of Algorithm 1."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_course.check import Gap, Mistake
 from sage_course.lessons import draws
@@ -77,6 +80,23 @@ def _whole_rows() -> list[tuple]:
     return [(x, *([psi(tile) for tile in y.split(TILE)] for y in (z, v)), C) for x, z in trials]
 
 
+class NoIntegerOfNaN(TorchDispatchMode):
+    """Raise where NaN becomes an int8: some machines make 0 of it, so a result would not show it."""
+
+    def __torch_dispatch__(
+        self, function: Callable, types: Any, inputs: tuple = (), options: dict | None = None
+    ) -> Any:
+        options = options or {}
+        if options.get("dtype") == torch.int8 and inputs[0].isnan().any():
+            raise ValueError("NaN has no integer")
+        return function(*inputs, **options)
+
+
+def _run_without_nan(function: Callable, *inputs: Any) -> Any:
+    with NoIntegerOfNaN():
+        return function(*inputs)
+
+
 GAPS = {
     "score_tile": Gap(score_tile, _scores_to_multiply, (
         Mistake(" * c", "", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
@@ -133,7 +153,9 @@ GAPS = {
         Mistake("torch.exp(m - m_new) * o + ", "", "The output of the earlier tiles is forgotten."),
         Mistake("integer_matmul(p_hat, v_hat) * s_p * s_v", "p @ (v_hat * s_v)",
                 "P~ is not rounded here: the matmul takes P^."),
-    )),
+        Mistake(".clamp(min=torch.finfo(s_p.dtype).tiny)", "",
+                "0 / 0 is NaN, where a whole tile is far below m. Keep the divisor above zero: s_p.clamp(min=...)."),
+    ), _run_without_nan),
     "query_tile": Gap(query_tile, _whole_rows, (
         Mistake("-math.inf", "0.0", "m starts below every score that can come: at minus infinity."),
         Mistake("return o / l", "return o", "The rows of P~ don't add up to one yet: divide by l."),
