@@ -29,8 +29,6 @@ ROWS = gl.constexpr(64)  # of a warpgroup, the height of its matmul instruction
 SCALE_Q, SCALE_KV = gl.constexpr(SCALE_BLOCK), gl.constexpr(SCALE_BLOCK)  # tokens that share a scale
 TILE = gl.constexpr(SCALE_BLOCK)  # tokens of a tile that is fetched: 128, and those of one scale, whichever side it is
 HALF = gl.constexpr(64)  # half of a tile's tokens, or of 128 columns
-SHORT_LINE = gl.constexpr(32)  # numbers of the shortest line that the copy engine can put after another: 128 bytes
-APART = gl.constexpr(4)  # numbers between the starts of two lines: it fetches from multiples of 16 bytes alone
 LOADING_REGISTERS = gl.constexpr(24)  # what the loading warp keeps of its share
 
 
@@ -133,11 +131,6 @@ def descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
     made = object.__new__(TensorDescriptor)  # without its checks, which have passed for the first of its kind
     made.__dict__.update(descriptor_fields(x.shape, x.stride(), x.dtype, shape), base=x)
     return made
-
-
-def scale_lines(scale: Tensor) -> TensorDescriptor:
-    """Return the copy engine's descriptor of short lines, `APART` numbers apart; each begins with a scale [B, H, T]."""
-    return descriptor(scale.repeat_interleave(APART.value, -1), SHORT_LINE.value)
 
 
 @lru_cache(maxsize=1024)
@@ -271,12 +264,6 @@ def fetch_tokens_with_line(
     at = [head // heads_per_row, token, head % heads_per_row * DP]
     tma.async_copy_global_to_shared(descriptor, at, ready, ring.tiles.index(place))
     tma.async_copy_global_to_shared(line_descriptor, [line_token], ready, line.index(place))
-
-
-@gluon.jit
-def first_number(line, layout: gl.constexpr):
-    """Return the first number of a line, [1]: a scale that came with its tile."""
-    return line.slice(0, 1).load(layout)
 
 
 @gluon.constexpr_function

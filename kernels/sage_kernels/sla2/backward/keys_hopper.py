@@ -10,9 +10,6 @@ program has one block of keys, or a piece of its list, and while its warpgroup w
 K and V stay in shared memory: with them in registers there is no room for the sums. P^T and dS^T go from the
 accumulators to the next matmul's left operand within their thread.
 
-Matched, S is the product of the forward's INT8 copies. Then K^ takes K's place, Q is there for dS^T Q alone, and a tile
-of Q^ brings its scale along.
-
 Expect: limited by shared memory, from which S^T and dP^T read both of their sides, and by the L2 cache, which delivers
 32 KB for every 64 x 64 scores. What came is in kernels/NOTES.md.
 """
@@ -30,16 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import heads_per_row
-from sage_kernels.common.quantize import padded_head_dim, padded_length
+from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients, run_join, run_linear_key
 from sage_kernels.sla2.lists import BlockLists
 from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    APART, LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2, fetch,
-    fetch_tokens, fetch_tokens_with_line, fetch_with_lines, fetched_tokens, first_number, matrix, operand_16bit,
-    release, ring, scale_lines, start_16bit, start_int8,
+    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2,
+    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring,
+    start_16bit,
 )  # fmt: skip
 
 PLACES = gl.constexpr(2)  # tiles of Q and of dO in flight
@@ -59,7 +56,6 @@ class Sizes(NamedTuple):
     key_blocks: int  # in one head
     places: int  # for pieces of long lists, in one head
     all_places: int
-    kv_blocks: int  # in one head of the INT8 copies, the last ones padded
     width: int  # places for query blocks in a list
     # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     k_heads_per_row: int
@@ -73,11 +69,10 @@ class Sizes(NamedTuple):
 SIZES = Sizes._fields
 
 # Arguments that travel together
-Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta q_hat q_scale")  # k: of K^ if there is a q_hat
-Rings = namedtuple("Rings", "k v q do q_hat")
-# A number for each query of a tile, with the tiles of Q and dO; a block's scale, with that of Q^.
-Lines = namedtuple("Lines", "log_sum_exp delta q_scale")
-Pointers = namedtuple("Pointers", "k_scale entries counts first_pieces piece_blocks dk dv partial")
+Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta")
+Rings = namedtuple("Rings", "k v q do")
+Lines = namedtuple("Lines", "log_sum_exp delta")  # a number for each query of a tile, with the tiles of Q and dO
+Pointers = namedtuple("Pointers", "entries counts first_pieces piece_blocks dk dv partial")
 Work = namedtuple("Work", "kv_head first_head block first_list begin end is_piece")
 
 
@@ -113,14 +108,11 @@ def work_of(pointers, sizes):
 
 @gluon.jit
 def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
-    """Load K or K^ and V, then the tiles of Q^, Q and dO of every listed block of queries."""
+    """Load K and V, then the tiles of Q and dO of every listed block of queries."""
     work = work_of(pointers, sizes)
     if work.begin < work.end:
         first_key = work.block * BLOCK_KV
-        if rings.q_hat is None:
-            fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
-        else:
-            fetch(rings.k, 0, descriptors.k, (work.kv_head * sizes.kv_blocks + work.block) * BLOCK_KV, 0)
+        fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
         fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
         begin, end, n = work.begin, work.end, 0
         for g in range(0, sizes.group_size):
@@ -133,11 +125,6 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
                 for half in gl.static_range(HALVES):
                     query = block * (HALVES * ROWS) + half * ROWS
                     row = head * sizes.n_q_padded + query
-                    if rings.q_hat is not None:
-                        fetch_with_lines(
-                            rings.q_hat, (lines.q_scale,), n, descriptors.q_hat, row, 0, (descriptors.q_scale,),
-                            row // (HALVES * ROWS) * APART,
-                        )  # fmt: skip
                     fetch_tokens_with_line(
                         rings.q, lines.log_sum_exp, n, descriptors.q, head, query, sizes.q_heads_per_row, DP,
                         descriptors.log_sum_exp, row,
@@ -152,20 +139,16 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
 
 
 @gluon.jit
-def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, s, DP: gl.constexpr):
-    """Return dK_j and dV_j [Bkv, D] after the n-th tile of queries. s: the factor of S, or its share that is K^'s."""
+def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constexpr):
+    """Return dK_j and dV_j [Bkv, D] after the n-th tile of queries."""
     column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(ROWS))
     place = n % PLACES
     q_i, do_i = matrix(acquire(rings.q, n)), matrix(acquire(rings.do, n))
     # [Bkv, Bq]
-    scores = start_16bit(k_j, q_i, ROWS) if rings.q_hat is None else start_int8(k_j, acquire(rings.q_hat, n), ROWS)
+    scores = start_16bit(k_j, q_i, ROWS)
     product = start_16bit(v_j, do_i, ROWS)
     st_ij = warpgroup_mma_wait(1, deps=(scores,))
-    if rings.q_hat is not None:
-        s = s * first_number(lines.q_scale.index(place), column)[None, :]
-        release(rings.q_hat, n)
-        st_ij = gl.convert_layout(st_ij.to(gl.float32), accumulator_16bit(ROWS))
-    pt_ij = fast_exp2(st_ij * s - lines.log_sum_exp.index(place).load(column)[None, :])
+    pt_ij = fast_exp2(st_ij * log2_scale - lines.log_sum_exp.index(place).load(column)[None, :])
     pt = gl.convert_layout(pt_ij.to(q_i.dtype), operand_16bit(DP))
     sum_of_dv = warpgroup_mma(pt, do_i, dv_j, use_acc=True, is_async=True)
     dpt_ij = warpgroup_mma_wait(1, deps=(product,))
@@ -194,13 +177,9 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
     dk_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
     dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
     if work.begin < work.end:
-        if rings.q_hat is None:
-            k_j, s = matrix(acquire(rings.k, 0)), log2_scale
-        else:
-            k_j, s = acquire(rings.k, 0), gl.load(pointers.k_scale + work.kv_head * sizes.kv_blocks + work.block)
-        v_j = matrix(acquire(rings.v, 0))
+        k_j, v_j = matrix(acquire(rings.k, 0)), matrix(acquire(rings.v, 0))
         for n in range(0, (work.end - work.begin) * HALVES):
-            dk_j, dv_j = query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, s, DP)
+            dk_j, dv_j = query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP)
         if work.is_piece:
             partial = pointers.partial + gl.program_id(0).to(gl.int64) * (2 * ROWS * DP)
             store_partial(partial, dk_j, DP)
@@ -214,38 +193,26 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
 @gluon.jit(do_not_specialize=SIZES)
 def sla2_key_hopper_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
-    q_hat_descriptor, q_scale_descriptor, k_scale_ptr,
     entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width,
+    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
     k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     log2_scale, scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order.
-
-    q_hat_descriptor None: scores in 16 bit.
-    """
+    """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order."""
     rings = Rings(
         ring(k_descriptor, 1, 1),
         ring(v_descriptor, 1, 1),
         ring(q_descriptor, PLACES, 1),
         ring(do_descriptor, PLACES, 1),
-        None if q_hat_descriptor is None else ring(q_hat_descriptor, PLACES, 1),
     )
-    lines = Lines(
-        allocate(log_sum_exp_descriptor, PLACES),
-        allocate(delta_descriptor, PLACES),
-        None if q_scale_descriptor is None else allocate(q_scale_descriptor, PLACES),
-    )
+    lines = Lines(allocate(log_sum_exp_descriptor, PLACES), allocate(delta_descriptor, PLACES))
     fence_async_shared()
     descriptors = Descriptors(
-        k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
-        q_hat_descriptor, q_scale_descriptor,
-    )  # fmt: skip
-    pointers = Pointers(
-        k_scale_ptr, entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr
+        k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor
     )
+    pointers = Pointers(entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr)
     sizes = Sizes(
-        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width,
+        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
         k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(
@@ -266,10 +233,7 @@ def run_key_hopper(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute dK and dV, as `run_key` does: the linear branch's share, then this program's, then the pieces'.
-
-    S is matched if the inputs have Q^ and K^.
-    """
+    """Compute dK and dV, as `run_key` does: the linear branch's share, then this program's, then the pieces'."""
     query, key = inputs.query, inputs.key
     heads, n_q, head_dim = query.shape[1:]
     batch, kv_heads, n_k = key.shape[:3]
@@ -280,17 +244,12 @@ def run_key_hopper(
     fetched, rows = zip(*(fetched_tokens(x) for x in (key, inputs.value, query, inputs.grad_output)), strict=True)
     sizes = Sizes(
         heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1], key_blocks, places, batch * kv_heads * places,
-        padded_length(n_k) // MASK_BLOCK_KV, lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
+        lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
     )  # fmt: skip
-    k, *others = (descriptor(x, 1, ROWS.value, dp) for x in fetched)
-    q_hat = q_scale = k_scale = None
-    if inputs.q_hat is not None:
-        q_hat = descriptor(inputs.q_hat.values, ROWS.value, dp)
-        q_scale = scale_lines(inputs.q_hat.scale)
-        k, k_scale = descriptor(inputs.k_hat.values, ROWS.value, dp), inputs.k_hat.scale
     arguments = (
-        k, *others, descriptor(gradients.alpha_log_sum_exp, ROWS.value), descriptor(gradients.delta, ROWS.value),
-        q_hat, q_scale, k_scale, *lists, *pieces, dk, dv, partial, *sizes, scale * math.log2(math.e), scale,
+        *(descriptor(x, 1, ROWS.value, dp) for x in fetched), descriptor(gradients.alpha_log_sum_exp, ROWS.value),
+        descriptor(gradients.delta, ROWS.value), *lists, *pieces, dk, dv, partial, *sizes,
+        scale * math.log2(math.e), scale,
     )  # fmt: skip
     grid = (batch * kv_heads * (places + key_blocks),)
     start(sla2_key_hopper_program, grid, arguments, {"D": head_dim, "DP": dp}, OPTIONS)
