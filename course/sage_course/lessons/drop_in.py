@@ -138,6 +138,8 @@ GAPS = {
         Mistake("x[i : i + 1, :, :n] for", "x[i, :, :n] for",
                 "x[i] has three dimensions. x[i : i + 1] keeps the batch dimension."),
         Mistake("x[i : i + 1, :, :n] for", "x[:, :, :n] for", "Take one sequence at a time, number i."),
+        Mistake("x[i : i + 1, :, :n] for", "x[i : i + 1, :n] for", "Axis 1 counts heads. Tokens are axis 2.",
+                (("output[i : i + 1, :, :n]", "output[i : i + 1, :n]"),)),
     )),
     "attention": Gap(attention, _layers, (
         Mistake("output.transpose(1, 2)", "output", "transformers expects O as [B, N, H, D]: swap tokens and heads."),
