@@ -82,7 +82,7 @@ BAD = {  # the command line: what its one line says
     "pretrain --corpus empty": "path: expected text, found 1 files with no byte in them",
     "pretrain --corpus odd.bin": "path: expected uint16 tokens, two bytes each, found 3 bytes in odd.bin",
     "pretrain --learning-rate nan": "argument --learning-rate: expected a number above 0, got 'nan'",
-    "matched --learning-rates nan": "argument --learning-rate: expected a number above 0, got 'nan'",
+    "matched --learning-rates nan": "argument --learning-rates: expected a number above 0, got 'nan'",
     "pretrain --seed -1": "argument --seed: expected at least 0, got -1",
     "pretrain --tokens 100": "tokens: expected a multiple of 8192, got 100",
     "pretrain --snapshots 1 129": "snapshots: expected steps of the run, 1 to 128, got [1, 129]",
