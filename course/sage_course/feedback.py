@@ -15,7 +15,9 @@ from sage_course import check
 from sage_course.check import Gap, plain
 
 ERRORS = {  # part of an error: hint
-    "cannot be multiplied|size mismatch|two dimensions|expected .* rows": "The inner sizes differ. Is a `.mT` missing?",
+    "cannot be multiplied|size mismatch|two dimensions|expected .* rows": (
+        "The inner sizes differ. Is a `.mT` missing, or one too many?"
+    ),
     "match|broadcast|compatible|matrices": "These shapes do not fit. Is a `keepdim=True` or a `[:, None]` missing?",
     "return_types.max": "`max` along an axis returns values and places, `amax` the values alone.",
     "NoneType": "Something here is None. Does every function end with a `return`?",

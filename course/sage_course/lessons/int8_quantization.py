@@ -44,11 +44,12 @@ def _long_rows() -> list[tuple]:
 
 
 def _matrices() -> list[tuple]:
-    return [(draw(0, 4, 6),), (-draw(1, 8, 8).abs(),), (torch.zeros(2, 3),), (1e-7 * draw(2, 4, 6),)]
+    tiny = [(size * draw(2, 4, 6),) for size in (1e-7, 1e-15)]
+    return [(draw(0, 4, 6),), (-draw(1, 8, 8).abs(),), (torch.zeros(2, 3),), *tiny]
 
 
 def _blocks() -> list[tuple]:
-    sizes = torch.tensor([1.0, 2.0, 1e-7, 0.0]).repeat_interleave(2)[:, None]  # the last block is all zeros
+    sizes = torch.tensor([1.0, 1e-15, 1e-7, 0.0]).repeat_interleave(2)[:, None]  # the last block is all zeros
     return [(draw(2, 8, 6) * torch.arange(1.0, 9.0)[:, None], 4), (draw(3, 8, 4).exp() * sizes, 2)]
 
 
@@ -65,6 +66,7 @@ GAPS = {
         Mistake("s = x.abs().max() / 127", "s = 127 / x.abs().max()", "The scale is one integer step: max|X| / 127."),
         Mistake("torch.where(s > 0, s, 1.0)", "s", ZEROS),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-8)", TINY),
+        Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-12)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "s.clamp(min=1e-3)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "s.clamp(min=1e-8)", TINY),
         Mistake("x.abs().max() / 127", "x.abs().max().clamp(min=1e-5) / 127", TINY),
@@ -72,6 +74,10 @@ GAPS = {
         Mistake("x.abs().max()", "max(abs(x))", "Python's `max` compares rows: `x.abs().max()` looks at all entries."),
         Mistake("s = x.abs().max() / 127", "s = (x.abs().max() / 127).clamp(min=1e-12)",
                 "For X = 0 the scale must stay 0: change the divisor alone."),
+        Mistake("/ 127", "/ 127\n    s = torch.where(s > 0, s, 1.0)",
+                "For X = 0 the scale must stay 0: change the divisor alone."),
+        Mistake("x.abs().max() / 127", "(x.max() - x.min()) / 255",
+                "Here 0 stays 0, and the integers go from -127 to 127: s = max|X| / 127."),
         Mistake("return s,", "return s.item(),", "The scale stays a tensor of one number, without `.item()`."),
         Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
     ), watched),
@@ -82,10 +88,13 @@ GAPS = {
                 "Take the maximum over the tokens and channels of a block: the last two dimensions."),
         Mistake("amax((1, 2))", "amax(1)", "That is a scale per channel: take the maximum over the channels, too.",
                 (("[:, None, None]", "[:, None]"),)),
+        Mistake("amax((1, 2))", "amax(2)", "That is a scale per token: take the maximum over the tokens, too.",
+                (("[:, None, None]", "[:, :, None]"),)),
         Mistake(".flatten(0, 1)", "", "The integers must have the shape of X: [tokens, channels]."),
         Mistake("return s,", "return s[:, None, None],", "The scales have the shape [blocks]."),
         Mistake("torch.where(s > 0, s, 1.0)", "s", ZEROS),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-8)", TINY),
+        Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-12)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "s.clamp(min=1e-8)", TINY),
         Mistake("tiles.abs().amax", "tiles.amax", "The largest magnitude may belong to a negative number."),
         Mistake("torch.round(tiles / divisor)", "(tiles / divisor)", "Round first: a cast cuts the digits off."),
@@ -104,6 +113,8 @@ GAPS = {
         Mistake("integer_matmul(a_hat, b_hat.mT)", "(a_hat.float() @ b_hat.float().mT)",
                 "You multiplied floats, which is exact for up to 1024 terms only: use `integer_matmul`."),
         Mistake("s_a[:, None] * s_b[None, :]", "(s_a[:, None] + s_b[None, :])", "The scales are factors."),
+        Mistake("s_b[None, :]", "s_b[:, None]", "A row of B is a column of the result: s_b has to be a row, [1, N]."),
+        Mistake("s_a[:, None] * s_b[None, :]", "(s_a @ s_b)", "Entry (i, j) has the scales s_a[i] and s_b[j] alone."),
         Mistake("s_a[:, None] * s_b[None, :]", "s_a.mean() * s_b.mean()", "Each row has a scale of its own."),
     ), watched),
     "exact_matmul": Gap(exact_matmul, lambda: [(_integers(8, 2, 2500), _integers(9, 2500, 3)), *_long_rows()], (
@@ -119,7 +130,9 @@ GAPS = {
                 "total = (total.float() + a[:, piece].float() @ b[piece].float()).int()",
                 "The pieces are exact, but adding them in float32 is not: make each an integer first."),
         Mistake("(a[:, piece].float() @ b[piece].float()).int()", "(a[:, piece] @ b[piece]).int()",
-                "Sums in int8 wrap around: convert both pieces by `.float()` before you multiply them."),
+                "Sums in int8 wrap around: both pieces become `.float()` before the product, and it becomes `.int()`."),
+        Mistake("(a[:, piece].float() @ b[piece].float())", "(a[:, piece].half() @ b[piece].half())",
+                "float16 holds every integer up to 2048 only: use `.float()`."),
         Mistake("(a[:, piece].float() @ b[piece].float()).int()", "(a.float() @ b.float()).int()",
                 "Those are all terms at once: take the piece of both."),
     )),

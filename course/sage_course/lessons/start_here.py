@@ -30,7 +30,8 @@ def without_mean_key(k):
 def _tensors() -> list[tuple]:
     return [
         *[(draw(0, 4, 6), -1), (-draw(1, 3, 5).abs(), 0), (draw(2, 2, 3, 4), (-2, -1))],
-        *[(1e-7 * draw(3, 4, 6), -1), (draw(4, 4, 6) * torch.tensor([[1.0], [0.0], [1.0], [1.0]]), -1)],  # a row of 0
+        *[(1e-7 * draw(3, 4, 6), -1), (1e-15 * draw(3, 4, 6), 0)],
+        (draw(4, 4, 6) * torch.tensor([[1.0], [0.0], [1.0], [1.0]]), -1),  # a row of 0
     ]
 
 
@@ -44,10 +45,14 @@ GAPS = {
         Mistake("x / divisor", "x / scale", "Where all is zero, the scale is 0, and 0/0 is NaN: divide by `divisor`."),
         Mistake("x / divisor", "x / (scale + 1e-8)",
                 "That changes small numbers: a gradient may be smaller than 1e-8. Divide by `divisor`."),
+        Mistake("x / divisor", "x / (scale + 1e-12)",
+                "That changes small numbers: a gradient may be as small as that. Divide by `divisor`."),
         Mistake("x / divisor", "x / scale.clamp(min=1e-3)",
                 "A scale may be smaller than that, and then integers are lost. Divide by `divisor`."),
         Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
         Mistake(".to(torch.int8)", ".to(torch.int32)", "They fit into 8 bits: `.to(torch.int8)`."),
+        Mistake(".to(torch.int8)", ".to(torch.int8) * scale",
+                "That is X again, rounded: return the integers alone, without their scale."),
         Mistake("x.abs().amax(dim, keepdim=True) / 127", "127 / x.abs().amax(dim, keepdim=True)",
                 "That is 1 / s. The scale is one integer step: the largest magnitude divided by 127."),
         Mistake("x.abs().amax(dim, keepdim=True) / 127", "127 / x.abs().amax(dim, keepdim=True)",
@@ -65,6 +70,10 @@ GAPS = {
         Mistake(" / q.shape[-1] ** 0.5", "", "The scores are Q K^T divided by sqrt(D)."),
         Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales must come back in."),
         Mistake(" * s_k", "", "The scale of K is missing."),
+        Mistake(" * s_q * s_k", " / (s_q * s_k)", "Multiply by the scales: numbers are integers times their scale."),
+        Mistake("to_int8(k, (-2, -1))", "to_int8(k, -1)",
+                "That is a scale for each key. All of K has one: `(-2, -1)`, as for Q."),
+        Mistake("k_hat.mT", "k_hat.T", "`.T` turns all dimensions round, also those of batch and heads: use `.mT`."),
         Mistake("q.shape[-1] ** 0.5", "q.shape[-2] ** 0.5", "D is the number of channels, the last dimension."),
         Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat.float() @ k_hat.float().mT)",
                 "You multiplied floats. `integer_product` multiplies the integers `q_hat` and `k_hat`."),
