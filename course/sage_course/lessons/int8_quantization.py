@@ -130,7 +130,7 @@ GAPS = {
                 "total = (total.float() + a[:, piece].float() @ b[piece].float()).int()",
                 "The pieces are exact, but adding them in float32 is not: make each an integer first."),
         Mistake("(a[:, piece].float() @ b[piece].float()).int()", "(a[:, piece] @ b[piece]).int()",
-                "Sums in int8 wrap around: both pieces become `.float()` before the product, and it becomes `.int()`."),
+                "Sums in int8 wrap around: use `.float()` on both pieces, and `.int()` on their product."),
         Mistake("(a[:, piece].float() @ b[piece].float())", "(a[:, piece].half() @ b[piece].half())",
                 "float16 holds every integer up to 2048 only: use `.float()`."),
         Mistake("(a[:, piece].float() @ b[piece].float()).int()", "(a.float() @ b.float()).int()",

@@ -68,7 +68,7 @@ GAPS = {
         Mistake("l_smooth + c * (q * k_mean).sum(-1)", "torch.logaddexp(l_smooth, c * (q * k_mean).sum(-1))",
                 "The sum gets no new term: every score of the row moves by the same number, and so does L."),
         Mistake("c * (q * k_mean).sum(-1)", "torch.log(c * (q * k_mean).sum(-1))",
-                "The number is that of the scores, and L moves by the number itself: no logarithm."),
+                "Every score lost this number, and L is like a score: it moves by the number itself."),
         Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth * torch.exp(c * (q * k_mean).sum(-1))",
                 "The sum of exponentials gets a factor. L is its logarithm, and so it gets a term."),
         Mistake("(q * k_mean).sum(-1)", "q * k_mean", "Sum over the channels: q and the mean key give one number."),

@@ -73,7 +73,7 @@ GAPS = {
         Mistake(" * s_q * s_k", " / (s_q * s_k)", "Multiply by the scales: numbers are integers times their scale."),
         Mistake("to_int8(k, (-2, -1))", "to_int8(k, -1)",
                 "That is a scale for each key. All of K has one: `(-2, -1)`, as for Q."),
-        Mistake("k_hat.mT", "k_hat.T", "`.T` turns all dimensions round, also those of batch and heads: use `.mT`."),
+        Mistake("k_hat.mT", "k_hat.T", "`.T` reverses all dimensions, also those of batch and heads: use `.mT`."),
         Mistake("q.shape[-1] ** 0.5", "q.shape[-2] ** 0.5", "D is the number of channels, the last dimension."),
         Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat.float() @ k_hat.float().mT)",
                 "You multiplied floats. `integer_product` multiplies the integers `q_hat` and `k_hat`."),
