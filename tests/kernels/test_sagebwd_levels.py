@@ -247,7 +247,10 @@ def test_an_overflow_in_the_gradient_is_not_lost_nor_spread_to_other_heads(level
 
 
 def launches():
-    """Yield (kernel, level, launch, case): every candidate of every level; on the CPU every tile shape once."""
+    """Yield (kernel, level, launch, case): every candidate of every level; on the CPU every tile shape once.
+
+    On a GPU a candidate has both head sizes, one of them causal.
+    """
     for head_dim, is_causal in product((64, 128), (True, False) if ON_GPU else (True,)):
         size = (777, 1000) if ON_GPU else (130, 140) if head_dim == 64 else (20, 140)
         case = Case(*size, head_dim, 2, 1, is_causal, torch.bfloat16 if ON_GPU else torch.float16)
@@ -259,7 +262,9 @@ def launches():
         for kernel, level in names:
             if ON_GPU or head_dim == 64 or kernel in ("dk", "dv"):
                 distinct = {launch if ON_GPU else launch[:2]: launch for launch in candidates(kernel, level)}
-                yield from ((kernel, level, launch, case) for launch in distinct.values())
+                for i, launch in enumerate(distinct.values()):
+                    if not ON_GPU or (i + head_dim // 64 + is_causal) % 2:
+                        yield kernel, level, launch, case
 
 
 LAUNCHES = list(launches())
