@@ -24,14 +24,18 @@ ERRORS = {  # part of an error: hint
     "unpack": "There are not as many results on the right as names on the left.",
     "not defined|local variable": "This name has no value here. Is it spelt as in the function's first line?",
     "can't be cast": "`x += y` keeps the dtype of x. `x = x + y` makes a new tensor.",
+    "dtype torch.int8": "integer_matmul takes two int8 tensors: no scales, and nothing that is not yet rounded.",
+    "floats were multiplied": "Round first. Let integer_matmul take the integers, and multiply by the scales after it.",
+    "NaN was made": "NaN comes from 0 / 0. Which divisor may be 0?",
     "dtype": "Two dtypes do not fit. `.float()` makes floats of integers.",
 }
 TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what holds of found x and expected y: hint
     (lambda x, y: without_axis(x, y), "An axis of size 1 is lost. `keepdim=True` keeps it, `[:, None]` makes one."),
-    (lambda x, y: without_axis(y, x), "There is an axis of size 1 too many. `[:, 0]` takes it out."),
+    (lambda x, y: without_axis(y, x), "There is an axis of size 1 too many. Is a `keepdim=True` not needed?"),
     (lambda x, y: x.dim() == y.dim() > 1 and near(x.mT, y), "Rows and columns are exchanged: `.mT`."),
     (lambda x, y: x.dim() < y.dim(), "An axis is lost. Along which one is the sum, the mean or the maximum?"),
     (lambda x, y: x.shape == 2 * (y.numel(),) != y.shape, "A row and a column made a matrix: is one to be turned?"),
+    (lambda x, y: x.dim() > y.dim(), "There are too many axes. Is a `[:, None]` not needed?"),
     (lambda x, y: x.dtype == torch.int8 != y.dtype, "An int8 ends at 127 and then wraps around. Convert it first."),
     (lambda x, y: x.is_floating_point() > y.is_floating_point(), "These are floats: round, then convert to integers."),
     (lambda x, y: x.is_floating_point() < y.is_floating_point(), "These are integers where floats belong."),
@@ -91,7 +95,11 @@ def reason(found: Any, expected: Any) -> str:
         if holds(found, expected):
             return hint
     ratio = (found.double() * expected).sum() / (expected.double() ** 2).sum()
-    return f"Everything is {ratio:.4g} times what it should be." if near(found, ratio * expected) else ""
+    return (
+        f"Everything is {ratio:.4g} times what it should be."
+        if found.numel() > 1 and near(found, ratio * expected)
+        else ""
+    )
 
 
 def overwrites(gap: Gap, function: Callable) -> bool:

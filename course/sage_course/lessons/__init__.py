@@ -6,7 +6,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from sage_ref.quantization import integer_matmul
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -32,11 +34,16 @@ class _Watch(TorchDispatchMode):
         return operation(*inputs, **(named or {}))
 
 
+def _unwatched_matmul(a: Tensor, b: Tensor) -> Tensor:
+    with _disable_current_modes():
+        return integer_matmul(a, b)
+
+
 def watched(function: Callable, *inputs: Any) -> Any:
     """Return the function's results; it fails where it rounds a NaN or multiplies matrices of floats.
 
-    The library's `integer_matmul` may: it adds up exact integers in float32. A product of int32 stands in for it.
+    The library's `integer_matmul` may: it adds up exact integers in float32.
     """
     names = getattr(function, "__globals__", {})
-    with patch.dict(names, integer_matmul=lambda a, b: a.int() @ b.int()), _Watch():
+    with patch.dict(names, integer_matmul=_unwatched_matmul), _Watch():
         return function(*inputs)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from sage_course.check import Gap, Mistake
-from sage_course.lessons import draws
+from sage_course.lessons import draws, watched
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 
@@ -56,6 +56,13 @@ GAPS = {
         Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
         Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
         Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
+        Mistake("dp.shape[-1]", "dp.numel()", "N is the number of keys: the length of a row."),
+        Mistake("(dp - delta).abs().max()", "(dp - delta).square().mean().sqrt()",
+                "That is an RMS. A bound on all entries needs the largest."),
+        Mistake("(dp - delta).abs().max().item()", "(dp - delta).abs().amax(-1)",
+                "One bound for the whole tensor: the largest of all rows, as a float."),
+        Mistake("(dp - delta).abs().max()", "(dp.abs().max() - delta.abs().max())",
+                "First the difference entry by entry, then its largest size."),
         Mistake(".max()", ".mean()", "A bound on all entries needs the largest."),
     )),
     "dq_dk_by_row": Gap(dq_dk_by_row, _tiles_of_ds, (
@@ -76,7 +83,7 @@ GAPS = {
         Mistake(" * s_query * s_k", " * s_query", "K^ stands for s_K K^: dQ needs s_K."),
         Mistake(" * s_key.mT * s_q", " * s_key.mT", "Q^ stands for s_Q Q^: dK needs s_Q."),
         Mistake("dq_part = integer", "dq_part = c * integer", "The last line multiplies by c."),
-    )),
+    ), watched),
     "round_up_or_down": Gap(round_up_or_down, _numbers_to_round, (
         Mistake("torch.floor", "torch.round", "On average that is half an integer step too high, as the noise is."),
         Mistake("torch.floor", "torch.ceil", "On average that is a whole integer step too high."),
@@ -88,6 +95,10 @@ GAPS = {
         Mistake("torch.floor", "torch.trunc",
                 "trunc rounds towards zero: negative numbers would be too large on average."),
         Mistake("x / scale + noise", "(x + noise) / scale", "The noise is a part of a step, not of x: divide first."),
+        Mistake("x / scale + noise", "x / scale + noise * scale",
+                "After the division one step is 1, and the noise is a part of one step: add it as it is."),
+        Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale) + noise",
+                "The result must be a whole number: add the noise before you round down."),
         Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise) * scale",
                 "Return the integers: do not multiply by the scale again."),
         Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise).to(torch.int8)",

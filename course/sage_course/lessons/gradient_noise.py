@@ -25,13 +25,13 @@ def tokens_at_bias(noise, tokens, bias):
 
 
 def _rounded_numbers() -> list[tuple]:
-    x = torch.exp(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
+    x = torch.exp(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).double())
     return [(x, fake_quantize(3 * x, (1, None)) / 3), (x[:5, :3], x[:5, :3].round())]
 
 
 def _gradients() -> list[tuple]:
     generator = torch.Generator().manual_seed(1)
-    noisy = [torch.randn(count, 50, generator=generator) + 2 for count in (2, 16)]
+    noisy = [torch.randn(count, 50, generator=generator) + 2 for count in (16, 2)]
     return [(x.double(),) for x in noisy]
 
 
@@ -47,6 +47,8 @@ GAPS = {
         Mistake(".mean(0)", ".mean(-1)", "One bias per number: average over the tokens, the first dimension."),
         Mistake(".mean(0)", ".mean()", "One bias per number, not one for all of them."),
         Mistake(".mean(0)", ".sum(0)", "A mean does not grow with the number of tokens; a sum does."),
+        Mistake(".mean(0)", ".square().mean(0).sqrt()", "That is the size of the error. Keep its sign."),
+        Mistake(".mean(0)", ".mean(0, keepdim=True)", "The result is [numbers]: no keepdim."),
         Mistake(".mean(0)", "", "Those are the errors of all tokens. The bias is their mean."),
         Mistake("(rounded - x).mean(0)", "(rounded - x).mean(0).abs()", "A bias has a sign: keep it."),
         Mistake("(rounded - x)", "((rounded - x) / x)", "The bias has the units of x: do not divide."),
@@ -66,6 +68,11 @@ GAPS = {
                 "That is a sum over the batches. Divide by their number minus one."),
         Mistake(".sum()", ".sum() / len(gradients)",
                 "That is the noise of the mean of all batches. Return the noise of one batch."),
+        Mistake(".sum()", ".norm()", "Add up the variances themselves: they are squares already."),
+        Mistake(".var(0).sum()", ".norm(dim=1).var()",
+                "Two gradients of one length may point in different directions. Take the variance of every entry."),
+        Mistake(".var(0).sum()", ".sum(1).var()",
+                "Deviations of different parameters cancel in that sum. Take the variance of every entry first."),
         Mistake(".sum()", ".sum().item()", "Return a tensor with one number: no .item()."),
     )),
     "common_square": Gap(common_square, _gradients, (
@@ -81,6 +88,10 @@ GAPS = {
                 "The diagonal holds the products of a vector with itself. Leave it out."),
         Mistake("(products.sum() - products.trace())", "products.triu(1).sum()",
                 "Above the diagonal every pair stands once: there are count (count - 1) / 2."),
+        Mistake("(count * (count - 1))", "count",
+                "Each of the `count` rows of the table has count - 1 products of different vectors."),
+        Mistake("(count * (count - 1))", "(count - 1) ** 2",
+                "Each of the `count` rows of the table has count - 1 products of different vectors."),
         Mistake(" / (count * (count - 1))", "", "A mean: divide by the number of pairs."),
     )),
     "tokens_at_bias": Gap(tokens_at_bias, _measured, (
@@ -93,6 +104,8 @@ GAPS = {
                 "Both are squares of lengths already, and the square of the noise falls as 1/T."),
         Mistake("tokens * noise / bias", "tokens * (noise / bias) ** 2",
                 "noise and bias are squares already: no second square."),
+        Mistake("tokens * noise / bias", "(tokens * noise / bias) ** 0.5", "T* itself has no root."),
+        Mistake("noise / bias", "noise**2 / bias", "noise is E|n|^2 already: no second square."),
         Mistake("noise / bias", "noise / bias**2", "bias is |b|^2 already: no second square."),
     )),
 }  # fmt: skip

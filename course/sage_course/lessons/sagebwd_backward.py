@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_course.check import Gap, Mistake
-from sage_course.lessons import draws
+from sage_course.lessons import draws, watched
 from sage_course.lessons.sagebwd_forward import score_tile
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
@@ -133,6 +133,8 @@ GAPS = {
                 "The sum of a tile is not the sum of the whole row. L_i holds the whole row."),
         Mistake("k_hat, c) - l_i", "k_hat, 1) - l_i", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
         Mistake("- l_i", "- l_i.mT", "L_i has one number per query: [queries, 1] is right without a transpose."),
+        Mistake("score_tile(s_q, q_hat, s_k, k_hat, c) - l_i", "l_i - score_tile(s_q, q_hat, s_k, k_hat, c)",
+                "The other way round: P = e^(S - L)."),
         Mistake("- l_i", "/ l_i", "e^L is the sum of the row: P = e^S / e^L."),
         Mistake("torch.exp(score_tile(s_q, q_hat, s_k, k_hat, c) - l_i)", "score_tile(s_q, q_hat, s_k, k_hat, c) - l_i",
                 "That is the logarithm of P: the exponential is missing."),
@@ -148,18 +150,19 @@ GAPS = {
                 "That is the constant 1/127. Let psi find the scale."),
         Mistake("integer_matmul(p_hat.mT, do_hat)", "(p_hat.mT @ do_hat)",
                 "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits."),
-        Mistake("integer_matmul(p_hat.mT, do_hat) * s_p * s_do", "p_ij.mT @ (s_do * do_hat)",
-                "P is not rounded here: psi makes integers of it."),
         Mistake("psi(p_ij)", "psi(p_ij, (None, 1))",
                 "A scale per key would have to be a column, [keys, 1]. Algorithm 2 takes one for the tile: psi(p_ij)."),
         Mistake("psi(p_ij)\n", "psi(p_ij, (None, 1))\n    s_p = s_p.mT\n",
                 "A scale per key may wait outside, too. Algorithm 2 takes one for the tile: psi(p_ij)."),
-    )),
+    ), watched),
     "row_delta": Gap(row_delta, _gradients_and_outputs, (
         Mistake(".sum(", ".mean(", "A sum, not a mean."),
         Mistake("-1", "-2", "One number per query: the sum runs over the channels."),
         Mistake(", keepdim=True", "", "Keep the axis: delta is a column, subtracted from [queries, keys]."),
         Mistake("do * o", "do @ o.mT", "Entry by entry: a query's dO meets its own O only."),
+        Mistake("(do * o).sum(-1, keepdim=True)", "do.sum(-1, keepdim=True) * o.sum(-1, keepdim=True)",
+                "First multiply entry by entry, then add up. A product of two sums is a different number."),
+        Mistake("(do * o).sum(-1, keepdim=True)", "do @ o", "Entry by entry, then the sum of each row: [queries, 1]."),
         Mistake("(do * o).sum(-1, keepdim=True)", "do @ o.mT",
                 "Entry by entry, then the sum of each row: [queries, 1]."),
     )),
@@ -167,6 +170,9 @@ GAPS = {
         Mistake(" - delta_i", "", "delta is missing."),
         Mistake("(dp_ij - delta_i)", "dp_ij - delta_i", "P multiplies the difference: brackets are missing."),
         Mistake("dp_ij - delta_i", "dp_ij + delta_i", "Minus delta: rows of dS add up to zero."),
+        Mistake("p_ij * (dp_ij - delta_i)", "dp_ij - delta_i", "dS is P times this difference: P is missing."),
+        Mistake("dp_ij = do_i @ v_j.mT", "dp_ij = p_ij * (do_i @ v_j.mT)", "dP has no factor P. dS has it."),
+        Mistake("do_i @ v_j.mT", "v_j @ do_i.mT", "dP has a row per query and a column per key: dO_i comes first."),
         Mistake("v_j.mT", "v_j", "dP has a column per key: V transposed."),
         Mistake("do_i @ v_j.mT", "integer_matmul(psi(do_i)[1], psi(v_j)[1].mT) * psi(do_i)[0] * psi(v_j)[0]",
                 "This matmul stays in 16 bit: neither dO nor V is rounded."),
@@ -197,8 +203,7 @@ GAPS = {
         Mistake(" * s_ds * s_q", " * s_ds", "Q^ stands for s_Q Q^: dK needs s_Q."),
         Mistake("ds_hat.mT, q_hat", "ds_hat.mT, k_hat", "dK meets Q^, not K^."),
         Mistake("c * dq_part, c * dk_part", "c * dk_part, c * dq_part", "dQ first, then dK."),
-        Mistake("integer_matmul(ds_hat, k_hat) * s_ds", "ds_ij @ k_hat.float()", "dS is not rounded here: take dS^."),
-    )),
+    ), watched),
     "backward_column": Gap(backward_column, _columns, (
         Mistake("dv_j += ", "dv_j = ", "dV_j is a sum over all tiles of queries."),
         Mistake("dk_j += ", "dk_j = ", "dK_j is a sum over all tiles of queries."),
@@ -209,6 +214,12 @@ GAPS = {
                 (("dk_j += ", "dk_j = "), ("dq_i += ", "dq_i = "))),
         Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, s_do * do_hat",
                 "dP takes dO_i as it is. s_dO times its integers is a rounded dO."),
+        Mistake("ds_tile(p_ij, do_i, v_j", "ds_tile(p_ij, v_j, do_i", "dP = dO V^T: dO_i comes first, then V_j."),
+        Mistake("dq_dk_parts(s_q, q_hat, s_k, k_hat", "dq_dk_parts(s_k, k_hat, s_q, q_hat",
+                "dq_dk_parts takes the scale and integers of Q first, then those of K."),
+        Mistake("k_hat, ds_ij, c", "k_hat, p_ij, c", "dQ and dK are made of dS, not of P."),
+        Mistake("dv_part(p_ij, s_do, do_hat)", "dv_part(ds_tile(p_ij, do_i, v_j, delta_i), s_do, do_hat)",
+                "dV is made of P, not of dS."),
         Mistake("dk_j, dv_j\n", "dv_j, dk_j\n", "dK_j first, then dV_j."),
         Mistake("ds_tile(p_ij, do_i", "ds_tile(p_ij, do_hat.float()", "dP takes dO_i itself, not its integers."),
         Mistake("dk_j += dk_part", "dk_j += c * dk_part", "dq_dk_parts has multiplied by c already."),
@@ -219,6 +230,9 @@ GAPS = {
         Mistake("(p * dp_hat).sum(", "dp_hat.mean(", "The mean is weighted: with P."),
         Mistake("-1", "-2", "One number per query: the sum runs over the keys."),
         Mistake(", keepdim=True", "", "Keep the axis: delta is a column, subtracted from [queries, keys]."),
+        Mistake("(p * dp_hat).sum", "(p @ dp_hat.mT).sum", "Entry by entry, not a matmul."),
+        Mistake("(p * dp_hat).sum(-1, keepdim=True)", "p * (dp_hat - (p * dp_hat).sum(-1, keepdim=True))",
+                "That is dS. Return delta alone."),
         Mistake("p * dp_hat", "dp_hat", "The mean is weighted: with P."),
     )),
 }  # fmt: skip

@@ -1,14 +1,11 @@
 """Notebook 04: one tile of the INT8 forward pass, and the loop over tiles. Steps are those of Algorithm 1."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_course.check import Gap, Mistake
-from sage_course.lessons import draws
+from sage_course.lessons import draws, watched
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 
@@ -80,23 +77,6 @@ def _whole_rows() -> list[tuple]:
     return [(x, *([psi(tile) for tile in y.split(TILE)] for y in (z, v)), C) for x, z in trials]
 
 
-class NoIntegerOfNaN(TorchDispatchMode):
-    """Raise where NaN becomes an int8: some machines make 0 of it, so a result would not show it."""
-
-    def __torch_dispatch__(
-        self, function: Callable, types: Any, inputs: tuple = (), options: dict | None = None
-    ) -> Any:
-        options = options or {}
-        if options.get("dtype") == torch.int8 and inputs[0].isnan().any():
-            raise ValueError("NaN has no integer")
-        return function(*inputs, **options)
-
-
-def _run_without_nan(function: Callable, *inputs: Any) -> Any:
-    with NoIntegerOfNaN():
-        return function(*inputs)
-
-
 GAPS = {
     "score_tile": Gap(score_tile, _scores_to_multiply, (
         Mistake(" * c", "", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
@@ -109,7 +89,7 @@ GAPS = {
                 "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits."),
         Mistake("integer_matmul(q_hat, k_hat.mT)", "integer_matmul(k_hat, q_hat.mT)",
                 "A row per query, a column per key."),
-    )),
+    ), watched),
     "update_sum": Gap(update_sum, _sums_to_update, (
         Mistake("m - m_new", "m_new - m", "That factor grows. What was summed before must shrink."),
         Mistake(" * l", "", "The old sum is forgotten. The paper prints it like this; it can't be meant."),
@@ -118,6 +98,9 @@ GAPS = {
         Mistake("torch.exp(m - m_new) * l + p.sum(-1, keepdim=True)",
                 "torch.exp(m - m_new) * (l + p.sum(-1, keepdim=True))",
                 "p is relative to m_new already: only the old l shrinks."),
+        Mistake("torch.exp(m - m_new) * l + p.sum", "l + torch.exp(m - m_new) * p.sum",
+                "The wrong one of the two shrinks: the old l does, p belongs to m_new already."),
+        Mistake("torch.exp(m - m_new)", "(m - m_new)", "The factor is e^(m - m_new): the exponential is missing."),
         Mistake(", keepdim=True", "", "Keep the axis: l is [queries, 1]."),
         Mistake("p.sum(-1", "p.sum(0", "One sum per query: along the keys, the last axis."),
         Mistake("p.sum(-1, keepdim=True)", "p.sum()", "One sum per query: along the keys, the last axis."),
@@ -126,6 +109,10 @@ GAPS = {
         Mistake("s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."),
         Mistake(" - m_new", "", "P~ is e^(s - m_new): m_new is missing."),
         Mistake(" / 127", "", "The largest entry must become 127."),
+        Mistake(" - m_new) / 127", " - m_new) / 127)", "Divide the exponential by 127, not its exponent.",
+                (("return torch.exp(", "return torch.exp(("),)),
+        Mistake("s_ij.amax(-1, keepdim=True) - m_new", "m_new - s_ij.amax(-1, keepdim=True)",
+                "The other way round: P~ is e^(s - m_new)."),
         Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),
         Mistake(", keepdim=True", "", "Keep the axis: the result is [queries, 1]."),
         Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new)", "torch.exp(s_ij - m_new).amax()",
@@ -147,19 +134,23 @@ GAPS = {
                 "l is the sum of P~ before rounding."),
         Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "Each query has a maximum of its own."),
         Mistake(", keepdim=True", "", "Keep the axis: m is [queries, 1]."),
+        Mistake("torch.exp(m - m_new) * o + integer_matmul(p_hat, v_hat) * s_p * s_v",
+                "torch.exp(m - m_new) * (o + integer_matmul(p_hat, v_hat) * s_p * s_v)",
+                "The new tile belongs to m_new already: only the old O shrinks."),
+        Mistake("p = torch.exp(s_ij - m_new)", "p = torch.softmax(s_ij, -1)",
+                "softmax divides by the sum of this tile. P~ is e^(s - m_new) alone; the division by l comes last."),
         Mistake("torch.round(p / s_p", "(p / s_p", "A cast alone cuts towards zero: round first."),
         Mistake("p / s_p.clamp(min=torch.finfo(s_p.dtype).tiny)", "127 * p",
                 "Divide by s_p of each query. 127 P~, or psi of the whole tile, is the constant 1/127."),
         Mistake("torch.exp(m - m_new) * o + ", "", "The output of the earlier tiles is forgotten."),
-        Mistake("integer_matmul(p_hat, v_hat) * s_p * s_v", "p @ (v_hat * s_v)",
-                "P~ is not rounded here: the matmul takes P^."),
         Mistake(".clamp(min=torch.finfo(s_p.dtype).tiny)", "",
                 "0 / 0 is NaN, where a whole tile is far below m. Keep the divisor above zero: s_p.clamp(min=...)."),
-    ), _run_without_nan),
+    ), watched),
     "query_tile": Gap(query_tile, _whole_rows, (
         Mistake("-math.inf", "0.0", "m starts below every score that can come: at minus infinity."),
         Mistake("return o / l", "return o", "The rows of P~ don't add up to one yet: divide by l."),
         Mistake("m + torch.log(l)", "torch.log(l)", "l is a sum of e^(s - m): m is missing."),
+        Mistake("full_like(q_i[:, :1]", "full_like(q_i", "m has one number per query: the shape of q_i[:, :1]."),
         Mistake("m + torch.log(l)", "m + l", "L = m + log l."),
         Mistake("m + torch.log(l)", "l", "L is a logarithm: m + log l."),
         Mistake("m + torch.log(l)", "torch.log(m + l)", "Take the logarithm of l alone, then add m."),
