@@ -156,12 +156,16 @@ def block_counts(n: int, blocks: Blocks) -> tuple[int, int]:
     return math.ceil(n / blocks.q), math.ceil(n / blocks.kv)
 
 
+def with_room(table: Tensor) -> Tensor:
+    """Return a copy of a table with zeros before and behind it: a wrong place must not stop the whole notebook."""
+    return torch.nn.functional.pad(table.flatten(), (ROOM, ROOM))[ROOM:-ROOM].view(table.shape)
+
+
 def run_list_row(program, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return a bool mask's table, int32 of the same shape (0 where nothing was stored), and count, int32 [rows]."""
     rows, columns = mask.shape
     mask = mask.to(triton_device())
-    memory = torch.zeros(rows * columns + 2 * ROOM, dtype=torch.int32, device=mask.device)
-    table, count = memory[ROOM:-ROOM].view(rows, columns), torch.zeros(rows, dtype=torch.int32, device=mask.device)
+    table, count = with_room(torch.zeros_like(mask, dtype=torch.int32)), mask.new_zeros(rows, dtype=torch.int32)
     program[(rows,)](mask, *mask.stride(), columns, table, count, WIDTH=triton.next_power_of_2(columns))
     return table, count
 
@@ -169,12 +173,12 @@ def run_list_row(program, mask: Tensor) -> tuple[Tensor, Tensor]:
 def run_sparse(
     program, q: Tensor, k: Tensor, v: Tensor, table: Tensor, count: Tensor, blocks: Blocks = SMALL
 ) -> tuple[Tensor, Tensor]:
-    """Return O_s [N, D] in 16 bit, and L [N]."""
+    """Return O_s [N, D] and L [N]."""
     q, k, v, table, count = on_device(q, k, v, table, count)
     n, head_dim = q.shape
-    o_s, log_sum_exp = torch.empty_like(q), torch.empty(n, device=q.device)
+    o_s, log_sum_exp = (torch.empty(shape, device=q.device) for shape in (q.shape, n))
     scalars = n, table.shape[1], 1 / math.sqrt(head_dim)
-    program[(len(table),)](q, k, v, table, count, o_s, log_sum_exp, *scalars, **sizes(blocks, head_dim))
+    program[(len(table),)](q, k, v, with_room(table), count, o_s, log_sum_exp, *scalars, **sizes(blocks, head_dim))
     return o_s, log_sum_exp
 
 
@@ -188,9 +192,9 @@ def run_key_sums(program, k: Tensor, v: Tensor, blocks: Blocks = SMALL) -> Tenso
 
 
 def run_mixed(function, q: Tensor, o_s: Tensor, alpha: Tensor, sums: Tensor, blocks: Blocks = SMALL) -> Tensor:
-    """Return O [N, D] in 16 bit. alpha [Tm]; sums: H_i, then Z_i, of every block of queries [Tm, D (D + 1)]."""
+    """Return O [N, D]. alpha [Tm]; sums: H_i, then Z_i, of every block of queries [Tm, D (D + 1)]."""
     q, o_s, alpha, sums = on_device(q, o_s, alpha, sums)
-    o, (n, head_dim) = torch.empty_like(q), q.shape
+    o, (n, head_dim) = torch.empty(q.shape, device=q.device), q.shape
     constants = {"D": head_dim, "BLOCK_Q": blocks.q}
     mix_program[(len(alpha),)](q, o_s, alpha, sums, o, n, function, **constants)
     return o
@@ -201,7 +205,7 @@ def run_dk_dv(
     table: Tensor, count: Tensor, blocks: Blocks = SMALL,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dK and dV, float32 [N, D]. table, count: by block of keys."""
-    tensors = on_device(q, k, v, do, log_sum_exp, delta, table, count)
+    tensors = on_device(q, k, v, do, log_sum_exp, delta, with_room(table), count)
     (n, head_dim), device = q.shape, triton_device()
     dk, dv = (torch.empty(n, head_dim, device=device) for _ in range(2))
     scalars = n, table.shape[1], 1 / math.sqrt(head_dim)
@@ -227,7 +231,7 @@ def _masks() -> list[tuple]:
 
 
 def _listed() -> list[tuple]:
-    table, count = torch.tensor([[1, 2, 0], [0, 1, 2]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    table, count = torch.tensor([[0, 2, 1], [1, 0, 2]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
     return [(*_head(3), table, count)]
 
 
@@ -254,6 +258,9 @@ GAPS = {
         Mistake("tl.cumsum(selected, 0) - 1", "tl.cumsum(selected, 0)", "The first selected block has place 0."),
         Mistake("mask=selected != 0", "mask=column < columns",
                 "Blocks that are not selected are stored, too, in the place of the selected one before them."),
+        Mistake("mask=selected != 0", "mask=selected == 0", "These are the blocks that are not selected."),
+        Mistake("row * columns + place", "row * WIDTH + place",
+                "WIDTH is rounded up to a power of two. A line of the table has `columns` numbers."),
         Mistake("mask=selected != 0", "mask=selected", "A mask holds bools: selected != 0."),
         Mistake("tl.cumsum(selected, 0) - 1", "tl.sum(selected, 0) - 1",
                 "That is one place for all. A running sum, tl.cumsum, gives each selected block its own."),
@@ -285,6 +292,8 @@ GAPS = {
                 "softmax_features(tl.where(key[:, None] < n, k_j, -float('inf')), D, D)",
                 "A softmax over nothing but -infinity is 0 / 0. Put the zeros in after it."),
         Mistake("softmax_features(k_j, D, D)", "k_j", "phi is missing."),
+        Mistake("softmax_features(k_j, D, D)", "tl.softmax(k_j)",
+                "This runs over the keys, axis 0. softmax_features runs over the features of one."),
         Mistake("tl.sum(phi_k, 0)", "tl.sum(tl.dot(tl.trans(phi_k), v_j), 1)",
                 "V has no part in z_j: it sums phi(K_j)."),
         Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(phi_k, v_j)", "h_j sums over the keys: transpose phi(K_j)."),
@@ -330,7 +339,7 @@ GAPS = {
                 "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i)",
                 "dK_j and dV_j are sums over all query blocks that selected j: add to what is there."),
         Mistake("pt_ij.to(do_i.dtype), do_i", "tl.trans(pt_ij.to(do_i.dtype)), do_i",
-                "pt_ij and dst_ij are transposed already: dV = P^T dO, and dK = dS^T Q."),
+                "pt_ij and dst_ij are transposed already: dV = P^T dO, dP^T = V dO^T, dK = dS^T Q."),
         Mistake("tl.dot(v_j, tl.trans(do_i))", "tl.dot(do_i, tl.trans(v_j))",
                 "Everything is transposed: dP^T = V dO^T, [keys, queries]."),
         Mistake("- delta_i[None, :]", "- delta_i[:, None]", "A query is a column here: delta_i[None, :]."),
