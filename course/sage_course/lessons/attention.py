@@ -87,6 +87,7 @@ GAPS = {
                 "`@` multiplies each row of dO by every row of O. Multiply entry by entry, and sum."),
         Mistake("sum(-1, keepdim=True)", "sum(-1)", "Keep the dimension with `keepdim=True`: [queries, 1]."),
         Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)", "It is a sum, not a mean."),
+        Mistake(".sum(-1, keepdim=True)", "", "The sum over the channels is missing."),
         Mistake("(do * o).sum(-1, keepdim=True)", "(do @ o.mT).sum(-1, keepdim=True)",
                 "Multiply entry by entry: dO * O."),
         Mistake("(do * o).sum(-1, keepdim=True)", "(do.mT @ o).sum(-1, keepdim=True)",

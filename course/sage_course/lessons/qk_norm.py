@@ -84,6 +84,8 @@ GAPS = {
                 "The variance subtracts the mean. RMS norm does not."),
         Mistake("x.square().mean(-1, keepdim=True)", "x.mean(-1, keepdim=True).square()",
                 "That is the square of the mean: take the mean of the squares."),
+        Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)", "(x.abs().mean(-1, keepdim=True) + 1e-6)",
+                "That is the mean magnitude. RMS is the root of the mean square."),
         Mistake("mean(-1, keepdim=True)", "mean(-1)",
                 "The mean lost a dimension, and no longer fits to its token: `keepdim=True` keeps it, with size 1."),
         Mistake("x.square()", "(x * gain).square()", "The gain comes after the norm: divide by the RMS of x alone."),
@@ -109,6 +111,7 @@ GAPS = {
     "grad_through_norm": Gap(grad_through_norm, _gradients, (
         Mistake("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True))", "dx_hat",
                 "r depends on x, too. That way is missing."),
+        Mistake("(dx_hat - x_hat", "(-x_hat", "The first way is missing: x is also the numerator of x_hat."),
         Mistake("dx_hat - x_hat", "dx_hat + x_hat",
                 "The sign is wrong: a larger x makes a larger r, and so a smaller x_hat."),
         Mistake("(x_hat * dx_hat).mean", "(x_hat * dx_hat).sum",

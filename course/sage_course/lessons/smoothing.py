@@ -80,6 +80,8 @@ GAPS = {
         Mistake(".mean(-2, keepdim=True)", ".mean()", "The mean was taken over tokens, channel by channel."),
         Mistake(".mean(-2, keepdim=True)", ".sum(-2, keepdim=True) / dk_smooth.shape[-1]",
                 "N is the number of tokens, the last dimension but one."),
+        Mistake("dk_smooth.mean(-2, keepdim=True)", "dk_smooth.mean(-2, keepdim=True) / dk_smooth.shape[-2]",
+                "A mean is divided by N already."),
         Mistake("dk_smooth - dk_smooth.mean(-2, keepdim=True)", "dk_smooth", "The way through the mean is missing."),
         Mistake("dk_smooth - dk", "-dk", "The direct way is missing: each row of K_sm also contains its own key."),
         Mistake("dk_smooth.mean(-2, keepdim=True)", "dk_smooth / dk_smooth.shape[-2]",

@@ -85,6 +85,8 @@ GAPS = {
     "without_mean_key": Gap(without_mean_key, lambda: [(3 + draw(7, 2, 1, 5, 4),)], (
         Mistake("dim=-2", "dim=-1", "The mean runs over tokens: it is a key, [.., 1, D]."),
         Mistake(".mean(dim=-2, keepdim=True)", ".mean()", "Every channel has its own mean."),
+        Mistake("dim=-2", "dim=(-2, -1)", "Every channel has its own mean: over tokens only."),
+        Mistake("dim=-2", "dim=1", "The second dimension is the head. Tokens are the last but one."),
         Mistake("k - k.mean", "k + k.mean", "Subtract the mean key: you added it."),
         Mistake("k - k.mean", "k.mean", "That is the mean key. Subtract it from every key."),
         Mistake(", keepdim=True", "", "Keep the dimension of the tokens, so that every head gets its own mean."),
