@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from copy import deepcopy
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,9 @@ from sage_course import check
 from sage_course.check import Gap, plain
 
 ERRORS = {  # part of an error: hint
+    "type pointer": "That is an address, not a number: is a `tl.load` missing?",
+    "reduction dimensions": "The inner sizes differ. Is a `tl.trans` missing, or one too many?",
+    "operands must be same dtype": "A matmul wants both operands in one dtype.",
     "cannot be multiplied|size mismatch|two dimensions|expected .* rows": (
         "The inner sizes differ. Is a `.mT` missing, or one too many?"
     ),
@@ -167,17 +171,18 @@ def usual_mistakes(gap: Gap) -> Iterator[check.Mistake]:
             yield check.Mistake(text, text[: place.start()] + new + text[place.end() :], why)
 
 
+@cache
+def results_of(gap: Gap, mistake: check.Mistake) -> list:
+    """Return the results of the solution with a mistake made. A reader's next attempt takes them again."""
+    return [check.tried(gap, check.mistaken(gap, mistake), trial) for trial in gap.inputs()]
+
+
 def hint(gap: Gap, function: Callable, by_line: bool = True) -> str:
     """Return the hint of the mistake that gives what a function gives, else one about its lines or its results."""
     trials = gap.inputs()
     found, expected = ([check.tried(gap, x, trial) for trial in trials] for x in (function, gap.solution))
-    mistake = check.explained(
-        found,
-        expected,
-        chain(gap.mistakes, usual_mistakes(gap)),
-        lambda mistake: (check.tried(gap, check.mistaken(gap, mistake), trial) for trial in trials),
-        same,
-    )
+    mistakes = chain(gap.mistakes, usual_mistakes(gap))
+    mistake = check.explained(found, expected, mistakes, partial(results_of, gap), same)
     if mistake:
         return f"Hint: {mistake.hint}"
     pair = next(pair for pair in zip(found, expected, strict=True) if not same(*pair))

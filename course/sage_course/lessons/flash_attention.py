@@ -88,12 +88,17 @@ def run_scores(program, q, k, block):
 
 
 def run_flash(program, q, k, v, block):
+    """Return O with the keys that don't exist hidden, and with them as zeros."""
     n, head_dim = q.shape
     q, k, v = (x.to(triton_device()) for x in (q, k, v))
-    o = torch.empty_like(q)
     scale = math.log2(math.e) / math.sqrt(head_dim)
-    program[(math.ceil(n / block),)](q, k, v, o, n, scale, D=head_dim, BLOCK=block, HIDE=True)
-    return o.cpu()
+
+    def launch(hide):
+        o = torch.empty_like(q)
+        program[(math.ceil(n / block),)](q, k, v, o, n, scale, D=head_dim, BLOCK=block, HIDE=hide)
+        return o.cpu()
+
+    return launch(True), launch(False)
 
 
 def run_range(function, n, block_q, block_kv):
@@ -120,6 +125,7 @@ STORE = "mask=(query[:, None] < n) & (key[None, :] < n)"
 FULL = "tl.minimum(n // BLOCK_KV, (first_query + 1) // BLOCK_KV)"
 END = "tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))"
 ROUND_DOWN = "A tile of which the first query sees only a part needs a mask: round down."
+COUNTED = "Tiles of keys are counted: divide by BLOCK_KV."
 ROUND_UP = "The last tile of keys may be incomplete: round up."
 
 GAPS = {
@@ -133,20 +139,35 @@ GAPS = {
         Mistake("mask=key[:, None] < n, other", "mask=query[:, None] < n, other",
                 "Which of these keys exist does not depend on the queries."),
         Mistake(STORE, "mask=(query[:, None] <= n) & (key[None, :] < n)", "Query n doesn't exist: they count from 0."),
+        Mistake(STORE, "mask=(query[:, None] <= n) & (key[None, :] <= n)",
+                "Neither query n nor key n exists: they count from 0."),
+        Mistake(STORE, "mask=(query[:, None] < n) | (key[None, :] < n)",
+                "An entry exists only if its query *and* its key exist: `&`."),
+        Mistake(STORE, "mask=(query < n) & (key < n)",
+                "S is a matrix, so its mask has a column, query[:, None], and a row, key[None, :]."),
+        Mistake(STORE, "mask=(query[None, :] < n) & (key[:, None] < n)",
+                "In S queries are the rows and keys the columns: query[:, None], key[None, :]."),
         Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
     ), run_scores),
     "flash": Gap(flash, _attention, (
         Mistake('tl.where(key[None, :] < n, s_ij, -float("inf"))', "s_ij",
                 "Keys that don't exist are zeros and have score 0: hide them with -inf."),
+        Mistake('s_ij, -float("inf"))', '-float("inf"), s_ij)',
+                "tl.where(condition, x, y) takes x where the condition holds: where the key exists."),
         Mistake("key[None, :] < n, s_ij", "key[:, None] < n, s_ij", "In s_ij keys are the columns: key[None, :] < n."),
         Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale already contains log2(e): use exp2."),
         Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale already contains log2(e): use exp2."),
         Mistake("s_ij - m_new[:, None]", "s_ij - m_new",
                 "m_new has one number per query, a row of s_ij: m_new[:, None]."),
         Mistake("s_ij - m_new[:, None]", "s_ij - m[:, None]", BOTH_MAXIMA),
+        Mistake("s_ij - m_new[:, None]", "s_ij", "l and O belong to the new maximum: subtract m_new[:, None]."),
         Mistake("exp2(m - m_new)", "exp2(m_new - m)", BOTH_MAXIMA),
         Mistake("o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."),
         Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij, 0)", "Sum over the keys: axis 1."),
+        Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij)", "Each query has its own sum: axis 1."),
+        Mistake("tl.sum(p_ij, 1)", "p_ij", "l is one number per query: sum p_ij over the keys."),
+        Mistake("o_i * rescale[:, None]", "o_i / l[:, None]",
+                "O is divided by l once, after the loop. In the loop it shrinks by rescale, as l does."),
         Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
                 "p_ij already belongs to the new maximum: only the old l shrinks."),
         Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "Multiply the old l by rescale."),
@@ -164,6 +185,10 @@ GAPS = {
         Mistake(END, "tl.cdiv(n, BLOCK_KV)", "No query of the tile sees keys after the last query's own: skip them."),
         Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + 1, BLOCK_KV)",
                 "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
+        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + BLOCK_Q + 1, BLOCK_KV)",
+                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
+        Mistake("(first_query + 1) // BLOCK_KV", "(first_query + 1) // BLOCK_Q", COUNTED),
+        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + BLOCK_Q, BLOCK_Q)", COUNTED),
         Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query, BLOCK_KV)",
                 "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
         Mistake(END, "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "There are only cdiv(n, BLOCK_KV) tiles of keys."),

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sage_course.check import Gap, Mistake, source
 
 HEAD_DIM, TILES = 64, 7
+WRONG_PHASE = "a barrier's phases are 0 and 1"  # as the emulator says it
 PLACES = gl.constexpr(3)
 WARPGROUPS = gl.constexpr(3)
 
@@ -118,7 +119,8 @@ def run_as(name):
 
     def run(function, *arguments):
         found = run_ring(*arguments, **{name: function})
-        return f"{found} ({wait_of(function)})" if isinstance(found, str) else found
+        has_phase = name != "score_maxima" and found != WRONG_PHASE if isinstance(found, str) else False
+        return f"{found} ({wait_of(function)})" if has_phase else found
 
     return run
 
@@ -148,14 +150,21 @@ def _trials():
 
 READY = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
 EMPTY = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
+LAST_BIT = "Phases are 0 and 1 only: take the last bit of the round, & 1."
 
 GAPS = {
     "acquire": Gap(acquire, _trials, (
         Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
         Mistake("(n // places) & 1", "0",
                 "In the second round of the ring that phase ended long ago: you read the tile before."),
-        Mistake("(n // places) & 1", "n // places", "Phases are 0 and 1 only: take the last bit of the round, & 1."),
+        Mistake("(n // places) & 1", "n // places", LAST_BIT),
         Mistake("ring.ready", "ring.empty", "The copy reports to `ready`. The loading warp waits for `empty`."),
+        Mistake("(n // places) & 1", "1", "In the first round nobody ends phase 1: the phase comes from the round."),
+        Mistake("ring.ready.index(n % places), (n // places) & 1", "ring.ready.index(n // places), (n % places) & 1",
+                "Place and phase are exchanged: the place is the remainder, the phase comes from the quotient.",
+                (("return ring.tiles.index(n % places)", "return ring.tiles.index(n // places)"),)),
+        Mistake("return ring.tiles.index(n % places)", "return ring.tiles.index(n // places)",
+                "n // places is the round. The place is the remainder, n % places."),
         Mistake("(n // places) & 1", "((n // places) & 1) ^ 1",
                 "That is the phase before. It ended before this tile came. Only the loading warp waits for it."),
         Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
@@ -170,6 +179,11 @@ GAPS = {
         Mistake("((n // places) & 1) ^ 1", "1",
                 "That is right for the first round. In each later one the place must be released again."),
         Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are only `places` places."),
+        Mistake("((n // places) & 1) ^ 1", "(n // places) ^ 1", LAST_BIT),
+        Mistake(EMPTY, READY,
+                "That is the readers' wait. Is the tile's place free? `empty` says so, in the phase before."),
+        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n // places)",
+                "n // places is the round. The place is the remainder, n % places."),
         Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
         Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(0)",
                 "The n-th tile belongs in place n % places."),
@@ -184,6 +198,13 @@ GAPS = {
 """,
                 "The place is released before the matmul has read it: wait for the matmul first."),
         Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the maximum of the last tile alone."),
-        Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)[:64]", "Each query has its own maximum: over keys, axis 1."),
+        Mistake("        s_ij = warpgroup_mma_wait(0, deps=(product,))\n", "        s_ij = product\n",
+                "The matmul has only been started: warpgroup_mma_wait returns its result."),
+        Mistake("warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,", "With 1 one matmul may still run: wait for 0."),
+        Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.maximum(m, s_ij)",
+                "m is one number per query: take the row's maximum first, gl.max(s_ij, 1)."),
+        Mistake("m = gl.maximum(m, gl.max(s_ij, 1))", "m += gl.max(s_ij, 1)", "The largest is wanted, not the sum."),
+        Mistake("gl.maximum(m,", "gl.minimum(m,", "The largest is wanted: gl.maximum."),
+        Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)", "Each query has its own maximum: over keys, axis 1."),
     ), run_as("score_maxima")),
 }  # fmt: skip

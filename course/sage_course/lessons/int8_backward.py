@@ -165,6 +165,9 @@ def _tiles_with_zeros_and_tiny_rows() -> list[tuple]:
     return [(x,), (torch.zeros(16, 32),)]
 
 
+S_OF_ROWS = "tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127"
+DQ = "tl.dot(ds_hat_ij, k_j, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_k)[:, None]"
+
 GAPS = {
     "delta_of": Gap(delta_of,
         lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())], (
@@ -173,19 +176,29 @@ GAPS = {
         Mistake(".sum(-1)", ".sum(-1, keepdim=True)", "One number per query, [N]: no keepdim."),
         Mistake(".sum(-1)", ".sum(-2)", "One number per query: the sum runs over the features."),
         Mistake(".sum(-1)", ".mean(-1)", "delta is a sum, not a mean."),
+        Mistake("(grad_output.float() * output.float())", "(grad_output.float() @ output.float().mT)",
+                "Only a query's own dO and O are multiplied, element by element: `*`."),
+        Mistake(".sum(-1)", ".sum(-1).half()", "delta stays in float32."),
         Mistake(" * output.float()", "", "delta is rowsum(dO * O)."),
     )),
     "dq_16bit": Gap(dq_16bit, _heads, (
         Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij)", "P = exp(S - L): L is one number per query."),
+        Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij) / l_i[:, None]",
+                "L is the logarithm of the sum: subtract it in the exponent."),
         Mistake("l_i[:, None])", "l_i[None, :])", "L is one number per query: it changes along the rows."),
         Mistake("tl.exp(s_ij", "tl.math.exp2(s_ij", "L is a natural logarithm here, and S is not times log2(e): exp."),
         Mistake("delta_i[:, None]", "delta_i[None, :]", "delta is one number per query, a row of the tile: [:, None]."),
         Mistake("k_j.dtype), k_j)", "k_j.dtype), k_j) * c", "c is multiplied once, at the end."),
         Mistake("k_j.dtype), k_j)", "k_j.dtype), tl.trans(k_j))", "dS K: keys are the columns of dS, the rows of K."),
         Mistake("dp_ij - delta_i[:, None]", "dp_ij", "dS = P (dP - delta)."),
+        Mistake("dp_ij - delta_i", "dp_ij + delta_i", "dS = P (dP - delta): a minus sign."),
         Mistake("(dp_ij - delta_i[:, None])", "dp_ij - delta_i[:, None]", "P multiplies the whole difference."),
         Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys."),
         Mistake("k_j.dtype), k_j)", "k_j.dtype), v_j)", "dQ = dS K."),
+        Mistake("k_j.dtype), k_j)", "k_j.dtype), q_i)", "dQ = dS K: the other factor of S is K."),
+        Mistake("ds_ij.to(k_j.dtype)", "p_ij.to(k_j.dtype)", "dQ = dS K, not P K."),
+        Mistake("ds_ij.to(k_j.dtype)", "tl.trans(ds_ij).to(k_j.dtype)",
+                "dS [queries, keys] times K [keys, D]: no transpose. dK has one."),
     ), run_dq_16bit),
     "psi_of_rows": Gap(psi_of_rows, _tiles_with_zeros_and_tiny_rows, (
         Mistake("tl.max(tl.abs(x), 1)", "tl.max(x, 1)", "The scale needs the largest magnitude: tl.abs."),
@@ -197,6 +210,9 @@ GAPS = {
         Mistake("tl.max(tl.abs(x), 1)", "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
                 "One scale per row: the maximum over axis 1."),
         Mistake(" / 127", " / 128", "The largest magnitude must become 127."),
+        Mistake(" / 127", "", "The largest magnitude must become 127, not 1: divide by 127."),
+        Mistake(S_OF_ROWS, "127 / tl.maximum(tl.max(tl.abs(x), 1), 1e-30)",
+                "That is 1 / s. The scale is what one integer step is worth."),
         Mistake("x / s[:, None]", "x * s[:, None]", "X^ = round(X / s)."),
     ), run_psi),
     "dq_int8": Gap(dq_int8, _heads, (
@@ -209,6 +225,12 @@ GAPS = {
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_q)[:, None]", "dQ = dS K: the scales of dS and of K."),
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)[:, None] * c", "c is multiplied once more, at the end."),
         Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys: +=."),
+        Mistake(DQ, DQ.replace(" * (s_ds * s_k)[:, None]", ""), "Both scales are missing, of dS and of K."),
+        Mistake(DQ, DQ.replace(" * ", " / "), "dS is s_dS dS^: multiply by the scales."),
+        Mistake("ds_hat_ij, k_j,", "ds_hat_ij, tl.trans(k_j),", "dS [queries, keys] times K [keys, D]: no transpose."),
+        Mistake("s_ds, ds_hat_ij = psi", "ds_hat_ij, s_ds = psi", "psi_of_rows returns the scale first."),
+        Mistake("psi_of_rows(ds_ij)", "psi_of_rows(tl.trans(ds_ij))",
+                "For dQ each query may have its own scale, and queries are the rows of ds_ij already."),
         Mistake("(s_ds * s_k)[:, None]", "s_k", "dS is s_dS dS^: the scale of each row is missing."),
     ), run_dq_int8),
     "dk_dv_int8": Gap(dk_dv_int8, _heads, (
@@ -220,6 +242,17 @@ GAPS = {
         Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_q)[:, None] * c", "c is multiplied once more, at the end."),
         Mistake("dv_j += tl.dot", "dv_j = tl.dot", "dV_j is a sum over all tiles of queries: +=."),
         Mistake("dk_j += tl.dot", "dk_j = tl.dot", "dK_j is a sum over all tiles of queries: +=."),
+        Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns.",
+                (("- delta_i[None, :]", "- delta_i[:, None]"),)),
+        Mistake("pt_hat_ij, do_hat_i", "tl.trans(pt_hat_ij), do_hat_i",
+                "pt_hat_ij is transposed already: [keys, queries] times [queries, D]."),
+        Mistake("pt_hat_ij, do_hat_i", "pt_hat_ij, do_i", "An INT8 matmul needs integers on both sides: do_hat_i."),
+        Mistake("(s_ds * s_q)[:, None]", "s_ds[:, None]", "Q is s_Q Q^: s_Q is missing."),
+        Mistake("dst_hat_ij, q_i, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_q)",
+                "dst_hat_ij, k_j, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_k)", "dK = dS^T Q."),
+        Mistake("(s_ds * s_q)[:, None]", "(s_p * s_q)[:, None]", "dK = dS^T Q: the scales of dS and of Q."),
+        Mistake("(dpt_ij - delta_i[None, :])", "dpt_ij", "dS = P (dP - delta)."),
+        Mistake("pt_ij * (dpt_ij - delta_i[None, :])", "dpt_ij - delta_i[None, :]", "dS = P (dP - delta)."),
         Mistake("psi_of_rows(dst_ij)", "psi_of_rows(pt_ij)", "For dK round dS^T, not P^T."),
         Mistake("(s_ds * s_q)[:, None]", "(s_ds * s_k)[:, None]", "dK = dS^T Q: the scales of dS and of Q."),
     ), run_dk_dv_int8),

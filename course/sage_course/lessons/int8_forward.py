@@ -146,7 +146,7 @@ def run_level(level):
         c = 1 / math.sqrt(q.shape[-1])
         inputs = prepare_forward(*(x.to(triton_device()) for x in (q, k, v)), level, scale=c, smooth_k=True)
         if level == 1:  # a reader may take the scale of a wrong block: numbers must be there
-            scales = torch.full((8,), 3.0, device=triton_device())
+            scales = torch.linspace(3, 7, 256, device=triton_device())
             scales[: inputs.k_hat.scale.numel()] = inputs.k_hat.scale.flatten()
             inputs = inputs._replace(k_hat=inputs.k_hat._replace(scale=scales))
         o, log_sum_exp = run_forward_program(
@@ -230,6 +230,7 @@ def _columns() -> list[tuple]:
 
 SCORES = "integer_dot(q_hat_i, tl.trans(k_hat_j)) * (s_q * s_k)[:, None]"
 BOTH_EXP = "tl.math.exp2(m_ij - m_new) / 127.0\n    p_ij = 127.0 * tl.math.exp2(s_ij - m_ij[:, None])"
+ONLY_ROUND = "p_ij is P~ / s_P already, with 127 as its largest entry: round it."
 BITS = "out_dtype=tl.int32).to(tl.float32, bitcast=True)"
 FOLDED = """t = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + room)
     m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX
@@ -238,6 +239,7 @@ ROUNDED_TWICE = """t = s_qk * ROUNDER + m_ij - LOG2_INT8_MAX + room
     m_ij = t - s_qk * ROUNDER + LOG2_INT8_MAX
     p_ij = tl.math.exp2(s_ij * s_qk[:, None] - t[:, None])"""
 P = "tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"
+TWICE = "A product and a sum round twice: tl.fma rounds once."
 
 GAPS = {
     "level1": Gap(level1, _attention, (
@@ -248,6 +250,12 @@ GAPS = {
                 "That is the scale of the first keys. Each SCALE_BLOCK tokens have their own."),
         Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j",
                 "j counts tiles, and a tile may be smaller than the SCALE_BLOCK tokens that share a scale."),
+        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j * TILE.BLOCK_KV",
+                "That is the number of a token. SCALE_BLOCK tokens share a scale: divide."),
+        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j * TILE.SCALE_BLOCK // TILE.BLOCK_KV",
+                "The tile begins at token j BLOCK_KV. Divide that by the SCALE_BLOCK tokens that share a scale."),
+        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "key // TILE.SCALE_BLOCK",
+                "All keys of a tile have the same scale: load one number, for the tile's first token."),
         Mistake(SCORES, "integer_dot(q_hat_i, tl.trans(k_hat_j)) + 0 * s_q[:, None]", "Both scales are missing."),
     ), run_level(1)),
     "level2": Gap(level2, _attention, (
@@ -255,6 +263,14 @@ GAPS = {
         Mistake("127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "127.0 * tl.math.exp2(s_ij - m_new[:, None])",
                 "In P~ / s_P the new maximum cancels. The largest entry is 127 in every tile."),
         Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "Dividing P~ by s_P brings a factor of 127."),
+        Mistake("exp2(m_ij - m_new) / 127.0", "exp2(m_ij - m) / 127.0",
+                "s_P belongs to the new maximum, as P~ does: m_ij - m_new."),
+        Mistake("exp2(m_ij - m_new) / 127.0", "exp2(m_new - m_ij) / 127.0",
+                "P~ is at most 1, so the exponent is at most 0: m_ij - m_new."),
+        Mistake("127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "tl.math.exp2(s_ij - m_new[:, None])",
+                "That is P~. p_ij is P~ / s_P."),
+        Mistake("round_to_int8(p_ij)", "round_to_int8(p_ij / s_p[:, None])", ONLY_ROUND),
+        Mistake("round_to_int8(p_ij)", "round_to_int8(127.0 * p_ij)", ONLY_ROUND),
         Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_ij) / 127.0",
                 "1/127 fits a tile with the row's maximum. In others the largest P~ is e^(m_ij - m_new)."),
         Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are already multiplied by log2(e): use exp2."),
@@ -267,6 +283,10 @@ GAPS = {
         Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry becomes too small."),
         Mistake("(s_p * s_v)", "(s_p + 0 * s_v)", "V^ stands for s_V V^."),
         Mistake("(s_p * s_v)", "(s_v + 0 * s_p)", "P^ stands for s_P P^."),
+        Mistake("o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."),
+        Mistake("o_i * rescale[:, None] + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * s_v)[:, None]",
+                "(o_i + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * s_v)[:, None]) * rescale[:, None]",
+                "The new part already belongs to the new maximum: only the old O shrinks."),
         Mistake("o_i = o_i * rescale[:, None]", "o_i = o_i", "O belongs to the old maximum: it shrinks as l does."),
     ), run_level(2)),
     "offset_dot": Gap(offset_dot, _integers, (
@@ -275,6 +295,7 @@ GAPS = {
         Mistake("ROUNDER_BITS", "0", "Bits of a small integer, read as a float, are close to 0."),
         Mistake(", bitcast=True", "", "That is the conversion we want to save: read the same bits, bitcast=True."),
         Mistake(BITS, f"{BITS} - ROUNDER", "ROUNDER stays in: level 3 takes it out where that costs nothing."),
+        Mistake("start, out_dtype=tl.int32", "start", "An int32 accumulator needs out_dtype=tl.int32."),
         Mistake(f"start, {BITS}", "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
                 "The right numbers, by a conversion: start the dot product at ROUNDER_BITS and read the bits."),
     ), run_dot),
@@ -284,6 +305,9 @@ GAPS = {
                 "Below 2^23 floats are 1/2 apart, and x may be negative. 1.5 * 2^23 has room on both sides."),
         Mistake(".to(tl.int8)", "",
                 "That is an int32 with the bits of ROUNDER in it: .to(tl.int8) keeps the low byte."),
+        Mistake(".to(tl.int8)", " & 255", "That is the low byte without a sign: .to(tl.int8)."),
+        Mistake("tl.int32, bitcast=True).to(tl.int8)", "tl.int8, bitcast=True)",
+                "A bitcast keeps all 32 bits: first to tl.int32. Then .to(tl.int8) keeps the low byte."),
         Mistake("(x + ROUNDER)", "(x + ROUNDER_BITS)", "Add the *number* ROUNDER to a float, not its bits."),
         Mistake(", bitcast=True", "", "The right numbers, by a conversion: read the same bits, bitcast=True."),
         Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "((x + ROUNDER) - ROUNDER)",
@@ -303,7 +327,15 @@ GAPS = {
         Mistake(" + room", " - room", "room makes p_ij smaller. t is subtracted, so it grows."),
         Mistake("t) + LOG2_INT8_MAX", "t) + LOG2_INT8_MAX - room",
                 "m_ij must belong to the t that is used, with room in it."),
-        Mistake(FOLDED, ROUNDED_TWICE, "A product and a sum round twice: tl.fma rounds once."),
+        Mistake(FOLDED, ROUNDED_TWICE, TWICE),
+        Mistake(*(lines.splitlines()[1].strip() for lines in (FOLDED, ROUNDED_TWICE)), TWICE),
+        Mistake(*(lines.splitlines()[2].strip() for lines in (FOLDED, ROUNDED_TWICE)), TWICE),
+        Mistake("m_ij - LOG2_INT8_MAX + room", "m - LOG2_INT8_MAX + room",
+                "m is the largest score of the tiles before. t needs this tile's: m_ij."),
+        Mistake("t) + LOG2_INT8_MAX", "t) - LOG2_INT8_MAX", "t = s ROUNDER + m_ij - log2(127): add log2(127)."),
+        Mistake(P, P.replace("-t", "-m_ij"), "s_ij still contains ROUNDER, and p_ij has a factor of 127: subtract t."),
+        Mistake(P, P.replace("s_ij", "s_ij - ROUNDER"), "ROUNDER is in t already: it leaves with t."),
+        Mistake(P, P.replace("[:, None]", ""), "s_qk and t have one number per query, a row of p_ij: [:, None]."),
         Mistake(P, f"127.0 * {P}", "The factor 127 is in t already."),
         Mistake(P, P.replace("exp2", "exp"), "The scores are in base 2: exp2."),
         Mistake(P, P.replace("-t[:, None]", "-t"), "t has one number per query, a row of p_ij: t[:, None]."),
@@ -317,6 +349,9 @@ GAPS = {
                 "This separates the columns of a pair: 0, 8, 1, 9."),
         Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 4, 3, 2)",
                 "This turns all three around. Only half and pair change places."),
+        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 2, 1, 3, 4)", "Groups stay. Half and pair are axes 2 and 3."),
+        Mistake(".reshape(ROWS, COLUMNS)", "", "At the end the tile is [ROWS, COLUMNS] again: .reshape."),
+        Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 2, 2, 4)", "16 columns are 2 halves of 4 pairs of 2."),
         Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 4, 2, 2)", "16 columns are 2 halves of 4 pairs."),
         Mistake("x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
                 "x.reshape(ROWS, 2, COLUMNS // 4, 2).permute(0, 2, 1, 3)",

@@ -306,6 +306,7 @@ class Machine:
         barrier.count = barrier.pending = count
 
     def wait(self, barrier, phase):
+        assert phase in (0, 1), "a barrier's phases are 0 and 1"
         self.pause(lambda: barrier.phase != phase)
 
     def expect(self, barrier, size):
