@@ -167,6 +167,7 @@ def _tiles_with_zeros_and_tiny_rows() -> list[tuple]:
 
 S_OF_ROWS = "tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127"
 DQ = "tl.dot(ds_hat_ij, k_j, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_k)[:, None]"
+TINY_ROW = "A tiny row gets a scale that is far too large: use tl.maximum with a much smaller number."
 
 GAPS = {
     "delta_of": Gap(delta_of,
@@ -206,7 +207,10 @@ GAPS = {
                 "A row of zeros has scale 0, and 0 / 0 is NaN: keep s above 0."),
         Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127", "tl.max(tl.abs(x), 1) / 127 + 1e-8",
                 "In a tiny row 1e-8 is larger than the scale. Use tl.maximum with a much smaller number."),
-        Mistake("1e-30", "1e-3", "A tiny row gets a scale that is far too large: the smallest s must be much smaller."),
+        Mistake(S_OF_ROWS, "tl.maximum(tl.max(tl.abs(x), 1) / 127, 1e-6)", TINY_ROW),
+        Mistake(S_OF_ROWS, "tl.maximum(tl.max(tl.abs(x), 1) / 127, 1e-8)", TINY_ROW),
+        Mistake(S_OF_ROWS, "tl.max(tl.abs(x), 1) / 127 + 1e-6", TINY_ROW),
+        Mistake("1e-30", "1e-3", TINY_ROW),
         Mistake("tl.max(tl.abs(x), 1)", "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
                 "One scale per row: the maximum over axis 1."),
         Mistake(" / 127", " / 128", "The largest magnitude must become 127."),
@@ -226,7 +230,7 @@ GAPS = {
         Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)[:, None] * c", "c is multiplied once more, at the end."),
         Mistake("dq_i += tl.dot", "dq_i = tl.dot", "dQ_i is a sum over all tiles of keys: +=."),
         Mistake(DQ, DQ.replace(" * (s_ds * s_k)[:, None]", ""), "Both scales are missing, of dS and of K."),
-        Mistake(DQ, DQ.replace(" * ", " / "), "dS is s_dS dS^: multiply by the scales."),
+        Mistake(DQ, DQ.replace("32) * ", "32) / "), "dS is s_dS dS^: multiply by the scales."),
         Mistake("ds_hat_ij, k_j,", "ds_hat_ij, tl.trans(k_j),", "dS [queries, keys] times K [keys, D]: no transpose."),
         Mistake("s_ds, ds_hat_ij = psi", "ds_hat_ij, s_ds = psi", "psi_of_rows returns the scale first."),
         Mistake("psi_of_rows(ds_ij)", "psi_of_rows(tl.trans(ds_ij))",
@@ -247,6 +251,9 @@ GAPS = {
         Mistake("pt_hat_ij, do_hat_i", "tl.trans(pt_hat_ij), do_hat_i",
                 "pt_hat_ij is transposed already: [keys, queries] times [queries, D]."),
         Mistake("pt_hat_ij, do_hat_i", "pt_hat_ij, do_i", "An INT8 matmul needs integers on both sides: do_hat_i."),
+        Mistake("tl.dot(pt_hat_ij, do_hat_i, out_dtype=tl.int32).to(tl.float32) * (s_p * s_do)[:, None]",
+                "tl.dot(pt_ij.to(do_i.dtype), do_i)",
+                "That is dV in 16 bit. In INT8 it multiplies pt_hat_ij and do_hat_i."),
         Mistake("(s_ds * s_q)[:, None]", "s_ds[:, None]", "Q is s_Q Q^: s_Q is missing."),
         Mistake("dst_hat_ij, q_i, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_q)",
                 "dst_hat_ij, k_j, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_k)", "dK = dS^T Q."),
