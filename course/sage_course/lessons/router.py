@@ -116,7 +116,7 @@ GAPS = {
         Mistake("torch.sigmoid(scaled + middle)", "torch.softmax(scaled + middle, -1)",
                 "A softmax sums to 1 for every lambda. SoftTop-k has a sigmoid for each block."),
         Mistake("too_much, low, middle)", "too_much, middle, low)",
-                "Where it is too much, the lower end stays, and the upper end becomes the middle."),
+                "This runs to the upper end. Is the middle tried, and does `low` stay where it is too much?"),
         Mistake("torch.sigmoid(scaled + middle)", "torch.sigmoid(scaled)",
                 "Which lambda do you try? It is the middle."),
         Mistake("torch.sigmoid(scaled + middle)", "(scaled + middle)", "The sigmoid is missing."),
