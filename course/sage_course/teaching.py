@@ -79,9 +79,7 @@ def measured_here() -> Record | None:
     return Record(provenance("measured_here()"), rows)
 
 
-def letter_inputs(
-    text: str, *, sharpness: float = 0.5, key_offset: float = 0.0, head_dim: int = 64, seed: int = 0
-) -> list[torch.Tensor]:
+def letter_inputs(text: str, *, sharpness: float = 0.5, head_dim: int = 64, seed: int = 0) -> list[torch.Tensor]:
     """Make Q, K, V and dO, float32 [1, 1, N, D], of a made-up head with one token per letter of `text`.
 
     A query matches the keys of the same letter, best where the letter before agrees too, so a repeated word finds
@@ -90,7 +88,6 @@ def letter_inputs(
     Args:
         text: the tokens.
         sharpness: factor of Q.
-        key_offset: factor of one random vector that is added to every key.
         head_dim: D.
         seed: for all random numbers.
     """
@@ -100,9 +97,8 @@ def letter_inputs(
     embedding, embedding_before = torch.randn(2, len(letters), head_dim, generator=generator)
     token = (embedding[here] + 0.8 * embedding_before[here.roll(1)]) / 1.3
     query_noise, key_noise, value, grad_output = torch.randn(4, len(text), head_dim, generator=generator)
-    offset = torch.randn(head_dim, generator=generator)
     query = sharpness * (token + 0.5 * query_noise)
-    key = token + 0.5 * key_noise + key_offset * offset
+    key = token + 0.5 * key_noise
     return [x[None, None] for x in (query, key, value, grad_output)]
 
 
