@@ -1,6 +1,7 @@
 """Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the lines of each folder at the end."""
 
 import fcntl
+import os
 import tempfile
 import tomllib
 from pathlib import Path
@@ -12,7 +13,7 @@ from sage_kernels.common.device import triton_device
 
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")
-WORKER_GIB = 9  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 8 GiB
+WORKER_GIB = 6  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 5 GiB
 LARGE_GIB = 64  # of a GPU, for the tests of more than 2^31 elements, which take half of it
 torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
 # Without a GPU it turns Triton's interpreter on, which must happen before triton is imported.
@@ -47,8 +48,10 @@ def pytest_runtest_setup():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """With `-n auto` on a GPU: as many workers as its memory has room for, WORKER_GIB each, and at most 8."""
-    return max(1, min(8, gpu_gib() // WORKER_GIB)) if torch.cuda.is_available() else None
+    """With `-n auto` on a GPU: as many workers as its memory (WORKER_GIB each) and three cores in four allow."""
+    if not torch.cuda.is_available():
+        return None
+    return max(1, min(os.cpu_count() * 3 // 4, gpu_gib() // WORKER_GIB))
 
 
 def gpu_gib():
