@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 from sage_kernels.common.device import triton_device
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")
@@ -87,3 +89,20 @@ def inputs():
         return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
     return draw
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remember the most numbers that a tensor had which an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        found = function(*arguments, **(keywords or {}))
+        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return found
+
+
+@pytest.fixture
+def largest_tensor():
+    return LargestTensor

@@ -10,10 +10,12 @@ square.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import check_choice, check_count, check_scale, check_switches
@@ -125,6 +127,15 @@ def by_parts(compute: Callable[..., tuple[Tensor, ...]], parts: list, tokens: tu
         return list(compute(*tokens, *blocks))
     found = [compute(*(x[..., i, :] for x in tokens), *(x[..., b, :] for x in blocks)) for i, b in parts]
     return [torch.cat(x, -2) for x in zip(*found, strict=True)]
+
+
+def by_parts_again(
+    compute: Callable[..., tuple[Tensor, ...]], parts: list, tokens: tuple, blocks: tuple
+) -> list[Tensor]:
+    """Compute `by_parts`, and each of several parts once more in the backward pass, so that nothing of it is kept."""
+    if len(parts) > 1 and torch.is_grad_enabled():
+        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    return by_parts(compute, parts, tokens, blocks)
 
 
 def selected_count(sparsity: float, key_blocks: int) -> int:

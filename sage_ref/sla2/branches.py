@@ -21,12 +21,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from sage_ref.attention import softmax_scale
 from sage_ref.sla2.blocks import (
     BlockSettings,
-    by_parts,
+    by_parts_again,
     from_blocks,
     into_blocks,
     per_query,
@@ -47,11 +46,8 @@ def sparse_branch(
     gradient dO . (V_j - O_s) e^{S - L} that any weight has, with e^{S - L} bounded where it would overflow.
     Long sequences are computed in parts, and once more in the backward pass: no [Nq, Nk] is kept.
     """
-    parts = query_parts(query, key, settings)
     compute = partial(_sparse_rows, key=key, value=value, settings=settings)
-    if len(parts) > 1 and torch.is_grad_enabled():
-        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    return tuple(by_parts(compute, parts, (query,), (block_weights,)))
+    return tuple(by_parts_again(compute, query_parts(query, key, settings), (query,), (block_weights,)))
 
 
 def _sparse_rows(

@@ -6,25 +6,11 @@ import pytest
 import torch
 from sla2_oracles import drawn, drawn_qkv, gradients_of
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sage_ref.sla2 import SLA, SLA2, BlockSettings, block_mass, blocks, sparse_linear_attention
 from sage_ref.sla2.api import dispatch
 
 SMALL = BlockSettings(16, 8)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remember the most numbers that a tensor had which an operation returned."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        found = function(*arguments, **(keywords or {}))
-        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
-        self.numbers = max(self.numbers, *sizes, 0)
-        return found
 
 
 def calls(q, k, v):
@@ -44,11 +30,11 @@ def calls(q, k, v):
     yield "initialize_alpha", lambda: core.initialize_alpha(q, k)
 
 
-def test_no_public_call_makes_a_tensor_of_queries_by_keys():
+def test_no_public_call_makes_a_tensor_of_queries_by_keys(largest_tensor):
     n = 3072
     q, k, v = (drawn(1, 1, n, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
     for name, call in calls(q, k, v):
-        with LargestTensor() as largest:
+        with largest_tensor() as largest:
             call()
         assert 0 < largest.numbers <= blocks.PART_SCORES < n * n / 2, name
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.fit import fit_with_adam
-from sage_ref.attention import attention_forward
 from sage_ref.sla2 import SLA2, sparse_linear_attention
 from sage_ref.tracing import relative_l2
 
@@ -82,7 +82,7 @@ class MappedSLA2(nn.Module):
 def fine_tune(query: Tensor, key: Tensor, value: Tensor, way: str, settings: TuningSettings, seed: int) -> MappedSLA2:
     """Train the layer on Q, K, V [B, H, N, D], float32. seed: decides which blocks of queries each step reads."""
     heads, n, head_dim = query.shape[1:]
-    exact = attention_forward(query, key, value).output
+    exact = F.scaled_dot_product_attention(query, key, value)
     layer = MappedSLA2(head_dim, heads, settings)
     layer.sla2.initialize_alpha(query, key)
     generator = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def fine_tune(query: Tensor, key: Tensor, value: Tensor, way: str, settings: Tun
 @torch.no_grad()
 def errors(layer: MappedSLA2, query: Tensor, key: Tensor, value: Tensor) -> tuple[float, float]:
     """Return the relative L2 error against full attention of Q, K, V: unquantised, and in INT8."""
-    exact = attention_forward(query, key, value).output
+    exact = F.scaled_dot_product_attention(query, key, value)
     return tuple(relative_l2(layer(query, key, value, way), exact) for way in ("afterwards", "algorithm 3"))
 
 

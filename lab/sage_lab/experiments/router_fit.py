@@ -22,6 +22,7 @@ from statistics import mean
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sage_lab.command_line import add_device_option, number_from_zero, percentage, positive
@@ -30,7 +31,7 @@ from sage_lab.records import RECORDED, Row, markdown_table, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.fit import fit_with_adam
 from sage_lab.training.video_like import VideoLike, video_like
-from sage_ref.attention import attention_forward, softmax_scale
+from sage_ref.attention import softmax_scale
 from sage_ref.sla2 import (
     PRINTED,
     SLA,
@@ -49,6 +50,7 @@ from sage_ref.sla2 import (
     spread_blocks,
     top_blocks,
 )
+from sage_ref.sla2.blocks import by_parts_again, query_parts
 
 SLA_LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FITTED, HELD_OUT = "fitted", "held out"
@@ -70,8 +72,12 @@ def printed_soft_attention(
 
     At M = 0 a score becomes 0 and keeps the weight e^0, so this is not the sparse branch of a hard mask (erratum).
     """
-    s = query @ key.mT * softmax_scale(settings.scale, query.shape[-1])
-    o_s = (s * spread_blocks(block_weights, *s.shape[-2:], settings)).softmax(-1) @ value
+
+    def rows(query: Tensor, weights: Tensor) -> tuple[Tensor]:
+        s = query @ key.mT * softmax_scale(settings.scale, query.shape[-1])
+        return ((s * spread_blocks(weights, *s.shape[-2:], settings)).softmax(-1) @ value,)
+
+    (o_s,) = by_parts_again(rows, query_parts(query, key, settings), (query,), (block_weights,))
     o_l = linear_branch(query, key, value, 1 - block_weights, settings)
     return mix(o_s, o_l, per_query(alpha, query.shape[-2], settings))
 
@@ -133,7 +139,7 @@ class FittedRouter(NamedTuple):
 def samples(query: Tensor, key: Tensor, value: Tensor, blocks: BlockSettings, device: str = "cpu") -> Samples:
     """Compute once what every fit and every error needs. Q, K, V [B, H, N, D] in any float dtype."""
     q, k, v = (x.to(device, torch.float32) for x in (query, key, value))
-    return Samples(q, k, v, attention_forward(q, k, v).output, block_mass(q, k, blocks))
+    return Samples(q, k, v, F.scaled_dot_product_attention(q, k, v), block_mass(q, k, blocks))
 
 
 def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:

@@ -3,7 +3,8 @@
 minimise |O_M - O|^2 / |O|^2, mean over videos and layers:  O full attention, O_M SLA2 with a stand-in for its mask.
 
 The model itself does not change: it runs on made-up videos and provides Q, K, V and O. To save time, a step reads a few
-blocks of queries, drawn anew each time, and all keys.
+blocks of queries, drawn anew each time, and all keys. The attention is that of `SLA2.stage(1)`, which keeps nothing of
+the size queries x keys; its backend is the model's.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,8 @@ from sage_lab.training.video_flow import (
     started_model,
 )
 from sage_lab.training.video_scenes import seed_of
-from sage_ref.sla2 import SLA2, block_count, into_blocks, soft_sparse_linear_attention
+from sage_ref.shapes import in_working_dtype
+from sage_ref.sla2 import SLA2, into_blocks
 
 CERTAIN = 20.0  # sigmoid of it is 1 in float32
 
@@ -73,7 +75,7 @@ def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SL
     """Make the SLA2 of a layer, with fixed projections or alpha if the settings say so."""
     core = SLA2(
         config.head_dim, config.heads, sparsity=config.sparsity, block_q=config.block_q, block_kv=config.block_kv,
-        quantize=False, backend="reference",
+        quantize=False, backend=config.backend,
     ).stage(1)  # fmt: skip
     if settings.router == "random":
         generator = torch.Generator().manual_seed(seed_of((PURPOSES.index("route"), settings.seed, layer)))
@@ -88,13 +90,8 @@ def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SL
 
 def stage1_error(core: SLA2, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor) -> Tensor:
     """Return |O_M - O|^2 / |O|^2 over the queries of blocks `rows`, mean over videos. Q, K, V, O: [B, H, N, D]."""
-    block_q = core.settings.block_q
-    blocks = block_count(query.shape[-2], block_q)
-    q, o = (into_blocks(x, block_q)[:, :, rows].flatten(2, 3).float() for x in (query, output))
-    k, v = key.float(), value.float()
-    weights = core.soft_block_mask(q, k)
-    alpha = core.alpha(len(q), blocks)[:, :, rows]
-    found = soft_sparse_linear_attention(q, k, v, weights, alpha, core.settings)
+    q, o = (into_blocks(x, core.settings.block_q)[:, :, rows].flatten(2, 3) for x in (query, output))
+    found, o = in_working_dtype(core(q, key, value), o)
     return ((found - o).square().sum((1, 2, 3)) / o.square().sum((1, 2, 3))).mean()
 
 

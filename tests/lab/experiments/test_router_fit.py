@@ -13,7 +13,7 @@ from sage_lab.training.capture import read_capture
 from sage_lab.training.video_like import VideoLike, video_like
 from torch.testing import assert_close
 
-from sage_ref.sla2 import PRINTED, SLA, linear_branch, soft_sparse_linear_attention, top_blocks
+from sage_ref.sla2 import PRINTED, SLA, blocks, linear_branch, soft_sparse_linear_attention, top_blocks
 
 # Outliers among the queries put their block's mean where the block has no mass: the heuristic is wrong on purpose.
 DATA = VideoLike(grid=(4, 8, 8), cube=(1, 4, 4), heads=2, head_dim=16, outlier=120.0)
@@ -135,6 +135,20 @@ def test_a_flat_mask_cancels_only_where_it_weighs_e_to_the_s_and_fits_follow_the
         x: fit_router(fitted, replace(FAST, relaxation=PRINTED, reading=x)).trace[0] for x in (WEIGHTED, MULTIPLIED)
     }
     assert first[MULTIPLIED]["loss"] > 2 * first[WEIGHTED]["loss"]
+
+
+def test_a_fit_makes_no_tensor_of_queries_by_keys_and_parts_give_the_numbers_of_the_whole(monkeypatch, largest_tensor):
+    tensors = video_like(replace(DATA, grid=(8, 8, 8)), 1)[0].values()
+    fits = []
+    for limit in (1 << 22, 1 << 14):
+        monkeypatch.setattr(blocks, "PART_SCORES", limit)
+        with largest_tensor() as largest:
+            data = router_fit.samples(*tensors, SETTINGS.blocks)
+            for reading in (WEIGHTED, MULTIPLIED):
+                fits.append(fit_router(data, replace(FAST, reading=reading, query_blocks=32)).trace)
+    assert largest.numbers < 512**2 / 4
+    for whole, parts in zip(fits[:2], fits[2:], strict=True):
+        assert parts[1] == pytest.approx(whole[1], rel=1e-3)
 
 
 def test_flatness_and_correlation_at_their_ends():
