@@ -1,0 +1,190 @@
+"""Call a kernel's function, and watch every address that its Triton programs touch.
+
+A grader loads this file by its path in the process of a submission, so it imports nothing of the package.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MARGIN = 1 << 14  # elements around a tensor, more than any tile
+ORDERS = {"transposed": (0, 2, 1, 3), "columns": (0, 1, 3, 2)}  # of the four axes in memory
+GAP = 3  # elements that a "sliced" tensor lacks at both ends of every axis
+
+
+class OutsideError(Exception):
+    """A program reads or writes what belongs to no tensor."""
+
+
+def observe(
+    function: Callable, arguments: dict[str, Any], layouts: dict[str, str], device: str = "cpu"
+) -> dict[str, Any]:
+    """Call a function and return all that a verdict needs.
+
+    Args:
+        function: What the reader wrote.
+        arguments: Its arguments by name.
+        layouts: How a tensor lies in memory, by its argument's name: see `laid_out`. The others are contiguous.
+        device: Where the tensors are. Addresses are watched in Triton's interpreter alone.
+
+    Returns:
+        "result"; "launched", whether a Triton kernel was; "outside", in words, what was read or written outside of
+        all tensors; "changed", the arguments that are not what they were; "undefined", whether NaN became an integer;
+        "dots", the dtypes of all products, such as "int8 x int8".
+    """
+    arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    given = {
+        name: laid_out(x, layouts.get(name, "")) if isinstance(x, Tensor) else (x, None)
+        for name, x in arguments.items()
+    }
+    kept = {name: whole.clone() for name, (_, whole) in given.items() if whole is not None}
+    filled = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is then full of NaN
+    result = None
+    try:
+        with warnings.catch_warnings(record=True) as caught, Watch() as watch:
+            warnings.simplefilter("always")
+            try:
+                result = function(**{name: x for name, (x, _) in given.items()})
+            except Exception:
+                if not watch.outside:
+                    raise
+    finally:
+        torch.use_deterministic_algorithms(filled)
+    return {
+        "result": result,
+        "launched": watch.launches > 0,
+        "outside": watch.outside,
+        "changed": tuple(name for name, x in kept.items() if not same_bits(x, given[name][1])),
+        "undefined": any("invalid value encountered in cast" in str(x.message) for x in caught),
+        "dots": tuple(sorted(watch.dots)),
+    }
+
+
+def laid_out(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Return a tensor of x's values, and the buffer that holds it; NaN (integers: 2^20) stands around and between them.
+
+    layout: "" for contiguous; "transposed": axes 1 and 2 change places in memory, as tokens and heads do; "columns":
+    so do axes 2 and 3; "sliced": a part of something larger along every axis; "expanded": axis 1 has stride 0, and x
+    must be the same along it.
+    """
+    order = ORDERS.get(layout, range(x.dim()))
+    source = (x[:, :1] if layout == "expanded" else x).permute(*order)
+    gap = GAP if layout == "sliced" else 0
+    sizes = [size + 2 * gap for size in source.shape]
+    mark = float("nan") if x.is_floating_point() else 1 << 20
+    whole = torch.full((int(np.prod(sizes)) + 2 * MARGIN,), mark, dtype=x.dtype, device=x.device)
+    inside = whole[MARGIN : len(whole) - MARGIN].view(sizes)[tuple(slice(gap, gap + size) for size in source.shape)]
+    inside.copy_(source)
+    return inside.permute(*np.argsort(order).tolist()).expand(x.shape), whole
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(*(z.view(torch.uint8) for z in (x, y)))
+
+
+class Watch:
+    """Counts launches, and in Triton's interpreter looks at every address and product, inside `with`."""
+
+    def __init__(self):
+        self.launches, self.outside, self.dots = 0, "", set()
+        self.elements: list[Elements] = []
+        self.originals: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> "Watch":
+        from triton.runtime import interpreter
+        from triton.runtime.jit import JITFunction
+
+        self.builder = interpreter.interpreter_builder
+        for kind in (interpreter.InterpretedFunction, JITFunction):
+            self.replace(kind, "run", self.launch)
+        builder = interpreter.InterpreterBuilder
+        self.replace(builder, "create_masked_load", self.access("reads", lambda pointers, mask, *_: (pointers, mask)))
+        self.replace(
+            builder, "create_masked_store", self.access("writes", lambda pointers, _, mask, *__: (pointers, mask))
+        )
+        self.replace(
+            builder, "create_atomic_rmw", self.access("writes", lambda _, pointers, __, mask, *___: (pointers, mask))
+        )
+        self.replace(builder, "create_dot", self.dot)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, original in self.originals:
+            setattr(owner, name, original)
+
+    def replace(self, owner: Any, name: str, wrapped: Callable) -> None:
+        original = getattr(owner, name)
+        self.originals.append((owner, name, original))
+        setattr(owner, name, lambda *arguments, **keywords: wrapped(original, *arguments, **keywords))
+
+    def launch(self, original, kernel, *arguments, **keywords):
+        self.launches += 1
+        named = [*zip(kernel.arg_names, arguments, strict=False), *keywords.items()]
+        self.elements = [Elements(name, x) for name, value in named for x in tensors_of(value)]
+        return original(kernel, *arguments, **keywords)
+
+    def dot(self, original, builder, a, b, *rest):
+        self.dots.add(f"{a.dtype.scalar} x {b.dtype.scalar}")
+        return original(builder, a, b, *rest)
+
+    def access(self, verb: str, operands: Callable) -> Callable:
+        def checked(original, builder, *arguments):
+            pointers, mask = operands(*arguments)
+            addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64)
+            for number, elements in enumerate(self.elements):
+                addresses = addresses[~elements.hold(addresses)]
+                if not addresses.size:
+                    self.elements.insert(0, self.elements.pop(number))  # the next access is likely to the same
+                    return original(builder, *arguments)
+            if addresses.size:
+                nearest = min(self.elements, key=lambda elements: elements.distance(addresses[0]))
+                program = ", ".join(str(x) for x in self.builder.grid_idx)
+                self.outside = self.outside or f"program ({program}) {verb} {nearest.place(addresses[0])}"
+                raise OutsideError(self.outside)
+            return original(builder, *arguments)
+
+        return checked
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a kernel's argument: itself, a descriptor's, or those of a tuple."""
+    if isinstance(value, tuple):
+        return [x for item in value for x in tensors_of(item)]
+    value = getattr(value, "base", value) if not isinstance(value, Tensor) else value
+    return [value] if isinstance(value, Tensor) and value.numel() else []
+
+
+class Elements:
+    """The addresses of a tensor's elements. What lies between them, in a view with gaps, doesn't belong to it."""
+
+    def __init__(self, name: str, x: Tensor):
+        self.name, self.size = name, x.element_size()
+        offsets = np.zeros((), np.int64)
+        for length, stride in zip(x.shape, x.stride(), strict=True):
+            offsets = offsets[..., None] + np.arange(length) * stride
+        self.first = x.data_ptr()
+        self.known = np.zeros(offsets.max() + 1, bool)
+        self.known[offsets] = True
+
+    def hold(self, addresses: np.ndarray) -> np.ndarray:
+        """Return which addresses are those of elements."""
+        place = (addresses - self.first) // self.size
+        inside = (place >= 0) & (place < len(self.known))
+        return inside & self.known[np.where(inside, place, 0)]
+
+    def distance(self, address: int) -> int:
+        return max(self.first - address, address - self.first - len(self.known) * self.size, 0)
+
+    def place(self, address: int) -> str:
+        """Return in words where an address is that is no element's."""
+        place = (int(address) - self.first) // self.size
+        if place < 0:
+            return f"{-place} elements before the first of {self.name}"
+        if place >= len(self.known):
+            return f"{place - len(self.known) + 1} elements past the last of {self.name}"
+        return f"between the elements of {self.name}, {place} after the first"
