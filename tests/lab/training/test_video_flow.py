@@ -192,7 +192,8 @@ def test_on_a_gpu_compiled_in_bfloat16_with_the_kernels_a_run_is_close_to_the_re
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_on_a_gpu_a_graph_samples_what_the_model_does_for_every_noise(attention):
     config = replace(ON_GPU, attention=attention, backend="triton")
-    training = FlowTraining(config, replace(SETTINGS, autocast=True, compile=True), DIGITS, "cuda")
+    # Not compiled: a compiler may tune the two ways differently, and then their bits differ.
+    training = FlowTraining(config, replace(SETTINGS, autocast=True), DIGITS, "cuda")
     for _ in range(3):  # at the start the velocity is zero
         training.advance()
     with video_flow.fast_arithmetic(torch.device("cuda"), autocast=True):
