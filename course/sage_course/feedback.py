@@ -17,6 +17,7 @@ from sage_course.check import Gap, plain
 
 ERRORS = {  # part of an error: hint
     "type pointer": "That is an address, not a number: is a `tl.load` missing?",
+    "outside all": "Is a mask missing? Or is a row, a block's number or a stride wrong?",
     "reduction dimensions": "The inner sizes differ. Is a `tl.trans` missing, or one too many?",
     "operands must be same dtype": "A matmul wants both operands in one dtype.",
     "cannot be multiplied|size mismatch|two dimensions|expected .* rows": (
@@ -125,11 +126,12 @@ def rows(function: Callable) -> dict[tuple[str, int], str]:
     return found
 
 
-def lines(gap: Gap, function: Callable) -> tuple[list[str], dict[str, Callable]]:
+def lines(gap: Gap, function: Callable) -> tuple[list[str], dict[str, Callable], bool]:
     """Try each line of a function alone, with the solution's lines in place of all others that differ.
 
-    Return what the lines with `...` set, and the wrong lines, each with the function in which it was tried. Both are
-    empty if the function is a single line, or too different from the solution.
+    Return what the lines with `...` set; the wrong lines, each with the function in which it was tried; and whether the
+    reader surely wrote a line: other right lines may stand in the notebook. All three are empty if the function is a
+    single line, or too different from the solution.
     """
     own, right = rows(function), rows(gap.solution)
     differ = [x for x in own if x in right and "def " not in x[0] and own[x].strip() != right[x].strip()]
@@ -146,14 +148,15 @@ def lines(gap: Gap, function: Callable) -> tuple[list[str], dict[str, Callable]]
             alone = {} if check.is_right(gap, completed(written)) else {own[x].strip(): completed([x]) for x in written}
             wrong = {line: one for line, one in alone.items() if not check.is_right(gap, one)}
             if wrong or not alone:  # else they are wrong together
-                return [what for what, _ in missing], wrong
-    return [], {}
+                return [what for what, _ in missing], wrong, bool(written)
+    return [], {}, False
 
 
 def unfinished(gap: Gap, function: Callable) -> str:
     """Return what is missing in a function with `...` in it, what is used instead, and what else is wrong."""
-    missing, wrong = lines(gap, function)
-    names = f": {', '.join(missing)}{'' if wrong else '; the rest is right'}" if missing else ""
+    missing, wrong, written = lines(gap, function)
+    rest = "; the rest is right" if written and not wrong else ""
+    names = f": {', '.join(missing)}{rest}" if missing else ""
     text = f"still to fill in{names}. From here on the course's solution is used."
     return f"{text}\n{about(gap, wrong)}" if wrong else text
 

@@ -5,6 +5,7 @@ Needs Triton, and `teaching.triton_device()` before it is imported.
 
 import math
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +13,9 @@ from sage_kernels.common.device import triton_device
 
 from sage_course.check import Gap, Mistake
 from sage_course.lessons import draws
+
+if not torch.cuda.is_available():
+    import sage_kernels.common.interpreter  # noqa: F401
 
 GUARD = 777.0  # a number that no computation here produces
 ROOM = 64 * 64  # of guards behind a tensor
@@ -78,12 +82,21 @@ def guarded(x):
     return memory[: x.numel()].view(x.shape), memory
 
 
+def bounded(x):
+    """Return a copy of x. What stands behind it belongs to no tensor, so the interpreter stops a program that reads it.
+
+    No result shows that: S has no entry for a key that does not exist.
+    """
+    memory = np.pad(x.numpy().flatten(), (0, ROOM))
+    return torch.from_numpy(memory[: x.numel()]).view(x.shape).to(triton_device())
+
+
 def run_scores(program, q, k, block):
     """Return S [n, n], and how many numbers behind it were overwritten."""
     n, head_dim = q.shape
     s, memory = guarded(torch.zeros(n, n))
     grid = (math.ceil(n / block), math.ceil(n / block))
-    program[grid](guarded(q)[0], guarded(k)[0], s, n, 1 / math.sqrt(head_dim), D=head_dim, BLOCK=block)
+    program[grid](guarded(q)[0], bounded(k), s, n, 1 / math.sqrt(head_dim), D=head_dim, BLOCK=block)
     return s.cpu(), int((memory[n * n :] != GUARD).sum())
 
 
@@ -110,7 +123,7 @@ def run_range(function, n, block_q, block_kv):
 
 
 def _scores() -> list[tuple]:
-    return [(*draws(0, (20, 16), (20, 16)), 16)]
+    return [(*draws(0, (n, 16), (n, 16)), 16) for n in (20, 10)]
 
 
 def _attention() -> list[tuple]:
@@ -127,6 +140,11 @@ END = "tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)
 ROUND_DOWN = "A tile of which the first query sees only a part needs a mask: round down."
 COUNTED = "Tiles of keys are counted: divide by BLOCK_KV."
 ROUND_UP = "The last tile of keys may be incomplete: round up."
+BEYOND = (
+    Mistake("mask=key[:, None] < n, other", "mask=key[:, None] <= n, other", "Key n doesn't exist: they count from 0."),
+    Mistake("mask=key[:, None] < n, other", "mask=key[:, None] >= 0, other",
+            "This mask lets through keys that do not exist. Which keys exist?"),
+) if triton_device() == "cpu" else ()  # a GPU reads on without a word  # fmt: skip
 
 GAPS = {
     "scores": Gap(scores, _scores, (
@@ -148,6 +166,7 @@ GAPS = {
         Mistake(STORE, "mask=(query[None, :] < n) & (key[:, None] < n)",
                 "In S queries are the rows and keys the columns: query[:, None], key[None, :]."),
         Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
+        *BEYOND,
     ), run_scores),
     "flash": Gap(flash, _attention, (
         Mistake('tl.where(key[None, :] < n, s_ij, -float("inf"))', "s_ij",

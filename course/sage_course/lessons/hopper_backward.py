@@ -57,12 +57,15 @@ GAPS = {
                 "These are the numbers of the partners. Take what the partners have: largest[...]."),
         Mistake(" ^ away", " - away", "The partner of thread t is t XOR away, so that both exchange."),
     )),
-    "units_per_one": Gap(units_per_one, lambda: [  # in the second the bound of the first block is a power of two
+    "units_per_one": Gap(units_per_one, lambda: [  # the last two have a bound that is a power of two
             (torch.tensor([3.0, 4.5]), torch.tensor(4.0), torch.tensor(3.9), 64),
             (torch.tensor([4.0, 3.0]), torch.tensor(4.0), torch.tensor(4.0), 64),
+            (torch.tensor([2.0**-40, 3.0**-25]), torch.tensor(4.0), torch.tensor(4.0), 64),
         ], (
         Mistake("2 * d * ", "d * ",
                 "This is twice too many. Sums of up to 2^30 must fit. dP and delta can each be D max|dO| max|V|."),
+        Mistake("* largest_k\n", "* largest_k + 1e-8\n",
+                "Gradients may be as small as the number that is added. `.clamp(min=1e-30)` guards against dO = 0."),
         Mistake("torch.floor", "torch.ceil", "Rounded up, a sum may exceed 2^30: round down."),
         Mistake("torch.floor", "torch.round", "Rounded up, a sum may exceed 2^30: round down."),
         Mistake(" * largest_k", "", "A part of dQ is dS times K."),

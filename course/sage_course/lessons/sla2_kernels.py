@@ -16,6 +16,9 @@ from torch import Tensor
 
 from sage_course.check import Gap, Mistake
 
+if not torch.cuda.is_available():
+    import sage_kernels.common.interpreter  # noqa: F401
+
 
 class Blocks(NamedTuple):
     """Sizes of a block of queries and of a block of keys, in tokens."""

@@ -2,6 +2,8 @@
 
 - A multiply-add x * y + z is rounded twice there, once on a GPU: forward level 3 counts on one rounding.
 - The maximum of a number and NaN is NaN there, the number on a GPU.
+- A load or store outside all tensors of a launch reads other memory there, or ends Python. Here it is an IndexError.
+- A pointer as the end of a `range` is a count of about 10^14 there. Here it is a TypeError, as in the compiler.
 - To run a program it replaces parts of Triton's language. It looks for these parts anew in every function that the
   program calls, which takes most of its time, and what it replaces for a function alone stays: from then on nothing
   compiles. Here it looks once, and all is put back when the program, or a function called by itself, has ended.
@@ -9,6 +11,7 @@
 
 import inspect
 from functools import cache
+from itertools import chain
 
 import numpy as np
 import triton.language as tl
@@ -20,6 +23,70 @@ def fused_multiply_add(_, x, y, z):
     with np.errstate(all="ignore"):
         fused = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(fused.astype(z.data.dtype), z.dtype.scalar)
+
+
+class Memory:
+    """The memory of the latest launch's tensors: the first address of each, and the address behind its last."""
+
+    def __init__(self):
+        self.begins = self.ends = np.zeros(0, np.uint64)
+
+    def note(self, arguments):
+        spans = sorted({span for x in arguments for span in memory_of(x)})
+        self.begins, self.ends = np.array(spans, np.uint64).reshape(-1, 2).T
+
+    def places(self, addresses):
+        """Return the number of the last tensor that begins at or before each address; -1 if none does."""
+        return np.searchsorted(self.begins, addresses, side="right") - 1
+
+    def check(self, what, pointers, mask):
+        """Raise IndexError if an element that the mask lets through lies in none of the tensors."""
+        size, addresses = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8)), pointers.data
+        first, last = self.places(np.array([addresses.min(), addresses.max()]))
+        if first == last >= 0 and addresses.max() + size <= self.ends[last]:
+            return  # all in one tensor, whatever the mask: the usual case, and quick
+        addresses = addresses[mask.data.astype(bool)]
+        places = self.places(addresses)
+        if outside := ((places < 0) | (addresses + size > self.ends[places])).sum():
+            raise IndexError(f"tl.{what}: expected places in the program's tensors, got {outside} outside all of them")
+
+
+def memory_of(argument):
+    """Yield the first address of each tensor in an argument of a program, and the address behind its last."""
+    if isinstance(argument, tuple):
+        yield from chain.from_iterable(map(memory_of, argument))
+    elif hasattr(tensor := getattr(argument, "base", argument), "untyped_storage"):
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def copied_arguments(executor, arguments, named):
+    """Copy a launch's arguments to the CPU and note its tensors. Takes the place of `GridExecutor._init_args_hst`."""
+    copies = copy_arguments(executor, arguments, named)
+    memory.note((*copies[0], *copies[1].values()))
+    return copies
+
+
+def masked_load(builder, pointers, mask, *more):
+    memory.check("load", pointers, mask)
+    return load(builder, pointers, mask, *more)
+
+
+def masked_store(builder, pointers, value, mask, *more):
+    memory.check("store", pointers, mask)
+    return store(builder, pointers, value, mask, *more)
+
+
+def integer(self):
+    """Return a tensor's number, as the end of a `range` is. Takes the place of `tensor.__index__`."""
+    if self.dtype.is_ptr():
+        raise TypeError(f"range: expected an integer, got a value of type {self.dtype}")
+    return int(self.handle.data.squeeze())
+
+
+def replace_for_tensors(tensor, scope):
+    replace_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", integer)
 
 
 class Replaced:
@@ -62,7 +129,14 @@ def called(self, *args, **kwargs):
         scope.restore()
 
 
-interpreter.InterpreterBuilder.create_fma = fused_multiply_add
-interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
-replace_for, replaced = interpreter._patch_lang, Replaced()
-interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = replaced, called
+memory, replaced = Memory(), Replaced()
+builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor
+load, store, copy_arguments = builder.create_masked_load, builder.create_masked_store, launch._init_args_hst
+replace_for, replace_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+
+builder.create_fma = fused_multiply_add
+builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+launch._init_args_hst = copied_arguments
+interpreter._patch_lang, interpreter._patch_lang_tensor = replaced, replace_for_tensors
+interpreter.InterpretedFunction.__call__ = called
