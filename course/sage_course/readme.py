@@ -13,7 +13,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import kernels, paired, tables, video
+from sage_course.results import elsewhere, kernels, paired, tables, video
 
 OVERVIEW = Path("notebooks", "figures", "overview.png")
 
@@ -54,7 +54,9 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "sla2_ladder": kernels.sla2_ladder,
         "sla2_parts": kernels.sla2_parts,
         "sla2_accuracy": kernels.sla2_accuracy,
+        "elsewhere": elsewhere.contributions,
     },
+    "book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
 }
 
 

@@ -1,12 +1,13 @@
 """Verdicts and statistics on records whose answer is known; RESULTS.md and nbval compare those of real ones."""
 
 import copy
+import json
 import math
 from dataclasses import asdict
 
 import pytest
 import torch
-from sage_course.results import claims, full_batch
+from sage_course.results import claims, elsewhere, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
@@ -29,6 +30,20 @@ def run_like(kind, seed, loss, size=LARGE, qk_norm=True):
 
 def with_runs(*rows):
     return Record(RUNS.provenance, [*RUNS.rows, *rows])
+
+
+def test_what_others_measured_stands_beside_the_prediction_and_says_who_measured(contributed, tmp_path):
+    assert elsewhere.contributions(tmp_path) == "Nobody has sent a measurement yet."
+    (tmp_path / "card.json").write_text(json.dumps(contributed))
+    text = elsewhere.contributions(tmp_path)
+    lines = [line.split(" | ") for line in text.splitlines() if "| NVIDIA GeForce RTX 4090 | N=" in line]
+    assert [line[1] for line in lines[:2]] == ["N=1,024, D=128", "N=4,096, D=128"]
+    # Made up: everybody at 40% of the peak rates, of which those in 16 bit are a quarter of those in INT8.
+    assert all(line[2] == f"4.01 ({elsewhere.predicted(89, 128, 'fwd'):.2f})" for line in lines[:4])
+    assert "NVIDIA GeForce RTX 4090: measured by others, not by us, on 2026-11-26, with driver 580" in text
+    contributed["provenance"]["gpu"] = "NVIDIA L4"  # of the same compute capability, but not of the same rates
+    (tmp_path / "card.json").write_text(json.dumps(contributed))
+    assert "| N=1,024, D=128 | 4.01 (none) |" in elsewhere.contributions(tmp_path)
 
 
 def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():

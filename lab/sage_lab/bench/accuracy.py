@@ -75,11 +75,11 @@ def errors(kernels: Tensors, reference: Tensors, n_k: int) -> dict[str, float]:
     return {name: float(f"{relative_l2(kernels[name], reference[name]):.3g}") for name in names}
 
 
-def sagebwd_rows(device: str = "cuda") -> Iterator[Row]:
-    """Yield the errors of `sagebwd_attention`: all shapes, masks, both dtypes and granularities."""
-    for lengths, head_dim, heads, is_causal, dtype, granularity in itertools.product(
-        LENGTHS, HEAD_DIMS["sagebwd"], HEADS, (False, True), DTYPES, GRANULARITIES
-    ):
+def sagebwd_rows(device: str = "cuda", **chosen: Sequence) -> Iterator[Row]:
+    """Yield the errors of `sagebwd_attention`: all shapes, masks, dtypes and granularities, or those chosen."""
+    every = {"lengths": LENGTHS, "head_dims": HEAD_DIMS["sagebwd"], "heads": HEADS, "is_causal": (False, True)}
+    every |= {"dtypes": DTYPES, "granularities": GRANULARITIES}
+    for lengths, head_dim, heads, is_causal, dtype, granularity in itertools.product(*(every | chosen).values()):
         columns, *inputs = drawn(lengths, head_dim, heads, dtype, device)
         options = {"is_causal": is_causal, "granularity": granularity, "enable_gqa": True}
         found = both(partial(sage_ref.sagebwd_attention, **options), *inputs)
