@@ -6,7 +6,8 @@ Parts of the same lengths are computed together, in one call of attention.
 """
 
 from collections.abc import Callable
-from itertools import chain, groupby, pairwise
+from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 HIDDEN = torch.finfo(torch.float16).min  # a mask that is added hides a key by this number or a lower one
+LAUNCHED_HEADS = 65535  # that one launch of a kernel takes, in all sequences of a batch
+KEPT = 8  # answers for the layers of a model, which share them
 Range = tuple[int, int]  # start and stop
 
 
@@ -146,7 +149,8 @@ def _edges_of_runs(start: Tensor, stop: Tensor) -> list[int]:
     return [*edges, len(start)]
 
 
-def parts_between(edges_q: list[int], edges_k: list[int], is_causal: bool) -> tuple[Part, ...]:
+@lru_cache(maxsize=KEPT)
+def parts_between(edges_q: tuple[int, ...], edges_k: tuple[int, ...], is_causal: bool) -> tuple[Part, ...]:
     """Return the parts of documents that are packed into one sequence, whose tokens are between neighbouring edges."""
     lengths = [[stop - start for start, stop in pairwise(edges)] for edges in (edges_q, edges_k)]
     if len(edges_q) != len(edges_k) or (is_causal and any(n_q > n_k for n_q, n_k in zip(*lengths, strict=True))):
@@ -165,46 +169,105 @@ def visible(parts: Parts, n_q: int, n_k: int) -> Tensor:
     return mask
 
 
+class Group(NamedTuple):
+    """Parts of the same lengths, which one call of attention computes: how many, and their lengths."""
+
+    count: int
+    queries: int
+    keys: int
+    is_causal: bool
+
+
+class Order(NamedTuple):
+    """Groups of parts, and the ranges of tokens, counted through the batch, that they have in this order."""
+
+    groups: tuple[Group, ...]
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+
+
 def by_parts(attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, parts: Parts) -> Tensor:
     """Compute O [B, H, Nq, D] by attention(query, key, value, is_causal) of each part; a query without one gets zeros.
 
-    query [B, H, Nq, D]; key, value [B, Hkv, Nk, D]. Parts of the same lengths are one call. In `attention` query i sees
-    the keys 0..i, so a causal part with more keys than queries gets queries of zeros in front. What is computed for
-    them is thrown away.
+    query [B, H, Nq, D]; key, value [B, Hkv, Nk, D]. Parts of the same lengths are one call. If one call computes all
+    tokens, nothing is copied; otherwise one operation brings each tensor into the order of the groups, however many
+    parts there are. In `attention` query i sees the keys 0..i, so a causal part with more keys than queries gets
+    queries of zeros in front. What is computed for them is thrown away.
     """
-    pieces = [
-        (_cut(q, [part.queries for part in of_one]), *(_cut(x, [part.keys for part in of_one]) for x in (k, v)))
-        for q, k, v, of_one in zip(query.unbind(), key.unbind(), value.unbind(), parts, strict=True)
-    ]
-    alike: dict[tuple[int, int, bool], list[tuple[int, Part]]] = {}
+    (batch, heads, n_q, _), n_k = query.shape, key.shape[2]
+    in_order = _order.__wrapped__ if torch.compiler.is_compiling() else _order
+    groups, q_ranges, k_ranges = in_order(parts, n_q, n_k, max(1, LAUNCHED_HEADS // heads))
+    q = _taken(query, q_ranges, [(group.count, group.queries) for group in groups])
+    k, v = (_taken(x, k_ranges, [(group.count, group.keys) for group in groups]) for x in (key, value))
+    outputs = []
+    for group, *qkv in zip(groups, q, k, v, strict=True):
+        ahead = group.keys - group.queries if group.is_causal else 0
+        qkv[0] = F.pad(qkv[0], (0, 0, ahead, 0)) if ahead else qkv[0]
+        outputs.append(attention(*qkv, is_causal=group.is_causal)[:, :, ahead:].transpose(1, 2).flatten(0, 1))
+    output = outputs[0] if len(outputs) == 1 else torch.cat([query.new_empty(0, heads, query.shape[3]), *outputs])
+    if q_ranges != ((0, batch * n_q),):
+        index = _places(q_ranges, batch * n_q, query.device).index
+        output = output.new_zeros(batch * n_q, *output.shape[1:]).index_copy_(0, index, output)
+    return output.unflatten(0, (batch, n_q)).transpose(1, 2)
+
+
+@lru_cache(maxsize=KEPT)
+def _order(parts: Parts, n_q: int, n_k: int, most: int) -> Order:
+    """Group parts of the same lengths, at most `most` in a group."""
+    alike: dict[tuple[int, int, bool], list[tuple[Range, Range]]] = {}
     for i, of_one in enumerate(parts):
-        for part in of_one:
-            lengths = (stop - start for start, stop in part[:2])
-            alike.setdefault((*lengths, part.is_causal), []).append((i, part))
-    outputs: list[dict[Range, Tensor]] = [{} for _ in parts]
-    for (n_q, n_k, is_causal), chosen in alike.items():
-        q = torch.stack([pieces[i][0][part.queries] for i, part in chosen])
-        k, v = (torch.stack([pieces[i][n][part.keys] for i, part in chosen]) for n in (1, 2))
-        ahead = n_k - n_q if is_causal else 0
-        output = attention(F.pad(q, (0, 0, ahead, 0)) if ahead else q, k, v, is_causal=is_causal)
-        for (i, part), of_part in zip(chosen, output[:, :, ahead:].unbind(), strict=True):
-            outputs[i][part.queries] = of_part
-    return torch.stack([_with_zeros(found, x) for found, x in zip(outputs, query.unbind(), strict=True)])
+        for queries, keys, is_causal in of_one:
+            ranges = tuple((i * n + start, i * n + stop) for n, (start, stop) in ((n_q, queries), (n_k, keys)))
+            alike.setdefault((queries[1] - queries[0], keys[1] - keys[0], is_causal), []).append(ranges)
+    groups = [
+        Group(min(most, len(ranges) - first), *lengths)
+        for lengths, ranges in alike.items()
+        for first in range(0, len(ranges), most)
+    ]
+    return Order(tuple(groups), *(_joined([pair[i] for pairs in alike.values() for pair in pairs]) for i in (0, 1)))
 
 
-def _cut(x: Tensor, ranges: list[Range]) -> dict[Range, Tensor]:
-    """Return the tokens of each range of x [H, N, D], by one operation where ranges don't overlap."""
-    ranges = sorted({*ranges})
-    sizes = [stop - start for start, stop in pairwise([0, *chain.from_iterable(ranges), x.shape[1]])]
-    if min(sizes) < 0:
-        return {(start, stop): x[:, start:stop] for start, stop in ranges}
-    return dict(zip(ranges, x.split(sizes, 1)[1::2], strict=True))
+def _joined(ranges: list[Range]) -> tuple[Range, ...]:
+    """Join ranges that follow each other."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
 
 
-def _with_zeros(found: dict[Range, Tensor], like: Tensor) -> Tensor:
-    """Join the outputs [H, stop - start, D] of one sequence, with zeros between them: [H, Nq, D]."""
-    pieces, end = [], 0
-    for (start, stop), output in sorted(found.items(), key=lambda item: item[0]):
-        pieces += [like.new_zeros(like.shape[0], start - end, like.shape[2]), output]
-        end = stop
-    return torch.cat([*pieces, like.new_zeros(like.shape[0], like.shape[1] - end, like.shape[2])], 1)
+class Places(NamedTuple):
+    """Where the tokens of ranges are among all tokens; where all are among those, or behind them if in no range."""
+
+    index: Tensor
+    inverse: Tensor | None  # None where ranges overlap
+
+
+@lru_cache(maxsize=KEPT)
+def _places(ranges: tuple[Range, ...], tokens: int, device: torch.device) -> Places:
+    """Return the places of the tokens of some ranges, in the order of the ranges."""
+    with torch.inference_mode(False):  # a later call with gradients saves them
+        starts, stops = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).unbind(1)
+        lengths = stops - starts
+        order = torch.arange(int(lengths.sum()))
+        index = order + (starts + lengths - lengths.cumsum(0)).repeat_interleave(lengths)
+        inverse = torch.full((tokens,), len(order)).index_copy_(0, index, order)
+        overlap = not torch.equal(inverse[index], order)
+        return Places(index.to(device), None if overlap else inverse.to(device))
+
+
+def _taken(x: Tensor, ranges: tuple[Range, ...], sizes: list[tuple[int, int]]) -> list[Tensor]:
+    """Return the tokens of ranges of x [B, H, N, D] by group: [count, H, n, D] for each (count, n) of sizes."""
+    tokens = x.transpose(1, 2).flatten(0, 1)
+    if len(ranges) == 1:
+        taken = tokens[slice(*ranges[0])]
+    else:
+        index, inverse = _places(ranges, len(tokens), x.device)
+        if inverse is None:  # the gradient adds up, in an order that doesn't change
+            taken = tokens[index]
+        else:  # a write to each token's place, since its gradient is a read, without sums; tokens in no range go last
+            taken = tokens.new_empty(len(index) + 1, *tokens.shape[1:]).index_copy_(0, inverse, tokens)
+    counts = [count * n for count, n in sizes]
+    of_groups = taken.split([*counts, len(taken) - sum(counts)])
+    return [part.unflatten(0, size).transpose(1, 2) for part, size in zip(of_groups, sizes, strict=False)]

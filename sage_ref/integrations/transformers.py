@@ -176,19 +176,19 @@ def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
     return tuple(parts_between(one, one, True) for one in edges) * (len(call.query) // len(edges))
 
 
-def edges_of(name: str, edges: Tensor | None, tokens: int) -> list[int]:
+def edges_of(name: str, edges: Tensor | None, tokens: int) -> tuple[int, ...]:
     """Return where packed documents begin, and the number of tokens."""
     if not isinstance(edges, Tensor) or not can_be_read(edges):
         raise ValueError(f"{name}: expected a tensor that can be read, got {type(edges).__name__}")
-    found = read_once(edges, None, lambda edges, _: edges.tolist())
-    if found != sorted(found) or found[:1] != [0] or found[-1:] != [tokens]:
-        raise ValueError(f"{name}: expected ascending numbers from 0 to {tokens}, got {shown(found)}")
+    found = read_once(edges, None, lambda edges, _: tuple(edges.tolist()))
+    if [*found] != sorted(found) or found[:1] != (0,) or found[-1:] != (tokens,):
+        raise ValueError(f"{name}: expected ascending numbers from 0 to {tokens}, got {shown([*found])}")
     return found
 
 
-def documents(places: Tensor, _: None) -> list[list[int]]:
+def documents(places: Tensor, _: None) -> list[tuple[int, ...]]:
     """Return for each row of positions [B, N] where a document begins, a position that isn't the next one, and N."""
-    return [[0, *((row.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(row)] for row in places.cpu()]
+    return [(0, *((row.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(row)) for row in places.cpu()]
 
 
 def unsupported(given: dict, known: set[str]) -> str | None:

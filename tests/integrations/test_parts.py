@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_ref import sagebwd_attention, sdpa
 from sage_ref.integrations import calls as parts_calls
@@ -175,6 +176,68 @@ def test_masks_by_parts_are_as_exact_as_int8_forward_and_backward(place, name, m
     assert len(calls) == expected_calls
     for ours, theirs in zip(found, exact, strict=True):
         assert 1e-3 < relative_l2(ours.double(), theirs) < place.error
+
+
+PACKED = (0, 30, 60, 90, 97, 127, 140, N)  # where documents begin, of 30, 7, 13 and 10 tokens
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("edges", "heads", "expected_calls"),
+    [((0, 50, 100, N), 65535, 1), (PACKED, 65535, 4), (PACKED, 12, 5)],
+    ids=["alike", "of four lengths", "more heads than a launch takes"],
+)
+def test_packed_documents_have_the_bits_of_each_alone_forward_and_backward(
+    place, edges, heads, expected_calls, monkeypatch
+):
+    """In float64 on the CPU, where a product's bits don't depend on the order in memory."""
+    monkeypatch.setattr(parts, "LAUNCHED_HEADS", heads)
+    dtype = torch.float64 if place.device == "cpu" else place.dtype
+    tensors = [x[:1] for x in random_tensors(place.head_dim, device=place.device, dtype=dtype)]
+    weights, calls = torch.randn_like(tensors[0]), []
+
+    def attention(*qkv, is_causal):
+        calls.append(qkv)
+        return sagebwd_attention(*qkv, is_causal=is_causal, enable_gqa=True, backend=place.backend)
+
+    with torch.inference_mode():  # what it keeps, the other call can use
+        packed = parts.by_parts(attention, *tensors, (parts.parts_between(edges, edges, True),))
+    assert len(calls) == expected_calls
+    documents = (parts.parts_between(edges, edges, True),)
+    found = with_gradients(lambda *x: parts.by_parts(attention, *x, documents), tensors, weights)
+    assert torch.equal(packed, found[0])
+    for document in map(slice, edges, edges[1:]):
+        alone = [x[:, :, document].detach().requires_grad_() for x in tensors]
+        same = with_gradients(lambda *x: attention(*x, is_causal=True), alone, weights[:, :, document])
+        assert all(torch.equal(x[:, :, document], y) for x, y in zip(found, same, strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Count PyTorch's operations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.number += 1
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(("first", "step"), [((), 50), ((0, 20), 40)], ids=["alike", "of three lengths"])
+def test_the_number_of_operations_does_not_grow_with_the_number_of_documents(first, step):
+    counts = []
+    for length in (step, 5):
+        edges = (*first, *range(30 if first else 0, N + 1, length))
+        q, k, v = random_tensors(8)
+        parts._places.cache_clear()
+        with Operations() as operations:
+            documents = (parts.parts_between(edges, edges, False),) * len(q)
+            parts.by_parts(lambda q, k, v, is_causal: q + k[:, :1] + v[:, :1], q, k, v, documents).sum().backward()
+        counts.append(operations.number)
+    assert counts[0] == counts[1] < 170
+
+
+def test_a_batch_without_tokens_is_zeros():
+    assert not parts.by_parts(sagebwd_attention, *torch.randn(3, 2, 1, 9, 8), ((), ())).any()
 
 
 def with_a_hole():
