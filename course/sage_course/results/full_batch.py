@@ -125,10 +125,10 @@ def claim_of(found: Sequence[Condition]) -> Claim:
     behind = sum(condition.verdict == BEHIND for condition in printed)
     is_open = any(condition.verdict not in (BEHIND, NOT_BEHIND) for condition in printed)
     sharp = [x.counts_from_share for x in printed if x.counts_from_share < LARGEST_GAP]
-    ours = f"every step sees its whole corpus: behind in {behind} of {len(printed)} pairs of scales and training; "
-    ours += f"{len(sharp)} of them could have shown the paper's {LARGEST_GAP:.1%}"
+    ours = f"each batch is the whole corpus: behind in {behind} of {len(printed)} pairs of scales and training; in "
+    ours += f"{len(sharp)} of them a gap of the paper's {LARGEST_GAP:.1%} would have counted"
     if sharp:
-        ours += f" (a gap counts there from {min(sharp):.1%} to {max(sharp):.1%} on)"
+        ours += f" (the smallest gap that counts is {min(sharp):.1%} to {max(sharp):.1%})"
     return Claim(
         "(iii) Where no noise hides the gradient's bias, it falls behind.",
         ours,

@@ -67,9 +67,10 @@ def limits() -> str:
     counts = ("clocks, M", "wavefronts, M", "bank conflicts, M")
     header = ("kernel", *percent.values(), "stalls", *counts, "ms at GHz, in a loop", "watts")
     described = (
-        "Per cent of what a unit could do, in one launch under Nsight Compute; stalls: clocks per issued instruction "
-        "that a warp waits at a barrier (idle warps beside the loading one, too), for its last instruction, for a "
-        "turn; M: millions; a wavefront: the 128 bytes that shared memory moves in one clock of a multiprocessor"
+        "Percentages are of what a unit can do, in one launch under Nsight Compute. Stalls are the clocks per issued "
+        "instruction that a warp waits at a barrier / for its last instruction / for its turn. Warps that are idle "
+        "next to a loading warp wait at a barrier, too. M means millions. A wavefront is the 128 bytes that shared "
+        "memory moves in one clock of a multiprocessor"
     )
     return f"{markdown_table(header, lines)}\n\n{described}. N={MAIN_N}, not causal; {record.caption}."
 

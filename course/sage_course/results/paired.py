@@ -11,7 +11,7 @@ PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pret
 VIDEO = "video_speed_h200"
 PAIRED_PINNED = "paired_triton371_h200"  # with the Triton that our pins install; the others: with their machine's
 OUR_NAMES = {OURS: "ours", UNBIASED: "ours with an unbiased O"}
-COMPARED = "A peer's time over ours, all timed in turn: above 1 where ours is faster"
+COMPARED = "A peer's time divided by ours, timed in turn: above 1 ours is faster"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 
@@ -69,21 +69,21 @@ def paired_speed(direction: str) -> str:
         lines.append((_shape(where), *cells))
     host_times = ("our host time, us", "cuDNN's", "FlashAttention-4's")
     table = markdown_table(("", *PEER_NAMES.values(), *host_times), lines)
-    described = f"{COMPARED}, {DIRECTIONS[direction]}; bfloat16; {record.caption}.{_absent(record)}"
-    return f"{table}\n\n{described}\n\n{_errors(rows)}"
+    described = f"{COMPARED}; {DIRECTIONS[direction]}, bfloat16; {record.caption}.{_absent(record)}"
+    return f"{table}\n\n{described}" + (f"\n\n{_errors(rows)}" if direction == "fwd+bwd" else "")
 
 
 def _errors(rows: Sequence[Row]) -> str:
-    """Return a sentence with everyone's relative L2 error, of the worst of O, dQ, dK and dV."""
+    """Return a list of everyone's relative L2 error, the largest of O, dQ, dK and dV."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         errors.setdefault(row["provider"], []).append(row["rel_l2"])
-    listed = (f"{(OUR_NAMES | PEER_NAMES)[name]} {min(of):.4f} to {max(of):.4f}" for name, of in errors.items())
-    return f"Relative L2 error against exact attention, of the worst of O, dQ, dK and dV: {', '.join(listed)}."
+    listed = [f"- {(OUR_NAMES | PEER_NAMES)[name]}: {min(of):.4f} to {max(of):.4f}" for name, of in errors.items()]
+    return "\n".join(["The largest relative L2 error of O, dQ, dK and dV against exact attention:\n", *listed])
 
 
 def paired_ways() -> str:
-    """Return the table of what layout and a CUDA graph change, cuDNN's time over ours, and of an unbiased O's cost."""
+    """Return the table of cuDNN's time over ours by layout and in a CUDA graph, and of an unbiased O's cost."""
     record = read_record(PAIRED)
     ways = {(layout, graph): {} for layout, graph in (("bhnd", False), ("bnhd", False), ("bhnd", True))}
     unbiased = {}
@@ -96,7 +96,7 @@ def paired_ways() -> str:
     for shape in ways["bhnd", False]:
         ratios = (found.get(shape) for found in ways.values())
         lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios), unbiased[shape]))
-    header = ("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph", "an unbiased O takes")
+    header = ("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph", "an unbiased O")
     return f"{markdown_table(header, lines)}\n\nForward and backward; bfloat16; {record.caption}."
 
 
@@ -141,4 +141,4 @@ def _shape(where: dict) -> str:
 def _absent(record: Record) -> str:
     """Return a sentence on the peers that were missing in some turn; empty if none was."""
     names = dict.fromkeys(PEER_NAMES[row["provider"]] for row in record.provenance.get("missing", ()))
-    return f" Not in every turn, for reasons that the record gives: {', '.join(names)}." if names else ""
+    return f" The record says why {', '.join(names)} missed some turns." if names else ""

@@ -13,7 +13,7 @@ from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.sagebwd.settings import SageBwdSettings
 
-# Figure 1 of the SageBwd paper: tokens per step -> final loss of its 325M model with QK-norm, in nats per GPT-2 token.
+# Figure 1 of the SageBwd paper: tokens per batch -> final loss of its 325M model with QK-norm, nats per GPT-2 token.
 PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
 # The kinds of runs of `python -m sage_lab pretrain-grid`: attention, smoothing, granularity.
 RUN_KINDS = {
@@ -49,7 +49,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool = True) -> dict[int, Row]:
-    """Return seed -> run of one of RUN_KINDS, at the learning rate that was chosen for its tokens per step."""
+    """Return seed -> run of one of RUN_KINDS, at the learning rate chosen for that size of batch."""
     attention, smoothing, granularity = RUN_KINDS[kind]
     rate = record.provenance["learning_rate"][str(tokens_per_step)]
     rows = record.select(
@@ -97,7 +97,7 @@ def noise_checkpoints(record: Record) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in record.rows:
         norm = "QK-norm" if row["qk_norm"] else "no QK-norm"
-        name = "step {step}, {tokens_per_step:,} tokens per step, {attention}, ".format(**row)
+        name = "step {step}, {tokens_per_step:,} tokens per batch, {attention}, ".format(**row)
         found.setdefault(f"{name}{norm}, seed {row['seed']}", []).append(row)
     return found
 

@@ -3,7 +3,7 @@
 import itertools
 
 from sage_lab.experiments.context_parallel import MEMORY_SHARE, scaling_table
-from sage_lab.experiments.pretrain_speed import relative_rate, speed_table
+from sage_lab.experiments.pretrain_speed import speed_table
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
@@ -61,7 +61,7 @@ def pretraining() -> str:
     for attention, name in (("exact", "exact"), ("sagebwd", "SageBwd")):
         cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
         lines.append((f"the paper's {name}, QK-norm", *cells))
-    losses = markdown_table(("final validation loss", *(f"{size:,} tokens per step" for size in sizes)), lines)
+    losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
     without_noise = full_batch.claim_of(full_batch.conditions(read_record(FULL_BATCH)))
     found = [*claims(runs, read_record(LAYERS)), without_noise]
     verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
@@ -74,29 +74,18 @@ def pretraining() -> str:
 def pretraining_speed() -> str:
     """Return the time of a training step with exact attention and with SageBwd."""
     record = read_record(PRETRAIN_SPEED)
-    exact = {"exact": "the exact attention that PyTorch picks", "flash_attention_2": "FlashAttention-2"}
-    if record.select(attention="flash_attention_4"):
-        exact["flash_attention_4"] = "FlashAttention-4"
-    peers = ", ".join(exact.values())
-    title = f"A training step of a larger model with SageBwd's kernels and with {peers}, {record.timed}:"
-    sentences = []
-    for name, words in exact.items():
-        rows = record.select(attention="sagebwd", devices=1)
-        ratios = [(row["context"], relative_rate(record, row, attention=name)) for row in rows]
-        if found := [f"{ratio:.2f} (N={n})" for n, ratio in ratios if ratio is not None]:  # not all, if interrupted
-            sentences.append(f"SageBwd's tokens/s on one GPU over those of {words}: {', '.join(found)}.")
-    model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and step"
-    described = f"{model.format(**record.provenance['plan'])}, bfloat16; {record.caption}."
-    return "\n\n".join([title, markdown_table(*speed_table(record.rows)), *sentences, described])
+    model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and batch"
+    described = f"Above 1 a row is faster, {record.timed}; {model.format(**record.provenance['plan'])}, bfloat16"
+    return f"{markdown_table(*speed_table(record.rows))}\n\n{described}; {record.caption}."
 
 
 def parallel() -> str:
     """Return time and memory of one long sequence on one GPU and on several."""
     record = read_record(CONTEXT_PARALLEL)
     plan, memory = (record.provenance[name] for name in ("plan", "memory_bytes"))
-    title = f"Forward and backward, of the slowest process, {record.timed}:"
     # A pass that was timed once had its programs compiled in that time.
     table = markdown_table(*scaling_table([row for row in record.rows if row["repetitions"] > 1], memory))
     sizes = "{heads} heads of {head_dim}, no mask, bfloat16, SLA2 at {sparsity:.0%}".format(**plan)
-    fits = f'"fits up to": N that would take {MEMORY_SHARE:.0%} of a GPU\'s memory, if bytes grow as counted'
-    return f"{title}\n\n{table}\n\n{sizes}; {fits}; {record.caption}."
+    fits = f'"Fits up to" extrapolates to {MEMORY_SHARE:.0%} of a GPU\'s memory.'
+    described = f"Forward and backward, time of the slowest process, {record.timed}; {sizes}; {record.caption}. {fits}"
+    return f"{table}\n\n{described}"

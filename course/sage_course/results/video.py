@@ -61,8 +61,8 @@ def results() -> str:
         markdown_table(("claim", *COLUMN_WORDS.values()), lines),
     )
     left = record.provenance.get("unfinished")
-    unfinished = f" {len(left)} of the plan's runs left; the record names them." if left else ""
-    return "\n\n".join([*tables, f"{record.caption}.{unfinished}"])
+    unfinished = f" {len(left)} of the plan's runs are missing; the record names them." if left else ""
+    return "\n\n".join([*tables, f"{record.caption[0].upper()}{record.caption[1:]}.{unfinished}"])
 
 
 def speed() -> str:

@@ -227,7 +227,7 @@ def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, .
             agreement = "same bits" if row["same_bits"] else f"rel. L2 {error:.1e}"
         cells = f"{row['ms_median']:,.1f}", ratio, f"{peak / 2**30:.1f}" if peak else "", fits, agreement
         lines.append((f"{row['n']:,}", ATTENTIONS[row["attention"]], row["devices"], *cells))
-    compared = ("times one device", "GiB each", "fits up to", "against one device")
+    compared = ("times as fast as one", "GiB each", "fits up to", "result against one device")
     return ("N", "attention", "devices", "ms", *compared), lines
 
 

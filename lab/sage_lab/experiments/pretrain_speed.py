@@ -52,7 +52,7 @@ EXACT = {
     "flash_attention_2": "FlashAttention-2",
     "flash_attention_4": "FlashAttention-4",
 }
-NAMES = EXACT | {"sagebwd_apart": "SageBwd, QK-norm and rotation apart", "sagebwd": "SageBwd"}
+NAMES = EXACT | {"sagebwd_apart": "SageBwd, QK-norm and rotation separate", "sagebwd": "SageBwd"}
 # By the node of the backward pass, which autograd makes for the kernel of the forward pass.
 KERNELS = {
     "ScaledDotProductCudnnAttentionBackward0": "cuDNN",
@@ -178,7 +178,7 @@ def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
         ratios = (relative_rate(record, row, name) for name in compared)
         cells = row["context"], row["devices"], row["parallel"], _attention_name(row), row["ms_median"]
         lines.append((*cells, f"{row['tokens_per_second']:,}", *("" if x is None else f"{x:.2f}" for x in ratios)))
-    against = (f"against {NAMES[name]}" for name in compared)
+    against = (f"times as fast as {NAMES[name]}" for name in compared)
     return ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", *against), lines
 
 

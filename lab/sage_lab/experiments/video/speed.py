@@ -208,4 +208,4 @@ def speed_table(rows: Sequence[Row]) -> str:
         ratio = f"{row['ms_median'] / alike[0]['ms_median']:.2f}" if alike else ""
         words = CONTENDERS[row["provider"]].words
         lines.append((row["what"], row["tokens"], words, row["ms_median"], ratio, row["memory_gb"] or ""))
-    return markdown_table(("", "tokens", "attention", "ms", "times SLA2", "GB"), lines)
+    return markdown_table(("", "tokens", "attention", "ms", "times as long as SLA2", "GB"), lines)
