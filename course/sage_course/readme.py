@@ -13,7 +13,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import elsewhere, kernels, paired, tables, video
+from sage_course.results import elsewhere, first_page, kernels, paired, tables, video
 
 OVERVIEW = Path("notebooks", "figures", "overview.png")
 
@@ -30,9 +30,36 @@ def course_map() -> str:
     return markdown_table(("", "notebook", "minutes"), rows)
 
 
+# Time -> the notebooks of a way in (none: all but the optional ones), and what a reader can do afterwards.
+WAYS_IN: dict[str, tuple[tuple[str, ...], str]] = {
+    "an hour": (("00",), "You have seen what 8 bits do to attention, and repaired it."),
+    "a day": (("00", "01", "02", "04", "05"), "You have written both passes of INT8 attention, tile by tile."),
+    "a week": ((), "You know both papers, their kernels, and what our experiments say about them."),
+}
+
+
+def ways_in() -> str:
+    """Return the table of three ways into the course, with the minutes that the notebooks state."""
+    lines = []
+    for time, (numbers, result) in WAYS_IN.items():
+        chosen = [x for x in notebooks() if (x.number in numbers if numbers else "optional" not in x.title.lower())]
+        links = [f"[{number}]({path.as_posix()})" for path, number, _, _ in chosen]
+        names = ", ".join(links) if numbers else f"{links[0]} to {links[-1]}, all {len(links)} that aren't optional"
+        minutes = sum(notebook.minutes for notebook in chosen)
+        lines.append((time, f"notebook{'s' * (len(links) > 1)} {names}", in_hours(minutes), result))
+    return markdown_table(("you have", "take", "it takes", "afterwards"), lines)
+
+
+def in_hours(minutes: int) -> str:
+    """Return minutes as in "55 min" or "5 h 30", which no line break divides."""
+    text = f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d}"
+    return text.replace(" ", "\u00a0")
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"course": course_map, "speed": paired.first_page},
+    "README.md": {"ways": ways_in, "verdicts": first_page.verdicts, "course": course_map},
     "RESULTS.md": {
+        "speed": paired.at_a_glance,
         "table1": tables.table1,
         "table2": tables.table2,
         "pretraining": tables.pretraining,

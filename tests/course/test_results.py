@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from sage_course.results import claims, elsewhere, full_batch
+from sage_course.results import claims, elsewhere, first_page, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
@@ -44,6 +44,15 @@ def test_what_others_measured_stands_beside_the_prediction_and_says_who_measured
     contributed["provenance"]["gpu"] = "NVIDIA L4"  # of the same compute capability, but not of the same rates
     (tmp_path / "card.json").write_text(json.dumps(contributed))
     assert "| N=1,024, D=128 | 4.01 (none) |" in elsewhere.contributions(tmp_path)
+
+
+def test_the_first_page_has_a_line_and_a_sign_for_every_claim_it_names():
+    lines = [line.split(" | ") for line in first_page.verdicts().splitlines()[2:]]
+    assert len(lines) == 1 + 6 + 2 + len(first_page.VIDEO_CLAIMS)
+    words = (SUPPORTED, claims.PARTLY, CONTRADICTED, UNDECIDED, claims.UNTESTED, "not decided")
+    signs = [first_page.signed(first_page.WORDS.get(word, word)).partition(" ")[0] for word in words]
+    assert signs == ["✓", "(✓)", "✗", "?", "?", "?"]
+    assert all(verdict.startswith(("✓ ", "(✓) ", "✗ ", "? ")) and number for _, verdict, number in lines)
 
 
 def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():

@@ -125,7 +125,8 @@ def claim_of(found: Sequence[Condition]) -> Claim:
     behind = sum(condition.verdict == BEHIND for condition in printed)
     is_open = any(condition.verdict not in (BEHIND, NOT_BEHIND) for condition in printed)
     sharp = [x.counts_from_share for x in printed if x.counts_from_share < LARGEST_GAP]
-    ours = f"each batch is the whole corpus: behind in {behind} of {len(printed)} pairs of scales and training; in "
+    number = f"behind in {behind} of {len(printed)} pairs of scales and training"
+    ours = f"each batch is the whole corpus: {number}; in "
     ours += f"{len(sharp)} of them a gap of the paper's {LARGEST_GAP:.1%} would have counted"
     if sharp:
         ours += f" (the smallest gap that counts is {min(sharp):.1%} to {max(sharp):.1%})"
@@ -133,6 +134,7 @@ def claim_of(found: Sequence[Condition]) -> Claim:
         "(iii) Where no noise hides the gradient's bias, it falls behind.",
         ours,
         SUPPORTED if behind else CONTRADICTED if sharp and not is_open else UNDECIDED,
+        number,
     )
 
 

@@ -15,8 +15,8 @@ COMPARED = "A peer's time divided by ours, timed in turn: above 1 ours is faster
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 
-def first_page() -> str:
-    """Return the README's table: how many times as fast as each peer we are, alone, in training, and sparse."""
+def at_a_glance() -> str:
+    """Return the first table of times: how many times as fast as each peer we are, alone, in training, and sparse."""
     both = {"scope": "autograd", "direction": "fwd+bwd", "cuda_graph": False}
     dense, sparse = read_record(PAIRED), read_record(PAIRED_SPARSE)
     rows = dense.select(**both, layout="bhnd", head_dim=128)
@@ -51,8 +51,7 @@ def first_page() -> str:
         "makes matmuls cheaper, but not exponentials and rounding, and dP stays in 16 bit. cuDNN's FP8 attention has "
         f"{errors['cudnn_fp8'] / errors[OURS]:.1f} times our error. SLA2 (alone: with a given, random block mask) is "
         "compared with attention to all keys. FlashAttention-4 with the same block mask takes "
-        f"{same_mask['fa4']:.2f} times SLA2's time, but computes no linear branch. All times and conditions: "
-        "[RESULTS.md](RESULTS.md)."
+        f"{same_mask['fa4']:.2f} times SLA2's time, but computes no linear branch."
     )
     return f"{table}\n\n{textwrap.fill(explained, 128, break_on_hyphens=False)}"
 

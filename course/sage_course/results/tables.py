@@ -63,7 +63,7 @@ def pretraining() -> str:
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
     without_noise = full_batch.claim_of(full_batch.conditions(read_record(FULL_BATCH)))
-    found = [*claims(runs, read_record(LAYERS)), without_noise]
+    found = [claim[:3] for claim in (*claims(runs, read_record(LAYERS)), without_noise)]
     verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
     bias = hypothesis(runs, read_record(NOISE))
     model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])

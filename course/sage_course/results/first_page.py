@@ -1,0 +1,106 @@
+"""The first page's table of what holds: the two papers' claims, our verdicts, and one number for each."""
+
+from sage_lab.bench.ratios import PEER_NAMES, peer_ratios, turns
+from sage_lab.experiments.table1 import PAPER_TABLE1, closest_setting, deviation
+from sage_lab.experiments.video.verdicts import LOSS, verdict_rows
+from sage_lab.records import Row, markdown_table, read_record
+
+from sage_course.results import claims, full_batch, video
+from sage_course.results.claims import LARGEST_GAP, PARTLY, SUPPORTED, UNDECIDED
+from sage_course.results.paired import PAIRED, PAIRED_SPARSE
+from sage_course.results.tables import FULL_BATCH, LAYERS, PRETRAIN, TABLE1
+
+MAIN_N = 4096
+WORDS = {SUPPORTED: "holds", PARTLY: "holds in part", UNDECIDED: "undecided", "not decided": "undecided"}
+SIGNS = {"holds in part": "(✓)", "holds": "✓", "contradicted": "✗", "": "?"}  # by how a verdict begins
+# The claims of video.verdicts that stand here, as this page words them.
+VIDEO_CLAIMS = {
+    "a learned router beats the heuristic": "SLA2's learned router beats SLA's fixed rule",
+    "SLA2 at 97% beats SLA at 90%": "SLA2 at 97% sparsity is better than SLA at 90%",
+    "QAT helps": "SLA2 is better trained with INT8 than quantised afterwards",
+}
+
+
+def verdicts() -> str:
+    """Return the table: a claim, the verdict, and one number of ours."""
+    lines = [*accuracy(), *training(), dense_speed(), sparse_speed(), *video_training()]
+    return markdown_table(
+        ("the papers say", "verdict", "our number"), [(x, signed(WORDS.get(y, y)), z) for x, y, z in lines]
+    )
+
+
+def signed(verdict: str) -> str:
+    """Return a verdict behind its sign."""
+    return f"{next(sign for start, sign in SIGNS.items() if verdict.startswith(start))} {verdict}"
+
+
+def accuracy() -> list[tuple]:
+    """Return the line about Table 1 of the SageBwd paper."""
+    record = read_record(TABLE1)
+    best, errors = closest_setting(record), {}
+    for sigma in PAPER_TABLE1:
+        errors[sigma] = max(map(deviation, record.select(sigma=sigma, **best)))
+    where = f"with one scale per {best['granularity']}"
+    later = max(error for sigma, error in errors.items() if sigma >= 3)
+    number = f"within {max(errors.values()):.0%} of its numbers; within {later:.0%} from sigma 3 on"
+    return [("SageBwd has the errors of Table 1", f"holds {where}", number)]
+
+
+def training() -> list[tuple]:
+    """Return the lines about pre-training with SageBwd."""
+    small, fragile, large, divergence, smoothing = claims.claims(read_record(PRETRAIN), read_record(LAYERS))
+    found = {
+        "SageBwd trains as well as exact attention with few tokens per batch": small,
+        f"SageBwd ends {LARGEST_GAP:.1%} behind with many tokens per batch": large,
+        "SageBwd falls behind once no noise hides the bias of its gradient": full_batch.claim_of(
+            full_batch.conditions(read_record(FULL_BATCH))
+        ),
+        "SageBwd diverges without QK-norm": divergence,
+        "SageBwd needs K-smoothing": smoothing,
+        "SageBwd's errors grow in dS": fragile,
+    }
+    return [(words, x.verdict, x.number or x.ours.replace("95% interval ", "")) for words, x in found.items()]
+
+
+def dense_speed() -> tuple:
+    """Return the line about SageBwd's time."""
+    both = {"scope": "autograd", "direction": "fwd+bwd", "cuda_graph": False, "layout": "bhnd", "head_dim": 128}
+    record = read_record(PAIRED)
+    ((_, of),) = turns([x for x in record.select(**both, n_q=MAIN_N, causal=False) if x["heads"] == x["kv_heads"]])
+    ratios = {
+        PEER_NAMES[peer]: ratio
+        for peer, ratio in peer_ratios(of).items()
+        if peer in ("sdpa_flash", "sdpa_cudnn", "fa4")
+    }
+    slower = [name for name, ratio in ratios.items() if ratio < 1]
+    number = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ratios.items())
+    verdict = f"holds; but {' and '.join(slower)} are faster" if slower else "holds"
+    return (
+        "SageBwd is up to 1.67x as fast as FlashAttention-2 (RTX 4090)",
+        verdict,
+        f"{number}, {MAIN_N:,} tokens, H200",
+    )
+
+
+def sparse_speed() -> tuple:
+    """Return the line about SLA2's time."""
+    longest = {}
+    for where, of in turns(read_record(PAIRED_SPARSE).select(mask="random", direction="fwd")):
+        longest = {"n": where["n_q"], **peer_ratios(of)}
+    number = f"{longest['sdpa_flash']:.1f}x, and {longest['sdpa_cudnn']:.1f}x cuDNN; {longest['n']:,} tokens, H200"
+    words = "SLA2 at 97% sparsity is 18.6x as fast as FlashAttention-2 (forward, RTX 5090)"
+    return words, "holds", number
+
+
+def video_training() -> list[tuple]:
+    """Return the lines about fine-tuning a video model with SLA2."""
+    found: dict[str, Row] = {
+        row["claim"]: row for row in verdict_rows(video.record_of(video.ARMS).rows) if row["on"] == LOSS
+    }
+    lines = []
+    for claim, words in VIDEO_CLAIMS.items():
+        row = found[claim]
+        change, low, high = (f"{-1000 * row[name]:+.2f}" for name in ("mean", "high", "low"))
+        saved = f"loss {change} thousandths ({low} to {high}, {row['seeds']} seeds)"
+        lines.append((words, row["verdict"], saved))
+    return lines
