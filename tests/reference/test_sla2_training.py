@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from sla2_oracles import drawn, drawn_qkv, gradients_of
 from torch.testing import assert_close
 
+from sage_ref.parallel import ParallelSLA2
 from sage_ref.sla2 import SLA, SLA2, BlockSettings, block_mass, blocks, sparse_linear_attention
 from sage_ref.sla2.api import dispatch
 
@@ -14,11 +16,13 @@ SMALL = BlockSettings(16, 8)
 
 
 def calls(q, k, v):
-    """Every public way to SLA and SLA2, both passes."""
+    """Every public way to SLA and SLA2, both passes; those for several processes need a group."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     core, soft = SLA2(16, 1, sparsity=0.5, backend="reference"), SLA2(16, 1, sparsity=0.5, backend="reference").stage(1)
     matched = SLA2(16, 1, sparsity=0.5, backend="reference", backward="matched")
     functions = {"SLA2": core, "matched": matched, "stage 1": soft, "SLA": SLA(16, 1, sparsity=0.5)}
+    shared = {stage: ParallelSLA2(16, 1, sparsity=0.5, backend="reference").stage(stage) for stage in (1, 2)}
+    functions |= {f"parallel, stage {stage}": core for stage, core in shared.items()}
     for name, function in functions.items():
         yield name, lambda function=function: function(q, k, v).sum().backward()
     for quantize in (False, True):
@@ -28,8 +32,17 @@ def calls(q, k, v):
             lambda options=options: sparse_linear_attention(q, k, v, mask, 0.5, **options).sum().backward(),
         )
     yield "initialize_alpha", lambda: core.initialize_alpha(q, k)
+    yield "initialize_alpha, parallel", lambda: shared[2].initialize_alpha(q, k)
 
 
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
 def test_no_public_call_makes_a_tensor_of_queries_by_keys(largest_tensor):
     n = 3072
     q, k, v = (drawn(1, 1, n, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
