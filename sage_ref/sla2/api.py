@@ -1,4 +1,4 @@
-"""`sparse_linear_attention`, and `dispatch`, the one place where SLA2's backend is chosen.
+"""`sparse_linear_attention`, and the one place where SLA2's backend is chosen: `dispatch` and `selected_mass`.
 
 sparse_linear_attention (a block mask)  ->  dispatch  ->  reference_attention, or sage_kernels.sla2.ops.attention
 SLA2.forward (a router)                 ->  dispatch
@@ -7,7 +7,7 @@ SLA2.forward (a router)                 ->  dispatch
 import torch
 from torch import Tensor
 
-from sage_ref.backend import chosen_kernels, sla2_kernels
+from sage_ref.backend import chosen_kernels, sla2_kernels, why_not_triton
 from sage_ref.checks import (
     cast_for_autocast,
     check_alpha,
@@ -18,7 +18,7 @@ from sage_ref.checks import (
     check_together,
 )
 from sage_ref.shapes import in_working_dtype, repeat_heads, working_dtype
-from sage_ref.sla2.blocks import BlockSettings, block_count
+from sage_ref.sla2.blocks import BlockSettings, block_count, block_mass
 from sage_ref.sla2.branches import soft_sparse_linear_attention
 from sage_ref.sla2.router import Routing
 from sage_ref.sla2.whole import SparseLinearFunction
@@ -107,6 +107,18 @@ def dispatch(
     kernels = chosen_kernels(backend, sla2_kernels, query, settings, depth=2)
     attention = reference_attention if kernels is None else kernels.attention
     return attention(query, key, value, chooser, alpha, settings)
+
+
+def selected_mass(query: Tensor, key: Tensor, routing: Routing, settings: BlockSettings, backend: str) -> Tensor:
+    """Return the softmax mass of the blocks that a router selects, mean over a block's queries, [B, H, Tm].
+
+    The kernels compute it where they can, whatever the backend but "reference", and without a word elsewhere.
+    """
+    if backend != "reference" and why_not_triton(sla2_kernels, query, settings) is None:
+        return sla2_kernels(query, settings)[0].selected_mass(query, key, routing, settings)
+    with torch.autocast(query.device.type, enabled=False):
+        q, k = in_working_dtype(query, key)
+        return (block_mass(q, k, settings) * routing.block_mask(q, k, settings)).sum(-1)
 
 
 def reference_attention(

@@ -21,8 +21,8 @@ from sage_ref.checks import (
     shown,
 )
 from sage_ref.shapes import in_working_dtype
-from sage_ref.sla2.api import dispatch
-from sage_ref.sla2.blocks import BlockSettings, block_count, block_mass, into_blocks, selected_count
+from sage_ref.sla2.api import dispatch, selected_mass
+from sage_ref.sla2.blocks import BlockSettings, block_count, into_blocks, selected_count
 from sage_ref.sla2.router import Relaxation, Router, Routing
 
 
@@ -111,9 +111,7 @@ class SLA2(nn.Module):
 
     def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """Return the mean softmax mass of the selected blocks over the batch, [H, Tm]: per head and query block."""
-        with torch.autocast(query.device.type, enabled=False):
-            q, k = in_working_dtype(query, key)
-            return (block_mass(q, k, self.settings) * self.block_mask(q, k, protect)).sum(-1).mean(0)
+        return selected_mass(query, key, self.routing(key, protect), self.settings, self.backend).mean(0)
 
     def set_alpha(self, mass: Tensor) -> None:
         """Set alpha from the mass [H, Tm] of every head's query blocks, averaged over the blocks that share it."""

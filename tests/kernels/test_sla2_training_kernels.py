@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, MARKS, ON_GPU
 
-from sage_ref.sla2 import BlockSettings, block_count
+from sage_ref.sla2 import SLA2, BlockSettings, block_count
 from sage_ref.sla2.api import dispatch
 
 pytestmark = MARKS
@@ -51,6 +51,19 @@ def test_stage_1_computes_weighted_blocks_and_what_their_router_learns_from(n_q,
             x, y = x[weights > 0], y[weights > 0]
         floor = 1e-3 * do.norm() if name != "dW" else 1e-3 * do.norm() * y.numel() ** 0.5
         assert (x.double() - y).norm() <= ERROR * y.norm() + ERROR * floor, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [5.0, 500.0])
+def test_alpha_starts_at_the_references_mass(dtype, size):
+    q, k, *_ = drawn(300, 700, 2, 1, 64, dtype, size=size)
+    protect, alphas = torch.arange(700, device=DEVICE) == 400, {}
+    for backend in ("triton", "reference"):
+        core = SLA2(64, 2, sparsity=0.7, query_blocks=3, backend=backend).to(DEVICE)
+        core.initialize_alpha(q, k, protect)
+        alphas[backend] = core.alpha(1, 3)
+    assert (1 - alphas["reference"]).max() > 0.02
+    assert (alphas["triton"] - alphas["reference"]).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -27,7 +27,7 @@ from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import sums_dtype
 from sage_ref.attention import softmax_scale
 from sage_ref.derivatives import gradients_once
-from sage_ref.sla2.blocks import BlockSettings, block_count
+from sage_ref.sla2.blocks import BlockSettings, block_count, block_mean
 from sage_ref.sla2.router import Routing
 
 LEVEL_16BIT, LEVEL_INT8, LEVEL_HOPPER = 2, 3, 4
@@ -242,3 +242,21 @@ def attention(
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     options = settings.quantize, settings.matched, softmax_scale(settings.scale, query.shape[3]), needs_gradient
     return Sla2Operation.apply(query, key, value, alpha, *operands, *options)
+
+
+def selected_mass(query: Tensor, key: Tensor, routing: Routing, settings: BlockSettings) -> Tensor:
+    """Return the softmax mass of the blocks that a router selects, mean over a block's queries, float32 [B, H, Tm].
+
+    It is 2^(L_selected - L_all), where both L, in log2, come from the forward pass in 16 bit: over the selected blocks,
+    then over all.
+    """
+    blocks = *query.shape[:2], block_count(query.shape[2], MASK_BLOCK_Q), block_count(key.shape[2], MASK_BLOCK_KV)
+    everything = torch.ones(blocks, dtype=torch.bool, device=query.device)
+    tensors = query, key, key, everything[..., 0].float()
+    options = False, False, softmax_scale(settings.scale, query.shape[3]), True
+    chosen = None, routing.proj_q, routing.proj_k, routing.protected, routing.count
+    selected, of_all = (
+        forward(*tensors, *chooser, *options)[2] for chooser in (chosen, (everything, None, None, None, 0))
+    )
+    mass = (selected - of_all)[..., : query.shape[2], None].clamp(max=0).exp2()
+    return block_mean(mass, MASK_BLOCK_Q).squeeze(-1)
