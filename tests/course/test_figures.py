@@ -1,8 +1,12 @@
 """Figures: letters can be read, what is drawn is what was computed, and no picture changes unnoticed."""
 
+import io
 import itertools
+import json
 import math
+import re
 import zlib
+from functools import partial
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -10,13 +14,20 @@ import pytest
 import torch
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
+from PIL import Image, ImageChops, ImageStat
 from sage_course import figures
+from sage_course.figures import time_line
+from sage_course.outline import notebook_files
 from sage_course.results import full_batch
 from sage_course.results.pretraining import noise_checkpoints, noise_of
+from sage_course.teaching import letter_inputs
 from sage_lab.experiments.table1 import closest_setting
 from sage_lab.records import read_record
 
+from sage_ref.attention import attention_backward, attention_forward
+from sage_ref.quantization import quantize, quantized_matmul
 from sage_ref.sagebwd import SageBwdSettings
+from sage_ref.sla2 import top_blocks
 
 SHOWN_WIDTH = 9.5  # inches of a notebook's column; a wider figure is made smaller
 SCORES = 2 * torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).double()
@@ -27,15 +38,28 @@ ALL_TILES = torch.ones(3, 3, dtype=torch.bool)
 MASK = torch.tensor(
     [[1, 1, 0, 0, 0, 0, 1, 0], [0, 1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1, 1, 0]]
 ).bool()
+ROW = torch.tensor([1.2, 2.0, 0.4, 1.6], dtype=torch.float64)
+QUERY, KEY, VALUE, GRADIENT = (x[0, 0].double() for x in letter_inputs("less precise attention is still attention"))
+FEW = [36, 17, 6, 3, 20]  # keys that notebook 01 draws for its last query
+FACTORS = (
+    torch.tensor([[0.254, -1.27, 0.127], [0.381, 2.54, -0.635]]),
+    torch.tensor([[0.5, -0.889], [0.635, 0.3], [-0.21, 0.62]]),
+)
+LISTED = top_blocks(torch.rand(4, 8, generator=torch.Generator().manual_seed(1)), 3)
+FILMS = {
+    "softmax": figures.softmax_film(ROW),
+    "delta": figures.delta_film((KEY[FEW] @ QUERY[-1] / 8).softmax(0), VALUE[FEW] @ GRADIENT[-1]),
+    "scales": figures.scales_film(*FACTORS),
+    "forward": figures.forward_film(SCORES, VALUES, 4),
+    "backward": figures.backward_film(ALL_TILES),
+    "table": figures.table_film(LISTED, 16 * 32 * 2),
+    "ring": figures.ring_film(),
+}
 DRAWINGS = {
     "memory": figures.memory_hierarchy,
     "precision": lambda: figures.precision_map(SageBwdSettings.printed(exact_matmuls=("S", "dP")), highlight="dK"),
     "precision by row": lambda: figures.precision_map(SageBwdSettings()),
-    "forward film": lambda: figures.forward_film(SCORES, VALUES, 4),
-    "forward film, large": lambda: figures.forward_film(LARGE, LARGE[:, :8], 4, shown=(0, 5, 15)),
     "forward step": lambda: figures.forward_step_figure(CAUSAL, VALUES[:8], 4, 2),
-    "backward film": lambda: figures.backward_film(ALL_TILES),
-    "backward film, large": lambda: figures.backward_film(torch.ones(5, 5).bool().tril(), shown=(0, 9, 14)),
     "backward step": lambda: figures.backward_step_figure(ALL_TILES.tril(), 3),
     "owners": figures.owners,
     "sparse owners": lambda: figures.sparse_owners(MASK, rows=(0, 2), columns=(1, 6)),
@@ -44,6 +68,7 @@ DRAWINGS = {
     "SLA2": lambda: figures.sla2_flow(MASK),
     "two warps": figures.two_warps_and_a_barrier,
 }
+DRAWINGS |= {f"{name}, picture {i}": partial(film.figure, i) for name, film in FILMS.items() for i in range(film.count)}
 
 
 def gaussian(*shape):
@@ -91,6 +116,130 @@ def test_a_drawing_can_be_read(name, drawn):
             assert holds(cell, extent) or not cell.contains(*middle), f"{text} leaves its cell"
     for (one, a), (other, b) in itertools.combinations(found.items(), 2):
         assert not a.padded(-1).overlaps(b.padded(-1)), f"{one} lies on {other}"
+
+
+@pytest.mark.parametrize("name", FILMS)
+def test_a_film_is_small_and_its_strip_has_the_same_pictures(name):
+    film = FILMS[name]
+    assert set(FILMS) == set(figures.IDEAS)
+    assert max(len(film.gif), len(film.strip)) < 300_000
+    with Image.open(io.BytesIO(film.gif)) as gif, Image.open(io.BytesIO(film.strip)) as strip:
+        assert (gif.n_frames, gif.info["loop"]) == (film.count, 0)
+        strip, width = strip.convert("RGB"), gif.width
+        height, head = gif.height, strip.height - gif.height * math.ceil(film.count / film.columns)
+        assert (strip.width, 0 < head < 100) == (width * film.columns, True)
+        for i in range(film.count):
+            gif.seek(i)
+            line, column = divmod(i, film.columns)
+            corner = column * width, head + line * height
+            there = strip.crop((*corner, corner[0] + width, corner[1] + height))
+            assert max(ImageStat.Stat(ImageChops.difference(gif.convert("RGB"), there)).mean) < 1
+            shown = gif.info["duration"] / 1000
+            assert 1 <= shown <= 5
+
+
+def test_every_film_is_in_a_notebook_with_its_strip_below_and_words_for_both():
+    outputs = [
+        output
+        for path in notebook_files()
+        for cell in json.loads(path.read_text())["cells"]
+        for output in cell.get("outputs", [])
+    ]
+    plain = ["".join(output.get("data", {}).get("text/plain", "")) for output in outputs]
+    for idea in figures.IDEAS.values():
+        film, twin = outputs[at := plain.index(f"film: {idea.title}")], outputs[at + 1]
+        assert f'alt="{idea.alt}"' in "".join(film["data"]["text/html"])
+        assert twin["metadata"]["image/png"]["alt"] == idea.alt
+
+
+def words(film, i):
+    figure = film.figure(i)
+    texts = [text.get_text() for axes in figure.axes for text in (axes.title, *axes.texts)]
+    return "\n".join([figure.get_suptitle(), *texts])
+
+
+def test_the_film_of_the_softmax_shows_the_softmax():
+    film = FILMS["softmax"]
+    shown = [[float(text.get_text()) for text in film.figure(i).axes[2].texts] for i in range(film.count)]
+    for added, found in zip(figures.ADDED, shown, strict=True):
+        assert found == [round(x, 2) for x in torch.softmax(ROW + added, 0).tolist()]
+        assert (found == shown[0]) == bool((added == added[0]).all())
+
+
+def test_the_film_of_delta_balances_where_dO_meets_O_and_shows_dS():
+    film, scores = FILMS["delta"], (KEY[FEW] @ QUERY[-1] / 8).requires_grad_()
+    output = torch.softmax(scores, 0) @ VALUE[FEW]
+    (output @ GRADIENT[-1]).backward()
+    assert f"x = {output.detach() @ GRADIENT[-1]:.2f} (delta): P (dP - x) adds up to 0.00" in words(film, 4)
+    assert re.findall(r"[+-]\d\.\d\d", words(film, 5)) == [f"{x:+.2f}" for x in scores.grad.tolist()]
+    assert all("adds up to 0.00" not in words(film, i) for i in range(4))
+
+
+def test_the_film_of_scales_is_near_the_product_by_rows_and_not_along_the_sum():
+    film, (a, b) = FILMS["scales"], FACTORS
+    by_row, exact = quantized_matmul(quantize(a, (1, None)), quantize(b, (None, 1)))[0, 0], (a @ b)[0, 0]
+    one_scale = quantize(a, (None, 1)).scale.mean() * quantize(b, (None, 1)).scale[0, 0]
+    meaningless = (quantize(a, (None, 1)).values.int() @ quantize(b, (None, 1)).values.int())[0, 0] * one_scale
+    assert f"= {by_row:.2f}, exact {exact:.2f}" in words(film, 2)
+    assert f"= {meaningless:.2f}, exact {exact:.2f}" in words(film, 5)
+    assert abs(by_row - exact) < 0.01 < 0.1 < abs(meaningless - exact)
+
+
+@pytest.mark.parametrize("scores", [SCORES, CAUSAL])
+def test_the_forward_film_ends_with_the_softmax_of_each_block_times_V(scores):
+    steps = figures.forward_steps(scores, VALUES[: scores.shape[1]], 4)
+    found = torch.cat([step.o for step in steps if step.is_last])
+    torch.testing.assert_close(found, torch.softmax(scores, -1) @ VALUES[: scores.shape[1]])
+    for i in range(len(steps)):
+        assert all(f"{x:.1f}" in words(FILMS["forward"], i) for x in steps[i].m) or scores is CAUSAL
+
+
+def test_the_backward_film_calls_a_gradient_complete_when_it_is():
+    q, k, v, do = gaussian(4, 6, 3).unbind()
+    o, log_sum_exp, _ = attention_forward(q, k, v)
+    exact = attention_backward(do, q, k, v, o, log_sum_exp)
+    ds, sums = exact.grad_scores / 3**0.5, {name: torch.zeros(6, 3).double() for name in ("dQ", "dK", "dV")}
+    whole = {"dQ": exact.grad_query, "dK": exact.grad_key, "dV": exact.grad_value}
+    for turn, (i, j) in enumerate(figures.backward_order(ALL_TILES)):
+        rows, keys = slice(2 * i, 2 * i + 2), slice(2 * j, 2 * j + 2)
+        sums["dQ"][rows] += ds[rows, keys] @ k[keys]
+        sums["dK"][keys] += ds[rows, keys].mT @ q[rows]
+        sums["dV"][keys] += exact.probabilities[rows, keys].mT @ do[rows]
+        said = re.findall(r"(d[QKV])_(\d)\$ (\d)/3", words(FILMS["backward"], turn))
+        assert len(said) == 9
+        for name, block, parts in said:
+            mine = slice(2 * int(block), 2 * int(block) + 2)
+            assert torch.allclose(sums[name][mine], whole[name][mine]) == (parts == "3")
+
+
+def test_the_film_of_the_look_up_table_reads_the_listed_blocks_where_they_are():
+    film, key = FILMS["table"], torch.empty(8, 16, 32, dtype=torch.float16)
+    read = torch.zeros_like(LISTED[:2])
+    for i in range(film.count):
+        program, place, j, byte = re.search(
+            r"program (\d): j = table\[\1, (\d)\] = (\d)[^=]*= ([\d,]+)\n", words(film, i)
+        ).groups()
+        read[int(program), int(j)] = True
+        assert int(byte.replace(",", "")) == key[int(j)].data_ptr() - key.data_ptr()
+        so_far = (int(place) + 1) * key[0].nbytes
+        assert f"program {program} has read {read[int(program)].sum()} of 8 blocks: {so_far:,} bytes" in words(film, i)
+    assert read.equal(LISTED[:2])
+
+
+def test_nobody_in_the_ring_begins_before_the_barriers_phase_has_ended():
+    jobs = time_line.schedule(7, 2, 3, [time_line.READ])
+    assert len(jobs) == 7 * 3
+    for job in jobs:
+        place, phase = job.tile % 3, job.tile // 3 % 2
+        before = time_line.place_at(jobs, place, 3, 2, job.start - 0.5)
+        now = time_line.place_at(jobs, place, 3, 2, job.start)
+        if job.worker == 0:
+            assert (before.tile is None or before.tile == job.tile - 3, now.empty) == (True, phase)
+        else:
+            assert (now.tile, now.is_ready, now.ready) == (job.tile, True, 1 - phase)
+    waits = "\n".join(words(FILMS["ring"], i) for i in range(8))
+    assert "loading warp waits" in waits
+    assert "ends phase 1 of ready" in waits
 
 
 def on_axes(draw, *arguments, **options):
@@ -152,8 +301,8 @@ OTHERS = {
         figures.draw_instructions, {"2": r("instructions_sm90").select(kernel="forward", level=2)}, title=""
     ),
 }  # fmt: skip
-BY_HAND = ("memory", "precision", "precision by row", "forward film", "forward step", "backward film", "backward step",
-           "owners", "sparse owners", "sparse owner of nothing", "SLA2", "two warps")  # fmt: skip
+BY_HAND = ("memory", "precision", "precision by row", "forward step", "backward step", "owners", "sparse owners",
+           "sparse owner of nothing", "SLA2", "two warps")  # fmt: skip
 SEEN = {
     "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414,
     "predictions": 422334160, "busy": 1167434420, "curves": 3217129273,
@@ -164,9 +313,11 @@ SEEN = {
     "soft masks": 576334941, "selected": 337922805, "frames": 2915839367, "gradients": 3328921577,
     "who works": 475709382, "instructions": 3620918819,
     "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
-    "forward film": 1048836279, "forward step": 3059536074, "backward film": 2336505091, "backward step": 2185246879,
+    "forward step": 3059536074, "backward step": 2185246879,
     "owners": 3673800219, "sparse owners": 195109386, "sparse owner of nothing": 1860916307, "SLA2": 1805374965,
     "two warps": 3294617789,
+    "softmax": 1013201544, "delta": 1264256397, "scales": 4110096127, "forward": 3296011175, "backward": 2390966683,
+    "table": 155926498, "ring": 3799761810,
 }  # fmt: skip
 
 
@@ -184,8 +335,11 @@ def fingerprint(figure):
     return zlib.crc32(repr(numbers).encode())
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *BY_HAND])
+@pytest.mark.parametrize("name", [*OTHERS, *BY_HAND, *FILMS])
 def test_a_picture_is_as_it_was_when_somebody_looked_at_it(name):
     """nbval compares no pictures. If you change one, look at it, then write its new number into SEEN."""
-    figure = DRAWINGS[name]() if name in DRAWINGS else OTHERS[name](read_record)
+    if name in FILMS:
+        figure = FILMS[name].figure(FILMS[name].count - 1)
+    else:
+        figure = DRAWINGS[name]() if name in DRAWINGS else OTHERS[name](read_record)
     assert fingerprint(figure) == SEEN[name]

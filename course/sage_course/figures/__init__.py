@@ -2,7 +2,9 @@
 
 # ruff: noqa: F401, I001 (for notebooks to import; several names a line)
 from sage_course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
+from sage_course.figures.films import IDEAS, Film
 from sage_course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, prediction_figure
+from sage_course.figures.ideas import ADDED, delta_film, scales_film, softmax_film, table_film
 from sage_course.figures.kernels import KIND_COLORS, draw_instructions, overview_figure
 from sage_course.figures.memory import memory_hierarchy
 from sage_course.figures.noise import (
@@ -27,6 +29,6 @@ from sage_course.figures.tile_loop import (
     backward_film, backward_order, backward_step_figure, forward_film, forward_step_figure, forward_steps, owners,
     sparse_owners,
 )  # fmt: skip
-from sage_course.figures.time_line import two_warps_and_a_barrier
+from sage_course.figures.time_line import ring_film, two_warps_and_a_barrier
 from sage_course.figures.video import Films, arms_figure, film_strips_figure, films_of, selected_figure
 from sage_course.results.hopper_model import busy, compare_levels, level_clocks, unit_clocks

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from sage_course.figures.diagrams import LETTERS
+from sage_course.figures.films import IDEAS, Film
 from sage_course.figures.style import BLUE, GREEN, ORANGE, YELLOW, panels
 from sage_ref.shapes import tiles
 
@@ -52,31 +53,24 @@ def forward_steps(scores: Tensor, values: Tensor, block: int) -> list[ForwardSte
     return steps
 
 
-def forward_film(scores: Tensor, values: Tensor, block: int, shown: Sequence[int] | None = None) -> Figure:
-    """Draw the forward pass as small pictures: each tile of S, and m, l, O so far.
+def forward_film(scores: Tensor, values: Tensor, block: int) -> Film:
+    """Draw the forward pass as a film: each tile of S, and m, l, O so far.
 
-    scores [Nq, Nk] of at most 16 queries (-inf: masked), values [Nk, D]. shown: numbers of the steps, from 0; None:
-    all of them.
+    scores [Nq, Nk] of at most 16 queries (-inf: masked), values [Nk, D].
     """
     steps = forward_steps(scores, values, block)
-    shown = range(len(steps)) if shown is None else shown
-    title = "The forward pass keeps m, l and O of one block of queries, and forgets each tile of S"
-    columns = 3 if scores.shape[1] + values.shape[1] <= 16 else 2
-    figure, axes = film_strip(len(shown), columns, 0.2 * len(scores) + 0.62, title)
-    for ax, number in zip(axes, shown, strict=True):
-        draw_forward(ax, scores, values, block, steps[: number + 1], len(steps))
-    figure.supxlabel(FORWARD_KEY, fontsize=LETTERS)
-    return figure
+
+    def draw(figure: Figure, i: int) -> None:
+        draw_forward(figure.subplots(), scores, values, block, steps[: i + 1], len(steps))
+
+    return Film("forward", draw, len(steps), 0.25 * len(scores) + 0.7)
 
 
 def forward_step_figure(scores: Tensor, values: Tensor, block: int, step: int) -> Figure:
     """Draw one picture of `forward_film`, larger, for a slider over the steps, from 0."""
     steps = forward_steps(scores, values, block)
     height = 0.32 * len(scores) + 1.1
-    return one_picture(height, FORWARD_KEY, draw_forward, scores, values, block, steps[: step + 1], len(steps))
-
-
-FORWARD_KEY = "red: above 0, blue: below; grey: computed and forgotten; x old: factor $e^{m_{old} - m_{new}}$"
+    return one_picture(height, "forward", draw_forward, scores, values, block, steps[: step + 1], len(steps))
 
 
 def draw_forward(
@@ -141,12 +135,11 @@ def film_strip(count: int, columns: int, height: float, title: str) -> tuple[Fig
     return figure, grid.flatten()[:count]
 
 
-def one_picture(height: float, key: str, draw: Callable, *arguments) -> Figure:
+def one_picture(height: float, film: str, draw: Callable, *arguments) -> Figure:
     """Draw one picture of a film, larger, with its key below."""
     figure, (ax,) = panels(1, width=6.0, height=height)
     draw(ax, *arguments)
-    if key:
-        figure.supxlabel(key, fontsize=LETTERS)
+    figure.supxlabel(IDEAS[film].key, fontsize=LETTERS)
     return figure
 
 
@@ -155,31 +148,24 @@ def backward_order(visible: Tensor) -> list[tuple[int, int]]:
     return [(i, j) for j in range(visible.shape[1]) for i in range(visible.shape[0]) if visible[i, j]]
 
 
-def backward_film(visible: Tensor, shown: Sequence[int] | None = None) -> Figure:
-    """Draw the backward pass as small pictures: each tile, and how much of dQ_i, dK_j, dV_j has been added up.
+def backward_film(visible: Tensor) -> Film:
+    """Draw the backward pass as a film: each tile, and how much of dQ_i, dK_j, dV_j has been added up.
 
-    visible: bool [Tm, Tn], the tiles that are not masked, at most 5 along keys. shown: numbers of the steps, from 0;
-    None: all of them.
+    visible: bool [Tm, Tn], the tiles that are not masked, at most 3 along keys.
     """
     order = backward_order(visible)
-    shown = range(len(order)) if shown is None else shown
-    title = "Each tile adds to one dQ, one dK and one dV; here a block of keys stays until it is done"
-    columns = 3 if visible.shape[1] <= 3 else 2
-    figure, axes = film_strip(len(shown), columns, 0.36 * (visible.shape[0] + 3) + 0.3, title)
-    for ax, number in zip(axes, shown, strict=True):
-        draw_backward(ax, visible, order[: number + 1], len(order))
-    figure.supxlabel(BACKWARD_KEY, fontsize=LETTERS)
-    return figure
+
+    def draw(figure: Figure, i: int) -> None:
+        draw_backward(figure.subplots(), visible, order[: i + 1], len(order))
+
+    return Film("backward", draw, len(order), 0.36 * (visible.shape[0] + 3) + 0.3, columns=3)
 
 
 def backward_step_figure(visible: Tensor, step: int) -> Figure:
     """Draw one picture of `backward_film`, larger, for a slider over the steps, from 0."""
     order = backward_order(visible)
     height = 0.45 * (visible.shape[0] + 3) + 0.8
-    return one_picture(height, BACKWARD_KEY, draw_backward, visible, order[: step + 1], len(order))
-
-
-BACKWARD_KEY = "orange: this turn; 1/3: one of three parts is in the sum; green: the sum is complete"
+    return one_picture(height, "backward", draw_backward, visible, order[: step + 1], len(order))
 
 
 def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]], count: int) -> None:

@@ -6,7 +6,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sage_course.figures.style import BLUE, ORANGE, RED, SKY, panels
+from sage_course.figures.diagrams import draw_note
+from sage_course.figures.films import Film, draw_cell, sheet
+from sage_course.figures.style import BLUE, GREEN, ORANGE, RED, SKY, YELLOW, panels
 
 
 class Step(NamedTuple):
@@ -118,3 +120,67 @@ def draw_jobs(axes: Axes, jobs: Sequence[Job], names: Sequence[str], colors: dic
     axes.set_xlabel("time", loc="right")
     axes.tick_params(length=0)
     axes.spines[["left", "right", "top"]].set_visible(False)
+
+
+READ = Step("read", 2, on_tensor_cores=True)
+
+
+class Place(NamedTuple):
+    """A place of a ring at one moment, and the phases that its barriers are in."""
+
+    tile: int | None  # None: empty
+    is_ready: bool
+    ready: int
+    empty: int
+
+
+def place_at(jobs: Sequence[Job], place: int, places: int, readers: int, tick: int) -> Place:
+    """Return the state of a place of the ring."""
+    mine = [job for job in jobs if job.tile % places == place]
+    started = sum(job.worker == 0 and job.start <= tick for job in mine)
+    loaded = sum(job.worker == 0 and job.end <= tick for job in mine)
+    released = sum(job.worker > 0 and job.end <= tick for job in mine) // readers
+    tile = None if released == started else place + places * (started - 1)
+    return Place(tile, loaded == started, loaded % 2, released % 2)
+
+
+def doing(jobs: Sequence[Job], worker: int, places: int, tick: int) -> str:
+    """Return what a worker does or waits for."""
+    job = next((job for job in jobs if job.worker == worker and job.end > tick), None)
+    if job is None:
+        return "has finished"
+    if job.start <= tick:
+        return f"{job.name}s tile {job.tile}"
+    phase, place = job.tile // places % 2, job.tile % places
+    if worker == 0:
+        return f"waits until place {place} ends phase {1 - phase} of empty"
+    if any(load.worker == 0 and load.tile == job.tile and load.end <= tick for load in jobs):
+        return "waits for the tensor cores"
+    return f"waits until place {place}\nends phase {phase} of ready"
+
+
+def ring_film(tiles: int = 7, readers: int = 2, places: int = 3, count: int = 8) -> Film:
+    """Draw one warp that loads tiles into a ring of places, and two warpgroups that read each of them.
+
+    The pictures are the first `count` moments of `schedule` at which something begins. Its ticks have no length.
+    """
+    jobs = schedule(tiles, readers, places, [READ])
+    ticks = sorted({job.start for job in jobs})[:count]
+
+    def draw(figure: Figure, i: int) -> None:
+        axes = sheet(figure, 18, 10.3, f"moment {i + 1}")
+        for place in range(places):
+            state, left = place_at(jobs, place, places, readers, ticks[i]), 0.5 + 5.8 * place
+            fill = "white" if state.tile is None else GREEN if state.is_ready else YELLOW
+            text = "empty" if state.tile is None else f"tile {state.tile}" + ("" if state.is_ready else " on its way")
+            draw_note(axes, (left + 2.7, 3.4), f"place {place}")
+            draw_cell(axes, (left, 3.9), (5.4, 1.6), text, fill)
+            draw_note(axes, (left + 2.7, 6.1), f"ready {state.ready}, empty {state.empty}", fontsize=9)
+        for worker in range(readers + 1):
+            what = doing(jobs, worker, places, ticks[i])
+            name = f"warpgroup {worker - 1}\n" if worker else "the loading warp "
+            corner, size = ((0.5 + 8.7 * (worker - 1), 7.4), (8.3, 2.8)) if worker else ((0.5, 0.4), (17, 1.7))
+            fill = "white" if "waits" in what or "finished" in what else ORANGE if worker else SKY
+            draw_cell(axes, corner, size, name + what, fill)
+
+    return Film("ring", draw, count, 2.5)
