@@ -37,15 +37,15 @@ def predictions() -> str:
     lines = []
     for capability, cards in PREDICTED.items():
         found = (predicted(capability, *column) for column in COLUMNS)
-        lines.append((f"{capability / 10} ({cards})", "predicted", *(f"{ratio:.2f}" for ratio in found)))
+        lines.append((f"{cards} ({capability / 10})", *(f"{ratio:.2f}" for ratio in found)))
     record = read_record(BENCH)
     measured = []
     for head_dim, direction in COLUMNS:
         where = {"n_q": MAIN_N, "head_dim": head_dim, "direction": direction, "causal": False, "scope": "kernel"}
         ms = (record.select(level=level, **where)[0]["ms_median"] for level in (0, PORTABLE[direction][1]))
         measured.append(f"{next(ms) / next(ms):.2f}")
-    lines.append(("9.0 (H200), the same plain Triton kernels", f"measured, {record.timed}", *measured))
-    header = ("compute capability", "", *(f"D={d} {DIRECTIONS[direction]}" for d, direction in COLUMNS))
+    lines.append((f"H200 (9.0): measured, {record.timed}", *measured))
+    header = ("card (compute capability)", *(f"D={d} {DIRECTIONS[direction]}" for d, direction in COLUMNS))
     return f"{markdown_table(header, lines)}\n\nThe last line: {record.caption}."
 
 
