@@ -277,6 +277,7 @@ def sla2_key_program(
     keys = KeyTile(load_tokens(k, key, n_k, D, DP, True), k_hat_j, s_k, load_tokens(v, key, n_k, D, DP, True))
     dk_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     dv_j = tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
+    passed = 0  # entries in the lists of the heads before
     for g in range(group_size):
         h = h_kv * group_size + g
         head = batch * heads + h
@@ -289,14 +290,15 @@ def sla2_key_program(
         if q_hat_ptr is not None:
             q_hat = int8_head(q_hat_ptr, q_scale_ptr, head, n_q_padded, DP, MASK_BLOCK_Q)
         queries = QueryHead(q, q_hat, do, alpha_log_sum_exp_ptr + rows, delta_ptr + rows)
-        for step in range(tl.maximum(begin, 0) * STEPS, tl.minimum(end, count) * STEPS):
+        first = tl.maximum(begin - passed, 0) * STEPS
+        for step in range(0, tl.minimum(end - passed, count) * STEPS - first):
+            step += first  # in the body, too: Triton 3.7 freezes what only the bounds of a nested loop use, see NOTES
             query_block = tl.load(entries_ptr + list_number * width + step // STEPS)
             i = query_block * STEPS + step % STEPS
             place = (head * (n_q_padded // MASK_BLOCK_Q) + query_block) * key_blocks + j
             log2_weight = log2_weight_at(weights_ptr, place)
             dk_j, dv_j = query_tile(dk_j, dv_j, keys, i, queries, log2_weight, n_q, log2_scale, TILE)
-        begin -= count
-        end -= count
+        passed += count
     if is_piece:
         tl.store(partial_pointers(partial_ptr, 2 * t, DP, MASK_BLOCK_KV), dk_j)
         tl.store(partial_pointers(partial_ptr, 2 * t + 1, DP, MASK_BLOCK_KV), dv_j)
