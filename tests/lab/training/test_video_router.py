@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DEVICE
+from kernel_cases import DEVICE, ON_GPU
 from sage_lab.training.video_router import RouterSettings, RouterTraining, new_core, stage1_error
 from torch.testing import assert_close
 from video_cases import CONFIG, made_up_digits, opened_weights
@@ -73,7 +73,7 @@ def test_the_kernels_give_the_references_error_and_gradients():
         error.backward()
         found[backend] = error.detach(), *(x.grad for x in core.parameters())
     for ours, expected in zip(found["triton"], found["reference"], strict=True):
-        assert (ours - expected).norm() < 0.02 * expected.norm()
+        assert (ours - expected).norm() < (0.05 if ON_GPU else 0.01) * expected.norm()  # bfloat16 sums on a GPU
 
 
 def test_a_step_on_all_queries_makes_no_tensor_of_queries_by_keys(monkeypatch, largest_tensor):
