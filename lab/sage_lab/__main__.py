@@ -1,4 +1,4 @@
-"""`python -m sage_lab COMMAND`: compile, check and time the kernels, train models, and measure for the course."""
+"""Compile, check and time the kernels, train models, and make the course's measurements."""
 
 import argparse
 import os
@@ -9,43 +9,43 @@ from sage_lab.command_line import PARENT, Parser, add_json_option, end_with, fin
 # By name: a module with NAME_command(options) and perhaps add_options(parser), imported when its command is called, and
 # a description.
 COMMANDS = {
-    "bench": ("bench.bench_command", "time the public function and its peers in turn; goes on where it was stopped"),
+    "bench": ("bench.bench_command", "time the public functions in turn with their peers; a rerun continues"),
     "accuracy": ("bench.accuracy", "compare the kernels with the reference on this GPU"),
     "profile": ("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
     "compile": ("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
-    "instructions": ("bench.instructions", "count what the loop of every level executes"),
-    "choose": ("bench.choose", "choose launch settings for GPUs that aren't there, by compiling candidates"),
-    "info": ("experiments.info", "this machine, the versions, and the backend that 'auto' would choose"),
-    "table1": ("experiments.table1", "the paper's Table 1, swept over what it leaves open"),
-    "table2": ("experiments.table2", "the paper's Table 2 on captured activations"),
-    "repair": ("experiments.repair", "what each remedy does to the errors of dS, dQ and dK, and what it costs"),
+    "instructions": ("bench.instructions", "count the instructions in the loop of every level"),
+    "choose": ("bench.choose", "choose launch settings for GPUs that this machine lacks, by compiling candidates"),
+    "info": ("experiments.info", "show this machine, the versions, and the backend that 'auto' chooses"),
+    "table1": ("experiments.table1", "compute the paper's Table 1 for all settings that the paper leaves open"),
+    "table2": ("experiments.table2", "compute the paper's Table 2 on captured activations"),
+    "repair": ("experiments.repair", "measure the errors of dS, dQ and dK with each remedy, and its cost"),
     "full-batch": (
         "experiments.full_batch",
-        "train without batch noise: does SageBwd fall behind, and do remedies help?",
+        "train without gradient noise, to see whether SageBwd falls behind and remedies help",
     ),
-    "drop-in": ("experiments.drop_in", "a pretrained encoder of transformers with exact and with INT8 attention"),
+    "drop-in": ("experiments.drop_in", "compare INT8 with exact attention in a pretrained encoder of transformers"),
     "transformers-sweep": (
         "experiments.transformers_sweep",
-        "INT8 attention against exact attention in every architecture of transformers",
+        "compare INT8 with exact attention in every architecture of transformers",
     ),
     "pretrain": ("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
-    "pretrain-grid": ("experiments.pretrain_grid", "the plan of runs behind notebook 06b, on all GPUs"),
-    "pretrain-speed": ("experiments.pretrain_speed", "time of a step: exact, FlashAttention-2, SageBwd"),
-    "context-parallel": ("experiments.context_parallel", "time and memory of one long sequence on 1, 2, 4, ... GPUs"),
-    "matched": ("experiments.matched", "SLA2's backward pass as printed, and one that matches the forward pass"),
-    "noise": ("experiments.gradient_noise", "gradient noise against the bias of quantisation, on checkpoints"),
-    "capture": ("experiments.capture", "save what enters the attention of a pre-trained model"),
+    "pretrain-grid": ("experiments.pretrain_grid", "train all runs of notebook 06b, on all GPUs"),
+    "pretrain-speed": ("experiments.pretrain_speed", "time a training step with exact attention and SageBwd"),
+    "context-parallel": ("experiments.context_parallel", "measure one long sequence on 1, 2, 4, ... GPUs"),
+    "matched": ("experiments.matched", "compare SLA2's printed backward pass with one that matches the forward"),
+    "noise": ("experiments.gradient_noise", "compare gradient noise with the bias of quantisation, on checkpoints"),
+    "capture": ("experiments.capture", "save the attention inputs of a pre-trained model"),
     "capture-video": (
         "experiments.capture_video",
-        "train a small video diffusion transformer and save what enters its attention",
+        "train a small video diffusion transformer and save its attention inputs",
     ),
     "video": (
         "experiments.video.command",
-        "pre-train a video model, fine-tune it with SLA2 beside every ablation, sample from it and judge it",
+        "pre-train a video model, fine-tune it with SLA2 and with every ablation, and compare them",
     ),
     "quantization-aware": (
         "experiments.quantization_aware",
-        "quantise after fine-tuning or during it, for one SLA2 layer",
+        "quantise one SLA2 layer during fine-tuning or after it",
     ),
     "train-router": (
         "experiments.router_fit",

@@ -171,7 +171,7 @@ def tile_size(text: str) -> tuple[int, int]:
     try:
         block_q, block_kv = text.split("x")
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected two numbers as in 128x64, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected two numbers such as 128x64, got {text!r}") from None
     return positive(block_q), positive(block_kv)
 
 
@@ -209,7 +209,7 @@ def _output_path(text: str, kind: str, is_kind: Callable[[Path], bool], inside: 
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"expected the name of a {kind}, got {text!r}: {error}") from None
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"expected a {kind} where files can be written, got {text!r}: see {folder}")
+        raise argparse.ArgumentTypeError(f"expected a {kind} where files can be written, got {text!r}: not in {folder}")
     return path
 
 
@@ -226,7 +226,7 @@ def device(text: str) -> str:
     except (RuntimeError, NotImplementedError):
         is_here = False
     if not is_here:
-        raise argparse.ArgumentTypeError(f"expected a device of this machine, as cpu or cuda, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, such as cpu or cuda, got {text!r}")
     return text
 
 
@@ -242,9 +242,9 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
 
 def add_minutes_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--minutes", type=positive_number, help="stop after the first report beyond; the same command goes on"
+        "--minutes", type=positive_number, help="stop at the first report after this time; a rerun continues"
     )
 
 
 def add_corpus_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--corpus", type=input_file, metavar="PATH", help="a text file or a .bin of uint16 tokens")
+    parser.add_argument("--corpus", type=input_file, metavar="PATH", help="text, or a .bin file of uint16 tokens")

@@ -87,7 +87,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"path: expected {what} in JSON, got {path}: remove that file or name another")
+        raise ValueError(f"path: expected {what} in JSON, got {path}: remove that file or name a different one")
     return content
 
 

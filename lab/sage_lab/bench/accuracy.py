@@ -137,7 +137,7 @@ def largest(rows: Sequence[Row]) -> dict[str, float]:
         for name in [name for name in (*TENSORS, "dalpha") if name in row]:
             found.setdefault(name, []).append(row[name])
     if not all(map(math.isfinite, itertools.chain(*found.values()))):
-        raise Failed(f"expected finite errors, got {found}")
+        raise Failed(f"errors: expected finite ones, got {found}")
     return {name: max(values) for name, values in found.items()}
 
 

@@ -33,9 +33,9 @@ PRINTED = ("provider", "level", "scope", "direction", "cuda_graph", "ms_median",
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
-    parser.add_argument("--levels", action="store_true", help="every level of the ladder and its parts")
+    parser.add_argument("--levels", action="store_true", help="time every level and its parts")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--tune", action="store_true", help="time launch settings instead, for this GPU")
+    modes.add_argument("--tune", action="store_true", help="time launch settings for this GPU instead")
     parser.add_argument("--workers", type=positive, default=8, help="processes that compile for --tune")
     modes.add_argument("--contribute", action="store_true", help="time the main points, into a file that you can send")
     modes.add_argument(
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--n", type=positive, nargs="+", help="only these sequence lengths")
     parser.add_argument("--head-dim", type=positive, nargs="+", help="only these head sizes")
-    parser.add_argument("--without", choices=PEERS, nargs="+", default=(), help="leave out peers, one that crashes say")
+    parser.add_argument("--without", choices=PEERS, nargs="+", default=(), help="leave out these peers")
 
 
 def bench_command(options: argparse.Namespace) -> None:
@@ -67,9 +67,9 @@ def bench_command(options: argparse.Namespace) -> None:
     with only_writer(options.json) if options.json else nullcontext():
         rows = timed(measurement, shapes, options.json, options.command, options.without)
     timed_rows = [row for row in rows if "missing" not in row]
-    print(f"\nTimes over ours, above 1 where ours is faster:\n\n{markdown_table(*ratio_lines(timed_rows))}")
+    print(f"\nA peer's time divided by ours, above 1 ours is faster:\n\n{markdown_table(*ratio_lines(timed_rows))}")
     if ours := [row for row in rows if "missing" in row and row["provider"].startswith(OURS)]:
-        raise Failed(f"ours was not timed {len(ours)} times, at first in {ours[0]}")
+        raise Failed(f"our function could not be timed in {len(ours)} cases, the first is {ours[0]}")
 
 
 def chosen(shapes: Sequence[Shape], **wanted: Sequence[int] | None) -> list[Shape]:

@@ -377,8 +377,8 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that compile."""
-    parser.add_argument("--only", metavar="TEXT", default="", help="only names with this, as 'sm_90 forward level 4'")
-    parser.add_argument("--workers", type=positive, default=2, help="processes")
+    parser.add_argument("--only", metavar="TEXT", default="", help="names with this, such as 'sm_90 forward level 4'")
+    parser.add_argument("--workers", type=positive, default=2, help="number of processes")
 
 
 def selected(every: Iterable[Case], only: str) -> list[Case]:
@@ -393,8 +393,8 @@ def selected(every: Iterable[Case], only: str) -> list[Case]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `compile`."""
     add_selection(parser)
-    parser.add_argument("--all", action="store_true", help="compile what is as recorded, too")
-    parser.add_argument("--update", action="store_true", help="record what is compiled, its spills as the new limit")
+    parser.add_argument("--all", action="store_true", help="also compile kernels that match their record")
+    parser.add_argument("--update", action="store_true", help="record the compiled kernels, their spills as new limits")
 
 
 def compile_command(options: argparse.Namespace) -> None:

@@ -12,11 +12,11 @@ from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=input_file, metavar="CHECKPOINT", help="of `pretrain`")
+    parser.add_argument("checkpoint", type=input_file, metavar="CHECKPOINT", help="written by `pretrain`")
     add_corpus_option(parser)
     parser.add_argument("--layers", type=from_zero, nargs="+", required=True, metavar="LAYER")
-    parser.add_argument("--heads", type=from_zero, nargs="+", metavar="HEAD", help="default: all")
-    parser.add_argument("--context", type=positive, help="tokens of the sequence; default: as many as the model takes")
+    parser.add_argument("--heads", type=from_zero, nargs="+", metavar="HEAD", help="(default: all)")
+    parser.add_argument("--context", type=positive, help="tokens of the sequence (default: all that fit)")
     parser.add_argument("--out", type=output_file, default="runs/capture.safetensors", metavar="FILE")
     add_device_option(parser)
 

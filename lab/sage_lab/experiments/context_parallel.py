@@ -232,7 +232,7 @@ def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, .
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    words = "leave out passes of more seconds"
+    words = "leave out passes that take more seconds than this"
     parser.add_argument("--longest", type=positive_number, default=ParallelPlan.longest, help=words)
     add_device_option(parser)
 
@@ -255,7 +255,7 @@ def context_parallel_command(options: argparse.Namespace) -> None:
                 print(f"N = {n:,}: {len(left)} passes measured", flush=True)
                 for one, reason in reasons.items():
                     if reason:
-                        print(f"  not {ATTENTIONS[one.attention]} on {one.members.size} device(s): {reason}")
+                        print(f"  not measured: {ATTENTIONS[one.attention]} on {one.members.size} device(s), {reason}")
                 write_record(options.json, rows, command=command, **facts)
         if world.is_first:
             print(markdown_table(*scaling_table(rows, memory)))

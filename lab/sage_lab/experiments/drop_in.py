@@ -171,7 +171,7 @@ def missing() -> str | None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=positive, default=10, help="of Trainer")
+    parser.add_argument("--steps", type=positive, default=10, help="training steps")
 
 
 def drop_in_command(options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """`python -m sage_lab full-batch`: does SageBwd fall behind where a step has no noise, and do remedies help?
 
-The paper says that at large steps quantisation's bias exceeds the gradient's noise, and SageBwd falls behind. Here
+The paper says that with large batches quantisation's bias exceeds the gradient's noise, and SageBwd falls behind. Here
 every step sees a whole fixed corpus, so the noise is zero and the bias is all there is. Models are small, so that they
 can't memorise it. All is float32 (TF32 off), except attention in the arms that say otherwise. What each arm isolates:
 
@@ -307,7 +307,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", choices=PLANS, default="gpu" if on_gpu else "cpu")
     add_minutes_option(parser)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
-    parser.add_argument("--folder", type=output_folder, default="runs/full_batch", help="of rows and of checkpoints")
+    parser.add_argument("--folder", type=output_folder, default="runs/full_batch", help="for rows and checkpoints")
     add_device_option(parser)
 
 
@@ -336,4 +336,4 @@ def full_batch_command(options: argparse.Namespace) -> None:
         write()
     print(full_batch_table({run: rows[0] for run, rows in work.finished.items()}))
     if left:
-        print(f"\n{len(left)} runs are known to be left, first {left[0].name}: the same command goes on")
+        print(f"\n{len(left)} known runs are unfinished, the next is {left[0].name}; the same command continues")

@@ -79,7 +79,7 @@ class NoiseSettings:
 
     def __post_init__(self):
         if self.batches % self.folds or self.batches == self.folds:
-            raise ValueError(f"batches: expected twice {self.folds}, or more times, got {self.batches}")
+            raise ValueError(f"batches: expected at least 2 x {self.folds}, got {self.batches}")
 
 
 class Moments(NamedTuple):
@@ -256,10 +256,10 @@ def noise_table(rows: Sequence[Row]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = NoiseSettings()
-    parser.add_argument("checkpoints", type=input_file, nargs="+", metavar="CHECKPOINT", help="of `pretrain`")
+    parser.add_argument("checkpoints", type=input_file, nargs="+", metavar="CHECKPOINT", help="written by `pretrain`")
     add_corpus_option(parser)
-    parser.add_argument("--batches", type=positive, default=default.batches, help="pairs of gradients")
-    parser.add_argument("--sequences", type=positive, default=default.sequences, help="of one batch")
+    parser.add_argument("--batches", type=positive, default=default.batches, help="number of pairs of gradients")
+    parser.add_argument("--sequences", type=positive, default=default.sequences, help="sequences in a batch")
     parser.add_argument("--variants", nargs="+", choices=KNOWN_VARIANTS, default=default.variants, metavar="NAME")
     add_device_option(parser)
 

@@ -260,8 +260,8 @@ def training_rows(run: MatchedRun, steps: int, device: torch.device) -> list[Row
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=positive, default=3, help="of training")
-    parser.add_argument("--steps", type=positive, default=200, help="of training")
+    parser.add_argument("--seeds", type=positive, default=3, help="number of training seeds")
+    parser.add_argument("--steps", type=positive, default=200, help="training steps")
     parser.add_argument("--learning-rates", type=positive_number, nargs="+", default=(0.003, 0.01, 0.03))
     parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
 

@@ -194,7 +194,7 @@ def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
         ended = [row for row in finished if not row["diverged"]]
         if not ended:
             outcome = f"all {len(finished)} finished runs diverged" if finished else "no run has finished"
-            expected = f"one that trains at {tokens_per_step} tokens per step"
+            expected = f"one that trains with {tokens_per_step} tokens per batch"
             raise ValueError(f"learning_rates: expected {expected}, {outcome}")
         rates[tokens_per_step] = min(ended, key=lambda row: row["final_val_loss"])["learning_rate"]
     return rates
@@ -254,11 +254,11 @@ def measured_on(records: Collection[Record]) -> dict[str, Any]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_corpus_option(parser)
     parser.add_argument("--plan", choices=PLANS, default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--report-only", action="store_true", help="train nothing: report the runs that are finished")
-    parser.add_argument("--folder", type=output_folder, default="runs/grid", help="of checkpoints, logs and results")
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report the finished runs")
+    parser.add_argument("--folder", type=output_folder, default="runs/grid", help="for checkpoints, logs and results")
     parser.add_argument("--runs-per-gpu", type=positive, default=3, help="runs that share a GPU")
     parser.add_argument(
-        "--traces", type=output_file, metavar="FILE", help="write the errors of every layer over training, too"
+        "--traces", type=output_file, metavar="FILE", help="also write the errors of every layer over training"
     )
 
 
@@ -290,7 +290,7 @@ def report(options: argparse.Namespace, plan: GridPlan, work: Work) -> None:
     records = {cell: read_record(result_file(work.folder, cell)) for cell in work.finished}
     searched = plan.search()
     if not records or any(cell not in records for cell in searched):
-        raise ValueError(f"folder: expected one where the learning rates have been chosen, got {work.folder}")
+        raise ValueError(f"folder: expected one with chosen learning rates, got {work.folder}")
     rates = chosen_rates(plan, [records[cell].rows[0] for cell in searched])
     rows, unfinished = work.rows, [cell.name for cell in work.left]
     losses = [(cell.name, work.finished[cell][0]["final_val_loss"]) for cell in records]

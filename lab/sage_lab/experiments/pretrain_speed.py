@@ -197,7 +197,7 @@ def _attention_name(row: Row) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=positive, default=SpeedPlan.warmup, help="steps that are not timed")
-    parser.add_argument("--steps", type=positive, default=SpeedPlan.steps, help="timed, at least 2")
+    parser.add_argument("--steps", type=positive, default=SpeedPlan.steps, help="steps that are timed, at least 2")
     add_device_option(parser)
 
 

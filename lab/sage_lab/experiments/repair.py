@@ -134,10 +134,10 @@ def repair_table(rows: Sequence[Row]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    words = "of `capture`; default: the recorded ones"
+    words = "written by `capture` (default: the recorded ones)"
     parser.add_argument("--capture", type=input_file, nargs="+", metavar="FILE", help=words)
-    parser.add_argument("--tokens", type=positive, default=512, help="of a hard case")
-    parser.add_argument("--draws", type=positive, default=16, help="passes that an error is averaged over")
+    parser.add_argument("--tokens", type=positive, default=512, help="tokens of a hard case")
+    parser.add_argument("--draws", type=positive, default=16, help="passes over which an error is averaged")
 
 
 def repair_command(options: argparse.Namespace) -> None:

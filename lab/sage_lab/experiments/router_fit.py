@@ -173,7 +173,7 @@ def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
 
     fit_with_adam(groups, settings.steps, loss_of, betas=(0.9, 0.99), watch=watch)
     if not all(p.isfinite().all() for p in model.parameters()):
-        raise RuntimeError(f"the fit with {settings} left weights that are not finite")
+        raise RuntimeError(f"weights: expected finite ones after the fit with {settings}, got others")
     return FittedRouter(model.stage(2), settings, trace)
 
 
@@ -402,10 +402,10 @@ def result_table(rows: Sequence[Row]) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
     parser.add_argument("--seeds", type=positive, default=3, help="number of seeds")
-    parser.add_argument("--steps", type=positive, default=FitSettings.steps, help="of one fit, at least 2")
-    parser.add_argument("--study", action="store_true", help="try every stand-in for the hard mask, not just two")
-    parser.add_argument("--readings", action="store_true", help="read a soft mask M as softmax(S * M), too")
-    words = "instead of the recorded capture, made-up data with outliers of that size among the queries (0: none)"
+    parser.add_argument("--steps", type=positive, default=FitSettings.steps, help="steps of one fit, at least 2")
+    parser.add_argument("--study", action="store_true", help="try every substitute for the hard mask, not only two")
+    parser.add_argument("--readings", action="store_true", help="also read a soft mask M as softmax(S * M)")
+    words = "use made-up data with outliers of this size among the queries (0: none), not the capture"
     parser.add_argument("--outlier", type=number_from_zero, metavar="LOGIT", help=words)
     add_device_option(parser)
 

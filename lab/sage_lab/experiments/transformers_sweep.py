@@ -124,7 +124,7 @@ def built(config) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
             continue
         if exact.isfinite().all() and torch.equal(exact, computed(model, name, batch)):
             return model, batch, exact
-    raise first or ValueError("outputs: expected finite ones, the same in each run, got others")
+    raise first or ValueError("outputs: expected finite ones, equal in all runs, got others")
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal=False, scale=None, **_) -> Tensor:
@@ -171,7 +171,7 @@ def architectures() -> dict[str, type]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="architectures, as transformers calls them")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of architectures in transformers")
 
 
 def transformers_sweep_command(options: argparse.Namespace) -> None:

@@ -62,7 +62,7 @@ class LlamaConfig:
                 reason = f"'reference', which alone takes {name}={chosen!r}"
                 raise ValueError(f"backend: expected {reason}, got {self.backend!r}")
         if self.backend == "triton" and self.smooth_q:
-            raise ValueError("backend: expected 'auto' or 'reference', which alone smooths Q, got 'triton'")
+            raise ValueError("backend: expected 'auto' or 'reference', as only that smooths Q, got 'triton'")
         self.reference_settings  # noqa: B018 (names a wrong granularity, rounding or remedy now, not in the first step)
 
     @property

@@ -293,5 +293,5 @@ def load_backbone(model: VideoDiT, weights: dict[str, Tensor]) -> None:
     found = {name: x.shape for name, x in weights.items() if not is_of_core(name)}
     if found != expected:
         differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ValueError(f"weights: expected those of a VideoDiT like this one, got {len(differ)} others: {differ[0]}")
+        raise ValueError(f"weights: expected those of an equal VideoDiT, got {len(differ)} others: {differ[0]}")
     model.load_state_dict({name: weights[name] for name in expected}, strict=False)

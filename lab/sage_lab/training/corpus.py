@@ -109,7 +109,7 @@ def _text_corpus(name: str, files: Sequence[Path]) -> Corpus:
     for file in files:
         text += file.read_bytes()
     if not text:
-        raise ValueError(f"path: expected text, found {len(files)} files with no byte in them for the {name}")
+        raise ValueError(f"path: expected text, found {len(files)} empty files for {name}")
     return Corpus(name, torch.frombuffer(text, dtype=torch.uint8), BYTES)
 
 

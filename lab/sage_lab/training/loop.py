@@ -207,7 +207,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     parts = {"arguments": dict, "step": int, "losses": list, "model": dict, "optimizer": dict}
     is_whole = isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in parts.items())
     if not is_whole or state["step"] < 0:
-        raise ValueError(f"checkpoint: expected one that a run saved, whole, got {path}: name another file")
+        raise ValueError(f"checkpoint: expected a complete one that a run saved, got {path}: name a different file")
     return state
 
 

@@ -142,7 +142,7 @@ def load_model(
     arguments = state["arguments"]
     names = {field.name for field in fields(LlamaConfig)}
     if "vocab_size" not in arguments:
-        raise ValueError(f"checkpoint: expected one of `python -m sage_lab pretrain`, {checkpoint} has another model")
+        raise ValueError(f"checkpoint: expected one of `python -m sage_lab pretrain`, {checkpoint} has other sizes")
     if corpus and arguments["corpus_sha256"] != corpus.sha256:
         raise ValueError(f"corpus: expected that of {checkpoint}, got {corpus.name}, sha256 {corpus.sha256}")
     # A choice that an older checkpoint doesn't know, or left open as None, is the default.

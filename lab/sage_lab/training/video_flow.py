@@ -237,7 +237,7 @@ def read_weights(paths: Sequence[Path]) -> tuple[Weights, VideoDiTConfig, dict[s
                 about = {name: json.loads(file.metadata()[name]) for name in ("config", "facts", "of")}
                 weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (SafetensorError, TypeError, AttributeError, KeyError, ValueError):
-            raise ValueError(f"weights: expected what `python -m sage_lab video train` wrote, got {path}") from None
+            raise ValueError(f"weights: expected a file of `python -m sage_lab video train`, got {path}") from None
     if not paths or digest(weights) != about["of"]:
         raise ValueError(f"weights: expected all parts of one model, unchanged, got {', '.join(map(str, paths))}")
     names = {field.name for field in fields(VideoDiTConfig)}

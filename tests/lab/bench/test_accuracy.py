@@ -49,5 +49,5 @@ def test_the_kernels_are_compared_with_the_reference(measured, op):
 def test_an_error_that_is_not_finite_stops_the_command():
     rows = [{"O": 0.1, "dalpha": 0.2}, {"O": 0.3}, {"O": 0.2}]
     assert accuracy.largest(rows) == {"O": 0.3, "dalpha": 0.2}
-    with pytest.raises(Failed, match="expected finite errors, got"):
+    with pytest.raises(Failed, match="errors: expected finite ones, got"):
         accuracy.largest([*rows, {"O": float("nan")}])

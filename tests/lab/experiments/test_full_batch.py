@@ -94,7 +94,7 @@ COMMAND = ["full-batch", "--corpus", "text.txt", "--device", "cpu", "--folder", 
 def test_a_command_that_is_out_of_time_goes_on_to_the_whole_record(text, monkeypatch, capsys):
     monkeypatch.setitem(full_batch.PLANS, "cpu", TINY)
     main([*COMMAND, "--minutes", "1e-9"])
-    assert "runs are known to be left" in capsys.readouterr().out
+    assert "known runs are unfinished" in capsys.readouterr().out
     assert not (text / "out.json").exists()
     main(COMMAND)
     record = read_record(text / "out.json")

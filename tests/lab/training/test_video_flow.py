@@ -130,7 +130,7 @@ def test_weights_travel_in_bfloat16_and_in_parts_that_must_all_be_there(tmp_path
         with pytest.raises(ValueError, match="^weights: expected all parts of one model, unchanged, got"):
             video_flow.read_weights(given)
     (tmp_path / "junk").write_bytes(b"junk" * 10)
-    with pytest.raises(ValueError, match="^weights: expected what `python -m sage_lab video train` wrote, got"):
+    with pytest.raises(ValueError, match="^weights: expected a file of `python -m sage_lab video train`, got"):
         video_flow.read_weights([tmp_path / "junk"])
 
 

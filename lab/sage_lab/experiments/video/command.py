@@ -1,9 +1,9 @@
 """`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2, judge it.
 
-clips      decode real clips into one small file, for machines without a decoder
+clips      decode real clips into one small file, for machines without a video decoder
 train      pre-train with full attention
-finetune   the plan's arms, or some of them, each trained and judged; goes on where it was stopped
-speed      time a training step and sampling with SLA2 and with its competitors, in turn
+finetune   train and judge all arms of the plan, or some; a rerun continues
+speed      time a training step and sampling with SLA2 in turn with its competitors
 """
 
 import argparse
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=words[name], description=words[name])
         add(action)
         # Where it is not given, the one before the action counts.
-        action.add_argument("--json", type=output_file, metavar="FILE", default=argparse.SUPPRESS, help="of the result")
+        action.add_argument("--json", type=output_file, metavar="FILE", default=argparse.SUPPRESS, help="the result")
         action.set_defaults(act=act)
 
 
@@ -81,12 +81,12 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=positive, default=getattr(MODEL, name))
     parser.add_argument("--cube", type=positive, nargs=3, default=MODEL.cube, help="patches with consecutive tokens")
     parser.add_argument("--steps", type=positive, default=2000)
-    parser.add_argument("--batch", type=positive, default=8, help="videos of a step")
+    parser.add_argument("--batch", type=positive, default=8, help="videos in a batch")
     parser.add_argument("--learning-rate", type=positive_number, default=6e-4)
     parser.add_argument("--average", type=zero_to_one, default=FlowSettings.average, help="decay of the moving average")
     parser.add_argument("--reports", type=positive, default=10, help="validation losses and checkpoints of a run")
     parser.add_argument("--checkpoint", type=output_file, default="runs/video/train.pt", metavar="FILE")
-    words = "at the end write NAME.1.safetensors and so on, bfloat16"
+    words = "at the end, write bfloat16 weights to NAME.1.safetensors and so on"
     parser.add_argument("--weights", type=output_file, metavar="NAME", help=words)
     add_minutes_option(parser)
     add_device_option(parser)
@@ -128,14 +128,14 @@ def pretrain(options: argparse.Namespace) -> None:
 
 
 def add_finetune_options(parser: argparse.ArgumentParser) -> None:
-    words = "all parts of the weights to begin with"
+    words = "all parts of the first weights"
     parser.add_argument("--start", type=input_file, nargs="+", required=True, metavar="FILE", help=words)
     parser.add_argument("--plan", choices=tuple(PLANS), default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clips", type=input_file, metavar="FILE", help="real clips, as the action clips writes them")
+    parser.add_argument("--clips", type=input_file, metavar="FILE", help="real clips, written by the action clips")
     arms = parser.add_mutually_exclusive_group(required=True)
-    arms.add_argument("--all", action="store_true", help="every arm, in the order of what they decide")
-    arms.add_argument("--arms", choices=TRAINED, nargs="+", metavar="ARM", help=f"of {', '.join(TRAINED)}")
-    parser.add_argument("--folder", type=output_folder, default="runs/video", help="of checkpoints, rows and pictures")
+    arms.add_argument("--all", action="store_true", help="every arm, the decisive ones first")
+    arms.add_argument("--arms", choices=TRAINED, nargs="+", metavar="ARM", help=f"some of {', '.join(TRAINED)}")
+    parser.add_argument("--folder", type=output_folder, default="runs/video", help="for checkpoints, rows and pictures")
     add_minutes_option(parser)
     add_device_option(parser)
 
@@ -161,14 +161,14 @@ def finetune(options: argparse.Namespace) -> None:
             write()
         print(arm_table(work.rows) + "\n\n" + verdict_table(verdict_rows(work.rows)))
     if left:
-        print(f"\n{len(left)} runs are left, first {left[0].name}: the same command goes on")
+        print(f"\n{len(left)} runs are unfinished, the next is {left[0].name}; the same command continues")
 
 
 # speed
 
 
 def add_speed_options(parser: argparse.ArgumentParser) -> None:
-    words = "of a step, at least 2"
+    words = "timed steps, at least 2"
     parser.add_argument("--repetitions", type=positive, default=SPEED_PLANS["cuda"].repetitions, help=words)
     add_device_option(parser)
 
