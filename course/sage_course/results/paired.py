@@ -49,9 +49,9 @@ def at_a_glance() -> str:
         f"({dense.provenance['gpu']}); below 1x we are slower. "
         f"FlashAttention-4 in bf16 is {'the fastest dense attention at every length' if is_fastest else 'fast'}: INT8 "
         "makes matmuls cheaper, but not exponentials and rounding, and dP stays in 16 bit. cuDNN's FP8 attention has "
-        f"{errors['cudnn_fp8'] / errors[OURS]:.1f} times our error. SLA2 (alone: with a given, random block mask) is "
-        "compared with attention to all keys. FlashAttention-4 with the same block mask takes "
-        f"{same_mask['fa4']:.2f} times SLA2's time, but computes no linear branch."
+        f"{errors['cudnn_fp8'] / errors[OURS]:.1f} times our error. SLA2 alone has a given, random block mask, and is "
+        "compared with attention to all keys. With the same block mask it is "
+        f"{same_mask['fa4']:.2f}x as fast as FlashAttention-4, which computes no linear branch."
     )
     return f"{table}\n\n{textwrap.fill(explained, 128, break_on_hyphens=False)}"
 
