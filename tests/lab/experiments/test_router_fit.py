@@ -181,7 +181,7 @@ def test_a_length_with_a_partial_block_is_fitted_on_its_whole_blocks():
 def test_a_fit_of_one_step_and_one_that_is_not_finite_are_refused(fitted):
     with pytest.raises(ValueError, match="^steps: expected at least 2, got 1"):
         replace(SETTINGS, steps=1)
-    with pytest.raises(RuntimeError, match="left weights that are not finite"):
+    with pytest.raises(RuntimeError, match="weights: expected finite ones after the fit"):
         fit_router(fitted._replace(output=fitted.output * torch.nan), FAST)
 
 

@@ -111,7 +111,7 @@ def test_a_model_with_another_attention_starts_from_the_same_weights():
         shared = {key: x for key, x in model.state_dict().items() if not is_of_core(key)}
         assert_close(shared, weights, atol=0, rtol=0)
         assert torch.allclose(found[name], found["exact"], atol=0.02 if name == "sagebwd" else 1e-4)
-    message = "^weights: expected those of a VideoDiT like this one, got 1 others: output.bias"
+    message = "^weights: expected those of an equal VideoDiT, got 1 others: output.bias"
     with pytest.raises(ValueError, match=message):
         started_model(CONFIG, {name: x for name, x in weights.items() if name != "output.bias"})
 
