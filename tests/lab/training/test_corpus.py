@@ -94,7 +94,8 @@ def test_a_batch_is_a_function_of_seed_and_step():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("no.txt", "text, found 1 empty files"), ("no.bin", "uint16 tokens, two bytes each, found 0 bytes")]
+    ("name", "message"),
+    [("no.txt", "text, found 1 empty files"), ("no.bin", "uint16 tokens, two bytes each, found 0 bytes")],
 )
 def test_nothing_to_read_is_an_error(tmp_path, name, message):
     (tmp_path / name).touch()
