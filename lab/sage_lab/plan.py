@@ -2,8 +2,8 @@
 
 An experiment names its runs in the order of what they decide (`Plan`), and a function that measures one of them. `Work`
 measures every run that is not finished yet, on one device or on several at once. It keeps the rows of each run on disk
-as soon as the run ends, so that the same command goes on where the last one stopped. A run that trains for long goes on
-from its own checkpoint (`Work.checkpoint`, `sage_lab.training.loop`).
+as soon as the run ends, so that the same command continues where the last one stopped. A long training continues from
+its own checkpoint (`Work.checkpoint`, `sage_lab.training.loop`).
 
     @dataclass(frozen=True)
     class LossRun(Run):

@@ -1,7 +1,7 @@
-"""The command `accuracy`: how far the kernels are from the reference, which simulates them, on this GPU.
+"""The command `accuracy`: compare the kernels on this GPU with the reference, which simulates them.
 
-SageBwd: a list of awkward shapes, and the paper's Table 1 computed with the kernels, beside the reference's and the
-paper's. Backward level 5 rounds more than the reference does: P and dS to float16, parts of dQ to integers. SLA2: the
+For SageBwd it runs a list of awkward shapes and the paper's Table 1, next to the reference's and the paper's numbers.
+Backward level 5 rounds more than the reference does: P and dS to float16, parts of dQ to integers. For SLA2 it runs the
 same shapes with every share of selected blocks.
 """
 

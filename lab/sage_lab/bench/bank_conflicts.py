@@ -1,11 +1,11 @@
-"""Bank conflicts of a Hopper program, found while it is compiled: no GPU is needed.
+"""Bank conflicts of a Hopper program, counted while it is compiled, without a GPU.
 
-Shared memory has 32 banks of 4 bytes, and takes one clock for 128 bytes that lie in different banks: a wavefront. Where
-threads of a warp meet in a bank, it takes several. Which thread holds what is the layout of the registers, where it
-goes is the layout of the tile; Triton's compiler counts from both. Gluon's `bank_conflicts` does that for one exchange
-that a program names; here it is asked for every exchange that a program has.
+Shared memory has 32 banks of 4 bytes. It needs one clock, a wavefront, for 128 bytes in different banks, and several
+clocks if threads of a warp use the same bank. The layout of the registers says which thread holds which number, the
+layout of the tile says where a number goes, and Triton's compiler counts conflicts from both. Gluon's `bank_conflicts`
+does so for one exchange that a program names. Here it is called for every exchange of a program.
 
-Matmuls and the copy engine read and write tiles by themselves, and without conflicts in the layouts that we give them.
+Matmuls and the copy engine access tiles by themselves, without conflicts in the layouts that we give them.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The command `bench`: times of what a user gets, of every level, of a file to send, or, with --tune, launch tables."""
+"""The command `bench`: times of the public functions or of every level, a file to send, or launch tables (--tune)."""
 
 import argparse
 from collections.abc import Sequence

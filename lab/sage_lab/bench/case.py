@@ -1,7 +1,7 @@
-"""A case: random tensors of one shape, what their first head should give, and the row of everybody who is timed on it.
+"""A case: random tensors of one shape, the right result of their first head, and a row for everybody timed on it.
 
-TOPS = 4 B H Nq Nk D / seconds forward, 2.5 times that backward; half of it if causal, and of sparse attention the share
-of the selected blocks.
+TOPS = 4 B H Nq Nk D / seconds forward, and 2.5 times that backward. Causal attention counts half of it, and sparse
+attention the share of the selected blocks.
 """
 
 import math

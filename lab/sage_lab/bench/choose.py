@@ -1,14 +1,14 @@
 """Choice of launch settings by compiling: for every kernel and GPU, one that does not spill and should be fastest.
 
-Every candidate of every portable kernel is compiled for a GPU that needn't be there. A candidate that wants more shared
-memory than the GPU has is out. Of the others, those with the fewest spills in their loops over tiles stay (none, if any
-has none). A spill outside these loops runs once per program and is recorded only. Then the one is kept that
-`cost_model` expects to be the fastest. Where it sees hardly a difference (TIE), the fewest instructions per score
-decide: what the model leaves out grows with them. It has no data sheet of 10.0, so there they decide alone.
+Every candidate of every portable kernel is compiled for a GPU that this machine need not have. A candidate that needs
+more shared memory than the GPU has is left out. Of the others, those with the fewest spills in their loops over tiles
+remain. A spill outside these loops runs once per program and is only recorded. Of these, the one that `cost_model`
+expects to be the fastest is kept. If the model finds hardly a difference (TIE), the fewest instructions per score
+decide, because what the model leaves out grows with them. For 10.0, without a data sheet, they decide alone.
 
-Pipeline stages are not ranked so: what they hide, latency, the model can't see. Tiles are compared with two stages, and
-with one only if all of them spill; the best tile may have three instead, which must be faster by TIE. Kernels without
-such a loop (SLA2's mix and linear branch) take the fewest spills, then the first candidate.
+Pipeline stages are not ranked in this way, because they hide latency, which is not in the model. Tiles are compared
+with two stages, and with one only if all of them spill. The best tile may have three instead, if it is faster by TIE.
+Kernels without such a loop (SLA2's mix and linear branch) take the fewest spills, then the first candidate.
 
 The table, common/launch_compiled.json, is read where nothing was measured. It is written after every kernel, and
 `--only` chooses for some kernels alone. 8.9 takes the launches of 8.6: our kernels' instructions are the same there,

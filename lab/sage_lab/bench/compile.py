@@ -1,13 +1,13 @@
-"""Compile every kernel of every level for GPUs that need not be there, and check what the compiler made of it.
+"""Compile every kernel of every level for GPUs that this machine need not have, and check the machine code.
 
 For each kernel: registers, spills, shared memory, and the INT8 and 16-bit tensor-core instructions in the machine code.
 A kernel fails if its tensor-core instructions are not those that its level promises, if it takes more registers than
-its launch allows, if it spills more than its record allows, or if it wants more shared memory than the GPU has. A
+its launch allows, if it spills more than its record allows, or if it needs more shared memory than the GPU has. A
 program for Hopper also fails if the assembler made matmuls wait for one another, or if threads meet in a bank of shared
 memory.
 
-What is compiled is what the kernels start: their own code runs on tensors without memory, with a `Start` that takes
-notes, and Triton's launcher derives the types from the noted arguments.
+To find the programs, the kernels' own code runs on tensors without memory, with a `Start` that notes each launch.
+Triton's launcher derives the types from the noted arguments.
 
 The record has a digest of each kernel as Triton's front end writes it, which takes a tenth of a second. Only kernels
 whose digest differs from the record are compiled; `--all` compiles all.

@@ -1,4 +1,4 @@
-"""Contenders: whoever computed the right result is timed; why the others could not take part is noted."""
+"""Contenders: those that computed the right result are timed; for the others the reason is noted."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -1,9 +1,9 @@
 """SageBwd's measurements: the public function and its peers, and both ladders, level by level.
 
-Scopes: "autograd", what a user gets: from 16-bit tensors to the output and the gradients, with smoothing, quantisation
-and copies. In the ladders also "kernel", where inputs are already quantised, and "op", with everything around the
-kernels. A peer has no such parts: its rows carry the scope of the turn that they were timed in. Sequences of LONG
-tokens take "autograd" alone. cuda_graph: forward and backward, captured once and replayed without the host.
+The scope "autograd" is the public function: from 16-bit tensors to the output and the gradients, with smoothing,
+quantisation and copies. The ladders also have "kernel", with inputs already quantised, and "op", with everything around
+the kernels. A peer has no such parts: its rows have the scope of the turn in which they were timed. Sequences of LONG
+tokens have "autograd" alone. cuda_graph: forward and backward, captured once and replayed without the host.
 """
 
 import itertools

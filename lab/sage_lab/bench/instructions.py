@@ -1,8 +1,8 @@
-"""Instructions in the loop of every level, counted in its machine code for Hopper; no GPU is needed for that.
+"""Instructions in the loop of every level, counted in its machine code for Hopper, without a GPU.
 
-The loop without a mask is counted, where nearly all time goes. A warp executes an instruction for 32 threads, and each
-thread holds block_q * block_kv / (32 num_warps) of a tile's scores; so instructions / scores per thread is what one
-score costs in issue slots, of which a multiprocessor has 128 per clock. In dqdkdv a third warpgroup runs a loop of
+The loop without a mask is counted, which takes nearly all of the time. A warp executes an instruction for 32 threads,
+and each thread holds block_q * block_kv / (32 num_warps) of a tile's scores. So instructions / scores per thread is the
+cost of a score in issue slots, and a multiprocessor has 128 per clock. In dqdkdv a third warpgroup runs a loop of
 its own, in which each thread holds twice as many scores: half of its instructions are counted too. An
 instruction on a pair of float16 numbers counts once.
 """

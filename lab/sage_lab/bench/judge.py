@@ -1,7 +1,7 @@
-"""The judge: no result is timed before it was compared with exact attention on fresh random inputs.
+"""The judge: before a result is timed, it is compared with exact attention on fresh random inputs.
 
-The first head of the first sample stands for all; with grouped queries, all query heads of the first key head. Where
-all scores of a head don't fit into memory, its first queries do.
+Only the first head of the first sample is compared; with grouped queries, all query heads of the first key head. If the
+scores of a head don't fit into memory, its first queries are compared.
 """
 
 from collections.abc import Sequence

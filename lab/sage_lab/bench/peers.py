@@ -1,4 +1,4 @@
-"""Attention of others that a user could pick instead of our kernels, each called in the same way.
+"""Attention that a user could choose instead of our kernels, each called in the same way.
 
 attention(query [B, H, N, D], key [B, Hkv, N, D], value like key, is_causal) -> O [B, H, N, D], differentiable. The
 layout is in the strides: a peer whose own layout is [B, N, H, D] gets and returns views.

@@ -1,8 +1,8 @@
-"""The command `profile`: what limits the Hopper kernels, by Nsight Compute, and their clock and power under load.
+"""The command `profile`: measure what limits the Hopper kernels (Nsight Compute), and their clock and power under load.
 
-A launch that is profiled alone finds the card cool. In training the same kernel follows the one before it without a
-pause, and the card lowers its clock where it reaches its power limit. Therefore every kernel also runs in a loop of
-SECONDS while nvidia-smi reports clock and power.
+A launch that is profiled alone runs on a cool card. In training a kernel follows the one before it without a pause, and
+at its power limit the card lowers its clock. Therefore every kernel also runs in a loop for SECONDS, while nvidia-smi
+reports clock and power.
 """
 
 import argparse

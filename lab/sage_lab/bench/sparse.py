@@ -4,9 +4,9 @@ Peers: PyTorch's SDPA with FlashAttention-2 and with cuDNN over all blocks; Flex
 block mask (softmax branch alone: no router, no linear branch). Their backward passes need blocks of 128 keys; one of
 them is two of ours.
 
-Scopes: "autograd", what a user gets. In the ladder also "kernel" (routing, copies and sums are done), "op" (everything,
-from 16-bit tensors), and "part" (one step of level 3's op, timed alone). A peer has no such parts: its rows carry the
-scope of the turn. Of the ladder's public function, the module `sage_ref.SLA2`, the router chooses the mask.
+The scope "autograd" is the public function. The ladder also has "kernel" (routing, copies and sums are done), "op"
+(everything, from 16-bit tensors), and "part" (one part of level 3's op, timed alone). A peer has no such parts: its
+rows have the scope of the turn. The ladder's public function is the module `sage_ref.SLA2`: its router chooses masks.
 """
 
 from collections.abc import Callable, Iterator

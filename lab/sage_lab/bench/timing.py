@@ -1,10 +1,10 @@
 """Times, taken in turn, so that every candidate has the same clock, power and cache.
 
-A GPU chooses its clock by the work it has just done. A kernel that is timed alone, in a loop, has its own clock; in a
-model it shares one with everything else. Therefore each repetition runs every candidate once, in turn, and flushes the
-L2 cache before each. A time goes from the moment the GPU reaches a call to the moment it is through. Where the host is
-slower than the GPU, the gaps between kernels count. A CUDA graph has no gaps, and `host_microseconds` says what the
-host needs for the call.
+A GPU chooses its clock by the work that it has just done. A kernel that is timed alone, in a loop, has its own clock.
+In a model it shares one with everything else. Therefore each repetition runs every candidate once, in turn, and flushes
+the L2 cache before each. A time begins when the GPU reaches a call and ends when the GPU has finished it. If the host
+is slower than the GPU, the gaps between kernels count. A CUDA graph has no gaps, and `host_microseconds` is the host's
+time for the call.
 """
 
 import math

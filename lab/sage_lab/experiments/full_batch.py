@@ -1,8 +1,8 @@
-"""`python -m sage_lab full-batch`: does SageBwd fall behind where a step has no noise, and do remedies help?
+"""`python -m sage_lab full-batch`: does SageBwd fall behind if gradients have no noise, and do remedies help?
 
 The paper says that with large batches quantisation's bias exceeds the gradient's noise, and SageBwd falls behind. Here
-every step sees a whole fixed corpus, so the noise is zero and the bias is all there is. Models are small, so that they
-can't memorise it. All is float32 (TF32 off), except attention in the arms that say otherwise. What each arm isolates:
+each batch is a whole fixed corpus, so the noise is zero and only the bias remains. Models are small, so that they can't
+memorise it. Everything is float32 (TF32 off), except attention in the arms that say otherwise. The arms:
 
     exact       the truth: exact attention in float32
     bf16        a control: exact attention in bfloat16, what everybody trains with

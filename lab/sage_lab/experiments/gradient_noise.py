@@ -1,14 +1,14 @@
-"""`python -m sage_lab noise`: gradient noise against quantisation bias, measured on checkpoints of `pretrain`.
+"""`python -m sage_lab noise`: compare gradient noise with quantisation bias, on checkpoints of `pretrain`.
 
-The papers say that bias is why SageBwd falls behind at many tokens per step.
+The papers say that because of this bias SageBwd falls behind with many tokens per batch.
 
 The gradient of a batch of T tokens is G + n + b + v. G is the exact gradient of the expected loss; n is the noise of
 the batch, E n = 0 and E|n|^2 = tr(Sigma) / T; b is the quantisation error that every batch repeats, its bias; v is the
-rest of that error, E v = 0 and E|v|^2 = tr(V) / T. More tokens per step average n and v away, not b: at
+rest of that error, E v = 0 and E|v|^2 = tr(V) / T. More tokens per batch average n and v away, not b: at
 T* = tr(Sigma) / |b|^2 the bias is as large as the noise. The gradient noise scale is tr(Sigma) / |G|^2.
 
-Both gradients of a pair, exact and quantised, see the same batch, so their difference holds no batch noise. All of it
-is computed in float32, so that what differs is the attention alone; only the variant "bf16" is not.
+Both gradients of a pair, exact and quantised, have the same batch, so their difference has no batch noise. Everything
+is computed in float32, so that only the attention differs, except for the variant "bf16".
 """
 
 import argparse

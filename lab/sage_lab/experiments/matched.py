@@ -1,4 +1,4 @@
-"""`python -m sage_lab matched`: SLA2's backward pass as printed, and one that matches the forward pass.
+"""`python -m sage_lab matched`: compare SLA2's printed backward pass with one that matches the forward pass.
 
 Algorithm 3 recomputes P from 16-bit scores with the L of the INT8 forward pass; "matched" takes the INT8 scores. The
 column `part` of the record says what a row measures:

@@ -1,10 +1,10 @@
 """`python -m sage_lab pretrain-grid`: the plans of runs behind notebooks 06b and 14, on all GPUs of this machine.
 
-Every run is a process of its own, `python -m sage_lab pretrain`, with its own checkpoint, log and result file. Whatever
-kills the program or a run, starting it again goes on where it was (`sage_lab.plan`).
+Every run is a process of its own, `python -m sage_lab pretrain`, with its own checkpoint, log and result file. If the
+program or a run is killed, starting it again continues where it was (`sage_lab.plan`).
 
-For notebook 06b the learning rate of each number of tokens per step is chosen first, with exact attention. All other
-runs then use it. Notebook 14 takes the rate that was chosen there.
+For notebook 06b the learning rate of each size of batch is chosen first, with exact attention. All other runs then use
+it. Notebook 14 takes the rate that was chosen there.
 """
 
 import argparse

@@ -4,7 +4,7 @@ Exact attention is timed with the kernel that PyTorch picks for the device, with
 compares with, and with FlashAttention-4 where it is installed. All take their steps in turn.
 
 SageBwd's kernels apply QK-norm and rotary positions themselves. On a GPU torch.compile fuses that work for the others,
-so that attentions are compared, and not one pass with PyTorch's many. SageBwd is timed that way as well, as "apart".
+so that attentions are compared, and not one pass with PyTorch's many. SageBwd is also timed that way, as "separate".
 """
 
 import argparse

@@ -4,7 +4,7 @@ One SLA2 attention layer with linear maps, fitted to full attention: O' = SLA2(Q
 trained on |O' - O|^2 with O full attention of Q, K, V, and judged with the sparse branch in INT8. The `WAYS` differ in
 the operations that training sees:
 
-afterwards        no quantisation; INT8 only when all is done
+afterwards        no quantisation; INT8 only after training
 algorithm 3       quantisation-aware as the paper prints it: INT8 forward, and a 16-bit backward from the unquantised
                   Q, K, V with the O_s and L that the INT8 forward left
 straight-through  INT8 forward, and the whole gradient of the unquantised attention, from its own O_s and L

@@ -1,11 +1,11 @@
 """`python -m sage_lab train-router`: stage 1 of SLA2, the router and alpha of a layer fitted to full attention.
 
-minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 with a stand-in for the hard mask M.
+minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 with a substitute for the hard mask M.
 
-The printed stand-in, SoftTop-k of P_c with tau = 0.1, has a way out: a flat M cancels in the softmax of the sparse
-branch, O_s is full attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask would choose.
-`Relaxation` says which stand-in is used; every error here is that of the hard mask, which stage 2 and inference run.
-This way out exists where a soft M weighs e^S, as we read it. `READINGS` has softmax(S * M) as well, as it is printed.
+The printed substitute, SoftTop-k of P_c with tau = 0.1, can cheat: a flat M cancels in the softmax of the sparse branch,
+O_s is full attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask would choose. `Relaxation`
+names the substitute. Every error here is that of the hard mask, which stage 2 and inference use. The cheat exists if a
+soft M weighs e^S, as we read the paper. `READINGS` also has softmax(S * M), as it is printed.
 
 Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 """

@@ -1,11 +1,11 @@
-"""Training on a fixed corpus that every step sees whole: without batch noise, runs differ by their attention alone.
+"""Training on a fixed corpus that is each batch: without gradient noise, runs differ by their attention alone.
 
 The gradient of a step is then G + b: the corpus's gradient G plus the error b of the attention in use. Both are known
 along the run, since exact attention in float32 computes G at the same weights. The noise of smaller batches is known,
 too: passes over parts of the corpus differ by it. A run therefore measures without sampling what `python -m sage_lab
-noise` estimates: |b|^2, tr(Sigma), and the tokens per step T* = tr(Sigma) / |b|^2 where they meet.
+noise` estimates: |b|^2, tr(Sigma), and the tokens per batch T* = tr(Sigma) / |b|^2 where they meet.
 
-With batch_size below the number of sequences, a step sees as many, drawn without replacement. Their mean has the noise
+With batch_size below the number of sequences, a batch has that many, drawn without replacement. Their mean has noise
 tr(Sigma) (1/T - 1/T_all), which reaches |b|^2 already at T = T* T_all / (T* + T_all).
 """
 

@@ -1,8 +1,8 @@
-"""Training that can be stopped at any time: all that a checkpoint holds, and the loop that writes one now and then.
+"""Training that can be stopped at any time: the contents of a checkpoint, and the loop that writes one now and then.
 
 Weights are drawn from the seed of the settings, the examples of a step are a function of (seed, step), and so are the
-draws of stochastic rounding: the step number is the state of the random numbers. A run that goes on from its checkpoint
-therefore equals an uninterrupted one bit for bit, given the same machine and number of threads.
+draws of stochastic rounding: the step number is the state of the random numbers. So a run that continues from its
+checkpoint equals an uninterrupted one bit for bit, given the same machine and number of threads.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Pre-training of the Llama, with gradients accumulated up to any number of tokens per step."""
+"""Pre-training of the Llama, with batches of any size, whose gradients are accumulated over several passes."""
 
 import math
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Stage 1 of fine-tuning with SLA2: router and alpha of every layer, fitted to the pre-trained model's full attention.
 
-minimise |O_M - O|^2 / |O|^2, mean over videos and layers:  O full attention, O_M SLA2 with a stand-in for its mask.
+minimise |O_M - O|^2 / |O|^2, mean over videos and layers:  O full attention, O_M SLA2 with a substitute for its mask.
 
 The model itself does not change: it runs on made-up videos and provides Q, K, V and O. To save time, a step reads a few
 blocks of queries, drawn anew each time, and all keys. The attention is that of `SLA2.stage(1)`, which keeps nothing of

@@ -1,4 +1,4 @@
-"""Runs of the plan: two stages of fine-tuning, then the measurements; a run that was killed goes on from a checkpoint.
+"""Runs of the plan: two stages of fine-tuning, then the measurements. A killed run continues from a checkpoint.
 
 The full model's samples stay in the folder: later arms are compared with them.
 """

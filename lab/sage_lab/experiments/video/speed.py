@@ -1,6 +1,6 @@
 """Times of a training step, and of sampling a whole video, with SLA2 and the attentions that it competes with.
 
-Every repetition takes one step with each in turn, so that all share one clock; sampling likewise. A step is everything:
+Every repetition takes one step with each in turn, so that all share one clock; sampling likewise. A step includes
 making the scenes, both passes, AdamW and the moving average. Sampling is `sampling_steps` forward passes. On a GPU it
 is also timed with each pass as one CUDA graph: a short video's many small programs take longer to start than to run.
 
