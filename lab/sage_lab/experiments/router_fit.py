@@ -2,8 +2,8 @@
 
 minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 with a substitute for the hard mask M.
 
-The printed substitute, SoftTop-k of P_c with tau = 0.1, can cheat: a flat M cancels in the softmax of the sparse branch,
-O_s is full attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask would choose. `Relaxation`
+The printed substitute, SoftTop-k of P_c with tau = 0.1, can cheat: a flat M cancels in the sparse branch's softmax,
+O_s is full attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask chooses. `Relaxation`
 names the substitute. Every error here is that of the hard mask, which stage 2 and inference use. The cheat exists if a
 soft M weighs e^S, as we read the paper. `READINGS` also has softmax(S * M), as it is printed.
 
