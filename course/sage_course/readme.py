@@ -1,4 +1,4 @@
-"""The measured parts of README.md, RESULTS.md and the kernels' pages, the README's figure, and the notebooks' frame.
+"""The measured parts of README.md, RESULTS.md and pages of the book, their pictures, and the notebooks' frame.
 
 `python -m sage_course` writes them: in a page, what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. All
 else there is written by hand.
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_file
 
-from sage_course.figures import overview_figure
+from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
 from sage_course.results import elsewhere, first_page, kernels, paired, tables, video
 
-OVERVIEW = Path("notebooks", "figures", "overview.png")
+FIGURES = REPOSITORY / "notebooks" / "figures"
 
 
 def course_map() -> str:
@@ -30,6 +31,7 @@ def course_map() -> str:
     return markdown_table(("", "notebook", "minutes"), rows)
 
 
+FILM_DATA = (((4, 8), 3), ((8, 3), 4))  # size and seed of scores and values
 # Time -> the notebooks of a way in (none: all but the optional ones), and what a reader can do afterwards.
 WAYS_IN: dict[str, tuple[tuple[str, ...], str]] = {
     "an hour": (("00",), "You have seen what 8 bits do to attention, and repaired it."),
@@ -110,14 +112,22 @@ def texts() -> Iterator[tuple[Path, str]]:
         yield path, framed(path.read_text(encoding="utf-8"), path.relative_to(REPOSITORY), public_address())
 
 
+def first_film() -> Film:
+    """Return the film of notebook 04, which the first page shows."""
+    scores, values = (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) for size, seed in FILM_DATA)
+    return forward_film(2 * scores, values, 2)
+
+
 def write_pages(options: argparse.Namespace) -> None:
-    """Write the figure, and every file whose text is not as it should be; with `--load` only print a table."""
+    """Write the pictures, and every file whose text is not as it should be; with `--load` only print a table."""
     if options.load:
         print(markdown_table(("notebook", *Load._fields), [(path.stem, *load(path)) for path in notebook_files()]))
         return
-    overview = REPOSITORY / OVERVIEW
-    overview.parent.mkdir(exist_ok=True)
-    overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(overview)
+    FIGURES.mkdir(exist_ok=True)
+    overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(FIGURES / "overview.png")
+    film = first_film()
+    (FIGURES / "forward.gif").write_bytes(film.gif)
+    film.pictures[-1].save(FIGURES / "forward.png", optimize=True)
     changed = []
     for path, text in texts():
         if text != path.read_text(encoding="utf-8"):

@@ -56,7 +56,8 @@ def test_a_way_in_takes_the_minutes_of_its_notebooks_and_a_week_has_all_that_are
 
 def test_links_and_pictures_exist():
     for name in SECTIONS:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (REPOSITORY / name).read_text()):
+        text = (REPOSITORY / name).read_text()
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text) + re.findall(r"src(?:set)?=\"([^\"]+)\"", text):
             assert ((REPOSITORY / name).parent / target).exists(), f"{name}: {target}"
 
 
