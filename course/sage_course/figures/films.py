@@ -51,7 +51,7 @@ IDEAS = {
     ),
     "forward": Idea(
         "The forward pass keeps m, l and O of one block of queries, and forgets each tile of S",
-        "red: above 0, blue: below; grey: computed and forgotten; x old: factor $e^{m_{old} - m_{new}}$",
+        "red: above 0, blue: below; grey: computed and forgotten; x old: factor exp(old m - new m)",
         "Tiles of S are computed one after the other, row of tiles by row of tiles. After each tile the numbers m, l "
         "and O of its queries change; when m grows, the old l and O shrink by a factor. After a row O is divided by l.",
     ),
@@ -107,8 +107,8 @@ class Film:
     def gif(self) -> bytes:
         """The film, which plays in a loop and rests on its last picture."""
         durations = [PICTURE_MS] * (self.count - 1) + [LAST_MS]
-        whole = in_colours(beside(self.pictures, 1))
-        first, *others = (picture.quantize(palette=whole, dither=Image.Dither.NONE) for picture in self.pictures)
+        whole, (width, height) = in_colours(beside(self.pictures, 1)), self.pictures[0].size
+        first, *others = (whole.crop((0, i * height, width, (i + 1) * height)) for i in range(self.count))
         return saved(first, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
 
     @cached_property
@@ -121,14 +121,14 @@ class Film:
         return saved(in_colours(whole), "PNG", optimize=True)
 
     def _ipython_display_(self) -> None:
-        title, alt = (html.escape(text) for text in (self.idea.title, self.idea.alt))
+        title, key, alt = map(html.escape, self.idea)
         last = saved(in_colours(self.pictures[-1]), "PNG", optimize=True)
         gif, still = (base64.b64encode(picture).decode() for picture in (self.gif, last))
         film = (
             f'<details open class="film"><summary>{title} (close to stop)</summary><picture>'
             f'<source media="(prefers-reduced-motion: reduce), print" srcset="data:image/png;base64,{still}">'
             f'<img alt="{alt}" width="{96 * ENLARGED * self.size[0]:.0f}" src="data:image/gif;base64,{gif}">'
-            "</picture></details>"
+            f"</picture><br>{key}</details>"
         )
         display({"text/html": film, "text/plain": f"film: {self.idea.title}"}, raw=True)
         twin = {"image/png": self.strip, "text/plain": f"its pictures: {self.idea.title}"}
@@ -154,10 +154,12 @@ def beside(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
 
 
 def in_colours(picture: Image.Image) -> Image.Image:
-    """Return a picture in COLOURS of its colours, one of which is white."""
-    few = picture.quantize(COLOURS - 1, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.putpalette([*few.getpalette()[: 3 * COLOURS - 3], 255, 255, 255])
-    return picture.quantize(palette=few, dither=Image.Dither.NONE)
+    """Return a picture in at most COLOURS of its colours; the lightest is white."""
+    few = picture.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    colours = few.getpalette()
+    lightest = max(range(0, len(colours), 3), key=lambda place: sum(colours[place : place + 3]))
+    few.putpalette([*colours[:lightest], 255, 255, 255, *colours[lightest + 3 :]])
+    return few
 
 
 def saved(picture: Image.Image, kind: str, **options) -> bytes:

@@ -2,17 +2,17 @@
 
 import json
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from sage_lab.__main__ import main
 from sage_lab.experiments.video import measures
-from sage_lab.experiments.video.pictures import write_film, write_strip
+from sage_lab.experiments.video.pictures import film, write_strip
 from sage_lab.experiments.video.plan import AFTERWARDS, ARMS, DECISIVE, FULL, NOT_TUNED, PLANS, TRAINED, VideoRun
 from sage_lab.experiments.video.plan import planned as planned_runs
-from sage_lab.experiments.video.runs import median_step_ms, write_selected
+from sage_lab.experiments.video.runs import median_step_ms
 from sage_lab.experiments.video.speed import flex
 from sage_lab.experiments.video.verdicts import ALL_COLUMNS, CLAIMS, CONTRADICTED, SUPPORTED, bootstrap, verdict_rows
 from sage_lab.plan import Work
@@ -108,24 +108,17 @@ def test_objects_are_kept_where_they_are_there_and_a_wrong_velocity_is_measured(
     assert still < 0.2 < 0.8 < measures.truth_row(faster, objects)["velocity_error"] < 1.2
 
 
-def test_films_strips_and_selected_blocks_are_small_files(tmp_path):
+def test_films_and_strips_are_small(tmp_path):
     from PIL import Image
 
     video, _ = render(draw_scenes(1, len(DIGITS), 64, seed=(4,), device="cpu"), DIGITS, 8, 64)
-    write_film(tmp_path / "film.gif", video[0])
+    played = film(video[0])
     write_strip(tmp_path / "strip.png", video[0])
-    with Image.open(tmp_path / "film.gif") as film, Image.open(tmp_path / "strip.png") as strip:
-        assert (film.n_frames, film.size, strip.size) == (8, (64, 64), (6 * 64, 64))
+    with Image.open(BytesIO(played)) as gif, Image.open(tmp_path / "strip.png") as strip:
+        assert (gif.n_frames, gif.size, strip.size) == (8, (64, 64), (6 * 64, 64))
         shown = torch.from_numpy(np.array(strip.convert("RGB"))[:, :64]).permute(2, 0, 1) / 127.5 - 1
     assert (shown - video[0, :, 0]).abs().mean() < 0.05
-    assert (tmp_path / "film.gif").stat().st_size < 40_000
-    model = started_model(PLAN.config(CONFIG, "SLA2"), opened_weights())
-    write_selected(tmp_path / "selected.safetensors", model, experiment().questions, False)
-    found = load_file(tmp_path / "selected.safetensors")
-    bits = np.unpackbits(found["selected"].numpy(), axis=-1)
-    assert found["video"].shape == (3, 2, 8, 8)  # the first frame of each cube
-    assert bits.shape == (2, 1, 4, 8)  # layers, heads, blocks of queries and of keys
-    assert (bits.sum(-1) == 2).all()  # a quarter of 8
+    assert len(played) < 40_000
 
 
 # Claims
@@ -178,7 +171,7 @@ def test_rows_say_what_they_are_compared_with(tmp_path):
         sizes = [len(row[name]) for name in ("loss_by_video", "loss_by_t", "attention_error")]
         assert sizes == [plan.videos, plan.levels, CONFIG.layers]
     json.dumps(work.rows, allow_nan=False)
-    assert {path.stem for path in (tmp_path / "pictures").glob("*.gif")} == {"full_seed0"}
+    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == {"full_seed0_restored", "restored_truth"}
 
 
 def test_a_run_that_diverges_is_a_row(tmp_path):

@@ -5,6 +5,6 @@ runs       trains the arms and judges them
 measures   losses, samples, attention, and the truths of made-up scenes, for every arm
 verdicts   which of the paper's claims the rows support
 speed      times of a step and of sampling, next to other attentions
-pictures   film strips and GIFs of samples
+pictures   film strips and GIFs
 command    `python -m sage_lab video ...`
 """

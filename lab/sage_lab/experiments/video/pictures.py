@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sage_lab.records import replaced, write_file
+from sage_lab.records import replaced
 
 COLOURS = 64
 FRAME_MS = 80
@@ -28,11 +28,6 @@ def film(video: Tensor) -> bytes:
     found = BytesIO()
     frames[0].save(found, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
     return found.getvalue()
-
-
-def write_film(path: Path, video: Tensor) -> None:
-    """Write the `film` of a video to a file."""
-    write_file(path, film(video))
 
 
 def write_strip(path: Path, video: Tensor, frames: int = 6) -> None:

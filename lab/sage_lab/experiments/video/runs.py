@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from sage_lab.experiments.video.measures import Answers, Questions, answers, questions
-from sage_lab.experiments.video.pictures import write_film, write_strip
+from sage_lab.experiments.video.pictures import write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.plan import Work
-from sage_lab.records import Row, write_file
-from sage_lab.training.capture import watched_attention
+from sage_lab.records import Row
 from sage_lab.training.loop import train
 from sage_lab.training.video_clips import clips_from, write_clips
-from sage_lab.training.video_flow import FlowTraining, Weights, digest, fast_arithmetic, noisy, started_model
+from sage_lab.training.video_flow import FlowTraining, Weights, digest, started_model
 from sage_lab.training.video_router import RouterTraining
 from sage_ref.sla2 import SLA2
 
 UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
-DRAWN = (FULL, "SLA2", "SLA at 90%", "sparse only", "rows in order")  # pictures of all are below 3 MB
+DRAWN = (FULL, "SLA2", "SLA at 90%")  # notebook 13 shows them
 
 
 class Tuned(NamedTuple):
@@ -112,17 +110,14 @@ class Experiment:
         if run.arm == FULL:
             write_clips(samples_path(work.folder, run.seed), found.samples)
         if run.arm in DRAWN and run.seed == self.plan.seeds[0]:
-            self.draw(run, found, model, work.folder / "pictures")
+            self.draw(run, found, work.folder / "pictures")
         return row | learned_alphas(model) | {"compared_with": named} | found.row
 
-    def draw(self, run: VideoRun, found: Answers, model: VideoDiT, folder: Path) -> None:
-        """Draw one sample as a film, a restored scene as a strip, and the blocks that the router selected."""
-        write_film(folder / f"{run.name}.gif", found.samples[0])
+    def draw(self, run: VideoRun, found: Answers, folder: Path) -> None:
+        """Draw a restored scene as a strip."""
         write_strip(folder / f"{run.name}_restored.png", found.restored[0])
         if run.arm == FULL:
             write_strip(folder / "restored_truth.png", self.questions.restored[0])
-        if run.arm == "SLA2":
-            write_selected(folder / "selected.safetensors", model, self.questions, self.plan.autocast)
 
 
 def samples_path(folder: Path, seed: int) -> Path:
@@ -160,23 +155,3 @@ def learned_alphas(model: VideoDiT) -> Row:
     if not isinstance(cores[0], SLA2):
         return {"alphas": None}
     return {"alphas": [[round(x, 4) for x in core.alpha_logit.sigmoid().mean(1).tolist()] for core in cores]}
-
-
-@torch.no_grad()
-def write_selected(path: Path, model: VideoDiT, asked: Questions, autocast: bool) -> None:
-    """Write safetensors: frames of the first watched video in 8 bits, and the block masks of all layers.
-
-    video: uint8 [3, T / cube, size, size], the first frame of each cube of tokens. selected: uint8
-    [layers, H, Tm, ceil(Tn / 8)], bits of bool [.., Tn], the first block in the highest bit. noise_level: [1].
-    """
-    video, noise_level, noise = (x[:1] for x in asked.watched)
-    layers = range(model.config.layers)
-    with fast_arithmetic(video.device, autocast), watched_attention(model, layers) as (inputs, _):
-        model(noisy(video, noise_level, noise), noise_level)
-    masks = [model.blocks[x].attention.core.block_mask(*(y.float() for y in inputs[x][:2]))[0] for x in layers]
-    bits = torch.stack(masks).to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    place = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
-    levels = ((video[0, :, :: model.config.cube[0]] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    tensors = {"video": levels, "selected": (bits * place).sum(-1, dtype=torch.uint8), "noise_level": noise_level}
-    write_file(path, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
