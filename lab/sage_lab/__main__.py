@@ -14,6 +14,7 @@ COMMANDS = {
     "profile": ("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
     "compile": ("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
     "instructions": ("bench.instructions", "count the instructions in the loop of every level"),
+    "climb": ("climb.command", "check your own forward kernel and place it among our levels, with or without a GPU"),
     "choose": ("bench.choose", "choose launch settings for GPUs that this machine lacks, by compiling candidates"),
     "info": ("experiments.info", "show this machine, the versions, and the backend that 'auto' chooses"),
     "table1": ("experiments.table1", "compute the paper's Table 1 for all settings that the paper leaves open"),

@@ -207,11 +207,16 @@ def source_of(case: Case) -> tuple[ASTSource, dict[str, Any]]:
     They are those that Triton's launcher tells the compiler when the kernels start it with bfloat16 tensors there.
     """
     program, arguments, constants, options = started(case)
-    backend = CUDABackend(GPUTarget("cuda", case.capability, 32))
+    return launched_source(program, arguments, constants | options, case.capability), options
+
+
+def launched_source(program, arguments: tuple, keywords: dict[str, Any], capability: int) -> ASTSource:
+    """Return the source that Triton's launcher would compile for program[grid](*arguments, **keywords)."""
+    backend = CUDABackend(GPUTarget("cuda", capability, 32))
     bind = create_function_from_signature(program.signature, program.params, backend)
-    bound, specialization, _ = bind(*arguments, **constants, **options)
-    told = program._pack_args(backend, constants | options, bound, specialization, {})
-    return (GluonASTSource if program.is_gluon() else ASTSource)(program, *told[1:]), options
+    bound, specialization, _ = bind(*arguments, **keywords)
+    told = program._pack_args(backend, keywords, bound, specialization, {})
+    return (GluonASTSource if program.is_gluon() else ASTSource)(program, *told[1:])
 
 
 def started(case: Case) -> tuple[Any, tuple, dict, dict]:
@@ -327,14 +332,20 @@ def compile_kernel(case: Case) -> tuple[str, Compiled]:
 
     Triton's cache is left out: ptxas must say its word.
     """
-    (source, options), target = source_of(case), GPUTarget("cuda", case.capability, 32)
+    return assembled(*source_of(case), case.capability)
+
+
+def assembled(
+    source: ASTSource, options: dict[str, Any], capability: int, *, with_lines: bool = False
+) -> tuple[str, Compiled]:
+    """Return machine code and what it is like, as `compile_kernel` does. with_lines: name the source's lines in it."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
         knobs.nvidia.dump_ptxas_log = True
-        kernel = triton.compile(source, target=target, options=options)
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        command = [TOOLS / "nvdisasm", "-c", cubin.name]
+        command = [TOOLS / "nvdisasm", "-c", *["-gi"] * with_lines, cubin.name]
         code = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     return code, Compiled(
         registers=int(re.search(r"Used (\d+) registers", log.getvalue())[1]),

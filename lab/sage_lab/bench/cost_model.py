@@ -32,7 +32,7 @@ UNITS = {
     "|IABS",
     "other": "",
 }
-MULTIPLY_ADDS = {"IMMA.16832": ("int8", 16 * 8 * 32), "HMMA.16816": ("float16", 16 * 8 * 16)}  # of a warp
+MATMUL = r"([IHQ])G?MMA\.(?:64x(\d+)x(\d+)|168(\d+))"  # [64 x N x K] of four warps, or [16 x 8 x K] of one
 
 
 class Gpu(NamedTuple):
@@ -46,14 +46,18 @@ class Gpu(NamedTuple):
     float16: int  # with sums in float32
     warps: int  # that a multiprocessor holds at most
     shared_memory: int  # bytes
+    memory: float  # bytes of the GPU's memory, per clock and multiprocessor
 
 
-# By compute capability: A100, RTX 3090, RTX 5090. From NVIDIA's white papers on A100, GA102 and RTX Blackwell (tensor
-# cores), and the CUDA programming guide ("Throughput of Native Arithmetic Instructions", "Technical Specifications").
+# By compute capability: A100 of 80 GB, RTX 3090, RTX 4090, H200, RTX 5090. From NVIDIA's white papers on A100, GA102,
+# Ada, Hopper and RTX Blackwell (tensor cores, memory, clock), and the CUDA programming guide ("Throughput of Native
+# Arithmetic Instructions", "Technical Specifications"). `choose` doesn't ask for Hopper's, which has measured launches.
 GPUS = {
-    80: Gpu(64, 64, 16, 128, 2048, 1024, 64, 164 << 10),
-    86: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10),
-    120: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10),
+    80: Gpu(64, 64, 16, 128, 2048, 1024, 64, 164 << 10, 13.4),
+    86: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10, 6.7),
+    89: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10, 3.1),
+    90: Gpu(128, 64, 16, 128, 4096, 2048, 64, 228 << 10, 19.9),
+    120: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10, 4.4),
 }
 
 
@@ -64,8 +68,10 @@ def demand(loop: Sequence[str]) -> Row:
         unit = next(name for name, pattern in UNITS.items() if re.match(pattern, instruction))
         found[unit] += 2 if re.match(r"F(?:ADD|MUL|FMA)2", instruction) else 1  # two packed numbers
         found["bytes"] += bytes_of(instruction)
-        for name, (kind, count) in MULTIPLY_ADDS.items():
-            found[kind] += count * instruction.startswith(name)
+        if matmul := re.match(MATMUL, instruction):
+            letter, n, k, k_of_one = matmul.groups()
+            count = 16 * int(n) * int(k) if n else 16 * 8 * int(k_of_one)
+            found["float16" if letter == "H" else "int8"] += count * (2 if "TF32" in instruction else 1)
     return found
 
 
