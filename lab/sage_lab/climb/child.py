@@ -20,7 +20,6 @@ from typing import Any
 from sage_lab.command_line import PARENT, end_with
 
 SECONDS = {"check": 300, "trace": 300, "count": 900, "time": 600}
-INTERPRETED = ("check", "trace")  # actions that need Triton's interpreter where there is no GPU
 
 
 def ask(action: str, source: str, on_gpu: bool, **request: Any) -> Any:
@@ -85,13 +84,18 @@ def check(source: str, request: dict[str, Any]) -> list:
 
 def trace(source: str, request: dict[str, Any]) -> list:
     """Return the executions of every launch, by target (of a level) and problem."""
-    from sage_lab.climb.launches import Problem, traced
+    from sage_lab.climb.launches import traced
+    from sage_lab.climb.levels import LEVELS, level_launch
+    from sage_lab.climb.problems import Problem
 
-    return [
-        [target, problem, traced(attention_of(source, target), Problem(*problem))]
-        for target in request["targets"]
-        for problem in request["problems"]
-    ]
+    found, known = [], {}
+    for target in request["targets"]:
+        for problem in (Problem(*x) for x in request["problems"]):
+            key = problem, level_launch(source, target, *problem) if source in LEVELS else None
+            if key not in known:
+                known[key] = traced(attention_of(source, target), problem)
+            found.append([target, problem, known[key]])
+    return found
 
 
 def count(source: str, request: dict[str, Any]) -> list:
@@ -106,7 +110,8 @@ def count(source: str, request: dict[str, Any]) -> list:
 def count_one(source: str, known: dict, target: int, problem: list) -> dict[str, Any]:
     """Return the row of one target and problem."""
     from sage_lab.climb.counting import columns, counted, summary
-    from sage_lab.climb.launches import Executions, Problem, noted
+    from sage_lab.climb.launches import Executions, noted
+    from sage_lab.climb.problems import Problem
 
     problem = Problem(*problem)
     executions = [Executions(*x) for x in known.get((target, problem)) or known[None, problem]]

@@ -12,16 +12,14 @@ import torch
 
 from sage_lab.climb.board import add, board_rows
 from sage_lab.climb.child import ask
-from sage_lab.climb.counting import GROUPS, TARGETS
-from sage_lab.climb.launches import HEADS, PROBLEMS, N, Problem
+from sage_lab.climb.counting import GROUPS
 from sage_lab.climb.levels import LEVELS
+from sage_lab.climb.problems import HEADS, MAIN, PROBLEMS, RECORD, TARGETS, N
 from sage_lab.climb.sentence import costliest
 from sage_lab.command_line import Failed, input_file, output_file, positive
 from sage_lab.records import RECORDED, Record, Row, markdown_table, read_record, write_record
 
-RECORD = "climb_levels_cpu"  # of our levels; the command that its provenance names writes it
 OPTIONAL = ("really INT8", "shared heads")  # milestones that a place among the levels does not need
-MAIN = Problem(128, False)
 SHORT = {"tensor cores": "tensor", "conversions": "convert", "arithmetic": "arith"}
 
 

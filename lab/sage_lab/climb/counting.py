@@ -19,10 +19,10 @@ from typing import NamedTuple
 from sage_lab.bench.compile import assembled, launched_source
 from sage_lab.bench.cost_model import GPUS, PROGRAM_BYTES, SCHEDULERS, WARP, demand
 from sage_lab.bench.instructions import kind_of, spans_of_loops
-from sage_lab.climb.launches import Executions, Launched, Problem
+from sage_lab.climb.launches import Executions, Launched
+from sage_lab.climb.problems import Problem
 from sage_lab.records import Row
 
-TARGETS = (80, 86, 89, 90, 120)
 MEMORY = r"LD(?!C|GDEPBAR|L)|ST(?!L)|UTMA|RED|ATOM"
 # The columns of a table: kinds of `instructions`, taken together.
 GROUPS = {
@@ -103,7 +103,12 @@ def lines_of(code: str) -> list[str]:
 
 
 def counted(launched: Launched, known: Executions, problem: Problem, target: int) -> Row:
-    """Compile one launch for a target; return what it costs per score."""
+    """Compile one launch for a target; return what it costs per score. One that prepares is not compiled."""
+    memory = launched.bytes / problem.scores / GPUS[target].memory
+    if known.prepares:
+        clocks = dict.fromkeys(UNITS, 0.0) | {"memory": memory}
+        nothing = {"per_score": {}, "facts": {}, "line": "", "of_line": 0.0}
+        return {"program": known.program, "config": launched.config, "clocks": clocks} | nothing
     names = launched.program.arg_names
     options = {name: value for name, value in launched.keywords.items() if name not in names}
     source = launched_source(launched.program, launched.arguments, launched.keywords, target)
@@ -120,13 +125,10 @@ def counted(launched: Launched, known: Executions, problem: Problem, target: int
         for instruction, line in zip(part.instructions, part.lines, strict=True):
             row[group_of(instruction)] += WARP * factor
             lines[line] += WARP * factor * (line in known.lines)
-    prepares = not row["tensor cores"] and row["exp2"] < 1 / 2
-    clocks = dict.fromkeys(UNITS, 0.0) if prepares else unit_clocks(row, target)
-    clocks["memory"] = launched.bytes / problem.scores / GPUS[target].memory
     line, of_line = lines.most_common(1)[0]
     return {
-        "program": known.program, "config": launched.config, "clocks": clocks,
-        "per_score": {} if prepares else {name: row[name] for name in GROUPS},
+        "program": known.program, "config": launched.config,
+        "clocks": unit_clocks(row, target) | {"memory": memory}, "per_score": {name: row[name] for name in GROUPS},
         "facts": {"registers": compiled.registers, "shared": compiled.shared, "is_16bit": row["float16"] > 0},
         "line": line if of_line else "", "of_line": of_line,
     }  # fmt: skip

@@ -22,26 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.autotuner import Autotuner
 
+from sage_lab.climb.problems import HEADS, N, Problem
+
 Attention = Callable[..., Tensor]  # attention(q, k, v, is_causal=...) of [B, H, N, D]
-N, HEADS, DTYPE = 8192, 16, torch.float16  # the standard problem; the interpreter has no bfloat16
+DTYPE = torch.float16  # the interpreter has no bfloat16
 TRACED_N = (256, 512)
 NOT_TRACED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+MARKS = ("create_dot", "create_exp", "create_exp2")  # of the interpreter
 MENDED = "sage_kernels/common/interpreter.py"
-
-
-class Problem(NamedTuple):
-    """A standard problem: batch 1, HEADS heads, N tokens."""
-
-    head_dim: int
-    is_causal: bool
-
-    @property
-    def scores(self) -> int:
-        """How many scores are needed."""
-        return HEADS * N**2 // (2 if self.is_causal else 1)
-
-
-PROBLEMS = tuple(Problem(head_dim, is_causal) for head_dim in (128, 64) for is_causal in (False, True))
 
 
 class Launched(NamedTuple):
@@ -64,6 +52,7 @@ class Executions(NamedTuple):
     program: str
     programs: float
     lines: dict[str, float]  # by "file:line"
+    prepares: bool  # without any matmul or exponential
 
 
 class Bytes(TorchDispatchMode):
@@ -122,7 +111,7 @@ def noted(attention: Attention, problem: Problem) -> tuple[list[Launched], int]:
 def traced(attention: Attention, problem: Problem) -> list[Executions]:
     """Run the function in the interpreter and return the executions of every launch's lines."""
     short, long = ([*one_length(attention, problem, n)] for n in TRACED_N)
-    if [name for name, _, _ in short] != [name for name, _, _ in long]:
+    if [name for name, *_ in short] != [name for name, *_ in long]:
         raise ValueError(f"attention: expected the same launches for {TRACED_N[0]} and {TRACED_N[1]} tokens")
 
     def extended(first: float, second: float) -> float:
@@ -130,21 +119,26 @@ def traced(attention: Attention, problem: Problem) -> list[Executions]:
         return HEADS * N * (squares * N + first / TRACED_N[0] - squares * TRACED_N[0])
 
     found = []
-    for (name, few, lines), (_, many, more) in zip(short, long, strict=True):
+    for (name, few, lines, _), (_, many, more, prepares) in zip(short, long, strict=True):
         counts = {line: extended(lines.get(line, 0), count) for line, count in more.items()}
-        found.append(Executions(name, extended(few, many), {line: x for line, x in counts.items() if x > 0}))
+        counts = {line: count for line, count in counts.items() if count > 0}
+        found.append(Executions(name, extended(few, many), counts, prepares))
     return found
 
 
 def one_length(attention: Attention, problem: Problem, n: int):
-    """Yield (name, programs, executions by line) of every launch for n tokens and one head."""
+    """Yield (name, programs, executions by line, whether it prepares) of every launch for n tokens and one head."""
     from triton.runtime import interpreter
 
-    launches: list[tuple[str, int, Counter]] = []
+    launches: list[tuple[str, int, Counter, bool]] = []
     original = interpreter.InterpretedFunction.run
 
     def run(self, *arguments, **keywords):
-        hits = Counter()
+        hits, marks = Counter(), []
+
+        def marked(name: str):
+            method = getattr(interpreter.InterpreterBuilder, name)
+            return lambda *values: (marks.append(name), method(*values))[1]
 
         def count(frame, event, _):
             if event == "line":
@@ -153,19 +147,20 @@ def one_length(attention: Attention, problem: Problem, n: int):
                 return None
             return count
 
-        sys.settrace(count)
-        try:
-            original(self, *arguments, **keywords)
-        finally:
-            sys.settrace(None)
-        launches.append((self.__name__, math.prod(interpreter.interpreter_builder.grid_dim), hits))
+        with mock.patch.multiple(interpreter.InterpreterBuilder, **{name: marked(name) for name in MARKS}):
+            sys.settrace(count)
+            try:
+                original(self, *arguments, **keywords)
+            finally:
+                sys.settrace(None)
+        launches.append((self.__name__, math.prod(interpreter.interpreter_builder.grid_dim), hits, not marks))
 
     generator = torch.Generator().manual_seed(0)
     tensors = (torch.randn(1, 1, n, problem.head_dim, generator=generator).to(DTYPE) for _ in range(3))
     with mock.patch.object(interpreter.InterpretedFunction, "run", run), first_configurations():
         attention(*tensors, is_causal=problem.is_causal)
-    for name, programs, hits in launches:
-        yield name, programs, executions(hits)
+    for name, programs, hits, prepares in launches:
+        yield name, programs, executions(hits), prepares
 
 
 def executions(hits: Counter) -> dict[str, int]:

@@ -11,7 +11,8 @@ from sage_lab.bench.dense import forward_levels
 from sage_lab.bench.judge import require_close
 from sage_lab.bench.ratios import OURS, PEER_NAMES
 from sage_lab.bench.timing import require_gpu
-from sage_lab.climb.launches import DTYPE, HEADS, Attention, N, Problem
+from sage_lab.climb.launches import DTYPE, Attention
+from sage_lab.climb.problems import HEADS, N, Problem
 from sage_lab.records import Row
 
 PEERS = ("sdpa_flash", "sdpa_cudnn")

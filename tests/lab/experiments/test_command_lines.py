@@ -111,6 +111,10 @@ BAD = {  # the command line: what its one line says
     "capture run.pt --corpus text.txt --layers 0 --context 17": "tokens: expected at most 16 per sequence",
     "train-router --steps 1": "steps: expected at least 2, got 1",
     "compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
+    "climb": "FILE: expected a file with attention(q, k, v, is_causal=False), or one of level0, level1, level2, level3",
+    "climb level7": "argument FILE: expected a file that can be read, got 'level7'",
+    "climb level2 --target 70": "argument --target: invalid choice: 70",
+    "climb level2 --board text.txt": "path: expected a record in JSON, got text.txt",
     "bench --n 7": "n: expected some of [1024",
 }
 
