@@ -20,6 +20,7 @@ from sage_lab.command_line import Failed, input_file, output_file, positive
 from sage_lab.records import RECORDED, Record, Row, markdown_table, read_record, write_record
 
 OPTIONAL = ("really INT8", "shared heads")  # milestones that a place among the levels does not need
+MEASURED = 90  # the GPU of the sentence, if it was counted: there our levels were measured, too
 SHORT = {"tensor cores": "tensor", "conversions": "convert", "arithmetic": "arith"}
 
 
@@ -40,9 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def climb_command(options: argparse.Namespace) -> None:
     """Check a forward kernel and place it among our levels, by time or by its instructions."""
     if not options.sources and not options.board:
-        raise ValueError(
-            f"FILE: expected a file with attention(q, k, v, is_causal=False), or one of {LEVELS}, got none"
-        )
+        known = f"a file with attention(q, k, v, is_causal=False), or one of {', '.join(LEVELS)}"
+        raise ValueError(f"FILE: expected {known}, got none")
     shown = board_rows(options.board) if options.board else []  # refused before any work, if it is none
     on_gpu = torch.cuda.is_available()
     is_timed = on_gpu and not options.count
@@ -95,6 +95,8 @@ def place(row: Row) -> str:
     if "problem" in row:
         return row["problem"]
     others = [other for other in levels_at(row) if other["name"] != row["name"]]
+    if not others:
+        return ""
     before = [other["name"] for other in others if other["clocks"] < row["clocks"]]
     after = f", after {before[-1]}" if before else ", before all of ours"
     return f"{len(before) + 1} of {len(others) + 1}{after}"
@@ -111,7 +113,8 @@ def counted_tables(rows: Sequence[Row]) -> str:
             cells = [f"{row['instructions']:.1f}", *(f"{row[group]:.2f}" for group in GROUPS)]
             cells += [f"{row['tensor_share']:.0%}", f"{row['around_share']:.0%}"]
         lines.append((*where, f"{row['clocks']:.3f}" if "clocks" in row else "", place(row), *cells))
-    best = next((row for row in rows if "problem" not in row and (row["head_dim"], row["causal"]) == MAIN), None)
+    fitting = [row for row in rows if "problem" not in row and (row["head_dim"], row["causal"]) == MAIN]
+    best = min(fitting, key=lambda row: row["target"] != MEASURED, default=None)
     described = (
         f"N={N}, {HEADS} heads, batch 1, float16. Clocks of a multiprocessor per score by the cost model; instructions "
         "of a thread per score, by kind; the share of the clocks in which the tensor cores work, and the share of all "

@@ -1,4 +1,4 @@
-"""What a kernel's machine code costs per score, on GPUs that need not be there.
+"""Counted costs of a kernel per score, from its machine code for GPUs that this machine need not have.
 
 A launch's program is compiled for a GPU as Triton's launcher would compile it. Its loops are found in the machine code;
 each instruction names its line in the source, and `launches.traced` says how often that line runs. So instructions per

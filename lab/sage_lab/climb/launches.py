@@ -1,4 +1,4 @@
-"""What a reader's function does on a GPU that is not there: the programs it launches, and how often their lines run.
+"""Launches of a reader's function on a GPU that this machine need not have, and how often the programs' lines run.
 
 `noted` calls the function on tensors without memory, with launches that only take notes. `traced` runs it in Triton's
 interpreter on two short sequences and counts how often each line of a program is executed. All executions of a program
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.autotuner import Autotuner
 
-from sage_lab.climb.problems import HEADS, N, Problem
+from sage_lab.climb.problems import HEADS, N, Problem, Unfit
 
 Attention = Callable[..., Tensor]  # attention(q, k, v, is_causal=...) of [B, H, N, D]
 DTYPE = torch.float16  # the interpreter has no bfloat16
@@ -112,7 +112,7 @@ def traced(attention: Attention, problem: Problem) -> list[Executions]:
     """Run the function in the interpreter and return the executions of every launch's lines."""
     short, long = ([*one_length(attention, problem, n)] for n in TRACED_N)
     if [name for name, *_ in short] != [name for name, *_ in long]:
-        raise ValueError(f"attention: expected the same launches for {TRACED_N[0]} and {TRACED_N[1]} tokens")
+        raise Unfit(f"expected the same launches for {TRACED_N[0]} and {TRACED_N[1]} tokens")
 
     def extended(first: float, second: float) -> float:
         squares = (second / TRACED_N[1] - first / TRACED_N[0]) / (TRACED_N[1] - TRACED_N[0])

@@ -7,6 +7,10 @@ TARGETS = (80, 86, 89, 90, 120)  # compute capabilities
 RECORD = "climb_levels_cpu"  # the command that its provenance names writes it
 
 
+class Unfit(Exception):
+    """A reader's file that runs, but isn't what `climb` needs; the text goes on after the file's name."""
+
+
 class Problem(NamedTuple):
     """A standard problem: batch 1, HEADS heads, N tokens."""
 

@@ -125,11 +125,19 @@ def test_levels_and_readers_kernels_go_through_one_door():
     assert counted(ONE_PASS, 90, (64, True))["config"].startswith("the first of 2 configurations, BLOCK_K: 64")
 
 
+def test_launches_that_need_values_can_not_be_counted(tmp_path):
+    path = tmp_path / "reader.py"
+    path.write_text("def attention(q, k, v, is_causal=False):\n    return q * float(q.abs().max())\n")
+    executions = [[None, [64, False], []]]
+    with pytest.raises(ValueError, match="reader.py: expected launches that need no values of tensors.*, line 2: "):
+        ask("count", str(path), False, targets=[90], problems=[[64, False]], executions=executions, workers=1)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     {
         "a syntax error": ("def attention(:", "got SyntaxError"),
-        "no function": ("x = 1", "got NameError: expected a function attention(q, k, v, is_causal=False), found none"),
+        "no function": ("x = 1", "expected a function attention(q, k, v, is_causal=False), found none"),
         "an end": ("raise SystemExit(3)", "got SystemExit, line 1: 3"),
         "a crash": ("import os\nos._exit(3)", "expected a result, its process crashed with status 3"),
         "a hang": ("while True:\n    pass", "expected an end of `check` within 8 s, it hangs or is slow"),
