@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from sage_course.check import Mistake, defined, edited, first_difference
+from sage_lab.climb.observe import observe
 
 from exercises import ROOT, exercise_names
 from exercises.handing_in import VISIBLE_SEED
 from exercises.perform import perform
 from exercises.stubs import stub_of
-from exercises.task import Call, Draw, Test, agreement
+from exercises.task import Call, Draw, Test, agreement, capstone
 from exercises.worker import load
 
 
@@ -28,6 +29,8 @@ class Correct(NamedTuple):
 class Exercise:
     """One exercise: its tests, and what the master gives, perhaps with mistakes made."""
 
+    capstone = ""  # its name in `sage_lab.climb.trials`, if it is one
+
     def __init__(self, name: str):
         if name not in exercise_names():
             raise ValueError(f"name: expected one of {exercise_names()}, got {name!r}")
@@ -37,6 +40,7 @@ class Exercise:
             os.environ.setdefault("TRITON_INTERPRET", "1")
         task = load(f"task_{name}", ROOT / name / "task.py").task
         self.tests, self.mistakes, self.triton = tuple(task.tests), task.mistakes, task.triton
+        self.capstone = task.capstone
         self.stub = stub_of(self.master, f"{name}/master.py")[0]
         self.given = {}
 
@@ -92,12 +96,15 @@ class Recorded(Exercise):
         self.mistakes = tuple(Mistake(str(number), "", hint) for number, hint in enumerate(content["hints"]))
         self.tests = tuple(Test(calls=None, **test["facts"]) for test in content["tests"])
         self.answers = {test["facts"]["name"]: test for test in content["tests"]}
+        self.capstone = content["capstone"]
+        if self.capstone:  # its trials need no master
+            self.tests = tuple(capstone(self.capstone).tests)
 
     @classmethod
     def content(cls, exercise: Exercise) -> dict[str, Any]:
         """Return what `torch.save` writes to answers.pt."""
         tests, seed = [], VISIBLE_SEED
-        for test in exercise.tests:
+        for test in () if exercise.capstone else exercise.tests:
             expected = exercise.observed(test, seed)
             given = {number: exercise.observed(test, seed, [x]) for number, x in enumerate(exercise.mistakes)}
             differ = {
@@ -108,10 +115,13 @@ class Recorded(Exercise):
             tests.append({"facts": facts, "calls": calls, "expected": expected, "mistakes": differ})
         functions = {name: exercise.functions()[name] for name in {call[0] for test in tests for call in test["calls"]}}
         parameters = {name: list(inspect.signature(function).parameters) for name, function in functions.items()}
-        hints = [mistake.hint for mistake in exercise.mistakes]
-        return {"triton": exercise.triton, "parameters": parameters, "hints": hints, "tests": tests}
+        hints = [mistake.hint for mistake in exercise.mistakes if not exercise.capstone]
+        facts = {"triton": exercise.triton, "capstone": exercise.capstone}
+        return facts | {"parameters": parameters, "hints": hints, "tests": tests}
 
     def calls(self, test: Test, seed: Any) -> list[Call]:
+        if self.capstone:
+            return super().calls(test, seed)
         return [Call(*call) for call in self.answers[test.name]["calls"]]
 
     def observed(self, test: Test, seed: Any, mistakes: Sequence[Mistake] = ()) -> list[dict[str, Any]]:
@@ -130,6 +140,8 @@ class Recorded(Exercise):
 
 def make(function: Any, call: Call) -> dict[str, Any]:
     """Make a call of the master's function, or of one with a mistake."""
+    if call.judge:
+        return observe(function, *call.arguments, call.layouts)
     copies = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in call.arguments)
     return perform(function, copies, call.outputs, call.upstream)
 

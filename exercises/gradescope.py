@@ -25,7 +25,8 @@ from exercises.handing_in import seeds_of_grading
 
 REPOSITORY = ROOT.parent
 ENGINE = [f"exercises/{path.name}" for path in ROOT.glob("*.py") if path.stem not in ("gradescope", "checking")]
-CHECK = ("sage_course/__init__.py", "sage_course/check.py")  # of the repository's folder course
+SHARED = ["course/sage_course/__init__.py", "course/sage_course/check.py", "lab/sage_lab/__init__.py"]
+SHARED += [f"lab/sage_lab/climb/{name}.py" for name in ("__init__", "observe", "trials")]
 PINNED = ("torch", "triton", "numpy")  # what grading needs, under constraints.txt
 PRIVATE = ("master.py", "task.py", "hidden_seeds.json", "weights.json")
 MEMORY = 4 * 2**30  # bytes that the grader itself may map beyond what it has at the start
@@ -158,7 +159,7 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     exercises = {name: Exercise(name) for name in names}
     engine = {name: (REPOSITORY / name).read_bytes() for name in ENGINE}
-    engine |= {name: (REPOSITORY / "course" / name).read_bytes() for name in CHECK}
+    engine |= {path.partition("/")[2]: (REPOSITORY / path).read_bytes() for path in SHARED}
     engine |= {f"exercises/{name}/README.md": (ROOT / name / "README.md").read_bytes() for name in names}
     student = {**engine, "README.md": STUDENT_README.encode()}
     for name, exercise in exercises.items():

@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from sage_lab.climb import observe
 
 from exercises import wire
 from exercises.task import Call
 from exercises.worker import TEXT_LIMIT, seccomp_program
 
-SERVER_FILES = ("worker.py", "wire.py", "perform.py")
+SERVER_FILES = [str(Path(__file__).with_name(name)) for name in ("worker.py", "wire.py", "perform.py")]
+SERVER_FILES.append(observe.__file__)
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 # The server becomes a submission's user, ends its processes and removes its files.
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER")
@@ -109,7 +111,7 @@ def bubblewrap(disk: int) -> list[str]:
     command += [word for x in SYSTEM if os.path.islink(x) for word in ("--symlink", os.readlink(x), x)]
     command += [word for path in shown for word in ("--ro-bind", path, path)]
     command += ["--perms", "0755", "--dir", "/grader"]
-    command += [word for x in SERVER_FILES for word in ("--ro-bind", str(Path(__file__).with_name(x)), f"/grader/{x}")]
+    command += [word for x in SERVER_FILES for word in ("--ro-bind", x, f"/grader/{Path(x).name}")]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
@@ -129,11 +131,12 @@ class Sandbox:
         environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
         environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ and torch.cuda.is_available()}
         environment |= {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-        command, folder = (bubblewrap(self.limits.disk), "/grader") if self.walls else ([], Path(__file__).parent)
+        command = bubblewrap(self.limits.disk) if self.walls else []
+        worker, *_, watcher = (f"/grader/{Path(x).name}" if self.walls else x for x in SERVER_FILES)
         self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
         with theirs:
             self.server = subprocess.Popen(
-                [*command, sys.executable, "-I", f"{folder}/worker.py", str(theirs.fileno())],
+                [*command, sys.executable, "-I", worker, str(theirs.fileno()), watcher],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -225,7 +228,7 @@ class Child:
         correct: names and source of functions that take the place of the submission's.
         """
         number, tensors = next(self.numbers), []
-        content = {"id": number, "call": wire.encode(call._asdict(), tensors), "device": device}
+        content = {"id": number, "call": wire.encode(call.sent(), tensors), "device": device}
         content["correct"] = correct and correct._asdict()
         size = sum(x.numel() * x.element_size() for x in tensors)
         content["limit"] = limit = min(ANSWER_LEAST + ANSWER_FACTOR * size, wire.MESSAGE_LIMIT // 2)

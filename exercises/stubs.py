@@ -2,6 +2,7 @@
 
 In a master, the lines after `### SOLUTION: what to do`, up to one that is blank or indented less, become
 `raise NotImplementedError("function: what to do")`. Without "what to do", the function's docstring says it.
+A capstone's stub is nearly blank: what stands between the lines `### BLANK PAGE` and `### END` isn't there.
 """
 
 import ast
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from exercises import ROOT, exercise_names
 
 REGION = re.compile(r"^( *)### SOLUTION(?:: (.+))?\n((?:\1(?! *### ).*\S.*\n)*)", re.MULTILINE)
+BLANK = re.compile(r"^### BLANK PAGE\n(.*?)^### END$", re.MULTILINE | re.DOTALL)
 FACTS = r"^(Easy|Medium|Hard) · (low|medium|high) importance · about (\d+) minutes"
 
 
@@ -31,8 +33,9 @@ class Header(NamedTuple):
 
 def stub_of(master: str, name: str = "master.py") -> tuple[str, list[str]]:
     """Return the student's file and the solution lines that were cut out. StubError: a region isn't as it should be."""
+    solution = [line for part in BLANK.findall(master) for line in part.splitlines()]
+    master = BLANK.sub("", master)
     functions = [node for node in ast.walk(ast.parse(master)) if isinstance(node, ast.FunctionDef)]
-    solution = []
 
     def error(region):
         indent, task, lines = region.groups()

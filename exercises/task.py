@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sage_course.check import Mistake, close_entries
+from sage_lab.climb import trials
 from torch import Tensor
 
 NO_LAUNCH = "No Triton kernel was launched. The kernel is the exercise: launch it from this function."
@@ -56,6 +57,14 @@ class Call(NamedTuple):
     arguments: tuple
     outputs: int = 0  # so many last arguments are written to by a Triton kernel: they are looked at, too
     upstream: Tensor | None = None  # the gradients of the arguments for this gradient of the result are looked at
+    layouts: dict[str, str] | None = None  # of a capstone: the one argument is a dict, for `sage_lab.climb.observe`
+    judge: Callable[[dict[str, Any]], trials.Verdict] | None = (
+        None  # of a capstone: says what is wrong, without the master
+    )
+
+    def sent(self) -> dict[str, Any]:
+        """Return what a submission's process needs to make the call."""
+        return {name: x for name, x in self._asdict().items() if name != "judge"}
 
 
 class Test(NamedTuple):
@@ -81,6 +90,7 @@ class Task:
         self.agree, self.triton = agree, triton
         self.tests: list[Test] = []
         self.mistakes: tuple[Mistake, ...] = ()
+        self.capstone = ""
 
     def test(self, name: str, **facts: Any) -> Callable:
         """Return the decorator of a function that draws a test's calls. Its docstring is the hint.
@@ -95,6 +105,23 @@ class Task:
             return function
 
         return add
+
+
+def capstone(name: str) -> Task:
+    """Return the task of a capstone of `sage_lab.climb.trials`: a test for each milestone."""
+    task, wanted = Task(triton=True), getattr(trials, name)
+    task.capstone = name
+    for milestone in wanted.milestones:
+        calls = functools.partial(milestone_calls, wanted.function, milestone)
+        task.tests.append(Test(milestone.name, calls, milestone.hint, milestone.points))
+    return task
+
+
+def milestone_calls(function: str, milestone: trials.Milestone, draw: Draw) -> Iterable[Call]:
+    """Yield the calls of a milestone's trials."""
+    for trial in milestone.trials(draw.generator):
+        judge = functools.partial(trials.judge, trial, hint=milestone.hint)
+        yield Call(function, (trial.arguments,), layouts=trial.layouts, judge=judge)
 
 
 def form(found: Tensor, expected: Tensor) -> Tensor:

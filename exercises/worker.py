@@ -1,9 +1,9 @@
 """What runs beside the grader: a server that imports torch once and forks a limited child for each submission.
 
-Started as `python -I worker.py CONTROL`. Each message on the socket CONTROL carries a child's socket and where its
-prints go, and starts a child; "stop" ends it. When a child has ended, so has all that it started, and the server says
-how. It holds no seed, no expected answer and no grader. The child imports the submission and answers calls: what it
-answers is a claim, never a verdict.
+Started as `python -I worker.py CONTROL OBSERVE`, where OBSERVE is the path of `sage_lab/climb/observe.py`. Each message
+on the socket CONTROL carries a child's socket and where its prints go, and starts a child; "stop" ends it. When a child
+has ended, so has all that it started, and the server says how. It holds no seed, no expected answer and no grader. The
+child imports the submission and answers calls: what it answers is a claim, never a verdict.
 """
 
 import contextlib
@@ -201,6 +201,8 @@ def answer(module: Any, content: dict[str, Any], tensors: list[Tensor]) -> dict[
     own = dict(vars(module))
     vars(module).update({x: others[x] for x in correct["names"]})
     try:
+        if (layouts := call.pop("layouts")) is not None:
+            return observe.observe(getattr(module, name), *call["arguments"], layouts, content["device"])
         return perform.perform(getattr(module, name), **call, device=content["device"])
     finally:  # what Triton's interpreter has put there stays
         vars(module).update(dict.fromkeys(correct["names"]) | own)
@@ -227,6 +229,7 @@ def describe(error: BaseException, path: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     wire, perform = (load(name, Path(__file__).resolve().with_name(f"{name}.py")) for name in ("wire", "perform"))
+    observe = load("observe", Path(sys.argv[2]))
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

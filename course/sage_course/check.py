@@ -39,6 +39,7 @@ class Mistake(NamedTuple):
     new: str
     hint: str = ""  # of an exercise: "" for that of the test that finds it
     more: tuple[tuple[str, str], ...] = ()  # further edits, made after the first
+    test: str = ""  # of a capstone: the milestone that rejects it
 
     @property
     def edits(self) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,7 @@ from exercises.worker import load
 @pytest.mark.parametrize("name", exercise_names())
 def test_exercise_is_sound(sandboxes, name):
     """The master passes, the stub earns nothing and says so, each mistake meets the hint meant for it."""
-    report = checking.check_exercise(name, sandboxes, seeds=2)
+    report = checking.check_exercise(name, sandboxes, seeds=1 if "capstone" in name else 2)
     assert report["problems"] == []
 
 

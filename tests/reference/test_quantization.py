@@ -159,6 +159,7 @@ BLOCKS, ONE_SCALE = quantize(gaussian(8, 8), (4, 2)), quantize(gaussian(8, 8))
 SCALES = "expected one scale along the contraction, got"
 REFUSED = [
     (integer_matmul, (LONGER, LONGER.mT), "a: expected at most 131071 columns .* got 131072"),
+    (integer_matmul, (LONGER[:, :8], LONGER[:, :4]), "b: expected 8 rows, as many as a has columns"),
     (quantized_matmul, (BLOCKS, ONE_SCALE), f"a: {SCALES} 4"),
     (quantized_matmul, (ONE_SCALE, BLOCKS), f"b: {SCALES} 2"),
 ]

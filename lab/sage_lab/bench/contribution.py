@@ -33,6 +33,7 @@ PEAKS = {
     "NVIDIA L4": (242, 121), "NVIDIA L40S": (733, 366), "NVIDIA H100 PCIe": (1513, 756),
     "NVIDIA H100 80GB HBM3": (1979, 989), "NVIDIA H200": (1979, 989),
 }  # fmt: skip
+NO_CARD = 10_000  # trillions of operations per second, more than a card has
 ABOVE_PEAK = 1.2  # a card's clock may exceed the data sheet's
 BELOW_PEAK = 200  # a time that is so many times as long has a different unit
 WIDEST = 1.5  # the 80th percentile over the 20th: beyond it something else used the GPU
@@ -158,7 +159,7 @@ def _unknown_card(content: Content) -> Iterator[str]:
 def peak_of(about: Content) -> tuple[float, float] | None:
     """Return a card's peak rates, in INT8 and in 16 bit: the table's, else the file's; None without either."""
     given = about["peak"]
-    is_pair = isinstance(given, list) and len(given) == 2 and all(map(_is_positive, given))
+    is_pair = isinstance(given, list) and len(given) == 2 and all(_is_positive(x) and x < NO_CARD for x in given)
     return PEAKS.get(about["gpu"], tuple(given) if is_pair else None)
 
 

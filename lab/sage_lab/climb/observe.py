@@ -3,6 +3,7 @@
 A grader loads this file by its path in the process of a submission, so it imports nothing of the package.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 MARGIN = 1 << 14  # elements around a tensor, more than any tile
 ORDERS = {"transposed": (0, 2, 1, 3), "columns": (0, 1, 3, 2)}  # of the four axes in memory
+DOT = re.compile(r"tt\.dot .*tensor<\d+x\d+x(\w+)> \* tensor<\d+x\d+x(\w+)>")
+NAMES = {"int8": "i8", "fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 GAP = 3  # elements that a "sliced" tensor lacks at both ends of every axis
 
 
@@ -34,7 +37,7 @@ def observe(
     Returns:
         "result"; "launched", whether a Triton kernel was; "outside", in words, what was read or written outside of
         all tensors; "changed", the arguments that are not what they were; "undefined", whether NaN became an integer;
-        "dots", the dtypes of all products, such as "int8 x int8".
+        "dots", the types of all products' operands, as MLIR names them: "i8 x i8".
     """
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     given = {
@@ -99,7 +102,7 @@ class Watch:
         from triton.runtime import interpreter
         from triton.runtime.jit import JITFunction
 
-        self.builder = interpreter.interpreter_builder
+        self.builder, self.compiled = interpreter.interpreter_builder, JITFunction
         for kind in (interpreter.InterpretedFunction, JITFunction):
             self.replace(kind, "run", self.launch)
         builder = interpreter.InterpreterBuilder
@@ -124,12 +127,16 @@ class Watch:
 
     def launch(self, original, kernel, *arguments, **keywords):
         self.launches += 1
+        if type(kernel) is self.compiled:
+            result = original(kernel, *arguments, **keywords)
+            self.dots |= {f"{a} x {b}" for a, b in DOT.findall(getattr(result, "asm", {}).get("ttir", ""))}
+            return result
         named = [*zip(kernel.arg_names, arguments, strict=False), *keywords.items()]
         self.elements = [Elements(name, x) for name, value in named for x in tensors_of(value)]
         return original(kernel, *arguments, **keywords)
 
     def dot(self, original, builder, a, b, *rest):
-        self.dots.add(f"{a.dtype.scalar} x {b.dtype.scalar}")
+        self.dots.add(f"{NAMES[a.dtype.scalar.name]} x {NAMES[b.dtype.scalar.name]}")
         return original(builder, a, b, *rest)
 
     def access(self, verb: str, operands: Callable) -> Callable:

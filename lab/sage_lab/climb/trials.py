@@ -19,10 +19,11 @@ from torch import Tensor
 
 from sage_lab.climb.observe import observe
 
-BAR = 0.06  # of INT8: the largest relative error of a row of O
+BAR = 0.08  # of INT8: the largest relative error of a row of O
 EXACT_BAR = 0.004  # where every rounding is exact: 1/128 for 1/127 is twice that
+TAIL_BAR = 0.045  # where cutting off costs 8%
 BLOCKS = (16, 32, 64, 128)  # sizes of tiles that mistakes are computed for
-SIGN_BAR = 0.08  # how far a result may be from a mistake's that explains it
+SIGN_BAR = 0.2  # how far a result may be from a mistake's that explains it
 
 
 class Trial(NamedTuple):
@@ -100,7 +101,7 @@ def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     """Return the verdict on what a call was observed to do. hint: that of the milestone."""
     q, found = trial.arguments["q"], observed["result"]
     if observed["outside"]:
-        return Verdict("outside", OUTSIDE, observed["outside"])
+        return Verdict("outside", trial.hint or OUTSIDE, observed["outside"])
     if observed["changed"]:
         return Verdict("changed", CHANGED, ", ".join(observed["changed"]))
     if not observed["launched"]:
@@ -110,7 +111,7 @@ def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
         return Verdict("form", FORM, f"expected {q.dtype} {list(q.shape)}, found {shown}")
     oracle, found = Oracle(trial.arguments), found.double().cpu()
     if observed["undefined"]:
-        return Verdict("undefined", UNDEFINED)
+        return Verdict("undefined", trial.hint or UNDEFINED)
     errors = row_errors(found, oracle.output())
     worst = errors.nan_to_num(torch.inf, torch.inf).argmax()
     error, row = errors.flatten()[worst].item(), torch.unravel_index(worst, errors.shape)
@@ -119,9 +120,10 @@ def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
             return Verdict("not INT8", *sign, error)
         return Verdict(error=error)
     shown = f"row {[int(x) for x in row]} of O is off by {error:.3g} times its size, {trial.bar} are allowed"
-    if found.isnan().any():
-        rows = found.isnan().any(-1)
-        shown = f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN"
+    if not found.isfinite().all():
+        rows = ~found.isfinite().all(-1)
+        shown = f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity"
+        return Verdict("NaN", trial.hint or NAN, shown, error)
     kind, explained = explain(oracle, found)
     return Verdict(kind or "value", explained or trial.hint or hint, shown, error)
 
@@ -135,11 +137,9 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
 def not_int8(dots: tuple[str, ...]) -> tuple[str, str] | None:
     """Return a hint and what was found if the products aren't INT8, or P V isn't at least in 16 bit."""
     shown = f"tl.dot of {', '.join(dots) or 'nothing'}"
-    if not dots:  # on a GPU products are not seen
-        return None
-    if "int8 x int8" not in dots:
+    if "i8 x i8" not in dots:
         return NO_INT8, shown
-    wide = [dot for dot in dots if dot not in ("int8 x int8", "fp16 x fp16", "bf16 x bf16")]
+    wide = [dot for dot in dots if dot not in ("i8 x i8", "f16 x f16", "bf16 x bf16")]
     return (WIDE, shown) if wide else None
 
 
@@ -200,10 +200,12 @@ class Oracle:
             first = torch.where(blocks < 0, self.n_k, blocks * self.block_kv)
             yield first.repeat_interleave(self.block_q, 2)[:, :, : self.n_q, None] + within
 
-    def online(self, block: int, l_power: int = 1, o_power: int = 1, drop: int = 0) -> Tensor:
+    def online(
+        self, block: int, l_power: int = 1, o_power: int = 1, drop: int = 0, changed: Callable | None = None
+    ) -> Tensor:
         """Return what the loop over tiles gives if l and O are rescaled by this power of the right factor.
 
-        drop: how many tiles are missing at the end.
+        drop: how many tiles are missing at the end. changed: makes of P~ and its rows' maxima what O is added up of.
         """
         s = (self.q @ self.k.mT * self.c).masked_fill(~self.visible, -torch.inf)
         s = torch.cat((s, torch.full_like(s[..., :1], -torch.inf)), -1)
@@ -216,6 +218,7 @@ class Oracle:
             safe = m_new.masked_fill(m_new == -torch.inf, 0)
             rescale, p = torch.exp(m - safe).masked_fill(m == -torch.inf, 1), torch.exp(s_t - safe)
             l = l * rescale**l_power + p.sum(-1, keepdim=True)
+            p = changed(p, p.amax(-1, keepdim=True).clamp(min=1e-30)) if changed else p
             weights = (weights * rescale**o_power).scatter_add(-1, keys, p)
             m = m_new
         return weights[..., : self.n_k] @ self.v / torch.where(l == 0, 1, l)
@@ -224,18 +227,17 @@ class Oracle:
 def explain(oracle: Oracle, found: Tensor) -> tuple[str, str]:
     """Return the name and the hint of the likely mistake whose result is nearest to what was found; "" for none."""
     expected, best = oracle.output(), (SIGN_BAR, "", "")
-    clean = found.nan_to_num(0, 0, 0)
-    if not clean.any() and expected.any():
-        return "zero", ZERO
+    off = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    if (found.norm(dim=-1) < 0.01 * expected.norm(dim=-1)).double().mean() > 0.5:
+        return ("diagonal", DIAGONAL) if oracle.is_causal else ("zero", ZERO)
     for name, hint, results in signs(oracle):
         for result in results():
-            apart = float((clean - result).norm() / result.norm().clamp(min=1e-30))
-            if apart < best[0] and apart < 0.5 * float((clean - expected).norm() / expected.norm().clamp(min=1e-30)):
+            apart = float((found - result).norm() / result.norm().clamp(min=1e-30))
+            if apart < min(best[0], off / 2):
                 best = apart, name, hint
-    if not best[1] and not found.isnan().any():
-        factor = float((found * expected).sum() / (expected * expected).sum())
-        if (found - factor * expected).norm() < 0.3 * (found - expected).norm():
-            return "factor", FACTOR.format(factor)
+    factor = float((found * expected).sum() / (expected * expected).sum())
+    if not best[1] and (found - factor * expected).norm() < 0.3 * (found - expected).norm():
+        return "factor", FACTOR
     return best[1:]
 
 
@@ -246,6 +248,7 @@ def signs(x: Oracle) -> Iterator[Sign]:
     """Yield likely mistakes, each with a hint and the results that it may have on these inputs."""
     blocks = BLOCKS if x.table is None else (x.block_kv,)
     padded = lambda block: -x.n_k % block  # noqa: E731
+    smooth = x.k - x.k.mean(2, keepdim=True)
 
     def with_zero_keys():
         for block in blocks:
@@ -268,10 +271,11 @@ def signs(x: Oracle) -> Iterator[Sign]:
     def one_head():
         yield x.output(k=x.k[:, :1].expand_as(x.k), v=x.v[:, :1].expand_as(x.v))
         yield x.output(k=x.k[:1].expand_as(x.k), v=x.v[:1].expand_as(x.v))
+        yield x.output(k=x.k[:1, :1].expand_as(x.k), v=x.v[:1, :1].expand_as(x.v))
 
     def untransposed():
-        if x.n_k % x.head_dim == 0:
-            tiles = [x.q @ tile for tile in x.k.split(x.head_dim, 2)]
+        for k in (x.k, smooth) if x.n_k % x.head_dim == 0 else ():
+            tiles = [x.q @ tile for tile in k.split(x.head_dim, 2)]
             yield x.output(scores=torch.cat(tiles, -1) * x.c)
 
     def first_scale():
@@ -282,8 +286,22 @@ def signs(x: Oracle) -> Iterator[Sign]:
                 yield x.output(**{name: y * ratio})
 
     def overflow():
-        for name, y in (("q", x.q), ("k", x.k), ("v", x.v)):
-            yield x.output(**{name: torch.where(y == y.amax((2, 3), keepdim=True), -y, y)})
+        def flipped(y, block):
+            high = torch.cat([tile.amax((2, 3), keepdim=True).expand_as(tile) for tile in y.split(block, 2)], 2)
+            low = torch.cat([tile.amin((2, 3), keepdim=True).expand_as(tile) for tile in y.split(block, 2)], 2)
+            return torch.where((y == high) & (high >= -low), -y, y)
+
+        for block_q in BLOCKS if x.table is None else (x.block_q,):
+            q = flipped(x.q, block_q)
+            for block in blocks:
+                v = flipped(x.v, block)
+                for k in (x.k, smooth):
+                    yield x.output(q=q, k=flipped(k, block), v=v)
+                    yield x.output(q=q, k=flipped(k, block))
+                yield x.output(v=v)
+
+    def wraps(p, top):
+        return torch.where(p > top / 2, p - top * 256 / 255, p)
 
     def diagonal():
         for block in blocks if x.is_causal else ():
@@ -323,6 +341,8 @@ def signs(x: Oracle) -> Iterator[Sign]:
     yield "K not transposed", TRANSPOSE, untransposed
     yield "scale of the first tile", FIRST_SCALE, first_scale
     yield "overflow", OVERFLOW, overflow
+    yield "P^ wraps", P_RANGE, lambda: (x.online(block, changed=wraps) for block in blocks)
+    yield "no s_P", FACTOR, lambda: (x.online(block, changed=lambda p, top: 127 * p / top) for block in blocks)
     yield "smoothed along the features", SMOOTH_AXIS, lambda: iter([x.output(k=x.k - x.k.mean(-1, keepdim=True))])
     if x.group > 1:
         every = torch.arange(x.heads) % x.kv_heads
@@ -356,8 +376,10 @@ FORM = "O has the shape and the dtype of q."
 UNDEFINED = (
     "NaN or infinity became an integer, and C doesn't say which. Is there a 0 / 0? A block of zeros has scale 0."
 )
-ZERO = "O is 0 everywhere. All scores of a row can be far below 0: where does m start? Then: is O stored at all?"
-FACTOR = "O is {:.4g} times what it should be. Which scale do you multiply by to get P~ and V back from their integers?"
+ZERO = "O is 0 in most rows. All scores of a row can be far below 0: where does m start? Then: is O stored at all?"
+FACTOR = "All of O is too large, or too small, by one factor. By which scales do P^ and V^ become P~ and V again?"
+NAN = "NaN comes from -inf minus -inf, 0 / 0, what a mask should keep out, or rows of O that were never stored."
+P_RANGE = "P^ doesn't fit: P~ is at most 1 and int8 ends at 127, so P^ = round(127 P~)."
 NO_INT8 = "No product of INT8 with INT8 was seen: quantise Q and K, and pass int8 tiles to tl.dot."
 WIDE = "Besides INT8, products may be in 16 bit; float32 operands are slower than both. Convert P~ and V."
 RAGGED = "Keys that don't exist took part with the score 0. Give them the score -inf: loading them as 0 isn't enough."
@@ -419,8 +441,8 @@ def inputs(
 
 
 def one_head(generator):
-    yield Trial(inputs(generator, 128, 64, ramp=-6.0))
-    yield Trial(inputs(generator, 64, 128, d=64, ramp=-6.0))
+    yield Trial(inputs(generator, 128, 64, ramp=-9.0))
+    yield Trial(inputs(generator, 64, 128, d=64, ramp=-9.0))
 
 
 def many_tiles(generator):
@@ -429,20 +451,21 @@ def many_tiles(generator):
     x["k"] *= 2 ** torch.linspace(-2, 1, 128).half()[:, None]
     x["v"] *= 2 ** torch.linspace(-2, 1, 128).half()[:, None]
     yield Trial(x)
-    x = inputs(generator, 64, 64)
-    x["q"] += 3
-    x["k"] -= 6
+    x = inputs(generator, 64, 64, d=128)
+    x["q"] += 2
+    x["k"] -= 5
     yield Trial(x, hint="All scores of a row can be far below 0: where does m start?")
     x = inputs(generator, 64, 128)
     x["q"], x["v"] = 0.1 * x["q"], 1000 + 100 * x["v"]
-    yield Trial(
-        x, hint="V is about 1,000 here, so its sums exceed 65,504, float16's largest number. Add up in float32."
-    )
+    yield Trial(x, hint=HALF)
+
+
+HALF = "V is about 1,000 here, so its sums exceed 65,504, float16's largest number. Add up in float32."
 
 
 def batch_and_heads(generator):
     yield Trial(inputs(generator, 64, 64, batch=2, heads=3))
-    yield Trial(inputs(generator, 64, 64, batch=3, heads=2, dtype=torch.float32))
+    yield Trial(inputs(generator, 64, 64, batch=3, heads=2))
 
 
 def ragged(generator):
@@ -489,24 +512,24 @@ def truly_int8(generator):
     v[:, :, :, :16] = 1
     x = {"q": 2 * direction.expand(1, 2, 64, 32), "k": 2 * direction * sign, "v": 3 * v}
     yield Trial({name: y.half().contiguous() for name, y in x.items()}, bar=EXACT_BAR, int8=True, hint=EXACT)
-    x = inputs(generator, 64, 64)
-    x["q"], x["k"] = torch.zeros_like(x["q"]), torch.zeros_like(x["k"])
-    yield Trial(x, hint=ZEROS)
-    # One large and many small probabilities, which together weigh more: about three steps of P^ each.
-    x = inputs(generator, 64, 64)
-    x["q"], x["k"] = signed(generator, 1, 1, 64, 32), 0.02 * normal(generator, 1, 1, 64, 32)
-    x["q"][..., 0], x["k"][..., 0, 0] = 10, 2.1 + 0
-    yield Trial({name: y.half() for name, y in x.items()}, hint=TAIL)
+    # One large and many small probabilities, which together weigh more: about 1.5 steps of P^ each.
+    x = {"q": signed(generator, 1, 1, 64, 32), "k": 0.2 * normal(generator, 1, 1, 64, 32), "v": v[:, :1]}
+    x["q"][..., 0], x["k"][..., 0] = 10, 0
+    x["k"][..., ::32, 0] = 2.5
+    yield Trial({name: y.half() for name, y in x.items()}, hint=TAIL, bar=TAIL_BAR)
     x = inputs(generator, 64, 64)
     x["v"] *= 2 ** torch.randint(-2, 3, (64, 1), generator=generator).half()
     yield Trial(x, int8=True, hint=TOKENS)
+    x = inputs(generator, 64, 64)
+    x["q"], x["k"] = torch.zeros_like(x["q"]), torch.zeros_like(x["k"])
+    yield Trial(x, hint=ZEROS)
 
 
 EXACT = (
     "Every number is a multiple of its scale here and P~ is 0 or 1, so that no rounding changes anything. Is a scale "
     "max / 127, and the same on the way to integers and back?"
 )
-ZEROS = "Q and K are 0: their scale is 0, all scores are equal, and O is the mean of V."
+ZEROS = "Q and K are 0 here: their scale is 0, all scores are equal, and O is the mean of V. What is 0 / 0?"
 TAIL = "Many small probabilities weigh as much as a large one here. `.to(tl.int8)` cuts off: round to nearest."
 TOKENS = "The rows of V differ in size. P V adds over keys, so a scale of V^ must be the same for all keys of a tile."
 
@@ -520,7 +543,7 @@ ATTENTION = Capstone(
     "attention",
     (
         Milestone("one head", 3, one_head,
-            "S = c Q K^T, P = softmax(S), O = P V: is every scale there once, and is the sum l taken along the keys?"),
+            "S = c Q K^T, P = softmax(S), O = P V. Is each scale there once? Is l a sum over keys? Is 0.7 rounded up?"),
         Milestone("tiles that raise the maximum", 4, many_tiles,
             "What does one step of the loop do to m, l and O? Has every tile its own scales?"),
         Milestone("batch and heads", 2, batch_and_heads,
@@ -575,7 +598,7 @@ def tables(generator):
     yield Trial(listed_inputs(generator, 64, 64, 32, 16, width=2, batch=2, heads=3))
     x = listed_inputs(generator, 64, 64, 32, 16, width=3, batch=2, heads=2)
     yield Trial(x, {"table": "sliced"}, TABLE)
-    yield Trial(x, {"table": ("transposed", "columns")[between(generator, 0, 2)]}, TABLE)
+    yield Trial(x, {"table": "columns"}, TABLE)
 
 
 def short_rows(generator):

@@ -78,6 +78,7 @@ SPOILT = {  # what is spoilt -> (the rule that finds it, what spoils it, a part 
     "no time zone": ("date", about(date="2026-11-26T04:00:00"), "a time with its zone"),
     "no date": ("date", about(date="yesterday"), "got yesterday"),
     "an unknown card": ("card", about(gpu="A card"), "got A card with peak = None"),
+    "no card's peak": ("card", about(gpu="A card", peak=[66100.0, 165.0]), "got A card with peak = [66100.0, 165.0]"),
     "half a peak": ("card", about(gpu="A card", peak=[100]), "got A card with peak = [100]"),
     "a capability as text": ("capability", about(capability="8.9"), "got '8.9'"),
     "unknown launches": ("launches", about(launches="mine"), "got 'mine'"),
@@ -140,6 +141,23 @@ def test_no_number_and_no_fact_can_be_changed_alone(contributed, data):
     needed = contribution.NEEDED if "turn" in holder else (*contribution.FACTS, *contribution.LISTS)
     holder[data.draw(st.sampled_from(needed))] = data.draw(st.sampled_from((math.nan, -math.inf)))
     assert complaints(content)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data())
+def test_no_content_crashes_the_rules(contributed, data):
+    content = json.loads(json.dumps(contributed))
+    about = content["provenance"]
+    holder = data.draw(st.sampled_from([content, about, *content["rows"], *about["checks"], *about["ratios"]]))
+    holder[data.draw(st.sampled_from(sorted(holder)))] = data.draw(ANYTHING)
+    assert all(": expected " in complaint for complaint in complaints(content))
 
 
 def test_every_contributed_file_keeps_the_rules():

@@ -1,0 +1,119 @@
+"""Trials of a kernel from a blank page accept right kernels of any build, and name what a program touches."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from sage_course.check import Mistake, defined, edited
+from sage_lab.climb import trials
+from sage_lab.climb.observe import DOT, Elements, laid_out, observe
+from sage_lab.records import REPOSITORY
+
+MASTER = (REPOSITORY / "exercises" / "22_capstone_attention" / "master.py").read_text()
+TILES = "BLOCK_Q, BLOCK_KV = 64, 32"
+PLAIN = ("k = k.float() - k.float().mean(2, keepdim=True)", "k = k.float()")
+BUILDS = {
+    "smaller tiles": ((TILES, TILES.replace("64, 32", "16, 16")),),
+    "larger tiles, no smoothing, one scale for all of P": (
+        (TILES, TILES.replace("64, 32", "128, 64")), PLAIN, ("s_p = tl.max(p, 1) / 127", "s_p = 1 / 127 + 0 * l")),
+    "P V in 16 bit": (
+        ("tl.dot(p_hat, v, out_dtype=tl.int32).to(tl.float32)", "tl.dot(p.to(tl.float16), v.to(tl.float16))"),
+        ("(s_p * s_v)[:, None]", "s_v")),
+}  # fmt: skip
+
+
+def attention(edits=()):
+    first, *more = edits or ((TILES, TILES),)
+    text = edited(MASTER, [Mistake(*first, more=tuple(more))])
+    return defined(text, f"<{hash(text)}>", {"__name__": "built"})["attention"]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_right_kernels_pass_however_they_are_built(build):
+    milestones = [x for x in trials.ATTENTION.milestones if x.name.startswith(("tiles", "causal"))]
+    results = list(trials.run(attention(BUILDS[build]), trials.Capstone("attention", milestones), seed=1))
+    assert [result.verdict.hint for result in results] == [""] * 2
+    assert max(result.verdict.error for result in results) < 0.75 * trials.BAR
+
+
+@pytest.mark.gpu
+def test_the_kernel_passes_on_a_gpu():
+    results = list(trials.run(attention(), trials.ATTENTION, device="cuda"))
+    assert [result.verdict.hint for result in results] == [""] * len(results)
+
+
+def test_what_fails_is_a_verdict_and_no_error():
+    def attention(q, k, v, is_causal=False):
+        return q[:, :, 5:1:0]
+
+    result = next(trials.run(attention, trials.ATTENTION))
+    assert (result.points, result.verdict.kind) == (0, "raised")
+    assert result.verdict.found.startswith("line ")
+    result = next(trials.run(lambda q, k, v: 0 * q, trials.ATTENTION))
+    assert (result.points, result.verdict.kind) == (0, "not launched")
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, first, last, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(y_ptr + n, tl.load(x_ptr + first + n), mask=n < last)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="addresses are watched in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("first", "last", "layout", "outside"),
+    [
+        (0, 8, "", ""),
+        (1, 8, "", "program (0, 0, 0) reads 1 elements past the last of x_ptr"),
+        (-2, 8, "", "program (0, 0, 0) reads 2 elements before the first of x_ptr"),
+        (0, 8, "sliced", "program (0, 0, 0) reads between the elements of x_ptr, 4 after the first"),
+        (0, 7, "", ""),
+        (0, 9, "", "program (0, 0, 0) writes 1 elements past the last of y_ptr"),
+    ],
+)
+def test_addresses_outside_of_tensors_are_named(first, last, layout, outside):
+    def copy(x):
+        y = torch.empty(8)
+        copy_kernel[(1,)](x, y, first, last, N=16 if last > 8 else 8)
+        return y
+
+    x = torch.arange(16.0 if last > 8 else 8.0).view(1, 1, -1, 4)
+    observed = observe(copy, {"x": x}, {"x": layout})
+    assert observed["outside"] == outside
+    assert observed["launched"]
+    assert observed["changed"] == ()
+    if not outside:
+        y = observed["result"]
+        assert torch.equal(y[:last], torch.arange(float(last)))
+        assert y[last:].isnan().all()  # what nobody wrote
+
+
+@pytest.mark.parametrize("layout", ["", "transposed", "columns", "sliced", "expanded"])
+def test_layouts_hold_the_same_numbers_and_elements_lie_where_the_strides_say(layout):
+    x = torch.randn(2, 3, 4, 5)
+    x = x[:, :1].expand_as(x) if layout == "expanded" else x
+    view, whole = laid_out(x, layout)
+    assert torch.equal(view, x)
+    assert whole.isnan().sum() == len(whole) - x[:, : 1 if layout == "expanded" else 3].numel()
+    assert view.is_contiguous() is (layout == "")
+    elements = Elements("x", view)
+    addresses = np.arange(-8, len(elements.known) + 8) * 4 + view.data_ptr()
+    inside = torch.zeros(len(whole), dtype=torch.bool)
+    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    start = view.storage_offset() - 8
+    assert elements.hold(addresses).tolist() == inside[start : start + len(addresses)].tolist()
+
+
+def test_products_of_compiled_kernels_are_read():
+    line = "%s_1 = tt.dot %q, %k, %zero : tensor<64x32xi8> * tensor<32x32xi8> -> tensor<64x32xi32> loc(#loc5)"
+    assert DOT.findall(line) == [("i8", "i8")]
+
+
+def test_a_file_loaded_by_its_path_needs_no_package():
+    path = REPOSITORY / "lab" / "sage_lab" / "climb" / "observe.py"
+    assert "sage_" not in "".join(line for line in path.read_text().splitlines() if "import" in line)
+    spec = importlib.util.spec_from_file_location("observe_alone", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
