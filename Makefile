@@ -15,6 +15,7 @@ ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
 lab: .venv/installed
 	$(BIN)/python -m exercises stubs
+	$(BIN)/jupyter trust $(NOTEBOOKS) > /dev/null
 	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 # HTML in build/book, from the notebooks as committed: nothing is executed. Stops at any warning.
@@ -56,7 +57,7 @@ grade: .venv/installed
 	$(BIN)/python -m exercises stubs
 	$(BIN)/python -m exercises grade --all
 
-# Run every notebook from top to bottom and keep its outputs, but no widget state: GitHub doesn't show it.
+# Run every notebook from top to bottom and keep its outputs.
 notebooks: .venv/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=300 \
 		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \

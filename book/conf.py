@@ -34,7 +34,6 @@ exclude_patterns = [".*", "**/.*", "build", "dist", "runs", "tests", "sage_ref",
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_ipywidgets_js = {}  # sliders need a running kernel; course_pages puts a note in their place
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = []  # `make book` stops at any warning

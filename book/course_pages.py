@@ -1,6 +1,6 @@
 """A Sphinx extension that turns the repository's notebooks and pages into a book.
 
-- Each notebook gets badges in place of its link and cell for Colab, and a note where a slider needs a kernel.
+- Each notebook gets badges in place of its link and cell for Colab; its figures get their alternative texts.
 - A link to a file of the repository that is no page, or its name, leads to its public address.
 - A link such as `book/glossary.md#term-scale` leads to that term of the glossary.
 - Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
@@ -25,8 +25,6 @@ from sphinx.util.nodes import make_refnode
 from exercises import exercise_names
 from exercises.stubs import header_of
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-SLIDER_NOTE = '<p class="slider-note">Here the notebook has a slider. Run the notebook to move it.</p>'
 MATHJAX_PARTS = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
 HOME = """<!doctype html>
 <meta charset="utf-8"><link rel="icon" href="data:,">
@@ -44,16 +42,16 @@ def notebook_head(path: Path) -> str:
 [![The notebook's file](/book/static/file.svg)]({file_address(path)})"""
 
 
-def with_head_and_notes(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Handle the event source-read: put a head in place of the cell for Colab, and notes in place of sliders."""
+def with_head_and_descriptions(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Handle the event source-read: put a head in place of the cell for Colab, and tell MyST-NB what figures show."""
     path = Path(f"{docname}.ipynb")
     if not (REPOSITORY / path).exists():
         return
     notebook = json.loads(content[0])
     for cell in notebook["cells"]:
-        for output in cell.get("outputs", []):
-            if WIDGET in output.get("data", {}):
-                output["data"] = {"text/html": SLIDER_NOTE}
+        figures = [output.get("metadata", {}).get("image/png", {}) for output in cell.get("outputs", [])]
+        if described := " ".join(figure["alt"] for figure in figures if "alt" in figure):
+            cell["metadata"]["mystnb"] = {"image": {"alt": described}}
     head = {"cell_type": "markdown", "id": "head", "metadata": {}, "source": notebook_head(path)}
     first, *cells = notebook["cells"]
     first["source"] = ON_COLAB.sub("", "".join(first["source"]))
@@ -194,7 +192,7 @@ def add_files(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("source-read", with_head_and_notes)
+    app.connect("source-read", with_head_and_descriptions)
     app.connect("build-finished", add_files)
     app.add_transform(LinksToTheRepository)
     app.add_post_transform(LinksToTerms)

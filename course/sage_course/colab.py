@@ -2,7 +2,7 @@
 
 Colab's PyTorch changes from week to week; the course is made with the versions in constraints.txt. So the cell fetches
 the repository and runs this file, which installs the pinned versions of everything that notebooks import. The cell
-names no version and needs no change when they do. Jupyter and ipywidgets stay Colab's own: its pages expect those.
+names no version and needs no change when they do. Jupyter stays Colab's own: its pages expect that.
 
 This file needs nothing but Python, because it runs before anything is installed.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = (".", "lab", "course")
-FROM_COLAB = {"ipywidgets", "jupyterlab"}
+FROM_COLAB = {"jupyterlab"}
 
 
 def install_cell(address: str) -> str:

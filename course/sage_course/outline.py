@@ -20,7 +20,6 @@ ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
 ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
 UNSEEN_CODE = {"hide-input", "hide-cell", "remove-cell"}  # tags
 UNSEEN_OUTPUT = {"hide-output", "hide-cell", "remove-cell"}
-PICTURES = {"image/png", "application/vnd.jupyter.widget-view+json"}
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 END_OF_EXERCISES = re.compile(r"(^## Exercises$.*?)\s*(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
@@ -78,7 +77,7 @@ def load(path: Path) -> Load:
         lines += 0 if tags & UNSEEN_CODE else sum(bool(line.strip()) for line in text.splitlines())
         for output in () if tags & UNSEEN_OUTPUT else cell["outputs"]:
             data = output.get("data", {})
-            if not PICTURES & data.keys():  # whose text is as in "Figure(640x480)"
+            if "image/png" not in data:  # its text is as in "Figure(640x480)"
                 shown = output.get("text") or data.get("text/markdown") or data.get("text/plain", "")
                 numbers += len(NUMBER.findall("".join(shown)))
     return Load(notebook_facts(path, "".join(cells[0]["source"])).minutes, lines, numbers, gaps)

@@ -1,4 +1,4 @@
-"""A notebook in JupyterLab, as a learner uses it: every cell run, every slider moved, one cell filled in."""
+"""A notebook in JupyterLab, as a learner uses it: sliders moved before and after every cell is run, one filled in."""
 
 import contextlib
 import json
@@ -14,37 +14,34 @@ import urllib.request
 import pytest
 from sage_lab.records import REPOSITORY
 
-NOTEBOOK = "notebooks/00_start_here.ipynb"
+NOTEBOOK, TRUSTED = "notebooks/00_start_here.ipynb", "trusted.ipynb"
 CELLS = json.loads((REPOSITORY / NOTEBOOK).read_text())["cells"]
 TEXTS = ["".join(cell["source"]) for cell in CELLS]
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are drawn, too
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
-RUN_ALL = """async path => {
+OPEN = """async path => {
     await jupyterapp.restored;
     const panel = await jupyterapp.commands.execute("docmanager:open", {path});
     await panel.context.ready;
     await panel.sessionContext.ready;
-    await jupyterapp.commands.execute("notebook:run-all-cells");
 }"""
-# The picture that shares an output with a slider, once it is there; and once it is a different one than before.
-PICTURE = "slider => slider.closest('.jp-OutputArea-output').querySelector('img')?.src"
-REDRAWN = f"([slider, before]) => {{ const now = ({PICTURE})(slider); return now && now !== before; }}"
 ERRORS = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
 
 
 @pytest.fixture(scope="module")
 def lab(page_at, tmp_path_factory):
-    """The address of a JupyterLab in a folder that has a copy of the notebook without outputs."""
+    """The address of a JupyterLab with a copy of the notebook, and with its sliders in one that is trusted."""
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(REPOSITORY / "book" / "static", folder / "book" / "static")  # pictures that notebooks show
     notebook = json.loads((REPOSITORY / NOTEBOOK).read_text())
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            cell.update(outputs=[], execution_count=None)
+            cell["execution_count"] = None
+    sliders = [cell for cell in notebook["cells"] if "slider" in "".join(cell["source"])]
     files = {f"settings/@jupyterlab/{name}.jupyterlab-settings": x for name, x in SETTINGS.items()}
-    for name, content in (files | {NOTEBOOK: notebook}).items():
+    for name, content in (files | {NOTEBOOK: notebook, TRUSTED: notebook | {"cells": sliders}}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))
     with socket.socket() as free:
@@ -53,6 +50,8 @@ def lab(page_at, tmp_path_factory):
     own = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
     own["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
     own["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "lab", "course"))
+    trust = [sys.executable, "-m", "jupyter", "trust", str(folder / TRUSTED)]  # as `make lab` does
+    subprocess.run(trust, env=os.environ | own, check=True, capture_output=True)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--port-retries=0"]
     command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"]
     with (folder / "log.txt").open("w") as log:
@@ -77,25 +76,39 @@ def wait_for(address, server):
     raise RuntimeError(f"JupyterLab: expected an answer at {address}, got none; exit status {server.poll()}")
 
 
-def test_a_notebook_runs_its_sliders_redraw_and_what_a_reader_types_is_checked(lab, page_at):
-    page, complaints = page_at(lab)
-    page.goto(f"{lab}lab?reset")
-    page.wait_for_function("window.jupyterapp")
-    page.evaluate(RUN_ALL, NOTEBOOK)
-    panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
-    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
-    last = max(i for i, cell in enumerate(code, 1) if not cell["metadata"].get("jupyter"))  # a folded one has no prompt
-    panel.locator(".jp-InputPrompt", has_text=f"[{last}]:").wait_for()
-    sliders = panel.locator(".widget-slider .noUi-handle")
-    count = sum("Slider(" in text for text in TEXTS)
+def expect_sliders(panel, count):
+    """Expect `count` sliders, and a different picture when an arrow key moves one."""
+    sliders = panel.get_by_role("slider")
     sliders.nth(count - 1).wait_for()
     assert sliders.count() == count >= 1
     for slider in sliders.all():
-        handle = slider.element_handle()
-        before = page.wait_for_function(PICTURE, arg=handle).json_value()
-        slider.focus()
+        picture = slider.locator("xpath=ancestor::figure").locator("div").last
+        before = picture.screenshot()
         slider.press("ArrowRight")
-        page.wait_for_function(REDRAWN, arg=[handle, before])
+        assert picture.screenshot() != before
+
+
+def test_sliders_move_before_and_after_a_notebook_runs_and_what_a_reader_types_is_checked(lab, page_at):
+    page, complaints = page_at(lab)
+    page.goto(f"{lab}lab?reset")
+    page.wait_for_function("window.jupyterapp")
+    panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+    count = sum("\nslider(" in text for text in TEXTS)
+    page.evaluate(OPEN, TRUSTED)
+    expect_sliders(panel, count)
+    page.evaluate(OPEN, NOTEBOOK)
+    windows = panel.locator(".jp-OutputArea-output figure > div").filter(has=page.locator("img"))
+    windows.nth(count - 1).wait_for()
+    assert panel.get_by_role("slider").count() == 0  # no script runs in a notebook that isn't trusted
+    for window in windows.all():
+        before = window.screenshot()
+        window.evaluate("window => { window.scrollLeft += window.clientWidth; }")
+        assert window.screenshot() != before
+    page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
+    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
+    last = max(i for i, cell in enumerate(code, 1) if not cell["metadata"].get("jupyter"))  # a folded one has no prompt
+    panel.locator(".jp-InputPrompt", has_text=f"[{last}]:").wait_for()
+    expect_sliders(panel, count)
     assert panel.locator(ERRORS).all_inner_texts() == []
     place = next(i for i, text in enumerate(TEXTS) if "= fill_in(" in text)
     (solution,) = re.findall(r"```python\n(.*?)```", TEXTS[place + 1], re.DOTALL)

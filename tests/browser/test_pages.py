@@ -1,7 +1,9 @@
-"""The book as a reader's browser shows it: every page opened, every internal link followed, nothing from elsewhere."""
+"""The book as a reader's browser shows it: pages opened, links followed, sliders moved, nothing from elsewhere."""
 
 import functools
 import http.server
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,12 +18,19 @@ LOOK = """async () => {
     const all = query => [...document.querySelectorAll(query)];
     await Promise.allSettled(all("img").map(image => image.decode()));
     const complaints = all("img").filter(image => !image.naturalWidth).map(image => "broken image " + image.src);
+    const mute = all("img").filter(image => !image.alt || image.alt.endsWith(".png")); // Sphinx puts the file's name
+    complaints.push(...mute.map(image => "no alternative text: " + image.src));
     const failed = "mjx-merror, mjx-mtext[style*='color: red']"; // the second: a command that MathJax doesn't know
     complaints.push(...all(failed).map(error => "mathematics: " + error.textContent));
     const bare = all(".math").filter(math => !math.querySelector("mjx-container"));
     complaints.push(...bare.map(math => "mathematics that was not set: " + math.textContent));
     return [complaints, all("[id]").map(element => element.id), all("a[href]").map(link => link.href)];
 }"""
+
+# By how much the page and its text are wider than the window and their column.
+TOO_WIDE = """() => [document.documentElement, document.querySelector(".content")].filter(Boolean)
+    .map(element => element.scrollWidth - element.clientWidth)"""
+WIDTHS = 360, 700, 1100  # pixels: a phone; a tablet; a window in which the book's menu still has its place
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -63,6 +72,10 @@ def test_every_page_opens_whole_and_every_internal_link_arrives(book, page_at):
             page.wait_for_url("**/book/index.html")
         found, ids[name], links[name] = page.evaluate(LOOK)
         complaints += [f"{name}: {complaint}" for complaint in found]
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 720})
+            too_wide = page.evaluate(TOO_WIDE)
+            complaints += [f"{name}: {width} pixels hold all but {too_wide}"] if any(too_wide) else []
     for name, targets in links.items():
         for target in targets:
             if target.startswith(address):
@@ -70,6 +83,48 @@ def test_every_page_opens_whole_and_every_internal_link_arrives(book, page_at):
                 arrived = (folder / file).is_file() and (not fragment or unquote(fragment) in ids.get(file, ()))
                 complaints += [] if arrived else [f"{name}: nothing at {target}"]
     assert not complaints, "\n".join(complaints)
+
+
+def test_every_slider_is_named_and_moves_its_picture_by_keyboard_and_by_mouse(book, page_at, record_property):
+    _, address = book
+    page, complaints = page_at(address)
+    moved = 0
+    for path in sorted(REPOSITORY.glob("notebooks/*.ipynb")):
+        texts = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+        calls = re.findall(r"^(?:\w+\.)?slider\((.*)\)$", "\n".join(texts), re.MULTILINE)
+        names = [name.replace("_", " ") for call in calls for name in re.findall(r"(\w+)=", call)]
+        if not names:
+            continue
+        page.goto(f"{address}notebooks/{path.stem}.html")
+        assert page.get_by_role("slider").count() == len(names)
+        for name in names:
+            slider = page.get_by_role("slider", name=name, exact=True)
+            figure = page.locator("figure").filter(has=slider)
+            picture, image = figure.locator("div").last, figure.locator("img")
+            shown = [(picture.screenshot(), image.get_attribute("alt"))]
+            slider.press("ArrowRight" if slider.input_value() != slider.get_attribute("max") else "ArrowLeft")
+            shown.append((picture.screenshot(), image.get_attribute("alt")))
+            for end in ("min", "max"):
+                drag(page, slider, end)
+                assert slider.input_value() == slider.get_attribute(end)
+                assert figure.locator("label", has=slider).locator("+ output").inner_text() == slider.input_value()
+                shown.append((picture.screenshot(), image.get_attribute("alt")))
+            assert all(before != after for (before, _), (after, _) in zip(shown, shown[1:], strict=False)), path.stem
+            assert len({words for _, words in shown}) >= 2
+            moved += 1
+    assert moved >= 7
+    record_property("sliders moved", moved)
+    assert not complaints, "\n".join(complaints)
+
+
+def drag(page, slider, end):
+    """Drag a slider from the middle of its line, past one end."""
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, y := box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + (box["width"] + 9 if end == "max" else -9), y, steps=4)
+    page.mouse.up()
 
 
 def test_search_finds_a_word_and_dark_mode_stays_on_every_page(book, page_at):

@@ -135,14 +135,14 @@ def test_a_way_holds_what_its_notebooks_need_or_says_what_to_do_without():
                 assert all(name in prose.lower() for name in missing), f"{title}: {line} needs {sorted(missing)}"
 
 
-def test_a_notebooks_page_has_badges_in_place_of_colabs_cell_and_says_where_a_slider_stands(course_pages):
+def test_a_notebooks_page_has_badges_in_place_of_colabs_cell(course_pages):
     path = Path("notebooks/00_start_here.ipynb")
     content = [text := (REPOSITORY / path).read_text()]
-    course_pages.with_head_and_notes(None, "notebooks/00_start_here", content)
+    course_pages.with_head_and_descriptions(None, "notebooks/00_start_here", content)
     before, after = json.loads(text)["cells"], json.loads(content[0])["cells"]
     assert after[0]["source"] == "".join(before[0]["source"][:-2]).rstrip()
     assert before[1]["id"] == INSTALL
     assert after[1]["source"].count(colab_address(path)) == after[1]["source"].count(file_address(path)) == 1
     assert [cell["source"] for cell in after[2:]] == [cell["source"] for cell in before[2:]]
-    assert content[0].count("Here the notebook has a slider") == text.count(course_pages.WIDGET) > 0
-    assert course_pages.WIDGET not in content[0]
+    alts = [cell["metadata"].get("mystnb", {}).get("image", {}).get("alt") for cell in after]
+    assert any("sigma = 3" in alt for alt in alts if alt)

@@ -1,5 +1,6 @@
 """Figures: letters can be read, what is drawn is what was computed, and no picture changes unnoticed."""
 
+import base64
 import io
 import itertools
 import json
@@ -240,6 +241,33 @@ def test_nobody_in_the_ring_begins_before_the_barriers_phase_has_ended():
     waits = "\n".join(words(FILMS["ring"], i) for i in range(8))
     assert "loading warp waits" in waits
     assert "ends phase 1 of ready" in waits
+
+
+def test_a_slider_holds_a_picture_for_each_value_and_shows_the_first_where_styles_are_cut_out():
+    def draw(turn=2, far=0):
+        figure, (axes,) = figures.panels(1, title=f"turn {turn}, far {far}")
+        axes.set(xlim=(0, turn), xlabel=r"$\sigma$ | x", ylabel="y")
+        return figure
+
+    made = figures.slider(draw, turn=range(1, 4), far=range(0, 3, 2))
+    text = made._repr_html_()
+    assert text == figures.slider(draw, turn=range(1, 4), far=range(0, 3, 2))._repr_html_()  # nothing is random
+    first, strip = (Image.open(io.BytesIO(base64.b64decode(x))) for x in re.findall(r"base64,([^\"')]*)", text))
+    assert strip.size == (6 * first.width, first.height)
+    third = strip.convert("RGB").crop((2 * first.width, 0, 3 * first.width, first.height))
+    assert np.abs(np.asarray(third, float) - np.asarray(first.convert("RGB"), float)).mean() < 1
+    assert made.alts[2:4] == ["turn 2, far 0. y over sigma / x", "turn 2, far 2. y over sigma / x"]
+    assert plt.get_fignums() == []
+    with pytest.raises(ValueError, match="draw: expected a default of turn among range"):
+        figures.slider(draw, turn=range(3, 9))
+    with pytest.raises(ValueError, match="expected one size"):
+        figures.slider(lambda n=1: figures.panels(n)[0], n=range(1, 3))
+
+
+def test_a_description_has_a_diagrams_words_and_ends_somewhere():
+    assert "HBM" in figures.describe(figures.memory_hierarchy())
+    figure, (axes,) = figures.panels(1, title="word " * 200)
+    assert len(figures.describe(figure)) <= 504
 
 
 def on_axes(draw, *arguments, **options):

@@ -37,6 +37,7 @@ def test_right_kernels_pass_however_they_are_built(build):
     results = list(trials.run(attention(BUILDS[build]), trials.Capstone("attention", milestones), seed=1))
     assert [result.verdict.hint for result in results] == [""] * 2
     assert max(result.verdict.error for result in results) < 0.75 * trials.BAR
+    assert str(results[0]).startswith("4 tiles that raise the maximum: right, a row is off by ")
 
 
 @pytest.mark.gpu
@@ -52,6 +53,7 @@ def test_what_fails_is_a_verdict_and_no_error():
     result = next(trials.run(attention, trials.ATTENTION))
     assert (result.points, result.verdict.kind) == (0, "raised")
     assert result.verdict.found.startswith("line ")
+    assert str(result).startswith("0 one head: attention raised an error. (line ")
     result = next(trials.run(lambda q, k, v: 0 * q, trials.ATTENTION))
     assert (result.points, result.verdict.kind) == (0, "not launched")
 

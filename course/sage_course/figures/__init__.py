@@ -1,6 +1,9 @@
 """Figures of the notebooks and the README. A function that makes a Figure returns it; others draw on given axes."""
 
 # ruff: noqa: F401, I001 (for notebooks to import; several names a line)
+from IPython import get_ipython
+
+from sage_course.figures.alternative_text import describe, keep_descriptions
 from sage_course.figures.errors import draw_block_sizes, draw_probabilities, error_heatmap, error_map, sigma_figure
 from sage_course.figures.films import IDEAS, Film
 from sage_course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, prediction_figure
@@ -18,6 +21,7 @@ from sage_course.figures.sla2_flow import sla2_flow
 from sage_course.figures.sla2_kernels import (
     DENSE_PEERS, SLA2_LEVEL_NAMES, dense_time, sla2_ladder_figure, sla2_paired_figure, sla2_parts, sla2_time,
 )  # fmt: skip
+from sage_course.figures.slider import slider
 from sage_course.figures.sparse import (
     draw_block_mass, list_lengths_figure, outline_blocks, quantization_aware_figure, soft_mask_figure,
 )  # fmt: skip
@@ -32,3 +36,6 @@ from sage_course.figures.tile_loop import (
 from sage_course.figures.time_line import ring_film, two_warps_and_a_barrier
 from sage_course.figures.video import Films, arms_figure, film_strips_figure, films_of, selected_figure
 from sage_course.results.hopper_model import busy, compare_levels, level_clocks, unit_clocks
+
+if get_ipython():
+    keep_descriptions()

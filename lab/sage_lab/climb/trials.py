@@ -1,7 +1,7 @@
 """Trials of a forward kernel that was written from a blank page: inputs by milestone, the oracle, verdicts with hints.
 
     for result in run(attention, ATTENTION):
-        print(result.milestone, result.points, result.verdict)
+        print(result)
 
 `observe` calls the reader's function, and `judge` compares what it returned with attention in float64. The bar is one
 that INT8 passes. If it is missed, the results of likely mistakes are computed in float64, too (`signs`), and the
@@ -65,6 +65,11 @@ class Result(NamedTuple):
     milestone: str
     points: int
     verdict: Verdict
+
+    def __str__(self) -> str:
+        kind, hint, found, error = self.verdict
+        shown = f"{hint} ({found})" if kind else f"right, a row is off by {error:.1%} of its size at most"
+        return f"{self.points} {self.milestone}: {shown}"
 
 
 def run(function: Callable, capstone: Capstone, seed: int = 0, device: str = "cpu") -> Iterator[Result]:
