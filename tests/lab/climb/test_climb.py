@@ -115,9 +115,9 @@ def test_levels_and_readers_kernels_go_through_one_door():
     )
     row = counted(TWO_PASSES, 86, (64, True))
     assert place(row).startswith("6 of 6, after level")
-    assert row["exp2"] == pytest.approx(4, rel=0.05)  # two passes, and no tile that the mask hides is left out
+    assert 4 < row["exp2"] < 4.5  # two passes, no tile that the mask hides is left out, and some for each row
     assert row["tensor cores"] == pytest.approx(2 * 3 * 64 / 2048 * 32, rel=0.01)
-    assert counted(ONE_PASS, 90, (64, True))["config"].startswith("the first of 2 configurations, BLOCK_K: 64")
+    assert row["config"].startswith("the first of 2 configurations, BLOCK: 64")
 
 
 def test_launches_that_need_values_can_not_be_counted(tmp_path):

@@ -1,10 +1,13 @@
-"""Attention in 16 bit as a first attempt: one pass for the maxima and sums, one for O, and a mask in every tile."""
+"""Attention in 16 bit as a first attempt: one pass for the maxima and sums, one for O, and a mask in every tile.
+
+An autotuner chooses the tile size.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 64
+CONFIGURATIONS = [triton.Config({"BLOCK": size}, num_warps=4) for size in (64, 32)]
 
 
 @triton.jit
@@ -24,10 +27,11 @@ def scores(q_i, k_j, query, key, n_q, n_k, scale, IS_CAUSAL: tl.constexpr):
     return tl.where(seen, s, -float("inf"))
 
 
+@triton.autotune(CONFIGURATIONS, key=["n_k"])
 @triton.jit
 def two_passes(
     q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, o_strides, heads, n_q, n_k, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     q_i = load(q_ptr, q_strides, head, heads, query, n_q, D)
@@ -58,7 +62,7 @@ def attention(q, k, v, is_causal=False):
     o, (batch, heads, n_q, head_dim) = torch.empty_like(q), q.shape
     strides = (x.stride() for x in (q, k, v, o))
     sizes = heads, n_q, k.shape[2], head_dim**-0.5
-    two_passes[triton.cdiv(n_q, BLOCK), batch * heads](
-        q, k, v, o, *strides, *sizes, D=head_dim, BLOCK=BLOCK, IS_CAUSAL=is_causal, num_warps=4
+    two_passes[lambda options: (triton.cdiv(n_q, options["BLOCK"]), batch * heads)](
+        q, k, v, o, *strides, *sizes, D=head_dim, IS_CAUSAL=is_causal
     )
     return o
