@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 from sage_course.check import source
 
-COLORS = {"-": "#fbe3d6", "+": "#dcebf7", " ": "transparent"}  # removed, added: signs say it, too
+# Of lines that were removed or added, on white and on black; signs say it, too.
+COLORS = {"-": "rgba(213, 94, 0, 0.25)", "+": "rgba(0, 114, 178, 0.25)", " ": "transparent"}
 
 
 class Difference:

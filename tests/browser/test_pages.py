@@ -117,6 +117,24 @@ def test_every_slider_is_named_and_moves_its_picture_by_keyboard_and_by_mouse(bo
     assert not complaints, "\n".join(complaints)
 
 
+def test_every_film_rests_where_motion_is_reduced_and_is_closed_by_keyboard(book, page_at, record_property):
+    _, address = book
+    page, complaints = page_at(address)
+    paths = [path for path in sorted(REPOSITORY.glob("notebooks/*.ipynb")) if '"film: ' in path.read_text()]
+    for path in paths:
+        page.goto(f"{address}notebooks/{path.stem}.html")
+        film = page.locator("details.film")
+        for motion, kind in (("no-preference", "gif"), ("reduce", "png")):
+            page.emulate_media(reduced_motion=motion)
+            film.locator("img").evaluate("image => image.decode()")
+            assert film.locator("img").evaluate("image => image.currentSrc").startswith(f"data:image/{kind};")
+        film.locator("summary").press("Enter")
+        assert not film.locator("img").is_visible()
+    assert len(paths) == 7
+    record_property("films", len(paths))
+    assert not complaints, "\n".join(complaints)
+
+
 def drag(page, slider, end):
     """Drag a slider from the middle of its line, past one end."""
     slider.scroll_into_view_if_needed()

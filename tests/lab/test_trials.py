@@ -93,6 +93,26 @@ def test_addresses_outside_of_tensors_are_named(first, last, layout, outside):
         assert y[last:].isnan().all()  # what nobody wrote
 
 
+@triton.jit
+def block_pointer_kernel(x_ptr, y_ptr, count, N: tl.constexpr, CHECKED: tl.constexpr):
+    x = tl.make_block_ptr(x_ptr, (count,), (1,), (0,), (N,), (0,))
+    y = tl.make_block_ptr(y_ptr, (count,), (1,), (0,), (N,), (0,))
+    tl.store(y, tl.load(x, boundary_check=(0,), padding_option="zero"), boundary_check=(0,) if CHECKED else ())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="addresses are watched in Triton's interpreter")
+@pytest.mark.parametrize(("checked", "outside"), [(True, ""), (False, "writes 1 elements past the last of y_ptr")])
+def test_block_pointers_are_watched_too(checked, outside):
+    def copy(x):
+        y = torch.empty(6)
+        block_pointer_kernel[(1,)](x, y, 6, N=8, CHECKED=checked)
+        return y
+
+    observed = observe(copy, {"x": torch.arange(6.0)}, {})
+    assert observed["outside"] == (f"program (0, 0, 0) {outside}" if outside else "")
+    assert outside or torch.equal(observed["result"], torch.arange(6.0))
+
+
 @pytest.mark.parametrize("layout", ["", "transposed", "columns", "sliced", "expanded"])
 def test_layouts_hold_the_same_numbers_and_elements_lie_where_the_strides_say(layout):
     x = torch.randn(2, 3, 4, 5)

@@ -45,7 +45,7 @@ class Memory:
         first, last = self.places(np.array([addresses.min(), addresses.max()]))
         if first == last >= 0 and addresses.max() + size <= self.ends[last]:
             return  # all in one tensor, whatever the mask: the usual case, and quick
-        addresses = addresses[mask.data.astype(bool)]
+        addresses = addresses[np.asarray(mask.data).astype(bool)]  # a block pointer's mask is an array, not a handle
         places = self.places(addresses)
         if outside := ((places < 0) | (addresses + size > self.ends[places])).sum():
             raise IndexError(f"tl.{what}: expected places in the program's tensors, got {outside} outside all of them")

@@ -142,7 +142,8 @@ class Watch:
     def access(self, verb: str, operands: Callable) -> Callable:
         def checked(original, builder, *arguments):
             pointers, mask = operands(*arguments)
-            addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64)
+            touched = np.asarray(mask.data).astype(bool)  # a block pointer's mask is an array, not a handle
+            addresses = np.broadcast_to(pointers.data, touched.shape)[touched].astype(np.int64)
             for number, elements in enumerate(self.elements):
                 addresses = addresses[~elements.hold(addresses)]
                 if not addresses.size:
