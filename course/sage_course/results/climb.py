@@ -53,7 +53,7 @@ def climb_levels() -> str:
     described = (
         "Instructions of a thread per score on sm_90, D=128, no mask; below, clocks of a multiprocessor per score by "
         f"the cost model; N={MAIN_N}, 16 heads, float16. Level 0 stands for FlashAttention-2. Counted with Triton "
-        f"{record.provenance['triton']}, commit {record.provenance['commit'][:7]}."
+        f"{record.provenance['triton']}."
     )
     return f"{markdown_table(header, kinds)}\n\n{clocks}\n\n{described}"
 
