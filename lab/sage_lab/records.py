@@ -49,11 +49,9 @@ class Record(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Devices, date and commits in one line, for a figure."""
+        """Devices and date in one line, for a figure. The record itself has the commits."""
         devices = listed(self.provenance["gpu"] or self.provenance["cpu"])
-        commits = [commit[:7] for commit in listed(self.provenance["commit"])]
-        measured = f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
-        return f"{measured}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+        return f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
 
 
 TIMED = {"alone": "timed alone", "paired": "timed in turn"}

@@ -86,7 +86,7 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
 
 def test_a_caption_names_all_devices():
     record = Record({"gpu": ["H100", "H200"], "date": "2026-01-02T03:04:05", "commit": "0123456789"}, [])
-    assert record.caption == "measured on H100 and H200, 2026-01-02, commit 0123456"
+    assert record.caption == "measured on H100 and H200, 2026-01-02"
 
 
 def test_the_commit_is_marked_when_sources_differ_from_it(tmp_path, monkeypatch):
