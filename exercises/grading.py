@@ -201,6 +201,8 @@ class Judge:
             if "raised" in found:
                 hint, said = f"{call.function} raised an error", f"{call.function} {found.get('said', found['raised'])}"
                 return self.failed(test, hint, "" if fixed else said, fixed)
+            if not observed_by_the_rules(found):
+                return self.failed(test, f"{call.function} returned something that can't be read", "", fixed)
             verdict = call.judge(found)
             if verdict.kind:
                 feedback = f"{verdict.hint} ({verdict.found})" if verdict.found and not fixed else ""
@@ -253,6 +255,14 @@ class Judge:
     def failed(self, test, hint, feedback, fixed):
         feedback = " ".join((feedback or hint).split())[:FEEDBACK_LIMIT] + (" (on hidden inputs)" if fixed else "")
         return TestResult(test.name, test.points, "failed", feedback, hint)
+
+
+def observed_by_the_rules(found: dict[str, Any]) -> bool:
+    """Return whether an answer has the form of what `sage_lab.climb.observe` returns: a submission may forge it."""
+    kinds = {"outside": str, "launched": bool, "undefined": bool, "changed": tuple, "dots": tuple}
+    listed = ("changed", "dots")
+    formed = "result" in found and all(type(found.get(name)) is kind for name, kind in kinds.items())
+    return formed and all(type(word) is str for name in listed for word in found[name])
 
 
 def grade(exercise: Exercise, source: bytes | None, seeds: Sequence[Any], sandboxes: Sandboxes) -> ExerciseResult:

@@ -2,17 +2,16 @@
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_course import check
+from sage_course import check, mutants
 from sage_course.check import Gap, plain
 
 ERRORS = {  # part of an error: hint
@@ -44,7 +43,8 @@ TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what hol
     (lambda x, y: x.dtype == torch.int8 != y.dtype, "An int8 ends at 127 and then wraps around. Convert it first."),
     (lambda x, y: x.is_floating_point() > y.is_floating_point(), "These are floats: round, then convert to integers."),
     (lambda x, y: x.is_floating_point() < y.is_floating_point(), "These are integers where floats belong."),
-    (lambda x, y: x.shape != y.shape or torch.bool in (x.dtype, y.dtype), ""),
+    (lambda x, y: x.shape != y.shape, "The shape is wrong. Which axes does the result have, in which order?"),
+    (lambda x, y: torch.bool in (x.dtype, y.dtype), ""),
     (lambda x, y: (x.isnan() & ~y.isnan()).any(), "NaN comes from 0 / 0 or inf - inf. Which divisor may be 0?"),
     (lambda x, y: (x.isinf() & ~y.isinf()).any(), "Infinity comes from a division by 0 or a large exponent."),
     (lambda x, y: near(x, -y.double()), "The sign is wrong."),
@@ -52,25 +52,17 @@ TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what hol
 )
 
 
-EDITS = (  # mistakes that are made everywhere: text of a solution, what stands in its place, hint
-    (" + ", " - ", "A minus stands where a plus belongs."),
-    (" - ", " + ", "A plus stands where a minus belongs."),
-    (" * ", " / ", "Something is a divisor that should be a factor."),
-    (" / ", " * ", "Something is a factor that should be a divisor."),
-    (" += ", " = ", "Something is replaced in every round of a loop. Add to it."),
-    (".sum(", ".mean(", "A mean stands where a sum belongs."),
-    (".mean(", ".sum(", "A sum stands where a mean belongs."),
-    (".abs()", "", "Numbers may be negative. Is an absolute value missing?"),
-    (".mT", "", "A transpose is missing: `.mT`."),
-    ("-1", "-2", "An axis is the wrong one of two."),
-    ("[:, None]", "[None]", "A row stands where a column belongs: `[:, None]`."),
-    ("exp(", "exp2(", "The base is 2 where it should be e."),
-    ("127", "128", "The largest integer is 127."),
-)
+# Beginnings of hints that are no guesses
+SURE = ("The results are in", "Rows and col", "The sign", "Round first", "NaN comes from 0 / 0. Which", "This name")
 
 
 def same(x: Any, y: Any) -> bool:
     return check.first_difference(x, y) is None
+
+
+def surely_same(x: Any, y: Any) -> bool:
+    """Whether two results agree; two failures only in the same line, as one error has many reasons."""
+    return same(x, y) and (not isinstance(x, check.Raised) or x.line == y.line)
 
 
 def near(x: Tensor, y: Tensor) -> bool:
@@ -161,17 +153,17 @@ def unfinished(gap: Gap, function: Callable) -> str:
     return f"{text}\n{about(gap, wrong)}" if wrong else text
 
 
-def about(gap: Gap, wrong: dict[str, Callable]) -> str:
-    """Name the wrong lines, and give the hint for the first."""
-    return "\n".join([f"Not right yet: {line}" for line in wrong] + [hint(gap, next(iter(wrong.values())), False)])
+def about(gap: Gap, wrong: dict[str, Callable], failed: str = "") -> str:
+    """Name the wrong lines, unless it is the one known to have failed, and give the hint for the first."""
+    named = [] if list(wrong) == [failed] else [f"Not right yet: {line}" for line in wrong]
+    return "\n".join([*named, hint(gap, next(iter(wrong.values())), False)])
 
 
-def usual_mistakes(gap: Gap) -> Iterator[check.Mistake]:
-    """Yield the `EDITS` of a solution at all their places; none for Triton, which would have to compile each."""
-    text = "" if hasattr(gap.solution, "fn") else check.source(gap.solution)
-    for old, new, why in EDITS:
-        for place in re.finditer(re.escape(old), text):
-            yield check.Mistake(text, text[: place.start()] + new + text[place.end() :], why)
+def possible(gap: Gap, function: Callable) -> list[check.Mistake]:
+    """Return the mistakes that change no line which the reader has as it should be."""
+    text = check.source(gap.solution)
+    own, right = (mutants.first_lines(check.source(x)) for x in (function, gap.solution))
+    return [x for x in gap.mistakes if not (right - mutants.first_lines(check.edited(text, [x]))) & own]
 
 
 @cache
@@ -184,13 +176,14 @@ def hint(gap: Gap, function: Callable, by_line: bool = True) -> str:
     """Return the hint of the mistake that gives what a function gives, else one about its lines or its results."""
     trials = gap.inputs()
     found, expected = ([check.tried(gap, x, trial) for trial in trials] for x in (function, gap.solution))
-    mistakes = chain(gap.mistakes, usual_mistakes(gap))
-    mistake = check.explained(found, expected, mistakes, partial(results_of, gap), same)
-    if mistake:
+    mistake = check.explained(found, expected, possible(gap, function), partial(results_of, gap), same)
+    if mistake and all(surely_same(x, y) for x, y in zip(found, results_of(gap, mistake), strict=True)):
         return f"Hint: {mistake.hint}"
     pair = next(pair for pair in zip(found, expected, strict=True) if not same(*pair))
-    if by_line and not isinstance(pair[0], check.Raised) and (wrong := lines(gap, function)[1]):
-        return about(gap, wrong)
-    in_place = "It changes an input in place, as `x += y` does. `x = x + y` makes a new tensor."
-    text = in_place if overwrites(gap, function) else reason(*pair)
+    if by_line and (wrong := lines(gap, function)[1]):
+        return about(gap, wrong, getattr(pair[0], "line", ""))
+    if overwrites(gap, function):
+        return "Hint: It changes an input in place, as `x += y` does. `x = x + y` makes a new tensor."
+    fact = reason(*pair) if isinstance(pair[0], check.Raised) or not mistake else mistake.hint
+    text = mutants.explanation(gap, function, found, expected, same, fact if fact.startswith(SURE) else "") or fact
     return text and f"Hint: {text}"

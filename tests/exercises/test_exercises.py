@@ -256,6 +256,26 @@ def f(x): raise ValueError(f"HELPER {helper(x)} F {inspect.getsource(sys.modules
     assert chain(graded.small).correct("helper") is None
 
 
+def test_a_forged_answer_to_a_trial_earns_nothing_and_breaks_nothing():
+    exercise = Exercise("23_capstone_sparse")
+    judge, test = grading.Judge(exercise), exercise.tests[0]
+    q = exercise.calls(test, 0)[0].arguments[0]["q"]
+    fair = {"result": q, "outside": "", "launched": True, "undefined": False, "changed": (), "dots": ()}
+    for forged in (
+        {},
+        {"result": 1},
+        {"outside": 5},
+        {"changed": 7},
+        {"changed": (q,)},
+        {"dots": (1,)},
+        {"dots": None},
+    ):
+        for result in (q, q[:, :, :1], None, (q, "x"), torch.full_like(q, torch.nan), q.bool()):
+            answer = fair | {"result": result} | forged if forged else forged
+            student = type("Forger", (), {"call": lambda self, call, answer=answer: answer})()
+            assert judge.judge(test, [0], student).status == "failed"
+
+
 def test_a_wrong_l_and_an_unguarded_0_over_0_cost_a_point_each(sandboxes):
     exercise = Exercise("11_triton_int8_forward")
     visited = "cdiv(tl.minimum(n_k, (i + 1) * BLOCK_Q) if IS_CAUSAL else n_k, BLOCK_KV)"  # no tile is all masked

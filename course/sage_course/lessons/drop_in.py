@@ -148,7 +148,6 @@ GAPS = {
                 (('output[i : i + 1, :, :n] = sagebwd_attention(q, k, v, backend="reference")',
                   'parts.append(sagebwd_attention(q, k, v, backend="reference"))'),
                  ("return output", "return torch.cat(parts)"))),
-        Mistake("k, v, backend", "k, v, is_causal=True, backend", "Nothing here is causal: leave is_causal out."),
         Mistake("x[i : i + 1, :, :n] for", "x[:, :, :n] for", "Take one sequence at a time, number i."),
         Mistake("x[i : i + 1, :, :n] for", "x[i : i + 1, :n] for", "Axis 1 counts heads. Tokens are axis 2.",
                 (("output[i : i + 1, :, :n]", "output[i : i + 1, :n]"),)),

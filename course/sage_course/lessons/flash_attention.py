@@ -138,7 +138,6 @@ STORE = "mask=(query[:, None] < n) & (key[None, :] < n)"
 FULL = "tl.minimum(n // BLOCK_KV, (first_query + 1) // BLOCK_KV)"
 END = "tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))"
 ROUND_DOWN = "A tile of which the first query sees only a part needs a mask: round down."
-COUNTED = "Tiles of keys are counted: divide by BLOCK_KV."
 ROUND_UP = "The last tile of keys may be incomplete: round up."
 BEYOND = (
     Mistake("mask=key[:, None] < n, other", "mask=key[:, None] <= n, other", "Key n doesn't exist: they count from 0."),
@@ -173,25 +172,15 @@ GAPS = {
                 "Keys that don't exist are zeros and have score 0: hide them with -inf."),
         Mistake('s_ij, -float("inf"))', '-float("inf"), s_ij)',
                 "tl.where(condition, x, y) takes x where the condition holds: where the key exists."),
-        Mistake("key[None, :] < n, s_ij", "key[:, None] < n, s_ij", "In s_ij keys are the columns: key[None, :] < n."),
-        Mistake("tl.math.exp2(s_ij - m", "tl.math.exp(s_ij - m", "scale already contains log2(e): use exp2."),
         Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale already contains log2(e): use exp2."),
-        Mistake("s_ij - m_new[:, None]", "s_ij - m_new",
-                "m_new has one number per query, a row of s_ij: m_new[:, None]."),
         Mistake("s_ij - m_new[:, None]", "s_ij - m[:, None]", BOTH_MAXIMA),
-        Mistake("s_ij - m_new[:, None]", "s_ij", "l and O belong to the new maximum: subtract m_new[:, None]."),
         Mistake("exp2(m - m_new)", "exp2(m_new - m)", BOTH_MAXIMA),
-        Mistake("o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."),
-        Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij, 0)", "Sum over the keys: axis 1."),
-        Mistake("tl.sum(p_ij, 1)", "tl.sum(p_ij)", "Each query has its own sum: axis 1."),
         Mistake("tl.sum(p_ij, 1)", "p_ij", "l is one number per query: sum p_ij over the keys."),
         Mistake("o_i * rescale[:, None]", "o_i / l[:, None]",
                 "O is divided by l once, after the loop. In the loop it shrinks by rescale, as l does."),
         Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
                 "p_ij already belongs to the new maximum: only the old l shrinks."),
-        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l + tl.sum(p_ij, 1)", "Multiply the old l by rescale."),
         Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
-        Mistake("l = l * rescale + tl.sum(p_ij, 1)", "l = l * rescale + tl.max(p_ij, 1)", "l is a sum, not a maximum."),
     ), run_flash),
     "key_tile_range": Gap(key_tile_range, lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)], (
         Mistake(FULL, "tl.cdiv(first_query + 1, BLOCK_KV)", ROUND_DOWN),
@@ -206,8 +195,6 @@ GAPS = {
                 "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
         Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + BLOCK_Q + 1, BLOCK_KV)",
                 "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
-        Mistake("(first_query + 1) // BLOCK_KV", "(first_query + 1) // BLOCK_Q", COUNTED),
-        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + BLOCK_Q, BLOCK_Q)", COUNTED),
         Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query, BLOCK_KV)",
                 "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
         Mistake(END, "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "There are only cdiv(n, BLOCK_KV) tiles of keys."),

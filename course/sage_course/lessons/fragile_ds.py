@@ -31,7 +31,8 @@ def round_up_or_down(x, scale, noise):
 
 def _rows_of_dp() -> list[tuple]:
     dp = torch.tensor([[1.0, 2.0, 3.0, -9.0], [0.5, -0.5, 1.5, 2.5]])
-    return [(dp, torch.tensor([[2.0], [1.0]])), (dp.repeat(1, 4), torch.tensor([[1.5], [0.5]]))]
+    delta = torch.tensor([[2.0], [1.0]])
+    return [(dp, delta), (dp.repeat(1, 4), delta - 0.5), (-dp, -delta)]
 
 
 def _tiles_of_ds() -> list[tuple]:
@@ -54,7 +55,6 @@ GAPS = {
                 "The rows of P add up to one, so its RMS is at most 1 / sqrt(N)."),
         Mistake(".abs()", "", "The bound needs the largest size: negative differences count, too."),
         Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
-        Mistake(" / math.sqrt(dp.shape[-1])", "", "1 / sqrt(N), the bound on the RMS of P, is missing."),
         Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
         Mistake("dp.shape[-1]", "dp.numel()", "N is the number of keys: the length of a row."),
         Mistake("(dp - delta).abs().max()", "(dp - delta).square().mean().sqrt()",
@@ -63,12 +63,10 @@ GAPS = {
                 "One bound for the whole tensor: the largest of all rows, as a float."),
         Mistake("(dp - delta).abs().max()", "(dp.abs().max() - delta.abs().max())",
                 "First the difference entry by entry, then its largest size."),
-        Mistake(".max()", ".mean()", "A bound on all entries needs the largest."),
     )),
     "dq_dk_by_row": Gap(dq_dk_by_row, _tiles_of_ds, (
         Mistake("s_key.mT", "s_key",
                 "s_key is a row, [1, keys], but dK has its keys in a column: transpose the scale, too."),
-        Mistake("ds_by_key.mT", "ds_by_key", "dK has a row per key: dS transposed."),
         Mistake("psi(ds_ij, (None, 1))", "psi(ds_ij)", "That is one scale for the tile. dK may have one per key."),
         Mistake("psi(ds_ij, (1, None))", "psi(ds_ij)", "That is one scale for the tile. dQ may have one per query."),
         Mistake("psi(ds_ij, (1, None))", "psi(ds_ij, (None, 1))",
@@ -78,16 +76,11 @@ GAPS = {
                 "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
         Mistake("integer_matmul(ds_by_key.mT, q_hat) * s_key.mT", "integer_matmul(ds_by_query.mT, q_hat) * s_query",
                 "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
-        Mistake(" * s_key.mT", "", "In dK, the integers of dS need their scale, too: one per key."),
         Mistake(" * s_query", "", "In dQ, the integers of dS need their scale, too: one per query."),
-        Mistake(" * s_query * s_k", " * s_query", "K^ stands for s_K K^: dQ needs s_K."),
-        Mistake(" * s_key.mT * s_q", " * s_key.mT", "Q^ stands for s_Q Q^: dK needs s_Q."),
-        Mistake("dq_part = integer", "dq_part = c * integer", "The last line multiplies by c."),
     ), watched),
     "round_up_or_down": Gap(round_up_or_down, _numbers_to_round, (
         Mistake("torch.floor", "torch.round", "On average that is half an integer step too high, as the noise is."),
         Mistake("torch.floor", "torch.ceil", "On average that is a whole integer step too high."),
-        Mistake(" / scale", "", "Integers count steps of the grid: divide by the scale."),
         Mistake(" + noise", "", "That always rounds down. The noise decides."),
         Mistake("+ noise", "- noise", "On average that is a whole integer step too low."),
         Mistake("torch.floor(x / scale + noise)", "torch.ceil(x / scale - noise)",
@@ -99,9 +92,5 @@ GAPS = {
                 "After the division one step is 1, and the noise is a part of one step: add it as it is."),
         Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale) + noise",
                 "The result must be a whole number: add the noise before you round down."),
-        Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise) * scale",
-                "Return the integers: do not multiply by the scale again."),
-        Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise).to(torch.int8)",
-                "Return whole numbers as floats: no cast."),
     )),
 }  # fmt: skip

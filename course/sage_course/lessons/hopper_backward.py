@@ -30,12 +30,9 @@ EXCHANGES = """    for away in (1, 2):
 
 GAPS = {
     "held": Gap(held, lambda: [(1, 2, 128), (2, 2, 64), (1, 0, 128)], (
-        Mistake("gradients * d", "d", "Each gradient has its own registers: multiply by their number."),
         Mistake("scores * 128", "scores * d", "A tile of scores is [64, 128], whatever D is."),
         Mistake(" / 128", " * 4 / 128",
                 "This is four times too many. A register holds a whole float32."),
-        Mistake(" / 128", " / 64",
-                "This is twice too many: 64 rows are spread over 128 threads."),
         Mistake("gradients * d + scores", "gradients * d * scores", "The numbers of all matrices are added."),
         Mistake("64 * (gradients", "(gradients", "Each of them has 64 rows."),
         Mistake(" / 128", "", "The numbers are spread over the 128 threads of a warpgroup."),
@@ -73,8 +70,6 @@ GAPS = {
         Mistake("2 ** torch.floor", "torch.floor", "That is the exponent: 2 to the power of it."),
         Mistake("floor(30", "floor(29", "This is half as many as fit: sums of up to 2^30."),
         Mistake("torch.log2(bound)", "torch.log(bound)", "The power is one of two: log2."),
-        Mistake("2 * d * ", "2 * ", "dP is a sum over D features: the bound needs d."),
-        Mistake("largest_do * ", "largest_do.max() * ", "Each block of queries has a unit of its own: no .max()."),
         Mistake("2 ** torch", "1 / 2 ** torch", "That is one unit. How many units are one?"),
         Mistake("30 - torch.log2(bound)", "torch.log2(bound) - 30", "A larger bound means fewer integers for one."),
     )),
@@ -86,7 +81,6 @@ GAPS = {
                 "That is a place, 0 to 7. It is four banks wide. Which of the four is it?"),
         Mistake("4 * ((column // 4) ^ (row % 8))", "4 * (column // 4) ^ (row % 8)",
                 "Python computes + and * before ^: put the XOR of group and row in brackets, then multiply by 4."),
-        Mistake("column // 4", "column / 4", "Groups are counted in whole numbers: //."),
         Mistake("column // 4", "column % 8", "The numbers stand in groups of four: the group is column // 4."),
         Mistake("row % 8", "row", "From row 8 on the swizzle begins again: there are 8 places."),
         Mistake(" ^ (row % 8)", " + row % 8", "Use XOR, bit by bit. A sum leaves the 8 places."),

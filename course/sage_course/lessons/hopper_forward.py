@@ -150,14 +150,12 @@ def _trials():
 
 READY = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
 EMPTY = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
-LAST_BIT = "Phases are 0 and 1 only: take the last bit of the round, & 1."
 
 GAPS = {
     "acquire": Gap(acquire, _trials, (
         Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
         Mistake("(n // places) & 1", "0",
                 "In the second round of the ring that phase ended long ago: you read the tile before."),
-        Mistake("(n // places) & 1", "n // places", LAST_BIT),
         Mistake("ring.ready", "ring.empty", "The copy reports to `ready`. The loading warp waits for `empty`."),
         Mistake("(n // places) & 1", "1", "In the first round nobody ends phase 1: the phase comes from the round."),
         Mistake("ring.ready.index(n % places), (n // places) & 1", "ring.ready.index(n // places), (n % places) & 1",
@@ -168,7 +166,6 @@ GAPS = {
         Mistake("(n // places) & 1", "((n // places) & 1) ^ 1",
                 "That is the phase before. It ended before this tile came. Only the loading warp waits for it."),
         Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
-        Mistake("return ring.tiles.index(n % places)", "return ring.tiles.index(n)", "There are only `places` places."),
     ), run_as("acquire")),
     "fetch": Gap(fetch, _trials, (
         Mistake(" ^ 1", "", "In the first round every place is empty. Nobody reports it: wait for the phase before."),
@@ -178,8 +175,6 @@ GAPS = {
         Mistake("((n // places) & 1) ^ 1", "(n & 1) ^ 1", "The phase counts rounds of the ring, not tiles."),
         Mistake("((n // places) & 1) ^ 1", "1",
                 "That is right for the first round. In each later one the place must be released again."),
-        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n)", "There are only `places` places."),
-        Mistake("((n // places) & 1) ^ 1", "(n // places) ^ 1", LAST_BIT),
         Mistake(EMPTY, READY,
                 "That is the readers' wait. Is the tile's place free? `empty` says so, in the phase before."),
         Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n // places)",
@@ -205,6 +200,5 @@ GAPS = {
                 "m is one number per query: take the row's maximum first, gl.max(s_ij, 1)."),
         Mistake("m = gl.maximum(m, gl.max(s_ij, 1))", "m += gl.max(s_ij, 1)", "The largest is wanted, not the sum."),
         Mistake("gl.maximum(m,", "gl.minimum(m,", "The largest is wanted: gl.maximum."),
-        Mistake("gl.max(s_ij, 1)", "gl.max(s_ij, 0)", "Each query has its own maximum: over keys, axis 1."),
     ), run_as("score_maxima")),
 }  # fmt: skip

@@ -243,9 +243,7 @@ TWICE = "A product and a sum round twice: tl.fma rounds once."
 
 GAPS = {
     "level1": Gap(level1, _attention, (
-        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q"), "The integers of K are K / s_K: multiply by s_K."),
         Mistake(SCORES, SCORES.replace("s_q * s_k", "s_k + 0 * s_q"), "s_Q is missing. It also contains c log2(e)."),
-        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_q * s_k * 1.4426950408889634"), "c log2(e) is in s_Q already."),
         Mistake("tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)", "tl.load(k.scale)",
                 "That is the scale of the first keys. Each SCALE_BLOCK tokens have their own."),
         Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j",
@@ -283,7 +281,6 @@ GAPS = {
         Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry becomes too small."),
         Mistake("(s_p * s_v)", "(s_p + 0 * s_v)", "V^ stands for s_V V^."),
         Mistake("(s_p * s_v)", "(s_v + 0 * s_p)", "P^ stands for s_P P^."),
-        Mistake("o_i * rescale[:, None]", "o_i * rescale", "rescale has one number per query, a row of O: [:, None]."),
         Mistake("o_i * rescale[:, None] + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * s_v)[:, None]",
                 "(o_i + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * s_v)[:, None]) * rescale[:, None]",
                 "The new part already belongs to the new maximum: only the old O shrinks."),
@@ -332,14 +329,8 @@ GAPS = {
         Mistake(*(lines.splitlines()[2].strip() for lines in (FOLDED, ROUNDED_TWICE)), TWICE),
         Mistake("m_ij - LOG2_INT8_MAX + room", "m - LOG2_INT8_MAX + room",
                 "m is the largest score of the tiles before. t needs this tile's: m_ij."),
-        Mistake("t) + LOG2_INT8_MAX", "t) - LOG2_INT8_MAX", "t = s ROUNDER + m_ij - log2(127): add log2(127)."),
         Mistake(P, P.replace("-t", "-m_ij"), "s_ij still contains ROUNDER, and p_ij has a factor of 127: subtract t."),
-        Mistake(P, P.replace("s_ij", "s_ij - ROUNDER"), "ROUNDER is in t already: it leaves with t."),
         Mistake(P, P.replace("[:, None]", ""), "s_qk and t have one number per query, a row of p_ij: [:, None]."),
-        Mistake(P, f"127.0 * {P}", "The factor 127 is in t already."),
-        Mistake(P, P.replace("exp2", "exp"), "The scores are in base 2: exp2."),
-        Mistake(P, P.replace("-t[:, None]", "-t"), "t has one number per query, a row of p_ij: t[:, None]."),
-        Mistake("-s_qk, ROUNDER, t) + LOG2_INT8_MAX", "-s_qk, ROUNDER, t)", "t = s ROUNDER + m_ij - log2(127)."),
     ), run_softmax),
     "group_columns": Gap(group_columns, _columns, (
         Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),

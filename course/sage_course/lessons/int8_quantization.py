@@ -58,11 +58,6 @@ ZEROS = "Where all is zero, s is 0 and 0/0 is NaN: divide by something else wher
 
 GAPS = {
     "psi": Gap(psi, _matrices, (
-        Mistake("x.abs().max()", "x.max()", "The largest magnitude may belong to a negative number."),
-        Mistake("torch.round(x / torch.where(s > 0, s, 1.0))", "(x / torch.where(s > 0, s, 1.0))",
-                "Round first: a cast cuts the digits off."),
-        Mistake(" / 127", " / 128", "The largest magnitude becomes 127, so divide it by 127."),
-        Mistake("x / torch.where", "x * torch.where", "The integers are X divided by the scale."),
         Mistake("s = x.abs().max() / 127", "s = 127 / x.abs().max()", "The scale is one integer step: max|X| / 127."),
         Mistake("torch.where(s > 0, s, 1.0)", "s", ZEROS),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-8)", TINY),
@@ -78,7 +73,6 @@ GAPS = {
                 "For X = 0 the scale must stay 0: change the divisor alone."),
         Mistake("x.abs().max() / 127", "(x.max() - x.min()) / 255",
                 "Here 0 stays 0, and the integers go from -127 to 127: s = max|X| / 127."),
-        Mistake("return s,", "return s.item(),", "The scale stays a tensor of one number, without `.item()`."),
         Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
     ), watched),
     "psi_of_blocks": Gap(psi_of_blocks, _blocks, (
@@ -91,14 +85,10 @@ GAPS = {
         Mistake("amax((1, 2))", "amax(2)", "That is a scale per token: take the maximum over the tokens, too.",
                 (("[:, None, None]", "[:, :, None]"),)),
         Mistake(".flatten(0, 1)", "", "The integers must have the shape of X: [tokens, channels]."),
-        Mistake("tiles / divisor", "x / divisor", "x has no dimension of blocks: divide `tiles`."),
-        Mistake("return s,", "return s[:, None, None],", "The scales have the shape [blocks]."),
         Mistake("torch.where(s > 0, s, 1.0)", "s", ZEROS),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-8)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-12)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "s.clamp(min=1e-8)", TINY),
-        Mistake("tiles.abs().amax", "tiles.amax", "The largest magnitude may belong to a negative number."),
-        Mistake("torch.round(tiles / divisor)", "(tiles / divisor)", "Round first: a cast cuts the digits off."),
         Mistake("x.unflatten(0, (-1, block))", "x.unflatten(0, (block, -1))",
                 "That makes `block` blocks. There are tokens / block of them, with `block` tokens each."),
     ), watched),
@@ -107,8 +97,6 @@ GAPS = {
                  (_integers(4, 2, 5), draw(5, 2).abs(), _integers(6, 3, 5), draw(7, 3).abs())], (
         Mistake(" * s_a[:, None] * s_b[None, :]", " * s_a[None, :] * s_b[:, None]",
                 "The scales are swapped: s_a belongs to the rows of the result, and s_b to its columns."),
-        Mistake(" * s_b[None, :]", "", "The scale of B is missing."),
-        Mistake(" * s_a[:, None]", "", "The scale of A is missing."),
         Mistake("s_a[:, None]", "s_a", "s_a has to be a column, [M, 1]: as it is, it lies along the columns."),
         Mistake("integer_matmul(a_hat, b_hat.mT)", "(a_hat @ b_hat.mT)", "Sums in int8 wrap around."),
         Mistake("integer_matmul(a_hat, b_hat.mT)", "(a_hat.float() @ b_hat.float().mT)",
@@ -123,7 +111,6 @@ GAPS = {
         Mistake("s_a[:, None] * s_b[None, :]", "s_a.mean() * s_b.mean()", "Each row has a scale of its own."),
     ), watched),
     "exact_matmul": Gap(exact_matmul, lambda: [(_integers(8, 2, 2500), _integers(9, 2500, 3)), *_long_rows()], (
-        Mistake("total +=", "total =", "Add the pieces up: this keeps the last one only."),
         Mistake("for start in range(0, a.shape[1], 1024):\n        piece = slice(start, start + 1024)",
                 "for piece in (slice(0, None),):",
                 "float32 holds every integer up to 2^24 only: multiply 1024 terms at once."),

@@ -37,11 +37,7 @@ def _tensors() -> list[tuple]:
 
 GAPS = {
     "to_int8": Gap(to_int8, _tensors, (
-        Mistake("x.abs().amax", "x.amax", "The largest magnitude may belong to a negative number."),
-        Mistake("torch.round(x / divisor)", "(x / divisor)", "Round first: a cast cuts the digits off."),
         Mistake(" / 127", "", "The scale is one integer step: the largest magnitude divided by 127."),
-        Mistake(" / 127", " / 128", "The largest magnitude becomes 127, so divide it by 127."),
-        Mistake("x / divisor", "x * divisor", "The integers are x divided by the scale."),
         Mistake("x / divisor", "x / scale", "Where all is zero, the scale is 0, and 0/0 is NaN: divide by `divisor`."),
         Mistake("x / divisor", "x / (scale + 1e-8)",
                 "That changes small numbers: a gradient may be smaller than 1e-8. Divide by `divisor`."),
@@ -50,7 +46,6 @@ GAPS = {
         Mistake("x / divisor", "x / scale.clamp(min=1e-3)",
                 "A scale may be smaller than that, and then integers are lost. Divide by `divisor`."),
         Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
-        Mistake(".to(torch.int8)", ".to(torch.int32)", "They fit into 8 bits: `.to(torch.int8)`."),
         Mistake(".to(torch.int8)", ".to(torch.int8) * scale",
                 "That is X again, rounded: return the integers alone, without their scale."),
         Mistake("x.abs().amax(dim, keepdim=True) / 127", "127 / x.abs().amax(dim, keepdim=True)",
@@ -67,9 +62,7 @@ GAPS = {
     ), watched),
     "int8_scores": Gap(int8_scores,
         lambda: [(draw(3, 5, 16), 4 * draw(4, 7, 16)), (draw(5, 1, 2, 6, 4), draw(6, 1, 2, 6, 4))], (
-        Mistake(" / q.shape[-1] ** 0.5", "", "The scores are Q K^T divided by sqrt(D)."),
         Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales must come back in."),
-        Mistake(" * s_k", "", "The scale of K is missing."),
         Mistake(" * s_q * s_k", " / (s_q * s_k)", "Multiply by the scales: numbers are integers times their scale."),
         Mistake("to_int8(k, (-2, -1))", "to_int8(k, -1)",
                 "That is a scale for each key. All of K has one: `(-2, -1)`, as for Q."),
@@ -77,17 +70,12 @@ GAPS = {
         Mistake("q.shape[-1] ** 0.5", "q.shape[-2] ** 0.5", "D is the number of channels, the last dimension."),
         Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat.float() @ k_hat.float().mT)",
                 "You multiplied floats. `integer_product` multiplies the integers `q_hat` and `k_hat`."),
-        Mistake("k_hat.mT", "k_hat", "The scores need the transpose of K: `k_hat.mT`."),
         Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat @ k_hat.mT)",
                 "The sums of 8-bit products overflow in 8 bits: use `integer_product`."),
-        Mistake("q.shape[-1] ** 0.5", "q.shape[-1]", "Divide by the square root of D."),
     ), watched),
     "without_mean_key": Gap(without_mean_key, lambda: [(3 + draw(7, 2, 1, 5, 4),)], (
         Mistake("dim=-2", "dim=-1", "The mean runs over tokens: it is a key, [.., 1, D]."),
-        Mistake(".mean(dim=-2, keepdim=True)", ".mean()", "Every channel has its own mean."),
-        Mistake("dim=-2", "dim=(-2, -1)", "Every channel has its own mean: over tokens only."),
         Mistake("dim=-2", "dim=1", "The second dimension is the head. Tokens are the last but one."),
-        Mistake("k - k.mean", "k + k.mean", "Subtract the mean key: you added it."),
         Mistake("k - k.mean", "k.mean", "That is the mean key. Subtract it from every key."),
         Mistake(", keepdim=True", "", "Keep the dimension of the tokens, so that every head gets its own mean."),
         Mistake("dim=-2", "dim=(0, 1, 2)", "Every batch entry and head has its own mean key: over tokens only."),

@@ -85,7 +85,7 @@ def _judged() -> list[tuple]:
 
 
 GAPS = {
-    "cube_order": Gap(cube_order, lambda: [((4, 4, 6), (2, 2, 3))], (
+    "cube_order": Gap(cube_order, lambda: [((4, 4, 6), (2, 2, 3)), ((6, 12, 15), (2, 4, 3))], (
         Mistake(".permute(0, 2, 4, 1, 3, 5)", "",
                 "That is raster order. Put the axes that name the cube (0, 2, 4) before those inside it (1, 3, 5)."),
         Mistake("(0, 2, 4, 1, 3, 5)", "(1, 3, 5, 0, 2, 4)",
@@ -123,21 +123,16 @@ GAPS = {
                 "The path is a straight line from video to noise: its weights are 1 - t and t."),
         Mistake("t = t.view(-1, 1, 1, 1, 1)", "t = t",
                 "t has one number per video. Give it four more axes, so that it broadcasts."),
-        Mistake("(1 - t) * video + t * noise", "video + t * noise",
-                "The video fades as the noise grows: multiply it by 1 - t."),
     )),
     "euler": Gap(euler, _paths, (
         Mistake("(following - t)", "(t - following)",
                 "t falls on the way to the video, so the change of t is negative."),
-        Mistake("velocity_at(x, t)", "velocity_at(x, following)",
-                "Take the velocity at the present level t, not at the next one."),
         Mistake("x + (following - t) * velocity_at(x, t)", "x - velocity_at(x, t)",
                 "That goes all the way at once. Go only as far as t changes."),
         Mistake("x + (following - t) *", "(following - t) *", "Add the change to the present x."),
         Mistake("velocity_at(x, t)", "velocity_at(x, (t + following) / 2)",
                 "That t belongs to a different x. Euler's rule takes the velocity at t."),
         Mistake("x + (following - t) *", "following *", "Add to the present x, and multiply by following - t."),
-        Mistake("(following - t) *", "following *", "Multiply by the change of t, which is following - t."),
         Mistake("(following - t) *", "-t *", "That goes to t = 0 at once. Go only to the next level."),
         Mistake("(following - t) *", "", "Multiply the velocity by the change of t, which is negative and short."),
         Mistake("(following - t) *", "-1 / (len(levels) - 1) *",
@@ -145,7 +140,6 @@ GAPS = {
         Mistake("(following - t) *", "-1 / len(levels) *", "The change of t is following - t."),
     )),
     "trains": Gap(trains, lambda: [(NAMES, 1), (NAMES, 2)], (
-        Mistake("is_router or is_alpha", "is_router and is_alpha", "No parameter is both. Use `or`."),
         Mistake("return not is_router", "return False", "Stage 2 trains the model and alpha."),
         Mistake("return is_router or is_alpha", "return True", "Stage 1 leaves the model as it is."),
         Mistake("return is_router or is_alpha", "return is_router", "Stage 1 fits alpha as well."),
@@ -176,12 +170,9 @@ GAPS = {
         Mistake("[0.025, 0.975]", "[0.0, 0.95]", "Take the middle 95%: cut off as much below as above."),
         Mistake("others - losses", "(others - losses).mean()",
                 "Keep one difference for each video. The mean comes later."),
-        Mistake("saved[drawn].mean(1)", "saved[drawn]", "Each draw has one mean: take it over axis 1."),
-        Mistake("saved[drawn].mean(1)", "saved[drawn].mean()", "Each draw has one mean: take it over axis 1 only."),
         Mistake("saved.mean()", "means.median()", "Return the mean of the videos themselves, not the middle draw."),
         Mistake("saved.mean()", "means.mean()",
                 "Return the mean of the videos themselves. The draws are for the interval only."),
-        Mistake("others - losses", "(others - losses).abs()", "The sign says which model is better. Keep it."),
         Mistake("others - losses", "others / losses - 1", "Return differences, not ratios."),
     ), as_floats),
 }  # fmt: skip
