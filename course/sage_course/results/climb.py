@@ -43,7 +43,7 @@ def climb_levels() -> str:
         (row["name"], *(f"{row[name]:.2f}" for name in columns), *(f"{row[name]:.0%}" for name in shares))
         for row in rows
     ]
-    header = ("kernel", *columns, "tensor cores' share of the clocks", "preparation's")
+    header = ("kernel", *columns, "tensor share", "preparation")
     lines = []
     for problem in PROBLEMS:
         for level in sorted(by_level(record, "clocks", problem)):
@@ -51,8 +51,9 @@ def climb_levels() -> str:
             lines.append((f"level{level}", f"D={problem.head_dim}, {mask(problem)}", *cells))
     clocks = markdown_table(("kernel", "problem", *(f"sm_{target}" for target in TARGETS)), lines)
     described = (
-        "Instructions of a thread per score on sm_90, D=128, no mask; below, clocks of a multiprocessor per score by "
-        f"the cost model; N={MAIN_N}, 16 heads, float16. Level 0 stands for FlashAttention-2. Counted with Triton "
+        "Above: instructions of a thread per score on sm_90, D=128, no mask, and the shares of the clocks in which the "
+        "tensor cores work and preparation runs. Below: clocks of a multiprocessor per score by the "
+        f"cost model; N={MAIN_N}, 16 heads, float16. Level 0 stands for FlashAttention-2. Counted with Triton "
         f"{record.provenance['triton']}."
     )
     return f"{markdown_table(header, kinds)}\n\n{clocks}\n\n{described}"
