@@ -1,12 +1,14 @@
 """Calls of another library's attention: their arguments, and what happens where SageBwd can't compute them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sage_ref.backend import warn_once
+from sage_ref.attention import softmax_scale
+from sage_ref.backend import sagebwd_kernels, warn_once, why_not_triton
 from sage_ref.checks import cast_for_autocast, check_choice, check_scale, checked_attention
 from sage_ref.integrations.parts import Parts, by_parts, can_be_read, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
@@ -94,8 +96,21 @@ def by_sagebwd(call: Call, options: Options, parts: Parts | None = None) -> Tens
     if parts is None and call.attn_mask is None:
         output = attention(*tensors, is_causal=call.is_causal)
     else:
-        output = by_parts(attention, *cast_for_autocast(*tensors), parts or call.parts())
+        tensors = cast_for_autocast(*tensors)
+        output = by_parts(attention, *tensors, parts or call.parts(), padded_attention(tensors[0], call.scale, options))
     return in_order_of(call.query, output)
+
+
+def padded_attention(query: Tensor, scale: float | None, options: Options) -> Callable[..., Tensor] | None:
+    """Return attention of (query, key, value, is_causal, lengths) for `by_parts`, or None where no kernels run."""
+    if options.backend == "reference" or torch.compiler.is_compiling():
+        return None
+    if why_not_triton(sagebwd_kernels, query, options.smooth_q) is not None:
+        return None
+    kernels, _ = sagebwd_kernels(query, options.smooth_q)
+    choice = {name: getattr(options, name) for name in ("smooth_k", "granularity", "unbiased")}
+    c = softmax_scale(scale, query.shape[3])
+    return partial(kernels.sagebwd_attention, scale=c, prologue=None, **choice)
 
 
 def in_order_of(query: Tensor, output: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A part is a range of queries and the range of keys that they see, all of them or causally. Padding leaves one part of a
 sequence, packed documents are a part each, and new tokens behind cached ones are a part with more keys than queries.
-Parts of the same lengths are computed together, in one call of attention.
+Parts of the same lengths are computed together, in one call of attention. Where kernels run, so are packed documents of
+several lengths: as rows of tokens with padding at their ends, which the kernels pass over.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 HIDDEN = torch.finfo(torch.float16).min  # a mask that is added hides a key by this number or a lower one
 LAUNCHED_HEADS = 65535  # that one launch of a kernel takes, in all sequences of a batch
+# Documents of up to so many tokens share a call if that saves several. A longer one keeps a GPU busy alone.
+LONGEST, SHORTEST_ROW, FEWEST_LENGTHS = 2048, 32, 4
 KEPT = 8  # answers for the layers of a model, which share them
 Range = tuple[int, int]  # start and stop
 
@@ -170,67 +173,121 @@ def visible(parts: Parts, n_q: int, n_k: int) -> Tensor:
 
 
 class Group(NamedTuple):
-    """Parts of the same lengths, which one call of attention computes: how many, and their lengths."""
+    """Parts that one call of attention computes: how many, and their lengths.
+
+    lengths: the parts' own, queries and keys alike, where they differ; at most `queries`. Empty: they don't.
+    """
 
     count: int
     queries: int
     keys: int
     is_causal: bool
+    lengths: tuple[int, ...]
 
 
 class Order(NamedTuple):
-    """Groups of parts, and the ranges of tokens, counted through the batch, that they have in this order."""
+    """Groups of parts, and the ranges of tokens, counted through the batch, that they have in this order.
+
+    The padding of a group's rows is a range of negative numbers up to 0.
+    """
 
     groups: tuple[Group, ...]
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
 
 
-def by_parts(attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, parts: Parts) -> Tensor:
+def by_parts(
+    attention: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Parts,
+    padded: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Compute O [B, H, Nq, D] by attention(query, key, value, is_causal) of each part; a query without one gets zeros.
 
     query [B, H, Nq, D]; key, value [B, Hkv, Nk, D]. Parts of the same lengths are one call. If one call computes all
     tokens, nothing is copied; otherwise one operation brings each tensor into the order of the groups, however many
     parts there are. In `attention` query i sees the keys 0..i, so a causal part with more keys than queries gets
     queries of zeros in front. What is computed for them is thrown away.
+
+    padded: attention with a keyword `lengths`, int32 [B], how many tokens of each row there are: for documents of
+    several lengths.
     """
     (batch, heads, n_q, _), n_k = query.shape, key.shape[2]
     in_order = _order.__wrapped__ if torch.compiler.is_compiling() else _order
-    groups, q_ranges, k_ranges = in_order(parts, n_q, n_k, max(1, LAUNCHED_HEADS // heads))
+    groups, q_ranges, k_ranges = in_order(parts, n_q, n_k, max(1, LAUNCHED_HEADS // heads), padded is not None)
     q = _taken(query, q_ranges, [(group.count, group.queries) for group in groups])
     k, v = (_taken(x, k_ranges, [(group.count, group.keys) for group in groups]) for x in (key, value))
     outputs = []
     for group, *qkv in zip(groups, q, k, v, strict=True):
+        if group.lengths:
+            lengths = _lengths(group.lengths, query.device)
+            outputs.append(padded(*qkv, is_causal=group.is_causal, lengths=lengths).transpose(1, 2).flatten(0, 1))
+            continue
         ahead = group.keys - group.queries if group.is_causal else 0
         qkv[0] = F.pad(qkv[0], (0, 0, ahead, 0)) if ahead else qkv[0]
         outputs.append(attention(*qkv, is_causal=group.is_causal)[:, :, ahead:].transpose(1, 2).flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat([query.new_empty(0, heads, query.shape[3]), *outputs])
     if q_ranges != ((0, batch * n_q),):
         index = _places(q_ranges, batch * n_q, query.device).index
-        output = output.new_zeros(batch * n_q, *output.shape[1:]).index_copy_(0, index, output)
+        behind = int(any(group.lengths for group in groups))  # one more place, for padding
+        output = output.new_zeros(batch * n_q + behind, *output.shape[1:]).index_copy_(0, index, output)
+        output = output[:-1] if behind else output
     return output.unflatten(0, (batch, n_q)).transpose(1, 2)
 
 
 @lru_cache(maxsize=KEPT)
-def _order(parts: Parts, n_q: int, n_k: int, most: int) -> Order:
-    """Group parts of the same lengths, at most `most` in a group."""
+def _order(parts: Parts, n_q: int, n_k: int, most: int, with_padding: bool) -> Order:
+    """Group parts of the same lengths, at most `most` in a group; with_padding: and documents of several lengths."""
     alike: dict[tuple[int, int, bool], list[tuple[Range, Range]]] = {}
     for i, of_one in enumerate(parts):
         for queries, keys, is_causal in of_one:
             ranges = tuple((i * n + start, i * n + stop) for n, (start, stop) in ((n_q, queries), (n_k, keys)))
             alike.setdefault((queries[1] - queries[0], keys[1] - keys[0], is_causal), []).append(ranges)
-    groups = [
-        Group(min(most, len(ranges) - first), *lengths)
-        for lengths, ranges in alike.items()
-        for first in range(0, len(ranges), most)
-    ]
-    return Order(tuple(groups), *(_joined([pair[i] for pairs in alike.values() for pair in pairs]) for i in (0, 1)))
+    if with_padding:
+        alike = _with_several_lengths(alike)
+    groups, places = [], ([], [])
+    for (*sizes, is_causal), ranges in alike.items():
+        for first in range(0, len(ranges), most):
+            taken = ranges[first : first + most]
+            lengths = tuple(stop - start for (start, stop), _ in taken)
+            groups.append(Group(len(taken), *sizes, is_causal, lengths if min(lengths) < sizes[0] else ()))
+        for place, size, of_one in zip(places, sizes, zip(*ranges, strict=True), strict=True):
+            place += [part for start, stop in of_one for part in ((start, stop), (stop - start - size, 0))]
+    return Order(tuple(groups), *map(_joined, places))
+
+
+def _with_several_lengths(alike: dict) -> dict:
+    """Return parts by their lengths, or for documents of several lengths by their longest."""
+    keys = sorted(of_keys for ranges in alike.values() for _, of_keys in ranges)
+    if any(stop > start for (_, stop), (start, _) in pairwise(keys)):  # the gradient of padding would count
+        return alike
+    classes: dict[tuple[int, bool], list[tuple[int, int, bool]]] = {}
+    for kind in alike:
+        row = max(SHORTEST_ROW, 1 << (kind[0] - 1).bit_length())
+        if kind[0] == kind[1] <= LONGEST:
+            classes.setdefault((row, kind[2]), []).append(kind)
+    for kinds in classes.values():
+        if len(kinds) >= FEWEST_LENGTHS:
+            alike = {**alike, max(kinds): [pair for kind in kinds for pair in alike[kind]]}
+            for kind in set(kinds) - {max(kinds)}:
+                del alike[kind]
+    return alike
+
+
+@lru_cache(maxsize=4 * KEPT)
+def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(lengths, dtype=torch.int32).to(device)
 
 
 def _joined(ranges: list[Range]) -> tuple[Range, ...]:
-    """Join ranges that follow each other."""
+    """Join ranges that follow each other, without empty ones."""
     found: list[Range] = []
     for start, stop in ranges:
+        if start == stop:
+            continue
         if found and found[-1][1] == start:
             start = found.pop()[0]
         found.append((start, stop))
@@ -238,7 +295,10 @@ def _joined(ranges: list[Range]) -> tuple[Range, ...]:
 
 
 class Places(NamedTuple):
-    """Where the tokens of ranges are among all tokens; where all are among those, or behind them if in no range."""
+    """Where the tokens of ranges are among all tokens; where all are among those, or behind them if in no range.
+
+    Padding is behind all tokens.
+    """
 
     index: Tensor
     inverse: Tensor | None  # None where ranges overlap
@@ -252,8 +312,10 @@ def _places(ranges: tuple[Range, ...], tokens: int, device: torch.device) -> Pla
         lengths = stops - starts
         order = torch.arange(int(lengths.sum()))
         index = order + (starts + lengths - lengths.cumsum(0)).repeat_interleave(lengths)
-        inverse = torch.full((tokens,), len(order)).index_copy_(0, index, order)
-        overlap = not torch.equal(inverse[index], order)
+        is_token = index >= 0
+        inverse = torch.full((tokens,), len(order)).index_copy_(0, index[is_token], order[is_token])
+        overlap = not torch.equal(inverse[index[is_token]], order[is_token])
+        index = torch.where(is_token, index, tokens)
         return Places(index.to(device), None if overlap else inverse.to(device))
 
 

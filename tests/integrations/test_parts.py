@@ -1,5 +1,6 @@
 """Masks that leave parts of each sequence: padding, packed documents, new tokens behind cached ones, prefixes."""
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -210,6 +211,37 @@ def test_packed_documents_have_the_bits_of_each_alone_forward_and_backward(
         alone = [x[:, :, document].detach().requires_grad_() for x in tensors]
         same = with_gradients(lambda *x: attention(*x, is_causal=True), alone, weights[:, :, document])
         assert all(torch.equal(x[:, :, document], y) for x, y in zip(found, same, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # where a GPU just computes NaN
+def test_documents_of_several_lengths_are_one_call_of_the_kernels_and_have_the_bits_of_each_alone(monkeypatch):
+    """On the portable level, also where others run. Tokens in no document get zeros."""
+    ops = pytest.importorskip("sage_kernels.sagebwd.ops")
+    from sage_kernels.common.launcher import start_with_triton
+
+    monkeypatch.setattr(sys.modules["sage_kernels.hopper"], "obstacle", lambda *_: "not here")
+    monkeypatch.setattr(ops, "recorded", lambda key, inputs, function: function(start_with_triton))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = [x[:2] for x in random_tensors(32, device=device, dtype=torch.float16)]
+    edges, calls, kernels = (PACKED, (0, 50, 58)), [], ops.sagebwd_attention
+    monkeypatch.setattr(ops, "sagebwd_attention", lambda *x, **o: calls.append(o.get("lengths")) or kernels(*x, **o))
+    documents = tuple(parts.parts_between(one, one, True) for one in edges)
+    options, weights = parts_calls.Options(backend="triton"), torch.randn_like(tensors[0])
+    call = parts_calls.Call(*tensors, enable_gqa=True)
+    found = with_gradients(
+        lambda *qkv: parts_calls.by_sagebwd(call._replace(query=qkv[0], key=qkv[1], value=qkv[2]), options, documents),
+        tensors, weights,
+    )  # fmt: skip
+    assert [x if x is None else x.tolist() for x in calls] == [[30, 30, 30, 30, 7, 13, 10, 8], None]
+    for i, of_one in enumerate(documents):
+        for span, _, _ in of_one:
+            alone = [x[i : i + 1, :, slice(*span)].detach().requires_grad_() for x in tensors]
+            same = with_gradients(
+                lambda *x: sagebwd_attention(*x, is_causal=True, enable_gqa=True, backend="triton"),
+                alone, weights[i : i + 1, :, slice(*span)],
+            )  # fmt: skip
+            assert all(torch.equal(x[i : i + 1, :, slice(*span)], y) for x, y in zip(found, same, strict=True))
+    assert not any(x[1, :, 58:].any() for x in found)
 
 
 class Operations(TorchDispatchMode):

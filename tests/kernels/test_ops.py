@@ -28,6 +28,8 @@ from kernel_cases import (
     prologue_for,
 )
 from sage_course.teaching import bytes_kept_for_backward
+from sage_kernels import hopper
+from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length, quantize_program
 from sage_kernels.sagebwd import ops as sagebwd_ops
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
@@ -264,6 +266,45 @@ LADDERS = [
 def test_results_are_the_ladders(operation, options, dtype):
     case = operation.tiny._replace(dtype=dtype, **options)
     assert all_equal(with_gradients(operation, case), operation.of_the_ladder(case))
+
+
+OF_LENGTHS = [  # kv_heads, causal, granularity, smooth_k, unbiased
+    (2, True, "row", True, False), (1, False, "row", True, True), (1, True, "block", False, False),
+    (2, False, "block", True, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [48, 128] if ON_GPU else [48])
+@pytest.mark.parametrize(("kv_heads", "is_causal", "granularity", "smooth_k", "unbiased"), OF_LENGTHS)
+def test_sequences_of_several_lengths_have_the_bits_of_each_alone(
+    kv_heads, is_causal, granularity, smooth_k, unbiased, head_dim, monkeypatch
+):
+    """Nothing of their padding, which is NaN, nor of what is not written, is read; both passes, on the same level."""
+    monkeypatch.setattr(hopper, "obstacle", lambda *_: "alone on the portable level, too")
+    monkeypatch.setattr(sagebwd_ops, "recorded", lambda key, inputs, function: function(start_with_triton))
+    lengths = (1, 300, 64, 384, 129, 37) if ON_GPU else (5, 130, 37)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    tensors = [
+        torch.randn(len(lengths), heads, max(lengths), head_dim, device=DEVICE, generator=generator).to(DTYPES[-1])
+        for heads in (2, kv_heads, kv_heads, 2)
+    ]
+    for x, n in product(tensors, enumerate(lengths)):
+        x[n[0], :, n[1] :] = math.nan
+    options = {"is_causal": is_causal, "granularity": granularity, "smooth_k": smooth_k, "unbiased": unbiased}
+
+    def both_passes(*tensors, **lengths):
+        *qkv, grad_output = tensors
+        qkv = [x.detach().requires_grad_() for x in qkv]
+        output = sagebwd_ops.sagebwd_attention(*qkv, scale=0.2, prologue=None, **options, **lengths)
+        return output, *torch.autograd.grad(output, qkv, grad_output)
+
+    with kernel_cases.guarded_allocations():
+        found = both_passes(*tensors, lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    for i, n in enumerate(lengths):
+        alone = both_passes(*(x[i : i + 1, :, :n] for x in tensors))
+        assert all_equal([x[i : i + 1, :, :n] for x in found], alone)
+        assert not any(x.isnan().any() for x in alone)
+        assert all(x[i, :, n:].isnan().all() for x in found)  # not written
 
 
 @each_of(SAGEBWD[0], PROLOGUES[0], MASKED[0], ROUTED[0])

@@ -115,18 +115,32 @@ def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim
     return why
 
 
-def best_forward_level(device: torch.device, head_dim: int) -> int:
-    """Return the last forward level that can run there."""
-    return max(i for i, level in enumerate(FORWARD_LEVELS) if obstacle(level, device, head_dim) is None)
+def best_forward_level(device: torch.device, head_dim: int, *, portable: bool = False) -> int:
+    """Return the last forward level that can run there. portable: leave out those that are Hopper's alone."""
+    return max(
+        i for i, level in enumerate(FORWARD_LEVELS)
+        if not (portable and level.hopper) and obstacle(level, device, head_dim) is None
+    )  # fmt: skip
 
 
-def best_backward_level(device: torch.device, head_dim: int, is_causal: bool, *, per_block: bool = False) -> int:
+def best_backward_level(
+    device: torch.device, head_dim: int, is_causal: bool, *, per_block: bool = False, portable: bool = False
+) -> int:
     """Return the backward level that runs there by itself. per_block: with one scale per tile of P and dS."""
-    fits = (level.per_block == per_block and (is_causal or not level.causal_alone) for level in BACKWARD_LEVELS)
+    fits = (
+        level.per_block == per_block and (is_causal or not level.causal_alone) and not (portable and level.hopper)
+        for level in BACKWARD_LEVELS
+    )  # fmt: skip
     return max(
         i for i, (level, fit) in enumerate(zip(BACKWARD_LEVELS, fits, strict=True))
         if fit and obstacle(level, device, head_dim) is None
     )  # fmt: skip
+
+
+def check_lengths(level: ForwardLevel | BackwardLevel, lengths: Tensor | None) -> None:
+    """Raise ValueError if a level gets lengths that it doesn't read."""
+    if lengths is not None and (level.hopper is not None or not level.int8):
+        raise ValueError(f"lengths: expected None for the level {level.name!r}, got a tensor")
 
 
 def prepare_forward(
@@ -140,14 +154,18 @@ def prepare_forward(
     smooth_k: bool,
     unbiased: bool = False,
     prologue: Prologue = NO_PROLOGUE,
+    lengths: Tensor | None = None,
 ) -> ForwardInputs:
     """Smooth and quantise what forward level `level` reads in INT8. query [B, H, Nq, D], key, value [B, Hkv, Nk, D].
 
     unbiased: smooth V; `run_forward` then rounds P by ordered dither. Only for levels that take it.
     prologue: QK-norm and rotation of query and key, its tensors contiguous and in float32. Only for INT8 levels, which
     then use nothing but the shapes of the 16-bit query and key.
+    lengths: int32 [B], how many tokens of each sequence there are, as many queries as keys; None: all. What stands
+    behind them is neither read nor written, so results have no values there. Only for portable INT8 levels.
     """
     chosen = FORWARD_LEVELS[level]
+    check_lengths(chosen, lengths)
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     if unbiased and not chosen.takes_unbiased:
         able = ", ".join(str(number) for number, other in enumerate(FORWARD_LEVELS) if other.takes_unbiased)
@@ -156,11 +174,12 @@ def prepare_forward(
         if prologue.cos is not None:
             raise ValueError(f"prologue: expected none for forward level {level}, which reads 16-bit queries, got one")
         return ForwardInputs(query, key, value, None, None, None)
-    k_mean = key_mean(key, prologue, start) if smooth_k else None
-    v_mean = value_mean(value, start) if unbiased else None
+    k_mean = key_mean(key, prologue, start, lengths) if smooth_k else None
+    v_mean = value_mean(value, start, lengths) if unbiased else None
     options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
+    options["lengths"] = lengths
     hats = quantize_inputs(query, key, value, prologue, start, k_mean=k_mean, v_mean=v_mean, **options)
-    return ForwardInputs(query, key, value, *hats, v_mean)
+    return ForwardInputs(query, key, value, *hats, v_mean, lengths)
 
 
 def run_forward(
@@ -199,13 +218,15 @@ def prepare_backward(
     k_hat: Quantized | None = None,
     v_range: Tensor | None = None,
     is_causal: bool = False,
+    lengths: Tensor | None = None,
 ) -> BackwardInputs:
     """Prepare what backward level `level` reads: delta, dO and its copies, the transposes of the forward's Q^ and K^.
 
     An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Levels of
-    pairs alone, 5 and 6, need the forward's v_range and is_causal, for their units.
+    pairs alone, 5 and 6, need the forward's v_range and is_causal, for their units. lengths: the forward's.
     """
     chosen = BACKWARD_LEVELS[level]
+    check_lengths(chosen, lengths)
     grad_output, query, key, value = (last_axis_contiguous(x) for x in (grad_output, query, key, value))
     if not chosen.int8:
         delta = query.new_zeros(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
@@ -216,10 +237,10 @@ def prepare_backward(
         if tensor is None:
             raise ValueError(f"{name}: expected the forward's for backward level {level}, got None")
     v_range = v_range if chosen.pairs else None
-    options = {"grouped": chosen.grouped, "is_causal": is_causal}
+    options = {"grouped": chosen.grouped, "is_causal": is_causal, "lengths": lengths}
     prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_range, start, **options)
     q_hat, k_hat, do_hat, delta, units = prepared
-    return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat, units)
+    return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat, units, lengths)
 
 
 def run_backward(

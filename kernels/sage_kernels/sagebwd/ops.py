@@ -58,14 +58,17 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     return None
 
 
-def forward_level(device: torch.device, head_dim: int) -> int:
+def forward_level(device: torch.device, head_dim: int, lengths: Tensor | None = None) -> int:
     """Return the forward level that runs there."""
-    return best_forward_level(device, head_dim)
+    return best_forward_level(device, head_dim, portable=lengths is not None)
 
 
-def backward_level(device: torch.device, head_dim: int, is_causal: bool, granularity: str = "row") -> int:
+def backward_level(
+    device: torch.device, head_dim: int, is_causal: bool, granularity: str = "row", lengths: Tensor | None = None
+) -> int:
     """Return the backward level with these scales of P and dS that runs there."""
-    return best_backward_level(device, head_dim, is_causal, per_block=granularity == "block")
+    options = {"per_block": granularity == "block", "portable": lengths is not None}
+    return best_backward_level(device, head_dim, is_causal, **options)
 
 
 def forward(
@@ -81,29 +84,32 @@ def forward(
     key_gain: Tensor | None = None,
     eps: float = 0.0,
     unbiased: bool = False,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute O, and for the backward pass L of the smoothed scores (log2), Q^ and K^ with their scales, V's range.
 
     cos ... eps: those of a `Prologue`, contiguous and in float32; None: there is none, or one without a norm.
+    lengths: as in `ladder.prepare_forward`; a portable level then runs everywhere.
     """
     prologue = Prologue(cos, sin, query_gain, key_gain, eps)
     options = {"scale": scale, "smooth_k": smooth_k, "unbiased": unbiased, "prologue": prologue}
+    options["lengths"] = lengths
 
     def compute(start: Start) -> tuple[Tensor, ...]:
-        level = forward_level(query.device, query.shape[3])
+        level = forward_level(query.device, query.shape[3], lengths)
         inputs = prepare_forward(query, key, value, level, start, **options)
         output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
         q_hat, k_hat = inputs.q_hat, inputs.k_hat
         return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_range
 
-    inputs = query, key, value, cos, sin, query_gain, key_gain
+    inputs = query, key, value, cos, sin, query_gain, key_gain, lengths
     with torch.cuda.device_of(query):  # Triton launches on the current device
         return recorded(("forward", is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
 
 
 def fake_forward(
     query, key, value, is_causal, scale, smooth_k, cos=None, sin=None, query_gain=None, key_gain=None, eps=0.0,
-    unbiased=False,
+    unbiased=False, lengths=None,
 ):  # fmt: skip
     """Return tensors like those of `forward`, without their values: for torch.compile."""
 
@@ -131,29 +137,32 @@ def backward(
     is_causal: bool,
     scale: float,
     granularity: str,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dQ in O's layout, dK and dV in V's.
 
     From the forward pass: log_sum_exp float32 [B, H, Np]; Q^ and K^, int8 [B, H or Hkv, Np, Dp], with float32 scales
     [B, H or Hkv, blocks]; v_range float32 [B, Hkv, blocks], max|V| / 127. Np, Dp: padded as in `Quantized`.
+    lengths: the forward's.
     """
 
     def compute(start: Start) -> tuple[Tensor, ...]:
-        level = backward_level(value.device, value.shape[3], is_causal, granularity)
+        level = backward_level(value.device, value.shape[3], is_causal, granularity, lengths)
+        options = {"v_range": v_range, "is_causal": is_causal, "lengths": lengths}
         hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
         # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
         tensors = grad_output, output, value, value, output, log_sum_exp
-        inputs = prepare_backward(*tensors, level, start, v_range=v_range, is_causal=is_causal, **hats)
+        inputs = prepare_backward(*tensors, level, start, **options, **hats)
         return run_backward(inputs, level, start, is_causal=is_causal, scale=scale)
 
-    inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range
+    inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range, lengths
     with torch.cuda.device_of(value):
         return recorded(("backward", is_causal, scale, granularity), inputs, compute)
 
 
 def fake_backward(
     grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range, is_causal, scale,
-    granularity,
+    granularity, lengths=None,
 ):  # fmt: skip
     """Return tensors like those of `backward`, without their values."""
     return tuple(empty_in_layout_of(x) for x in (output, value, value))
@@ -199,12 +208,12 @@ class SageBwdOperation(torch.autograd.Function):
     """O, whose gradients are `backward`'s, and with a prologue `prologue_backward`'s after them."""
 
     @staticmethod
-    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity, unbiased, *prologue):
-        arguments = query, key, value, is_causal, scale, smooth_k, *prologue, unbiased
+    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity, unbiased, lengths, *prologue):
+        arguments = query, key, value, is_causal, scale, smooth_k, *prologue, unbiased, lengths
         output, *rest = torch.ops.sage_kernels.forward.default(*arguments)
         *prologue, ctx.eps = prologue
         raw = (None, None) if prologue[-1] is None else (query, key)  # only the norm's gradient needs them
-        ctx.save_for_backward(value, output, *rest, *raw, *prologue)
+        ctx.save_for_backward(value, output, *rest, *raw, *prologue, lengths)
         ctx.options = is_causal, scale, granularity
         ctx.set_materialize_grads(False)
         return output
@@ -212,11 +221,11 @@ class SageBwdOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 13  # one for each argument of forward
-        *saved, query, key, cos, sin, query_gain, key_gain = ctx.saved_tensors
+            return (None,) * 14  # one for each argument of forward
+        *saved, query, key, cos, sin, query_gain, key_gain, lengths = ctx.saved_tensors
 
         def compute(grad_output, *saved):
-            dq, dk, dv = torch.ops.sage_kernels.backward.default(grad_output, *saved, *ctx.options)
+            dq, dk, dv = torch.ops.sage_kernels.backward.default(grad_output, *saved, *ctx.options, lengths)
             if cos is None:
                 return dq, dk, dv
             prologue = cos, sin, query_gain, key_gain, ctx.eps
@@ -224,8 +233,8 @@ class SageBwdOperation(torch.autograd.Function):
             return dq, dk, dv, *gains
 
         dq, dk, dv, *gains = gradients_once("sagebwd_attention", compute, grad_output, *saved)
-        # Nothing for the options, cos and sin; then the gains', and nothing for eps.
-        return dq, dk, dv, *[None] * 7, *(gains or [None] * 2), None
+        # Nothing for the options, lengths, cos and sin; then the gains', and nothing for eps.
+        return dq, dk, dv, *[None] * 8, *(gains or [None] * 2), None
 
 
 def sagebwd_attention(
@@ -239,8 +248,14 @@ def sagebwd_attention(
     granularity: str,
     prologue: Prologue | None,
     unbiased: bool = False,
+    lengths: Tensor | None = None,
 ) -> Tensor:
-    """Compute O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in."""
+    """Compute O [B, H, Nq, D] of checked arguments; `sage_ref.sagebwd_attention` is the way in.
+
+    lengths: as in `ladder.prepare_forward`, without a prologue. Each sequence has the bits that it has alone on the
+    level that runs then, up to `key_mean.LONGEST_ALIKE` tokens.
+    """
     *tensors, eps = prologue or NO_PROLOGUE
     tensors = (x if x is None else x.float().contiguous() for x in tensors)
-    return SageBwdOperation.apply(query, key, value, is_causal, scale, smooth_k, granularity, unbiased, *tensors, eps)
+    options = is_causal, scale, smooth_k, granularity, unbiased
+    return SageBwdOperation.apply(query, key, value, *options, lengths, *tensors, eps)

@@ -154,7 +154,7 @@ def test_ours_must_be_right_or_the_command_fails_after_the_others_were_timed(ben
         bench("--without", "flex")
     assert stop.value.code == 1
     printed = capsys.readouterr()
-    assert "bench: ours was not timed 2 times, at first in {'missing': 'RuntimeError: " in printed.err
+    assert "bench: our function could not be timed in 2 cases, the first is {'missing': 'RuntimeError: " in printed.err
     assert "| sdpa_flash | None | autograd | fwd+bwd | True | 0.25 |" in printed.out
     assert "not timed: flex, RuntimeError: left out with --without" in printed.out
 

@@ -41,7 +41,7 @@ def test_every_attention_runs_on_one_device_and_on_two(measured):
     assert set(record.rows[0]) == set(read_record("context_parallel_h200").rows[0])
     assert record.provenance["devices"] == 2
     assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_lab context-par")
-    assert "  not SageBwd, ring on 1 device(s): one device needs no ring" in printed
+    assert "  not measured: SageBwd, ring on 1 device(s), one device needs no ring" in printed
 
 
 def test_the_shortest_sequences_agree_with_one_device(measured):

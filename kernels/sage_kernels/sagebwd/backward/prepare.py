@@ -117,7 +117,7 @@ def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK:
 def prepare_backward_program(
     do_strided, o_strided, log_sum_exp_ptr, q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr, qt_hat_ptr,
     marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr, stretched_ptr, fitted_ptr, factors_ptr,
-    step_ptr, unit_ptr, heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
+    step_ptr, unit_ptr, lengths_ptr, heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Prepare a block of queries, or in programs after those one of keys. unit_ptr None: without units."""
@@ -126,6 +126,8 @@ def prepare_backward_program(
     if t < query_programs:
         block, head = t % q_blocks, (t // q_blocks).to(tl.int64)
         batch, h = head // heads, head % heads
+        if lengths_ptr is not None:
+            n_q = tl.load(lengths_ptr + batch)
         # [Bq, D]
         do_i = load_block(do_strided, batch, h, block, n_q, D, DP, BLOCK)
         o_i = load_block(o_strided, batch, h, block, n_q, D, DP, BLOCK)
@@ -167,11 +169,12 @@ def prepare(
     *,
     grouped: bool,
     is_causal: bool,
+    lengths: Tensor | None = None,
 ) -> Prepared:
     """Prepare an INT8 backward level from grad_output and output [B, H, Nq, D] and what the forward pass left.
 
     v_range: max|V| / 127 of each block [B, Hkv, blocks], where units are wanted. grouped: transposes in the order of
-    `tiles.group_columns`. is_causal: only units depend on it.
+    `tiles.group_columns`. is_causal: only units depend on it. lengths: as in `ForwardInputs`.
     """
     grad_output, output = last_axis_contiguous(grad_output), last_axis_contiguous(output)
     batch, heads, n_q, head_dim = grad_output.shape
@@ -191,7 +194,7 @@ def prepare(
         strided(grad_output), strided(output), log_sum_exp,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_range,
         q_hat_t, marked, k_hat_t, do_hat.transposed, do_hat.scale, delta, *(units or [None] * len(Units._fields)),
-        heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
+        lengths, heads, heads // kv_heads, n_q, n_q_padded, n_k_padded, query_programs,
     )  # fmt: skip
     constants = {"D": head_dim, "DP": dp, "BLOCK": SCALE_BLOCK, "GROUPED": grouped, "IS_CAUSAL": is_causal}
     grid = (query_programs + k_hat.scale.numel(),)

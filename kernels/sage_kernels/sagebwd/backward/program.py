@@ -38,6 +38,7 @@ class BackwardInputs(NamedTuple):
     k_hat: Quantized | None
     do_hat: Quantized | None
     units: Units | None  # of levels 5 and 6
+    lengths: Tensor | None = None  # as in ForwardInputs
 
 
 class QueryTile(NamedTuple):
@@ -82,7 +83,7 @@ class KeyHead(NamedTuple):
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def dq_program(
     q_strided, q_scale_ptr, k_strided, k_scale_ptr, kt_ptr, v_strided, do_strided, log_sum_exp_ptr, delta_ptr,
-    dq_strided, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
+    dq_strided, lengths_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale, scale,
     KEY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV:
     tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -91,6 +92,9 @@ def dq_program(
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
+    if lengths_ptr is not None:
+        n_q = tl.load(lengths_ptr + batch)
+        n_k = tl.where(i * BLOCK_Q < n_q, n_q, 0)  # queries past the end visit no key
     kv_head, h_kv = head // group_size, h // group_size
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
@@ -122,8 +126,8 @@ def dq_program(
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def dkdv_program(
     q_strided, q_scale_ptr, qt_ptr, k_strided, k_scale_ptr, v_strided, do_strided, dot_ptr, do_scale_ptr,
-    log_sum_exp_ptr, delta_ptr, dk_strided, dv_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
-    dk_scale,
+    log_sum_exp_ptr, delta_ptr, dk_strided, dv_ptr, lengths_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded,
+    log2_scale, dk_scale,
     QUERY_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV:
     tl.constexpr,
@@ -134,6 +138,9 @@ def dkdv_program(
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group_size
     batch, h_kv = kv_head // kv_heads, kv_head % kv_heads
+    if lengths_ptr is not None:
+        n_k = tl.load(lengths_ptr + batch)
+        n_q = tl.where(j * BLOCK_KV < n_k, n_k, 0)  # keys past the end visit no query
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
     v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
@@ -202,7 +209,7 @@ def run_dq(
     dq = empty_in_layout_of(query)
     arguments = (
         strided(q), s_q, strided(k), s_k, kt, strided(v), strided(do),
-        inputs.log_sum_exp, inputs.delta, strided(dq), heads, heads // key.shape[1], n_q, n_k,
+        inputs.log_sum_exp, inputs.delta, strided(dq), inputs.lengths, heads, heads // key.shape[1], n_q, n_k,
         n_q_padded, n_k_padded, scale * LOG2_E, scale,
     )  # fmt: skip
     constants = constants_of(launch, head_dim, is_causal, per_block) | {"KEY_TILE": key_tile}
@@ -236,7 +243,7 @@ def run_dkdv(
     arguments = (
         strided(q), s_q, qt, strided(k), s_k, strided(value),
         strided(do), dot, s_do, inputs.log_sum_exp, inputs.delta, strided(dk), dv,
-        heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded, scale * LOG2_E, dk_scale,
+        inputs.lengths, heads, heads // kv_heads, n_q, n_k, n_q_padded, n_k_padded, scale * LOG2_E, dk_scale,
     )  # fmt: skip
     constants = constants_of(launch, head_dim, is_causal, per_block)
     constants |= {"QUERY_TILE": query_tile, "WITH_DK": "dk" in outputs, "WITH_DV": "dv" in outputs}

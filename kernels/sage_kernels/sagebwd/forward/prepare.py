@@ -42,19 +42,21 @@ def launch(head_dim: int) -> Launch:
 @triton.jit(do_not_specialize=["n_q", "n_k", "query_programs", "key_programs"])
 def prepare_forward_program(
     q_strided, k_strided, v_strided, k_mean_ptr, v_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps, q_hat_ptr,
-    q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr, heads, kv_heads, n_q, n_k, n_q_padded,
-    n_k_padded, query_programs, key_programs, factor,
+    q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr, lengths_ptr, heads, kv_heads, n_q, n_k,
+    n_q_padded, n_k_padded, query_programs, key_programs, factor,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Prepare a block of queries, of keys or of values: programs come in this order.
 
     k_mean_ptr None: K is not smoothed. v_mean_ptr and v_range_ptr None: V is not, and its scales are its range.
     cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
-    v_scale_ptr None: there are no programs for values.
+    v_scale_ptr None: there are no programs for values. lengths_ptr None: every sequence has n_q and n_k tokens.
     """
     t = tl.program_id(0)
     if t < query_programs:
         block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
+        if lengths_ptr is not None:
+            n_q = tl.load(lengths_ptr + head // heads)
         q = Operand(head_of(q_strided, head // heads, head % heads), q_strided.stride_n)
         q_out = Copies(q_hat_ptr + head * n_q_padded * DP, None, q_scale_ptr + head * (n_q_padded // BLOCK))
         rotary = Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps)
@@ -63,6 +65,8 @@ def prepare_forward_program(
         t = (t - query_programs) % key_programs
         block, head = t % (n_k_padded // BLOCK), (t // (n_k_padded // BLOCK)).to(tl.int64)
         batch, h = head // kv_heads, head % kv_heads
+        if lengths_ptr is not None:
+            n_k = tl.load(lengths_ptr + batch)
         if tl.program_id(0) < query_programs + key_programs:
             k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
             mean_ptr = None if k_mean_ptr is None else k_mean_ptr + head * D
@@ -125,6 +129,7 @@ def quantize_inputs(
     factor: float,
     with_values: bool,
     grouped: bool,
+    lengths: Tensor | None = None,
 ) -> tuple[Quantized, Quantized, Quantized | None, Tensor | None]:
     """Compute Q^, K^ and V^ of query [B, H, Nq, D], key, value [B, Hkv, Nk, D], and max|V| / 127.
 
@@ -134,7 +139,7 @@ def quantize_inputs(
     prologue: what happens to query and key first, its tensors contiguous and in float32; `NO_PROLOGUE`: nothing.
     k_mean, v_mean: float32 [B, Hkv, D], what smoothing takes from every key, every value; None: it is not smoothed.
     factor: c log2(e), which goes into the scales of Q, its sign into Q^. grouped: V^T in the order of
-    `tiles.group_columns`.
+    `tiles.group_columns`. lengths: int32 [B], how many tokens of each sequence there are; the others count as zeros.
     """
     (heads, n_q, head_dim), (kv_heads, n_k) = query.shape[1:], key.shape[1:3]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
@@ -145,7 +150,7 @@ def quantize_inputs(
     arguments = (
         strided(query), strided(key), strided(value), k_mean, v_mean, *prologue,
         q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, *(v_hat[1:] if with_values else (None, None)), v_range,
-        heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
+        lengths, heads, kv_heads, n_q, n_k, n_q_padded, n_k_padded, query_programs, key_programs, factor,
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
     constants = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}

@@ -31,23 +31,27 @@ class ForwardInputs(NamedTuple):
     v_hat: Quantized | None
     v_range: Tensor | None = None  # [B, Hkv, blocks]: max|V| / 127 of each block, if V was quantised
     v_mean: Tensor | None = None  # [B, Hkv, D], what V^ lacks; then P is rounded by ordered dither
+    lengths: Tensor | None = None  # int32 [B]: how many tokens of each sequence there are, queries and keys, if not all
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])  # one compilation for every length
 def forward_program(
     q_strided, q_scale_ptr, k_strided, k_scale_ptr, v_strided, v_scale_ptr, v_mean_ptr, o_strided, log_sum_exp_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
+    lengths_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_Q queries of one head. A scale that is None belongs to a 16-bit tensor.
 
-    v_mean_ptr: what V^ lacks; None: nothing.
+    v_mean_ptr: what V^ lacks; None: nothing. lengths_ptr None: every sequence has n_q and n_k tokens.
     """
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, BLOCK_KV, SCALE_BLOCK, IS_CAUSAL)
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of causal attention first
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
+    if lengths_ptr is not None:
+        n_q = tl.load(lengths_ptr + batch)
+        n_k = tl.where(i * BLOCK_Q < n_q, n_q, 0)  # queries past the end visit no key
     kv_head, h_kv = head // group_size, h // group_size
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
@@ -96,7 +100,7 @@ def run_forward_program(
     arguments = (
         strided(q), s_q, strided(k), s_k, strided(v), s_v, inputs.v_mean,
         strided(output), log_sum_exp,
-        heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, log2_scale,
+        inputs.lengths, heads, heads // key.shape[1], n_q, key.shape[2], n_q_padded, n_k_padded, log2_scale,
     )  # fmt: skip
     constants = {
         "KEY_TILE": key_tile, "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q,
