@@ -357,7 +357,7 @@ def explanation(
             for first in to_be_made
             if not is_slow and time.monotonic() < deadline
             for second in mutants(first.text, right)
-            if second.old in differ and gives(second.text, expected)
+            if (second.old in differ or second.kind == "brackets") and gives(second.text, expected)
         ),
     )
     return next(chain(*searches), "")

@@ -14,7 +14,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import climb, elsewhere, first_page, kernels, paired, tables, video
+from sage_course.results import calculator, climb, elsewhere, first_page, kernels, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
 
@@ -84,6 +84,11 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "sla2_parts": kernels.sla2_parts,
         "sla2_accuracy": kernels.sla2_accuracy,
         "elsewhere": elsewhere.contributions,
+    },
+    "book/int8_backward.md": {
+        "backward_ratios": calculator.backward_ratios,
+        "presets": calculator.presets,
+        "calculator": calculator.calculator,
     },
     "book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
     "book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},

@@ -80,7 +80,7 @@ TRUTH, CONTROLS = "exact", ("bf16", "random error")
 
 @dataclass(frozen=True)
 class FullBatchRun(Run):
-    """One training. batch_tokens: tokens per step."""
+    """One training. batch_tokens: tokens per batch."""
 
     arm: str
     qk_norm: bool

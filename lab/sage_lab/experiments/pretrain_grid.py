@@ -75,12 +75,12 @@ class Cell(Run):
 class GridPlan:
     """Notebook 06b's runs.
 
-    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both numbers of tokens per step. At
-    the large one SageBwd also runs once with the paper's scales, one per tile of P and dS.
+    The main cells are exact attention and SageBwd with K smoothed, with QK-norm, at both sizes of batch (tokens per
+    batch). With the large one SageBwd also runs once with the paper's scales, one per tile of P and dS.
 
     tokens: of every run. tokens_per_step: small and large.
-    seeds, seeds_at_large: of the main cells at the small and at the large number of tokens per step. Large ones scatter
-    more and take less time. All other cells have the first seed.
+    seeds, seeds_at_large: of the main cells with the small and with the large batch. Runs with large ones scatter more
+    and take less time. All other cells have the first seed.
     warmup, snapshots: shares of a run's steps; a checkpoint is kept at each snapshot.
     micro_batch: sequences of a pass, at most those of a step.
     """
@@ -119,7 +119,7 @@ class GridPlan:
         ]
 
     def cells(self, learning_rate: dict[int, float]) -> list[Cell]:
-        """Return all other runs, the slowest first. learning_rate: of each number of tokens per step."""
+        """Return all other runs, the slowest first. learning_rate: of each number of tokens per batch."""
         found = []
         small, large = self.tokens_per_step
         for tokens_per_step, seeds in ((large, self.seeds_at_large), (small, self.seeds)):
@@ -182,7 +182,7 @@ PLANS = {"gpu": GridPlan(), "cpu": CPU_PLAN, "repair": RepairPlan()}
 
 
 def chosen_rates(plan: GridPlan, rows: Sequence[Row]) -> dict[int, float]:
-    """Return, for each number of tokens per step, the learning rate that ended at the lowest validation loss.
+    """Return, for each number of tokens per batch, the learning rate that ended at the lowest validation loss.
 
     With a single rate there is nothing to choose. Raises ValueError if no run of a size has finished without diverging.
     """

@@ -12,7 +12,7 @@ from sage_lab.records import RECORDED, Row, markdown_table, write_record
 from sage_lab.training.capture import attention_errors, read_capture
 from sage_ref.sagebwd.settings import SageBwdSettings
 
-# Layer 11 of the paper's 325M model, 2.1M tokens per step, QK-norm, N = 4096.
+# Layer 11 of the paper's 325M model, 2.1M tokens per batch, QK-norm, N = 4096.
 PAPER_TABLE2 = {
     "delta": (0.9973, 0.0736), "P": (0.9917, 0.1293), "dP": (1.0, 0.0), "dS": (0.9789, 0.2045),
     "O": (0.9969, 0.0793), "dQ": (0.9664, 0.2579), "dK": (0.9537, 0.3074), "dV": (0.9985, 0.0540),

@@ -58,7 +58,7 @@ def searched(size, rate, loss, **more):
 def test_a_rate_is_chosen_among_the_runs_that_did_not_diverge():
     rows = [searched(512, 0.1, 2.0), searched(512, 0.3, None, diverged="guessing"), searched(4096, 0.1, 2.5)]
     assert chosen_rates(CPU_PLAN, rows) == {512: 0.1, 4096: 0.1}
-    message = "learning_rates: expected one that trains at 4096 tokens per step, "
+    message = "learning_rates: expected one that trains with 4096 tokens per batch, "
     for of_size, said in (([], "no run has finished"), ([searched(4096, 0.1, None, diverged="x")], "all 1 finished")):
         with pytest.raises(ValueError, match=message + said):
             chosen_rates(CPU_PLAN, rows[:2] + of_size)
