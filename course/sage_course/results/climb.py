@@ -38,45 +38,47 @@ def climb_levels() -> str:
     record = read_record(RECORD)
     rows = sorted(record.select(target=HOPPER, head_dim=128, causal=False), key=lambda row: row["name"])
     columns = ("instructions", "tensor cores", "exp2", "conversions", "arithmetic", "moves", "memory", "spills")
-    shares = ("tensor_share", "around_share")
-    kinds = [
-        (row["name"], *(f"{row[name]:.2f}" for name in columns), *(f"{row[name]:.0%}" for name in shares))
-        for row in rows
-    ]
-    header = ("kernel", *columns, "tensor share", "preparation")
-    lines = []
+    shares = {"tensor_share": "tensor cores' share of the clocks", "around_share": "preparation's share"}
+    kinds = [(name, *(f"{row[name]:.2f}" for row in rows)) for name in columns]
+    kinds += [(shares[name], *(f"{row[name]:.0%}" for row in rows)) for name in shares]
+    header, lines = ("sm_90, D=128, no mask", *(row["name"] for row in rows)), []
     for problem in PROBLEMS:
         for level in sorted(by_level(record, "clocks", problem)):
             cells = (f"{by_level(record, 'clocks', problem, target)[level]:.3f}" for target in TARGETS)
             lines.append((f"level{level}", f"D={problem.head_dim}, {mask(problem)}", *cells))
     clocks = markdown_table(("kernel", "problem", *(f"sm_{target}" for target in TARGETS)), lines)
-    described = (
-        "Above: instructions of a thread per score on sm_90, D=128, no mask, and the shares of the clocks in which the "
-        "tensor cores work and preparation runs. Below: clocks of a multiprocessor per score by the "
-        f"cost model; N={MAIN_N}, 16 heads, float16. Level 0 stands for FlashAttention-2. Counted with Triton "
-        f"{record.provenance['triton']}."
+    explained = (
+        "The instructions of a thread per score: all of them, then by kind. The last two lines are shares of clocks "
+        "that the cost model predicts. The next table has these clocks, of a multiprocessor per score:"
     )
-    return f"{markdown_table(header, kinds)}\n\n{clocks}\n\n{described}"
+    described = (
+        f"N={MAIN_N}, 16 heads, float16; level 0 has FlashAttention-2's algorithm, in 16 bit. "
+        f"Counted with Triton {record.provenance['triton']}."
+    )
+    return f"{markdown_table(header, kinds)}\n\n{explained}\n\n{clocks}\n\n{described}"
 
 
 def climb_orders() -> str:
     """Return the order of the levels by the model and as an H200 measured them, and where the two disagree."""
-    record, lines = read_record(RECORD), []
+    record, lines, errors = read_record(RECORD), [], []
     for problem in PROBLEMS:
         clocks, times = by_level(record, "clocks", problem), measured(problem)
         wrong = [
-            f"{a} before {b}: {times[b] / times[a] - 1:.0%} faster, by the model {clocks[a] / clocks[b] - 1:.0%} slower"
+            f"level {a} was {times[b] / times[a] - 1:.0%} faster than level {b}; the model says "
+            f"{clocks[a] / clocks[b] - 1:.0%} slower"
             for a, b in permutations(sorted(clocks), 2)
             if times[a] < times[b] and clocks[a] > clocks[b]
         ]
         counts = order(by_level(record, "instructions", problem))
         where = f"D={problem.head_dim}, {mask(problem)}"
-        lines.append((where, order(times), order(clocks), counts, "; ".join(wrong) or "nowhere"))
-    header = ("problem", "measured", "by the model", "by instructions alone", "where the model is wrong")
+        lines.append((where, order(times), order(clocks), counts))
+        errors += [f"- {where}: {each}" for each in wrong]
+    header = ("problem", "measured", "by the model", "by instructions alone")
     bench = read_record(BENCH)
     flash = bench.select(n_q=MAIN_N, head_dim=128, causal=False, direction="fwd", **FLASH)[0]["ms_median"]
     described = (
-        f"Fastest first. Measured: kernel and quantisation, batch 4, {bench.timed}; {bench.caption}. PyTorch's "
-        f"FlashAttention-2 took {flash:.2f} ms there, level 0 {measured(MAIN)[0]:.2f} ms."
+        f"The fastest level is first. Measured: kernel and quantisation, batch 4, {bench.timed}; {bench.caption}. At "
+        f"D=128 without a mask PyTorch's FlashAttention-2 took {flash:.2f} ms, and level 0 {measured(MAIN)[0]:.2f} ms."
     )
-    return f"{markdown_table(header, lines)}\n\n{described}"
+    wrong = "\n".join(["Where the model is wrong:", "", *errors]) if errors else "The model is wrong nowhere."
+    return f"{markdown_table(header, lines)}\n\n{described}\n\n{wrong}"
