@@ -14,15 +14,20 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, x_hat_ptr, scale_ptr, stride_b, stride_h, stride_n, stride_d, heads, tokens,
+    x_ptr, mean_ptr, x_hat_ptr, scale_ptr, stride_b, stride_h, stride_n, stride_d, heads, tokens,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, b * heads + h): psi of block i of X[b, h]. x_hat [B, H, N, D] and scale [B, H, blocks] are dense."""
+    """Program (i, b * heads + h): psi of block i of X[b, h]. x_hat [B, H, N, D] and scale [B, H, blocks] are dense.
+
+    mean_ptr: None, or to float32 [B, H, D], which is subtracted from every token.
+    """
     i, head = tl.program_id(0), tl.program_id(1)
     token, d = i * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     exists = token[:, None] < tokens
     x_ptr += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     x = tl.load(x_ptr + token[:, None] * stride_n + d[None, :] * stride_d, mask=exists, other=0.0).to(tl.float32)
+    if mean_ptr is not None:
+        x = tl.where(exists, x - tl.load(mean_ptr + head * D + d)[None, :], 0.0)
     scale = tl.max(tl.abs(x)) / 127
     x = x / tl.where(scale == 0, 1.0, scale)  # a block of zeros
     x_hat = tl.where(x >= 0, x + 0.5, x - 0.5).to(tl.int8)  # to nearest
@@ -78,13 +83,16 @@ def attention_kernel(
     tl.store(pointers, o.to(o_ptr.dtype.element_ty), mask=inside)
 
 
-def quantized(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return psi of x [B, H, N, D] with any strides: int8 [B, H, N, D] and one float32 scale per block of tokens."""
+def quantized(x: Tensor, block: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return psi of x [B, H, N, D] with any strides: int8 [B, H, N, D] and one float32 scale per block of tokens.
+
+    mean: float32 [B, H, D], dense, which is subtracted first.
+    """
     batch, heads, tokens, head_dim = x.shape
     x_hat = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(batch, heads, triton.cdiv(tokens, block), dtype=torch.float32, device=x.device)
     grid = (scale.shape[2], batch * heads)
-    quantize_kernel[grid](x, x_hat, scale, *x.stride(), heads, tokens, D=head_dim, BLOCK=block)
+    quantize_kernel[grid](x, mean, x_hat, scale, *x.stride(), heads, tokens, D=head_dim, BLOCK=block)
     return x_hat, scale
 
 
@@ -101,9 +109,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tenso
     is_causal: query i sees key j if j <= i + Nk - Nq, so that the last query sees all keys. A query that sees no key
         has O = 0.
     INT8: Q and K are rounded, psi(X) = (s, X^) with s = max|X| / 127 and X^ = round(X / s), for each block of tokens or
-        each token. Zeros have s = 0. K may be smoothed first. P~ and V are rounded, too, or are in 16 bit. Sums are in
-        32 bit. No operand of `tl.dot` is in 32 bit. A row of O may be off by 8% of its size.
-    PyTorch may allocate, take a mean and convert; products, softmax and rounding are the kernels'.
+        each token. Zeros have s = 0. K may be smoothed first. P~ and V are rounded, too (1 / 127 will do as the scale
+        of P~), or are in float16. Sums are in 32 bit. No operand of `tl.dot` is in 32 bit. A row of O may be off by 8%
+        of its size.
+    PyTorch may allocate, and take K's mean over tokens. All else is the kernels' work: they get q, k and v as they
+        came, without `contiguous()`, copies per head or another dtype.
 
     >>> q = k = torch.zeros(1, 1, 3, 32).half()
     >>> v = torch.tensor([0, 127, -127]).half()[:, None].expand(1, 1, 3, 32)
@@ -113,8 +123,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tenso
     ### SOLUTION: write kernels above, and launch them here
     batch, heads, n_q, head_dim = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k = k.float() - k.float().mean(2, keepdim=True)  # K-smoothing
-    (q_hat, s_q), (k_hat, s_k), (v_hat, s_v) = quantized(q, BLOCK_Q), quantized(k, BLOCK_KV), quantized(v, BLOCK_KV)
+    mean = k.mean(2, dtype=torch.float32).contiguous()  # K-smoothing
+    q_hat, s_q = quantized(q, BLOCK_Q)
+    (k_hat, s_k), (v_hat, s_v) = quantized(k, BLOCK_KV, mean), quantized(v, BLOCK_KV)
     attention_kernel[(s_q.shape[2], batch * heads)](
         q_hat, s_q, k_hat, s_k, v_hat, s_v, o, *o.stride(), heads, heads // k.shape[1], n_q, k.shape[2],
         LOG2_E / math.sqrt(head_dim), D=head_dim, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, IS_CAUSAL=is_causal,

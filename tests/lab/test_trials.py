@@ -14,7 +14,7 @@ from sage_lab.records import REPOSITORY
 
 MASTER = (REPOSITORY / "exercises" / "22_capstone_attention" / "master.py").read_text()
 TILES = "BLOCK_Q, BLOCK_KV = 64, 32"
-PLAIN = ("k = k.float() - k.float().mean(2, keepdim=True)", "k = k.float()")
+PLAIN = ("quantized(k, BLOCK_KV, mean)", "quantized(k, BLOCK_KV)")
 BUILDS = {
     "smaller tiles": ((TILES, TILES.replace("64, 32", "16, 16")),),
     "larger tiles, no smoothing, one scale for all of P": (
@@ -69,11 +69,11 @@ def copy_kernel(x_ptr, y_ptr, first, last, N: tl.constexpr):
     ("first", "last", "layout", "outside"),
     [
         (0, 8, "", ""),
-        (1, 8, "", "program (0, 0, 0) reads 1 elements past the last of x_ptr"),
+        (1, 8, "", "program (0, 0, 0) reads 1 element past the last of x_ptr"),
         (-2, 8, "", "program (0, 0, 0) reads 2 elements before the first of x_ptr"),
         (0, 8, "sliced", "program (0, 0, 0) reads between the elements of x_ptr, 4 after the first"),
         (0, 7, "", ""),
-        (0, 9, "", "program (0, 0, 0) writes 1 elements past the last of y_ptr"),
+        (0, 9, "", "program (0, 0, 0) writes 1 element past the last of y_ptr"),
     ],
 )
 def test_addresses_outside_of_tensors_are_named(first, last, layout, outside):
@@ -101,7 +101,7 @@ def block_pointer_kernel(x_ptr, y_ptr, count, N: tl.constexpr, CHECKED: tl.const
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="addresses are watched in Triton's interpreter")
-@pytest.mark.parametrize(("checked", "outside"), [(True, ""), (False, "writes 1 elements past the last of y_ptr")])
+@pytest.mark.parametrize(("checked", "outside"), [(True, ""), (False, "writes 1 element past the last of y_ptr")])
 def test_block_pointers_are_watched_too(checked, outside):
     def copy(x):
         y = torch.empty(6)
@@ -131,7 +131,7 @@ def test_layouts_hold_the_same_numbers_and_elements_lie_where_the_strides_say(la
 
 def test_products_of_compiled_kernels_are_read():
     line = "%s_1 = tt.dot %q, %k, %zero : tensor<64x32xi8> * tensor<32x32xi8> -> tensor<64x32xi32> loc(#loc5)"
-    assert DOT.findall(line) == [("i8", "i8")]
+    assert DOT.findall(line) == [("i8", "i8", "i32")]
 
 
 def test_a_file_loaded_by_its_path_needs_no_package():

@@ -14,8 +14,8 @@ from torch import Tensor
 
 MARGIN = 1 << 14  # elements around a tensor, more than any tile
 ORDERS = {"transposed": (0, 2, 1, 3), "columns": (0, 1, 3, 2)}  # of the four axes in memory
-DOT = re.compile(r"tt\.dot .*tensor<\d+x\d+x(\w+)> \* tensor<\d+x\d+x(\w+)>")
-NAMES = {"int8": "i8", "fp16": "f16", "bf16": "bf16", "fp32": "f32"}
+DOT = re.compile(r"tt\.dot .*tensor<\d+x\d+x(\w+)> \* tensor<\d+x\d+x(\w+)> -> tensor<\d+x\d+x(\w+)>")
+NAMES = {"int8": "i8", "int32": "i32", "fp16": "f16", "fp32": "f32"}
 GAP = 3  # elements that a "sliced" tensor lacks at both ends of every axis
 
 
@@ -36,8 +36,9 @@ def observe(
 
     Returns:
         "result"; "launched", whether a Triton kernel was; "outside", in words, what was read or written outside of
-        all tensors; "changed", the arguments that are not what they were; "undefined", whether NaN became an integer;
-        "dots", the types of all products' operands, as MLIR names them: "i8 x i8".
+        all tensors; "changed", the arguments that are not what they were; "copied", those that no kernel got, as it got
+        copies or nothing; "given", the name of a tensor of int8 that programs read and none has written; "undefined",
+        whether NaN became an integer; "dots", the types of all products, as MLIR names them: "i8 x i8 -> i32".
     """
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     given = {
@@ -63,6 +64,8 @@ def observe(
         "launched": watch.launches > 0,
         "outside": watch.outside,
         "changed": tuple(name for name, x in kept.items() if not same_bits(x, given[name][1])),
+        "copied": tuple(name for name in kept if given[name][1].data_ptr() not in watch.met),
+        "given": watch.given,
         "undefined": any("invalid value encountered in cast" in str(x.message) for x in caught),
         "dots": tuple(sorted(watch.dots)),
     }
@@ -91,10 +94,15 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 class Watch:
-    """Counts launches, and in Triton's interpreter looks at every address and product, inside `with`."""
+    """Counts launches, and in Triton's interpreter looks at every address and product, inside `with`.
+
+    What a load without `other` gives where its mask is false is undefined: here it is NaN, or the largest integer.
+    """
 
     def __init__(self):
-        self.launches, self.outside, self.dots = 0, "", set()
+        self.launches, self.outside, self.given, self.dots = 0, "", "", set()
+        self.met: dict[int, torch.UntypedStorage] = {}  # the memory that launches got, kept, and so not used twice
+        self.written: set[int] = set()  # the first addresses of the memory that programs wrote to
         self.elements: list[Elements] = []
         self.originals: list[tuple[Any, str, Any]] = []
 
@@ -106,13 +114,9 @@ class Watch:
         for kind in (interpreter.InterpretedFunction, JITFunction):
             self.replace(kind, "run", self.launch)
         builder = interpreter.InterpreterBuilder
-        self.replace(builder, "create_masked_load", self.access("reads", lambda pointers, mask, *_: (pointers, mask)))
-        self.replace(
-            builder, "create_masked_store", self.access("writes", lambda pointers, _, mask, *__: (pointers, mask))
-        )
-        self.replace(
-            builder, "create_atomic_rmw", self.access("writes", lambda _, pointers, __, mask, *___: (pointers, mask))
-        )
+        self.replace(builder, "create_masked_load", self.access("reads", 0, 1))
+        self.replace(builder, "create_masked_store", self.access("writes", 0, 2))
+        self.replace(builder, "create_atomic_rmw", self.access("writes", 1, 3))
         self.replace(builder, "create_dot", self.dot)
         return self
 
@@ -127,36 +131,61 @@ class Watch:
 
     def launch(self, original, kernel, *arguments, **keywords):
         self.launches += 1
-        if type(kernel) is self.compiled:
-            result = original(kernel, *arguments, **keywords)
-            self.dots |= {f"{a} x {b}" for a, b in DOT.findall(getattr(result, "asm", {}).get("ttir", ""))}
-            return result
-        named = [*zip(kernel.arg_names, arguments, strict=False), *keywords.items()]
-        self.elements = [Elements(name, x) for name, value in named for x in tensors_of(value)]
-        return original(kernel, *arguments, **keywords)
+        names = getattr(kernel, "arg_names", ())
+        named = [*zip(names, arguments, strict=False), *keywords.items()]
+        found = [(name, x) for name, value in named for x in tensors_of(value)]
+        self.met |= {x.untyped_storage().data_ptr(): x.untyped_storage() for _, x in found}
+        if type(kernel) is not self.compiled:
+            self.elements = [Elements(name, x) for name, x in found]
+            return original(kernel, *arguments, **keywords)
+        result = original(kernel, *arguments, **keywords)
+        dots = DOT.findall(getattr(result, "asm", {}).get("ttir", ""))
+        self.dots |= {f"{a} x {b} -> {total}" for a, b, total in dots}
+        return result
 
-    def dot(self, original, builder, a, b, *rest):
-        self.dots.add(f"{NAMES[a.dtype.scalar.name]} x {NAMES[b.dtype.scalar.name]}")
-        return original(builder, a, b, *rest)
+    def dot(self, original, builder, a, b, total, *rest):
+        a_type, b_type, sums = (NAMES.get(x.dtype.scalar.name, x.dtype.scalar.name) for x in (a, b, total))
+        self.dots.add(f"{a_type} x {b_type} -> {sums}")
+        return original(builder, a, b, total, *rest)
 
-    def access(self, verb: str, operands: Callable) -> Callable:
-        def checked(original, builder, *arguments):
-            pointers, mask = operands(*arguments)
-            touched = np.asarray(mask.data).astype(bool)  # a block pointer's mask is an array, not a handle
-            addresses = np.broadcast_to(pointers.data, touched.shape)[touched].astype(np.int64)
+    def access(self, verb: str, pointers_at: int, mask_at: int) -> Callable:
+        """Return what takes the place of a load or a store. ..._at: which of its arguments these are."""
+
+        def checked(original, builder, *arguments, **keywords):
+            pointers = arguments[pointers_at]
+            mask = np.asarray(arguments[mask_at].data).astype(bool)  # a block pointer's is an array, not a handle
+            addresses = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.int64)
             for number, elements in enumerate(self.elements):
-                addresses = addresses[~elements.hold(addresses)]
+                held, size = elements.hold(addresses), addresses.size
+                addresses = addresses[~held]
+                if addresses.size < size:
+                    self.note(verb, elements)
                 if not addresses.size:
                     self.elements.insert(0, self.elements.pop(number))  # the next access is likely to the same
-                    return original(builder, *arguments)
+                    break
             if addresses.size:
                 nearest = min(self.elements, key=lambda elements: elements.distance(addresses[0]))
                 program = ", ".join(str(x) for x in self.builder.grid_idx)
                 self.outside = self.outside or f"program ({program}) {verb} {nearest.place(addresses[0])}"
                 raise OutsideError(self.outside)
-            return original(builder, *arguments)
+            result = original(builder, *arguments, **keywords)
+            if verb == "reads" and arguments[2] is None and not mask.all():
+                result.data[~mask] = undefined(result.data.dtype)
+            return result
 
         return checked
+
+    def note(self, verb: str, elements: "Elements") -> None:
+        """Note that programs wrote to a tensor, or read int8 that none has written."""
+        if verb == "writes":
+            self.written.add(elements.storage)
+        elif elements.is_int8 and elements.storage not in self.written:
+            self.given = self.given or elements.name
+
+
+def undefined(dtype: np.dtype) -> Any:
+    """Return the number that stands for one which is undefined."""
+    return np.nan if dtype.kind == "f" else True if dtype.kind == "b" else np.iinfo(dtype).max
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -172,6 +201,7 @@ class Elements:
 
     def __init__(self, name: str, x: Tensor):
         self.name, self.size = name, x.element_size()
+        self.storage, self.is_int8 = x.untyped_storage().data_ptr(), x.dtype == torch.int8
         offsets = np.zeros((), np.int64)
         for length, stride in zip(x.shape, x.stride(), strict=True):
             offsets = offsets[..., None] + np.arange(length) * stride
@@ -191,8 +221,8 @@ class Elements:
     def place(self, address: int) -> str:
         """Return in words where an address is that is no element's."""
         place = (int(address) - self.first) // self.size
-        if place < 0:
-            return f"{-place} elements before the first of {self.name}"
-        if place >= len(self.known):
-            return f"{place - len(self.known) + 1} elements past the last of {self.name}"
-        return f"between the elements of {self.name}, {place} after the first"
+        if 0 <= place < len(self.known):
+            return f"between the elements of {self.name}, {place} after the first"
+        count = -place if place < 0 else place - len(self.known) + 1
+        far = f"{count} element{'s' if count > 1 else ''}"
+        return f"{far} before the first of {self.name}" if place < 0 else f"{far} past the last of {self.name}"

@@ -8,6 +8,7 @@ that INT8 passes. If it is missed, the results of likely mistakes are computed i
 mistake whose result is the reader's gives the hint. So a hint doesn't depend on how the kernel is written.
 """
 
+import hashlib
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from sage_lab.climb.observe import observe
 
 BAR = 0.08  # of INT8: the largest relative error of a row of O
 EXACT_BAR = 0.004  # where every rounding is exact: 1/128 for 1/127 is twice that
-TAIL_BAR = 0.06  # where cutting off costs 8% to 16%
+TAIL_BAR = 0.065  # where cutting off costs 8% to 16%
 BLOCKS = (16, 32, 64, 128)  # sizes of tiles that mistakes are computed for
 SIGN_BAR = 0.2  # how far a result may be from a mistake's that explains it
 
@@ -31,9 +32,9 @@ class Trial(NamedTuple):
 
     arguments: dict[str, Any]
     layouts: dict[str, str] = {}  # see `observe.laid_out`
-    hint: str = ""  # where no likely mistake explains the result; "": that of the milestone
+    hint: str = ""  # where no likely mistake explains the result, and for NaN; "": that of the milestone, NAN
     bar: float = BAR
-    int8: bool = False  # whether the products must be seen to be INT8
+    int8: bool = False  # whether kernels must be seen to round to INT8, and to multiply it
 
 
 class Milestone(NamedTuple):
@@ -98,15 +99,24 @@ def tried(function: Callable, trial: Trial, hint: str, device: str = "cpu") -> V
     return judge(trial, observed, hint)
 
 
-def generator_of(seed: int, name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1009 + sum(name.encode()))
+def generator_of(*names: Any) -> torch.Generator:
+    """Return a generator whose seed depends on these names alone, or numbers."""
+    digest = hashlib.sha256(repr(names).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
 
 
 def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
-    """Return the verdict on what a call was observed to do. hint: that of the milestone."""
+    """Return the verdict on what a call was observed to do, with the trial's sizes. hint: that of the milestone."""
+    verdict = verdict_on(trial, observed, hint)
+    sizes = ", ".join(f"{name} {list(trial.arguments[name].shape)}" for name in ("q", "k"))
+    return verdict._replace(found=f"{verdict.found}; {sizes}".removeprefix("; ")) if verdict.kind else verdict
+
+
+def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     q, found = trial.arguments["q"], observed["result"]
     if observed["outside"]:
-        return Verdict("outside", trial.hint or OUTSIDE, observed["outside"])
+        where = LAYOUT if trial.layouts else OUTSIDE if is_ragged(trial.arguments) else ELSEWHERE
+        return Verdict("outside", trial.hint or where, observed["outside"])
     if observed["changed"]:
         return Verdict("changed", CHANGED, ", ".join(observed["changed"]))
     if not observed["launched"]:
@@ -121,13 +131,16 @@ def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     worst = errors.nan_to_num(torch.inf, torch.inf).argmax()
     error, row = errors.flatten()[worst].item(), torch.unravel_index(worst, errors.shape)
     if error <= trial.bar:
-        if trial.int8 and (sign := not_int8(observed["dots"])):
+        if trial.int8 and (sign := not_int8(observed)):
             return Verdict("not INT8", *sign, error)
+        if (trial.layouts or trial.int8) and observed["copied"]:
+            return Verdict("copied", COPIED, f"no kernel got {', '.join(observed['copied'])}", error)
         return Verdict(error=error)
     shown = f"row {[int(x) for x in row]} of O is off by {error:.3g} times its size, {trial.bar} are allowed"
     if not found.isfinite().all():
         rows = ~found.isfinite().all(-1)
-        shown = f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity"
+        first = rows.nonzero()[0].tolist()
+        shown = f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity, the first is row {first}"
         return Verdict("NaN", trial.hint or NAN, shown, error)
     kind, explained = explain(oracle, found)
     return Verdict(kind or "value", explained or trial.hint or hint, shown, error)
@@ -139,12 +152,23 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).norm(dim=-1) / size.clamp(min=size.mean().clamp(min=1e-30))
 
 
-def not_int8(dots: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return a hint and what was found if the products aren't INT8, or P V isn't at least in 16 bit."""
+def is_ragged(arguments: dict[str, Any]) -> bool:
+    """Return whether a tile may be partial: elsewhere, lengths are multiples of 64 or of the blocks that are given."""
+    sizes = arguments.get("block_q", 64), arguments.get("block_kv", 64)
+    return any(arguments[name].shape[2] % size for name, size in zip("qk", sizes, strict=True))
+
+
+def not_int8(observed: dict[str, Any]) -> tuple[str, str] | None:
+    """Return a hint and what was found if kernels don't round to INT8, or a product isn't one that is allowed."""
+    dots = observed["dots"]
     shown = f"tl.dot of {', '.join(dots) or 'nothing'}"
-    if "i8 x i8" not in dots:
+    if "i8 x i8 -> i32" not in dots:
         return NO_INT8, shown
-    wide = [dot for dot in dots if dot not in ("i8 x i8", "f16 x f16", "bf16 x bf16")]
+    if observed["given"]:
+        return GIVEN, f"{observed['given']} is int8, is read, and no kernel has written it"
+    if any(dot.endswith("16") for dot in dots):
+        return HALF_SUMS, shown
+    wide = any(dot not in ("i8 x i8 -> i32", "f16 x f16 -> f32", "bf16 x bf16 -> f32") for dot in dots)
     return (WIDE, shown) if wide else None
 
 
@@ -294,7 +318,7 @@ def signs(x: Oracle) -> Iterator[Sign]:
         def flipped(y, block):
             high = torch.cat([tile.amax((2, 3), keepdim=True).expand_as(tile) for tile in y.split(block, 2)], 2)
             low = torch.cat([tile.amin((2, 3), keepdim=True).expand_as(tile) for tile in y.split(block, 2)], 2)
-            return torch.where((y == high) & (high >= -low), -y, y)
+            return torch.where((y >= 127.5 / 128 * high) & (high >= -low), -y, y)
 
         for block_q in BLOCKS if x.table is None else (x.block_q,):
             q = flipped(x.q, block_q)
@@ -310,10 +334,19 @@ def signs(x: Oracle) -> Iterator[Sign]:
 
     def diagonal():
         for block in blocks if x.is_causal else ():
-            start = torch.arange(x.n_q)[:, None] // block * block + x.n_k - x.n_q
-            yield x.output(visible=x.visible & (torch.arange(x.n_k) < start.clamp(min=0) // block * block))
+            first = torch.arange(x.n_q)[:, None] // block * block
+            start = (first + x.n_k - x.n_q).clamp(min=0) // block * block
+            yield from (x.output(visible=x.visible & (torch.arange(x.n_k) < end)) for end in (start, first + block))
+
+    def cut_off():
+        for way in (torch.trunc, torch.floor, lambda y: torch.trunc(y + 0.5)):
+            for k in (x.k, smooth):
+                scales = (y.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127 for y in (x.q, k))
+                q, k = (way(y / scale) * scale for y, scale in zip((x.q, k), scales, strict=True))
+                yield x.output(q=q, k=k)
 
     def dropped():
+        yield x.output(visible=x.visible & (torch.arange(x.n_k) < x.n_q))
         for block in blocks:
             yield x.output(visible=x.visible & (torch.arange(x.n_k) < x.n_k // block * block))
             yield x.output(visible=x.visible & (torch.arange(x.n_k) < (-(-x.n_k // block) - 1) * block))
@@ -336,6 +369,7 @@ def signs(x: Oracle) -> Iterator[Sign]:
     yield "base 2", BASE_2, lambda: iter([x.output(c=x.c * math.log(2))])
     yield "base e", BASE_E, lambda: iter([x.output(c=x.c * math.log2(math.e))])
     yield "last tile", LAST_TILE, dropped
+    yield "cut off", CUT_OFF, cut_off
     yield "l not rescaled", L_RESCALE, powers(0, 1)
     yield "O not rescaled", O_RESCALE, powers(1, 0)
     yield "nothing rescaled", RESCALE, powers(0, 0)
@@ -371,32 +405,53 @@ def table_signs(x: Oracle) -> Iterator[Sign]:
     yield "one table", ONE_TABLE, seen(table[:, :1], table[:1], table.transpose(0, 1).reshape(table.shape))
 
 
+ELSEWHERE = (
+    "A program touches memory that belongs to no tensor. Do its length (Nq, Nk), heads (H, Hkv), program ids and "
+    "strides belong to *this* tensor? Tiles of 64 rows or fewer are full here: no mask is missing."
+)
 OUTSIDE = (
     "A program touches memory that belongs to no tensor. Which rows of the last tile exist? Loads and stores both need "
-    "a mask, and every tensor has strides of its own."
+    "a mask. Do its length (Nq, Nk), heads, program ids and strides belong to *this* tensor?"
 )
-CHANGED = "An argument was overwritten, which its caller still needs. Work on a copy."
+CHANGED = "An argument was overwritten, which its caller still needs."
+COPIED = (
+    "A copy was made in PyTorch. Kernels get the arguments as they came, with their strides: no `contiguous()`, "
+    "`repeat_interleave` or `float()`. K's mean may come from PyTorch, but it is subtracted in a kernel."
+)
 NO_LAUNCH = "No Triton kernel was launched. The kernel is the exercise."
 FORM = "O has the shape and the dtype of q."
 UNDEFINED = (
-    "NaN or infinity became an integer, and C doesn't say which. Is there a 0 / 0? A block of zeros has scale 0."
+    "NaN or infinity became an integer, and C doesn't say which. Is there a 0 / 0? A block of zeros has scale 0. "
+    "What a masked load without `other=` gives is undefined, too."
 )
 ZERO = "O is 0 in most rows. All scores of a row can be far below 0: where does m start? Then: is O stored at all?"
 FACTOR = "All of O is too large, or too small, by one factor. By which scales do P^ and V^ become P~ and V again?"
-NAN = "NaN comes from -inf minus -inf, 0 / 0, what a mask should keep out, or rows of O that were never stored."
+NAN = (
+    "NaN comes from rows of O that were never stored (is the grid large enough?), -inf minus -inf, 0 / 0, or a masked "
+    "load without `other=`: what it gives is undefined, and 0 NaN is NaN."
+)
 P_RANGE = "P^ doesn't fit: P~ is at most 1 and int8 ends at 127, so P^ = round(127 P~)."
 NO_INT8 = "No product of INT8 with INT8 was seen: quantise Q and K, and pass int8 tiles to tl.dot."
+GIVEN = "Rounding belongs to the exercise: a kernel turns Q and K into int8, not PyTorch."
+HALF_SUMS = "A product is summed in 16 bit. `tl.dot` sums in float32 unless out_dtype says otherwise."
+CUT_OFF = (
+    "Q and K aren't rounded to nearest. `.to(tl.int8)` cuts off, so that 0.98 becomes 0. Take tl.floor(x + 0.5) first; "
+    "-0.98 + 0.5 cut off is 0, too. The scale is max / 127."
+)
 WIDE = "Besides INT8, products may be in 16 bit; float32 operands are slower than both. Convert P~ and V."
 RAGGED = "Keys that don't exist took part with the score 0. Give them the score -inf: loading them as 0 isn't enough."
 OFF_BY_ONE = "The causal mask is off by one: query i sees key i + Nk - Nq itself, and none after it."
 TOP_LEFT = "The causal mask starts at the top left. The last query sees the last key: key <= query + Nk - Nq."
 NOT_CAUSAL = "With is_causal=True queries still see later keys."
-DIAGONAL = "The loop ends before the tiles that the diagonal crosses. Up to which key does the tile's last query see?"
+DIAGONAL = (
+    "The loop ends too early: the last query of tile i sees the keys up to (i + 1) BLOCK - 1 + Nk - Nq. All tiles that "
+    "the diagonal crosses take part."
+)
 NO_C = "The scores lack c = 1 / sqrt(D)."
 C_TWICE = "The scores are multiplied by c = 1 / sqrt(D) twice."
 BASE_2 = "2^x is not e^x: exp2 needs scores that were multiplied by log2(e)."
 BASE_E = "The scores were multiplied by log2(e), but e^x is taken. Take exp2, or leave the factor out."
-LAST_TILE = "Keys at the end did not take part: the loop has one tile too few. Round the number of tiles up."
+LAST_TILE = "Keys at the end did not take part. The loop has ceil(Nk / BLOCK) tiles: rounded up, and of Nk, not of Nq."
 L_RESCALE = "O is rescaled when the maximum rises, and l isn't. Both were summed with the old maximum."
 O_RESCALE = "l is rescaled when the maximum rises, and O isn't. Both were summed with the old maximum."
 RESCALE = "When a later tile raises the maximum, what happens to the l and the O that are already there?"
@@ -446,12 +501,12 @@ def inputs(
 
 
 def one_head(generator):
-    yield Trial(inputs(generator, 128, 64, ramp=-9.0))
+    yield Trial(inputs(generator, 192, 64, ramp=-6.0))
     yield Trial(inputs(generator, 64, 128, d=64, ramp=-9.0))
 
 
 def many_tiles(generator):
-    yield Trial(inputs(generator, 64, 128, ramp=6.0))
+    yield Trial(inputs(generator, 64, 256, ramp=9.0))
     x = inputs(generator, 64, 128)
     x["k"] *= 2 ** torch.linspace(-2, 1, 128).half()[:, None]
     x["v"] *= 2 ** torch.linspace(-2, 1, 128).half()[:, None]
@@ -477,7 +532,7 @@ def ragged(generator):
     for n_q, n_k in (
         (between(generator, 65, 96), between(generator, 65, 96)),
         (16, between(generator, 1, 16)),
-        (1, 64),
+        (1, between(generator, 140, 160)),
     ):
         yield Trial(inputs(generator, n_q, n_k, heads=2))
 
@@ -497,9 +552,10 @@ def strides(generator):
 
 
 def causal(generator):
-    n = between(generator, 50, 80)
-    for n_q, n_k in ((64, 64), (n, n + between(generator, 5, 40)), (1, n)):
+    n, more = between(generator, 50, 80), between(generator, 66, 80)
+    for n_q, n_k in ((64, 64), (n, n + between(generator, 5, 40)), (1, n + more)):
         yield Trial(inputs(generator, n_q, n_k, heads=2) | {"is_causal": True})
+    n += more
     yield Trial(inputs(generator, n, n - between(generator, 20, 40)) | {"is_causal": True}, hint=UNSEEN)
 
 
@@ -509,14 +565,19 @@ def signed(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def truly_int8(generator):
+    v = signed(generator, 1, 2, 64, 32)
+    v[:, :, :, :16] = 1
+    # A large number and many of 0.98 s in every row: cut off, these are 0. Products meet large ones with 0 alone.
+    x = {name: 0.98 * signed(generator, 1, 1, 64, 32) for name in "qk"} | {"v": 3 * v[:, :1]}
+    x["q"][..., 0], x["q"][..., 1], x["k"][..., 0] = 127, 0, 0
+    x["k"][..., 1] = torch.tensor([127, -127]).repeat(32)
+    yield Trial({name: y.half() for name, y in x.items()}, hint=CUT_OFF)
     # Every row holds the largest number, so every rounding is exact, whatever shares a scale. P~ is 0 or 1.
     direction = signed(generator, 1, 2, 1, 32)
     sign = signed(generator, 1, 2, 64, 1)
     sign[:, :, 0], sign[:, :, 63] = -1, 1
-    v = signed(generator, 1, 2, 64, 32)
-    v[:, :, :, :16] = 1
     x = {"q": 2 * direction.expand(1, 2, 64, 32), "k": 2 * direction * sign, "v": 3 * v}
-    yield Trial({name: y.half().contiguous() for name, y in x.items()}, bar=EXACT_BAR, int8=True, hint=EXACT)
+    yield Trial({name: y.half().contiguous() for name, y in x.items()}, bar=EXACT_BAR, int8=True)
     # One large and many small probabilities, which together weigh more: about 1.5 steps of P^ each.
     x = {"q": signed(generator, 1, 1, 64, 32), "k": 0.2 * normal(generator, 1, 1, 64, 32), "v": v[:, :1]}
     x["q"][..., 0], x["k"][..., 0] = 10, 0
@@ -535,27 +596,36 @@ EXACT = (
     "max / 127, and the same on the way to integers and back?"
 )
 ZEROS = "Q and K are 0 here: their scale is 0, all scores are equal, and O is the mean of V. What is 0 / 0?"
-TAIL = "Many small probabilities weigh as much as a large one here. `.to(tl.int8)` cuts off: round to nearest."
+TAIL = (
+    "Many small probabilities weigh as much as a large one here. `.to(tl.int8)` cuts off: round P^ to nearest. Is the "
+    "largest P~ of a tile as large as its scale says?"
+)
 TOKENS = "The rows of V differ in size. P V adds over keys, so a scale of V^ must be the same for all keys of a tile."
 
 
+LAYOUT = (
+    "All four strides of every tensor are its own, the last one included. O has strides, too, and the dtype of q: "
+    "`torch.empty_like(q)` copies q's strides."
+)
+
+
 def shared_heads(generator):
-    yield Trial(inputs(generator, 64, 64, batch=2, heads=4, kv_heads=2), hint=GROUPS)
-    yield Trial(inputs(generator, 64, 64, heads=3, kv_heads=1), {"k": "transposed", "v": "transposed"}, hint=GROUPS)
+    yield Trial(inputs(generator, 64, 64, batch=2, heads=4, kv_heads=2))
+    yield Trial(inputs(generator, 64, 64, heads=3, kv_heads=1), {"k": "transposed", "v": "transposed"})
 
 
 ATTENTION = Capstone(
     "attention",
     (
         Milestone("one head", 3, one_head,
-            "S = c Q K^T, P = softmax(S), O = P V. Is each scale there once? Is l a sum over keys? Is 0.7 rounded up?"),
+            "S = c Q K^T, P = softmax(S), O = P V. Is s max|X| / 127, and there once? s_Q belongs to rows of S, s_K to "
+            "columns. Is l a sum over keys? Is 0.7 rounded up?"),
         Milestone("tiles that raise the maximum", 4, many_tiles,
             "What does one step of the loop do to m, l and O? Has every tile its own scales?"),
         Milestone("batch and heads", 2, batch_and_heads,
             "Every (batch, head) has its program. Which offset does each tensor need?"),
         Milestone("ragged ends", 3, ragged, "The last tile is partial: which of its queries and keys exist?"),
-        Milestone("any strides, any dtype", 3, strides,
-            "All four strides of every tensor are its own, the last one included; O has the dtype of q."),
+        Milestone("any strides, any dtype", 3, strides, LAYOUT),
         Milestone("causal", 3, causal, "Query i sees the keys up to i + Nk - Nq."),
         Milestone("really INT8", 4, truly_int8, EXACT),
         Milestone("shared heads", 2, shared_heads, GROUPS),
@@ -612,7 +682,7 @@ def short_rows(generator):
 
 
 def ragged_blocks(generator):
-    n = between(generator, 1, 16)
+    n = between(generator, 1, 7)
     x = listed_inputs(generator, 64 + n, 48 + n, 32, 16, width=3, heads=2)
     missing = (x["table"] != 3).all(-1)
     x["table"][..., 0] = torch.where(missing, 3, x["table"][..., 0])  # the partial block, wherever it stands
@@ -646,7 +716,10 @@ def sparse_int8(generator):
 UNLISTED = "A block that no row lists holds NaN here: its keys must not be read for O, nor for a scale or a mean."
 TABLE = "The table is a part of a larger one here: all four of its strides count."
 SHORT = "From the first -1 on, a row lists nothing. A row that lists nothing at all has O = 0. What is 0 / 0?"
-UNSEEN = "Some queries see no key here, and their O is 0. What are 0 / 0 and -inf minus -inf?"
+UNSEEN = (
+    "Some queries see no key here, and their O is 0. What are 0 / 0 and -inf minus -inf? A large negative number "
+    "instead of -inf gives the mean of V."
+)
 
 SPARSE = Capstone(
     "sparse_attention",
@@ -658,8 +731,7 @@ SPARSE = Capstone(
         Milestone("short and empty rows", 3, short_rows, SHORT),
         Milestone("ragged ends", 3, ragged_blocks,
             "The last block may be partial, wherever it is listed: which keys and queries exist?"),
-        Milestone("any strides, any dtype", 3, sparse_strides,
-            "All four strides of every tensor are its own, the last one included; O has the dtype of q."),
+        Milestone("any strides, any dtype", 3, sparse_strides, LAYOUT),
         Milestone("causal", 3, sparse_causal, "Query i sees the listed keys up to i + Nk - Nq."),
         Milestone("really INT8", 3, sparse_int8, EXACT),
     ),

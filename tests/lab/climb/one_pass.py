@@ -12,11 +12,11 @@ BLOCK_Q = BLOCK_K = 64
 
 @triton.jit
 def step(
-    m, l, o, q_i, k_ptr, v_ptr, k_strides, v_strides, head, heads, j, query, n_q, n_k, log2_scale,
+    m, l, o, q_i, k_ptr, v_ptr, k_strides, v_strides, head, heads, group, j, query, n_q, n_k, log2_scale,
     D: tl.constexpr, BLOCK_K: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     key = j * BLOCK_K + tl.arange(0, BLOCK_K)
-    s = tl.dot(q_i, tl.trans(load(k_ptr, k_strides, head, heads, key, n_k, D)))
+    s = tl.dot(q_i, tl.trans(load(k_ptr, k_strides, head // group, heads // group, key, n_k, D)))
     if IS_MASKED:
         seen = (key < n_k)[None, :]
         if IS_CAUSAL:
@@ -25,13 +25,13 @@ def step(
     m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
     p = tl.exp2(s * log2_scale - m_new[:, None])
     rescale = tl.exp2(m - m_new)
-    v_j = load(v_ptr, v_strides, head, heads, key, n_k, D)
+    v_j = load(v_ptr, v_strides, head // group, heads // group, key, n_k, D)
     return m_new, l * rescale + tl.sum(p, 1), tl.dot(p.to(v_j.dtype), v_j, o * rescale[:, None])
 
 
 @triton.jit
 def one_pass(
-    q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, o_strides, heads, n_q, n_k, log2_scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, o_strides, heads, group, n_q, n_k, log2_scale,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     query, head = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.program_id(1)
@@ -44,11 +44,11 @@ def one_pass(
         full = tl.minimum(full, first // BLOCK_K)
         end = tl.minimum(end, tl.cdiv(first + BLOCK_Q, BLOCK_K))
     for j in range(0, full):
-        m, l, o = step(m, l, o, q_i, k_ptr, v_ptr, k_strides, v_strides, head, heads, j, query, n_q, n_k, log2_scale,
-                       D, BLOCK_K, IS_CAUSAL, False)  # fmt: skip
+        m, l, o = step(m, l, o, q_i, k_ptr, v_ptr, k_strides, v_strides, head, heads, group, j, query, n_q, n_k,
+                       log2_scale, D, BLOCK_K, IS_CAUSAL, False)  # fmt: skip
     for j in range(full, end):
-        m, l, o = step(m, l, o, q_i, k_ptr, v_ptr, k_strides, v_strides, head, heads, j, query, n_q, n_k, log2_scale,
-                       D, BLOCK_K, IS_CAUSAL, True)  # fmt: skip
+        m, l, o = step(m, l, o, q_i, k_ptr, v_ptr, k_strides, v_strides, head, heads, group, j, query, n_q, n_k,
+                       log2_scale, D, BLOCK_K, IS_CAUSAL, True)  # fmt: skip
     o = o / tl.where(l == 0, 1, l)[:, None]
     d = tl.arange(0, D)
     offsets = (head // heads).to(tl.int64) * o_strides[0] + (head % heads) * o_strides[1]
@@ -57,10 +57,9 @@ def one_pass(
 
 
 def attention(q, k, v, is_causal=False):
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     o, (batch, heads, n_q, head_dim) = torch.empty_like(q), q.shape
     strides = (x.stride() for x in (q, k, v, o))
-    sizes = heads, n_q, k.shape[2], math.log2(math.e) / math.sqrt(head_dim)
+    sizes = heads, heads // k.shape[1], n_q, k.shape[2], math.log2(math.e) / math.sqrt(head_dim)
     one_pass[triton.cdiv(n_q, BLOCK_Q), batch * heads](
         q, k, v, o, *strides, *sizes, D=head_dim, BLOCK_Q=BLOCK_Q, IS_CAUSAL=is_causal, BLOCK_K=BLOCK_K
     )

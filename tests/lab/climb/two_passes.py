@@ -30,7 +30,7 @@ def scores(q_i, k_j, query, key, n_q, n_k, scale, IS_CAUSAL: tl.constexpr):
 @triton.autotune(CONFIGURATIONS, key=["n_k"])
 @triton.jit
 def two_passes(
-    q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, o_strides, heads, n_q, n_k, scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, o_strides, heads, group, n_q, n_k, scale,
     D: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
@@ -38,7 +38,7 @@ def two_passes(
     m, l = tl.full([BLOCK], -1.0e30, tl.float32), tl.zeros([BLOCK], tl.float32)
     for j in range(0, tl.cdiv(n_k, BLOCK)):
         key = j * BLOCK + tl.arange(0, BLOCK)
-        k_j = load(k_ptr, k_strides, head, heads, key, n_k, D)
+        k_j = load(k_ptr, k_strides, head // group, heads // group, key, n_k, D)
         s = scores(q_i, k_j, query, key, n_q, n_k, scale, IS_CAUSAL)
         m_new = tl.maximum(m, tl.max(s, 1))
         l = l * tl.exp(m - m_new) + tl.sum(tl.exp(s - m_new[:, None]), 1)
@@ -46,9 +46,9 @@ def two_passes(
     o = tl.zeros([BLOCK, D], tl.float32)
     for j in range(0, tl.cdiv(n_k, BLOCK)):
         key = j * BLOCK + tl.arange(0, BLOCK)
-        k_j = load(k_ptr, k_strides, head, heads, key, n_k, D)
+        k_j = load(k_ptr, k_strides, head // group, heads // group, key, n_k, D)
         s = scores(q_i, k_j, query, key, n_q, n_k, scale, IS_CAUSAL)
-        v_j = load(v_ptr, v_strides, head, heads, key, n_k, D)
+        v_j = load(v_ptr, v_strides, head // group, heads // group, key, n_k, D)
         o = tl.dot(tl.exp(s - m[:, None]).to(v_j.dtype), v_j, o)
     o = o / tl.where(l == 0, 1, l)[:, None]
     d = tl.arange(0, D)
@@ -58,10 +58,9 @@ def two_passes(
 
 
 def attention(q, k, v, is_causal=False):
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     o, (batch, heads, n_q, head_dim) = torch.empty_like(q), q.shape
     strides = (x.stride() for x in (q, k, v, o))
-    sizes = heads, n_q, k.shape[2], head_dim**-0.5
+    sizes = heads, heads // k.shape[1], n_q, k.shape[2], head_dim**-0.5
     two_passes[lambda options: (triton.cdiv(n_q, options["BLOCK"]), batch * heads)](
         q, k, v, o, *strides, *sizes, D=head_dim, IS_CAUSAL=is_causal
     )
