@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from sage_lab import command_line
 from sage_lab.__main__ import COMMANDS, main, read_options
 from sage_lab.command_line import BAD_INPUT, FAILED, INTERRUPTED, Failed, Parser, finish
+from sage_lab.experiments.video.command import ACTIONS
 from sage_lab.records import RECORDED, only_writer, read_record, write_file
 
 PROGRAM = "python -m sage_lab"
@@ -146,9 +147,9 @@ def test_what_needs_a_gpu_says_so(capsys, line, status):
 
 
 def test_the_help_of_every_option_has_its_default(capsys):
-    for command in COMMANDS:
+    for command in (*COMMANDS, *(f"video {action}" for action in ACTIONS)):
         with pytest.raises(SystemExit, match="0"):
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         shown = " ".join(capsys.readouterr().out.split())
         if command == "table1":
             assert all(f"(default: {x})" in shown for x in ("1024 2048 4096", "5"))
