@@ -134,7 +134,8 @@ def add_finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clips", type=input_file, metavar="FILE", help="real clips, written by the action clips")
     arms = parser.add_mutually_exclusive_group(required=True)
     arms.add_argument("--all", action="store_true", help="every arm, the decisive ones first")
-    arms.add_argument("--arms", choices=TRAINED, nargs="+", metavar="ARM", help="some of " + ", ".join(TRAINED).replace("%", "%%"))
+    some = f"some of {', '.join(TRAINED)}".replace("%", "%%")  # argparse formats its help
+    arms.add_argument("--arms", choices=TRAINED, nargs="+", metavar="ARM", help=some)
     parser.add_argument("--folder", type=output_folder, default="runs/video", help="for checkpoints, rows and pictures")
     add_minutes_option(parser)
     add_device_option(parser)
