@@ -70,7 +70,7 @@ task.mistakes = tuple(
         (INT8, hints.NO_INT8, INTEGERS, "tl.dot(q.to(tl.float16), tl.trans(k).to(tl.float16))",
          (INTEGER_PV, "tl.dot(p_hat.to(tl.float16), v.to(tl.float16))")),
         (INT8, hints.WIDE, INTEGER_PV, "tl.dot(p, v.to(tl.float32))", ("(s_p * s_v)[:, None]", "s_v")),
-        (INT8, hints.HALF_SUMS, INTEGER_PV, "tl.dot(p.to(tl.float16), v.to(tl.float16), out_dtype=tl.float16)",
+        (INT8, hints.WIDE, INTEGER_PV, "tl.dot(p.to(tl.float16), v.to(tl.float16), out_dtype=tl.float16)",
          ("(s_p * s_v)[:, None]", "s_v")),
         (INT8, hints.CUT_OFF, ROUNDED, "x.to(tl.int8)"),
         (INT8, hints.CUT_OFF, ROUNDED, "tl.floor(x).to(tl.int8)"),

@@ -76,13 +76,20 @@ def sparse_attention(
     q: [B, H, Nq, D], k, v: [B, H, Nk, D], all float16 or all float32 -> O [B, H, Nq, D] in q's dtype.
     table: int32 [B, H, Tm, width] with Tm = ceil(Nq / block_q). Its row (b, h, i) lists the blocks of keys that block i
         of the queries of head h reads: j stands for the keys from j * block_kv on, block_kv of them, or fewer in the
-        last block. A row lists each block once at most, in any order. It ends at its first -1, or at `width`. A query
-        without a key has O = 0.
+        last block. A row lists each block once at most, in any order. From its first -1 on, all of a row is -1.
     block_q, block_kv: 16, 32 or 64.
 
-    Blocks that no row lists may hold anything, even NaN, so K isn't smoothed. Sizes, strides, `is_causal` (of the
-    listed keys, those with j <= i + Nk - Nq), INT8 and the error allowed: as in the first capstone. Its shared heads
-    are not asked for.
+    Blocks that no row lists may hold anything, even NaN. Kernels read no key and no value of them, not even to round
+        it: round K in the loop, not in a kernel of its own, and don't smooth it.
+    Sizes: B, H, Nq, Nk are any numbers from 1 on; D is 32, 64 or 128.
+    Strides: each tensor has its own, the table too, on all four axes; there may be gaps between elements. Kernels touch
+        nothing but elements of tensors. All arguments are left as they are.
+    is_causal: query i sees listed key j if j <= i + Nk - Nq. A query that sees no key has O = 0.
+    INT8: Q and K are rounded, psi(X) = (s, X^) with s = max|X| / 127 and X^ = round(X / s), for each block of tokens or
+        each token. Zeros have s = 0. P~ and V are rounded, too (1 / 127 will do as the scale of P~), or are in float16.
+        Sums are in 32 bit. No operand of `tl.dot` is in 32 bit. A row of O may be off by 8% of its size.
+    PyTorch may allocate. All else is the kernel's work: it gets all tensors as they came, without `contiguous()` or
+        another dtype.
 
     >>> q, k = torch.zeros(1, 1, 20, 32).half(), torch.zeros(1, 1, 33, 32).half()
     >>> v = torch.arange(33).half()[:, None].expand(1, 1, 33, 32)

@@ -94,6 +94,40 @@ def test_addresses_outside_of_tensors_are_named(first, last, layout, outside):
 
 
 @triton.jit
+def masked_kernel(x_ptr, y_ptr, count, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(y_ptr + n, tl.load(x_ptr + n, mask=n < count))
+
+
+@triton.jit
+def descriptor_kernel(x_ptr, y_ptr, count, N: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, [1, count], [count, 1], [1, N])
+    tl.store(y_ptr + tl.arange(0, N), x.load([0, 0]).reshape(N))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="loads are watched in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "end", "copied", "given"),
+    [
+        (masked_kernel, torch.float16, None, (), ""),
+        (masked_kernel, torch.int8, 127, ("x",), "x_ptr"),
+        (descriptor_kernel, torch.float16, 0, (), ""),
+    ],
+)
+def test_undefined_numbers_copies_and_integers_from_pytorch_are_noted(kernel, dtype, end, copied, given):
+    def copy(x):
+        y = torch.empty(32, dtype=dtype)
+        kernel[(1,)](x.to(dtype), y, 16, N=32)
+        return y
+
+    x = torch.arange(16.0).half()
+    observed = observe(copy, {"x": x}, {})
+    assert (observed["copied"], observed["given"]) == (copied, given)
+    assert torch.equal(observed["result"][:16].half(), x)
+    assert (observed["result"][16:] == end).all() if end is not None else observed["result"][16:].isnan().all()
+
+
+@triton.jit
 def block_pointer_kernel(x_ptr, y_ptr, count, N: tl.constexpr, CHECKED: tl.constexpr):
     x = tl.make_block_ptr(x_ptr, (count,), (1,), (0,), (N,), (0,))
     y = tl.make_block_ptr(y_ptr, (count,), (1,), (0,), (N,), (0,))

@@ -5,7 +5,7 @@ A grader loads this file by its path in the process of a submission, so it impor
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,10 @@ def observe(
 
     Returns:
         "result"; "launched", whether a Triton kernel was; "outside", in words, what was read or written outside of
-        all tensors; "changed", the arguments that are not what they were; "copied", those that no kernel got, as it got
-        copies or nothing; "given", the name of a tensor of int8 that programs read and none has written; "undefined",
-        whether NaN became an integer; "dots", the types of all products, as MLIR names them: "i8 x i8 -> i32".
+        all tensors, or NaN that was read of an argument; "changed", the arguments that are not what they were;
+        "copied", those that no kernel got, as it got copies or nothing; "given", the name of a tensor of int8 that
+        programs read and none has written; "undefined", whether NaN became an integer; "dots", the types of all
+        products, as MLIR names them: "i8 x i8 -> i32".
     """
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     given = {
@@ -50,7 +51,8 @@ def observe(
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is then full of NaN
     result = None
     try:
-        with warnings.catch_warnings(record=True) as caught, Watch() as watch:
+        wholes = {x.data_ptr() for _, x in given.values() if x is not None}
+        with warnings.catch_warnings(record=True) as caught, Watch(wholes) as watch:
             warnings.simplefilter("always")
             try:
                 result = function(**{name: x for name, (x, _) in given.items()})
@@ -99,7 +101,8 @@ class Watch:
     What a load without `other` gives where its mask is false is undefined: here it is NaN, or the largest integer.
     """
 
-    def __init__(self):
+    def __init__(self, given: Collection[int] = ()):
+        self.arguments = given  # the first addresses of their memory
         self.launches, self.outside, self.given, self.dots = 0, "", "", set()
         self.met: dict[int, torch.UntypedStorage] = {}  # the memory that launches got, kept, and so not used twice
         self.written: set[int] = set()  # the first addresses of the memory that programs wrote to
@@ -154,26 +157,33 @@ class Watch:
         def checked(original, builder, *arguments, **keywords):
             pointers = arguments[pointers_at]
             mask = np.asarray(arguments[mask_at].data).astype(bool)  # a block pointer's is an array, not a handle
-            addresses = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.int64)
+            addresses, touched = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.int64), None
             for number, elements in enumerate(self.elements):
                 held, size = elements.hold(addresses), addresses.size
                 addresses = addresses[~held]
                 if addresses.size < size:
-                    self.note(verb, elements)
+                    self.note(verb, touched := elements)
                 if not addresses.size:
                     self.elements.insert(0, self.elements.pop(number))  # the next access is likely to the same
                     break
             if addresses.size:
                 nearest = min(self.elements, key=lambda elements: elements.distance(addresses[0]))
-                program = ", ".join(str(x) for x in self.builder.grid_idx)
-                self.outside = self.outside or f"program ({program}) {verb} {nearest.place(addresses[0])}"
-                raise OutsideError(self.outside)
+                self.refuse(f"{verb} {nearest.place(addresses[0])}")
             result = original(builder, *arguments, **keywords)
-            if verb == "reads" and arguments[2] is None and not mask.all():
+            if verb == "writes":
+                return result
+            if touched and touched.storage in self.arguments and (result.data != result.data)[mask].any():
+                self.refuse(f"reads NaN of {touched.name}")
+            if arguments[2] is None and not mask.all():
                 result.data[~mask] = undefined(result.data.dtype)
             return result
 
         return checked
+
+    def refuse(self, what: str) -> None:
+        program = ", ".join(str(x) for x in self.builder.grid_idx)
+        self.outside = self.outside or f"program ({program}) {what}"
+        raise OutsideError(self.outside)
 
     def note(self, verb: str, elements: "Elements") -> None:
         """Note that programs wrote to a tensor, or read int8 that none has written."""

@@ -108,7 +108,9 @@ def generator_of(*names: Any) -> torch.Generator:
 def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     """Return the verdict on what a call was observed to do, with the trial's sizes. hint: that of the milestone."""
     verdict = verdict_on(trial, observed, hint)
-    sizes = ", ".join(f"{name} {list(trial.arguments[name].shape)}" for name in ("q", "k"))
+    sizes = ", ".join(
+        f"{name} {list(trial.arguments[name].shape)}" for name in ("q", "k", "table") if name in trial.arguments
+    )
     return verdict._replace(found=f"{verdict.found}; {sizes}".removeprefix("; ")) if verdict.kind else verdict
 
 
@@ -139,8 +141,9 @@ def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     shown = f"row {[int(x) for x in row]} of O is off by {error:.3g} times its size, {trial.bar} are allowed"
     if not found.isfinite().all():
         rows = ~found.isfinite().all(-1)
-        first = rows.nonzero()[0].tolist()
-        shown = f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity, the first is row {first}"
+        shown = (
+            f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity, first {rows.nonzero()[0].tolist()}"
+        )
         return Verdict("NaN", trial.hint or NAN, shown, error)
     kind, explained = explain(oracle, found)
     return Verdict(kind or "value", explained or trial.hint or hint, shown, error)
@@ -166,8 +169,6 @@ def not_int8(observed: dict[str, Any]) -> tuple[str, str] | None:
         return NO_INT8, shown
     if observed["given"]:
         return GIVEN, f"{observed['given']} is int8, is read, and no kernel has written it"
-    if any(dot.endswith("16") for dot in dots):
-        return HALF_SUMS, shown
     wide = any(dot not in ("i8 x i8 -> i32", "f16 x f16 -> f32", "bf16 x bf16 -> f32") for dot in dots)
     return (WIDE, shown) if wide else None
 
@@ -178,10 +179,8 @@ class Oracle:
     def __init__(self, arguments: dict[str, Any]):
         self.q, k, v = (arguments[name].double() for name in ("q", "k", "v"))
         self.batch, self.heads, self.n_q, self.head_dim = self.q.shape
-        self.n_k, self.kv_heads = k.shape[2], k.shape[1]
-        self.group = self.heads // self.kv_heads
-        self.own_k, self.own_v = k, v
-        self.k, self.v = (x.repeat_interleave(self.group, 1) for x in (k, v))
+        self.n_k, self.own_k, self.own_v = k.shape[2], k, v
+        self.k, self.v = (x.repeat_interleave(self.heads // k.shape[1], 1) for x in (k, v))
         self.c = 1 / math.sqrt(self.head_dim)
         self.is_causal, self.table = arguments.get("is_causal", False), arguments.get("table")
         self.block_q, self.block_kv = arguments.get("block_q"), arguments.get("block_kv")
@@ -258,7 +257,7 @@ def explain(oracle: Oracle, found: Tensor) -> tuple[str, str]:
     expected, best = oracle.output(), (SIGN_BAR, "", "")
     off = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     if (found.norm(dim=-1) < 0.01 * expected.norm(dim=-1)).double().mean() > 0.5:
-        return ("diagonal", DIAGONAL) if oracle.is_causal else ("zero", ZERO)
+        return ("diagonal", DIAGONAL) if oracle.is_causal and oracle.table is None else ("zero", ZERO)
     for name, hint, results in signs(oracle):
         for result in results():
             apart = float((found - result).norm() / result.norm().clamp(min=1e-30))
@@ -276,18 +275,16 @@ Sign = tuple[str, str, Callable[[], Iterator[Tensor]]]
 def signs(x: Oracle) -> Iterator[Sign]:
     """Yield likely mistakes, each with a hint and the results that it may have on these inputs."""
     blocks = BLOCKS if x.table is None else (x.block_kv,)
-    padded = lambda block: -x.n_k % block  # noqa: E731
     smooth = x.k - x.k.mean(2, keepdim=True)
 
     def with_zero_keys():
         for block in blocks:
-            if extra := padded(block):
+            if extra := -x.n_k % block:
                 k, v = (torch.nn.functional.pad(y, (0, 0, 0, extra)) for y in (x.k, x.v))
                 visible = torch.nn.functional.pad(x.visible, (0, extra), value=not x.is_causal)
                 if x.table is not None:
-                    visible[..., x.n_k :] = (
-                        (x.table == x.n_k // block).any(-1).repeat_interleave(x.block_q, 2)[:, :, : x.n_q, None]
-                    )
+                    last = (x.table == x.n_k // block).any(-1)
+                    visible[..., x.n_k :] = last.repeat_interleave(x.block_q, 2)[:, :, : x.n_q, None]
                 yield x.output(k=k, v=v, visible=visible)
 
     def swapped():
@@ -329,9 +326,6 @@ def signs(x: Oracle) -> Iterator[Sign]:
                     yield x.output(q=q, k=flipped(k, block))
                 yield x.output(v=v)
 
-    def wraps(p, top):
-        return torch.where(p > top / 2, p - top * 256 / 255, p)
-
     def diagonal():
         for block in blocks if x.is_causal else ():
             first = torch.arange(x.n_q)[:, None] // block * block
@@ -356,8 +350,8 @@ def signs(x: Oracle) -> Iterator[Sign]:
     def causal(*offsets):
         return lambda: (x.output(visible=x.seen(offset=offset)) for offset in offsets if x.is_causal)
 
-    def powers(*both):
-        return lambda: (x.online(block, *both) for block in blocks)
+    def online(*powers, **keywords):
+        return lambda: (x.online(block, *powers, **keywords) for block in blocks)
 
     yield "zero keys", RAGGED, with_zero_keys
     yield "off by one", OFF_BY_ONE, causal(x.n_k - x.n_q - 1, x.n_k - x.n_q + 1)
@@ -370,22 +364,19 @@ def signs(x: Oracle) -> Iterator[Sign]:
     yield "base e", BASE_E, lambda: iter([x.output(c=x.c * math.log2(math.e))])
     yield "last tile", LAST_TILE, dropped
     yield "cut off", CUT_OFF, cut_off
-    yield "l not rescaled", L_RESCALE, powers(0, 1)
-    yield "O not rescaled", O_RESCALE, powers(1, 0)
-    yield "nothing rescaled", RESCALE, powers(0, 0)
-    yield "inverse factor", INVERSE, powers(-1, -1)
+    yield "l not rescaled", L_RESCALE, online(0, 1)
+    yield "O not rescaled", O_RESCALE, online(1, 0)
+    yield "nothing rescaled", RESCALE, online(0, 0)
     yield "not divided", NOT_DIVIDED, lambda: iter([x.output(divide=False)])
     yield "heads", HEADS, swapped
     yield "one head", ONE_HEAD, one_head
     yield "K not transposed", TRANSPOSE, untransposed
     yield "scale of the first tile", FIRST_SCALE, first_scale
     yield "overflow", OVERFLOW, overflow
-    yield "P^ wraps", P_RANGE, lambda: (x.online(block, changed=wraps) for block in blocks)
-    yield "no s_P", FACTOR, lambda: (x.online(block, changed=lambda p, top: 127 * p / top) for block in blocks)
+    yield "P^ wraps", P_RANGE, online(changed=lambda p, top: torch.where(p > top / 2, p - top * 256 / 255, p))
+    yield "P^ cut off", TAIL, online(changed=lambda p, top: (127 * p / top).floor() * top / 127)
+    yield "no s_P", FACTOR, online(changed=lambda p, top: 127 * p / top)
     yield "smoothed along the features", SMOOTH_AXIS, lambda: iter([x.output(k=x.k - x.k.mean(-1, keepdim=True))])
-    if x.group > 1:
-        every = torch.arange(x.heads) % x.kv_heads
-        yield "interleaved groups", GROUPS, lambda: iter([x.output(k=x.own_k[:, every], v=x.own_v[:, every])])
     if x.table is not None:
         yield from table_signs(x)
 
@@ -401,18 +392,18 @@ def table_signs(x: Oracle) -> Iterator[Sign]:
     everything = torch.arange(-(-x.n_k // x.block_kv)).expand(*table.shape[:3], -1)
     yield "all keys", ALL_KEYS, lambda: iter([x.output(visible=x.seen(table=everything))])
     yield "steps for blocks", STEPS, seen(torch.where(width < counts, width, -1))
+    rows = torch.arange(1, table.shape[2] + 1)[:, None] * x.block_q + x.n_k - x.n_q
+    if x.is_causal:
+        yield "end at the diagonal", STEPS_END, seen(torch.where(width * x.block_kv < rows, table, -1))
     yield "one row", ONE_ROW, seen(table[:, :, :1])
     yield "one table", ONE_TABLE, seen(table[:, :1], table[:1], table.transpose(0, 1).reshape(table.shape))
 
 
 ELSEWHERE = (
     "A program touches memory that belongs to no tensor. Do its length (Nq, Nk), heads (H, Hkv), program ids and "
-    "strides belong to *this* tensor? Tiles of 64 rows or fewer are full here: no mask is missing."
+    "strides belong to *this* tensor?"
 )
-OUTSIDE = (
-    "A program touches memory that belongs to no tensor. Which rows of the last tile exist? Loads and stores both need "
-    "a mask. Do its length (Nq, Nk), heads, program ids and strides belong to *this* tensor?"
-)
+OUTSIDE = ELSEWHERE + " Which rows of the last tile exist? Loads and stores both need a mask."
 CHANGED = "An argument was overwritten, which its caller still needs."
 COPIED = (
     "A copy was made in PyTorch. Kernels get the arguments as they came, with their strides: no `contiguous()`, "
@@ -424,7 +415,10 @@ UNDEFINED = (
     "NaN or infinity became an integer, and C doesn't say which. Is there a 0 / 0? A block of zeros has scale 0. "
     "What a masked load without `other=` gives is undefined, too."
 )
-ZERO = "O is 0 in most rows. All scores of a row can be far below 0: where does m start? Then: is O stored at all?"
+ZERO = (
+    "O is 0 in most rows. All scores of a row can be far below 0: does m start at -inf, and stay there after a tile "
+    "without keys? Then: is O stored at all?"
+)
 FACTOR = "All of O is too large, or too small, by one factor. By which scales do P^ and V^ become P~ and V again?"
 NAN = (
     "NaN comes from rows of O that were never stored (is the grid large enough?), -inf minus -inf, 0 / 0, or a masked "
@@ -433,12 +427,11 @@ NAN = (
 P_RANGE = "P^ doesn't fit: P~ is at most 1 and int8 ends at 127, so P^ = round(127 P~)."
 NO_INT8 = "No product of INT8 with INT8 was seen: quantise Q and K, and pass int8 tiles to tl.dot."
 GIVEN = "Rounding belongs to the exercise: a kernel turns Q and K into int8, not PyTorch."
-HALF_SUMS = "A product is summed in 16 bit. `tl.dot` sums in float32 unless out_dtype says otherwise."
-CUT_OFF = (
-    "Q and K aren't rounded to nearest. `.to(tl.int8)` cuts off, so that 0.98 becomes 0. Take tl.floor(x + 0.5) first; "
-    "-0.98 + 0.5 cut off is 0, too. The scale is max / 127."
+CUT_OFF = "`.to(tl.int8)` cuts off: Q and K aren't rounded to nearest. Take tl.floor(x + 0.5) before. Is s max / 127?"
+WIDE = (
+    "Besides INT8, products may be of float16 operands, summed in float32, as `tl.dot` does without out_dtype. float32 "
+    "operands are slower than both, and sums in 16 bit overflow."
 )
-WIDE = "Besides INT8, products may be in 16 bit; float32 operands are slower than both. Convert P~ and V."
 RAGGED = "Keys that don't exist took part with the score 0. Give them the score -inf: loading them as 0 isn't enough."
 OFF_BY_ONE = "The causal mask is off by one: query i sees key i + Nk - Nq itself, and none after it."
 TOP_LEFT = "The causal mask starts at the top left. The last query sees the last key: key <= query + Nk - Nq."
@@ -455,7 +448,6 @@ LAST_TILE = "Keys at the end did not take part. The loop has ceil(Nk / BLOCK) ti
 L_RESCALE = "O is rescaled when the maximum rises, and l isn't. Both were summed with the old maximum."
 O_RESCALE = "l is rescaled when the maximum rises, and O isn't. Both were summed with the old maximum."
 RESCALE = "When a later tile raises the maximum, what happens to the l and the O that are already there?"
-INVERSE = "l and O are rescaled by the inverse factor. It is exp(m_old - m_new), at most 1."
 NOT_DIVIDED = "O is not divided by l at the end."
 HEADS = "A head met the keys, or got the output, of another: batch and head change places somewhere."
 ONE_HEAD = "All heads, or all sequences of the batch, read the keys of the first one."
@@ -468,6 +460,7 @@ SMOOTH_AXIS = "K was smoothed along the wrong axis. Subtract the mean over token
 GROUPS = "Query heads of one group are neighbours: head h reads key head h // (H / Hkv)."
 ALL_KEYS = "All keys took part. Only the listed blocks do."
 STEPS = "The first blocks took part, not the listed ones: a step of the loop is not the number of a block."
+STEPS_END = "The loop ends at the diagonal, but the place of a listed block in its row says nothing about its keys."
 ONE_ROW = "All blocks of queries used the table's first row."
 ONE_TABLE = "A head, or a sequence, used the table of another. The table has strides for batch and heads, too."
 
@@ -529,11 +522,8 @@ def batch_and_heads(generator):
 
 
 def ragged(generator):
-    for n_q, n_k in (
-        (between(generator, 65, 96), between(generator, 65, 96)),
-        (16, between(generator, 1, 16)),
-        (1, between(generator, 140, 160)),
-    ):
+    first, second, few, many = (between(generator, *ends) for ends in ((65, 96), (65, 96), (1, 16), (140, 160)))
+    for n_q, n_k in ((first, second), (16, few), (1, many)):
         yield Trial(inputs(generator, n_q, n_k, heads=2))
 
 
@@ -542,9 +532,8 @@ def strides(generator):
     first = between(generator, 0, 3)
     for number in range(3):
         names = (layouts[(first + number + place) % 3] for place in range(3))
-        x = inputs(
-            generator, 64, 64, batch=2 if number else 1, heads=2, dtype=(torch.float16, torch.float32)[number % 2]
-        )
+        dtype = (torch.float16, torch.float32)[number % 2]
+        x = inputs(generator, 64, 64, batch=2 if number else 1, heads=2, dtype=dtype)
         yield Trial(x, dict(zip("qkv", names, strict=True)))
     x = inputs(generator, 64, 64, batch=2, heads=2)
     x |= {name: x[name][:, :1].expand_as(x[name]).contiguous() for name in "kv"}
@@ -703,6 +692,9 @@ def sparse_causal(generator):
         x = listed_inputs(generator, n_q, n_k, 16, 16, width=3, heads=2)
         x["table"][..., 0] = torch.where((x["table"] != 0).all(-1), 0, x["table"][..., 0])
         yield Trial(x | {"is_causal": True})
+    x = listed_inputs(generator, 48, 48, 16, 16, d=128)
+    x["q"], x["k"], x["table"] = x["q"] + 2, x["k"] - 5, x["table"].sort(descending=True).values  # first the future
+    yield Trial(x | {"is_causal": True}, hint=ZERO)
     yield Trial(listed_inputs(generator, 64, 64, 16, 16, width=2) | {"is_causal": True}, hint=UNSEEN)
 
 
@@ -713,7 +705,9 @@ def sparse_int8(generator):
         yield trial._replace(arguments=trial.arguments | {"table": table.contiguous(), "block_q": 32, "block_kv": 32})
 
 
-UNLISTED = "A block that no row lists holds NaN here: its keys must not be read for O, nor for a scale or a mean."
+UNLISTED = (
+    "A block that no row lists holds NaN here. Kernels don't read it, not even for a scale or a mean, nor to mask it."
+)
 TABLE = "The table is a part of a larger one here: all four of its strides count."
 SHORT = "From the first -1 on, a row lists nothing. A row that lists nothing at all has O = 0. What is 0 / 0?"
 UNSEEN = (
