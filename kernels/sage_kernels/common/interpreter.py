@@ -67,9 +67,9 @@ def copied_arguments(executor, arguments, named):
     return copies
 
 
-def masked_load(builder, pointers, mask, *more):
+def masked_load(builder, pointers, mask, *more, **named):  # a tensor descriptor names its options
     memory.check("load", pointers, mask)
-    return load(builder, pointers, mask, *more)
+    return load(builder, pointers, mask, *more, **named)
 
 
 def masked_store(builder, pointers, value, mask, *more):
