@@ -23,7 +23,7 @@ task.mistakes = tuple(
     for milestone, hint, old, new, *more in (
         (HEAD, hints.L_RESCALE, "l = l * rescale +", "l = l +"),
         (HEAD, hints.O_RESCALE, "o = o * rescale[:, None] +", "o = o +"),
-        (HEAD, hints.HALF, "tl.dot(p.to(tl.float16), v)", "tl.dot(p.to(tl.float16), v)\n            o = o.to(tl.float16)"),
+        (HEAD, hints.HALF, "            m = m_new", "            m, o = m_new, o.to(tl.float16)"),
         (LISTED, hints.STEPS, ENTRY, "step"),
         (LISTED, hints.ALL_KEYS, "for step in range(0, width):\n        j = " + ENTRY,
          "for j in range(0, tl.cdiv(n_k, BLOCK_KV)):"),

@@ -169,8 +169,8 @@ def not_int8(observed: dict[str, Any]) -> tuple[str, str] | None:
         return NO_INT8, shown
     if observed["given"]:
         return GIVEN, f"{observed['given']} is int8, is read, and no kernel has written it"
-    wide = any(dot not in ("i8 x i8 -> i32", "f16 x f16 -> f32", "bf16 x bf16 -> f32") for dot in dots)
-    return (WIDE, shown) if wide else None
+    allowed = {"i8 x i8 -> i32", "f16 x f16 -> f32", "bf16 x bf16 -> f32"}
+    return None if allowed.issuperset(dots) else (WIDE, shown)
 
 
 class Oracle:
@@ -561,8 +561,7 @@ def truly_int8(generator):
     x["k"][..., 1] = torch.tensor([127, -127]).repeat(32)
     yield Trial({name: y.half() for name, y in x.items()}, hint=CUT_OFF)
     # Every row holds the largest number, so every rounding is exact, whatever shares a scale. P~ is 0 or 1.
-    direction = signed(generator, 1, 2, 1, 32)
-    sign = signed(generator, 1, 2, 64, 1)
+    direction, sign = signed(generator, 1, 2, 1, 32), signed(generator, 1, 2, 64, 1)
     sign[:, :, 0], sign[:, :, 63] = -1, 1
     x = {"q": 2 * direction.expand(1, 2, 64, 32), "k": 2 * direction * sign, "v": 3 * v}
     yield Trial({name: y.half().contiguous() for name, y in x.items()}, bar=EXACT_BAR, int8=True)
