@@ -32,7 +32,7 @@ class Trial(NamedTuple):
 
     arguments: dict[str, Any]
     layouts: dict[str, str] = {}  # see `observe.laid_out`
-    hint: str = ""  # where no likely mistake explains the result, and for NaN; "": that of the milestone, NAN
+    hint: str = ""  # where no likely mistake explains the result, and for NaN unless int8; "": that of the milestone
     bar: float = BAR
     int8: bool = False  # whether kernels must be seen to round to INT8, and to multiply it
 
@@ -118,7 +118,7 @@ def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     q, found = trial.arguments["q"], observed["result"]
     if observed["outside"]:
         where = LAYOUT if trial.layouts else OUTSIDE if is_ragged(trial.arguments) else ELSEWHERE
-        return Verdict("outside", trial.hint or where, observed["outside"])
+        return Verdict("outside", where if trial.int8 else trial.hint or where, observed["outside"])
     if observed["changed"]:
         return Verdict("changed", CHANGED, ", ".join(observed["changed"]))
     if not observed["launched"]:
@@ -144,7 +144,7 @@ def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
         shown = (
             f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity, first {rows.nonzero()[0].tolist()}"
         )
-        return Verdict("NaN", trial.hint or NAN, shown, error)
+        return Verdict("NaN", NAN if trial.int8 else trial.hint or NAN, shown, error)
     kind, explained = explain(oracle, found)
     return Verdict(kind or "value", explained or trial.hint or hint, shown, error)
 
@@ -559,7 +559,7 @@ def truly_int8(generator):
     x = {name: 0.98 * signed(generator, 1, 1, 64, 32) for name in "qk"} | {"v": 3 * v[:, :1]}
     x["q"][..., 0], x["q"][..., 1], x["k"][..., 0] = 127, 0, 0
     x["k"][..., 1] = torch.tensor([127, -127]).repeat(32)
-    yield Trial({name: y.half() for name, y in x.items()}, hint=CUT_OFF)
+    yield Trial({name: y.half() for name, y in x.items()}, int8=True, hint=CUT_OFF)
     # Every row holds the largest number, so every rounding is exact, whatever shares a scale. P~ is 0 or 1.
     direction, sign = signed(generator, 1, 2, 1, 32), signed(generator, 1, 2, 64, 1)
     sign[:, :, 0], sign[:, :, 63] = -1, 1
