@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None, database=None, max_examples=25)
 hypothesis.settings.load_profile("course")
 WORKER_GIB = 6  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 5 GiB
-LARGE_GIB = 64  # of a GPU, for the tests of more than 2^31 elements, which take half of it
+LARGE_GIB = 64  # of a GPU, for tests of 10 to 52 GiB, which take turns
 torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
 # Without a GPU it turns Triton's interpreter on, which must happen before triton is imported.
 if triton_device() == "cpu":
@@ -96,7 +96,7 @@ def empty_cache():
 
 @pytest.fixture
 def large_memory():
-    """For tests of tens of GB: one at a time, and only where they fit beside others."""
+    """For tests of 10 GB and more: one at a time, and only where they fit beside others."""
     if gpu_gib() < LARGE_GIB:
         pytest.skip(f"needs a GPU with {LARGE_GIB} GiB of memory, this one has {gpu_gib()}")
     with (Path(tempfile.gettempdir()) / "sage_ref_large_memory.lock").open("w") as turn:

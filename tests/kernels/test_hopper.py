@@ -516,6 +516,7 @@ def test_operation_with_them(monkeypatch, level, head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(5 not in FORWARD, reason="needs a Hopper GPU")
+@pytest.mark.usefixtures("large_memory")  # up to 15 GiB
 @BOTH_HEAD_DIMS
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["forward 5", "backward 4", "backward 5", "backward 6"])
