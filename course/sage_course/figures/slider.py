@@ -2,9 +2,10 @@
 
 All pictures stand side by side in one PNG, the strip, behind a window as wide as one of them. The strip is the
 background of an image element, which has no room to show its own content. Where scripts run, sliders move the strip: in
-the book, on nbviewer and Colab, in JupyterLab once the notebook is trusted or the cell was run. JupyterLab cuts scripts
-out of an untrusted notebook, but not the scroll bar, so the reader scrolls the strip. Where styles are cut out too, on
-GitHub, the image element shows its own content: the picture of the values at which the sliders start.
+the book, and in JupyterLab once the notebook is trusted or the cell was run. JupyterLab cuts scripts out of an
+untrusted notebook, but not the scroll bar, so the reader scrolls the strip. Where styles are cut out too, the image
+element shows its own content: the picture of the values at which the sliders start. So it should be on GitHub, and on
+nbviewer and Colab sliders should move; we could not try these three.
 """
 
 import base64
