@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -85,17 +84,6 @@ def test_kinds_of_instructions():
         "moves": "SHFL.BFLY", "memory": "LDSM.16", "spills": "LDL.LU", "rest": "LDC R1",
     }  # fmt: skip
     assert {group: group_of(name) for group, name in names.items()} == dict(zip(names, names, strict=True))
-
-
-def test_the_model_orders_the_levels_on_hopper_nearly_as_an_h200_does():
-    """D=128 without a mask: two of ten pairs are the wrong way round, of which the model says "equal, to 2%"."""
-    rows = {row["name"]: row["clocks"] for row in read_record(RECORD).select(target=90, head_dim=128, causal=False)}
-    shape = {"n_q": 8192, "head_dim": 128, "causal": False, "scope": "op", "direction": "fwd"}
-    timed = read_record("bench_h200").select(provider="sage_kernels", **shape)
-    measured = {f"level{row['level']}": row["ms_median"] for row in timed if row["level"] < 5}
-    wrong = {(a, b) for a, b in permutations(rows, 2) if measured[a] < measured[b] and rows[a] > rows[b]}
-    assert wrong == {("level3", "level1"), ("level2", "level0")}
-    assert all(rows[a] < 1.02 * rows[b] for a, b in wrong)
 
 
 def counted(source, target, problem):
