@@ -83,8 +83,9 @@ def parallel() -> str:
     """Return time and memory of one long sequence on one GPU and on several."""
     record = read_record(CONTEXT_PARALLEL)
     plan, memory = (record.provenance[name] for name in ("plan", "memory_bytes"))
-    # A pass that was timed once had its programs compiled in that time.
-    table = markdown_table(*scaling_table([row for row in record.rows if row["repetitions"] > 1], memory))
+    # In earlier records a pass that was timed once had its programs compiled in that time.
+    rows = [row for row in record.rows if row["repetitions"] > 1 or "exchange_ms" in row]
+    table = markdown_table(*scaling_table(rows, memory, shortest=2**17))
     sizes = "{heads} heads of {head_dim}, no mask, bfloat16, SLA2 at {sparsity:.0%}".format(**plan)
     fits = f'"Fits up to" extrapolates to {MEMORY_SHARE:.0%} of a GPU\'s memory.'
     described = f"Forward and backward, time of the slowest process, {record.timed}; {sizes}; {record.caption}. {fits}"

@@ -4,14 +4,22 @@ Under torchrun, one process per device:
 `torchrun --standalone --nproc-per-node 4 -m sage_lab context-parallel`.
 The processes form groups of each size. All groups of a size do the same at once, so that no device is idle. A pass
 takes as long as its slowest process, from a common start until its device is done. Attentions and sizes take turns.
+
+What a device waits for the exchange is measured within each pass (`watched_exchanges`). "No attention" passes exchange
+the same tensors and compute nothing. After the planned lengths, each pass is measured at the longest sequence that
+should fit.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +31,7 @@ from sage_lab.experiments.turns import orders, synchronized_time, time_columns
 from sage_lab.records import Record, Row, markdown_table, write_record
 from sage_lab.training.processes import Processes, processes
 from sage_ref.parallel import ParallelSLA2, parallel_sagebwd_attention, ulysses
+from sage_ref.parallel.exchange import Passing
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sla2 import SLA2
 from sage_ref.tracing import relative_l2
@@ -31,12 +40,14 @@ ATTENTIONS = {
     "exact": "exact (PyTorch's pick), Ulysses",
     "sagebwd": "SageBwd, Ulysses",
     "sagebwd_ring": "SageBwd, ring",
-    "sla2": "SLA2, Ulysses",
+    "sla2_stage_1": "SLA2 stage 1, Ulysses",
+    "sla2": "SLA2 stage 2, Ulysses",
+    "none": "no attention, Ulysses",
 }
+ON_SEVERAL = ("sagebwd_ring", "none")  # have no form for one device
 TENSORS = ("O", "dQ", "dK", "dV")
-MEMORY_SHARE = 0.9  # of a device that a pass may need, by what a shorter one needed
-# Bytes grow no faster than this power of N: SLA2's block mask has an entry per 128 queries and 64 keys.
-GROWTH = {"exact": 1, "sagebwd": 1, "sagebwd_ring": 1, "sla2": 2}
+MEMORY_SHARE = 0.9  # of a device that a pass may need, by what shorter ones needed
+PART = 2**16  # the longest sequence is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -44,14 +55,17 @@ class ParallelPlan:
     """The passes to time.
 
     lengths: the shortest first. Shards are whole blocks of 128 tokens, which the ring quantises as one device does.
-    longest: leave out a pass that would take more seconds, as a shorter sequence predicts.
+    affordable: seconds for the timed runs of a pass. If one run takes more, the first, untimed one counts instead: its
+        programs were compiled for the shorter sequence.
+    longest: leave out a pass that would take more seconds. Both follow from the time of a shorter sequence.
     """
 
-    lengths: tuple[int, ...] = (2**17, 2**18, 2**19, 2**20)
+    lengths: tuple[int, ...] = (2**16, 2**17, 2**19)
     heads: int = 16
     head_dim: int = 128
     sparsity: float = 0.97
     repetitions: int = 3
+    affordable: float = 5.0
     longest: float = 25.0
 
 
@@ -82,6 +96,44 @@ def groups_of_each_size(world: Processes) -> list[Members]:
     ]
 
 
+class Measured(NamedTuple):
+    """One run of a pass: the largest of each number over all processes, of `exchange_ms` the smallest.
+
+    A process that is done early waits for the others; the one that waits least waits for the exchange alone.
+    """
+
+    ms: float
+    peak_bytes: float
+    sent_bytes: float
+    exchange_ms: float
+
+
+def rows_of(one: Pass, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["attention"] == one.attention and row["devices"] == one.members.size]
+
+
+def byte_growth(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return (a, b) of bytes = a N + b N^2 through the two longest of one pass's rows, the longest last.
+
+    b stands for SLA2's block masks, with an entry per 128 queries and 64 keys. It is 0 where only one length is known.
+    """
+    n, m = rows[-2:][0]["n"], rows[-1]["n"]
+    x, y = (row["peak_bytes"] / row["n"] for row in (rows[-2:][0], rows[-1]))
+    b = max(0.0, (y - x) / (m - n)) if m > n else 0.0
+    return y - b * m, b
+
+
+def most_tokens(rows: Sequence[Row], memory: int) -> float:
+    """Return the N whose bytes are `MEMORY_SHARE` of a device's memory, as `byte_growth` predicts."""
+    (a, b), available = byte_growth(rows), MEMORY_SHARE * memory
+    return 2 * available / (a + math.sqrt(a**2 + 4 * b * available))
+
+
+def predicted_seconds(n: int, row: Row) -> float:
+    """Predict a pass's time from that of a shorter sequence: every attention here computes a share of N^2 scores."""
+    return row["ms_median"] / 1e3 * (n / row["n"]) ** 2
+
+
 def why_left_out(one: Pass, n: int, plan: ParallelPlan, memory: int | None, rows: Sequence[Row]) -> str | None:
     """Return the reason to leave out a pass, None if it is measured.
 
@@ -90,56 +142,122 @@ def why_left_out(one: Pass, n: int, plan: ParallelPlan, memory: int | None, rows
     size = one.members.size
     if size > 1 and one.attention != "sagebwd_ring" and plan.heads % size:
         return f"{size} devices don't divide {plan.heads} heads"
-    if one.attention == "sagebwd_ring" and size == 1:
-        return "one device needs no ring"
-    shorter = [row for row in rows if row["attention"] == one.attention and row["devices"] == size]
+    if one.attention in ON_SEVERAL and size == 1:
+        return "one device exchanges nothing"
+    shorter = rows_of(one, rows)
     if not shorter:
         return "a shorter one was left out" if rows else None
-    ratio = n / shorter[-1]["n"]
-    if shorter[-1]["ms_median"] * ratio**2 > 1e3 * plan.longest:
+    if predicted_seconds(n, shorter[-1]) > plan.longest:
         return f"a pass would take more than {plan.longest:g} s"
-    if memory and shorter[-1]["peak_bytes"] * ratio ** GROWTH[one.attention] > MEMORY_SHARE * memory:
+    if memory and n > most_tokens(shorter, memory):
         return "it would need more memory than a device has"
     return None
 
 
-def length_rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, *, is_first: bool) -> list[Row]:
-    """Run everything once to compile programs, then time it. is_first: compare the results with one device's."""
+def largest_length(one: Pass, memory: int, rows: Sequence[Row]) -> int | None:
+    """Return the longest sequence that should fit, a multiple of `PART`; None if no longer one than measured fits."""
+    measured = rows_of(one, rows)
+    if not measured or one.attention == "none":
+        return None
+    n = int(most_tokens(measured, memory)) // PART * PART
+    return n if n > measured[-1]["n"] else None
+
+
+def length_rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Processes, rows: Sequence[Row]) -> list[Row]:
+    """Run everything once to compile programs, then time what is short enough.
+
+    rows: of shorter sequences. Without any, the results are compared with one device's.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # parts of it fit shorter sequences alone
     errors: dict[Pass, Row] = {one: {} for one in passes}
+    runs: dict[Pass, list[Measured]] = {one: [] for one in passes}
+    counts = dict.fromkeys(passes, plan.repetitions)
     alone: dict[str, tuple[Tensor, ...]] = {}
     for one in sorted(passes, key=lambda one: one.members.size):
-        *_, tensors = run_pass(one, n, plan, world)
+        first, tensors = run_pass(one, n, plan, world)
         name = one.attention.removesuffix("_ring")
-        if is_first and one.members.size == 1:
+        if not rows and one.members.size == 1:
             alone[name] = tuple(x.cpu() for x in tensors)
         elif name in alone:
             errors[one] = compared(tensors, alone[name], one.members, world)
         del tensors
-    times: dict[Pass, list[float]] = {one: [] for one in passes}
-    peaks: dict[Pass, float] = {}
+        if rows:
+            affordable = int(plan.affordable / predicted_seconds(n, rows_of(one, rows)[-1]))
+            counts[one] = min(plan.repetitions, affordable)
+        if counts[one] == 0:
+            runs[one].append(first)
     for repetition, order in enumerate(orders(len(passes), plan.repetitions)):
-        if repetition and sum(map(median, times.values())) > 1e3 * plan.longest:
-            break  # one repetition has taken long enough
         for one in (passes[place] for place in order):
-            ms, peaks[one] = run_pass(one, n, plan, world)[:2]  # its tensors must be gone before the next
-            times[one].append(ms)
-    return [_row(one, n, plan, times[one], peaks[one]) | errors[one] for one in passes]
+            if repetition < counts[one]:
+                runs[one].append(run_pass(one, n, plan, world)[0])  # its tensors must be gone before the next
+    return [_row(one, n, plan, runs[one]) | errors[one] for one in passes]
 
 
-def run_pass(one: Pass, n: int, plan: ParallelPlan, world: Processes) -> tuple[float, float, tuple[Tensor, ...]]:
-    """Return milliseconds and most bytes in use, both the largest of any process, then O, dQ, dK and dV here."""
+def run_pass(one: Pass, n: int, plan: ParallelPlan, world: Processes) -> tuple[Measured, tuple[Tensor, ...]]:
+    """Run a pass; return what was measured, then this process's O, dQ, dK and dV."""
+    on_gpu = world.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0  # such as workspaces, which do not grow with N
     inputs = inputs_of(one.members, n, plan, world)
     attention = attention_of(one, plan, world)
-    on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     if world.count > 1:
         dist.barrier()
-    started = synchronized_time(world.device)
-    tensors = forward_and_backward(attention, *inputs)
-    ms = 1e3 * (synchronized_time(world.device) - started)
-    return *largest_of([ms, torch.cuda.max_memory_allocated() if on_gpu else 0], world), tensors
+    with watched_exchanges(world.device) as exchanges:
+        started = synchronized_time(world.device)
+        tensors = forward_and_backward(attention, *inputs)
+        ms = 1e3 * (synchronized_time(world.device) - started)
+    exchange_ms = sum(_milliseconds(*exchange[:2]) for exchange in exchanges)
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    *largest, least = largest_of([ms, peak, sum(sent for _, _, sent in exchanges), -exchange_ms], world)
+    return Measured(*largest, -least), tensors
+
+
+@contextmanager
+def watched_exchanges(device: torch.device) -> Iterator[list[tuple]]:
+    """Yield a list that gets an entry per exchange of `sage_ref.parallel`: its start, its end, and the bytes sent.
+
+    On a GPU start and end are events on the stream that waits for the exchange, so what goes on meanwhile is not in it:
+    of the ring's transfers only the time in which nothing is computed.
+    """
+    found: list[tuple] = []
+
+    def watched(exchange: Callable, sent: Callable[..., float]) -> Callable:
+        def call(*arguments, **options):
+            start = _moment(device)
+            result = exchange(*arguments, **options)
+            found.append((start, _moment(device), sent(*arguments, **options)))
+            return result
+
+        return call
+
+    def others(group) -> int:
+        return dist.get_world_size(group) - 1
+
+    sent_bytes = {  # by one process
+        (dist, "all_to_all_single"): lambda _, x, group: x.nbytes * others(group) / (others(group) + 1),
+        (dist, "all_reduce"): lambda x, group: 2 * x.nbytes * others(group) / (others(group) + 1),
+        (dist, "all_gather"): lambda _, x, group: x.nbytes * others(group),
+        (Passing, "wait"): lambda passing: sum(x.nbytes for x in passing.sent),
+    }
+    with ExitStack() as stack:
+        for (owner, name), sent in sent_bytes.items():
+            stack.enter_context(patch.object(owner, name, watched(getattr(owner, name), sent)))
+        yield found
+
+
+def _moment(device: torch.device) -> torch.cuda.Event | float:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
 def largest_of(facts: Sequence[float], world: Processes) -> list[float]:
@@ -171,13 +289,28 @@ def attention_of(one: Pass, plan: ParallelPlan, world: Processes) -> Callable[[T
     if name == "exact":
         exact = F.scaled_dot_product_attention
         return exact if is_alone else partial(ulysses, exact, group=group)
-    if name == "sla2":
+    if name == "none":
+        return partial(ulysses, NoAttention.apply, group=group)
+    if name in ("sla2", "sla2_stage_1"):
         module = SLA2 if is_alone else partial(ParallelSLA2, group=group)
-        return module(plan.head_dim, plan.heads, sparsity=plan.sparsity).to(world.device)
+        made = module(plan.head_dim, plan.heads, sparsity=plan.sparsity).to(world.device)
+        return made.stage(1 if name == "sla2_stage_1" else 2)
     if is_alone:
         return sagebwd_attention
     method = "ring" if name == "sagebwd_ring" else "ulysses"
     return partial(parallel_sagebwd_attention, method=method, group=group)
+
+
+class NoAttention(torch.autograd.Function):
+    """O = V, and dO for the gradient of each input: it takes no time, so the exchange is all that is left."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, grad_output, grad_output
 
 
 def forward_and_backward(
@@ -199,35 +332,43 @@ def compared(tensors: Sequence[Tensor], alone: Sequence[Tensor], members: Member
     return {f"rel_l2_{name}": error for name, error in zip(TENSORS, errors, strict=True)} | {"same_bits": not differ}
 
 
-def _row(one: Pass, n: int, plan: ParallelPlan, times: Sequence[float], peak: float) -> Row:
+def _row(one: Pass, n: int, plan: ParallelPlan, runs: Sequence[Measured]) -> Row:
+    is_alone = one.members.size == 1
     return (
         {"attention": one.attention, "devices": one.members.size, "n": n, "batch": 1, "heads": plan.heads}
         | {"head_dim": plan.head_dim, "causal": False, "direction": "fwd+bwd", "protocol": "paired"}
-        | {"sparsity": plan.sparsity if one.attention == "sla2" else None, "repetitions": len(times)}
-        | time_columns(times, digits=3)
-        | {"peak_bytes": int(peak)}
+        | {"sparsity": plan.sparsity if one.attention.startswith("sla2") else None, "repetitions": len(runs)}
+        | time_columns([run.ms for run in runs], digits=3)
+        | {"exchange_ms": None if is_alone else round(median(run.exchange_ms for run in runs), 3)}
+        | {"sent_bytes": None if is_alone else int(runs[-1].sent_bytes), "peak_bytes": int(runs[-1].peak_bytes)}
     )
 
 
-def scaling_table(rows: Sequence[Row], memory: int | None) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return header and lines. memory: bytes of a device, of which a pass may need `MEMORY_SHARE`; None: not known.
+def scaling_table(rows: Sequence[Row], memory: int | None, shortest: int = 0) -> tuple[tuple[str, ...], list[tuple]]:
+    """Return header and lines, those of N >= shortest.
 
-    "fits up to": N whose pass needs that much if bytes grow from those of this line as `GROWTH` says.
+    memory: bytes of a device, of which a pass may need `MEMORY_SHARE`; None: not known.
+
+    "waits for the exchange": the time in which a device computes nothing, and its share of the pass.
+    "fits up to": the longest sequence, as `most_tokens` predicts it from all rows of a pass.
     """
-    record, lines = Record({}, list(rows)), []
-    for row in sorted(rows, key=lambda row: (row["n"], list(ATTENTIONS).index(row["attention"]), row["devices"])):
+    places = {name: place for place, name in enumerate(ATTENTIONS)}
+    record, lines = Record({}, sorted(rows, key=lambda row: (row["n"], places[row["attention"]], row["devices"]))), []
+    for row in (row for row in record.rows if row["n"] >= shortest):
         one = record.select(attention=row["attention"].removesuffix("_ring"), devices=1, n=row["n"])
         ratio = f"{one[0]['ms_median'] / row['ms_median']:.2f}" if one and row["devices"] > 1 else ""
-        peak = row["peak_bytes"]
-        power = 1 / GROWTH[row["attention"]]
-        fits = f"{row['n'] * (MEMORY_SHARE * memory / peak) ** power:,.0f}" if memory and peak else ""
+        exchange, peak = row.get("exchange_ms"), row["peak_bytes"]
+        waits = "" if exchange is None else f"{exchange:,.1f} ms, {exchange / row['ms_median']:.1%}"
+        same = record.select(attention=row["attention"], devices=row["devices"])
+        # An earlier version counted 2 GiB that no pass needed; its rows have no exchange.
+        fits = f"{most_tokens(same, memory):,.0f}" if memory and peak and "exchange_ms" in row else ""
         agreement = ""
         if "same_bits" in row:
             error = max(row[f"rel_l2_{name}"] for name in TENSORS)
             agreement = "same bits" if row["same_bits"] else f"rel. L2 {error:.1e}"
-        cells = f"{row['ms_median']:,.1f}", ratio, f"{peak / 2**30:.1f}" if peak else "", fits, agreement
+        cells = f"{row['ms_median']:,.1f}", ratio, waits, f"{peak / 2**30:.1f}" if peak else "", fits, agreement
         lines.append((f"{row['n']:,}", ATTENTIONS[row["attention"]], row["devices"], *cells))
-    compared = ("times as fast as one", "GiB each", "fits up to", "result against one device")
+    compared = ("times as fast as one", "waits for the exchange", "GiB each", "fits up to", "result against one device")
     return ("N", "attention", "devices", "ms", *compared), lines
 
 
@@ -245,17 +386,24 @@ def context_parallel_command(options: argparse.Namespace) -> None:
         launcher = f"torchrun --standalone --nproc-per-node {world.count} -m" if world.count > 1 else "python -m"
         command = options.command.replace("python -m", launcher)
         facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
-        groups, rows = groups_of_each_size(world), []
-        for n in plan.lengths:
-            passes = [Pass(name, members) for name in ATTENTIONS for members in groups]
+        rows: list[Row] = []
+
+        def measure(passes: Sequence[Pass], n: int) -> None:
             reasons = {one: why_left_out(one, n, plan, memory, rows) for one in passes}
             left = [one for one, reason in reasons.items() if reason is None]
-            rows += length_rows(left, n, plan, world, is_first=not rows) if left else []
+            rows.extend(length_rows(left, n, plan, world, rows) if left else [])
             if world.is_first:
                 print(f"N = {n:,}: {len(left)} passes measured", flush=True)
                 for one, reason in reasons.items():
                     if reason:
                         print(f"  not measured: {ATTENTIONS[one.attention]} on {one.members.size} device(s), {reason}")
                 write_record(options.json, rows, command=command, **facts)
+
+        passes = [Pass(name, members) for members in groups_of_each_size(world) for name in ATTENTIONS]
+        for n in plan.lengths:
+            measure(passes, n)
+        for one in passes if memory else ():
+            if n := largest_length(one, memory, rows):
+                measure([one], n)
         if world.is_first:
             print(markdown_table(*scaling_table(rows, memory)))
