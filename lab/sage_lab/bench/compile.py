@@ -88,12 +88,14 @@ class Case(NamedTuple):
     is_causal: bool
     launch: Launch | None = None  # instead of what `ladder` launches
     is_unbiased: bool = False
+    with_lengths: bool = False  # of sequences of several lengths
 
     @property
     def name(self) -> str:
         """The name in the record."""
-        mask = ("causal" if self.is_causal else "full") + " unbiased" * self.is_unbiased
-        return f"sm_{self.capability} {self.kernel} level {self.level} D{self.head_dim} {mask}"
+        marks = " unbiased" * self.is_unbiased + " lengths" * self.with_lengths
+        mask = "causal" if self.is_causal else "full"
+        return f"sm_{self.capability} {self.kernel} level {self.level} D{self.head_dim} {mask}{marks}"
 
 
 class Compiled(NamedTuple):
@@ -113,7 +115,7 @@ class Compiled(NamedTuple):
 
 def every_case() -> list[Case]:
     """Return everything that is compiled."""
-    kinds = (cases, around_cases, unbiased_cases, sla2_cases)
+    kinds = (cases, around_cases, unbiased_cases, lengths_cases, sla2_cases)
     return [case for kind in kinds for capability in SHARED_MEMORY for case in kind(capability)]
 
 
@@ -141,6 +143,16 @@ def unbiased_cases(capability: int) -> Iterator[Case]:
     for case in (*cases(capability), *around_cases(capability)):
         if case.kernel.endswith("prepare_forward") or (case.kernel == "forward" and level_of(case).takes_unbiased):
             yield case._replace(is_unbiased=True)
+
+
+def lengths_cases(capability: int) -> Iterator[Case]:
+    """Yield what sequences of several lengths start: the last levels that run everywhere, and what runs before them."""
+    *_, forward = runnable(FORWARD_LEVELS, min(SHARED_MEMORY))
+    *_, backward = runnable(BACKWARD_LEVELS, min(SHARED_MEMORY))
+    known = [(kernel, forward) for kernel in ("forward", "key_sums", "key_mean", "prepare_forward")]
+    known += [(kernel, backward) for kernel in ("prepare_backward", *BACKWARD_LEVELS[backward].kernels(HEAD_DIMS[-1]))]
+    for kernel, level in known:
+        yield Case(kernel, level, capability, HEAD_DIMS[-1], True, with_lengths=True)
 
 
 def sla2_cases(capability: int) -> Iterator[Case]:
@@ -256,14 +268,17 @@ def start_sagebwd(case: Case, start: Start) -> None:
     query, key, value, grad_output = (empty(1, heads, n, case.head_dim) for heads in (4, 2, 2, 4))
     angles, gain = empty(n, case.head_dim // 2, dtype=torch.float32), empty(case.head_dim, dtype=torch.float32)
     rotary, options = Prologue(angles, angles, gain, gain), {"is_causal": case.is_causal, "scale": 0.1}
+    lengths = empty(1, dtype=torch.int32) if case.with_lengths else None
     inputs = ladder.prepare_forward(
         query, key, value, case.level if is_forward(case) else 4, start, scale=0.1, smooth_k=True,
         unbiased=case.is_unbiased, prologue=rotary if case.kernel.startswith("rotary_") else NO_PROLOGUE,
+        lengths=lengths,
     )  # fmt: skip
     if is_forward(case):
         ladder.run_forward(inputs, case.level, start, **options)
         return
     hats = {"q_hat": inputs.q_hat, "k_hat": inputs.k_hat, "v_range": inputs.v_range, "is_causal": case.is_causal}
+    hats["lengths"] = lengths
     log_sum_exp = empty(1, 4, padded_length(n), dtype=torch.float32)
     inputs = ladder.prepare_backward(grad_output, query, key, value, query, log_sum_exp, case.level, start, **hats)
     ladder.run_backward(inputs, case.level, start, **options)
