@@ -15,7 +15,7 @@ FLOORS = {
     "sage_ref": (
         {"attention", "backend", "checks", "derivatives", "prologue", "quantization", "shapes", "smoothing"},
         {"sagebwd", "sla2"},
-        {"integrations", "parallel", "tracing"},
+        {"graphs", "integrations", "parallel", "tracing"},
     ),
     "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}),
 }
