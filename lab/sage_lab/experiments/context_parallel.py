@@ -383,8 +383,7 @@ def context_parallel_command(options: argparse.Namespace) -> None:
     plan = replace(PLANS[device.type], longest=options.longest)
     with processes(options.device) as world:
         memory = torch.cuda.get_device_properties(world.device).total_memory if device.type == "cuda" else None
-        launcher = f"torchrun --standalone --nproc-per-node {world.count} -m" if world.count > 1 else "python -m"
-        command = options.command.replace("python -m", launcher)
+        command = world.command(options.command)
         facts = {"plan": asdict(plan), "devices": world.count, "memory_bytes": memory}
         rows: list[Row] = []
 

@@ -5,27 +5,41 @@ compares with, and with FlashAttention-4 where it is installed. All take their s
 
 SageBwd's kernels apply QK-norm and rotary positions themselves. On a GPU torch.compile fuses that work for the others,
 so that attentions are compared, and not one pass with PyTorch's many. SageBwd is also timed that way, as "separate".
+
+With --graphs every model is also timed with `sage_ref.graphed`. Under torchrun, one process per device:
+`torchrun --standalone --nproc-per-node 4 -m sage_lab pretrain-speed`.
+First each process trains alone. Then groups of 2, 4, ... train with DDP and with FSDP2, all groups of a size at once. A
+step takes as long as its slowest process. All read the same tokens, so their losses must be those of one device. What
+DDP's communication adds is measured by steps without it. FSDP2 cannot do without it.
 """
 
 import argparse
-import time
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
+from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 from sage_lab.command_line import add_device_option, positive
-from sage_lab.experiments.turns import in_turn, protocol_of, time_columns
+from sage_lab.experiments.context_parallel import Members, groups_of_each_size, largest_of
+from sage_lab.experiments.turns import in_turn, protocol_of, synchronized_time, time_columns
 from sage_lab.models import flash_attention_4 as fa4
-from sage_lab.models.llama import LlamaConfig
+from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Record, Row, markdown_table, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
+from sage_lab.training.processes import Processes, processes
+from sage_ref import graphed
 from sage_ref.backend import why_not_importable
 from sage_ref.prologue import before_attention
 
@@ -53,6 +67,7 @@ EXACT = {
     "flash_attention_4": "FlashAttention-4",
 }
 NAMES = EXACT | {"sagebwd_apart": "SageBwd, QK-norm and rotation separate", "sagebwd": "SageBwd"}
+WAYS = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}
 # By the node of the backward pass, which autograd makes for the kernel of the forward pass.
 KERNELS = {
     "ScaledDotProductCudnnAttentionBackward0": "cuDNN",
@@ -80,6 +95,10 @@ class SpeedPlan:
     def __post_init__(self):
         if self.steps < 2:
             raise ValueError(f"steps: expected at least 2, got {self.steps}")
+        wholes = [("context", n, "tokens_per_pass") for n in self.contexts]
+        for part, size, name in (*wholes, ("tokens_per_pass", self.tokens_per_pass, "tokens_per_device")):
+            if getattr(self, name) % size:
+                raise ValueError(f"{name}: expected a multiple of {part}={size}, got {getattr(self, name)}")
 
 
 # The second is too small to show anything, large enough to try the program.
@@ -100,23 +119,66 @@ def why_missing(attention: str, device: torch.device) -> str | None:
     return why_not_importable(fa4.PACKAGE, fa4.MODULE)
 
 
-class Model:
-    """A model with one attention, and the times of its steps in milliseconds."""
+class Place(NamedTuple):
+    """Where and how models train. parallel: a key of `WAYS`. members: the processes that share a model."""
 
-    def __init__(self, plan: SpeedPlan, corpus: Corpus, context: int, attention: str, device: torch.device):
+    world: Processes
+    members: Members = Members(1, 0, None)
+    parallel: str = "none"
+
+    def build(self, config: LlamaConfig, *, is_graphed: bool) -> nn.Module:
+        """Make a model that is the same in every place, spread over this one's devices."""
+        with self.world.device:  # draws weights there
+            model = Llama(config)
+        if self.parallel == "ddp":
+            return DistributedDataParallel(model, process_group=self.members.group, gradient_as_bucket_view=True)
+        if self.parallel == "fsdp2":
+            mesh = DeviceMesh.from_group(self.members.group, self.world.device.type)
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
+        return graphed(model) if is_graphed else model
+
+
+class SpreadPretraining(Pretraining):
+    """Pre-training in a place, whose processes add their gradients after a step's last pass, if they communicate."""
+
+    communicates = True
+
+    def passes(self) -> list[tuple]:
+        *others, last = super().passes()
+        return [*((*batch, False) for batch in others), (*last, True)]
+
+    def loss(self, inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
+        is_shared = is_last and self.communicates
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = is_shared  # as its no_sync() does
+        elif hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(is_shared)
+        return super().loss(inputs, targets)
+
+
+class Model:
+    """A model with one attention in one place, and the times of its steps in milliseconds."""
+
+    def __init__(
+        self, plan: SpeedPlan, corpus: Corpus, context: int, attention: str, place: Place, *, is_graphed: bool = False
+    ):
         of_model, self.backend, fused = ATTENTIONS[attention]
+        device = place.world.device
         shape = {"context": context, "layers": plan.layers, "width": plan.width, "heads": plan.heads}
         config = LlamaConfig(VOCABULARY, **shape, qk_norm=True, attention=of_model, fused_prologue=fused)
         settings = PretrainSettings(
-            steps=plan.warmup + plan.steps,
+            steps=2 * (plan.warmup + plan.steps),
             batch_size=plan.tokens_per_device // context,
             micro_batch_size=plan.tokens_per_pass // context,
             autocast=device.type == "cuda",
         )
-        self.training = Pretraining(corpus, config, settings, device)
+        build = partial(place.build, is_graphed=is_graphed)
+        self.world, self.training = place.world, SpreadPretraining(corpus, config, settings, device, build=build)
         nodes: set[str] = set()
-        self.nodes, self.times = nodes, []  # the hook must not hold the model that holds it
-        attentions = [block.attention for block in self.training.model.blocks]
+        self.nodes, self.losses = nodes, []  # the hook must not hold the model that holds it
+        self.times: dict[bool, list[float]] = {True: [], False: []}  # with communication, and without
+        attentions = [block.attention for block in getattr(self.training.model, "module", self.training.model).blocks]
         for module in attentions:
             module.before = before_attention_on(device)
             if attention == "flash_attention_4":
@@ -124,13 +186,17 @@ class Model:
         attentions[0].core.register_forward_hook(lambda module, inputs, output: nodes.add(_node(output)))
         for _ in range(plan.warmup):
             self.step()
-        self.times.clear()
+        self.times[True].clear()
 
-    def step(self) -> None:
+    def step(self, communicates: bool = True) -> None:
+        self.training.communicates = communicates
         with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            started = time.perf_counter()
-            self.training.advance()
-            self.times.append(1e3 * (time.perf_counter() - started))
+            if self.world.count > 1:
+                dist.barrier()
+            started = synchronized_time(self.world.device)
+            self.losses.append(self.training.advance())
+            ms = 1e3 * (synchronized_time(self.world.device) - started)
+        self.times[communicates] += largest_of([ms], self.world)
 
 
 @cache
@@ -152,40 +218,68 @@ def _node(output: Tensor) -> str:
     return node.name()
 
 
-def speed_rows(plan: SpeedPlan, corpus: Corpus, context: int, device: torch.device) -> list[Row]:
-    """Measure every attention that can be timed here, with models that take one step each in turn."""
-    here = [name for name in ATTENTIONS if why_missing(name, device) is None]
-    models = {name: Model(plan, corpus, context, name, device) for name in here}
-    for name in in_turn(here, plan.steps):
-        models[name].step()
+def speed_rows(
+    plan: SpeedPlan, corpus: Corpus, context: int, names: Sequence[str], place: Place, *, graphs: bool = False
+) -> list[Row]:
+    """Measure attentions with models that take one step each in turn. graphs: each as written and graphed."""
+    arms = [(name, is_graphed) for is_graphed in (False, True)[: 1 + graphs] for name in names]
+    models = {arm: Model(plan, corpus, context, arm[0], place, is_graphed=arm[1]) for arm in arms}
+    kinds = [(arm, communicates) for communicates in (True, False)[: 1 + (place.parallel == "ddp")] for arm in arms]
+    for arm, communicates in in_turn(kinds, plan.steps):
+        models[arm].step(communicates)
     rows = []
-    for name, model in models.items():
-        (node,) = model.nodes
-        tokens, times = model.training.tokens_per_step, time_columns(model.times)
-        row = {"attention": name, "autograd_node": node, "devices": 1, "parallel": "none", "context": context}
-        row |= {"tokens_per_step": tokens, "parameters": sum(x.numel() for x in model.training.model.parameters())}
-        row |= {"protocol": protocol_of(here)} | times
-        rows.append(row | {"tokens_per_second": round(1e3 * tokens / times["ms_median"])})
+    for (name, is_graphed), model in models.items():
+        (node,), size = model.nodes, place.members.size
+        tokens, times, silent = (
+            size * model.training.tokens_per_step,
+            time_columns(model.times[True]),
+            model.times[False],
+        )
+        row = {"attention": name, "autograd_node": node, "launch": "graph" if is_graphed else "eager"}
+        row |= {"devices": size, "parallel": place.parallel, "context": context}
+        row |= {"tokens_per_step": tokens, "tokens_per_pass": plan.tokens_per_pass}
+        row |= {"parameters": sum(x.numel() for x in model.training.model.parameters())}
+        row |= {"protocol": protocol_of(kinds)} | times
+        row |= {"tokens_per_second": round(1e3 * tokens / times["ms_median"])}
+        row |= {"ms_without_communication": round(median(silent), 2) if silent else None}
+        rows.append(row | {"first_timed_loss": model.losses[plan.warmup]})
+    del models, model
+    gc.collect()  # a graphed model is part of a circle
     return rows
 
 
 def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return header and lines: what ran, its time and rate, and its rate over those of exact attention."""
+    """Return header and lines: what ran, its time and rate, and its rate over those of others.
+
+    Columns about several devices, and about CUDA graphs, are there if a row needs them.
+    """
     record = Record({}, list(rows))
-    compared = [name for name in EXACT if record.select(attention=name)]
+    compared = {
+        f"times as fast as {NAMES[name]}": {"attention": name} for name in EXACT if record.select(attention=name)
+    }
+    if any(row.get("launch") == "graph" for row in rows):
+        compared["times as fast as without a graph"] = {"launch": "eager"}
+    if is_spread := any(row["devices"] > 1 for row in rows):
+        compared["of one device's rate, each"] = {"devices": 1, "parallel": "none"}
     lines = []
-    for row in sorted(rows, key=lambda row: (row["context"], list(ATTENTIONS).index(row["attention"]))):
-        ratios = (relative_rate(record, row, name) for name in compared)
-        cells = row["context"], row["devices"], row["parallel"], _attention_name(row), row["ms_median"]
-        lines.append((*cells, f"{row['tokens_per_second']:,}", *("" if x is None else f"{x:.2f}" for x in ratios)))
-    against = (f"times as fast as {NAMES[name]}" for name in compared)
-    return ("N", "devices", "parallel", "attention", "ms per step", "tokens/s", *against), lines
+    for row in sorted(rows, key=lambda row: (row["context"], row["devices"], list(ATTENTIONS).index(row["attention"]))):
+        ratios = [relative_rate(record, row, **other) for other in compared.values()]
+        way = f"{row['devices']}{WAYS[row['parallel']]}{', CUDA graph' if row.get('launch') == 'graph' else ''}"
+        cells = row["context"], way, _attention_name(row), row["ms_median"], f"{row['tokens_per_second']:,}"
+        cells += (*("" if x is None else f"{x:.2f}" for x in ratios),)
+        silent = row.get("ms_without_communication")
+        cells += (f"{1 - silent / row['ms_median']:.1%}" if silent else "",) if is_spread else ()
+        lines.append(cells)
+    header = ("N", "devices", "attention", "ms per step", "tokens/s", *compared)
+    return (*header, "communication") if is_spread else header, lines
 
 
-def relative_rate(record: Record, row: Row, attention: str) -> float | None:
-    """Return tokens per second over those of a different attention at the same context; None if it wasn't timed."""
-    found = record.select(attention=attention, context=row["context"])
-    return row["tokens_per_second"] / found[0]["tokens_per_second"] if found else None
+def relative_rate(record: Record, row: Row, **other: str | int) -> float | None:
+    """Return tokens per second and device over those of a row that differs in `other` alone; None if there is none."""
+    same = {name: row[name] for name in ("attention", "launch", "devices", "parallel", "context") if name in row}
+    found = record.select(**same | other)
+    mine, *others = (x["tokens_per_second"] / x["devices"] for x in (row, *found[:1]))
+    return mine / others[0] if others else None
 
 
 def _attention_name(row: Row) -> str:
@@ -198,17 +292,37 @@ def _attention_name(row: Row) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=positive, default=SpeedPlan.warmup, help="steps that are not timed")
     parser.add_argument("--steps", type=positive, default=SpeedPlan.steps, help="steps that are timed, at least 2")
+    parser.add_argument("--contexts", type=positive, nargs="+", metavar="N", help="tokens of a sequence")
+    parser.add_argument("--attentions", choices=ATTENTIONS, nargs="+", default=list(ATTENTIONS), help="what to time")
+    parser.add_argument("--tokens-per-pass", type=positive, help="tokens of a forward and backward pass")
+    parser.add_argument("--tokens-per-device", type=positive, help="tokens of a step")
+    parser.add_argument("--graphs", action="store_true", help="time each model as CUDA graphs, too")
     add_device_option(parser)
 
 
 def pretrain_speed_command(options: argparse.Namespace) -> None:
-    device = torch.device(options.device)
-    plan = replace(PLANS[device.type], warmup=options.warmup, steps=options.steps)
-    for name in ATTENTIONS:
-        if reason := why_missing(name, device):
-            print(f"not timed: {NAMES[name]}, {reason}")
+    kind = torch.device(options.device).type
+    if options.graphs and kind != "cuda":
+        raise ValueError(f"graphs: expected device cuda, got {kind}")
+    names = ("warmup", "steps", "contexts", "tokens_per_pass", "tokens_per_device")
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    plan = replace(PLANS[kind], **{name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()})
     tokens = torch.randint(VOCABULARY, (2**22,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
-    corpus = Corpus("random tokens", tokens, VOCABULARY)
-    rows = [row for context in plan.contexts for row in speed_rows(plan, corpus, context, device)]
-    print(markdown_table(*speed_table(rows)))
-    write_record(options.json, rows, command=options.command, plan=asdict(plan))
+    corpus, rows = Corpus("random tokens", tokens, VOCABULARY), []
+    with processes(options.device) as world:
+        reasons = {name: why_missing(name, world.device) for name in options.attentions}
+        here = [name for name, reason in reasons.items() if reason is None]
+        for name, reason in reasons.items():
+            if reason and world.is_first:
+                print(f"not timed: {NAMES[name]}, {reason}")
+        alone, *groups = groups_of_each_size(world)
+        places = [Place(world, alone), *(Place(world, of, way) for of in groups for way in ("ddp", "fsdp2"))]
+        facts = {"command": world.command(options.command), "plan": asdict(plan), "devices": world.count}
+        for context in plan.contexts:
+            for place in places:
+                graphs = options.graphs and place.parallel == "none"
+                rows += speed_rows(plan, corpus, context, here, place, graphs=graphs)
+                if world.is_first:
+                    write_record(options.json, rows, **facts)
+        if world.is_first:
+            print(markdown_table(*speed_table(rows)))

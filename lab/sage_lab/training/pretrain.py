@@ -1,13 +1,13 @@
 """Pre-training of the Llama, with batches of any size, whose gradients are accumulated over several passes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Row
@@ -34,6 +34,7 @@ class Pretraining(ResumableTraining):
     """A Llama that learns to predict the next token of a corpus, whose tail is kept for validation.
 
     trace: at every report, measure the error that SageBwd makes, or would make, in each layer (`traces`).
+    build: make the model, spread over several devices if wanted.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Pretraining(ResumableTraining):
         device: torch.device | str = "cpu",
         *,
         trace: bool = False,
+        build: Callable[[LlamaConfig], nn.Module] = Llama,
     ):
         self.config, self.trace = config, trace
-        super().__init__(lambda: Llama(config), settings, {"corpus_sha256": corpus.sha256} | asdict(config), device)
+        super().__init__(lambda: build(config), settings, {"corpus_sha256": corpus.sha256} | asdict(config), device)
         self.train_corpus, self.validation_corpus = corpus.split(VALIDATION_SHARE)
         self.traces: list[Row] = []
 

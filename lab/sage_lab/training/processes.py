@@ -20,6 +20,11 @@ class Processes(NamedTuple):
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def command(self, alone: str) -> str:
+        """Return a command as it was typed for these processes, from how one of them would be started."""
+        launcher = f"torchrun --standalone --nproc-per-node {self.count} -m"
+        return alone.replace("python -m", launcher) if self.count > 1 else alone
+
 
 @contextmanager
 def processes(device: str) -> Iterator[Processes]:
