@@ -40,7 +40,8 @@ def _are_on_gpu(inputs: tuple) -> bool:
 
 def _kept_gradient(parameter: weakref.ref, gradient: Tensor) -> Tensor:
     """Return a gradient that may become `.grad`: a copy, since the graph writes its next one to the same memory."""
-    return gradient.clone() if parameter().grad is None else gradient
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # a copy in every replay
+    return gradient.clone() if parameter().grad is None and not is_captured else gradient
 
 
 class _Shell(nn.Module):
