@@ -566,7 +566,7 @@ def test_graphed(attention):
                 outputs.append(layer(x))
             outputs[-1].float().square().mean().backward()
             outputs.append(x.grad)
-        results.append([*outputs, *(x.grad for x in layer.parameters())])
+        results.append([*outputs, *(x.grad for x in layer.parameters() if x.grad is not None)])
     assert len(replayed.forward.graphs) == 2
     assert all_equal(*results)
 
