@@ -14,7 +14,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import calculator, climb, elsewhere, first_page, kernels, paired, tables, video
+from sage_course.results import calculator, climb, elsewhere, first_page, kernels, many_gpus, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
 
@@ -91,6 +91,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "calculator": calculator.calculator,
     },
     "book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
+    "book/many_gpus.md": {"many_measured": many_gpus.measured, "many_computed": many_gpus.computed},
     "book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
 }
 

@@ -14,6 +14,9 @@ the mean over all tokens. All processes must make the same calls in the same ord
     model = DistributedDataParallel(model)
     loss = model(local_tokens(tokens, 1), local_tokens(positions, 0))
     # in it: output = parallel_sagebwd_attention(query, key, value, is_causal=True), each [B, H, N/P, D]
+
+Over several hosts, Ulysses can call a ring: `ulysses(partial(parallel_sagebwd_attention, method="ring", group=between),
+query, key, value, group=inside)`, where `inside` has the processes of a host and `between` one process of each host.
 """
 
 from sage_ref.parallel.api import METHODS, parallel_sagebwd_attention

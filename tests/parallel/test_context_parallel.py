@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from process_cases import run_together
 from sage_lab.training.processes import processes
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_ref import SLA2, sagebwd_attention
@@ -83,6 +84,7 @@ KERNELS = {  # interpreted, so as short as can be
     "causal ring": Case(140, 140, heads=1, kv_heads=1, dtype=torch.float16, head_dim=32, options=CAUSAL),
 }
 TRITON = {"backend": "triton"}
+HOSTS = Case(512, 512, kv_heads=2, options=CAUSAL)
 SHORT_SHARDS = Case(400, 400, heads=1, kv_heads=1)
 SLA2_CASES = {
     f"stage {stage}, {alphas} alphas": (stage, alphas, kv_heads)
@@ -95,6 +97,14 @@ def passes(attention, query, key, value, grad_output):
     output = attention(q, k, v)
     output.backward(grad_output)
     return tuple(x.detach().contiguous() for x in (output, q.grad, k.grad, v.grad))
+
+
+def by_hosts():
+    """Ulysses in each of two hosts with two processes, and a ring between the hosts, as the book advises."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    between, inside = (mesh[name].get_group() for name in mesh.mesh_dim_names)
+    ring = partial(parallel_sagebwd_attention, method="ring", group=between, **HOSTS.arguments)
+    return passes(partial(ulysses, ring, group=inside), *(local_tokens(x) for x in HOSTS.inputs()))
 
 
 def sla2(kind, stage, alphas):
@@ -229,6 +239,8 @@ def everything(folder):
                 case = case._replace(method=name.split()[-1])
                 found["reference", name] = case.parallel()
                 found["kernels", name] = case._replace(options=case.options | TRITON).parallel()
+        else:
+            found["hosts"] = by_hosts()
         torch.save(found, folder / f"{dist.get_rank()}.pt")
 
 
@@ -264,6 +276,11 @@ def test_the_ring_gives_what_one_process_does(found, name):
     """In bfloat16, whose sums here are float32's: 1e-3, a quarter of what a step of bfloat16 may be wrong by."""
     for dtype, tolerance in zip(DTYPES, (1e-13, 1e-3), strict=True):
         assert_close(together(found, ("ring", name, dtype)), RING[name]._replace(dtype=dtype).one(), tolerance)
+
+
+@pytest.mark.parametrize("found", [4], indirect=True)
+def test_ulysses_inside_hosts_calls_a_ring_between_them(found):
+    assert_close(together(found, "hosts"), HOSTS.one(), 1e-13)
 
 
 def test_shards_without_whole_blocks_quantise_otherwise_and_as_well(found):
