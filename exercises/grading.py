@@ -259,8 +259,8 @@ class Judge:
 
 def observed_by_the_rules(found: dict[str, Any]) -> bool:
     """Return whether an answer has the form of what `sage_lab.climb.observe` returns: a submission may forge it."""
-    listed = ("changed", "copied", "dots")
-    kinds = {"outside": str, "given": str, "launched": bool, "undefined": bool} | dict.fromkeys(listed, tuple)
+    listed, said = ("changed", "copied", "dots"), ("outside", "given", "jump")
+    kinds = {"launched": bool, "undefined": bool} | dict.fromkeys(said, str) | dict.fromkeys(listed, tuple)
     formed = "result" in found and all(type(found.get(name)) is kind for name, kind in kinds.items())
     return formed and all(type(word) is str for name in listed for word in found[name])
 

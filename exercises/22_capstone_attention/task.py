@@ -83,6 +83,7 @@ task.mistakes = tuple(
         (INT8, hints.ZEROS, "tl.where(scale == 0, 1.0, scale)", "scale"),
         (INT8, hints.FACTOR, "(s_p * s_v)[:, None]", "(s_p * s_v)[:, None] * (127 / 128)"),
         (INT8, hints.TAIL, "1.0, s_p)[:, None] + 0.5)", "1.0, s_p)[:, None])"),
+        (INT8, hints.NEARLY, "LOG2_E / math.sqrt(head_dim)", "127 / 128 * LOG2_E / math.sqrt(head_dim)"),
         (INT8, hints.TOKENS, "tl.load(s_v_ptr + kv_head * tl.cdiv(n_k, BLOCK_KV) + j)",
          "tl.load(s_v_ptr + kv_head * n_k + key, mask=key < n_k, other=0.0)",
          ("quantized(v, BLOCK_KV)", "quantized(v, 1)"),

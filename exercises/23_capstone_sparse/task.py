@@ -24,7 +24,10 @@ task.mistakes = tuple(
         (HEAD, hints.L_RESCALE, "l = l * rescale +", "l = l +"),
         (HEAD, hints.O_RESCALE, "o = o * rescale[:, None] +", "o = o +"),
         (HEAD, hints.HALF, "            m = m_new", "            m, o = m_new, o.to(tl.float16)"),
+        (LISTED, hints.BEGINS, "key = j * BLOCK_KV", "key = j * BLOCK_Q"),
+        (HEAD, hints.JUMP, "if j >= 0:", "if j < 0:\n            break\n        else:"),
         (LISTED, hints.STEPS, ENTRY, "step"),
+        (LISTED, hints.ENTRIES, "range(0, width)", "range(0, tl.cdiv(n_k, BLOCK_KV))"),
         (LISTED, hints.ALL_KEYS, "for step in range(0, width):\n        j = " + ENTRY,
          "for j in range(0, tl.cdiv(n_k, BLOCK_KV)):"),
         (LISTED, hints.ONE_ROW, ROW, ROW.replace(" + i * table_strides[2]", "")),
@@ -68,6 +71,7 @@ task.mistakes = tuple(
         (INT8, hints.CUT_OFF, ROUNDED, "(x + 0.5).to(tl.int8)"),
         (INT8, hints.CUT_OFF, "tl.max(tl.abs(x)) / 127", "tl.max(tl.abs(x)) / 63"),
         (INT8, hints.OVERFLOW, "tl.max(tl.abs(x)) / 127", "tl.max(tl.abs(x)) / 128"),
+        (INT8, hints.NEARLY, "(s_q * s_k * c)", "(s_q * s_k * c * 127 / 128)"),
         (INT8, hints.ZEROS, "tl.where(scale == 0, 1.0, scale)", "scale"),
     )
 )  # fmt: skip

@@ -261,7 +261,7 @@ def test_a_forged_answer_to_a_trial_earns_nothing_and_breaks_nothing():
     judge, test = grading.Judge(exercise), exercise.tests[0]
     q = exercise.calls(test, 0)[0].arguments[0]["q"]
     fair = {"result": q, "outside": "", "launched": True, "undefined": False, "changed": (), "dots": ()}
-    fair |= {"copied": (), "given": ""}
+    fair |= {"copied": (), "given": "", "jump": ""}
     for forged in (
         {},
         {"result": 1},

@@ -3,9 +3,13 @@
 A grader loads this file by its path in the process of a submission, so it imports nothing of the package.
 """
 
+import ast
+import inspect
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,7 +43,8 @@ def observe(
         all tensors, or NaN that was read of an argument; "changed", the arguments that are not what they were;
         "copied", those that no kernel got, as it got copies or nothing; "given", the name of a tensor of int8 that
         programs read and none has written; "undefined", whether NaN became an integer; "dots", the types of all
-        products, as MLIR names them: "i8 x i8 -> i32".
+        products, as MLIR names them: "i8 x i8 -> i32"; "jump", a line that Triton's interpreter takes and its compiler
+        doesn't.
     """
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     given = {
@@ -70,6 +75,7 @@ def observe(
         "given": watch.given,
         "undefined": any("invalid value encountered in cast" in str(x.message) for x in caught),
         "dots": tuple(sorted(watch.dots)),
+        "jump": watch.jump,
     }
 
 
@@ -91,6 +97,17 @@ def laid_out(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return inside.permute(*np.argsort(order).tolist()).expand(x.shape), whole
 
 
+@lru_cache
+def jump_of(function: Callable) -> str:
+    """Return where a loop of a kernel has a `break`, a `continue` or a `return`; "" if nowhere."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for loop in (x for x in ast.walk(tree) if isinstance(x, ast.For | ast.While)):
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Break | ast.Continue | ast.Return):
+                return f"line {function.__code__.co_firstlineno + node.lineno - 1}: {type(node).__name__.lower()}"
+    return ""
+
+
 def same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(*(z.view(torch.uint8) for z in (x, y)))
 
@@ -103,7 +120,7 @@ class Watch:
 
     def __init__(self, given: Collection[int] = ()):
         self.arguments = given  # the first addresses of their memory
-        self.launches, self.outside, self.given, self.dots = 0, "", "", set()
+        self.launches, self.outside, self.given, self.jump, self.dots = 0, "", "", "", set()
         self.met: dict[int, torch.UntypedStorage] = {}  # the memory that launches got, kept, and so not used twice
         self.written: set[int] = set()  # the first addresses of the memory that programs wrote to
         self.elements: list[Elements] = []
@@ -116,6 +133,7 @@ class Watch:
         self.builder, self.compiled = interpreter.interpreter_builder, JITFunction
         for kind in (interpreter.InterpretedFunction, JITFunction):
             self.replace(kind, "run", self.launch)
+        self.replace(interpreter.InterpretedFunction, "__call__", self.call)
         builder = interpreter.InterpreterBuilder
         self.replace(builder, "create_masked_load", self.access("reads", 0, 1))
         self.replace(builder, "create_masked_store", self.access("writes", 0, 2))
@@ -140,11 +158,15 @@ class Watch:
         self.met |= {x.untyped_storage().data_ptr(): x.untyped_storage() for _, x in found}
         if type(kernel) is not self.compiled:
             self.elements = [Elements(name, x) for name, x in found]
-            return original(kernel, *arguments, **keywords)
+            return self.call(original, kernel, *arguments, **keywords)
         result = original(kernel, *arguments, **keywords)
         dots = DOT.findall(getattr(result, "asm", {}).get("ttir", ""))
         self.dots |= {f"{a} x {b} -> {total}" for a, b, total in dots}
         return result
+
+    def call(self, original, function, *arguments, **keywords):
+        self.jump = self.jump or jump_of(function.fn)
+        return original(function, *arguments, **keywords)
 
     def dot(self, original, builder, a, b, total, *rest):
         a_type, b_type, sums = (NAMES.get(x.dtype.scalar.name, x.dtype.scalar.name) for x in (a, b, total))

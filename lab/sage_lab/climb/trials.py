@@ -116,6 +116,10 @@ def judge(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
 
 def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     q, found = trial.arguments["q"], observed["result"]
+    if observed["jump"]:
+        return Verdict("jump", JUMP, observed["jump"])
+    if observed["outside"] and "table" in observed["outside"] and "table" not in trial.layouts:
+        return Verdict("outside", ENTRIES, observed["outside"])
     if observed["outside"]:
         where = LAYOUT if trial.layouts else OUTSIDE if is_ragged(trial.arguments) else ELSEWHERE
         return Verdict("outside", where if trial.int8 else trial.hint or where, observed["outside"])
@@ -360,6 +364,7 @@ def signs(x: Oracle) -> Iterator[Sign]:
     yield "diagonal", DIAGONAL, diagonal
     yield "no scale", NO_C, lambda: iter([x.output(c=1.0)])
     yield "scale twice", C_TWICE, lambda: iter([x.output(c=x.c**2)])
+    yield "scores off by 1%", NEARLY, lambda: (x.output(c=x.c * factor) for factor in (127 / 128, 128 / 127))
     yield "base 2", BASE_2, lambda: iter([x.output(c=x.c * math.log(2))])
     yield "base e", BASE_E, lambda: iter([x.output(c=x.c * math.log2(math.e))])
     yield "last tile", LAST_TILE, dropped
@@ -395,6 +400,10 @@ def table_signs(x: Oracle) -> Iterator[Sign]:
     rows = torch.arange(1, table.shape[2] + 1)[:, None] * x.block_q + x.n_k - x.n_q
     if x.is_causal:
         yield "end at the diagonal", STEPS_END, seen(torch.where(width * x.block_kv < rows, table, -1))
+    if x.block_q != x.block_kv:
+        key, first = torch.arange(x.n_k), torch.where(table < 0, x.n_k, table * x.block_q)[..., None]
+        rows = ((key >= first) & (key < first + x.block_kv)).any(-2).repeat_interleave(x.block_q, 2)[:, :, : x.n_q]
+        yield "begins at block_q", BEGINS, lambda: iter([x.output(visible=x.seen(table=everything) & rows)])
     yield "one row", ONE_ROW, seen(table[:, :, :1])
     yield "one table", ONE_TABLE, seen(table[:, :1], table[:1], table.transpose(0, 1).reshape(table.shape))
 
@@ -404,6 +413,14 @@ ELSEWHERE = (
     "strides belong to *this* tensor?"
 )
 OUTSIDE = ELSEWHERE + " Which rows of the last tile exist? Loads and stores both need a mask."
+ENTRIES = (
+    "A program reads beyond the table. A row has table.shape[3] entries, and ceil(Nq / block_q) rows belong to each "
+    "(b, h). Is b = n // H and h = n % H in program n?"
+)
+JUMP = (
+    "Triton's interpreter takes `break`, `continue` and `return` in a loop, but its compiler doesn't. Put the rest of "
+    "the loop's body under an `if`."
+)
 CHANGED = "An argument was overwritten, which its caller still needs."
 COPIED = (
     "A copy was made in PyTorch. Kernels get the arguments as they came, with their strides: no `contiguous()`, "
@@ -442,6 +459,10 @@ DIAGONAL = (
 )
 NO_C = "The scores lack c = 1 / sqrt(D)."
 C_TWICE = "The scores are multiplied by c = 1 / sqrt(D) twice."
+NEARLY = (
+    "The scores are about 1% too large or too small, although no rounding changes them here. Is a scale max / 127 both "
+    "on the way to integers and back?"
+)
 BASE_2 = "2^x is not e^x: exp2 needs scores that were multiplied by log2(e)."
 BASE_E = "The scores were multiplied by log2(e), but e^x is taken. Take exp2, or leave the factor out."
 LAST_TILE = "Keys at the end did not take part. The loop has ceil(Nk / BLOCK) tiles: rounded up, and of Nk, not of Nq."
@@ -460,6 +481,7 @@ SMOOTH_AXIS = "K was smoothed along the wrong axis. Subtract the mean over token
 GROUPS = "Query heads of one group are neighbours: head h reads key head h // (H / Hkv)."
 ALL_KEYS = "All keys took part. Only the listed blocks do."
 STEPS = "The first blocks took part, not the listed ones: a step of the loop is not the number of a block."
+BEGINS = "Block j of the keys begins at key j * block_kv, as its blocks are block_kv long. block_q is for the queries."
 STEPS_END = "The loop ends at the diagonal, but the place of a listed block in its row says nothing about its keys."
 ONE_ROW = "All blocks of queries used the table's first row."
 ONE_TABLE = "A head, or a sequence, used the table of another. The table has strides for batch and heads, too."
@@ -576,6 +598,12 @@ def truly_int8(generator):
     x = inputs(generator, 64, 64)
     x["q"], x["k"] = torch.zeros_like(x["q"]), torch.zeros_like(x["k"])
     yield Trial(x, hint=ZEROS)
+    # Of 16 keys one has a large score, one minus it and 14 have 0. 127 exp(-2.205) is 14, so P^ is exact, too.
+    direction = signed(generator, 1, 1, 1, 32)
+    x = {"q": 0.5 * direction.expand(1, 1, 64, 32), "k": torch.zeros(1, 1, 64, 32), "v": torch.zeros(1, 1, 64, 32)}
+    x["k"][:, :, 3::16], x["k"][:, :, 10::16] = 0.78 * direction, -0.78 * direction
+    x["v"][:, :, 3::16] = 3 * signed(generator, 32)
+    yield Trial({name: y.half().contiguous() for name, y in x.items()}, hint=NEARLY, bar=EXACT_BAR)
 
 
 EXACT = (
