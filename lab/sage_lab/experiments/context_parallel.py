@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import NamedTuple
 from unittest.mock import patch
@@ -40,11 +40,13 @@ ATTENTIONS = {
     "exact": "exact (PyTorch's pick), Ulysses",
     "sagebwd": "SageBwd, Ulysses",
     "sagebwd_ring": "SageBwd, ring",
+    "sagebwd_both": "SageBwd, Ulysses in pairs, ring of pairs",
     "sla2_stage_1": "SLA2 stage 1, Ulysses",
     "sla2": "SLA2 stage 2, Ulysses",
     "none": "no attention, Ulysses",
 }
-ON_SEVERAL = ("sagebwd_ring", "none")  # have no form for one device
+LEAST_DEVICES = {"sagebwd_ring": 2, "sagebwd_both": 4, "none": 2}
+ON_ONE = {"sagebwd_ring": "sagebwd", "sagebwd_both": "sagebwd"}  # the same attention on one device, if its name differs
 TENSORS = ("O", "dQ", "dK", "dV")
 MEMORY_SHARE = 0.9  # of a device that a pass may need, by what shorter ones needed
 PART = 2**16  # the longest sequence is a multiple of this
@@ -140,10 +142,10 @@ def why_left_out(one: Pass, n: int, plan: ParallelPlan, memory: int | None, rows
     memory: bytes of a device. rows: of shorter sequences.
     """
     size = one.members.size
-    if size > 1 and one.attention != "sagebwd_ring" and plan.heads % size:
+    if size > 1 and one.attention not in ON_ONE and plan.heads % size:
         return f"{size} devices don't divide {plan.heads} heads"
-    if one.attention in ON_SEVERAL and size == 1:
-        return "one device exchanges nothing"
+    if size < (least := LEAST_DEVICES.get(one.attention, 1)):
+        return f"it takes {least} devices or more"
     shorter = rows_of(one, rows)
     if not shorter:
         return "a shorter one was left out" if rows else None
@@ -176,7 +178,7 @@ def length_rows(passes: Sequence[Pass], n: int, plan: ParallelPlan, world: Proce
     alone: dict[str, tuple[Tensor, ...]] = {}
     for one in sorted(passes, key=lambda one: one.members.size):
         first, tensors = run_pass(one, n, plan, world)
-        name = one.attention.removesuffix("_ring")
+        name = ON_ONE.get(one.attention, one.attention)
         if not rows and one.members.size == 1:
             alone[name] = tuple(x.cpu() for x in tensors)
         elif name in alone:
@@ -297,8 +299,19 @@ def attention_of(one: Pass, plan: ParallelPlan, world: Processes) -> Callable[[T
         return made.stage(1 if name == "sla2_stage_1" else 2)
     if is_alone:
         return sagebwd_attention
-    method = "ring" if name == "sagebwd_ring" else "ulysses"
-    return partial(parallel_sagebwd_attention, method=method, group=group)
+    if name != "sagebwd_both":
+        method = "ring" if name == "sagebwd_ring" else "ulysses"
+        return partial(parallel_sagebwd_attention, method=method, group=group)
+    between, inside = pairs(one.members.size, world)
+    return partial(ulysses, partial(parallel_sagebwd_attention, method="ring", group=between), group=inside)
+
+
+@cache
+def pairs(size: int, world: Processes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return, of each group of `size`, the ring of one process per pair, and this process's pair."""
+    shape, names = (world.count // size, size // 2, 2), ("groups", "between", "inside")
+    mesh = dist.init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    return mesh["between"].get_group(), mesh["inside"].get_group()
 
 
 class NoAttention(torch.autograd.Function):
@@ -355,7 +368,7 @@ def scaling_table(rows: Sequence[Row], memory: int | None, shortest: int = 0) ->
     places = {name: place for place, name in enumerate(ATTENTIONS)}
     record, lines = Record({}, sorted(rows, key=lambda row: (row["n"], places[row["attention"]], row["devices"]))), []
     for row in (row for row in record.rows if row["n"] >= shortest):
-        one = record.select(attention=row["attention"].removesuffix("_ring"), devices=1, n=row["n"])
+        one = record.select(attention=ON_ONE.get(row["attention"], row["attention"]), devices=1, n=row["n"])
         ratio = f"{one[0]['ms_median'] / row['ms_median']:.2f}" if one and row["devices"] > 1 else ""
         exchange, peak = row.get("exchange_ms"), row["peak_bytes"]
         waits = "" if exchange is None else f"{exchange:,.1f} ms, {exchange / row['ms_median']:.1%}"
