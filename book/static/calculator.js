@@ -1,6 +1,6 @@
 // The calculator of the page int8_backward: the rule of course/sage_course/results/hopper_model.py at any card's rates.
 "use strict";
-document.querySelectorAll(".calculator").forEach(place => {
+document.querySelectorAll(".calculator[data-model]").forEach(place => {
   const model = JSON.parse(place.dataset.model), own = "your own rates";
   const rates = {int8: "INT8 multiply-adds", sixteen: "16-bit multiply-adds", exp2: "exp2", l2: "bytes from L2 (empty: not counted)"};
   const choice = (name, label, options) => `<label>${label} <select name="${name}">${

@@ -91,7 +91,11 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "calculator": calculator.calculator,
     },
     "book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
-    "book/many_gpus.md": {"many_measured": many_gpus.measured, "many_computed": many_gpus.computed},
+    "book/many_gpus.md": {
+        "many_measured": many_gpus.measured,
+        "many_computed": many_gpus.computed,
+        "many_calculator": many_gpus.calculator,
+    },
     "book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
 }
 

@@ -1,5 +1,6 @@
 """The book's page on many GPUs: what was measured in one host, and what follows from it for several hosts."""
 
+import json
 from typing import NamedTuple
 
 from sage_lab.experiments.context_parallel import MEMORY_SHARE
@@ -100,8 +101,8 @@ def in_time(seconds: float) -> str:
     if seconds == 0:
         return "none"
     if seconds >= 1:
-        return f"{seconds:,.1f} s"
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.01 else 1}f} ms"
+        return f"{seconds:,.1f}\u00a0s"
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.01 else 1}f}\u00a0ms"
 
 
 def measured() -> str:
@@ -142,8 +143,31 @@ def computed() -> str:
         f"A member of the ring (a host; in the ring over all, a GPU) needs at least {least_tokens(host):,.0f} tokens. "
         "With fewer, its links take longer than its tensor cores."
     )
-    share = MEMORY_SHARE * record.provenance["memory_bytes"] / 2**30
     return (
-        f"{markdown_table(header, lines)}\n\nAll of it is computed, nothing in it measured. M = 2^20. A GPU has "
-        f"{share:.0f} GiB to use.\n\n{rule}"
+        f"{markdown_table(header, lines)}\n\nAll of it is computed, nothing in it measured. M is 2^20. A GPU has "
+        f"{available(record):.0f} GiB to use.\n\n{rule}"
     )
+
+
+def available(record: Record) -> float:
+    """Return the GiB of a GPU that a pass may need."""
+    return MEMORY_SHARE * record.provenance["memory_bytes"] / 2**30
+
+
+def calculator() -> str:
+    """Return the calculator's place in the page, with what `cost` reads."""
+    record = read_record(CONTEXT_PARALLEL)
+    host = host_of(record)
+    numbers = {
+        "heads": record.provenance["plan"]["heads"],
+        "width": host.width,
+        "seconds": host.seconds["sagebwd"],
+        "memory": host.bytes_per_token["sagebwd_ring"],
+        "inside": host.inside,
+        "ulysses": ULYSSES_BYTES,
+        "ring": RING_BYTES,
+        "available": available(record),
+    }
+    return f"""<div class="calculator" data-host='{json.dumps(numbers)}'>
+The calculator runs in the web book, with scripts. The table above has its answers for four cases.
+</div>"""
