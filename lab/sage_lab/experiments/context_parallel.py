@@ -414,7 +414,7 @@ def context_parallel_command(options: argparse.Namespace) -> None:
         passes = [Pass(name, members) for members in groups_of_each_size(world) for name in ATTENTIONS]
         for n in plan.lengths:
             measure(passes, n)
-        for one in passes if memory else ():
+        for one in reversed(passes) if memory else ():  # most devices first
             if n := largest_length(one, memory, rows):
                 measure([one], n)
         if world.is_first:
