@@ -228,12 +228,11 @@ def by_parts(
         ahead = group.keys - group.queries if group.is_causal else 0
         qkv[0] = F.pad(qkv[0], (0, 0, ahead, 0)) if ahead else qkv[0]
         outputs.append(attention(*qkv, is_causal=group.is_causal)[:, :, ahead:].transpose(1, 2).flatten(0, 1))
-    output = outputs[0] if len(outputs) == 1 else torch.cat([query.new_empty(0, heads, query.shape[3]), *outputs])
-    if q_ranges != ((0, batch * n_q),):
-        index = _places(q_ranges, batch * n_q, query.device).index
-        behind = int(any(group.lengths for group in groups))  # one more place, for padding
-        output = output.new_zeros(batch * n_q + behind, *output.shape[1:]).index_copy_(0, index, output)
-        output = output[:-1] if behind else output
+    if q_ranges == ((0, batch * n_q),):
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    else:
+        places = _places(q_ranges, batch * n_q, query.device)
+        output = Moved.apply(torch.cat([*outputs, query.new_zeros(1, heads, query.shape[3])]), *places[::-1])
     return output.unflatten(0, (batch, n_q)).transpose(1, 2)
 
 
@@ -294,10 +293,24 @@ def _joined(ranges: list[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
+class Moved(torch.autograd.Function):
+    """Rows of a tensor in a different order, whose gradient is a read, too: without sums, and faster than a write."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        """Return the rows of x [n, ...] at `places`. back: where each row of x is then."""
+        ctx.back = back
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.back), None, None
+
+
 class Places(NamedTuple):
     """Where the tokens of ranges are among all tokens; where all are among those, or behind them if in no range.
 
-    Padding is behind all tokens.
+    `index` has one place more, behind those of the ranges. There and for padding it names any token.
     """
 
     index: Tensor
@@ -308,15 +321,14 @@ class Places(NamedTuple):
 def _places(ranges: tuple[Range, ...], tokens: int, device: torch.device) -> Places:
     """Return the places of the tokens of some ranges, in the order of the ranges."""
     with torch.inference_mode(False):  # a later call with gradients saves them
-        starts, stops = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).unbind(1)
+        starts, stops = torch.tensor([*ranges, (-1, 0)], dtype=torch.int64).unbind(1)
         lengths = stops - starts
         order = torch.arange(int(lengths.sum()))
         index = order + (starts + lengths - lengths.cumsum(0)).repeat_interleave(lengths)
         is_token = index >= 0
-        inverse = torch.full((tokens,), len(order)).index_copy_(0, index[is_token], order[is_token])
+        inverse = torch.full((tokens,), len(order) - 1).index_copy_(0, index[is_token], order[is_token])
         overlap = not torch.equal(inverse[index[is_token]], order[is_token])
-        index = torch.where(is_token, index, tokens)
-        return Places(index.to(device), None if overlap else inverse.to(device))
+        return Places(index.clamp(min=0).to(device), None if overlap else inverse.to(device))
 
 
 def _taken(x: Tensor, ranges: tuple[Range, ...], sizes: list[tuple[int, int]]) -> list[Tensor]:
@@ -326,10 +338,8 @@ def _taken(x: Tensor, ranges: tuple[Range, ...], sizes: list[tuple[int, int]]) -
         taken = tokens[slice(*ranges[0])]
     else:
         index, inverse = _places(ranges, len(tokens), x.device)
-        if inverse is None:  # the gradient adds up, in an order that doesn't change
-            taken = tokens[index]
-        else:  # a write to each token's place, since its gradient is a read, without sums; tokens in no range go last
-            taken = tokens.new_empty(len(index) + 1, *tokens.shape[1:]).index_copy_(0, inverse, tokens)
+        # Where tokens are taken twice, the gradient adds up, in an order that doesn't change.
+        taken = tokens[index] if inverse is None else Moved.apply(tokens, index, inverse)
     counts = [count * n for count, n in sizes]
     of_groups = taken.split([*counts, len(taken) - sum(counts)])
     return [part.unflatten(0, size).transpose(1, 2) for part, size in zip(of_groups, sizes, strict=False)]
