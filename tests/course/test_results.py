@@ -34,9 +34,16 @@ def with_runs(*rows):
 
 
 def test_what_others_measured_stands_beside_the_prediction_and_says_who_measured(contributed, tmp_path):
-    assert elsewhere.contributions(tmp_path) == "Nobody has sent a measurement yet."
+    nobody = "Nobody else has sent a measurement yet."
+    assert elsewhere.contributions(tmp_path) == nobody
+    ours = tmp_path / elsewhere.OURS[0]
+    ours.write_text(json.dumps(contributed))
+    assert elsewhere.contributions(tmp_path).startswith(f"{nobody}\n\n| card | ")
+    assert "RTX 4090: measured by us, on 2026-11-26, with" in elsewhere.contributions(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps(contributed))
     text = elsewhere.contributions(tmp_path)
+    ours.unlink()
+    assert nobody not in text
     lines = [line.split(" | ") for line in text.splitlines() if "| NVIDIA GeForce RTX 4090 | N=" in line]
     assert [line[1] for line in lines[:2]] == ["N=1,024, D=128", "N=4,096, D=128"]
     # Made up: everybody at 40% of the peak rates, of which those in 16 bit are a quarter of those in INT8.

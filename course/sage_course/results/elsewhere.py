@@ -16,6 +16,7 @@ from sage_course.results.kernels import BENCH, MAIN_N
 PREDICTED = {80: "A100", 86: "GeForce RTX 30", 89: "GeForce RTX 40", 120: "GeForce RTX 50"}
 # Direction -> the ladder, and the INT8 level that runs by itself where there is none of Hopper's. Level 0 has 16 bit.
 PORTABLE = {"fwd": (FORWARD_LEVELS, 4), "bwd": (BACKWARD_LEVELS, 3)}
+OURS = ("NVIDIA_H200_ccadb85.json",)  # made when we tried the command
 COLUMNS = [(head_dim, direction) for head_dim in (128, 64) for direction in PORTABLE]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
@@ -50,15 +51,17 @@ def predictions() -> str:
 
 
 def contributions(folder: Path = CONTRIBUTED) -> str:
-    """Return the table of all files that others sent, beside the predictions; a sentence if there is none."""
-    records = [read_record(path) for path in sorted(folder.glob("*.json"))]
+    """Return the table of all files that were sent, beside the predictions; a sentence if others sent none."""
+    records = {path.name: read_record(path) for path in sorted(folder.glob("*.json"))}
+    nobody = [] if records.keys() - {*OURS} else ["Nobody else has sent a measurement yet."]
     if not records:
-        return "Nobody has sent a measurement yet."
-    lines = [line for record in records for line in _lines(record)]
+        return nobody[0]
+    lines = [line for record in records.values() for line in _lines(record)]
     peers = list(PEER_NAMES.values())
     kernels = (f"16 bit over INT8, {words}: measured (predicted)" for words in DIRECTIONS.values())
     header = ("card", "", *kernels, *(f"{peer}'s time over ours, both passes" for peer in peers))
-    return "\n\n".join([markdown_table(header, lines), *map(_described, records)])
+    described = (_described(record, "us" if name in OURS else "others, not by us") for name, record in records.items())
+    return "\n\n".join([*nobody, markdown_table(header, lines), *described])
 
 
 def _lines(record: Record) -> list[tuple]:
@@ -79,9 +82,9 @@ def _lines(record: Record) -> list[tuple]:
     return lines
 
 
-def _described(record: Record) -> str:
+def _described(record: Record, who: str) -> str:
     about = record.provenance
     launches = "launch settings of their own" if about["launches"] == "own" else "our launch settings"
     versions = f"driver {about['driver']}, PyTorch {about['torch']}, Triton {about['triton']}"
-    return f"{about['gpu']}: measured by others, not by us, on {about['date'][:10]}, with {versions} and {launches}, \
+    return f"{about['gpu']}: measured by {who}, on {about['date'][:10]}, with {versions} and {launches}, \
 commit {about['commit'][:7]}."

@@ -126,7 +126,10 @@ def contribute(options: argparse.Namespace) -> None:
     facts = {"capability": 10 * major + minor, "peak": options.peak, "launches": "own" if is_own else "packaged"}
     if wrong := contribution.broken(contribution.ABOUT, {"provenance": about | facts}):
         raise Failed("; ".join(wrong))
-    path = options.json or contribution.CONTRIBUTED / contribution.file_name(about["gpu"], about["commit"])
+    name = contribution.file_name(about["gpu"], about["commit"])
+    path = options.json or contribution.CONTRIBUTED / name
+    if path.name != name:
+        raise ValueError(f"json: expected a file called {name}, got {path}")
     measurement = dense.CONTRIBUTION
     with only_writer(path):
         found = timed(measurement, measurement.shapes, path, options.command, options.without)

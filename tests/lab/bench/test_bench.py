@@ -224,7 +224,11 @@ def test_a_contribution_lacks_only_sizes_and_repetitions_of_a_real_one(bench, mo
     with pytest.raises(SystemExit):
         bench("--contribute")
     assert "card: expected a card whose peak rates are known, or --peak with those" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench("--contribute", "--peak", "0.01", "0.005")
+    assert "json: expected a file called A_card_0123456.json, got " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(contribution, "file_name", lambda *_: "record.json")
     with pytest.raises(SystemExit):
         bench("--contribute", "--peak", "0.01", "0.005")
     record = read_record(tmp_path / "record.json")
