@@ -30,6 +30,7 @@ from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from sage_ref.sla2.blocks import block_count
 
 LAUNCH = Launch(MASK_BLOCK_Q, MASK_BLOCK_KV, 8, 1, 128)  # more registers, and a multiprocessor runs one at a time
+NARROW_LAUNCH = Launch(MASK_BLOCK_Q, MASK_BLOCK_KV, 4, 1, 128)  # of heads up to 64: on an H200 177 us instead of 256
 
 
 class Blocks(NamedTuple):
@@ -132,5 +133,6 @@ def read_blocks(
     )  # fmt: skip
     grid = (query_programs + batch * kv_heads * rows,)
     constants = {"D": head_dim, "DP": dp, "BLOCK_Q": MASK_BLOCK_Q, "BLOCK_KV": MASK_BLOCK_KV}
-    start(sla2_prepare_program, grid, arguments, constants, LAUNCH.options)
+    launch = NARROW_LAUNCH if dp <= 64 else LAUNCH
+    start(sla2_prepare_program, grid, arguments, constants, launch.options)
     return Blocks(sums, k_bar, q_bar, q_hat, v_hat)
