@@ -24,8 +24,7 @@ def graphed(module: nn.Module) -> nn.Module:
     with arguments that are not tensors or are given by name, while an earlier output still waits for its backward
     pass, inside torch.compile, or after `SHAPES_KEPT` kinds of inputs. All shapes share the memory of the largest pass.
 
-    A replay repeats what the GPU did. So the module must not decide anything by the values of its inputs, and its
-    parameters must stay where they are: move and wrap it first, and load weights in place, as load_state_dict does.
+    A replay repeats what the GPU did, so the module must not decide anything by the values of its inputs.
 
     Raises:
         RuntimeError: A second backward pass of one call, as with retain_graph; or the module can't be captured.
@@ -40,19 +39,15 @@ def _are_on_gpu(inputs: tuple) -> bool:
 
 def _kept_gradient(parameter: weakref.ref, gradient: Tensor) -> Tensor:
     """Return a gradient that may become `.grad`: a copy, since the graph writes its next one to the same memory."""
-    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # a copy in every replay
-    return gradient.clone() if parameter().grad is None and not is_captured else gradient
+    return gradient.clone() if parameter().grad is None else gradient
 
 
-class _Shell(nn.Module):
-    """A module as it was written, for PyTorch to capture."""
+class _Written(nn.Module):
+    """A module with its own forward, which `graphed` has replaced."""
 
     def __init__(self, module: nn.Module, forward: Callable):
         super().__init__()
-        self.module, self.inner = module, forward
-
-    def forward(self, *inputs: Tensor):
-        return self.inner(*inputs)
+        self.module, self.forward = module, forward
 
 
 class _Graphs:
@@ -62,7 +57,7 @@ class _Graphs:
         self.module, self.forward = module, module.forward
         self.graphs: dict[Hashable, Callable] = {}
         self.pool = None
-        self.accumulators: dict[int, torch.autograd.graph.GradientEdge] = {}
+        self.kept: set[int] = set()  # parameters that have their hook
         self.turn, self.node = None, None
 
     def __call__(self, *inputs, **named):
@@ -85,19 +80,27 @@ class _Graphs:
         return self.turn is None or self.node() is None  # else a replay would overwrite what its backward pass reads
 
     def capture(self, inputs: tuple[Tensor, ...]) -> Callable:
-        samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        for x in self.module.parameters():
-            if x.requires_grad and id(x) not in self.accumulators:
-                # Autograd adds gradients on the stream where it first met a parameter: let that not be the capture's.
-                self.accumulators[id(x)] = torch.autograd.graph.get_gradient_edge(x)
+        written = _Written(self.module, self.forward)
+        names, parameters = [name for name, _ in written.named_parameters()], tuple(written.parameters())
+        for x in parameters:
+            if x.requires_grad and id(x) not in self.kept:
+                self.kept.add(id(x))
                 x.register_hook(partial(_kept_gradient, weakref.ref(x)))
+
+        def call(*tensors: Tensor):
+            return torch.func.functional_call(written, dict(zip(names, tensors, strict=False)), tensors[len(names) :])
+
+        # Autograd may know the parameters from the default stream, which can't take part in a capture. Tensors that
+        # share their memory are new to it.
+        samples = [x.detach() for x in parameters] + [x.detach().clone() for x in inputs]
+        for sample, x in zip(samples, (*parameters, *inputs), strict=True):
+            sample.requires_grad_(x.requires_grad)
         caches_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # the graph would go on reading casts of weights that autocast frees
         try:
-            shell = _Shell(self.module, self.forward)
-            return torch.cuda.make_graphed_callables(shell, samples, allow_unused_input=True, pool=self.pool)
+            return torch.cuda.make_graphed_callables(call, tuple(samples), allow_unused_input=True, pool=self.pool)
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
 
@@ -106,7 +109,7 @@ class _Graphs:
         for x in inputs:
             if x.requires_grad:
                 x.register_hook(torch.clone)
-        outputs = graph(*inputs)
+        outputs = graph(*self.module.parameters(), *inputs)
         node = next((x.grad_fn for x in tree_leaves(outputs) if x.grad_fn is not None), None)
         if node is not None:
             self.turn, self.node = object(), weakref.ref(node)
