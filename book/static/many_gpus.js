@@ -26,10 +26,12 @@ document.querySelectorAll(".calculator[data-host]").forEach(place => {
       return;
     }
     const entries = tokens * host.width / (hosts * gpus);
-    const computing = host.seconds * tokens ** 2 / (hosts * gpus);
+    const merging = hosts > 1 ? host.merging * entries * hosts : 0;
+    const computing = host.seconds * tokens ** 2 / (hosts * gpus) + merging;
     const inside = host.ulysses * entries * (gpus - 1) / gpus / host.inside;
     const between = hosts > 1 ? (host.ring * hosts - 5) * entries / (1e9 * rate) : 0;
-    const memory = (host.memory + (gpus > 1 ? host.ulysses * host.width : 0)) * tokens / (hosts * gpus) / 2 ** 30;
+    const way = hosts === 1 ? "sagebwd" : gpus === 1 ? "sagebwd_ring" : "sagebwd_both";
+    const memory = host.memory[way] * tokens / (hosts * gpus) / 2 ** 30;
     output.innerHTML = `A pass should take <strong>${inTime(inside + Math.max(computing, between))}</strong>, limited by
       ${computing >= between ? "computing" : "links"}.
       <br>Computing: ${inTime(computing)}. Inside hosts: ${inTime(inside)}. Between hosts: ${inTime(between)}.

@@ -94,6 +94,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
     "book/many_gpus.md": {
         "many_measured": many_gpus.measured,
+        "many_checked": many_gpus.checked,
         "many_computed": many_gpus.computed,
         "many_calculator": many_gpus.calculator,
     },

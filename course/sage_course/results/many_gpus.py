@@ -3,10 +3,10 @@
 import json
 from typing import NamedTuple
 
-from sage_lab.experiments.context_parallel import MEMORY_SHARE
-from sage_lab.records import Record, Row, markdown_table, read_record
+from sage_lab.experiments.context_parallel import ATTENTIONS, MEMORY_SHARE
+from sage_lab.records import Record, markdown_table, read_record
 
-from sage_course.results.tables import CONTEXT_PARALLEL, parallel_rows
+from sage_course.results.tables import CONTEXT_PARALLEL
 
 HOST = 8  # GPUs
 BETWEEN = 50e9  # bytes per second of a GPU's own 400 Gb/s adapter, from data sheets
@@ -14,15 +14,18 @@ ULYSSES_BYTES = 16  # per entry of a GPU's Q: Q, K, V, O and their gradients in 
 RING_BYTES = 13  # per entry of a GPU's K, in each round: K^ and V^; K^ and V in 16 bit; dK and dV in float32
 LENGTHS = (2**20, 2**23)
 GPUS = (64, 1024)
+NAMES = {"sagebwd": "SageBwd", "sla2_stage_1": "SLA2, stage 1", "sla2": "SLA2, stage 2"}
 
 
 class Host(NamedTuple):
-    """Measurements of one host, of forward and backward pass together."""
+    """Measurements of one host, of SageBwd's forward and backward pass together."""
 
     width: int  # heads times head size
-    seconds: dict[str, float]  # of one GPU, per N^2, by attention
-    bytes_per_token: dict[str, float]  # that a GPU needs per token it holds
-    inside: float  # bytes per second that one GPU sends in Ulysses' exchange
+    seconds: float  # of one GPU, per N^2
+    merging: float  # seconds of the ring per round and entry of a GPU's Q, beside attention and exchange
+    inside: float  # bytes per second that one GPU sends in Ulysses' exchange, with the copies before and after it
+    link: float  # the same without the copies
+    bytes_per_token: dict[str, float]  # that a GPU needs per token it holds, by attention
 
 
 class Cost(NamedTuple):
@@ -39,31 +42,28 @@ class Cost(NamedTuple):
         return self.inside + max(self.computing, self.between)
 
 
-def longest(record: Record) -> tuple[dict[str, Row], dict[str, Row]]:
-    """Return each attention's row of the longest sequence on the most GPUs, and the one on one GPU."""
-    rows = sorted(parallel_rows(record), key=lambda row: (row["devices"], row["n"]))
-    alone = {row["attention"]: row for row in rows if row["devices"] == 1}
-    return {row["attention"]: row for row in rows}, alone
-
-
-def host_of(record: Record) -> Host:
-    last, alone = longest(record)
-    width = record.provenance["plan"]["heads"] * record.provenance["plan"]["head_dim"]
+def host_of(record: Record, devices: int) -> Host:
+    """Return what rows on one GPU and on so many say; times are of the longest sequence that was timed repeatedly."""
+    rows = sorted(record.rows, key=lambda row: row["n"])
+    timed = {(row["attention"], row["devices"]): row for row in rows if row["repetitions"] > 1}
+    longest = {row["attention"]: row for row in rows if row["devices"] == devices}
+    one, ring, exchange = timed["sagebwd", 1], timed["sagebwd_ring", devices], timed["none", devices]
+    width = one["heads"] * one["head_dim"]
+    seconds = one["ms_median"] / 1e3 / one["n"] ** 2
+    merging = (ring["ms_median"] - ring["exchange_ms"]) / 1e3 - seconds * ring["n"] ** 2 / devices
+    bytes_per_token = {name: row["peak_bytes"] * devices / row["n"] for name, row in longest.items()}
     return Host(
         width,
-        {name: row["ms_median"] / 1e3 / row["n"] ** 2 for name, row in alone.items()},
-        {name: row["peak_bytes"] * row["devices"] / row["n"] for name, row in last.items()},
-        _rate_inside(last, alone, width),
+        seconds,
+        merging / (ring["n"] * width),  # `devices` rounds with n / devices tokens in each
+        exchange["sent_bytes"] / exchange["ms_median"] * 1e3,
+        exchange["sent_bytes"] / exchange["exchange_ms"] * 1e3,
+        {"sagebwd_both": bytes_per_token["sagebwd_ring"]} | bytes_per_token,
     )
 
 
-def _rate_inside(last: dict[str, Row], alone: dict[str, Row], width: int) -> float:
-    """Return bytes per second of the exchange without an attention, with the copies before and after it."""
-    if row := last.get("none"):
-        return row["sent_bytes"] / row["ms_median"] * 1e3
-    row, one = last["sagebwd"], alone["sagebwd"]  # earlier records: what is more than a share of one GPU's time
-    more = row["ms_median"] - one["ms_median"] / row["devices"]
-    return ulysses_bytes(row["n"], width, row["devices"], row["devices"]) / more * 1e3
+def most_devices(record: Record) -> int:
+    return max(row["devices"] for row in record.rows)
 
 
 def ulysses_bytes(n: int, width: int, gpus: int, together: int) -> float:
@@ -76,24 +76,26 @@ def ring_bytes(n: int, width: int, gpus: int, rounds: int) -> float:
     return n * width / gpus * (RING_BYTES * rounds - 5 if rounds > 1 else 0)
 
 
-def cost(host: Host, n: int, inside: int, rounds: int) -> Cost:
-    """Return what SageBwd costs with Ulysses among `inside` GPUs, and a ring of `rounds` through slower links."""
+def cost(host: Host, n: int, inside: int, rounds: int, link: float = BETWEEN) -> Cost:
+    """Return what SageBwd costs with Ulysses among `inside` GPUs and a ring of `rounds`, through links of that rate."""
     gpus = inside * rounds
-    copies = ULYSSES_BYTES * host.width if inside > 1 else 0
+    merging = host.merging * n * host.width / gpus * rounds if rounds > 1 else 0
+    way = "sagebwd" if rounds == 1 else "sagebwd_ring" if inside == 1 else "sagebwd_both"
     return Cost(
-        host.seconds["sagebwd"] * n**2 / gpus,
+        host.seconds * n**2 / gpus + merging,
         ulysses_bytes(n, host.width, gpus, inside) / host.inside,
-        ring_bytes(n, host.width, gpus, rounds) / BETWEEN,
-        (host.bytes_per_token["sagebwd_ring"] + copies) * n / gpus,
+        ring_bytes(n, host.width, gpus, rounds) / link,
+        host.bytes_per_token[way] * n / gpus,
     )
 
 
 def least_tokens(host: Host) -> float:
     """Return how many tokens a member of the ring needs so that computing its round takes as long as sending it.
 
-    A round of a GPU computes seconds N^2 / (gpus rounds) and sends RING_BYTES N width / gpus: N / rounds decides.
+    In a round a GPU computes for seconds N^2 / (gpus rounds), merges N width / gpus entries and sends RING_BYTES of
+    each: N / rounds decides.
     """
-    return RING_BYTES * host.width / (host.seconds["sagebwd"] * BETWEEN)
+    return (RING_BYTES / BETWEEN - host.merging) * host.width / host.seconds
 
 
 def in_time(seconds: float) -> str:
@@ -108,28 +110,46 @@ def in_time(seconds: float) -> str:
 def measured() -> str:
     """Return the table of what the computed times rest on."""
     record = read_record(CONTEXT_PARALLEL)
-    host, (last, alone) = host_of(record), longest(record)
-    names = {"sagebwd": "SageBwd", "sla2": "SLA2, stage 2"}
-    lines = [
-        *(
-            (f"{name} on one GPU, {alone[key]['n']:,} tokens", in_time(alone[key]["ms_median"] / 1e3))
-            for key, name in names.items()
-        ),
+    devices = most_devices(record)
+    host, n, longest = host_of(record, devices), 2**17, max(record.provenance["plan"]["lengths"])
+    at = {(row["attention"], row["devices"]): row for row in record.select(n=n)}
+    lines = [(f"time on one GPU, {n:,} tokens", *(in_time(at[name, 1]["ms_median"] / 1e3) for name in NAMES))]
+    rows = [at[name, devices] for name in NAMES]
+    lines += [
+        (f"time on {devices} GPUs", *(in_time(row["ms_median"] / 1e3) for row in rows)),
+        ("of this, waiting for NCCL", *(f"{row['exchange_ms'] / row['ms_median']:.1%}" for row in rows)),
         (
-            f"Ulysses' exchange among {last['sagebwd']['devices']} GPUs: each sends per second",
-            f"{host.inside / 1e9:,.0f} GB",
+            f"memory per token that a GPU holds, {longest:,} tokens",
+            *(f"{host.bytes_per_token[name] / 2**10:,.0f} KiB" for name in NAMES),
         ),
-        ("memory per token that a GPU holds, Ulysses", f"{host.bytes_per_token['sagebwd'] / 2**10:,.0f} KiB"),
-        ("memory per token that a GPU holds, ring", f"{host.bytes_per_token['sagebwd_ring'] / 2**10:,.0f} KiB"),
     ]
     sizes = "{heads} heads of {head_dim}, no mask".format(**record.provenance["plan"])
-    return f"{markdown_table(('measured', ''), lines)}\n\nForward and backward of one layer, {sizes}; {record.caption}."
+    rates = (
+        f"In Ulysses' exchange each of {devices} GPUs sends {host.link / 1e9:,.0f} GB per second, or "
+        f"{host.inside / 1e9:,.0f} GB if the copies before and after it count."
+    )
+    table = markdown_table(("measured", *NAMES.values()), lines)
+    return f"{table}\n\nForward and backward of one layer, {sizes}; {record.caption}. {rates}"
+
+
+def checked() -> str:
+    """Return the table of times on the most GPUs: computed from those of one and two GPUs, and measured."""
+    record = read_record(CONTEXT_PARALLEL)
+    devices, host, lines = most_devices(record), host_of(record, 2), []
+    ways = {"sagebwd": (devices, 1), "sagebwd_ring": (1, devices), "sagebwd_both": (2, devices // 2)}
+    for n in (2**17, 2**19):
+        for name, (inside, rounds) in ways.items():
+            computed = cost(host, n, inside, rounds, host.link).total
+            (row,) = record.select(attention=name, devices=devices, n=n)
+            found = row["ms_median"] / 1e3
+            lines.append((f"{n:,}", ATTENTIONS[name], *map(in_time, (computed, found)), f"{computed / found - 1:+.0%}"))
+    return markdown_table(("tokens", f"on {devices} GPUs", "computed", "measured", "computed is off by"), lines)
 
 
 def computed() -> str:
     """Return the table of computed times and memory for `GPUS`, and the rule for the ring."""
     record = read_record(CONTEXT_PARALLEL)
-    host, lines = host_of(record), []
+    host, lines = host_of(record, most_devices(record)), []
     for gpus in GPUS:
         for n in LENGTHS:
             for name, inside in (("a ring over all", 1), (f"Ulysses by {HOST}, ring", HOST)):
@@ -157,13 +177,14 @@ def available(record: Record) -> float:
 def calculator() -> str:
     """Return the calculator's place in the page, with what `cost` reads."""
     record = read_record(CONTEXT_PARALLEL)
-    host = host_of(record)
+    host = host_of(record, most_devices(record))
     numbers = {
         "heads": record.provenance["plan"]["heads"],
         "width": host.width,
-        "seconds": host.seconds["sagebwd"],
-        "memory": host.bytes_per_token["sagebwd_ring"],
+        "seconds": host.seconds,
+        "merging": host.merging,
         "inside": host.inside,
+        "memory": {name: host.bytes_per_token[name] for name in ("sagebwd", "sagebwd_ring", "sagebwd_both")},
         "ulysses": ULYSSES_BYTES,
         "ring": RING_BYTES,
         "available": available(record),

@@ -6,7 +6,7 @@ from sage_lab.experiments.context_parallel import MEMORY_SHARE, scaling_table
 from sage_lab.experiments.pretrain_speed import speed_table
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
-from sage_lab.records import Record, Row, markdown_table, read_record
+from sage_lab.records import markdown_table, read_record
 
 from sage_course.results import full_batch
 from sage_course.results.claims import claims, hypothesis
@@ -81,20 +81,14 @@ def pretraining_speed(name: str = PRETRAIN_SPEED) -> str:
     return f"{markdown_table(*speed_table(record.rows))}\n\n{described}; {record.caption}."
 
 
-def parallel_rows(record: Record) -> list[Row]:
-    """Return the rows of a context-parallel record whose programs were compiled before they were timed.
-
-    In earlier records, which have no exchange, a pass that was timed once had its programs compiled in that time.
-    """
-    return [row for row in record.rows if row["repetitions"] > 1 or "exchange_ms" in row]
-
-
 def parallel() -> str:
     """Return time and memory of one long sequence on one GPU and on several."""
     record = read_record(CONTEXT_PARALLEL)
     plan, memory = (record.provenance[name] for name in ("plan", "memory_bytes"))
-    table = markdown_table(*scaling_table(parallel_rows(record), memory, shortest=2**17))
+    table = markdown_table(*scaling_table(record.rows, memory, shortest=2**17))
     sizes = "{heads} heads of {head_dim}, no mask, bfloat16, SLA2 at {sparsity:.0%}".format(**plan)
+    shortest = min(plan["lengths"])
     fits = f'"Fits up to" extrapolates to {MEMORY_SHARE:.0%} of a GPU\'s memory.'
+    fits += f" Results were compared at {shortest:,} tokens."
     described = f"Forward and backward, time of the slowest process, {record.timed}; {sizes}; {record.caption}. {fits}"
     return f"{table}\n\n{described}"

@@ -361,7 +361,6 @@ def scaling_table(rows: Sequence[Row], memory: int | None, shortest: int = 0) ->
     """Return header and lines, those of N >= shortest.
 
     memory: bytes of a device, of which a pass may need `MEMORY_SHARE`; None: not known.
-
     "waits for the exchange": the time in which a device computes nothing, and its share of the pass.
     "fits up to": the longest sequence, as `most_tokens` predicts it from all rows of a pass.
     """
@@ -370,15 +369,14 @@ def scaling_table(rows: Sequence[Row], memory: int | None, shortest: int = 0) ->
     for row in (row for row in record.rows if row["n"] >= shortest):
         one = record.select(attention=ON_ONE.get(row["attention"], row["attention"]), devices=1, n=row["n"])
         ratio = f"{one[0]['ms_median'] / row['ms_median']:.2f}" if one and row["devices"] > 1 else ""
-        exchange, peak = row.get("exchange_ms"), row["peak_bytes"]
+        exchange, peak = row["exchange_ms"], row["peak_bytes"]
         waits = "" if exchange is None else f"{exchange:,.1f} ms, {exchange / row['ms_median']:.1%}"
         same = record.select(attention=row["attention"], devices=row["devices"])
-        # An earlier version counted 2 GiB that no pass needed; its rows have no exchange.
-        fits = f"{most_tokens(same, memory):,.0f}" if memory and peak and "exchange_ms" in row else ""
+        fits = f"{most_tokens(same, memory):,.0f}" if memory and peak else ""
         agreement = ""
-        if "same_bits" in row:
-            error = max(row[f"rel_l2_{name}"] for name in TENSORS)
-            agreement = "same bits" if row["same_bits"] else f"rel. L2 {error:.1e}"
+        if agreeing := [x for x in same if "same_bits" in x]:  # of the shortest sequence
+            error = max(agreeing[0][f"rel_l2_{name}"] for name in TENSORS)
+            agreement = "same bits" if agreeing[0]["same_bits"] else f"rel. L2 {error:.1e}"
         cells = f"{row['ms_median']:,.1f}", ratio, waits, f"{peak / 2**30:.1f}" if peak else "", fits, agreement
         lines.append((f"{row['n']:,}", ATTENTIONS[row["attention"]], row["devices"], *cells))
     compared = ("times as fast as one", "waits for the exchange", "GiB each", "fits up to", "result against one device")
@@ -414,7 +412,7 @@ def context_parallel_command(options: argparse.Namespace) -> None:
         passes = [Pass(name, members) for members in groups_of_each_size(world) for name in ATTENTIONS]
         for n in plan.lengths:
             measure(passes, n)
-        for one in reversed(passes) if memory else ():  # most devices first
+        for one in passes if memory else ():
             if n := largest_length(one, memory, rows):
                 measure([one], n)
         if world.is_first:
