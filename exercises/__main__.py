@@ -1,4 +1,4 @@
-"""python -m exercises stubs [--table] | grade [NAME | --all] [--submission DIR] | check [NAME ...] | package DIR"""
+"""Make students' files, grade what is written in them, prove that the graders are sound, and pack for Gradescope."""
 
 import argparse
 import contextlib
@@ -33,6 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--seed", type=int, help="repeat a grading: draws the hidden inputs from this number")
     command.set_defaults(run=grade)
 
+    if (ROOT / "checking.py").is_file():  # not in a package, which has nothing to check or to pack
+        add_instructors_commands(commands)
+
+    def run() -> int:
+        options = parser.parse_args(arguments)
+        return options.run(options, parser)
+
+    return finish(run)
+
+
+def add_instructors_commands(commands) -> None:
     command = commands.add_parser("check", help="prove that masters pass, stubs fail, mistakes meet their hint")
     command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="exercises (default: all)")
     command.add_argument("--seeds", type=positive, default=1, help="seeds that each mistake is made on (default: 1)")
@@ -45,12 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
     seeds.add_argument("--seeds", type=Path, metavar="FILE", help="hidden_seeds.json of an earlier package")
     seeds.add_argument("--visible", action="store_true", help="no hidden inputs: it needs no bubblewrap")
     command.set_defaults(run=package)
-
-    def run() -> int:
-        options = parser.parse_args(arguments)
-        return options.run(options, parser)
-
-    return finish(run)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ STUDENT_README = """# Exercises
 Each folder holds one exercise: README.md is the task, exercise.py is where you write. From here, with PyTorch, NumPy
 and, for the exercises that need it, Triton:
 
-    python -m exercises grade 01_block_quantizer
+    python -m exercises grade FIRST
     python -m exercises grade --all
 
 Your code runs in a process of its own. It is graded on the same inputs when you hand it in, and on others.
@@ -161,7 +161,7 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     engine = {name: (REPOSITORY / name).read_bytes() for name in ENGINE}
     engine |= {path.partition("/")[2]: (REPOSITORY / path).read_bytes() for path in SHARED}
     engine |= {f"exercises/{name}/README.md": (ROOT / name / "README.md").read_bytes() for name in names}
-    student = {**engine, "README.md": STUDENT_README.encode()}
+    student = {**engine, "README.md": STUDENT_README.replace("FIRST", names[0]).encode()}
     for name, exercise in exercises.items():
         student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
         student[f"exercises/{name}/answers.pt"] = _saved(Recorded.content(exercise))

@@ -85,6 +85,11 @@ def have_walls() -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
+def packages() -> list[str]:
+    """Return the folders of packages that Python knows here; -I leaves out some, such as those of `pip --user`."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
 def bubblewrap(disk: int) -> list[str]:
     """Return the command that runs another one inside walls.
 
@@ -100,7 +105,7 @@ def bubblewrap(disk: int) -> list[str]:
     for folder in ("/tmp", "/dev/shm"):  # before what is shown: this Python may lie in /tmp
         command += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
     python = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
-    python |= {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    python |= {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | set(packages())
     shown = [path for path in SYSTEM if os.path.exists(path) and not os.path.islink(path)]
     for path in sorted(python - {"/"}, key=len):
         if os.path.isdir(path) and not any(Path(path).is_relative_to(above) for above in shown):
@@ -136,7 +141,7 @@ class Sandbox:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
         with theirs:
             self.server = subprocess.Popen(
-                [*command, sys.executable, "-I", worker, str(theirs.fileno()), watcher],
+                [*command, sys.executable, "-I", worker, str(theirs.fileno()), watcher, *packages()],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

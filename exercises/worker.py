@@ -1,9 +1,10 @@
 """What runs beside the grader: a server that imports torch once and forks a limited child for each submission.
 
-Started as `python -I worker.py CONTROL OBSERVE`, where OBSERVE is the path of `sage_lab/climb/observe.py`. Each message
-on the socket CONTROL carries a child's socket and where its prints go, and starts a child; "stop" ends it. When a child
-has ended, so has all that it started, and the server says how. It holds no seed, no expected answer and no grader. The
-child imports the submission and answers calls: what it answers is a claim, never a verdict.
+Started as `python -I worker.py CONTROL OBSERVE PACKAGES...`, where OBSERVE is the path of `sage_lab/climb/observe.py`
+and PACKAGES are the folders of packages that the grader knows. Each message on the socket CONTROL carries a child's
+socket and where its prints go, and starts a child; "stop" ends it. When a child has ended, so has all that it started,
+and the server says how. It holds no seed, no expected answer and no grader. The child imports the submission and
+answers calls: what it answers is a claim, never a verdict.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
+
+sys.path.extend(sys.argv[3:] if __name__ == "__main__" else [])
 
 import torch
 from torch import Tensor

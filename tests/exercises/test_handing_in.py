@@ -253,16 +253,21 @@ def test_no_link_of_the_student_zip_is_dead(packages):
 
 
 def test_student_zip_grades_itself_and_needs_torch_and_numpy_alone(packages):
-    """A stub earns 0 and says why, a master everything, and a mistake meets its hint although no master is there."""
-    exercises = packages / "student" / "exercises"
+    """A stub earns 0 and says why, a master everything, and a mistake meets its hint although no master is there.
+
+    Packages may be in a folder that `python -I` doesn't know, as those of `pip --user` are.
+    """
+    exercises, mine = packages / "student" / "exercises", packages / "mine" / "site-packages"
+    mine.mkdir(parents=True)
+    (mine / "mine.py").touch()
     (packages / "student" / "sage_ref.py").write_text("raise SystemExit('the library is imported')")
     shutil.copy(packages / "student" / "sage_ref.py", packages / "student" / "sage_lab.py")
     wrong = stubs.read_master(FIRST).replace("/ INT8_MAX", "/ 128").replace("torch.round(block", "torch.floor(block")
     wrong = wrong.replace("/ 128", "/ INT8_MAX")
-    for source, score in ((None, 0), (stubs.read_master(FIRST), 8), (wrong, 3)):
+    for source, score in ((None, 0), (stubs.read_master(FIRST), 8), (wrong + "\nimport mine\n", 3)):
         if source:
             (exercises / FIRST / "exercise.py").write_text(source)
-        path = str(packages / "student")
+        path = f"{packages / 'student'}:{mine}"
         done = run_module(packages / "student", "exercises", "grade", "--all", "--json", "results.json", path=path)
         assert done.returncode == 0, done.stderr
         first, second = json.loads((packages / "student" / "results.json").read_text())
@@ -273,6 +278,7 @@ def test_student_zip_grades_itself_and_needs_torch_and_numpy_alone(packages):
     done = run_module(packages / "student", "exercises", "grade", "01", path=path)
     assert "nearest integer, ties to even, not truncated" in done.stdout
     assert "as a mistake above makes it" in done.stdout
+    assert run_module(packages / "student", "exercises", "check", path=path).returncode == 2
 
 
 def test_a_package_is_graded_by_its_weights_and_a_broken_task_leaves_no_results(packages, tmp_path):
