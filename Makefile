@@ -59,7 +59,7 @@ grade: .venv/installed
 
 # Run every notebook from top to bottom and keep its outputs.
 notebooks: .venv/installed
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=300 \
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --coalesce-streams --ExecutePreprocessor.timeout=300 \
 		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
 		--ClearMetadataPreprocessor.clear_cell_metadata=False \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='[("kernelspec",), ("language_info", "name")]' $(NOTEBOOKS)
