@@ -51,7 +51,6 @@ from sage_kernels.common.candidates import CANDIDATES, DEFAULTS, candidates
 from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_length, quantize
 from sage_kernels.sagebwd import ladder
-from sage_kernels.sagebwd.forward import key_mean, prepare
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS, prepare_forward
 from triton.runtime.errors import OutOfResources
 
@@ -390,24 +389,6 @@ def reference_psi(x, block, mean):
     """Compute psi of [B, H, N, D] by the reference, on the CPU, where dividing by 127 is rounded correctly."""
     x = x.float() if mean is None else x.float() - mean[:, :, None]
     return sage_ref.quantization.quantize(x.cpu(), (block, None))
-
-
-@pytest.mark.parametrize("smooth_k", [False, True])
-def test_only_launches_after_the_one_that_reads_the_keys_begin_early(smooth_k, monkeypatch):
-    """The first launch waits for what makes Q, K and V. Later ones write into no memory that it still reads."""
-    for module in (key_mean, prepare):
-        monkeypatch.setattr(module, "can_be_early", lambda device: True)
-    early, memory = [], []
-
-    def start(program, grid, arguments, constants, options):
-        early.append("launch_pdl" in options)
-        memory.append({x._base.data_ptr() for x in arguments if isinstance(x, torch.Tensor) and x._base is not None})
-
-    tensors = (torch.empty(1, 2, 200, 64).half() for _ in range(3))
-    prepare_forward(*tensors, 4, start, scale=0.1, smooth_k=smooth_k)
-    assert early == ([False, True, True] if smooth_k else [False])
-    if smooth_k:  # the sums, both, and the mean, which prepare_forward keeps
-        assert memory[0] == memory[1] == memory[2] != set()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)

@@ -5,23 +5,10 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
-import torch
-from triton import knobs
 from triton.runtime import driver
 
 # (program, grid, arguments, constants, options)
 Start = Callable[[object, tuple[int, ...], tuple, dict, dict], object]
-
-# An option of a launch on Hopper that may begin before the one before it has ended: once all programs of that one have
-# called `gdc_launch_dependents`, or ended. A program must call `gdc_wait` before it reads what the earlier launch
-# writes. Memory that the earlier launch uses must not be freed before this launch: a program that doesn't wait could
-# write into it.
-EARLY = {"launch_pdl": True}
-
-
-def can_be_early(device: torch.device) -> bool:
-    """Return whether launches can be `EARLY` there."""
-    return device.type == "cuda" and not knobs.runtime.interpret and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def start_with_triton(program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict):

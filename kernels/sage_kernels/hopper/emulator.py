@@ -286,7 +286,7 @@ class Machine:
         copies = SimpleNamespace(async_copy_global_to_shared=self.copy, store_wait=self.wait_for_additions)
         return {
             "gl": language, "mbarrier": barriers, "tma": copies, "fence_async_shared": self.fence,
-            "add_to_global": self.add, "gdc_wait": lambda: None,
+            "add_to_global": self.add,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_product,
         }  # fmt: skip
 
@@ -375,7 +375,7 @@ class OnCPU:
         self.function = plain(program, self.machine.names() | names)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, ptx_options="", launch_pdl=False, **constants):
+        def launch(*arguments, num_warps, maxnreg, ptx_options="", **constants):
             given = dict(zip(self.program.arg_names, map(argument, arguments), strict=False)) | constants
             for i in range(grid[0]):
                 self.machine.run(self.function, i, given)

@@ -247,8 +247,6 @@ def started(case: Case) -> tuple[Any, tuple, dict, dict]:
         return launch_of(Case(kernel, level, case.capability, head_dim, is_causal, launch))
 
     def start(program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
-        if "IS_EARLY" in constants:  # tensors without memory say nothing of a GPU
-            constants |= {"IS_EARLY": case.capability == 90}
         notes.append((program, arguments, constants, options))
 
     can_run = mock.patch.multiple(ladder, choose_launch=choose, obstacle=lambda *_: None)

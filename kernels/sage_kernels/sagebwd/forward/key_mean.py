@@ -3,17 +3,15 @@
 The mean value, where V is smoothed, likewise.
 
 One program adds up a stretch of tokens, which is long enough to be worth a program; a sequence has at most PARTS
-stretches. Then one program a head adds up the sums of its stretches. The order is the same each time. On Hopper this
-second launch, and the one that quantises, begin before the launch before them has ended.
+stretches. Then one program a head adds up the sums of its stretches. The order is the same each time.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sage_kernels.common.launcher import EARLY, Start, can_be_early
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import strided
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import Operand, head_of, load_tokens
@@ -30,11 +28,9 @@ WARPS = 4
 @triton.jit(do_not_specialize=["n_k", "parts", "steps"])
 def key_sums_program(
     k_strided, sums_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps, lengths_ptr, kv_heads, n_k, parts, steps,
-    D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, IS_EARLY: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Sum STEP * steps keys of a head, normalised and rotated if there is a prologue."""
-    if IS_EARLY:
-        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     part, head = t % parts, t // parts
     if lengths_ptr is not None:
@@ -62,13 +58,9 @@ def key_sums_program(
 
 @triton.jit(do_not_specialize=["n_k", "parts"])
 def key_mean_program(
-    sums_ptr, mean_ptr, lengths_ptr, kv_heads, n_k, parts,
-    D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
+    sums_ptr, mean_ptr, lengths_ptr, kv_heads, n_k, parts, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Compute the mean of one head from the sums of its stretches."""
-    if IS_EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     head, part, d = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, DP)
     if lengths_ptr is not None:
         n_k = tl.load(lengths_ptr + head // kv_heads)
@@ -85,17 +77,13 @@ def key_mean(key: Tensor, prologue: Prologue, start: Start, lengths: Tensor | No
     batch, kv_heads, n_k, head_dim = key.shape
     steps = max(LEAST_STEPS, triton.cdiv(n_k, PARTS * STEP))
     parts = triton.cdiv(n_k, steps * STEP)
-    heads, is_early = batch * kv_heads, can_be_early(key.device)
-    # One allocation, so that the sums live as long as the mean: see `EARLY`.
-    mean, sums = key.new_empty(heads * (1 + parts), head_dim, dtype=torch.float32).split((heads, heads * parts))
-    mean = mean.view(batch, kv_heads, head_dim)
+    sums = key.new_empty(batch, kv_heads, parts, head_dim, dtype=torch.float32)
+    mean = key.new_empty(batch, kv_heads, head_dim, dtype=torch.float32)
     arguments = strided(key), sums, *prologue, lengths, kv_heads, n_k, parts, steps
     counted = None if lengths is None else kv_heads
-    sizes = {"D": head_dim, "DP": padded_head_dim(head_dim)}
-    constants = sizes | {"STEP": STEP, "IS_EARLY": is_early}
-    start(key_sums_program, (heads * parts,), arguments, constants, {"num_warps": WARPS})
-    arguments, constants = (sums, mean, lengths, counted, n_k, parts), sizes | {"PARTS": PARTS, "IS_EARLY": is_early}
-    start(key_mean_program, (heads,), arguments, constants, EARLY if is_early else {})
+    heads, sizes = batch * kv_heads, {"D": head_dim, "DP": padded_head_dim(head_dim)}
+    start(key_sums_program, (heads * parts,), arguments, sizes | {"STEP": STEP}, {"num_warps": WARPS})
+    start(key_mean_program, (heads,), (sums, mean, lengths, counted, n_k, parts), sizes | {"PARTS": PARTS}, {})
     return mean
 
 

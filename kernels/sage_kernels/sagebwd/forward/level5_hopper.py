@@ -32,10 +32,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_wait
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import EARLY, Start, start_with_triton
+from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_INT8_MAX, NO_KEY, TINY
@@ -51,7 +50,7 @@ WARPGROUPS = gl.constexpr(3)
 PLACES = gl.constexpr(3)  # tiles of K and of V in flight
 # Of 64k registers a computing thread gets 160; until the warps part, all have the same number.
 REGISTERS = gl.constexpr(160)
-OPTIONS = EARLY | {"num_warps": 4, "maxnreg": 128}
+OPTIONS = {"num_warps": 4, "maxnreg": 128}
 LAUNCHES = {
     "forward": Launch(ROWS.value * WARPGROUPS.value, TILE.value, 4 * WARPGROUPS.value, PLACES.value, REGISTERS.value)
 }
@@ -235,7 +234,6 @@ def forward_hopper_program(
     D: gl.constexpr, DP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L. v_mean_ptr: what V^ lacks; None: nothing, and P is rounded to nearest."""
-    gdc_wait()
     IS_UNBIASED: gl.constexpr = v_mean_ptr is not None
     queries = Queries(allocate(q_descriptor, WARPGROUPS), barrier(1))
     rings = Rings(ring(k_descriptor, PLACES, WARPGROUPS), ring(vt_descriptor, PLACES, WARPGROUPS))

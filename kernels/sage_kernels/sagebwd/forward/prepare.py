@@ -1,18 +1,16 @@
 """The preparation of an INT8 forward program: Q^, K^ and V^ in one launch, each tensor read once.
 
 Q and K are normalised and rotated on the way if there is a prologue. The mean key and the mean value, which smoothing
-needs, take passes over K and V of their own before (`key_mean`). On Hopper only the programs that subtract a mean wait
-for it.
+needs, take passes over K and V of their own before (`key_mean`).
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sage_kernels.common.candidates import Launch
-from sage_kernels.common.launcher import EARLY, Start, can_be_early
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import strided
 from sage_kernels.common.quantize import (
     SCALE_BLOCK,
@@ -46,7 +44,7 @@ def prepare_forward_program(
     q_strided, k_strided, v_strided, k_mean_ptr, v_mean_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, eps, q_hat_ptr,
     q_scale_ptr, k_hat_ptr, k_scale_ptr, vt_hat_ptr, v_scale_ptr, v_range_ptr, lengths_ptr, heads, kv_heads, n_q, n_k,
     n_q_padded, n_k_padded, query_programs, key_programs, factor,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_EARLY: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Prepare a block of queries, of keys or of values: programs come in this order.
 
@@ -54,8 +52,6 @@ def prepare_forward_program(
     cos_ptr None: no prologue; q_gain_ptr and k_gain_ptr None: one without a norm.
     v_scale_ptr None: there are no programs for values. lengths_ptr None: every sequence has n_q and n_k tokens.
     """
-    if IS_EARLY:
-        gdc_launch_dependents()
     t = tl.program_id(0)
     if t < query_programs:
         block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
@@ -72,8 +68,6 @@ def prepare_forward_program(
         if lengths_ptr is not None:
             n_k = tl.load(lengths_ptr + batch)
         if tl.program_id(0) < query_programs + key_programs:
-            if IS_EARLY:
-                gdc_wait()
             k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
             mean_ptr = None if k_mean_ptr is None else k_mean_ptr + head * D
             k_out = Copies(k_hat_ptr + head * n_k_padded * DP, None, k_scale_ptr + head * (n_k_padded // BLOCK))
@@ -83,8 +77,6 @@ def prepare_forward_program(
             if v_scale_ptr is not None:
                 v_j = load_block(v_strided, batch, h, block, n_k, D, DP, BLOCK)
                 if v_mean_ptr is not None:
-                    if IS_EARLY:
-                        gdc_wait()
                     tl.store(v_range_ptr + head * (n_k_padded // BLOCK) + block, scale_of(largest_of(v_j)))
                     token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
                     v_j = without_mean(v_j, v_mean_ptr + head * D, token < n_k, d, d < D)
@@ -162,8 +154,5 @@ def quantize_inputs(
     )  # fmt: skip
     grid = (query_programs + key_programs * (2 if with_values else 1),)
     constants = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": SCALE_BLOCK, "GROUPED": grouped}
-    constants["IS_EARLY"] = can_be_early(query.device)
-    # Without a mean the launch before may be the one that makes Q, for which nothing here would wait.
-    early = EARLY if constants["IS_EARLY"] and k_mean is not None else {}
-    start(prepare_forward_program, grid, arguments, constants, launch(head_dim).options | early)
+    start(prepare_forward_program, grid, arguments, constants, launch(head_dim).options)
     return q_hat, k_hat, v_hat, v_hat.scale if with_values and v_mean is None else v_range
