@@ -61,17 +61,14 @@ def _is_positive(found: Any) -> bool:
     return _is_number(found) and found > 0
 
 
-def _is_count(found: Any) -> bool:
-    return _is_positive(found) and isinstance(found, int)
-
-
 def _is_text(found: Any) -> bool:
     return isinstance(found, str) and bool(found)
 
 
+COUNTS = ("batch", "heads", "kv_heads", "n_q", "n_k", "head_dim", "repetitions")
 # What a row's columns must hold.
 KINDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("batch", "heads", "kv_heads", "n_q", "n_k", "head_dim", "repetitions"), _is_count),
+    **dict.fromkeys(COUNTS, lambda found: _is_positive(found) and isinstance(found, int)),
     **dict.fromkeys(("ms_median", "ms_p20", "ms_p80", "tops", "rel_l2"), _is_positive),
     **dict.fromkeys(("provider", "dtype", "layout", "scope", "protocol", "turn"), _is_text),
     "causal": lambda found: isinstance(found, bool),
@@ -85,6 +82,28 @@ class Rule(NamedTuple):
     name: str
     expected: str
     broken: Callable[[Content], Iterator[Any]]
+
+
+def of_fact(name: str, is_broken: Callable[[Any], bool], shown: Callable[[Any], Any] = str) -> Callable:
+    """Return `Rule.broken` for one fact of the provenance."""
+    return lambda content: (shown(fact) for fact in [content["provenance"][name]] if is_broken(fact))
+
+
+def of_rows(is_broken: Callable[[Row], bool], shown: Callable[[Row], Any]) -> Callable:
+    """Return `Rule.broken` for each row by itself; shown: what it has that is wrong, without its provider."""
+    return lambda content: (f"{shown(row)} of {_name(row)}" for row in content["rows"] if is_broken(row))
+
+
+def of_turns(column: str, shown: Callable[[list], str]) -> Callable:
+    """Return `Rule.broken` for turns whose rows differ in a column, of which `shown` gets the values."""
+
+    def differing(content: Content) -> Iterator[str]:
+        for where, rows in turns(content["rows"]):
+            values = sorted({row[column] for row in rows})
+            if len(values) > 1:
+                yield f"{shown(values)} at {tuple(where.values())}"
+
+    return differing
 
 
 # What a file must look like
@@ -128,18 +147,6 @@ def _other_kinds(content: Content) -> Iterator[str]:
 # What it may say
 
 
-def _commit(content: Content) -> Iterator[str]:
-    commit = content["provenance"]["commit"]
-    if not re.fullmatch("[0-9a-f]{40}(-dirty)?", commit):
-        yield commit
-
-
-def _dirty(content: Content) -> Iterator[str]:
-    commit = content["provenance"]["commit"]
-    if commit.endswith("-dirty"):
-        yield commit
-
-
 def _date(content: Content) -> Iterator[str]:
     date = content["provenance"]["date"]
     try:
@@ -161,17 +168,6 @@ def peak_of(about: Content) -> tuple[float, float] | None:
     given = about["peak"]
     is_pair = isinstance(given, list) and len(given) == 2 and all(_is_positive(x) and x < NO_CARD for x in given)
     return PEAKS.get(about["gpu"], tuple(given) if is_pair else None)
-
-
-def _capability(content: Content) -> Iterator[str]:
-    capability = content["provenance"]["capability"]
-    if not (isinstance(capability, int) and 80 <= capability < 200):
-        yield repr(capability)
-
-
-def _launches(content: Content) -> Iterator[str]:
-    if content["provenance"]["launches"] not in ("packaged", "own"):
-        yield repr(content["provenance"]["launches"])
 
 
 def points() -> dict[tuple, Shape]:
@@ -214,41 +210,6 @@ def _strangers(content: Content) -> Iterator[str]:
     yield from (row["provider"] for row in content["rows"] if row["provider"] not in known)
 
 
-def _unpaired(content: Content) -> Iterator[str]:
-    yield from (f"{row['protocol']} of {_name(row)}" for row in content["rows"] if row["protocol"] != "paired")
-
-
-def _mixed(content: Content) -> Iterator[str]:
-    """Yield turns whose rows were not measured together."""
-    for where, rows in turns(content["rows"]):
-        marks = {str(row["turn"]) for row in rows}
-        if len(marks) > 1:
-            yield f"{len(marks)} marks at {tuple(where.values())}"
-
-
-def _few(content: Content) -> Iterator[str]:
-    yield from (f"{row['repetitions']} of {_name(row)}" for row in content["rows"] if row["repetitions"] < REPETITIONS)
-
-
-def _uneven(content: Content) -> Iterator[str]:
-    for where, rows in turns(content["rows"]):
-        counts = {row["repetitions"] for row in rows}
-        if len(counts) > 1:
-            yield f"{sorted(counts)} at {tuple(where.values())}"
-
-
-def _percentiles(content: Content) -> Iterator[str]:
-    for row in content["rows"]:
-        if not row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]:
-            yield f"{row['ms_p20']}, {row['ms_median']}, {row['ms_p80']} of {_name(row)}"
-
-
-def _scattered(content: Content) -> Iterator[str]:
-    for row in content["rows"]:
-        if row["ms_p80"] > WIDEST * row["ms_p20"]:
-            yield f"{row['ms_p20']} to {row['ms_p80']} ms of {_name(row)}"
-
-
 def operations(row: Row) -> float:
     """Return the operations of a row's direction, as `Case.row` counts them."""
     scores = row["batch"] * row["heads"] * row["n_q"] ** 2 / (2 if row["causal"] else 1)
@@ -283,11 +244,8 @@ def _other_tops(content: Content) -> Iterator[str]:
             yield f"{row['tops']} of {_name(row)}, whose time says {tops:.1f}"
 
 
-def _wrong_results(content: Content) -> Iterator[str]:
-    for row in content["rows"]:
-        largest = PEERS[row["provider"]].largest_error if row["provider"] in PEERS else LARGEST_ERROR
-        if not row["rel_l2"] < largest:
-            yield f"{row['rel_l2']} of {_name(row)}"
+def _largest_error(row: Row) -> float:
+    return PEERS[row["provider"]].largest_error if row["provider"] in PEERS else LARGEST_ERROR
 
 
 def _checks(content: Content) -> Iterator[str]:
@@ -331,26 +289,37 @@ FORM = (
 )
 # These are asked before anything is timed, too.
 ABOUT = (
-    Rule("commit", "the 40 hexadecimal digits of a commit", _commit),
-    Rule("sources", "the sources as they were committed: commit or discard your changes, and measure again", _dirty),
+    Rule("commit", "the 40 hexadecimal digits of a commit",
+        of_fact("commit", lambda commit: not re.fullmatch("[0-9a-f]{40}(-dirty)?", commit))),
+    Rule("sources", "the sources as they were committed: commit or discard your changes, and measure again",
+        of_fact("commit", lambda commit: commit.endswith("-dirty"))),
     Rule("date", "a time with its zone, in the past", _date),
     Rule("card", "a card whose peak rates are known, or --peak with those of its data sheet", _unknown_card),
-    Rule("capability", "a compute capability as in 89", _capability),
-    Rule("launches", '"packaged" or "own"', _launches),
-)
+    Rule("capability", "a compute capability as in 89",
+        of_fact("capability", lambda found: not (isinstance(found, int) and 80 <= found < 200), repr)),
+    Rule("launches", '"packaged" or "own"', of_fact("launches", lambda found: found not in ("packaged", "own"), repr)),
+)  # fmt: skip
 RULES = (
     Rule("providers", f"nobody but {', '.join((OURS, UNBIASED, *PEERS))}", _strangers),
-    Rule("protocol", "times that were taken in turn, paired", _unpaired),
+    Rule("protocol", "times that were taken in turn, paired",
+        of_rows(lambda row: row["protocol"] != "paired", lambda row: row["protocol"])),
     Rule("points", "each main point once, with ours, FlashAttention-2 and, for kernels alone, level 0", _points),
-    Rule("turn", "one mark for all that was timed in turn: times from different files can't be compared", _mixed),
-    Rule("repetitions", f"at least {REPETITIONS} repetitions", _few),
-    Rule("balance", "equally many repetitions of everybody in a turn", _uneven),
-    Rule("percentiles", "p20 <= median <= p80", _percentiles),
-    Rule("scatter", f"p80 at most {WIDEST} times p20: end what else uses the GPU, and measure again", _scattered),
+    Rule("turn", "one mark for all that was timed in turn: times from different files can't be compared",
+        of_turns("turn", lambda marks: f"{len(marks)} marks")),
+    Rule("repetitions", f"at least {REPETITIONS} repetitions",
+        of_rows(lambda row: row["repetitions"] < REPETITIONS, lambda row: row["repetitions"])),
+    Rule("balance", "equally many repetitions of everybody in a turn", of_turns("repetitions", str)),
+    Rule("percentiles", "p20 <= median <= p80",
+        of_rows(lambda row: not row["ms_p20"] <= row["ms_median"] <= row["ms_p80"],
+                lambda row: f"{row['ms_p20']}, {row['ms_median']}, {row['ms_p80']}")),
+    Rule("scatter", f"p80 at most {WIDEST} times p20: end what else uses the GPU, and measure again",
+        of_rows(lambda row: row["ms_p80"] > WIDEST * row["ms_p20"],
+                lambda row: f"{row['ms_p20']} to {row['ms_p80']} ms")),
     Rule("peak", "times that the card's peak rates allow", _too_fast),
     Rule("unit", f"milliseconds, at most {BELOW_PEAK} times what the card's peak rates allow", _too_slow),
     Rule("tops", "TOPS that follow from the times", _other_tops),
-    Rule("rel_l2", "errors against exact attention that a right kernel has", _wrong_results),
+    Rule("rel_l2", "errors against exact attention that a right kernel has",
+        of_rows(lambda row: not row["rel_l2"] < _largest_error(row), lambda row: row["rel_l2"])),
     Rule("checks", f"all {CHECKS} comparisons of the kernels with the reference", _checks),
     Rule("failed checks", f"kernels within {LARGEST_DIFFERENCE} of the reference", _failed_checks),
     Rule("ratios", "ratios that follow from the times", _other_ratios),
