@@ -58,6 +58,7 @@ def spoilt_files(tmp_path_factory):
     (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:5000])
     torch.save({"arguments": {}, "step": 3, "losses": [], "model": {}, "optimizer": {}}, folder / "other.pt")
     (folder / "odd.bin").write_bytes(b"123")
+    (folder / "empty.bin").touch()
     os.mkfifo(folder / "pipe")  # nobody writes to it
     state = torch.load(folder / "run.pt", weights_only=True)
     for name, step in (("past.pt", -1), ("far.pt", 9)):  # a run of 8 steps
@@ -81,6 +82,7 @@ BAD = {  # the command line: what its one line says
     "repair --capture junk": "path: expected a capture, with provenance in its metadata, got junk",
     "full-batch --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
     "pretrain --corpus empty": "path: expected text, found 1 empty files for empty",
+    "pretrain --corpus empty.bin": "path: expected uint16 tokens, two bytes each, found 0 bytes in empty.bin",
     "pretrain --corpus odd.bin": "path: expected uint16 tokens, two bytes each, found 3 bytes in odd.bin",
     "pretrain --learning-rate nan": "argument --learning-rate: expected a number above 0, got 'nan'",
     "matched --learning-rates nan": "argument --learning-rates: expected a number above 0, got 'nan'",

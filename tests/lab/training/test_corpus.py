@@ -91,13 +91,3 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert torch.equal(corpus.batch(8, 16, seed=1, step=2)[0], first)
     others = [corpus.batch(8, 16, seed=s, step=t)[0] for s, t in ((1, 3), (2, 2), (2, 1), (1 + 2**32, 2))]
     assert not any(torch.equal(other, first) for other in others)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("no.txt", "text, found 1 empty files"), ("no.bin", "uint16 tokens, two bytes each, found 0 bytes")],
-)
-def test_nothing_to_read_is_an_error(tmp_path, name, message):
-    (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f"path: expected {message}"):
-        read_corpus(tmp_path / name)

@@ -16,7 +16,6 @@ from sage_lab.models.llama import Llama
 from sage_lab.plan import OutOfTime
 from sage_lab.records import replaced
 from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
-from sage_lab.training.corpus import Corpus
 from sage_lab.training.loop import snapshot_path, train
 from sage_lab.training.pretrain import Pretraining, load_model, result_row
 
@@ -185,18 +184,6 @@ def test_when_time_is_over_a_run_stops_at_a_checkpoint_and_goes_on(tmp_path):
     training = Pretraining(sixteen_letters(), CONFIG, short)
     train(training, tmp_path / "run.pt", is_over=lambda: True)  # nothing is left to stop
     assert [row["step"] for row in training.losses] == [0, 4, 5]
-
-
-def test_a_checkpoint_of_another_run_is_refused(uninterrupted, folder):
-    before = (folder / "run.pt").read_bytes()
-    other = Corpus("other", sixteen_letters().tokens.flip(0), 16)
-    for corpus, config, message in (
-        (sixteen_letters(), CONFIG, "attention=exact, .*run.pt has attention=sagebwd"),
-        (other, STOCHASTIC, f"corpus_sha256={other.sha256}"),
-    ):
-        with pytest.raises(ValueError, match=f"checkpoint: expected a run with {message}"):
-            train(Pretraining(corpus, config, SETTINGS), folder / "run.pt")
-    assert (folder / "run.pt").read_bytes() == before
 
 
 def test_a_save_removes_what_a_killed_one_left_but_not_what_another_run_is_writing(tmp_path):

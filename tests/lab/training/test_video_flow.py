@@ -129,9 +129,6 @@ def test_weights_travel_in_bfloat16_and_in_parts_that_must_all_be_there(tmp_path
     for given in (paths[1:], [*paths[:-1], others[-1]], []):
         with pytest.raises(ValueError, match="^weights: expected all parts of one model, unchanged, got"):
             video_flow.read_weights(given)
-    (tmp_path / "junk").write_bytes(b"junk" * 10)
-    with pytest.raises(ValueError, match="^weights: expected a file of `python -m sage_lab video train`, got"):
-        video_flow.read_weights([tmp_path / "junk"])
 
 
 def test_fine_tuning_stopped_within_each_stage_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
