@@ -134,7 +134,7 @@ class Case:
             **entry._asdict(), "dtype": str(self.dtype).removeprefix("torch."), "protocol": "paired",
             "cuda_graph": False, **self.columns, "scope": scope, "direction": direction, **columns,
             "sparsity": self.sparsity if is_sparse else 0.0,
-            **{name: round(value, 5) for name, value in timing._asdict().items()},
+            **timing._asdict(),
             "tops": None if scope == "part" else round(operations / timing.ms_median / 1e9, 1),
             "rel_l2": None if entry.error is None else float(f"{entry.error:.3g}"),
             "host_us": None if host_us is None else round(host_us, 1),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_lab.command_line import Failed
-from sage_lab.experiments.turns import orders
+from sage_lab.experiments.turns import in_turn, time_columns
 
 WARM_UPS = 3
 FLUSHED_BYTES = 256 << 20  # more than the L2 cache of any GPU: 60 MB on an H200, 126 MB on Blackwell
@@ -48,17 +48,16 @@ def paired(candidates: dict[str, Callable[[], object]], repetitions: int = REPET
         for _ in range(WARM_UPS):
             candidate()
     events = {name: [] for name in candidates}
-    names = list(candidates)
-    for order in orders(len(names), repetitions):
-        for name in (names[place] for place in order):
-            flushed.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            candidates[name]()
-            end.record()
-            events[name].append((start, end))
+    for name in in_turn(list(candidates), repetitions):
+        flushed.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        candidates[name]()
+        end.record()
+        events[name].append((start, end))
     torch.cuda.synchronize()
-    return {name: _timing([start.elapsed_time(end) for start, end in pairs]) for name, pairs in events.items()}
+    times = {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+    return {name: Timing(**time_columns(found, digits=5), repetitions=len(found)) for name, found in times.items()}
 
 
 def alone(candidate: Callable[[], object]) -> Timing:
@@ -106,11 +105,6 @@ def captured(candidate: Callable[[], tuple[Tensor, ...]]) -> Captured:
     with torch.cuda.graph(graph):
         outputs = candidate()
     return Captured(graph.replay, outputs)
-
-
-def _timing(times: list[float]) -> Timing:
-    quantiles = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
-    return Timing(*quantiles.tolist(), len(times))
 
 
 def _flush_buffer() -> Tensor:

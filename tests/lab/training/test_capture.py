@@ -80,5 +80,7 @@ def test_what_is_no_capture_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="path: expected a capture at .*none.safetensors, found none"):
         read_capture(tmp_path / "none.safetensors")
     save_file({"layer0.query": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="path: expected a capture, with provenance in its metadata"):
-        read_capture(tmp_path / "other.safetensors")
+    (tmp_path / "junk.safetensors").write_bytes(b"junk" * 20)
+    for name in ("other", "junk"):
+        with pytest.raises(ValueError, match="path: expected a capture, with provenance in its metadata"):
+            read_capture(tmp_path / f"{name}.safetensors")

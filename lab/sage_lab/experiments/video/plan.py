@@ -118,19 +118,15 @@ class VideoPlan:
         )
 
     def stage2(self, run: VideoRun) -> FlowSettings:
+        same = ("steps", "batch_size", "learning_rate", "average", "autocast", "compile")
         return FlowSettings(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
+            **{name: getattr(self, name) for name in same},
             warmup_steps=self.steps // 15,
             weight_decay=0.0,
             report_every=-(-self.steps // self.reports),
             seed=run.seed,
             purpose="finetune",
-            average=self.average,
             alpha_rate=0.0 if ARMS[run.arm].alpha == "one" else self.alpha_rate,
-            autocast=self.autocast,
-            compile=self.compile,
         )
 
 
