@@ -79,25 +79,19 @@ def measured_here() -> Record | None:
     return Record(provenance("measured_here()"), rows)
 
 
-def letter_inputs(text: str, *, sharpness: float = 0.5, head_dim: int = 64, seed: int = 0) -> list[torch.Tensor]:
-    """Make Q, K, V and dO, float32 [1, 1, N, D], of a made-up head with one token per letter of `text`.
+def letter_inputs(text: str) -> list[torch.Tensor]:
+    """Make Q, K, V and dO, float32 [1, 1, N, 64], of a made-up head with one token per letter of `text`.
 
     A query matches the keys of the same letter, best where the letter before agrees too, so a repeated word finds
     itself. V and dO are random.
-
-    Args:
-        text: the tokens.
-        sharpness: factor of Q.
-        head_dim: D.
-        seed: for all random numbers.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     letters = sorted(set(text))
     here = torch.tensor([letters.index(letter) for letter in text])
-    embedding, embedding_before = torch.randn(2, len(letters), head_dim, generator=generator)
+    embedding, embedding_before = torch.randn(2, len(letters), 64, generator=generator)
     token = (embedding[here] + 0.8 * embedding_before[here.roll(1)]) / 1.3
-    query_noise, key_noise, value, grad_output = torch.randn(4, len(text), head_dim, generator=generator)
-    query = sharpness * (token + 0.5 * query_noise)
+    query_noise, key_noise, value, grad_output = torch.randn(4, len(text), 64, generator=generator)
+    query = 0.5 * (token + 0.5 * query_noise)
     key = token + 0.5 * key_noise
     return [x[None, None] for x in (query, key, value, grad_output)]
 

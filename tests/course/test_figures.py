@@ -58,7 +58,7 @@ FILMS = {
 }
 DRAWINGS = {
     "memory": figures.memory_hierarchy,
-    "precision": lambda: figures.precision_map(SageBwdSettings.printed(exact_matmuls=("S", "dP")), highlight="dK"),
+    "precision": lambda: figures.precision_map(SageBwdSettings.printed(exact_matmuls=("S", "dP"))),
     "precision by row": lambda: figures.precision_map(SageBwdSettings()),
     "forward step": lambda: figures.forward_step_figure(CAUSAL, VALUES[:8], 4, 2),
     "backward step": lambda: figures.backward_step_figure(ALL_TILES.tril(), 3),

@@ -47,7 +47,7 @@ def error_map(axes: Axes, errors: Mapping[str, float], *, title: str) -> None:
     axes.set_axis_off()
 
 
-def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]], *, title: str = "") -> None:
+def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]]) -> None:
     """Draw relative L2 errors as a coloured table, errors[row][column]; exact ones (below 1e-9) stay blank."""
     rows, columns = list(errors), list(next(iter(errors.values())))
     values = [[errors[row][column] for column in columns] for row in rows]
@@ -59,7 +59,6 @@ def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]], *, titl
             axes.text(x, y, f"{value:.3f}" if value > 1e-9 else "", ha="center", va="center", color=ink, fontsize=9)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
-    axes.set_title(title, fontsize=10)
     axes.figure.colorbar(image, ax=axes, fraction=0.046, label="relative L2 error")
 
 

@@ -106,8 +106,8 @@ def scales_film(a: Tensor, b: Tensor) -> Film:
     return Film("scales", draw, 6, 2.9)
 
 
-def table_film(block_mask: Tensor, block_bytes: int, programs: int = 2) -> Film:
-    """Draw which blocks of keys the first programs read. block_mask: bool [Tm, Tn], with one length of all lists.
+def table_film(block_mask: Tensor, block_bytes: int) -> Film:
+    """Draw which blocks of keys the first two programs read. block_mask: bool [Tm, Tn], with one length of all lists.
 
     block_bytes: of one block of K.
     """
@@ -140,4 +140,4 @@ def table_film(block_mask: Tensor, block_bytes: int, programs: int = 2) -> Film:
         read_bytes = (place + 1) * block_bytes
         draw_note(axes, (9, 10.2), f"program {i} has read {place + 1} of {columns} blocks: {read_bytes:,} bytes of K")
 
-    return Film("table", draw, programs * width, 2.7)
+    return Film("table", draw, 2 * width, 2.7)

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sage_course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
-from sage_course.figures.style import BLACK, BLUE, ORANGE
+from sage_course.figures.style import BLUE, ORANGE
 from sage_ref.sagebwd.settings import MATMULS, SageBwdSettings
 
 FORMAT_COLORS = {"INT8": BLUE, "16 bit": ORANGE}
@@ -48,14 +48,11 @@ def matmuls_of(settings: SageBwdSettings) -> dict[str, Matmul]:
     return dict(zip(MATMULS, rows, strict=True))
 
 
-def precision_map(settings: SageBwdSettings, highlight: str | None = None) -> Figure:
+def precision_map(settings: SageBwdSettings) -> Figure:
     """Draw both passes as a graph of seven matmuls: operands in INT8 or 16 bit, and what shares a scale.
 
-    settings: `exact_matmuls` stay in 16 bit; `granularity` says what shares a scale in P and dS. highlight: a name of
-    `MATMULS`; the others are drawn pale. ValueError for any other name.
+    settings: `exact_matmuls` stay in 16 bit; `granularity` says what shares a scale in P and dS.
     """
-    if highlight is not None and highlight not in MATMULS:
-        raise ValueError(f"highlight: expected one of {MATMULS}, got {highlight!r}")
     count = len(MATMULS) - len(set(settings.exact_matmuls))
     figure, axes = diagram(9.2, 6.75, f"The seven matmuls of attention, {count} of them in INT8")
     for y, name in ((6.5, "forward"), (4.65, "backward")):
@@ -63,12 +60,7 @@ def precision_map(settings: SageBwdSettings, highlight: str | None = None) -> Fi
     axes.axhline(4.88, color="0.6", linewidth=0.8, linestyle=":")
     matmuls = matmuls_of(settings)
     for name, matmul in matmuls.items():
-        number_format = "16 bit" if name in settings.exact_matmuls else "INT8"
-        first_text, first_patch = len(axes.texts), len(axes.patches)
-        draw_matmul(axes, matmul, number_format, framed=name == highlight)
-        if highlight not in (None, name):
-            for artist in (*axes.texts[first_text:], *axes.patches[first_patch:]):
-                artist.set_alpha(0.25)
+        draw_matmul(axes, matmul, "16 bit" if name in settings.exact_matmuls else "INT8")
     draw_between(axes, matmuls)
     for x, (number_format, color) in zip((0.35, 1.6), FORMAT_COLORS.items(), strict=True):
         draw_box(axes, Box(x, 0.3, 0.3, 0.2), "", fill=color)
@@ -78,11 +70,10 @@ def precision_map(settings: SageBwdSettings, highlight: str | None = None) -> Fi
     return figure
 
 
-def draw_matmul(axes: Axes, matmul: Matmul, number_format: str, *, framed: bool) -> None:
+def draw_matmul(axes: Axes, matmul: Matmul, number_format: str) -> None:
     """Draw a matmul: number and formula above its two operands, each with its format and what shares a scale."""
     box = matmul.box
-    frame = {"ec": BLACK, "linewidth": 3} if framed else {"ec": "0.5"}
-    draw_box(axes, box, "", fill="0.96", **frame)
+    draw_box(axes, box, "", fill="0.96", ec="0.5")
     draw_note(axes, (box.x, box.y + 0.36), f"{matmul.number}   {matmul.formula}")
     for side, operand in ((-0.68, matmul.left), (0.68, matmul.right)):
         scale = f"\nscale per {operand.scale}" if number_format == "INT8" else "\nno scale"

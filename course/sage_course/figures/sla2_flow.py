@@ -61,13 +61,13 @@ def sla2_flow(block_mask: Tensor) -> Figure:
     return figure
 
 
-def table_text(block_mask: Tensor, rows: int = 3, entries: int = 6) -> str:
-    """Return the first lists of the look-up table, shortened where they are long."""
+def table_text(block_mask: Tensor) -> str:
+    """Return three lists of the look-up table, shortened where they are long."""
     lines = ["look-up table: selected blocks"]
-    for i, selected in enumerate(block_mask[:rows]):
+    for i, selected in enumerate(block_mask[:3]):
         blocks = selected.nonzero().flatten().tolist()
-        lines.append(f"queries {i}: " + ", ".join(map(str, blocks[:entries])) + (", ..." if blocks[entries:] else ""))
-    return "\n".join(lines + ["..."] * (len(block_mask) > rows))
+        lines.append(f"queries {i}: " + ", ".join(map(str, blocks[:6])) + (", ..." if blocks[6:] else ""))
+    return "\n".join(lines + ["..."] * (len(block_mask) > 3))
 
 
 def draw_mask(axes: Axes, box: Box, block_mask: Tensor) -> None:

@@ -25,9 +25,9 @@ def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **chang
     return rows[0]["ms_median"] if rows else None
 
 
-def dense_time(bench: Record, n: int, provider: str, direction: str = "fwd") -> float:
-    """Return the milliseconds of attention over all blocks, in the same record."""
-    return sla2_time(bench, n, 0.0, None, op="attention", provider=provider, scope="autograd", direction=direction)
+def dense_time(bench: Record, n: int, provider: str) -> float:
+    """Return the milliseconds of the forward pass of attention over all blocks, in the same record."""
+    return sla2_time(bench, n, 0.0, None, op="attention", provider=provider, scope="autograd")
 
 
 def sla2_parts(bench: Record, n: int, sparsity: float) -> dict[str, float]:

@@ -223,17 +223,14 @@ OWNERS = (
 )
 
 
-def owners(count: int = 4) -> Figure:
-    """Draw who adds up dQ_i, dK_j and dV_j: the two programs of the split backward pass, and the one-pass program.
-
-    count: tiles along queries and along keys, at least 3.
-    """
+def owners() -> Figure:
+    """Draw who adds up dQ_i, dK_j and dV_j: the two programs of the split backward pass, and the one-pass program."""
     title = (
         "A row of tiles makes one dQ, a column one dK and dV: whoever owns it adds up in registers, in a fixed order"
     )
     figure, axes = panels(len(OWNERS), width=3.05, height=3.8, title=title)
     for ax, owner in zip(axes, OWNERS, strict=True):
-        draw_owner(ax, owner, count)
+        draw_owner(ax, owner, 4)
     return figure
 
 

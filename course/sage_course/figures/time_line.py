@@ -85,13 +85,13 @@ def moments(jobs: Sequence[Job], places: int, steps: Sequence[Step]) -> list[Mom
     return found
 
 
-def two_warps_and_a_barrier(tiles: int = 3) -> Figure:
+def two_warps_and_a_barrier() -> Figure:
     """Draw who waits for whom if one warp loads tiles, a second one computes, and there is one place for a tile.
 
     It is schematic: the lengths of the steps are not measured. The bars are those of `schedule`.
     """
     steps = (Step("compute", 3),)
-    jobs = schedule(tiles, 1, 1, steps)
+    jobs = schedule(3, 1, 1, steps)
     figure, (ax,) = panels(1, width=8.0, height=2.5, title="Schematic: two warps, one place for a tile, two barriers")
     draw_jobs(ax, jobs, ["loading warp", "computing warp"], {"load": SKY, "compute": BLUE})
     for kind, tile, tick in moments(jobs, 1, steps):
@@ -159,13 +159,14 @@ def doing(jobs: Sequence[Job], worker: int, places: int, tick: int) -> str:
     return f"waits until place {place}\nends phase {phase} of ready"
 
 
-def ring_film(tiles: int = 7, readers: int = 2, places: int = 3, count: int = 8) -> Film:
+def ring_film() -> Film:
     """Draw one warp that loads tiles into a ring of places, and two warpgroups that read each of them.
 
-    The pictures are the first `count` moments of `schedule` at which something begins. Its ticks have no length.
+    The pictures are the first eight moments of `schedule` at which something begins. Its ticks have no length.
     """
-    jobs = schedule(tiles, readers, places, [READ])
-    ticks = sorted({job.start for job in jobs})[:count]
+    readers, places = 2, 3
+    jobs = schedule(7, readers, places, [READ])
+    ticks = sorted({job.start for job in jobs})[:8]
 
     def draw(figure: Figure, i: int) -> None:
         axes = sheet(figure, 18, 10.3, f"moment {i + 1}")
@@ -183,4 +184,4 @@ def ring_film(tiles: int = 7, readers: int = 2, places: int = 3, count: int = 8)
             fill = "white" if "waits" in what or "finished" in what else ORANGE if worker else SKY
             draw_cell(axes, corner, size, name + what, fill)
 
-    return Film("ring", draw, count, 2.5)
+    return Film("ring", draw, len(ticks), 2.5)

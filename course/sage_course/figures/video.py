@@ -23,14 +23,8 @@ def shown(frame: Tensor) -> Tensor:
     return ((frame + 1) / 2).clamp(0, 1).permute(1, 2, 0)
 
 
-def film_strips_figure(
-    videos: Mapping[str, Tensor], *, title: str, frames: int = 4, columns: Sequence[str] | None = None
-) -> Figure:
-    """Draw a row of frames for each video [3, T, size, size] in [-1, 1], spread over its length.
-
-    columns: texts below the frames, in place of their numbers.
-    """
-    frames = len(columns or range(frames))
+def film_strips_figure(videos: Mapping[str, Tensor], *, title: str, frames: int = 4) -> Figure:
+    """Draw a row of frames for each video [3, T, size, size] in [-1, 1], spread over its length."""
     length = next(iter(videos.values())).shape[1]
     times = torch.linspace(0, length - 1, frames).round().long().tolist()
     figure, grid = plt.subplots(
@@ -42,8 +36,8 @@ def film_strips_figure(
             ax.imshow(shown(video[:, t]).numpy(), interpolation="nearest")
             ax.set(xticks=[], yticks=[])
         axes[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
-    for ax, words in zip(grid[-1], columns or [f"frame {t}" for t in times], strict=True):
-        ax.set_xlabel(words, fontsize=9)
+    for ax, t in zip(grid[-1], times, strict=True):
+        ax.set_xlabel(f"frame {t}", fontsize=9)
     return figure
 
 
@@ -105,7 +99,7 @@ def selected_figure(frames: Tensor, choices: Mapping[str, Tensor], queries: Tens
     return figure
 
 
-def arms_figure(differences: Mapping[str, tuple[float, float, float, int]], *, title: str, caption: str = "") -> Figure:
+def arms_figure(differences: Mapping[str, tuple[float, float, float, int]], *, title: str) -> Figure:
     """Draw by how much each arm's loss is above full attention's, with the same fine-tuning.
 
     differences: arm -> (mean, low, high, seeds). An interval that holds 0 is grey: nothing is decided. A circle is open
@@ -121,5 +115,5 @@ def arms_figure(differences: Mapping[str, tuple[float, float, float, int]], *, t
         ax.plot(mean, y, "o", color=color, markerfacecolor=color if seeds > 1 else "white")
     ax.set_yticks(range(len(differences)), list(differences), fontsize=9)
     ax.set_ylim(len(differences) - 0.5, -0.5)
-    ax.set_xlabel(f"loss above that of full attention, 1/1000\n{caption}".strip(), fontsize=9)
+    ax.set_xlabel("loss above that of full attention, 1/1000", fontsize=9)
     return figure

@@ -71,8 +71,8 @@ def matching_delta(p, dp_hat):
     return (p * dp_hat).sum(-1, keepdim=True)
 
 
-def _probabilities(seed: int, keys: int = 4 * TILE) -> Tensor:
-    (scores,) = draws(seed, (TILE, keys))
+def _probabilities(seed: int) -> Tensor:
+    (scores,) = draws(seed, (TILE, 4 * TILE))
     return torch.softmax(2 * scores, -1)
 
 

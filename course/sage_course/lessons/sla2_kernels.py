@@ -194,12 +194,11 @@ def run_key_sums(program, k: Tensor, v: Tensor, blocks: Blocks = SMALL) -> Tenso
     return sums
 
 
-def run_mixed(function, q: Tensor, o_s: Tensor, alpha: Tensor, sums: Tensor, blocks: Blocks = SMALL) -> Tensor:
+def run_mixed(function, q: Tensor, o_s: Tensor, alpha: Tensor, sums: Tensor) -> Tensor:
     """Return O [N, D]. alpha [Tm]; sums: H_i, then Z_i, of every block of queries [Tm, D (D + 1)]."""
     q, o_s, alpha, sums = on_device(q, o_s, alpha, sums)
     o, (n, head_dim) = torch.empty(q.shape, device=q.device), q.shape
-    constants = {"D": head_dim, "BLOCK_Q": blocks.q}
-    mix_program[(len(alpha),)](q, o_s, alpha, sums, o, n, function, **constants)
+    mix_program[(len(alpha),)](q, o_s, alpha, sums, o, n, function, D=head_dim, BLOCK_Q=SMALL.q)
     return o
 
 
