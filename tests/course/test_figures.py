@@ -7,7 +7,7 @@ import json
 import math
 import re
 import zlib
-from functools import partial
+from functools import cache, partial
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -153,6 +153,7 @@ def test_every_film_is_in_a_notebook_with_its_strip_below_and_words_for_both():
         assert twin["metadata"]["image/png"]["alt"] == idea.alt
 
 
+@cache
 def words(film, i):
     figure = film.figure(i)
     texts = [text.get_text() for axes in figure.axes for text in (axes.title, *axes.texts)]
@@ -245,7 +246,7 @@ def test_nobody_in_the_ring_begins_before_the_barriers_phase_has_ended():
 
 def test_a_slider_holds_a_picture_for_each_value_and_shows_the_first_where_styles_are_cut_out():
     def draw(turn=2, far=0):
-        figure, (axes,) = figures.panels(1, title=f"turn {turn}, far {far}")
+        figure, (axes,) = figures.panels(1, width=1.6, height=1.4, title=f"turn {turn}, far {far}")
         axes.set(xlim=(0, turn), xlabel=r"$\sigma$ | x", ylabel="y")
         return figure
 
