@@ -41,10 +41,6 @@ def _probabilities(seed: int) -> torch.Tensor:
     return torch.softmax(_draw(seed, (3, 5))[0], -1)
 
 
-def _of_a_product() -> list[tuple]:
-    return [(_probabilities(0), *_draw(1, (5, 4), (3, 4)))]
-
-
 def _queries_keys_and_l() -> list[tuple]:
     """Return trials with all keys and with one tile of them."""
     q, k = _draw(4, (3, 4), (5, 4))
@@ -53,7 +49,7 @@ def _queries_keys_and_l() -> list[tuple]:
 
 
 GAPS = {
-    "through_the_output": Gap(through_the_output, _of_a_product, (
+    "through_the_output": Gap(through_the_output, lambda: [(_probabilities(0), *_draw(1, (5, 4), (3, 4)))], (
         Mistake("p.mT @ do", "do.mT @ p", "That is dV transposed. Which product has the shape of V, [Nk, D]?"),
         Mistake("do @ v.mT", "v @ do.mT", "That is dP transposed. Which product has the shape of P, [Nq, Nk]?"),
         Mistake("p.mT @ do", "do @ p", "dV is [Nk, D]: which factor comes first, and which one is transposed?"),

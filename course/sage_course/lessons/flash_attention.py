@@ -122,10 +122,6 @@ def run_range(function, n, block_q, block_kv):
     return out.cpu()
 
 
-def _scores() -> list[tuple]:
-    return [(*draws(0, (n, 16), (n, 16)), 16) for n in (20, 10)]
-
-
 def _attention() -> list[tuple]:
     q, k, v = draws(0, *[(40, 16)] * 3)
     k[16:] *= 2  # so that later tiles hold larger scores
@@ -146,7 +142,7 @@ BEYOND = (
 ) if triton_device() == "cpu" else ()  # a GPU reads on without a word  # fmt: skip
 
 GAPS = {
-    "scores": Gap(scores, _scores, (
+    "scores": Gap(scores, lambda: [(*draws(0, (n, 16), (n, 16)), 16) for n in (20, 10)], (
         Mistake(STORE, "mask=query[:, None] < n", "A key that does not exist is stored into the row below."),
         Mistake(STORE, "mask=key[None, :] < n",
                 "Queries that don't exist are stored behind the matrix. (Masks are joined with `&`: `and` keeps one.)"),

@@ -35,10 +35,6 @@ def _gradients() -> list[tuple]:
     return [(x.double(),) for x in noisy]
 
 
-def _measured() -> list[tuple]:
-    return [(0.04, 512, 1e-5), (2.0, 1024, 0.5)]
-
-
 GAPS = {
     "bias_of": Gap(bias_of, _rounded_numbers, (
         Mistake("(rounded - x)", "(rounded - x).abs()",
@@ -84,7 +80,7 @@ GAPS = {
         Mistake("(count * (count - 1))", "(count - 1) ** 2",
                 "Each of the `count` rows of the table has count - 1 products of different vectors."),
     )),
-    "tokens_at_bias": Gap(tokens_at_bias, _measured, (
+    "tokens_at_bias": Gap(tokens_at_bias, lambda: [(0.04, 512, 1e-5), (2.0, 1024, 0.5)], (
         Mistake("tokens * noise / bias", "noise / bias",
                 "noise belongs to a batch of `tokens` tokens, tr Sigma to one token: the factor `tokens` is missing."),
         Mistake("tokens * noise / bias", "noise / (tokens * bias)",

@@ -211,10 +211,6 @@ def _integers() -> list[tuple]:
     return [(a, b), (a, a)]
 
 
-def _numbers() -> list[tuple]:
-    return [(torch.linspace(-127, 127, 256),), (torch.tensor([2.5, -2.5, 3.5, 0.4] * 4),)]
-
-
 def _integer_scores() -> list[tuple]:
     """Return integer scores with scales that need no `room`, and with scales that do."""
     generator = torch.Generator().manual_seed(2)
@@ -222,10 +218,6 @@ def _integer_scores() -> list[tuple]:
     m, l = torch.linspace(-5, 40, 32), torch.linspace(1, 50, 32)
     scales = (torch.linspace(1e-3, 4e-3, 32), torch.linspace(2e-2, 4e-2, 32))
     return [(ROUNDER.value + s_hat, s_qk, m, l) for s_qk in scales]
-
-
-def _columns() -> list[tuple]:
-    return [(torch.arange(32 * 64, dtype=torch.int32).reshape(32, 64),)]
 
 
 SCORES = "integer_dot(q_hat_i, tl.trans(k_hat_j)) * (s_q * s_k)[:, None]"
@@ -296,7 +288,7 @@ GAPS = {
         Mistake(f"start, {BITS}", "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
                 "The right numbers, by a conversion: start the dot product at ROUNDER_BITS and read the bits."),
     ), run_dot),
-    "low_byte": Gap(low_byte, _numbers, (
+    "low_byte": Gap(low_byte, lambda: [(torch.linspace(-127, 127, 256),), (torch.tensor([2.5, -2.5, 3.5, 0.4] * 4),)], (
         Mistake("(x + ROUNDER)", "x", "The low bits of a float are its fraction, not its integer: add ROUNDER first."),
         Mistake("ROUNDER", "8388608.0",
                 "Below 2^23 floats are 1/2 apart, and x may be negative. 1.5 * 2^23 has room on both sides."),
@@ -332,7 +324,7 @@ GAPS = {
         Mistake(P, P.replace("-t", "-m_ij"), "s_ij still contains ROUNDER, and p_ij has a factor of 127: subtract t."),
         Mistake(P, P.replace("[:, None]", ""), "s_qk and t have one number per query, a row of p_ij: [:, None]."),
     ), run_softmax),
-    "group_columns": Gap(group_columns, _columns, (
+    "group_columns": Gap(group_columns, lambda: [(torch.arange(32 * 64, dtype=torch.int32).reshape(32, 64),)], (
         Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),
         Mistake("permute(0, 1, 3, 2, 4)", "permute(1, 0, 2, 3, 4)",
                 "Rows and groups are the first two axes, and they stay. Half and pair are axes 2 and 3."),

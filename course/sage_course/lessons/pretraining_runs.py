@@ -41,10 +41,6 @@ def _values_and_choices() -> list[tuple]:
     ]
 
 
-def _means() -> list[tuple]:
-    return [(torch.linspace(-1, 3, 401) ** 3,)]
-
-
 def _bounds() -> list[tuple]:
     intervals = [(0.5, 3.0), (-1.0, 1.0), (-1.0, 3.0), (-3.0, -1.0), (0.5, 1.5), (-3.0, 1.0)]
     tested = [(low, high, 2.1, 2**21, 2**18) for low, high in intervals]
@@ -80,7 +76,7 @@ GAPS = {
         Mistake("values[choices]", "(values * choices)",
                 "choices holds positions: values[choices] gives the values there."),
     )),
-    "interval": Gap(interval, _means, (
+    "interval": Gap(interval, lambda: [(torch.linspace(-1, 3, 401) ** 3,)], (
         Mistake("[0.025, 0.975]", "[0.05, 0.95]", "That leaves out 5% on either side: it is a 90% interval."),
         Mistake("[0.025, 0.975]", "[0.0, 1.0]", "That interval holds all means. Leave out the outer 5%."),
         Mistake("[0.025, 0.975]", "[0.975, 0.025]", "The lower end comes first."),

@@ -39,10 +39,6 @@ def _gains() -> list[tuple]:
     return [(gain_q, gain_k)]
 
 
-def _gradients() -> list[tuple]:
-    return [(draw(5, 6, HEAD_DIM), 3 * draw(6, 6, HEAD_DIM), 1 + 0.3 * draw(7, HEAD_DIM))]
-
-
 GAPS = {
     "std_of_score_error": Gap(std_of_score_error, lambda: [(0.03, 1.0, 0.02, 2.0), (0.3, 10.0, 0.4, 5.0)], (
         Mistake(" / 12", "", "A rounding error with the scale s has the variance s^2 / 12."),
@@ -97,7 +93,8 @@ GAPS = {
         Mistake("math.sqrt(len(gain_q)) * ", "1 / math.sqrt(len(gain_q)) * ",
                 "Both lengths are missing: without gains |q| |k| = D, and c D = sqrt(D)."),
     )),
-    "grad_through_norm": Gap(grad_through_norm, _gradients, (
+    "grad_through_norm": Gap(grad_through_norm,
+        lambda: [(draw(5, 6, HEAD_DIM), 3 * draw(6, 6, HEAD_DIM), 1 + 0.3 * draw(7, HEAD_DIM))], (
         Mistake("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True))", "dx_hat",
                 "r depends on x, too. That way is missing."),
         Mistake("(dx_hat - x_hat", "(-x_hat", "The first way is missing: x is also the numerator of x_hat."),

@@ -40,10 +40,6 @@ def bias_and_error(errors):
     return bias_square, error_square
 
 
-def _values() -> list[tuple]:
-    return [(draw(0, 2, 16, 4) + 1.5,), (draw(1, 1, 16, 4) + 3 * draw(2, 4),)]
-
-
 def _wrong_deltas() -> list[tuple]:
     p, delta = torch.softmax(draw(3, 6, 8), -1), draw(4, 6, 1)
     return [(p, delta + 0.1 * draw(5, 6, 1), delta)]
@@ -60,12 +56,8 @@ def _shared_values() -> list[tuple]:
     return [(draw(9, 6, 4), v, torch.softmax(draw(10, 6, 8), -1) @ v)]
 
 
-def _errors() -> list[tuple]:
-    return [(0.5 + draw(11, 6, 10),), (draw(12, 3, 4) - 1,)]
-
-
 GAPS = {
-    "offset_share": Gap(offset_share, _values, (
+    "offset_share": Gap(offset_share, lambda: [(draw(0, 2, 16, 4) + 1.5,), (draw(1, 1, 16, 4) + 3 * draw(2, 4),)], (
         Mistake("v.mean(-2).norm(dim=-1)", "v.norm(dim=-1).mean(-1)",
                 "That is always 1. The numerator is the length of the mean value, not the mean length."),
         Mistake("v.mean(-2).norm(dim=-1) / v.norm(dim=-1).mean(-1)",
@@ -142,7 +134,7 @@ GAPS = {
         Mistake("5 * row % 8", "5 * (row % 8)", "That goes up to 35. The part is one of eight: (5 i) mod 8."),
         Mistake("5 * row % 8", "5 * column % 8", "The part depends on the row i alone, not on the column."),
     )),
-    "bias_and_error": Gap(bias_and_error, _errors, (
+    "bias_and_error": Gap(bias_and_error, lambda: [(0.5 + draw(11, 6, 10),), (draw(12, 3, 4) - 1,)], (
         Mistake("(products.sum() - products.trace()) / (count * (count - 1))", "errors.mean(0).square().sum()",
                 "The square of the mean still contains noise. Leave out the products of a row with itself."),
         Mistake("(products.sum() - products.trace())", "products.sum()",

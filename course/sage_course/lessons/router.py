@@ -55,10 +55,6 @@ def value_and_gradient(function, hard, x):
 _draw = partial(draws, dtype=torch.float64)
 
 
-def _means_and_projections() -> list[tuple]:
-    return [(*_draw(0, (2, 3, 4), (2, 6, 4), (4, 4), (4, 4)), 0.5)]
-
-
 def _rows() -> list[tuple]:
     (x,) = _draw(1, (3, 8))
     return [(x, 2), (30 * x, 3), (x + 50, 1), (x, 0.5)]
@@ -88,7 +84,7 @@ def _hard_and_soft() -> list[tuple]:
 
 
 GAPS = {
-    "router_logits": Gap(router_logits, _means_and_projections, (
+    "router_logits": Gap(router_logits, lambda: [(*_draw(0, (2, 3, 4), (2, 6, 4), (4, 4), (4, 4)), 0.5)], (
         Mistake("q_bar @ w_q.mT", "q_bar @ w_q", "proj(x) = W x is for a column. For rows it is x W^T."),
         Mistake("k_bar @ w_k.mT", "k_bar @ w_k", "proj(x) = W x is for a column. For rows it is x W^T."),
         Mistake("(q_bar @ w_q.mT) @ (k_bar @ w_k.mT).mT", "(q_bar @ w_q) @ (k_bar @ w_k).mT",

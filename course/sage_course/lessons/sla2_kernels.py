@@ -237,10 +237,6 @@ def _listed() -> list[tuple]:
     return [(*_head(3), table, count)]
 
 
-def _keys_and_values() -> list[tuple]:
-    return [tuple(_head(3)[1:])]
-
-
 def _to_mix() -> list[tuple]:
     q, o_s = _head(2)
     sums = torch.rand(2, 16 * 17, generator=torch.Generator().manual_seed(1))
@@ -284,7 +280,7 @@ GAPS = {
         Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
         Mistake("table_ptr + i * width + place", "table_ptr + place", "Program i reads line i of the table."),
     ), run_sparse),
-    "key_sums": Gap(key_sums, _keys_and_values, (
+    "key_sums": Gap(key_sums, lambda: [tuple(_head(3)[1:])], (
         Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)", "softmax_features(k_j, D, D)",
                 "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0."),
         Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",

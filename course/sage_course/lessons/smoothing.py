@@ -33,16 +33,8 @@ def _draw(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def _keys() -> list[tuple]:
-    return [(_draw(0, 6, HEAD_DIM),), (_draw(1, 2, 5, HEAD_DIM),)]
-
-
-def _sums() -> list[tuple]:
-    return [(_draw(2, 6), _draw(3, 6, HEAD_DIM), _draw(4, 1, HEAD_DIM), C)]
-
-
 GAPS = {
-    "smooth_key": Gap(smooth_key, _keys, (
+    "smooth_key": Gap(smooth_key, lambda: [(_draw(0, 6, HEAD_DIM),), (_draw(1, 2, 5, HEAD_DIM),)], (
         Mistake("k.mean(-2, keepdim=True)", "k.mean(-1, keepdim=True)",
                 "That is the mean of each key's channels. The mean key is a mean over the tokens, dimension -2."),
         Mistake("k.mean(-2, keepdim=True)", "k.mean(0, keepdim=True)",
@@ -53,7 +45,8 @@ GAPS = {
         Mistake("k.mean(-2, keepdim=True)", "k.mean(-2)",
                 "Without `keepdim=True` the mean loses a dimension, and no longer lines up with its own head."),
     )),
-    "log_sum_exp_of_keys": Gap(log_sum_exp_of_keys, _sums, (
+    "log_sum_exp_of_keys": Gap(log_sum_exp_of_keys,
+        lambda: [(_draw(2, 6), _draw(3, 6, HEAD_DIM), _draw(4, 1, HEAD_DIM), C)], (
         Mistake("l_smooth + c", "l_smooth - c", "The smoothed scores lost this number: add it back."),
         Mistake("c * (q", "(q", "The factor c is missing: L belongs to the scores, and they contain it."),
         Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth",

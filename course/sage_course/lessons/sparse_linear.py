@@ -92,10 +92,6 @@ def _log_sums() -> list[tuple]:
     return [(l_all + share.log(), l_all)]
 
 
-def _key_tile() -> list[tuple]:
-    return [tuple(_draw(3, (BLOCK_KV, 4), (BLOCK_KV, 4)))]
-
-
 def _masks_and_sums() -> list[tuple]:
     scores, h, z = _draw(4, (3, 6), (6, 4, 4), (6, 4))
     scores[:, 0] = 9  # a block that every row selects
@@ -182,7 +178,7 @@ GAPS = {
         Mistake("torch.exp(l_selected - l_all)", "torch.exp(l_selected) / torch.exp(l_all)",
                 "Right on paper, but e^120 is infinite in float32: subtract first."),
     )),
-    "key_tile_sums": Gap(key_tile_sums, _key_tile, (
+    "key_tile_sums": Gap(key_tile_sums, lambda: [tuple(_draw(3, (BLOCK_KV, 4), (BLOCK_KV, 4)))], (
         Mistake("k_j, -1)", "k_j, 0)", "phi works on the features of one token; your softmax runs over tokens."),
         Mistake("torch.softmax(k_j, -1)", "torch.exp(k_j)",
                 "phi is a softmax: e^x, divided by its sum over the features."),
