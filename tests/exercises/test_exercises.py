@@ -168,6 +168,7 @@ def test_points_need_every_seed_and_hidden_data_is_not_shown(graded):
     assert (result.score, result.tests[0].feedback) == (0, "THE HINT (on hidden inputs)")
     assert graded(by_heart, seeds=[0]).score == 1
     assert graded("def f(x): return x + x").score == 1
+    assert graded("import torch\ndef f(x): (x.sign() * 127).to(torch.int8); return 2 * x").score == 1
     assert "expected" in graded("def f(x): return 3 * x").tests[0].feedback
 
 
@@ -198,7 +199,6 @@ def test_what_a_student_reads_is_one_line(graded, body, feedback):
     assert not result.broken
     assert result.tests[0].feedback.startswith(feedback), result.tests[0].feedback
     assert len(result.tests[0].feedback) < 600
-    assert graded("import torch\ndef f(x): (x.sign() * 127).to(torch.int8); return 2 * x").score == 1
 
 
 CHAIN = """
