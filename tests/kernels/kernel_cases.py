@@ -73,15 +73,16 @@ def as_hopper() -> Iterator[None]:
         yield
 
 
-def emulated(seed: int = 0, **names) -> Start:
+def emulated(seed: int = 0, slow_reads: bool = False, **names) -> Start:
     """Return what starts a program as Triton does, but Gluon programs on the CPU where there is no GPU.
 
     names: what some global names of a program's source mean instead. seed: who is ahead, of the groups of warps.
+    slow_reads: of registers, from shared memory.
     """
 
     def start(program, *arguments):
         if isinstance(program, GluonJITFunction) and not ON_GPU:
-            program = OnCPU(program, seed=seed, **{"row_maximum": row_maximum, **names})
+            program = OnCPU(program, seed, slow_reads, **{"row_maximum": row_maximum, **names})
         return start_with_triton(program, *arguments)
 
     return start

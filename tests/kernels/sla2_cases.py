@@ -76,6 +76,7 @@ class Case(NamedTuple):
     alpha: float | None = None  # None: drawn from [0, 1), one per head and block of queries
     std: float = 1.0  # of Q and K
     key_offset: float = 0.0  # times one random vector, added to every key
+    matched: bool = False  # the backward pass, after a forward level in INT8
 
     def __str__(self) -> str:
         return case_name(self, f"{self.selected}-D{self.head_dim}-{self.heads}of{self.kv_heads}")
@@ -90,7 +91,8 @@ class Case(NamedTuple):
         return self.batch, self.heads, block_count(self.n_q, MASK_BLOCK_Q), block_count(self.n_k, MASK_BLOCK_KV)
 
     def settings(self, *, quantize: bool = False) -> BlockSettings:
-        return BlockSettings(MASK_BLOCK_Q, MASK_BLOCK_KV, scale=self.scale, quantize=quantize)
+        backward = "matched" if self.matched else "printed"
+        return BlockSettings(MASK_BLOCK_Q, MASK_BLOCK_KV, scale=self.scale, quantize=quantize, backward=backward)
 
 
 SELECTED = ("none", "one", "half", "all but one", "all")
@@ -228,6 +230,8 @@ def run_gradients(
         grad_output, query, key, value, alpha, prepared.inputs.sums, forward.sparse_output, forward.log_sum_exp,
         prepared.k_mean,
     )  # fmt: skip
+    if case.matched:
+        inputs = inputs._replace(k_mean=None, q_hat=prepared.inputs.q_hat, k_hat=prepared.inputs.k_hat)
     with as_hopper():
         start = start or emulated(case.n_q)
         return run_backward(inputs, prepared.choice, start, scale=case.c, level=level_of_backward)
@@ -301,12 +305,17 @@ def natural_log_sum_exp(case: Case, result: Result) -> Tensor:
 
 @lru_cache(maxsize=4)
 def simulated_gradients(case: Case, level: int) -> tuple[Tensor, ...]:
-    """Compute dQ, dK, dV, dalpha in float64 from the kernel's own O_s and L, so that one pass is judged alone."""
+    """Compute dQ, dK, dV, dalpha from the kernel's own O_s and L, so that one pass is judged alone.
+
+    Matched, in float32, in which ties of Q^ and K^ are rounded as the kernel does; printed, in float64.
+    """
+    dtype = torch.float32 if case.matched else torch.float64
     query, key, value, grad_output, block_mask, alpha = draw(case)
-    q, k, v, do, alpha = (x.double() for x in (query, shared(case, key), shared(case, value), grad_output, alpha))
+    q, k, v, do, alpha = (x.to(dtype) for x in (query, shared(case, key), shared(case, value), grad_output, alpha))
     result = forward_level(case, level)
-    saved = result.forward.sparse_output.double(), natural_log_sum_exp(case, result).double()
-    return summed(case, sla2_backward(do, q, k, v, block_mask, alpha, *saved, case.settings()))
+    saved = result.forward.sparse_output.to(dtype), natural_log_sum_exp(case, result).to(dtype)
+    settings = case.settings(quantize=bool(LEVELS[level].int8))
+    return summed(case, sla2_backward(do, q, k, v, block_mask, alpha, *saved, settings))
 
 
 @lru_cache(maxsize=2)

@@ -164,6 +164,7 @@ class Sla2:
             return lambda *qkv_alpha: torch.func.functional_call(module, {"alpha_logit": qkv_alpha[3]}, qkv_alpha[:3])
         block_mask = sla2_cases.draw(case).block_mask
         options |= {"scale": case.scale, "quantize": self.quantize, "backend": backend}
+        options["backward"] = "matched" if case.matched else "printed"
         return lambda query, key, value, alpha: sparse_linear_attention(query, key, value, block_mask, alpha, **options)
 
     def module(self, case, *, backend="triton", sparsity=0.5, query_blocks=1, **options):
@@ -259,7 +260,7 @@ LADDERS = [
         {"unbiased": True, "value_offset": 3.0},
     ]),
     *product(SAGEBWD[1:], [{"is_causal": False, "scale": -0.3}, {"smooth_k": False, "unbiased": True}]),
-    *product(MASKED, [{"scale": -0.3}, {"scale": 0}]), (MASKED[0], {}),
+    *product(MASKED, [{"scale": -0.3}, {"scale": 0}]), (MASKED[0], {}), (MASKED[1], {"matched": True, "head_dim": 64}),
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from kernel_cases import (
     MARKS,
     ON_GPU,
     all_equal,
+    as_hopper,
     distance,
     emulated,
     fill_cache,
@@ -103,12 +104,18 @@ def compiled():
                 for (head_dim, kv_heads), dtype in product(HEADS, BOTH_DTYPES)
             ]
             jobs += [(run_level, case, LEVEL_HOPPER) for case in cases]
+            cases += [case._replace(matched=True) for case in cases]
             jobs += [(run_gradients, case, LEVEL_INT8, None, None, 1) for case in cases]
         fill_cache(jobs)
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def matched(case, level):
+    """Return the same case with a matched backward pass, in a list that is empty after a level in 16 bit."""
+    return [case._replace(matched=True)] * bool(LEVELS[level].int8)
 
 
 # Memory. These tests come first: a stray store is a clear failure here and a crash elsewhere.
@@ -136,10 +143,10 @@ def test_kernels_read_and_write_nothing_but_their_tensors(level, n_q):
         padding = result.forward.log_sum_exp[..., n_q:]
         assert padding.shape[-1] == padded_length(n_q) - n_q
         assert (padding > 1e9).all()
-    for level_of_backward in AFTER[level]:
+    for level_of_backward, backward in product(AFTER[level], (case, *matched(case, level))):
         with guarded_allocations():
-            gradients = run_gradients(case, level, tensors, result, level_of_backward)
-        assert all_equal(gradients, gradients_after(case, level, level_of_backward=level_of_backward))
+            gradients = run_gradients(backward, level, tensors, result, level_of_backward)
+        assert all_equal(gradients, gradients_after(backward, level, level_of_backward=level_of_backward))
     for x, before, around in zip(tensors, plain, guards, strict=True):
         assert torch.equal(x, before)
         assert all((guard.isnan() if guard.is_floating_point() else guard).all() for guard in around)
@@ -185,8 +192,9 @@ def test_large_inputs_give_finite_outputs_and_gradients(level, std):
     result = forward_level(case, level)
     assert result.forward.output.isfinite().all()
     assert (result.forward.output.float() - simulated(case, level)[0]).norm(dim=-1).median() <= 2e-2
-    if level == LEVEL_16BIT:  # in INT8, P = 2^(S - L) of exact S and quantised L may exceed float16
-        assert all(x.isfinite().all() for x in run_gradients(case, level, result=result))
+    # Printed, P = 2^(S - L) of exact S and the L of INT8 scores may exceed float16.
+    for backward in [case] if level == LEVEL_16BIT else matched(case, level):
+        assert all(x.isfinite().all() for x in run_gradients(backward, level, None, result, AFTER[level][0]))
 
 
 @pytest.mark.parametrize("level", [0, LEVEL_16BIT])
@@ -280,10 +288,11 @@ def test_nan_goes_where_level_3_lets_it_go(broken, selected):
 
 
 @on_the_cpu
+@pytest.mark.parametrize("is_matched", [False, True])
 @pytest.mark.parametrize("name", ["key", "value", "grad_output"])
-def test_nan_in_one_head_reaches_no_other(name):
+def test_nan_in_one_head_reaches_no_other(name, is_matched):
     """The copy engine fetches past a head's last key or query; the next head's numbers there must have no effect."""
-    case = Case(150, 140, "mixed", 64, 2, 2)
+    case = Case(150, 140, "mixed", 64, 2, 2, matched=is_matched)
     tensors = altered(case, **{name: lambda x: x[0, 1, 0].fill_(math.nan)})
     result = run_level(case, LEVEL_INT8, tensors)
     found, expected = (run_gradients(case, LEVEL_INT8, tensors, result, level) for level in (1, 0))
@@ -298,6 +307,48 @@ def test_gradients_after_the_16_bit_forward():
     """K was not smoothed, and L is that of the scores as they are."""
     case = Case(150, 203, "mixed", 64, 4, 2)
     assert_gradients(case, LEVEL_16BIT, gradients_after(case, LEVEL_16BIT, level_of_backward=1))
+
+
+MATCHED = [
+    Case(1, 1, "all", matched=True),
+    Case(150, 203, "mixed", 64, 4, 2, batch=2, matched=True),
+    Case(203, 140, "half", 128, 2, 1, std=3.0, matched=True),
+    Case(260, 1100, "half", 48, 2, 1, key_offset=8.0, matched=True),  # lists longer than the places for tiles
+    Case(300, 700, "none", 96, matched=True),
+]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("level_of_backward", [0, 1])
+@pytest.mark.parametrize("case", MATCHED, ids=str)
+def test_matched_gradients_are_the_references(case, level_of_backward):
+    assert_gradients(case, LEVEL_INT8, gradients_after(case, LEVEL_INT8, level_of_backward=level_of_backward))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("case", [Case(20, 70, "half", 48), MATCHED[1]], ids=str)
+def test_the_operation_runs_hoppers_programs(case, monkeypatch):
+    *qkv, grad_output, block_mask, alpha = draw(case)
+    leaves = [x.detach().requires_grad_() for x in (*qkv, alpha)]
+    monkeypatch.setattr("sage_kernels.sla2.ops.recorded", lambda key, tensors, compute: compute(emulated(case.n_q)))
+    options = {"quantize": True, "backward": "matched" if case.matched else "printed", "backend": "triton"}
+    with as_hopper():
+        output = sage_ref.sparse_linear_attention(*leaves[:3], block_mask, leaves[3], **options)
+        found = torch.autograd.grad(output, leaves, grad_output)
+    expected = gradients_after(case, LEVEL_HOPPER, level_of_backward=1)
+    assert all_equal((output, *found), (forward_level(case, LEVEL_HOPPER).forward.output, *expected))
+    assert not all_equal(found, gradients_after(case, LEVEL_HOPPER, level_of_backward=0))
+
+
+@on_the_cpu
+def test_matched_gradients_of_routed_blocks_are_those_of_the_same_mask():
+    """The lists of a router are as wide as what it selects, and the others as wide as there are blocks."""
+    case = Case(400, 330, "mixed", 64, 2, 1, matched=True)
+    routed = run_level(case, LEVEL_INT8, draw(case)._replace(block_mask=drawn_router(case, 2)))
+    tensors = draw(case)._replace(block_mask=routed.prepared.choice.block_mask)
+    given = run_level(case, LEVEL_INT8, tensors)
+    found, expected = (run_gradients(case, LEVEL_INT8, tensors, result, 1) for result in (routed, given))
+    assert all_equal(found, expected)
 
 
 # Launches, which may change nothing but speed
@@ -427,13 +478,13 @@ def test_a_long_sequence_at_97_percent(levels, selected, dtype):
     level, after = levels[0], levels[1:]
     if level == LEVEL_HOPPER and not HOPPER_IS_HERE:
         pytest.skip("needs a Hopper GPU")
-    case = Case(4096, 4096, selected, 128, 4, 4, dtype)
-    result = forward_level(case, level)
-    assert_forward(case, level, result.forward.output)
-    for level_of_backward in after:
+    printed = Case(4096, 4096, selected, 128, 4, 4, dtype)
+    result = forward_level(printed, level)
+    assert_forward(printed, level, result.forward.output)
+    for level_of_backward, case in product(after, (printed, *matched(printed, level))):
         gradients = run_gradients(case, level, level_of_backward=level_of_backward)
         assert_gradients(case, level, gradients)
-        assert all_equal(run_level(case, level).forward, result.forward)
+        assert all_equal(run_level(printed, level).forward, result.forward)
         assert all_equal(run_gradients(case, level, level_of_backward=level_of_backward), gradients)
 
 
@@ -450,8 +501,9 @@ def test_program_gives_the_simulations_result(n_q, n_k, head_dim, kv_heads, sele
 @pytest.mark.parametrize("selected", ["none", "half", "mixed", "all", "popular"])
 @pytest.mark.parametrize(("head_dim", "kv_heads"), HEADS)
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (113, 203), (1000, 1500)])
-def test_programs_give_the_references_gradients(n_q, n_k, head_dim, kv_heads, selected, dtype):
-    case = Case(n_q, n_k, selected, head_dim, 8, kv_heads, dtype, batch=2)
+@pytest.mark.parametrize("is_matched", [False, True])
+def test_programs_give_the_references_gradients(is_matched, n_q, n_k, head_dim, kv_heads, selected, dtype):
+    case = Case(n_q, n_k, selected, head_dim, 8, kv_heads, dtype, batch=2, matched=is_matched)
     assert_gradients(case, LEVEL_INT8, run_gradients(case, LEVEL_INT8, level_of_backward=1))
 
 
@@ -596,7 +648,9 @@ def short_pieces(monkeypatch):
 CASES_IN_PIECES = [(Case(260, 380, "popular", 32, 2, 1), LEVEL_16BIT, 0)]
 CASES_IN_PIECES += [(Case(260, 380, "popular", 48), LEVEL_INT8, 0)]
 if not ON_GPU:
-    CASES_IN_PIECES += [(Case(520, 380, "popular", 40, 2, 1), LEVEL_HOPPER, 1)]
+    CASES_IN_PIECES += [
+        (Case(520, 380, "popular", 40, 2, 1, matched=is_matched), LEVEL_HOPPER, 1) for is_matched in (False, True)
+    ]
 
 
 @pytest.mark.usefixtures("short_pieces")

@@ -3,8 +3,9 @@
 `OnCPU(program)[grid](...)` is launched as the program itself would be. Every group of warps is a thread; they take
 turns in an order drawn from a seed, some often ahead, some behind. Copies arrive late, matmuls read their tiles when
 they are waited for and not before, additions to memory likewise, and a place is garbage from the moment the copy of its
-next tile is started. So whoever reads, writes or releases too early computes nonsense or fails, and whoever waits for
-what never comes is told so. Layouts mean nothing here: the compiled code is the test of those.
+next tile is started. With `slow_reads`, a read into registers takes as long as the matmuls in flight, as it may on a
+GPU whose shared memory they keep busy. So whoever reads, writes or releases too early computes nonsense or fails, and
+whoever waits for what never comes is told so. Layouts mean nothing here: the compiled code is the test of those.
 """
 
 import inspect
@@ -103,8 +104,9 @@ class Descriptor:
 class Place:
     """A tile in shared memory."""
 
-    def __init__(self, tile: Tensor):
-        self.tile, self.readers, self.is_fenced = tile, 0, True
+    def __init__(self, tile: Tensor, machine: "Machine"):
+        self.tile, self.readers, self.is_fenced, self.machine = tile, 0, True, machine
+        self.before_reads = []  # matmuls that were in flight when registers read it
 
     @property
     def shape(self):
@@ -150,6 +152,10 @@ class Part:
         return tile
 
     def load(self, layout):
+        self.place.before_reads += self.place.machine.current.matmuls
+        return self.numbers()
+
+    def numbers(self):
         return self.view().permute(self.order[: self.view().ndim]).clone()
 
     def store(self, x):
@@ -186,8 +192,8 @@ class Product:
             place.readers += 1
 
     def end(self):
-        left = self.left.load(None) if isinstance(self.left, Part) else self.left
-        product = left.double() @ self.right.load(None).double()
+        left = self.left.numbers() if isinstance(self.left, Part) else self.left
+        product = left.double() @ self.right.numbers().double()
         self.result = (self.start + product).to(self.start.dtype)
         for place in self.reads:
             place.readers -= 1
@@ -205,8 +211,8 @@ class Warps:
 class Machine:
     """One program at a time: its groups of warps, and its copies in flight."""
 
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, slow_reads: bool = False):
+        self.random, self.slow_reads = random.Random(seed), slow_reads
 
     def run(self, function, program, arguments):
         self.program, self.running, self.flights, self.places, self.error = program, [], [], [], None
@@ -293,7 +299,7 @@ class Machine:
     def allocate(self, dtype, shape, layout):
         if layout == "barrier":
             return Places([Barrier() for _ in range(shape[0])], shape) if len(shape) > 1 else Barrier()
-        places = [Place(torch.full(shape[1:], 77, dtype=dtype)) for _ in range(shape[0])]
+        places = [Place(torch.full(shape[1:], 77, dtype=dtype), self) for _ in range(shape[0])]
         self.places += places
         return Places(places, shape)
 
@@ -321,6 +327,9 @@ class Machine:
 
     def copy(self, descriptor, coordinates, barrier, place):
         assert place.readers == 0, "a tile is overwritten while a matmul reads it"
+        ended = all(matmul.result is not None for matmul in place.before_reads)
+        assert ended or not self.slow_reads, "a tile is overwritten while registers may still read it"
+        place.before_reads = []
         assert coordinates[-1] * place.tile.itemsize % 16 == 0, "the copy engine fetches from multiples of 16 bytes"
         place.tile = torch.full_like(place.tile, 77)
 
@@ -369,8 +378,8 @@ class Machine:
 class OnCPU:
     """A Gluon program that is launched like itself. names: other Gluon functions for some that it calls."""
 
-    def __init__(self, program: JITFunction, seed: int = 0, **names):
-        self.program, self.machine = program, Machine(seed)
+    def __init__(self, program: JITFunction, seed: int = 0, slow_reads: bool = False, **names):
+        self.program, self.machine = program, Machine(seed, slow_reads)
         self.arg_names = program.arg_names
         self.function = plain(program, self.machine.names() | names)
 

@@ -138,7 +138,7 @@ def run_backward(
 ) -> list[Tensor]:
     """Compute dQ, dK and dV in 16 bit, dalpha and, of weighted blocks, dW. Deterministic: no atomic operations.
 
-    level: 0, or 1 with programs for Hopper, which take neither INT8 copies nor weights.
+    level: 0, or 1 with programs for Hopper, which take no weights.
     """
     query, on_hopper = inputs.query, bool(level)
     if on_hopper:

@@ -2,7 +2,7 @@
 
 On Hopper, if the head size allows it, level 4 and backward level 1; else level 3 and backward level 0. With the softmax
 branch in 16 bit the forward level is 2. All are deterministic.
-Portable levels alone compute stage 1, where blocks have weights, and a matched backward pass.
+Portable levels alone compute stage 1, where blocks have weights.
 The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its complement and lists,
 and H_i and Z_i of every query block, which are as large as O_s; matched, Q^ and K^, too. O and dQ have Q's layout, dK
 has K's, dV has V's.
@@ -160,8 +160,7 @@ def backward(
     """
 
     def compute(start: Start) -> list[Tensor]:
-        portable = weights is not None or q_hat is not None
-        level = 0 if portable else backward_level(query.device, query.shape[3])
+        level = 0 if weights is not None else backward_level(query.device, query.shape[3])
         inputs = BackwardInputs(grad_output, query, key, value, alpha, sums, sparse_output, log_sum_exp, k_mean)
         if q_hat is not None:
             copies = {"q_hat": Quantized(q_hat, None, q_scale), "k_hat": Quantized(k_hat, None, k_scale)}

@@ -64,6 +64,7 @@ RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> [spi
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 HEAD_DIMS = (64, 128)
+SLA2_MATCHED = ("sla2_query_hopper_matched", "sla2_key_hopper_matched")  # Hopper's, told of the forward's INT8 copies
 # SLA2's programs that hardly depend on the head size.
 SLA2_TRAINING = (  # programs that are told of weights or of the forward's INT8 copies, and their levels
     ("sla2_query_matched", 0), ("sla2_key_matched", 0), ("sla2_query_soft", 0), ("sla2_key_soft", 0),
@@ -160,7 +161,7 @@ def sla2_cases(capability: int) -> Iterator[Case]:
     known = [(LEVELS[level].kernel, level) for level in runnable(LEVELS, capability)]
     known += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
     known += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
-    known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, "sla2_linear_key") if capability == 90]
+    known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, *SLA2_MATCHED, "sla2_linear_key") if capability == 90]
     for head_dim in HEAD_DIMS:
         for kernel, level in known:
             yield Case(kernel, level, capability, head_dim, False)
@@ -200,11 +201,11 @@ def launch_of(case: Case) -> Launch | None:
     if case.launch is not None:
         return case.launch
     if is_sla2(case):
-        hopper = ({level.kernel: level.hopper for level in LEVELS} | HOPPER_BACKWARD).get(case.kernel)
+        hopper = ({level.kernel: level.hopper for level in LEVELS} | HOPPER_BACKWARD).get(base_of(case))
     else:
         hopper = None if case.kernel in AROUND else level_of(case).hopper
     if hopper is not None:
-        return hopper.LAUNCHES[case.kernel]
+        return hopper.LAUNCHES[base_of(case)]
     known = measured_launches() if case.capability == 90 else compiled_launches(case.capability)
     found = known.get(LaunchCase(base_of(case), case.level, case.head_dim, case.is_causal))
     return found or DEFAULTS.get(base_of(case))

@@ -10,6 +10,9 @@ program has one block of keys, or a piece of its list, and while its warpgroup w
 K and V stay in shared memory: with them in registers there is no room for the sums. P^T and dS^T go from the
 accumulators to the next matmul's left operand within their thread.
 
+Matched, S is the product of the forward's INT8 copies. Then K^ takes K's place, and Q is there for dS^T Q alone. Only
+the loading warp reads the lists, so it also puts the scale of each tile of Q^ into shared memory.
+
 Expect: limited by shared memory, from which S^T and dP^T read both of their sides, and by the L2 cache, which delivers
 32 KB for every 64 x 64 scores. What came is in kernels/NOTES.md.
 """
@@ -27,21 +30,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import heads_per_row
-from sage_kernels.common.quantize import padded_head_dim
+from sage_kernels.common.quantize import padded_head_dim, padded_length
 from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients, run_join, run_linear_key
 from sage_kernels.sla2.lists import BlockLists
 from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2,
-    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring,
-    start_16bit,
+    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2, fetch,
+    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring, start_16bit,
+    start_int8,
 )  # fmt: skip
 
 PLACES = gl.constexpr(2)  # tiles of Q and of dO in flight
 HALVES = gl.constexpr(MASK_BLOCK_Q // ROWS.value)  # tiles of queries in a listed block
 BLOCK_KV = gl.constexpr(MASK_BLOCK_KV)
+LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 REGISTERS = 232  # of a computing thread, when the loading warps have given theirs
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 LAUNCHES = {"sla2_key_hopper": Launch(ROWS.value, MASK_BLOCK_KV, 4, PLACES.value, REGISTERS)}
@@ -56,6 +61,7 @@ class Sizes(NamedTuple):
     key_blocks: int  # in one head
     places: int  # for pieces of long lists, in one head
     all_places: int
+    kv_blocks: int  # in one head of the INT8 copies, the last ones padded
     width: int  # places for query blocks in a list
     # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     k_heads_per_row: int
@@ -69,10 +75,11 @@ class Sizes(NamedTuple):
 SIZES = Sizes._fields
 
 # Arguments that travel together
-Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta")
-Rings = namedtuple("Rings", "k v q do")
-Lines = namedtuple("Lines", "log_sum_exp delta")  # a number for each query of a tile, with the tiles of Q and dO
-Pointers = namedtuple("Pointers", "entries counts first_pieces piece_blocks dk dv partial")
+Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta q_hat")  # k: of K^ if there is a q_hat
+Rings = namedtuple("Rings", "k v q do q_hat")
+# A number for each query of a tile, with the tiles of Q and dO; the scale of a tile of Q^ is the first of its line.
+Lines = namedtuple("Lines", "log_sum_exp delta q_scale")
+Pointers = namedtuple("Pointers", "q_scale k_scale entries counts first_pieces piece_blocks dk dv partial")
 Work = namedtuple("Work", "kv_head first_head block first_list begin end is_piece")
 
 
@@ -107,12 +114,23 @@ def work_of(pointers, sizes):
 
 
 @gluon.jit
+def fetch_q_hat(rings, lines, n, descriptors, pointers, row):
+    """Fetch the n-th tile of Q^ and store its scale. Whoever then waits for the tile of Q, fetched next, sees it."""
+    s_q = gl.load(pointers.q_scale + row // (HALVES * ROWS))
+    fetch(rings.q_hat, n, descriptors.q_hat, row, 0)
+    lines.q_scale.index(n % PLACES).slice(0, 1).store(gl.full([1], s_q, gl.float32, ONE_WARP))
+
+
+@gluon.jit
 def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
-    """Load K and V, then the tiles of Q and dO of every listed block of queries."""
+    """Load K or K^ and V, then the tiles of Q^, Q and dO of every listed block of queries."""
     work = work_of(pointers, sizes)
     if work.begin < work.end:
         first_key = work.block * BLOCK_KV
-        fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
+        if rings.q_hat is None:
+            fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
+        else:
+            fetch(rings.k, 0, descriptors.k, (work.kv_head * sizes.kv_blocks + work.block) * BLOCK_KV, 0)
         fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
         # The first entry is in the body, too: Triton 3.7 freezes what only the bounds of a nested loop use, see NOTES.
         passed, n = 0, 0  # entries in the lists of the heads before; tiles
@@ -127,6 +145,8 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
                 for half in gl.static_range(HALVES):
                     query = block * (HALVES * ROWS) + half * ROWS
                     row = head * sizes.n_q_padded + query
+                    if rings.q_hat is not None:
+                        fetch_q_hat(rings, lines, n, descriptors, pointers, row)
                     fetch_tokens_with_line(
                         rings.q, lines.log_sum_exp, n, descriptors.q, head, query, sizes.q_heads_per_row, DP,
                         descriptors.log_sum_exp, row,
@@ -140,16 +160,19 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
 
 
 @gluon.jit
-def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constexpr):
-    """Return dK_j and dV_j [Bkv, D] after the n-th tile of queries."""
+def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, s, DP: gl.constexpr):
+    """Return dK_j and dV_j [Bkv, D] after the n-th tile of queries. s: the factor of S, or its share that is K^'s."""
     column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(ROWS))
     place = n % PLACES
     q_i, do_i = matrix(acquire(rings.q, n)), matrix(acquire(rings.do, n))
     # [Bkv, Bq]
-    scores = start_16bit(k_j, q_i, ROWS)
+    scores = start_16bit(k_j, q_i, ROWS) if rings.q_hat is None else start_int8(k_j, acquire(rings.q_hat, n), ROWS)
     product = start_16bit(v_j, do_i, ROWS)
     st_ij = warpgroup_mma_wait(1, deps=(scores,))
-    pt_ij = fast_exp2(st_ij * log2_scale - lines.log_sum_exp.index(place).load(column)[None, :])
+    if rings.q_hat is not None:
+        s = s * lines.q_scale.index(place).slice(0, 1).load(column)[None, :]
+        st_ij = gl.convert_layout(st_ij.to(gl.float32), accumulator_16bit(ROWS))
+    pt_ij = fast_exp2(st_ij * s - lines.log_sum_exp.index(place).load(column)[None, :])
     pt = gl.convert_layout(pt_ij.to(q_i.dtype), operand_16bit(DP))
     sum_of_dv = warpgroup_mma(pt, do_i, dv_j, use_acc=True, is_async=True)
     dpt_ij = warpgroup_mma_wait(1, deps=(product,))
@@ -160,6 +183,8 @@ def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP: gl.constex
     release(rings.do, n)
     dk_j = warpgroup_mma_wait(0, deps=(sum_of_dk,))
     release(rings.q, n)
+    if rings.q_hat is not None:
+        release(rings.q_hat, n)
     return dk_j, dv_j
 
 
@@ -178,9 +203,13 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
     dk_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
     dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
     if work.begin < work.end:
-        k_j, v_j = matrix(acquire(rings.k, 0)), matrix(acquire(rings.v, 0))
+        if rings.q_hat is None:
+            k_j, s = matrix(acquire(rings.k, 0)), log2_scale
+        else:
+            k_j, s = acquire(rings.k, 0), gl.load(pointers.k_scale + work.kv_head * sizes.kv_blocks + work.block)
+        v_j = matrix(acquire(rings.v, 0))
         for n in range(0, (work.end - work.begin) * HALVES):
-            dk_j, dv_j = query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, log2_scale, DP)
+            dk_j, dv_j = query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, s, DP)
         if work.is_piece:
             partial = pointers.partial + gl.program_id(0).to(gl.int64) * (2 * ROWS * DP)
             store_partial(partial, dk_j, DP)
@@ -194,26 +223,39 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
 @gluon.jit(do_not_specialize=SIZES)
 def sla2_key_hopper_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
+    q_hat_descriptor, q_scale_ptr, k_scale_ptr,
     entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
+    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width,
     k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     log2_scale, scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order."""
+    """Work on a piece of the list of one block of keys, or on the whole list of one: programs come in this order.
+
+    q_hat_descriptor None: scores in 16 bit.
+    """
     rings = Rings(
         ring(k_descriptor, 1, 1),
         ring(v_descriptor, 1, 1),
         ring(q_descriptor, PLACES, 1),
         ring(do_descriptor, PLACES, 1),
+        None if q_hat_descriptor is None else ring(q_hat_descriptor, PLACES, 1),
     )
-    lines = Lines(allocate(log_sum_exp_descriptor, PLACES), allocate(delta_descriptor, PLACES))
+    lines = Lines(
+        allocate(log_sum_exp_descriptor, PLACES),
+        allocate(delta_descriptor, PLACES),
+        None if q_hat_descriptor is None else gl.allocate_shared_memory(gl.float32, [PLACES, 32], LINE),
+    )
     fence_async_shared()
     descriptors = Descriptors(
-        k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor
-    )
-    pointers = Pointers(entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr)
+        k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
+        q_hat_descriptor,
+    )  # fmt: skip
+    pointers = Pointers(
+        q_scale_ptr, k_scale_ptr, entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr,
+        partial_ptr,
+    )  # fmt: skip
     sizes = Sizes(
-        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, width,
+        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width,
         k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(
@@ -234,7 +276,10 @@ def run_key_hopper(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute dK and dV, as `run_key` does: the linear branch's share, then this program's, then the pieces'."""
+    """Compute dK and dV, as `run_key` does: the linear branch's share, then this program's, then the pieces'.
+
+    S is matched if the inputs have Q^ and K^.
+    """
     query, key = inputs.query, inputs.key
     heads, n_q, head_dim = query.shape[1:]
     batch, kv_heads, n_k = key.shape[:3]
@@ -245,12 +290,16 @@ def run_key_hopper(
     fetched, rows = zip(*(fetched_tokens(x) for x in (key, inputs.value, query, inputs.grad_output)), strict=True)
     sizes = Sizes(
         heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1], key_blocks, places, batch * kv_heads * places,
-        lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
+        padded_length(n_k) // MASK_BLOCK_KV, lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
     )  # fmt: skip
+    k, *others = (descriptor(x, 1, ROWS.value, dp) for x in fetched)
+    q_hat = q_scale = k_scale = None
+    if inputs.q_hat is not None:
+        q_hat, q_scale = descriptor(inputs.q_hat.values, ROWS.value, dp), inputs.q_hat.scale
+        k, k_scale = descriptor(inputs.k_hat.values, ROWS.value, dp), inputs.k_hat.scale
     arguments = (
-        *(descriptor(x, 1, ROWS.value, dp) for x in fetched), descriptor(gradients.alpha_log_sum_exp, ROWS.value),
-        descriptor(gradients.delta, ROWS.value), *lists, *pieces, dk, dv, partial, *sizes,
-        scale * math.log2(math.e), scale,
+        k, *others, descriptor(gradients.alpha_log_sum_exp, ROWS.value), descriptor(gradients.delta, ROWS.value),
+        q_hat, q_scale, k_scale, *lists, *pieces, dk, dv, partial, *sizes, scale * math.log2(math.e), scale,
     )  # fmt: skip
     grid = (batch * kv_heads * (places + key_blocks),)
     start(sla2_key_hopper_program, grid, arguments, {"D": head_dim, "DP": dp}, OPTIONS)
