@@ -334,7 +334,7 @@ BY_HAND = ("memory", "precision", "precision by row", "forward step", "backward 
            "sparse owner of nothing", "SLA2", "two warps")  # fmt: skip
 SEEN = {
     "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414,
-    "predictions": 422334160, "busy": 1167434420, "curves": 3217129273,
+    "predictions": 3159518456, "busy": 1167434420, "curves": 3217129273,
     "final losses": 1678875001, "gaps": 4209771848, "noise": 2053049639, "T*": 4075139534, "SLA2 ladder": 981905570,
     "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 4050150043,
     "repaired runs": 3365346669, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,
@@ -343,7 +343,7 @@ SEEN = {
     "who works": 475709382, "instructions": 3620918819,
     "memory": 436858876, "precision": 4184497105, "precision by row": 3252307961,
     "forward step": 3059536074, "backward step": 2185246879,
-    "owners": 3673800219, "sparse owners": 195109386, "sparse owner of nothing": 1860916307, "SLA2": 1805374965,
+    "owners": 3196429242, "sparse owners": 3118647713, "sparse owner of nothing": 1737883908, "SLA2": 1805374965,
     "two warps": 3294617789,
     "softmax": 1013201544, "delta": 1264256397, "scales": 4110096127, "forward": 3296011175, "backward": 2390966683,
     "table": 155926498, "ring": 3799761810,

@@ -14,7 +14,7 @@ UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2
 
 
 def prediction_figure(bench: Record, levels: Mapping[tuple[int, int], Compared], *, title: str) -> Figure:
-    """Draw each level's predicted clocks per score as a stacked bar, and the measured ones as a line with the ratio.
+    """Draw each level's predicted clocks per score as a stacked bar, the measured ones as a line, the ratio below.
 
     bench: the record of the times; levels: `compare_levels` of it, or some of them.
     """
@@ -30,13 +30,11 @@ def prediction_figure(bench: Record, levels: Mapping[tuple[int, int], Compared],
             ends = x - 0.42, x + 0.42
             ax.plot(ends, [of.sum] * 2, ":", color=BLACK, label=None if x else "sum of all units")
             ax.plot(ends, [of.measured] * 2, color=RED, linewidth=2.5, label=None if x else "measured")
-            top = max(of.measured, of.sum)
-            ax.annotate(f"{of.ratio:.2f}x", (x, top), (0, 4), textcoords="offset points", ha="center", fontsize=10)
-        ax.set_xticks(range(len(found)), [str(level) for level in found])
-        ax.set(title=f"D = {head_dim}", xlabel="level")
+        ax.set_xticks(range(len(found)), [f"{level}\n{of.ratio:.2f}x" for level, of in found.items()])
+        ax.set(title=f"D = {head_dim}", xlabel="level, and measured / predicted")
     axes[0].set(ylabel="clocks of a multiprocessor per score", ylim=(0, 1.1 * axes[0].dataLim.ymax))
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, loc="outside right upper")
-    figure.supxlabel(f"numbers: measured / predicted; {bench.timed}; {bench.caption}", fontsize=9)
+    figure.supxlabel(f"{bench.timed}; {bench.caption}", fontsize=9)
     return figure
 
 

@@ -225,9 +225,7 @@ OWNERS = (
 
 def owners() -> Figure:
     """Draw who adds up dQ_i, dK_j and dV_j: the two programs of the split backward pass, and the one-pass program."""
-    title = (
-        "A row of tiles makes one dQ, a column one dK and dV: whoever owns it adds up in registers, in a fixed order"
-    )
+    title = "Split, each sum has one owner, which adds in a fixed order; in one pass, programs share dQ"
     figure, axes = panels(len(OWNERS), width=3.05, height=3.8, title=title)
     for ax, owner in zip(axes, OWNERS, strict=True):
         draw_owner(ax, owner, 4)
@@ -267,7 +265,7 @@ def sparse_owners(block_mask: Tensor, rows: Sequence[int], columns: Sequence[int
 
     block_mask: bool [Tm, Tn], at most 6 x 10. rows, columns: the programs that are shown.
     """
-    title = "A row's list says which keys dQ's program reads; a column's, which queries the one of dK and dV reads"
+    title = "A row lists the keys that a program for dQ reads; a column lists the queries for dK and dV"
     height = 0.36 * (block_mask.shape[0] + 3) + 0.3
     figure, axes = film_strip(len(rows) + len(columns), 2, height, title)
     owned = [(row, None) for row in rows] + [(None, column) for column in columns]
