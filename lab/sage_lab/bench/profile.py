@@ -46,7 +46,6 @@ METRICS = {
     "stall_barrier": "Stall Barrier",
     "stall_wait": "Stall Wait",
     "stall_not_selected": "Stall Not Selected",
-    "stall_long_scoreboard": "Stall Long Scoreboard",
     "profiled_ms": "Duration",
     "profiled_ghz": "SM Frequency",
     "clocks": "Elapsed Cycles",

@@ -269,22 +269,18 @@ def tokens_at_bias(curve: Sequence[Sequence[float | None]]) -> float | None:
 
 
 def result_row(run: FullBatchRun, training: FullBatchTraining) -> Row:
-    """Return a run's row. tokens_at_bias_here: where the noise of batches from this corpus reaches the bias."""
-    config, curve, tokens = training.config, training.curve, training.settings.sequences * training.config.context
+    """Return a run's row."""
+    config, curve = training.config, training.curve
     last = None if training.diverged else training.losses[-1]
-    at_bias = tokens_at_bias(curve)
     return {
         **run.facts,
         **attention_facts(config),
         "compiled": training.settings.compile and is_simulated(config),
-        "attention_in_bfloat16": training.settings.attention_in_bfloat16,
         "parameters": sum(x.numel() for x in training.model.parameters()),
         "steps": training.step,
         "final_loss": last and last["exact_loss"],
-        "final_own_loss": last and last["train_loss"],
         "final_val_loss": last and last["validation_loss"],
-        "tokens_at_bias": at_bias,
-        "tokens_at_bias_here": at_bias and at_bias * tokens / (at_bias + tokens),
+        "tokens_at_bias": tokens_at_bias(curve),
         "diverged": training.diverged,
         "seconds": round(training.seconds, 2),
         "curve": curve,

@@ -156,8 +156,7 @@ def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> lis
     """Return a row per variant and group of parameters, with sums over each layer and over the whole model.
 
     noise_scale: tr(Sigma) / |G|^2 in tokens. bias_square: |b|^2 with its standard error. tokens_at_bias: T*, the tokens
-    per step at which the bias reaches the noise; tokens_at_bias_low: with |b|^2 two standard errors larger. Both None
-    if that |b|^2 is not above zero.
+    per step at which the bias reaches the noise; None if |b|^2 is not above zero.
     """
     device = model.embedding.weight.device
     groups = parameter_groups(model)
@@ -201,23 +200,17 @@ def with_totals(moments: dict[str, Moments]) -> dict[str, Moments]:
 
 def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: int) -> Row:
     """Return a row. exact and error: moments of gradients over `tokens` tokens each."""
-
-    def tokens_at(bias_square: float) -> float | None:
-        return exact.trace * tokens / bias_square if bias_square > 0 else None
-
     return {
         "group": group,
         "variant": variant,
         **{name: KNOWN_VARIANTS[variant].get(name) for name in SCALES},  # None where nothing is quantised
         "gradient_square": exact.square,
-        "gradient_square_error": exact.square_error,
         "noise_trace": exact.trace * tokens,
         "noise_scale": exact.trace * tokens / exact.square if exact.square > 0 else None,
         "bias_square": error.square,
         "bias_square_error": error.square_error,
         "variance_trace": error.trace * tokens,
-        "tokens_at_bias": tokens_at(error.square),
-        "tokens_at_bias_low": tokens_at(error.square + 2 * error.square_error),
+        "tokens_at_bias": exact.trace * tokens / error.square if error.square > 0 else None,
     }
 
 

@@ -7,9 +7,6 @@ INT8. Every error is the relative L2 distance to exact attention in float64.
 There are three bases. "as printed" and "kernels" are SageBwd with the paper's and with the kernels' scales. "exact"
 quantises nothing: it shows the error that delta inherits from O's 16 bits, and how a wide O or a different delta
 changes it.
-
-An error that every step repeats is worse than one that averages out. So each row has the error of one pass, and under
-"repeated_" that of the mean of many passes: the two differ where rounding is stochastic.
 """
 
 import argparse
@@ -37,10 +34,9 @@ BASES = {
 }
 OF_EXACT = ("none", "matching delta", "wide O")  # the remedies that change something where nothing is in INT8
 MEASURED = ("delta", "dP", "dS", "O", "dQ", "dK", "dV")
-AVERAGED = ("dQ", "dK")
 CAPTURE, HARD = "capture", "hard case"
 SEED = 0
-TOKENS, DRAWS = 512, 16  # tokens of a hard case; passes over which an error is averaged
+TOKENS = 512  # of a hard case
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # Q, K, V, dO, each [B, H, N, D]
 
 
@@ -73,25 +69,23 @@ def hard_case(name: str, tokens: int) -> Inputs:
     return tuple(x.bfloat16() for x in HARD_CASES[name](*drawn, generator))
 
 
-def errors(inputs: Inputs, exact: dict[str, Tensor], settings: RepairedSettings, draws: int) -> Row:
-    """Measure one pass, and the mean of `draws` passes, which differs only where rounding is stochastic."""
+def errors(inputs: Inputs, exact: dict[str, Tensor], settings: RepairedSettings) -> Row:
+    """Measure one pass."""
     q, k, v, do = (x.double() for x in inputs)
     is_random = "stochastic" in (settings.p_rounding, settings.ds_rounding)
     settings = replace(settings, generator=torch.Generator().manual_seed(SEED)) if is_random else settings
-    found = [sagebwd_intermediates(q, k, v, do, settings) for _ in range(draws if is_random else 1)]
-    row = {name: relative_l2(found[0][name], exact[name]) for name in MEASURED}
-    means = {name: torch.stack([x[name] for x in found]).mean(0) for name in AVERAGED}
-    return row | {f"repeated_{name}": relative_l2(x, exact[name]) for name, x in means.items()}
+    found = sagebwd_intermediates(q, k, v, do, settings)
+    return {name: relative_l2(found[name], exact[name]) for name in MEASURED}
 
 
-def case_rows(inputs: Inputs, draws: int) -> Iterator[Row]:
+def case_rows(inputs: Inputs) -> Iterator[Row]:
     """Measure a row per base and remedy."""
     exact = exact_intermediates(*inputs, BASES["exact"])
     for base, base_settings in BASES.items():
         for remedy in OF_EXACT if base == "exact" else REMEDIES:
             settings = with_remedy(base_settings, remedy)
             row = {"base": base, "remedy": remedy} | scales_in_a_record(settings)
-            yield row | errors(inputs, exact, settings, draws)
+            yield row | errors(inputs, exact, settings)
 
 
 @dataclass(frozen=True)
@@ -124,9 +118,9 @@ def relative_errors(rows: Sequence[Row], tensor: str, **chosen: str) -> dict[str
 def repair_table(rows: Sequence[Row]) -> str:
     """Return errors divided by those without a remedy, on captures and on values that share an offset."""
     columns = {
-        f"{base}: {tensor.replace('_', ' ')}": relative_errors(rows, tensor, base=base, source=CAPTURE)
+        f"{base}: {tensor}": relative_errors(rows, tensor, base=base, source=CAPTURE)
         for base in ("as printed", "kernels")
-        for tensor in ("dS", "dQ", "dK", "repeated_dQ")
+        for tensor in ("dS", "dQ", "dK")
     }
     columns["offset, kernels: dQ"] = relative_errors(rows, "dQ", base="kernels", case="values share an offset")
     lines = [(remedy, *(f"{column[remedy]:.2f}" for column in columns.values())) for remedy in REMEDIES]
@@ -143,12 +137,12 @@ def repair_command(options: argparse.Namespace) -> None:
             inputs = tuple(captures[run.case].layers[run.layer][name] for name in TENSORS)
         else:
             inputs = hard_case(run.case, TOKENS)
-        return [run.facts | row for row in case_rows(inputs, DRAWS)]
+        return [run.facts | row for row in case_rows(inputs)]
 
-    with opened(Plan("repair", [runs]), Path("runs"), (TOKENS, DRAWS)) as work:
+    with opened(Plan("repair", [runs]), Path("runs"), TOKENS) as work:
         work.finish(measure)
         print("Errors divided by those without a remedy:\n\n" + repair_table(work.rows))
-        facts = {"captures": [f"{name}.safetensors" for name in captures], "seed": SEED, "draws": DRAWS}
+        facts = {"captures": [f"{name}.safetensors" for name in captures], "seed": SEED}
         facts |= {"cost": cost_rows(head_dim=128), "head_dim_of_cost": 128}
         write_record(options.json, work.rows, command=options.command, **facts)
         work.parts.remove()

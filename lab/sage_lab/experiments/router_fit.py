@@ -12,7 +12,6 @@ Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 
 import argparse
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -106,10 +105,6 @@ class FitSettings:
     alpha_learning_rate: float = 0.05
     seed: int = 0
 
-    def __post_init__(self):
-        if self.steps < 2:  # the first step and the last are reported
-            raise ValueError(f"steps: expected at least 2, got {self.steps}")
-
     @property
     def blocks(self) -> BlockSettings:
         return BlockSettings(self.block_q, self.block_kv)
@@ -125,25 +120,14 @@ class Samples(NamedTuple):
     mass: Tensor
 
 
-class FittedRouter(NamedTuple):
-    """A fitted router. model: SLA2 in stage 2. settings: of its fit.
-
-    trace: the loss, the flatness of SoftTop-k and the norm of the projections' gradient in the first and the last step.
-    """
-
-    model: SLA2
-    settings: FitSettings
-    trace: list[Row]
-
-
 def samples(query: Tensor, key: Tensor, value: Tensor, blocks: BlockSettings, device: str = "cpu") -> Samples:
     """Compute once what every fit and every error needs. Q, K, V [B, H, N, D] in any float dtype."""
     q, k, v = (x.to(device, torch.float32) for x in (query, key, value))
     return Samples(q, k, v, F.scaled_dot_product_attention(q, k, v), block_mass(q, k, blocks))
 
 
-def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
-    """Run stage 1 on samples of one layer."""
+def fit_router(fitted: Samples, settings: FitSettings) -> SLA2:
+    """Run stage 1 on samples of one layer; return SLA2 in stage 2."""
     count, heads, n, head_dim = fitted.query.shape
     model = SLA2(
         head_dim, heads, sparsity=settings.sparsity, block_q=settings.block_q, block_kv=settings.block_kv,
@@ -156,25 +140,17 @@ def fit_router(fitted: Samples, settings: FitSettings) -> FittedRouter:
         {"params": [model.alpha_logit], "lr": settings.alpha_learning_rate},
     ]
     generator = torch.Generator().manual_seed(settings.seed)
-    soft, trace = None, []
 
     def loss_of(step: int) -> Tensor:
-        nonlocal soft
         sample = int(torch.randint(count, (), generator=generator))
         rows = torch.randperm(n // settings.block_q, generator=generator)[: settings.query_blocks]
         rows = rows.to(fitted.query.device)
-        loss, soft = stage1_loss(model, fitted, settings, [sample], rows)
-        return loss
+        return stage1_loss(model, fitted, settings, [sample], rows)[0]
 
-    def watch(step: int, loss: Tensor) -> None:
-        if step in (0, settings.steps - 1):
-            gradient = math.hypot(*(p.grad.norm().item() for p in model.router.parameters()))
-            trace.append({"loss": loss.item(), "flatness": flatness(soft), "gradient": gradient})
-
-    fit_with_adam(groups, settings.steps, loss_of, betas=(0.9, 0.99), watch=watch)
+    fit_with_adam(groups, settings.steps, loss_of, betas=(0.9, 0.99))
     if not all(p.isfinite().all() for p in model.parameters()):
         raise RuntimeError(f"weights: expected finite ones after the fit with {settings}, got others")
-    return FittedRouter(model.stage(2), settings, trace)
+    return model.stage(2)
 
 
 def stage1_loss(
@@ -304,46 +280,28 @@ def mask_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list
 
 
 @torch.no_grad()
-def trained_rows(fitted: Samples, held_out: Samples, found: FittedRouter) -> list[Row]:
-    """Measure the trained layer with its hard mask, on both sample sets.
+def trained_rows(fitted: Samples, held_out: Samples, model: SLA2, settings: FitSettings) -> list[Row]:
+    """Measure a layer that was trained with these settings, with its hard mask, on both sample sets.
 
     error_fitted_alpha: with the alphas that suit the hard mask best on the fitted samples (stage 2 trains them too).
-    error_stage1: the error that stage 1 minimises, with the stand-in for the mask. alpha_minus_mass, alpha_correlation:
-    learned alpha against the mass rowsum(P1) of the hard mask over heads and blocks of queries; the correlation is None
-    where one of them is constant.
+    error_stage1: the error that stage 1 minimises, with the stand-in for the mask.
     """
-    model, (first, last) = found.model, found.trace
     fitted_mask = model.block_mask(fitted.query, fitted.key)
     best_alpha = fitted_alpha(fitted, *branches(fitted, fitted_mask, model.settings))
     all_blocks = torch.arange(fitted.query.shape[-2] // model.settings.block_q, device=fitted.query.device)
-    projections = model.router.proj_q, model.router.proj_k
-    moved = [(p.weight - torch.eye(len(p.weight), device=p.weight.device)).norm().item() for p in projections]
     rows = []
     for sample_set, data in ((FITTED, fitted), (HELD_OUT, held_out)):
         mask = model.block_mask(data.query, data.key)
         alpha = model.alpha(mask.shape[0], mask.shape[2])
-        loss, soft = stage1_loss(model, data, found.settings, list(range(len(data.query))), all_blocks)
-        mass = (data.mass * mask).sum(-1)
+        loss, soft = stage1_loss(model, data, settings, list(range(len(data.query))), all_blocks)
         row = {"method": "SLA2", "samples": sample_set} | mixed_row(data, mask, alpha, model.settings)
         row |= {
             "error_fitted_alpha": mixed_row(data, mask, best_alpha, model.settings)["error"],
             "error_stage1": loss.item(),
             "flatness": flatness(soft),
-            "alpha_minus_mass": (alpha - mass).mean().item(),
-            "alpha_correlation": correlation(alpha, mass),
-            "flatness_at_start": first["flatness"],
-            "gradient_at_start": first["gradient"],
-            "gradient_at_end": last["gradient"],
-            "projections_moved": math.hypot(*moved),
         }
         rows.append(row)
     return rows
-
-
-def correlation(x: Tensor, y: Tensor) -> float | None:
-    """Return Pearson's correlation, or None where x or y is constant."""
-    pair = torch.stack((x.flatten(), y.flatten()))
-    return None if (pair.std(1) < 1e-6).any() else torch.corrcoef(pair)[0, 1].item()
 
 
 @dataclass(frozen=True)
@@ -383,7 +341,8 @@ def run_rows(run: RouterRun, fitted: Samples, held_out: Samples, settings: FitSe
         rows = mask_rows(fitted, held_out, settings) + sla_rows(fitted, held_out, settings)
     else:
         relaxation = next(x for x in (*DEFAULT, *STUDY) if x.name == run.relaxation)
-        rows = trained_rows(fitted, held_out, fit_router(fitted, replace(settings, relaxation=relaxation)))
+        settings = replace(settings, relaxation=relaxation)
+        rows = trained_rows(fitted, held_out, fit_router(fitted, settings), settings)
         place |= {"relaxation": run.relaxation, "reading": run.reading, "seed": run.seed}
     return [place | {k: float(f"{x:.5g}") if isinstance(x, float) else x for k, x in row.items()} for row in rows]
 
@@ -402,7 +361,7 @@ def result_table(rows: Sequence[Row]) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
     parser.add_argument("--seeds", type=positive, default=3, help="number of seeds")
-    parser.add_argument("--steps", type=positive, default=FitSettings.steps, help="steps of one fit, at least 2")
+    parser.add_argument("--steps", type=positive, default=FitSettings.steps, help="steps of one fit")
     parser.add_argument("--study", action="store_true", help="try every substitute for the hard mask, not only two")
     parser.add_argument("--readings", action="store_true", help="also read a soft mask M as softmax(S * M)")
     words = "use made-up data with outliers of this size among the queries (0: none), not the capture"

@@ -8,7 +8,7 @@ import argparse
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Table1Run(Run):
 
 
 def table1_rows(run: Table1Run, seeds: int) -> list[Row]:
-    """Return mean and standard deviation over seeds, for every tile and granularity."""
+    """Return means over seeds, for every tile and granularity."""
     n, head_dim, sigma = run.n, run.head_dim, run.sigma
     errors: dict[tuple, list[tuple[float, float]]] = {}
     for seed in range(seeds):
@@ -71,7 +71,6 @@ def table1_rows(run: Table1Run, seeds: int) -> list[Row]:
         measured = {
             "cosine": round(mean(cosines), 6),
             "rel_l2": round(mean(norms), 6),
-            "rel_l2_std": round(stdev(norms), 6) if len(norms) > 1 else None,
         }
         paper = {"paper_cosine": paper_cosine, "paper_rel_l2": paper_rel_l2}
         rows.append(setting | {"sigma": sigma, "tensor": tensor} | measured | paper)

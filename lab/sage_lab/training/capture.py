@@ -21,7 +21,7 @@ from sage_lab.records import Row, write_file
 from sage_lab.repairs import scales_in_a_record
 from sage_ref.prologue import before_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
-from sage_ref.tracing import cosine, exact_intermediates, grad_scores_bound, relative_l2, rms, sagebwd_intermediates
+from sage_ref.tracing import cosine, exact_intermediates, relative_l2, rms, sagebwd_intermediates
 
 TENSORS = ("query", "key", "value", "grad_output")
 
@@ -81,7 +81,7 @@ def attention_tensors(
 
 
 def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """Return a row per layer and intermediate: cosine, relative L2, RMS, for dS the bound on its RMS, and the scales.
+    """Return a row per layer and intermediate: cosine, relative L2, RMS and the scales.
 
     captures: layer -> {"query", "key", "value", "grad_output"}, each [B, H, N, D].
     """
@@ -90,7 +90,6 @@ def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSe
         inputs = [tensors[name] for name in TENSORS]
         exact, quantized = exact_intermediates(*inputs, settings), sagebwd_intermediates(*inputs, settings)
         for name, y in exact.items():
-            bound = grad_scores_bound(exact["dP"], exact["delta"]) if name == "dS" else None
             rows.append(
                 {
                     "layer": layer,
@@ -98,7 +97,6 @@ def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSe
                     "cosine": round(cosine(quantized[name], y), 6),
                     "rel_l2": round(relative_l2(quantized[name], y), 6),
                     "rms": float(f"{rms(y):.4g}"),
-                    "rms_bound": bound and float(f"{bound:.4g}"),
                 }
                 | scales_in_a_record(settings)
             )

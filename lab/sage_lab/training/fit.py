@@ -13,11 +13,10 @@ def fit_with_adam(
     loss_of: Callable[[int], Tensor],
     *,
     betas: tuple[float, float] = (0.9, 0.999),
-    watch: Callable[[int, Tensor], None] = lambda step, loss: None,
 ) -> None:
     """Take `steps` steps of Adam on loss_of(step); learning rates follow a cosine to zero.
 
-    groups: Adam's parameter groups, with "lr". watch: called with the loss of each step when its gradients are there.
+    groups: Adam's parameter groups, with "lr".
     """
     optimizer = torch.optim.Adam(groups, betas=betas)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -25,6 +24,5 @@ def fit_with_adam(
         loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
-        watch(step, loss)
         optimizer.step()
         schedule.step()

@@ -112,7 +112,6 @@ BAD = {  # the command line: what its one line says
     "capture run.pt --corpus text.txt --layers 3": "layers: expected numbers from 0 to 2, got [3]",
     "capture run.pt --corpus text.txt --layers 0 --heads 4": "heads: expected numbers from 0 to 3, got [4]",
     "capture run.pt --corpus text.txt --layers 0 --context 17": "tokens: expected at most 16 per sequence",
-    "train-router --steps 1": "steps: expected at least 2, got 1",
     "compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
     "climb": "FILE: expected a file with attention(q, k, v, is_causal=False), or one of level0, level1, level2, level3",
     "climb level7": "argument FILE: expected a file that can be read, got 'level7'",

@@ -83,7 +83,7 @@ def test_gradient_noise_is_its_definition_whatever_the_checkpoint_was_trained_wi
         assert row["noise_scale"] == pytest.approx(row["noise_trace"] / expected.square, rel=1e-4)
         assert row["bias_square"] == pytest.approx(expected_error.square, rel=1e-3, abs=1e-4 * expected_error.trace)
         assert row["variance_trace"] == pytest.approx(tokens * expected_error.trace, rel=1e-3)
-    error = {group: row["gradient_square_error"] for (_, group), row in rows.items()}
+    error = {group: row["bias_square_error"] for (_, group), row in rows.items()}
     assert error["layer 1"] == pytest.approx(math.hypot(error["layer 1, query and key"], error["layer 1, other"]))
 
 
@@ -104,15 +104,18 @@ def test_without_noise_of_batches_nearest_rounding_is_all_bias_and_stochastic_ro
 def test_tokens_at_bias_are_where_bias_reaches_noise():
     exact, error = Moments(2.0, 0.1, 5.0), Moments(0.25, 0.125, 3.0)
     expected = {"group": "layer 0", "variant": "bf16", "granularity": None, "block_q": None, "block_kv": None}
-    expected |= {"gradient_square": 2.0, "gradient_square_error": 0.1}
-    expected |= {"noise_trace": 500.0, "noise_scale": 250.0, "bias_square": 0.25, "bias_square_error": 0.125}
-    expected |= {"variance_trace": 300.0, "tokens_at_bias": 2000.0, "tokens_at_bias_low": 1000.0}
+    expected |= {
+        "gradient_square": 2.0,
+        "noise_trace": 500.0,
+        "noise_scale": 250.0,
+        "bias_square": 0.25,
+        "bias_square_error": 0.125,
+    }
+    expected |= {"variance_trace": 300.0, "tokens_at_bias": 2000.0}
     assert noise_row("layer 0", "bf16", exact, error, 100) == expected
     unknown = noise_row("layer 0", "bf16", Moments(-1.0, 1.0, 5.0), Moments(-0.25, 0.25, 3.0), 100)
     assert (unknown["noise_scale"], unknown["tokens_at_bias"]) == (None, None)
-    assert unknown["tokens_at_bias_low"] == 2000.0
-    row = noise_row("", "per row, nearest", exact, Moments(-1.0, 0.1, 3.0), 100)
-    assert row["tokens_at_bias_low"] is None
+    row = noise_row("", "per row, nearest", exact, error, 100)
     assert [row[name] for name in ("granularity", "block_q", "block_kv")] == ["row", 64, 64]
 
 

@@ -18,6 +18,9 @@ from sage_ref.sla2 import PRINTED, SLA, blocks, linear_branch, soft_sparse_linea
 DATA = VideoLike(grid=(4, 8, 8), cube=(1, 4, 4), heads=2, head_dim=16, outlier=120.0)
 SETTINGS = FitSettings(sparsity=0.9, steps=80, query_blocks=8, learning_rate=5e-3)
 FAST = replace(SETTINGS, steps=2)
+# Columns of records that nobody read.
+GONE = {"alpha_minus_mass", "alpha_correlation", "flatness_at_start", "gradient_at_start", "gradient_at_end"}
+GONE |= {"projections_moved"}
 
 
 def outlier_samples(count, seed=0, tokens=256):
@@ -47,7 +50,7 @@ def baselines(fitted, held_out):
 
 @pytest.fixture(scope="module")
 def trained(fitted, held_out, straight_through):
-    return router_fit.trained_rows(fitted, held_out, straight_through)
+    return router_fit.trained_rows(fitted, held_out, straight_through, SETTINGS)
 
 
 def by_method(rows, sample_set):
@@ -84,30 +87,24 @@ def test_sla_starts_as_sparse_attention_and_learns(fitted, baselines):
 def test_the_trained_row_is_that_of_the_module_with_alpha_fitted_and_compared(
     fitted, held_out, straight_through, trained
 ):
-    (model, settings, (first, last)), row = straight_through, by_method(trained, HELD_OUT)["SLA2"]
+    model, row = straight_through, by_method(trained, HELD_OUT)["SLA2"]
     alpha = router_fit.fitted_alpha(
         fitted, *router_fit.branches(fitted, model.block_mask(*fitted[:2]), SETTINGS.blocks)
     )
     refitted = router_fit.mixed_row(held_out, model.block_mask(*held_out[:2]), alpha, SETTINGS.blocks)
     with torch.no_grad():
-        loss, soft = router_fit.stage1_loss(model, held_out, settings, [0, 1], torch.arange(16))
+        loss, soft = router_fit.stage1_loss(model, held_out, SETTINGS, [0, 1], torch.arange(16))
         expected = {
             "error": router_fit.squared_error(model(*held_out[:3]), held_out).item(),
             "error_fitted_alpha": refitted["error"],
             "error_stage1": loss.item(),
             "flatness": router_fit.flatness(soft),
-            "flatness_at_start": first["flatness"],
-            "gradient_at_start": first["gradient"],
-            "gradient_at_end": last["gradient"],
         }
-        moved = [(x - torch.eye(16)).square().sum() for x in model.router.parameters()]
-        expected["projections_moved"] = sum(moved).sqrt().item()
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert row["alpha_minus_mass"] == pytest.approx(row["alpha"] - row["mass"], abs=1e-6)
 
 
 def test_the_loss_is_that_of_the_module_in_stage_1(fitted):
-    model = fit_router(fitted, FAST).model
+    model = fit_router(fitted, FAST)
     for sample, rows in (([0, 1, 2], torch.arange(16)), ([1], torch.tensor([5, 2]))):
         with torch.no_grad():
             loss, soft = router_fit.stage1_loss(model, fitted, replace(FAST, relaxation=PRINTED), sample, rows)
@@ -130,10 +127,11 @@ def test_a_flat_mask_cancels_only_where_it_weighs_e_to_the_s_and_fits_follow_the
     assert_close(multiplied, (fitted.query @ fitted.key.mT / 4 * 3 / 32).softmax(-1) @ fitted.value)
     linear = linear_branch(*fitted[:3], 1 - flat, SETTINGS.blocks)
     assert_close(router_fit.printed_soft_attention(*fitted[:3], flat, 0 * alpha, SETTINGS.blocks), linear)
-    first = {
-        x: fit_router(fitted, replace(FAST, relaxation=PRINTED, reading=x)).trace[0] for x in (WEIGHTED, MULTIPLIED)
-    }
-    assert first[MULTIPLIED]["loss"] > 2 * first[WEIGHTED]["loss"]
+    model, losses = fit_router(fitted, FAST), {}
+    for reading in (WEIGHTED, MULTIPLIED):
+        settings = replace(FAST, relaxation=PRINTED, reading=reading)
+        losses[reading], _ = router_fit.stage1_loss(model, fitted, settings, [0], torch.arange(16))
+    assert losses[MULTIPLIED] > 2 * losses[WEIGHTED]
 
 
 def test_a_fit_makes_no_tensor_of_queries_by_keys_and_parts_give_the_numbers_of_the_whole(monkeypatch, largest_tensor):
@@ -144,26 +142,25 @@ def test_a_fit_makes_no_tensor_of_queries_by_keys_and_parts_give_the_numbers_of_
         with largest_tensor() as largest:
             data = router_fit.samples(*tensors, SETTINGS.blocks)
             for reading in (WEIGHTED, MULTIPLIED):
-                fits.append(fit_router(data, replace(FAST, reading=reading, query_blocks=32)).trace)
+                settings = replace(FAST, reading=reading, query_blocks=32)
+                model = fit_router(data, settings)
+                fits.append(router_fit.stage1_loss(model, data, settings, [0], torch.arange(32))[0].item())
     assert largest.numbers < 512**2 / 4
     for whole, parts in zip(fits[:2], fits[2:], strict=True):
-        assert parts[1] == pytest.approx(whole[1], rel=1e-3)
+        assert parts == pytest.approx(whole, rel=1e-3)
 
 
-def test_flatness_and_correlation_at_their_ends():
+def test_flatness_at_its_ends():
     assert router_fit.flatness(torch.full((2, 3, 8), 0.25)) == pytest.approx(1)
     assert router_fit.flatness(top_blocks(torch.rand(2, 3, 8), 2).float()) == pytest.approx(0, abs=1e-6)
-    x = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
-    assert router_fit.correlation(x, -3 * x) == pytest.approx(-1, abs=1e-5)
-    assert router_fit.correlation(x, torch.ones_like(x)) is None
 
 
 def test_alpha_starts_at_the_mass_and_moves_and_a_fit_is_a_function_of_its_seed(fitted):
     held = (fitted.mass * router_fit.heuristic_mask(fitted, FAST)).sum(-1).mean((0, 2))
-    still = fit_router(fitted, replace(FAST, alpha_learning_rate=1e-9)).model
+    still = fit_router(fitted, replace(FAST, alpha_learning_rate=1e-9))
     assert_close(still.alpha(1, 1)[0, :, 0], held)
     torch.manual_seed(5)  # linear layers draw weights before they become identities
-    first, again, other = (fit_router(fitted, replace(FAST, seed=seed)).model for seed in (0, 0, 1))
+    first, again, other = (fit_router(fitted, replace(FAST, seed=seed)) for seed in (0, 0, 1))
     assert (first.alpha(1, 1) - still.alpha(1, 1)).abs().mean() > 1e-3
     assert_close(first.state_dict(), again.state_dict(), rtol=0, atol=0)
     assert not torch.equal(first.router.proj_q.weight, other.router.proj_q.weight)
@@ -171,10 +168,10 @@ def test_alpha_starts_at_the_mass_and_moves_and_a_fit_is_a_function_of_its_seed(
 
 def test_a_length_with_a_partial_block_is_fitted_on_its_whole_blocks():
     data = outlier_samples(2, tokens=250)
-    found = fit_router(data, FAST)
-    row = by_method(router_fit.trained_rows(data, data, found), FITTED)["SLA2"]
+    model = fit_router(data, FAST)
+    row = by_method(router_fit.trained_rows(data, data, model, FAST), FITTED)["SLA2"]
     with torch.no_grad():
-        assert row["error"] == pytest.approx(router_fit.squared_error(found.model(*data[:3]), data).item(), rel=1e-5)
+        assert row["error"] == pytest.approx(router_fit.squared_error(model(*data[:3]), data).item(), rel=1e-5)
 
 
 def test_a_fit_that_is_not_finite_is_refused(fitted):
@@ -201,7 +198,7 @@ def test_the_command_takes_made_up_data_and_tries_every_stand_in_and_reading(tmp
     record, recorded = read_record(tmp_path / "out.json"), read_record("train_router_readings_cpu")
     assert record.provenance["data"]["structured"]["outlier"] == 120
     assert record.provenance.keys() - {"data"} == recorded.provenance.keys() - {"data"}
-    assert {frozenset(row) for row in record.rows} == {frozenset(row) for row in recorded.rows}
+    assert {frozenset(row) for row in record.rows} == {frozenset(row) - GONE for row in recorded.rows}
     # Two sets of samples for the masks, SLA and every fit.
     assert len(record.rows) == 2 * (6 + 2 + len(router_fit.STUDY) * len(router_fit.READINGS))
     assert {row.get("relaxation") for row in record.rows} == {None, *(x.name for x in router_fit.STUDY)}

@@ -20,24 +20,22 @@ def test_inputs_have_the_deviations_of_the_table():
     assert not torch.equal(*(table1_inputs(2048, 64, sigma=5, seed=seed)[0] for seed in (0, 1)))
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_the_command_measures_every_setting_and_averages_over_seeds(text, seeds):
-    main(["table1", "--n", "32", "--seeds", str(seeds), "--json", "table1.json"])
+def test_the_command_measures_every_setting_and_averages_over_seeds(text):
+    main(["table1", "--n", "32", "--seeds", "2", "--json", "table1.json"])
     assert not list(text.glob("**/*.partial"))  # what it kept meanwhile is gone
     record = read_record(text / "table1.json")
     keys = [tuple(row[name] for name in (*table1.SETTING, "sigma", "tensor")) for row in record.rows]
     assert len(set(keys)) == len(keys) == 2 * 4 * 2 * len(PAPER_TABLE1) * len(TENSORS)
-    assert record.provenance["seeds"] == list(range(seeds))
-    assert set(record.rows[0]) == set(read_record("table1_sweep").rows[0])
+    assert record.provenance["seeds"] == [0, 1]
+    assert set(record.rows[0]) == set(read_record("table1_sweep").rows[0]) - {"rel_l2_std"}
     (row,) = record.select(head_dim=64, block_q=32, granularity="row", sigma=3, tensor="dK")
     settings = SageBwdSettings(block_q=32, block_kv=32, granularity="row")
     errors, cosines = [], []
-    for seed in range(seeds):
+    for seed in (0, 1):
         tensors = table1_inputs(32, 64, 3, seed)
         exact, quantized = (f(*tensors, settings)["dK"] for f in (exact_intermediates, sagebwd_intermediates))
         errors.append(relative_l2(quantized, exact))
         cosines.append(cosine(quantized, exact))
     assert row["rel_l2"] == pytest.approx(statistics.mean(errors), abs=1e-6)
     assert row["cosine"] == pytest.approx(statistics.mean(cosines), abs=1e-6)
-    assert row["rel_l2_std"] == (None if seeds == 1 else pytest.approx(statistics.stdev(errors), abs=1e-6))
     assert (row["paper_cosine"], row["paper_rel_l2"]) == (0.9970, 0.0777)

@@ -3,9 +3,10 @@
 grid        flow matching's loss for each (video, noise level): made-up scenes and real clips, paired between arms
 attention   |O' - O| / |O| per layer, where O' is the arm's and O full attention of the same Q, K and V
 samples     videos from pure noise, compared with those of the full model from equal noise: PSNR and SSIM
-restored    scenes with much noise, which the model removes: are their objects still there, and do they move as before?
+restored    scenes with much noise, which the model removes: are their objects still there?
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_lab.experiments.turns import synchronized_time
 from sage_lab.experiments.video.plan import VideoPlan
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.records import Row
@@ -105,13 +105,10 @@ def answers(model: VideoDiT, asked: Questions, plan: VideoPlan, reference: Tenso
     for name, *grid in (("loss", asked.scenes, asked.scene_noise), ("clip_loss", asked.clips, asked.clip_noise)):
         if grid[0] is not None:
             losses = in_parts(lambda video, noise: grid_losses(model, video, noise, levels), *grid)
-            by = {"by_t": losses.mean(0), "by_video": losses.mean(1)}
-            found |= {name: rounded(losses.mean())} | {f"{name}_{key}": rounded(x) for key, x in by.items()}
+            found |= numbers_row(name, losses.mean(1))
     with fast_arithmetic(device, plan.autocast):
         found["attention_error"] = [round(x, 5) for x in attention_errors(model, *asked.watched)]
-    started = synchronized_time(device)
     samples = in_parts(lambda noise: sample(model, noise, plan.sampling_steps), asked.sample_noise).clamp(-1, 1)
-    found["sampling_ms"] = round(1e3 * (synchronized_time(device) - started) / len(samples), 2)  # per video, all steps
     if reference is not None:
         pair = samples, reference.to(device)
         found |= numbers_row("psnr", psnr(*pair)) | numbers_row("ssim", ssim(*pair))
@@ -201,36 +198,27 @@ def windows(video: Tensor, where: Tensor, half: int) -> Tensor:
 def truth_row(video: Tensor, objects: Objects) -> Row:
     """Compare a video with the truth.
 
-    kept: the share of the objects visible in the true video that are found in this one. velocity_error: pixels per
-    frame, mean over objects that are found in two consecutive frames; None if there are none.
+    kept: the share of the objects visible in the true video that are found in this one.
     """
-    share, offset = found_objects(video, objects)
-    is_kept = objects.is_seen & (share >= LEAST_FOUND)
-    moves = is_kept[..., 1:] & is_kept[..., :-1]
-    errors = offset.float().diff(dim=2).norm(dim=-1)[moves]  # its place is relative to the true one
+    is_kept = objects.is_seen & (found_objects(video, objects) >= LEAST_FOUND)
     seen, kept = objects.is_seen.sum((1, 2)), is_kept.sum((1, 2))
     return {
         "kept": rounded(kept.sum() / seen.sum().clamp_min(1)),
         "kept_by_video": rounded(kept / seen.clamp_min(1)),
-        "velocity_error": rounded(errors.mean()) if errors.numel() else None,
     }
 
 
-def found_objects(video: Tensor, objects: Objects) -> tuple[Tensor, Tensor]:
-    """Return (the share of each object that is there [B, K, T], its offset from the true place [B, K, T, 2], pixels).
+def found_objects(video: Tensor, objects: Objects) -> Tensor:
+    """Return the share of each object that is there, [B, K, T].
 
-    The share is 1 - |video - truth|^2 / |absence|^2 over the object's own pixels, the largest among offsets of up to
+    It is 1 - |video - truth|^2 / |absence|^2 over the object's own pixels, the largest among offsets of up to
     REACH: 1 if the object looks as it should, 0 if the video shows what is behind it instead.
     """
     region = windows(video, objects.where, HALF_WINDOW + REACH).flatten(0, 2)
     own = (objects.absence.abs().amax(1, keepdim=True) > LEAST_DIFFERENCE).float()
     absence = (objects.absence.square() * own).sum((1, 2, 3)).clamp_min(1e-6)
-    width, reach = objects.picture.shape[-1], torch.arange(2 * REACH + 1)
-    places = torch.cartesian_prod(reach, reach)
-    shares = []
-    for row, column in places.tolist():
+    width, shares = objects.picture.shape[-1], []
+    for row, column in itertools.product(range(2 * REACH + 1), repeat=2):
         part = region[..., row : row + width, column : column + width]
         shares.append(1 - ((part - objects.picture).square() * own).sum((1, 2, 3)) / absence)
-    share, index = torch.stack(shares, -1).max(-1)
-    shape = objects.is_seen.shape
-    return share.view(shape), (places.to(video.device) - REACH)[index].view(*shape, 2)
+    return torch.stack(shares, -1).amax(-1).view(objects.is_seen.shape)

@@ -3,8 +3,6 @@
 The full model's samples stay in the folder: later arms are compared with them.
 """
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +23,6 @@ from sage_lab.training.video_flow import FlowTraining, Weights, digest, started_
 from sage_lab.training.video_router import RouterTraining
 from sage_ref.sla2 import SLA2
 
-UNTIMED_STEPS = 10  # the first of a run, in which programs are compiled
 DRAWN = (FULL, "SLA2", "SLA at 90%")  # notebook 13 shows them
 
 
@@ -82,14 +79,9 @@ class Experiment:
             row["diverged"] = stage1.diverged
         if not arm.tuned or row.get("diverged"):
             return Tuned(config, weights, {"steps": 0, "diverged": None} | row)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
         stage2 = FlowTraining(config, plan.stage2(run), self.digits, self.device, start=weights)
         train(stage2, work.checkpoint(run), is_over=work.is_over)
         row |= {"steps": stage2.step, "diverged": stage2.diverged, "seconds": round(stage2.seconds, 2)}
-        row["step_ms"] = median_step_ms(stage2.step_seconds)
-        row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None
         row["curve"] = [[x["step"], x["validation_loss"]] for x in stage2.losses]
         return Tuned(config, stage2.averaged(), row)
 
@@ -123,12 +115,6 @@ class Experiment:
 def samples_path(folder: Path, seed: int) -> Path:
     """Return where the full model's samples are."""
     return folder / f"full_seed{seed}.samples.npz"
-
-
-def median_step_ms(seconds: Sequence[float]) -> float | None:
-    """Return the median time of the steps after the first UNTIMED_STEPS; None if there are none."""
-    timed = seconds[UNTIMED_STEPS:]
-    return round(1e3 * statistics.median(timed), 2) if timed else None
 
 
 def arm_row(run: VideoRun, config: VideoDiTConfig) -> Row:

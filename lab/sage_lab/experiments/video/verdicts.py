@@ -126,10 +126,6 @@ COLUMNS = {  # heading: (name in a row, format)
     "SSIM": ("ssim", "{:.4f}"),
     "attention's error": ("attention_error", "{:.3f}"),
     "objects kept": ("kept", "{:.1%}"),
-    "velocity error, px": ("velocity_error", "{:.3f}"),
-    "ms per step": ("step_ms", "{:.0f}"),
-    "ms per sample": ("sampling_ms", "{:.0f}"),
-    "GB": ("memory_gb", "{:.1f}"),
 }
 
 
