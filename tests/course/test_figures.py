@@ -229,7 +229,7 @@ def test_the_film_of_the_look_up_table_reads_the_listed_blocks_where_they_are():
 
 
 def test_nobody_in_the_ring_begins_before_the_barriers_phase_has_ended():
-    jobs = time_line.schedule(7, 2, 3, [time_line.READ])
+    jobs = time_line.schedule(7, 2, 3, time_line.READ)
     assert len(jobs) == 7 * 3
     for job in jobs:
         place, phase = job.tile % 3, job.tile // 3 % 2

@@ -32,38 +32,33 @@ class Job(NamedTuple):
 LOAD = Step("load", 2)
 
 
-def schedule(tiles: int, warpgroups: int, places: int, steps: Sequence[Step]) -> list[Job]:
+def schedule(tiles: int, warpgroups: int, places: int, step: Step) -> list[Job]:
     """Compute who does what when, if everyone starts as soon as barriers and tensor cores allow.
 
-    A tile can be read when it is loaded. Its place can be loaded again when all warpgroups have done their last step
-    with it. Ticks have no length: this shows an order, no speed.
+    A tile can be read when it is loaded. Its place can be loaded again when all warpgroups have done their step with
+    it. Ticks have no length: this shows an order, no speed.
     """
     jobs: list[Job] = []
-    work = [[(step, tile) for tile in range(tiles) for step in steps] for _ in range(warpgroups)]
-    queues = [[(LOAD, tile) for tile in range(tiles)], *work]
+    queues = [list(range(tiles)) for _ in range(1 + warpgroups)]
 
     def ended(name: str, tile: int, tick: int) -> int:
         return sum(job.name == name and job.tile == tile and job.end <= tick for job in jobs)
 
-    def may_start(step: Step, tile: int, tick: int) -> bool:
-        if step is LOAD:
-            return tile < places or ended(steps[-1].name, tile - places, tick) == warpgroups
-        taken = step.on_tensor_cores and any(job.end > tick for job in jobs if is_on_tensor_cores(job, steps))
+    def may_start(work: Step, tile: int, tick: int) -> bool:
+        if work is LOAD:
+            return tile < places or ended(step.name, tile - places, tick) == warpgroups
+        taken = step.on_tensor_cores and any(job.end > tick for job in jobs if job.name == step.name)
         return ended(LOAD.name, tile, tick) == 1 and not taken
 
     tick, free = 0, [0] * len(queues)
     while any(queues):
         for worker, queue in enumerate(queues):
-            if queue and free[worker] <= tick and may_start(*queue[0], tick):
-                step, tile = queue.pop(0)
-                free[worker] = tick + step.ticks
-                jobs.append(Job(worker, step.name, tile, tick, free[worker]))
+            work = step if worker else LOAD
+            if queue and free[worker] <= tick and may_start(work, queue[0], tick):
+                free[worker] = tick + work.ticks
+                jobs.append(Job(worker, work.name, queue.pop(0), tick, free[worker]))
         tick += 1
     return jobs
-
-
-def is_on_tensor_cores(job: Job, steps: Sequence[Step]) -> bool:
-    return any(step.on_tensor_cores and step.name == job.name for step in steps)
 
 
 class Moment(NamedTuple):
@@ -74,15 +69,10 @@ class Moment(NamedTuple):
     tick: int
 
 
-def moments(jobs: Sequence[Job], places: int, steps: Sequence[Step]) -> list[Moment]:
-    """Return when tiles become ready, and when places that are loaded again become empty."""
-    loads = [job for job in jobs if job.name == LOAD.name]
-    found = [Moment("ready", load.tile, load.end) for load in loads]
-    for load in loads[places:]:
-        tile = load.tile - places
-        released = max(job.end for job in jobs if job.name == steps[-1].name and job.tile == tile)
-        found.append(Moment("empty", tile, released))
-    return found
+def moments(jobs: Sequence[Job]) -> list[Moment]:
+    """Return when tiles become ready, and when the one place, which all but the last tile leave, becomes empty."""
+    loads, others = ([job for job in jobs if (job.name == LOAD.name) == is_load] for is_load in (True, False))
+    return [Moment("ready", x.tile, x.end) for x in loads] + [Moment("empty", x.tile, x.end) for x in others[:-1]]
 
 
 def two_warps_and_a_barrier() -> Figure:
@@ -90,11 +80,10 @@ def two_warps_and_a_barrier() -> Figure:
 
     It is schematic: the lengths of the steps are not measured. The bars are those of `schedule`.
     """
-    steps = (Step("compute", 3),)
-    jobs = schedule(3, 1, 1, steps)
+    jobs = schedule(3, 1, 1, Step("compute", 3))
     figure, (ax,) = panels(1, width=8.0, height=2.5, title="Schematic: two warps, one place for a tile, two barriers")
     draw_jobs(ax, jobs, ["loading warp", "computing warp"], {"load": SKY, "compute": BLUE})
-    for kind, tile, tick in moments(jobs, 1, steps):
+    for kind, tile, tick in moments(jobs):
         ends = ((tick, 0.3), (tick, 0.7)) if kind == "ready" else ((tick, 0.7), (tick, 0.3))
         ax.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": RED, "shrinkA": 0, "shrinkB": 0})
         ax.text(tick + 0.1, 0.5, f"{kind} {tile}", va="center", fontsize=9, color=RED)
@@ -104,15 +93,14 @@ def two_warps_and_a_barrier() -> Figure:
 
 def draw_jobs(axes: Axes, jobs: Sequence[Job], names: Sequence[str], colors: dict[str, str]) -> None:
     """Draw a line per worker, the first at the top: its jobs with their tile's number, hatched where it waits."""
-    for worker, name in enumerate(names):
+    for worker in range(len(names)):
         time = 0
         for job in sorted((job for job in jobs if job.worker == worker), key=lambda job: job.start):
-            if job.start > time and name != "tensor cores":
+            if job.start > time:
                 axes.barh(worker, job.start - time, left=time, height=0.6, fc="white", ec="0.75", hatch="////")
             bar = {"height": 0.6, "color": colors[job.name], "ec": "white"}
             axes.barh(worker, job.end - job.start, left=job.start, **bar)
-            ink = "black" if colors[job.name] in (SKY, ORANGE) else "white"
-            label = f"${job.name}_{job.tile}$" if len(job.name) == 1 else f"{job.name} {job.tile}"
+            ink, label = "black" if colors[job.name] == SKY else "white", f"{job.name} {job.tile}"
             axes.text((job.start + job.end) / 2, worker, label, ha="center", va="center", fontsize=9, color=ink)
             time = job.end
     axes.set_yticks(range(len(names)), names, fontsize=9.5)
@@ -165,7 +153,7 @@ def ring_film() -> Film:
     The pictures are the first eight moments of `schedule` at which something begins. Its ticks have no length.
     """
     readers, places = 2, 3
-    jobs = schedule(7, readers, places, [READ])
+    jobs = schedule(7, readers, places, READ)
     ticks = sorted({job.start for job in jobs})[:8]
 
     def draw(figure: Figure, i: int) -> None:

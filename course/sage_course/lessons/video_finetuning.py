@@ -40,10 +40,6 @@ def paired_bootstrap(losses, others, drawn):
     return saved.mean(), low, high
 
 
-def for_each_name(function, names: list[str], stage: int) -> dict[str, bool]:
-    return {name: function(name, stage) for name in names}
-
-
 def as_floats(function, *inputs: Tensor) -> list:
     """Return the function's result with numbers as floats: a reader may end with `.item()`."""
     found = function(*inputs)
@@ -152,7 +148,7 @@ GAPS = {
                 "Stage 2 trains the model, and the router learns in stage 1 alone."),
         Mistake("if stage == 1:", "if stage == 2:",
                 "The stages are swapped: router and alpha learn first, then the model."),
-    ), for_each_name),
+    ), lambda function, names, stage: {name: function(name, stage) for name in names}),
     "paired_bootstrap": Gap(paired_bootstrap, _judged, (
         Mistake("others - losses", "losses - others",
                 "The result is what `losses` saves: it is positive where `losses` is the smaller one."),
