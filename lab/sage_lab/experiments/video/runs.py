@@ -14,14 +14,13 @@ from torch import Tensor
 from sage_lab.experiments.video.measures import Answers, Questions, answers, questions
 from sage_lab.experiments.video.pictures import write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
-from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
+from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import Work
 from sage_lab.records import Row
 from sage_lab.training.loop import train
 from sage_lab.training.video_clips import clips_from, write_clips
 from sage_lab.training.video_flow import FlowTraining, Weights, digest, started_model
 from sage_lab.training.video_router import RouterTraining
-from sage_ref.sla2 import SLA2
 
 DRAWN = (FULL, "SLA2", "SLA at 90%")  # notebook 13 shows them
 
@@ -103,7 +102,7 @@ class Experiment:
             write_clips(samples_path(work.folder, run.seed), found.samples)
         if run.arm in DRAWN and run.seed == self.plan.seeds[0]:
             self.draw(run, found, work.folder / "pictures")
-        return row | learned_alphas(model) | {"compared_with": named} | found.row
+        return row | {"compared_with": named} | found.row
 
     def draw(self, run: VideoRun, found: Answers, folder: Path) -> None:
         """Draw a restored scene as a strip."""
@@ -133,11 +132,3 @@ def arm_row(run: VideoRun, config: VideoDiTConfig) -> Row:
         "cube": list(config.cube),
         "tokens": config.tokens,
     }
-
-
-def learned_alphas(model: VideoDiT) -> Row:
-    """Return alphas of every layer and head; None without SLA2."""
-    cores = [block.attention.core for block in model.blocks]
-    if not isinstance(cores[0], SLA2):
-        return {"alphas": None}
-    return {"alphas": [[round(x, 4) for x in core.alpha_logit.sigmoid().mean(1).tolist()] for core in cores]}
