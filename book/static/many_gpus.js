@@ -35,7 +35,8 @@ document.querySelectorAll(".calculator[data-host]").forEach(place => {
     output.innerHTML = `A pass should take <strong>${inTime(inside + Math.max(computing, between))}</strong>, limited by
       ${computing >= between ? "computing" : "links"}.
       <br>Computing: ${inTime(computing)}. Inside hosts: ${inTime(inside)}. Between hosts: ${inTime(between)}.
-      <br>Memory of each GPU: ${memory.toFixed(1)} GiB of ${host.available.toFixed(0)}.`;
+      <br>Memory of each GPU: ${memory.toFixed(1)} GiB of ${host.available.toFixed(0)}${
+        memory > host.available ? ", so it <strong>doesn't fit</strong>: take more GPUs" : ""}.`;
   }
 
   form.addEventListener("submit", event => event.preventDefault());
