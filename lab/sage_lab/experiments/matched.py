@@ -4,11 +4,13 @@ Algorithm 3 recomputes P from 16-bit scores with the L of the INT8 forward pass;
 column `part` of the record says what a row measures:
 
 gradients  errors of O and of the gradients as scores grow, on Gaussian inputs and on what trained models computed
+memory     peak memory and time of a step by length; on a GPU only
 training   a small video model that learns without QK-norm at rates of which the largest lets the scores grow; see ARMS
 """
 
 import argparse
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sage_lab.bench.timing import paired
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, markdown_table
@@ -27,6 +30,8 @@ from sage_lab.training.video_scenes import digit_images
 from sage_ref.sla2 import SLA2, BlockSettings, per_query, sla2_backward, sla2_forward, spread_blocks, whole
 from sage_ref.tracing import relative_l2
 
+LENGTHS = (4096, 8192, 16_384, 32_760, 65_536)
+HEADS, HEAD_DIM, SPARSITY = 12, 128, 0.97  # of `memory`: the paper's
 LEARNING_RATES, SEEDS, STEPS = (0.003, 0.01, 0.03), 3, 200  # of `training`, whose rows are of every tenth step
 STEP_EVERY = 10
 NAMES = ("dQ", "dK", "dV")
@@ -60,11 +65,12 @@ ARMS = {
 
 @dataclass(frozen=True)
 class MatchedRun(Run):
-    """One part of the record: one arm of training, or all errors of gradients."""
+    """One part of the record: a length, one arm of training, or all errors of gradients."""
 
     part: str
     arm: str = ""
     seed: int = 0
+    length: int = 0
     learning_rate: float = 0.0
 
 
@@ -185,6 +191,33 @@ def gradient_rows(device: torch.device) -> list[Row]:
     return rows
 
 
+def memory_rows(length: int, device: torch.device) -> list[Row]:
+    """Measure the peak memory beyond the inputs and the time of both passes at one length, in bfloat16."""
+    shape = {"dtype": torch.bfloat16, "device": device}
+    q, k, v, do = (torch.randn(1, HEADS, length, HEAD_DIM, **shape) for _ in range(4))
+    steps: dict[str, Callable[[], object]] = {}
+    for name, options in (("stage 2, printed", {}), ("stage 2, matched", {"backward": "matched"}), ("stage 1", {})):
+        core = SLA2(HEAD_DIM, HEADS, sparsity=SPARSITY, **options).to(device).stage(1 if name == "stage 1" else 2)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        parameters = [x for x in core.parameters() if x.requires_grad]
+        steps[name] = lambda core=core, x=leaves, p=parameters: torch.autograd.grad(core(*x), [*x, *p], do)
+    steps["initialize_alpha"] = lambda: core.initialize_alpha(q, k)
+    rows = []
+    for name, step in steps.items():
+        step()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+        rows.append({"part": "memory", "inputs": name, "length": length, "peak_gib": round(gib, 3)})
+    for row, timing in zip(rows, paired(steps, 5).values(), strict=True):
+        row |= {"ms_median": round(timing.ms_median, 3), "protocol": "paired"}
+    return rows
+
+
 def training_rows(run: MatchedRun, steps: int, device: torch.device) -> list[Row]:
     """Train one arm; keep every tenth step's loss and the `mismatch` of the last layer, until the loss isn't finite."""
     arm, rows, seen = ARMS[run.arm], [], {}
@@ -227,12 +260,15 @@ def training_rows(run: MatchedRun, steps: int, device: torch.device) -> list[Row
 
 def matched_command(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory = [MatchedRun("memory", length=n) for n in LENGTHS] if device.type == "cuda" else []
     cells = product(LEARNING_RATES, range(SEEDS), ARMS)
     training = [MatchedRun("training", arm, seed, learning_rate=rate) for rate, seed, arm in cells]
-    runs = [MatchedRun("gradients"), *training]
+    runs = [MatchedRun("gradients"), *memory, *training]
 
     def measure(run: MatchedRun, _: None) -> list[Row]:
-        return training_rows(run, STEPS, device) if run.part == "training" else gradient_rows(device)
+        if run.part == "training":
+            return training_rows(run, STEPS, device)
+        return memory_rows(run.length, device) if run.part == "memory" else gradient_rows(device)
 
     with opened(Plan("matched", [runs]), Path("runs"), (STEPS, device.type)) as work:
         work.finish(measure)

@@ -53,7 +53,7 @@ def test_the_command_records_each_arm_until_it_diverges(tmp_path, monkeypatch):
     small = {"frames": 1, "size": 16, "cube": (1, 4, 4), "width": 32, "block_q": 16, "block_kv": 16, "layers": 1}
     monkeypatch.setattr(matched, "MODEL", replace(matched.MODEL, backend="reference", **small))
     monkeypatch.setattr(matched, "gradient_rows", lambda device: [{"part": "gradients"}])
-    for name, value in {"LEARNING_RATES": (0.01,), "SEEDS": 1, "STEPS": 20}.items():
+    for name, value in {"LENGTHS": (), "LEARNING_RATES": (0.01,), "SEEDS": 1, "STEPS": 20}.items():
         monkeypatch.setattr(matched, name, value)
     main(["matched", "--json", "found.json"])
     _, *rows = read_record(tmp_path / "found.json").rows
