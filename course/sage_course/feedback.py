@@ -19,11 +19,15 @@ ERRORS = {  # part of an error: hint
     "outside all": "Is a mask missing? Or is a row, a block's number or a stride wrong?",
     "reduction dimensions": "The inner sizes differ. Is a `tl.trans` missing, or one too many?",
     "operands must be same dtype": "A matmul wants both operands in one dtype.",
+    r"must be int, not tuple|(max|min)\(\) received": "`max` takes a single axis, `amax` also several of them.",
     "cannot be multiplied|size mismatch|two dimensions|expected .* rows": (
         "The inner sizes differ. Is a `.mT` missing, or one too many?"
     ),
-    "match|broadcast|compatible|matrices": "These shapes do not fit. Is a `keepdim=True` or a `[:, None]` missing?",
+    "match|broadcast|compatible|matrices": (
+        "These shapes do not fit together. Is a `keepdim=True` or a `[:, None]` missing?"
+    ),
     "return_types.max": "`max` along an axis returns values and places, `amax` the values alone.",
+    "is ambiguous": "Python's `max`, `if` and `and` take a single number. `amax` and `torch.where` take tensors.",
     "NoneType": "Something here is None. Does every function end with a `return`?",
     "unpack": "There are not as many results on the right as names on the left.",
     "not defined|local variable": "This name has no value here. Is it spelt as in the function's first line?",
@@ -31,7 +35,7 @@ ERRORS = {  # part of an error: hint
     "dtype torch.int8": "integer_matmul takes two int8 tensors: no scales, and nothing that is not yet rounded.",
     "floats were multiplied": "Round first. Let integer_matmul take the integers, and multiply by the scales after it.",
     "NaN was made": "NaN comes from 0 / 0. Which divisor may be 0?",
-    "dtype": "Two dtypes do not fit. `.float()` makes floats of integers.",
+    "dtype": "Two dtypes do not fit together. `.float()` makes floats of integers.",
 }
 TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what holds of found x and expected y: hint
     (lambda x, y: without_axis(x, y), "An axis of size 1 is lost. `keepdim=True` keeps it, `[:, None]` makes one."),
@@ -53,7 +57,10 @@ TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what hol
 
 
 # Beginnings of hints that are no guesses
-SURE = ("The results are in", "Rows and col", "The sign", "Round first", "NaN comes from 0 / 0. Which", "This name")
+SURE = (
+    "The results are in", "Rows and col", "The sign", "Round first", "NaN comes from 0 / 0. Which", "This name", "`max` ",
+    "Python's `max`",
+)  # fmt: skip
 
 
 def same(x: Any, y: Any) -> bool:
@@ -185,5 +192,7 @@ def hint(gap: Gap, function: Callable, by_line: bool = True) -> str:
     if overwrites(gap, function):
         return "Hint: It changes an input in place, as `x += y` does. `x = x + y` makes a new tensor."
     fact = reason(*pair) if isinstance(pair[0], check.Raised) or not mistake else mistake.hint
-    text = mutants.explanation(gap, function, found, expected, same, fact if fact.startswith(SURE) else "") or fact
+    text = mutants.explanation(gap, function, found, expected, same, fact if fact.startswith(SURE) else "")
+    if not text or text.startswith("All of it is right but") or (text.endswith("belongs.") and fact.startswith(SURE)):
+        text = f"{text} {fact}".strip()  # the place alone does not say what is wrong there
     return text and f"Hint: {text}"

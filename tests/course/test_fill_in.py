@@ -174,6 +174,8 @@ COLUMN, INTEGERS = torch.tensor([[1.0], [0.0], [-2.0]]), torch.tensor([3, -100, 
         (lambda: INTEGERS.clone().add_(0.5), COLUMN, "`x += y` keeps the dtype"),
         (lambda: COLUMN.int() @ COLUMN.mT, COLUMN, "Two dtypes do not fit"),
         (lambda: COLUMN.max(-1) / 127, COLUMN, "`max` along an axis"),
+        (lambda: COLUMN.max((0, 1)), COLUMN, "`max` takes a single axis"),
+        (lambda: max(COLUMN, -COLUMN), COLUMN, "Python's `max`"),
         (lambda: INTEGERS / None, COLUMN, "Something here is None"),
     ],
 )

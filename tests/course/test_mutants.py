@@ -21,6 +21,8 @@ def trials():
 
 
 GAP = Gap(attend, trials, ())
+SHAPES = "These shapes do not fit together. Is a `keepdim=True` or a `[:, None]` missing?"
+MAX = "`max` along an axis returns values and places, `amax` the values alone."
 BRACKETS = "The parts are right, but brackets are in the wrong place."
 
 
@@ -48,6 +50,8 @@ def hint(*edits, gap=GAP):
         ([("row[:3] if len(row) > 2 else row", "row")], "A condition is missing."),
         ([("s - largest", "s + largest")], "`+` stands where a different operator belongs."),
         ([("amax", "amin")], "`amin` stands where something different belongs."),
+        ([("amax", "max")], f"`max` stands where something different belongs. {MAX}"),
+        ([("s - largest", "s - 3 * v.std(0)")], f"All of it is right but `3 * v.std(0)`. {SHAPES}"),
         ([("row[:3]", "row[:2]")], "`2` stands where something different belongs."),
         ([("c * (s - largest)", "c * s - largest")], BRACKETS),
         ([("torch.exp(c * (s - largest))", "c * (s - largest).exp()")], BRACKETS),  # another way to write it

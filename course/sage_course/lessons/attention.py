@@ -62,7 +62,7 @@ GAPS = {
                 "That is the plain mean. In delta, each dP counts with its weight P."),
         Mistake("(p * dp).sum", "(p @ dp.mT).sum", "Multiply entry by entry, with `*`."),
         Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-1)",
-                "The sums lost a dimension, and no longer fit to the rows: `keepdim=True` keeps it, with size 1."),
+                "The sums lost a dimension and no longer line up with the rows: `keepdim=True` keeps it, with size 1."),
         Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-2, keepdim=True)",
                 "There is one number for each row, not for each column."),
         Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
@@ -83,7 +83,8 @@ GAPS = {
                 "S = c Q K^T: c is missing from both gradients."),
         Mistake("ds @ k * c\n    dk = ds.mT @ q * c", "ds @ k / c\n    dk = ds.mT @ q / c",
                 "Multiply by c. You divided by it."),
-        Mistake("ds @ k * c", "ds @ q * c", "dS does not fit to Q: dQ needs the keys, and dK needs dS transposed."),
+        Mistake("ds @ k * c", "ds @ q * c",
+                "The sizes of dS and Q don't match: dQ needs the keys, and dK needs dS transposed."),
         Mistake("ds.mT @ q * c", "q.mT @ ds * c", "That is dK transposed."),
     )),
     "probabilities_again": Gap(probabilities_again, _queries_keys_and_l, (

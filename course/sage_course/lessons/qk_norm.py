@@ -40,7 +40,7 @@ def _gains() -> list[tuple]:
 
 
 GAPS = {
-    "std_of_score_error": Gap(std_of_score_error, lambda: [(0.03, 1.0, 0.02, 2.0), (0.3, 10.0, 0.4, 5.0)], (
+    "std_of_score_error": Gap(std_of_score_error, lambda: [(0.03, 1.3, 0.02, 2.1), (0.3, 10.0, 0.4, 5.0)], (
         Mistake(" / 12", "", "A rounding error with the scale s has the variance s^2 / 12."),
         Mistake(" / 12)", ") / 12", "The 12 belongs under the root: the variance is s^2 / 12."),
         Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "s_q ** 2 * rms_k + s_k ** 2 * rms_q",
@@ -48,8 +48,18 @@ GAPS = {
         Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
                 "(s_q * rms_k + s_k * rms_q) / math.sqrt(12)",
                 "The errors are independent, so their variances add, and not the errors themselves."),
+        Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "s_q * rms_k + s_k * rms_q",
+                "Variances are squares: an error with the scale s, times k, has the variance (s k)^2 / 12."),
         Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "(s_q * rms_q) ** 2 + (s_k * rms_k) ** 2",
                 "The rounding error of Q is multiplied by K, and that of K by Q."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "(s_q * rms_q + s_k * rms_k) / math.sqrt(12)",
+                "The error of Q is multiplied by K, and that of K by Q. Then their variances add, not the errors."),
+        Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "(s_q / rms_q) ** 2 + (s_k / rms_k) ** 2",
+                "These are relative errors. In a score, the error of Q is multiplied by K, and that of K by Q."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+                "rms_q * rms_k * math.sqrt((s_q ** 2 + s_k ** 2) / 12)",
+                "Each error is multiplied by the other factor alone: that of Q by K, and that of K by Q."),
         Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
                 "math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12) / 8",
                 "There are D terms, and the variance has the factor c^2: c^2 D = 1, so neither is left."),
@@ -58,6 +68,8 @@ GAPS = {
                 "There are D terms, and the variance has the factor c^2: c^2 D = 1, so neither is left."),
         Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)", "s_q * s_k / 12",
                 "That is the product of the two errors. Each error is multiplied by the other factor itself."),
+        Mistake("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)", "s_q * s_k / math.sqrt(12)",
+                "That multiplies the two errors. Each error is multiplied by the other factor itself."),
         Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "s_q ** 2 + s_k ** 2",
                 "The rounding error of Q is multiplied by K, and that of K by Q."),
     )),
@@ -77,7 +89,7 @@ GAPS = {
         Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)", "(x.abs().mean(-1, keepdim=True) + 1e-6)",
                 "That is the mean magnitude. RMS is the root of the mean square."),
         Mistake("mean(-1, keepdim=True)", "mean(-1)",
-                "The mean lost a dimension, and no longer fits to its token: `keepdim=True` keeps it, with size 1."),
+                "The means lost a dimension and don't line up with the tokens: `keepdim=True` keeps it, with size 1."),
         Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
                 "(torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-6)",
                 "The 1e-6 belongs under the root: add it to the mean square."),
