@@ -58,8 +58,8 @@ TENSORS: tuple[tuple[Callable[[Tensor, Tensor], Any], str], ...] = (  # what hol
 
 # Beginnings of hints that are no guesses
 SURE = (
-    "The results are in", "Rows and col", "The sign", "Round first", "NaN comes from 0 / 0. Which", "This name", "`max` ",
-    "Python's `max`",
+    "The results are in", "Rows and col", "The sign", "Round first", "NaN comes from 0 / 0. Which", "This name",
+    "`max`", "Python's `max`",
 )  # fmt: skip
 
 

@@ -334,7 +334,7 @@ BY_HAND = ("memory", "precision", "precision by row", "forward step", "backward 
            "sparse owner of nothing", "SLA2", "two warps")  # fmt: skip
 SEEN = {
     "overview": 1416291446, "table 1": 3347692746, "choices of table 1": 1226421414,
-    "predictions": 3159518456, "busy": 1167434420, "curves": 3217129273,
+    "predictions": 2066730344, "busy": 1167434420, "curves": 3217129273,
     "final losses": 1678875001, "gaps": 4209771848, "noise": 2053049639, "T*": 4075139534, "SLA2 ladder": 981905570,
     "SLA2 in turn": 1874718096, "training for INT8": 2943237775, "whole corpus": 4050150043,
     "repaired runs": 3365346669, "arms": 2006634444, "SLA2 ladder with a gap": 1653879184, "mass": 2619025790,
@@ -348,6 +348,14 @@ SEEN = {
     "softmax": 1013201544, "delta": 1264256397, "scales": 4110096127, "forward": 3296011175, "backward": 2390966683,
     "table": 155926498, "ring": 3799761810,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_prediction_has_no_legend_for_a_unit_that_no_bar_shows(direction):
+    levels = figures.compare_levels(read_record(BENCH), read_record("instructions_sm90"), direction)
+    figure = figures.prediction_figure(read_record(BENCH), levels, title="")
+    drawn = {bar.get_facecolor() for axes in figure.axes for bar in axes.patches if bar.get_height()}
+    assert drawn == {x.get_facecolor() for x in figure.legends[0].legend_handles if isinstance(x, Rectangle)}
 
 
 def fingerprint(figure):

@@ -16,16 +16,18 @@ UNIT_COLORS = {"tensor": BLACK, "exp2": ORANGE, "alu": GREEN, "issue": BLUE, "l2
 def prediction_figure(bench: Record, levels: Mapping[tuple[int, int], Compared], *, title: str) -> Figure:
     """Draw each level's predicted clocks per score as a stacked bar, the measured ones as a line, the ratio below.
 
-    bench: the record of the times; levels: `compare_levels` of it, or some of them.
+    bench: the record of the times; levels: `compare_levels` of it, or some of them. The legend names the units that
+    some bar shows: a unit that no program waits for has no part in a prediction.
     """
+    drawn = [unit for unit in UNIT_COLORS if any(of.parts.get(unit) for of in levels.values())]
     figure, axes = panels(2, width=5.6, height=3.9, sharey=True, title=title)
     for ax, head_dim in zip(axes, (128, 64), strict=True):
         found = {level: of for (d, level), of in levels.items() if d == head_dim}
         for x, of in enumerate(found.values()):
             low = 0.0
-            for unit, color in UNIT_COLORS.items():
-                height = of.parts.get(unit, 0.0)
-                ax.bar(x, height, bottom=low, width=0.62, color=color, label=None if x else UNIT_NAMES[unit])
+            for unit in drawn:
+                height, label = of.parts.get(unit, 0.0), None if x else UNIT_NAMES[unit]
+                ax.bar(x, height, bottom=low, width=0.62, color=UNIT_COLORS[unit], label=label)
                 low += height
             ends = x - 0.42, x + 0.42
             ax.plot(ends, [of.sum] * 2, ":", color=BLACK, label=None if x else "sum of all units")
