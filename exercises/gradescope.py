@@ -66,6 +66,7 @@ and, for the exercises that need it, Triton:
     python -m exercises grade --all
 
 Your code runs in a process of its own. It is graded on the same inputs when you hand it in, and on others.
+The notebooks that a page names, and files in `notebooks/` and `kernels/`, belong to the course; grading needs none.
 """
 
 
@@ -139,8 +140,11 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def without_dead_links(path: str, content: bytes, files: Container[str]) -> bytes:
-    """Return a Markdown page with the words alone of each link to a file that isn't among `files`."""
+def for_students(path: str, content: bytes, files: Container[str]) -> bytes:
+    """Return a Markdown page for those who have `files` alone: without what is only in a clone, nor dead links.
+
+    Of a link to a file that isn't there, the words are left. What only a clone has stands between two comments.
+    """
     if not path.endswith(".md"):
         return content
 
@@ -148,7 +152,8 @@ def without_dead_links(path: str, content: bytes, files: Container[str]) -> byte
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[2].partition("#")[0]))
         return link[0] if "://" in link[2] or link[2].startswith("#") or target in files else link[1]
 
-    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", kept, content.decode()).encode()
+    text = re.sub(r"<!-- begin clone -->.*?<!-- end clone -->\n*", "", content.decode(), flags=re.DOTALL)
+    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", kept, text).encode()
 
 
 def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
@@ -165,7 +170,7 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     for name, exercise in exercises.items():
         student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
         student[f"exercises/{name}/answers.pt"] = _saved(Recorded.content(exercise))
-    student = {path: without_dead_links(path, text, student) for path, text in student.items()}
+    student = {path: for_students(path, text, student) for path, text in student.items()}
     autograder = {
         **engine,
         "setup.sh": SETUP.encode(),
