@@ -118,7 +118,7 @@ class Student:
         self.source, self.sandbox = source, sandbox
         self.device = "cuda" if exercise.triton and torch.cuda.is_available() else "cpu"
         self.deadline = float("inf")  # until its process has started
-        self.child, self.printed = None, ""
+        self.child, self.printed, self.endless = None, "", None
 
     def __enter__(self) -> "Student":
         return self
@@ -132,6 +132,8 @@ class Student:
 
     def call(self, call: Call, correct: Correct | None = None) -> dict[str, Any]:
         """Return what the submission gives; "raised" if it is an error. ChildError if it gives nothing."""
+        if self.endless is not None:
+            raise self.endless
         if time.monotonic() >= self.deadline:
             raise ChildError("used up the time of the exercise")
         if self.child is None:
@@ -143,6 +145,7 @@ class Student:
         except ChildError as error:
             if error.fatal:
                 self.__exit__()
+            self.endless = error if error.endless else None
             if error.raised:
                 return {"raised": error.raised, "said": str(error)}
             raise
@@ -286,7 +289,8 @@ def grade(exercise: Exercise, source: bytes | None, seeds: Sequence[Any], sandbo
                     if results[number].status == "passed":
                         result = judge.judge(test, hidden, student, fixed=True)
                         results[number] = results[number] if result.status == "passed" else result
-        results = with_correct_functions(exercise, source, seeds, sandboxes, results)
+        if student.endless is None:
+            results = with_correct_functions(exercise, source, seeds, sandboxes, results)
     except SandboxError:
         raise
     except Exception as error:

@@ -68,11 +68,14 @@ class ChildError(Exception):
     """The submission crashed, hung or answered nonsense. str(): with its own words, which may quote its inputs.
 
     shown: without a word of the submission. fatal: its process can't be called again. raised: its exception.
+    endless: importing it takes too long, and would again.
     """
 
-    def __init__(self, shown: str, detail: str | None = None, fatal: bool = False, raised: str = ""):
+    def __init__(
+        self, shown: str, detail: str | None = None, fatal: bool = False, raised: str = "", endless: bool = False
+    ):
         super().__init__(detail or shown)
-        self.shown, self.fatal, self.raised = shown, fatal, raised
+        self.shown, self.fatal, self.raised, self.endless = shown, fatal, raised, endless
 
 
 @functools.cache
@@ -210,7 +213,7 @@ class Child:
         self.sandbox, self.limits, self.numbers = sandbox, sandbox.limits, itertools.count(1)
         self.output = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
         self.stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.status, self.ended = None, False
+        self.status, self.ended, self.imported = None, False, False
         # CUDA maps terabytes; without walls the user's other processes would be counted, too.
         counted = {"RLIMIT_AS": not torch.cuda.is_available(), "RLIMIT_NPROC": sandbox.walls}
         resources = {name: most for name, most in self.limits.resources.items() if counted.get(name, True)}
@@ -242,6 +245,9 @@ class Child:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 wire.write(self.stream, wire.pack(content, tensors), deadline)
             answer, returned = wire.read(self.stream, deadline, self.sandbox.control, limit)
+            if answer.get("id") == 0 and not self.imported:
+                self.imported = True
+                answer, returned = wire.read(self.stream, deadline, self.sandbox.control, limit)
             if answer.get("id") != number:
                 raise wire.WireError("answered out of turn")
             if "error" in answer:
@@ -250,7 +256,10 @@ class Child:
             if not isinstance(observed, dict):
                 raise wire.WireError("returned something that can't be read")
         except TimeoutError:
-            raise ChildError(f"took longer than {self.limits.call_seconds:g} s", fatal=True) from None
+            late = f"took longer than {self.limits.call_seconds:g} s"
+            if not self.imported:
+                late = f"was not called: importing exercise.py {late}. Does a loop outside of its functions never end?"
+            raise ChildError(late, fatal=True, endless=not self.imported) from None
         except EOFError:
             self._wait_for_end(patience=0.5)
             raise ChildError(_epitaph(self.status), fatal=True) from None

@@ -27,9 +27,13 @@ def graphed(module: nn.Module) -> nn.Module:
     A replay repeats what the GPU did, so the module must not decide anything by the values of its inputs.
 
     Raises:
+        TypeError: module is no torch.nn.Module.
         RuntimeError: A second backward pass of one call, as with retain_graph; or the module can't be captured.
     """
-    module.forward = _Graphs(module)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(module.forward, _Graphs):  # as it is in a cell of a notebook that is run again
+        module.forward = _Graphs(module)
     return module
 
 

@@ -77,6 +77,16 @@ def test_file_that_can_not_be_imported(quick, graded, source, feedback):
     assert feedback in result.tests[0].feedback
 
 
+def test_file_that_never_finishes_importing_is_waited_for_once(quick, graded):
+    exercise = graded.small()
+    exercise.tests *= 3
+    result = graded(f"print('importing')\n{HONEST}while True: pass\n", exercise, sandboxes=quick)
+    assert {test.feedback for test in result.tests} == {
+        "f was not called: importing exercise.py took longer than 1 s. Does a loop outside of its functions never end?"
+    }
+    assert result.printed == "importing"
+
+
 @behind_walls
 @pytest.mark.parametrize("name", ATTACKS["refused"])
 def test_walls_refuse(quick, graded, tmp_path, name):

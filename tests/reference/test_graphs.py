@@ -75,8 +75,9 @@ def trained(module):
     return [*losses, *(x.detach() for x in module.parameters())]
 
 
-def test_gradients_add_up_over_passes_of_any_shape():
-    plain, replayed = trained(model()), trained(graphed(model()))
+@pytest.mark.parametrize("made", [lambda: graphed(model()), lambda: graphed(graphed(model()))])
+def test_gradients_add_up_over_passes_of_any_shape(made):
+    plain, replayed = trained(model()), trained(made())
     assert all(x.equal(y) for x, y in zip(plain, replayed, strict=True))
     assert Replay.captures == 2
 
@@ -134,3 +135,9 @@ def test_a_parameter_that_is_frozen_or_unfrozen_is_captured_anew():
             module(batch(3, seed)).sum().backward()
     assert Replay.captures == 2
     assert all(x.grad.equal(y.grad) for x, y in zip(plain.parameters(), replayed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("given", "kind"), [(3, "int"), (nn.Linear, "type")])
+def test_what_is_no_module_is_refused(given, kind):
+    with pytest.raises(TypeError, match=f"^module: expected a torch.nn.Module, got {kind}$"):
+        graphed(given)

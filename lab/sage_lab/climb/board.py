@@ -16,7 +16,10 @@ COLUMNS = ("name", "head_dim", "causal", "date")
 
 def board_rows(path: Path) -> list[Row]:
     """Return a board's rows, none if there is no file yet. Raises ValueError for a file that is no board."""
-    rows = read_record(path).rows if path.exists() else []
+    try:
+        rows = read_record(path).rows if path.exists() else []
+    except ValueError:  # not even a record
+        rows = [None]
     if not all(isinstance(row, dict) and {*COLUMNS} <= row.keys() and {"target", "gpu"} & row.keys() for row in rows):
         raise ValueError(f"board: expected rows of `climb`, got {path}: name another file")
     return rows

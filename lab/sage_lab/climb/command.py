@@ -43,6 +43,8 @@ def climb_command(options: argparse.Namespace) -> None:
     if not options.sources and not options.board:
         known = f"a file with attention(q, k, v, is_causal=False), or one of {', '.join(LEVELS)}"
         raise ValueError(f"FILE: expected {known}, got none")
+    if not options.sources and not options.board.exists():
+        raise ValueError(f"board: expected a file of `climb FILE --board`, got {options.board}: it doesn't exist")
     shown = board_rows(options.board) if options.board else []  # refused before any work, if it is none
     on_gpu = torch.cuda.is_available()
     is_timed = on_gpu and not options.count

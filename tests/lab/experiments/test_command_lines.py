@@ -116,7 +116,8 @@ BAD = {  # the command line: what its one line says
     "climb": "FILE: expected a file with attention(q, k, v, is_causal=False), or one of level0, level1, level2, level3",
     "climb level7": "argument FILE: expected a file that can be read, got 'level7'",
     "climb level2 --target 70": "argument --target: invalid choice: 70",
-    "climb level2 --board text.txt": "path: expected a record in JSON, got text.txt",
+    "climb --board bord.json": "board: expected a file of `climb FILE --board`, got bord.json",
+    "climb level2 --board text.txt": "board: expected rows of `climb`, got text.txt: name another file",
     "bench --n 7": "n: expected some of [1024",
 }
 
