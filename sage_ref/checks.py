@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 BACKENDS = ("auto", "reference", "triton")
@@ -217,11 +217,15 @@ def check_heads(
     check_device_of_module(weight, query=query)
     query, key, value = cast_for_autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
-    if query.shape[1] != num_heads:
-        raise ValueError(f"query: expected {num_heads} heads, as the module has, got {query.shape[1]}")
-    if query.shape[3] != head_dim:
-        raise ValueError(f"query: expected head size {head_dim}, as the module has, got {query.shape[3]}")
+    if (query.shape[1], query.shape[3]) != (num_heads, head_dim):
+        shape = tuple(query.shape)
+        raise ValueError(f"query: expected shape (B, {num_heads}, N, {head_dim}), as the module takes it, got {shape}")
     return query, key, value
+
+
+def check_module(name: str, x: nn.Module) -> None:
+    if not isinstance(x, nn.Module):
+        raise TypeError(f"{name}: expected a torch.nn.Module, got {type(x).__name__}")
 
 
 def check_device_of_module(weight: Tensor, **tensors: Tensor) -> None:

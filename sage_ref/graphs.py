@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sage_ref.checks import check_module
+
 SHAPES_KEPT = 16
 
 
@@ -30,8 +32,7 @@ def graphed(module: nn.Module) -> nn.Module:
         TypeError: module is no torch.nn.Module.
         RuntimeError: A second backward pass of one call, as with retain_graph; or the module can't be captured.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    check_module("module", module)
     if not isinstance(module.forward, _Graphs):  # as it is in a cell of a notebook that is run again
         module.forward = _Graphs(module)
     return module

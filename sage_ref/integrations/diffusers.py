@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_ref.backend import warn_once
-from sage_ref.checks import shown
+from sage_ref.checks import check_module, shown
 from sage_ref.integrations.calls import Call, Policy, by_sagebwd, not_installed, obstacle, refuse
 from sage_ref.integrations.pytorch import SdpaMode
 from sage_ref.sagebwd.settings import Options
@@ -180,6 +180,7 @@ def install_sla2(
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.
     """
+    check_module("model", model)  # and no pipeline
     layers = {f"{name}.processor": layer for name, layer in model.named_modules() if hasattr(layer, "get_processor")}
     if names is None:
         chosen = [name for name, layer in layers.items() if not getattr(layer, "is_cross_attention", False)]
@@ -231,9 +232,11 @@ def load_sla2(model: nn.Module, folder: str | Path, *, backend: str = "auto") ->
         backend: As in `sage_ref.SLA2`.
 
     Raises:
+        TypeError: The model is no module, as a pipeline is none.
         ValueError: The model was saved without SLA2, or the files lack a router or have one twice. The model then stays
             as it was.
     """
+    check_module("model", model)
     options = _saved_options(model)
     if not options:
         raise ValueError("model: expected one whose config has sla2, as install_sla2 leaves it, got one without")
@@ -268,6 +271,7 @@ def _saved_state(folder: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
 
 def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
     """Return every SLA2 in a model, in its order."""
+    check_module("model", model)
     return (module for module in model.modules() if isinstance(module, SLA2))
 
 
@@ -277,7 +281,7 @@ def stage(model: nn.Module, number: int) -> None:
     A saved model doesn't say in which stage it was: it loads in stage 2.
 
     Raises:
-        ValueError: The model has no SLA2.
+        TypeError, ValueError: The model is no module, or has no SLA2.
     """
     for module in _some_sla2(model):
         module.stage(number)

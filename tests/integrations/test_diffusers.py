@@ -4,6 +4,7 @@ Needs the extra diffusers, which `make test` installs; skipped where it is missi
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,6 +301,10 @@ def test_both_together_and_only_where_asked(video):
         ValueError, match="^model: expected attention processors of diffusers, got a model without any$"
     ):
         install_sla2(torch.nn.Linear(2, 2))
+    pipeline = SimpleNamespace(transformer=model, config={})
+    for function, *rest in ((install_sla2,), (load_sla2, "folder"), (stage, 1), (initialize_alpha,)):
+        with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got SimpleNamespace$"):
+            function(pipeline, *rest)
 
 
 def test_a_processor_that_layers_share_stays_theirs(video):

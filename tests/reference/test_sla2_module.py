@@ -376,8 +376,8 @@ def test_blocks_that_sla_skips_are_among_those_it_does_not_select():
 def test_the_modules_take_the_heads_they_were_made_for(kind):
     x = torch.ones(1, 2, 4, 8)
     for bad, message in (
-        ((x[:, :1],) * 3, "query: expected 2 heads, as the module has, got 1"),
-        ((x[..., :4],) * 3, "query: expected head size 8, as the module has, got 4"),
+        ((x[:, :1],) * 3, r"query: expected shape \(B, 2, N, 8\), as the module takes it, got \(1, 1, 4, 8\)"),
+        ((x[..., :4],) * 3, r"query: expected shape \(B, 2, N, 8\), as the module takes it, got \(1, 2, 4, 4\)"),
         ((x, *[x.repeat(1, 2, 1, 1)] * 2), "key: expected a number of heads that divides .*, got 4"),
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):
