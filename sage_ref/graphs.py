@@ -1,5 +1,6 @@
 """`graphed`: training passes of a module as CUDA graphs, for passes so short that the host is slower than the GPU."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -105,7 +106,10 @@ class _Graphs:
         caches_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # the graph would go on reading casts of weights that autocast frees
         try:
-            return torch.cuda.make_graphed_callables(call, tuple(samples), allow_unused_input=True, pool=self.pool)
+            with warnings.catch_warnings():
+                # PyTorch warms up on one stream and captures on another, and warns of it.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+                return torch.cuda.make_graphed_callables(call, tuple(samples), allow_unused_input=True, pool=self.pool)
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
 

@@ -25,8 +25,6 @@ from sage_kernels.sla2.sums import padded_columns
 from sage_ref.sla2.blocks import block_count
 
 MASK_BLOCK_Q, MASK_BLOCK_KV = 128, 64  # queries and keys of one entry of the block mask
-# Key blocks of the widest row whose loop over 32 bits is unrolled: 65,536 of them took five minutes to compile.
-WIDEST_UNROLLED = tl.constexpr(16384)
 if SCALE_BLOCK % MASK_BLOCK_Q or SCALE_BLOCK % MASK_BLOCK_KV:  # kernels would read past the copies that `quantize` pads
     raise ValueError(
         f"SCALE_BLOCK: expected a multiple of SLA2's mask blocks {MASK_BLOCK_Q} x {MASK_BLOCK_KV}, got {SCALE_BLOCK}"
@@ -72,16 +70,11 @@ def sla2_top_blocks_program(
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
     rank = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     rank = tl.where(column < columns, rank, 0)
-    # The largest threshold that at least `count` ranks reach, bit by bit.
+    # The largest threshold that at least `count` ranks reach, bit by bit. Unrolled, long rows compile for minutes.
     threshold = tl.zeros([], tl.uint32)
-    if WIDTH <= WIDEST_UNROLLED:
-        for bit in tl.static_range(32):
-            raised = threshold | (1 << (31 - bit))
-            threshold = tl.where(tl.sum((rank >= raised).to(tl.int32), 0) >= count, raised, threshold)
-    else:
-        for bit in range(32):
-            raised = threshold | (tl.full([], 1, tl.uint32) << (31 - bit))
-            threshold = tl.where(tl.sum((rank >= raised).to(tl.int32), 0) >= count, raised, threshold)
+    for bit in range(32):
+        raised = threshold | (tl.full([], 1, tl.uint32) << (31 - bit))
+        threshold = tl.where(tl.sum((rank >= raised).to(tl.int32), 0) >= count, raised, threshold)
     above = rank > threshold
     equal = (rank == threshold) & (column < columns)
     still_wanted = count - tl.sum(above.to(tl.int32), 0)

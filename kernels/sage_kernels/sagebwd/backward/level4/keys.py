@@ -9,8 +9,9 @@ and of dS is that of a key. L and delta belong to columns; the copy engine bring
 - Both: beside S^T there is room for two gradients if dP^T comes in two halves of its columns.
 
 Rings: Q^ for S^T, dO for dP^T, Q^T for dK, dO^T for dV. The order in which a warpgroup of both waits for them and
-releases them (r): Q^ and dO (in the tile before) | P^T, r Q^ | dO^T: P^ dO^, r | second half of dP^T, dS^T, r dO |
-Q^T: dS^ Q^ and the next Q^: S^T, r Q^T | the next dO.
+releases them (r): Q^ and dO (in the tile before) | P^T | dO^T: P^ dO^, r, r Q^ | second half of dP^T, dS^T, r dO |
+Q^T: dS^ Q^ and the next Q^: S^T, r Q^T | the next dO. L travels with Q^, and its read has ended for certain only when a
+matmul that depends on it has.
 """
 
 from collections import namedtuple
@@ -52,12 +53,11 @@ Queries = namedtuple("Queries", "n s_q s_do first_query")  # the n-th tile that 
 
 
 @gluon.jit
-def probabilities(st_ij, own, queries, rings, lines, IS_MASKED: gl.constexpr):
-    """Return P^T_ij [Bkv, Bq] from integer scores; release Q^_i."""
+def probabilities(st_ij, own, queries, lines, IS_MASKED: gl.constexpr):
+    """Return P^T_ij [Bkv, Bq] from integer scores."""
     column: gl.constexpr = gl.SliceLayout(0, accumulator(TILE))
     log_sum_exp_i = lines.log_sum_exp.index(queries.n % lines.log_sum_exp.shape[0]).load(column)
     pt_ij = fast_exp2(st_ij.to(gl.float32) * (queries.s_q * own.s_k) - log_sum_exp_i[None, :])
-    release(rings.q, queries.n)
     if IS_MASKED:
         key = own.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(TILE)))
         query = queries.first_query + gl.arange(0, TILE, column)
@@ -71,17 +71,19 @@ def dk_tile(
 ):
     """Return (dk_j after a query tile, S^T and dP^T in flight of the next one)."""
     n = queries.n
-    pt_ij = probabilities(st_ij, own, queries, rings, lines, IS_MASKED)
+    pt_ij = probabilities(st_ij, own, queries, lines, IS_MASKED)
     delta_i = lines.delta.index(n % lines.delta.shape[0]).load(gl.SliceLayout(0, accumulator(TILE)))
     dpt = gl.convert_layout(warpgroup_mma_wait(0, deps=(dpt_ij,)), accumulator(TILE), assert_trivial=True)
     # [Bkv, Bq]
     dst_ij = pt_ij * (dpt - delta_i[None, :])
     release(rings.do, n)
     dst_hat_ij, s_ds = quantize_by_row(dst_ij, False, DP)
-    return add_product(
+    dk_j, st_ij, dpt_ij = add_product(
         dk_j, st_ij, dpt_ij, dst_hat_ij, s_ds * queries.s_q, (own.k_hat_j, own.v_j), (rings.q, rings.do, rings.qt), n,
         DP, TILE, IS_LAST,
     )  # fmt: skip
+    release(rings.q, n)
+    return dk_j, st_ij, dpt_ij
 
 
 @gluon.jit
@@ -90,8 +92,10 @@ def dv_tile(dv_j, own, queries, rings, lines, DP: gl.constexpr, IS_MASKED: gl.co
     n = queries.n
     st_ij = warpgroup_mma_wait(0, deps=(start_int8(own.k_hat_j, acquire(rings.q, n), TILE),))
     # [Bkv, Bq]
-    pt_hat_ij, s_p = quantize_by_row(probabilities(st_ij, own, queries, rings, lines, IS_MASKED), True, DP)
-    product = warpgroup_mma_wait(0, deps=(start_int8(pt_hat_ij, acquire(rings.dot, n), DP),))
+    pt_hat_ij, s_p = quantize_by_row(probabilities(st_ij, own, queries, lines, IS_MASKED), True, DP)
+    product = start_int8(pt_hat_ij, acquire(rings.dot, n), DP)
+    release(rings.q, n)
+    product = warpgroup_mma_wait(0, deps=(product,))
     release(rings.dot, n)
     return add_scaled(dv_j, product, s_p * queries.s_do, DP)
 
@@ -118,7 +122,7 @@ def dkdv_tile(
     """Return (dk_j, dv_j after a query tile, S^T and the first half of dP^T in flight of the next one)."""
     n = queries.n
     column: gl.constexpr = gl.SliceLayout(0, accumulator_16bit(HALF))
-    pt_ij = probabilities(st_ij, own, queries, rings, lines, IS_MASKED)
+    pt_ij = probabilities(st_ij, own, queries, lines, IS_MASKED)
     pt_hat_ij, s_p = quantize_by_row(pt_ij, True, DP)
     dpt = warpgroup_mma_wait(0, deps=(dpt_0,))
     product = start_int8(pt_hat_ij, acquire(rings.dot, n), DP)
@@ -126,6 +130,7 @@ def dkdv_tile(
     pt_0, pt_1 = split_halves(pt_ij)
     dst_0 = pt_0 * (dpt - delta_i.slice(0, HALF).load(column)[None, :])
     product = warpgroup_mma_wait(0, deps=(product,))
+    release(rings.q, n)
     release(rings.dot, n)
     dv_j = add_scaled(dv_j, product, s_p * queries.s_do, DP)
     # Only now, for the second half takes the registers of the product.
