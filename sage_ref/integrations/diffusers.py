@@ -162,7 +162,7 @@ class _Sla2Mode(SdpaMode):
 
 def install_sla2(
     model: nn.Module, names: list[str] | None = None, *, sparsity: float = 0.97, block_q: int = 128,
-    block_kv: int = 64, quantize: bool = True, query_blocks: int = 1, backend: str = "auto",
+    block_kv: int = 64, quantize: bool = True, backward: str = "matched", query_blocks: int = 1, backend: str = "auto",
 ) -> list[SLA2]:  # fmt: skip
     """Give each self-attention of a diffusers model an SLA2 of its own, and return them in the model's order.
 
@@ -175,7 +175,7 @@ def install_sla2(
     Args:
         model: A model of diffusers.
         names: Keys of `model.attn_processors`, or one; None means all that are no cross-attention.
-        sparsity, block_q, block_kv, quantize, query_blocks, backend: As in `sage_ref.SLA2`.
+        sparsity, block_q, block_kv, quantize, backward, query_blocks, backend: As in `sage_ref.SLA2`.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.
@@ -192,7 +192,7 @@ def install_sla2(
     if not chosen:
         raise ValueError("model: expected attention processors of diffusers, got a model without any")
     options = {"sparsity": sparsity, "block_q": block_q, "block_kv": block_kv}
-    options |= {"quantize": quantize, "query_blocks": query_blocks}
+    options |= {"quantize": quantize, "backward": backward, "query_blocks": query_blocks}
     chosen = [name for name in chosen if not isinstance(layers[name].processor, SLA2Processor)]
     if any(name in _saved_options(model) for name in chosen):
         warn_once("the model was saved with SLA2. install_sla2 gives it a new router; load_sla2 loads its own.", 1)

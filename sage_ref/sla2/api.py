@@ -32,7 +32,7 @@ def sparse_linear_attention(
     alpha: Tensor | float,
     *,
     quantize: bool = False,
-    backward: str = "printed",
+    backward: str = "matched",
     scale: float | None = None,
     block_q: int = 128,
     block_kv: int = 64,
@@ -49,8 +49,8 @@ def sparse_linear_attention(
     affected.
 
     Magnitudes, derivatives and kinds of tensors: as in `sagebwd_attention`, up to 1e15 in every dtype. With quantize
-    the printed backward pass compares its own scores with INT8's L: where they differ by more than 88, which takes
-    scores of thousands, gradients are infinite or NaN; the matched one has no such difference. From
+    and backward="printed" the backward pass compares its own scores with INT8's L: where they differ by more than 88,
+    which takes scores of thousands, gradients are infinite or NaN. The default has no such difference. From
     c max|q| max|k| = 30,000 on the kernels' O is NaN, too; on Hopper GPUs, with head sizes above 32, it is right up to
     1e6. The kernels keep dS in 16 bit: float16's gradients overflow with a dS of 65504.
 
@@ -63,8 +63,8 @@ def sparse_linear_attention(
             [B, H, ceil(Nq / block_q)]. A tensor's range is not checked; with a negative alpha the kernels' dK and dV
             are NaN.
         quantize: Compute O_s in INT8 (Q, K, P and V; K smoothed). The backward pass stays in 16 bit.
-        backward: With quantize: "printed" recomputes P from 16-bit scores, as Algorithm 3 does; "matched" from the
-            forward's INT8 scores, so that rows of P sum to 1 also where scores are in the hundreds.
+        backward: With quantize: "matched" recomputes P from the forward's INT8 scores, so that rows of P sum to 1;
+            "printed" from 16-bit scores, as Algorithm 3 does, whose rows don't where scores are in the hundreds.
         scale: c; None means 1/sqrt(D).
         block_q, block_kv: Queries and keys of one entry of block_mask; more than there are is all of them.
         backend: "reference", "triton" (blocks of 128 x 64 only), or "auto": triton where it can run, else the

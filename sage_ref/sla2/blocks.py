@@ -23,7 +23,7 @@ from sage_ref.shapes import block_that_fits
 from sage_ref.smoothing import smooth_key
 
 FEATURE_MAPS = ("softmax", "elu+1", "relu")
-BACKWARDS = ("printed", "matched")
+BACKWARDS = ("matched", "printed")
 PART_SCORES = 1 << 22  # scores that exist at a time: 16 MB in float32
 
 
@@ -36,8 +36,8 @@ class BlockSettings:
         scale: c; None means 1/sqrt(D).
         feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
         quantize: Run the sparse branch's forward pass in INT8.
-        backward: Where the backward pass of a quantised forward pass gets P from: "printed", from 16-bit scores, as
-            Algorithm 3 has it; "matched", from the forward's INT8 scores, so that rows of P sum to 1.
+        backward: Where the backward pass of a quantised forward pass gets P from: "matched", from the forward's INT8
+            scores, so that rows of P sum to 1; "printed", from 16-bit scores, as Algorithm 3 has it (erratum).
 
     Raises:
         TypeError, ValueError: A field does not fit; the message names it.
@@ -48,7 +48,7 @@ class BlockSettings:
     scale: float | None = None
     feature_map: str = "softmax"
     quantize: bool = False
-    backward: str = "printed"
+    backward: str = "matched"
 
     def __post_init__(self):
         check_count("block_q", self.block_q)

@@ -62,7 +62,7 @@ class SLA2(nn.Module):
         block_q: int = 128,
         block_kv: int = 64,
         quantize: bool = True,
-        backward: str = "printed",
+        backward: str = "matched",
         query_blocks: int = 1,
         relaxation: Relaxation = Relaxation(),  # noqa: B008 (frozen)
         backend: str = "auto",

@@ -5,8 +5,8 @@ adding up h_j for every block of queries, H_i is one product, complement mask ti
 
 Quantisation-aware training: with `quantize` the forward pass of the sparse branch runs in INT8 as SageBwd's does (K
 smoothed; psi per block of Q, K and V, per row of a tile of P); the backward pass works on the unquantised Q, K, V with
-the O_s and L that the forward pass left. As printed it recomputes P from 16-bit scores, which don't fit the L of INT8
-scores where they are large: rows of P don't sum to 1 (erratum). backward="matched" takes the forward's INT8 scores.
+the O_s and L that the forward pass left, but takes P from the forward's INT8 scores. As printed (backward="printed") P
+comes from 16-bit scores, which don't fit that L where they are large: rows of P don't sum to 1 (erratum).
 """
 
 import math

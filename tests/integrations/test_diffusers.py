@@ -215,8 +215,8 @@ def test_alpha_starts_from_the_mass_of_the_selected_blocks(video):
 def with_trained_sla2():
     """Routers and alphas that no new ones are like; one layer's options are not the other's."""
     model = wan()
-    for name, sparsity in (("blocks.0.attn1.processor", 0.5), ("blocks.1.attn1.processor", 0.7)):
-        install_sla2(model, [name], sparsity=sparsity, **BLOCKS)
+    for number, sparsity, backward in ((0, 0.5, "matched"), (1, 0.7, "printed")):
+        install_sla2(model, [f"blocks.{number}.attn1.processor"], sparsity=sparsity, backward=backward, **BLOCKS)
     for module in sla2_modules(model):
         module.router.proj_q.weight.data.normal_()
         module.alpha_logit.data.normal_()
@@ -245,7 +245,8 @@ def test_a_saved_model_has_the_same_bits_and_dtype_when_it_is_loaded(video, tmp_
     load_sla2(other, tmp_path / "model", backend="reference")
     video = {name: x.to(dtype) if x.is_floating_point() else x for name, x in video.items()}
     assert torch.equal(aligned(other)(**video).sample, model(**video).sample)
-    assert [module.sparsity for module in sla2_modules(other)] == [0.5, 0.7]
+    found = [(module.sparsity, module.settings.backward) for module in sla2_modules(other)]
+    assert found == [(0.5, "matched"), (0.7, "printed")]
     assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
     for ours, saved in zip(sla2_modules(other), sla2_modules(model), strict=True):
         for name, parameter in ours.named_parameters():

@@ -35,7 +35,7 @@ from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim, padded_le
 from sage_kernels.sagebwd import ops as sagebwd_ops
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
 from sage_kernels.sla2 import ops as sla2_ops
-from sage_kernels.sla2.routing import MASK_BLOCK_Q
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from triton.runtime.jit import JITFunction
 
@@ -207,9 +207,12 @@ class Sla2:
             lists, complement = prepared.choice.lists, prepared.choice.complement
             saved = forward.sparse_output, forward.log_sum_exp, prepared.inputs.sums, *lists, complement
             backward = grad_output, query, key, value, alpha, block_mask, *saved
-            for of_weights in (None, *[weights] * (not self.quantize)):
-                options = of_weights, prepared.k_mean, *[None] * 4, 0.125
-                calls.append((self.backward_kernel, (*backward, *options)))
+            smoothed = [(prepared.k_mean, *[None] * 4)]  # as printed; then matched
+            if self.quantize:
+                copies = prepared.inputs.q_hat, prepared.inputs.k_hat
+                smoothed.append((None, *(x for copy in copies for x in (copy.values, copy.scale))))
+            for of_weights, of_copies in product((None, *[weights] * (not self.quantize)), smoothed):
+                calls.append((self.backward_kernel, (*backward, of_weights, *of_copies, 0.125)))
         return calls
 
 
@@ -397,16 +400,23 @@ def test_bytes_sagebwd_keeps_for_the_backward_pass(operation, head_dim):
     assert bytes_kept_for_backward(lambda *x: operation.on(case)(*x, *gains), *qkv) == expected
 
 
-@each_of(*MASKED)
-def test_bytes_sla2_keeps_for_the_backward_pass(operation):
-    """Q, K, V, O_s in 16 bit, L, alpha, H and Z of every query block, mask, lists and complement; the mean key."""
-    case = Sla2.Case(200, 300, "half", 64)
+@pytest.mark.parametrize(("operation", "matched"), [(MASKED[0], False), (MASKED[1], False), (MASKED[1], True)])
+def test_bytes_sla2_keeps_for_the_backward_pass(operation, matched):
+    """Q, K, V, O_s in 16 bit, L, alpha, H and Z of every query block, mask, lists and complement.
+
+    After a forward pass in INT8 also the mean key or, matched, Q^, K^ and the scales of their blocks.
+    """
+    case = Sla2.Case(200, 300, "half", 64, matched=matched)
     *inputs, alpha = operation.inputs(case)
     (_, _, rows, columns), head_dim, dp = case.blocks, case.head_dim, padded_head_dim(case.head_dim)
     per_head = 2 * head_dim * (2 * case.n_q + 2 * case.n_k) + 4 * padded_length(case.n_q)
     in_sums_dtype = dp * (dp + 1) + padded_columns(columns)
     per_head += rows * (4 + sums_dtype(inputs[0]).itemsize * in_sums_dtype + columns + 4 * columns + 4)
-    per_head += 4 * head_dim * operation.quantize
+    if matched:
+        lengths = ((padded_length(case.n_q), MASK_BLOCK_Q), (padded_length(case.n_k), MASK_BLOCK_KV))
+        per_head += sum(dp * n + 4 * n // block for n, block in lengths)
+    else:
+        per_head += 4 * head_dim * operation.quantize
     attention = operation.on(case)
     assert bytes_kept_for_backward(lambda *qkv: attention(*qkv, alpha), *inputs) == case.heads * per_head
 

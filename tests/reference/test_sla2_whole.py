@@ -22,6 +22,7 @@ from sage_ref.sla2 import (
     tiled_backward,
     tiled_forward,
 )
+from sage_ref.sla2.blocks import BACKWARDS
 from sage_ref.tracing import relative_l2
 
 # Nq, Nk, block_q, block_kv: one block, one token, ragged ends on either side, both or neither
@@ -31,6 +32,7 @@ SHAPES = [
 ]  # fmt: skip
 SMALL = BlockSettings(16, 8)
 INT8 = BlockSettings(16, 8, quantize=True)
+PRINTED = BlockSettings(16, 8, quantize=True, backward="printed")  # the backward pass as the paper has it
 
 
 def problem(inputs, n_q, n_k, block_q=16, block_kv=8, head_dim=8, **options):
@@ -94,17 +96,18 @@ def test_both_forms_equal_a_dense_oracle_and_autograd_through_the_soft_form(inpu
     assert_all_close(tiled_results[1], gradients, 1e-11)
 
 
+@pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tiles_and_whole_matrices_agree_in_int8_too(inputs, shape, kind):
+def test_tiles_and_whole_matrices_agree_in_int8_too(inputs, shape, kind, backward):
     q, k, v, do, mask, alpha = problem(inputs, *shape)
-    settings = BlockSettings(*shape[2:], feature_map=kind, quantize=True)
+    settings = BlockSettings(*shape[2:], feature_map=kind, quantize=True, backward=backward)
     forms = [form((q, k + 3, v, mask, alpha), do, settings) for form in (tiled, whole)]
     for results, atol in zip(zip(*forms, strict=True), (1e-12, 1e-11), strict=True):
         assert_all_close(*results, atol)
 
 
-@pytest.mark.parametrize("settings", [SMALL, INT8])
+@pytest.mark.parametrize("settings", [SMALL, INT8, PRINTED])
 def test_whole_matrices_take_any_leading_dimensions(inputs, settings):
     """One head alone, [N, D], and in front of it as many dimensions as one likes."""
     q, k, v, do, mask, alpha = problem(inputs, 33, 50)
@@ -149,12 +152,12 @@ def test_relative_l2_against_the_dense_oracle(inputs, n_q, n_k, selected, kv_hea
     assert max(relative_l2(x, y) for x, y in zip(found, expected, strict=True)) < bound
 
 
-def test_the_backward_pass_takes_unrounded_inputs_with_the_forwards_output_and_log_sum_exp(inputs):
+def test_the_printed_backward_pass_takes_unrounded_inputs_with_the_forwards_output_and_log_sum_exp(inputs):
     """With the exact O_s and L it is the unquantised backward pass, and not otherwise."""
     q, k, v, do, mask, alpha = problem(inputs, 45, 60)
-    _, backward = whole((q, k, v, mask, alpha), do, INT8)
+    _, backward = whole((q, k, v, mask, alpha), do, PRINTED)
     exact, exact_backward = whole((q, k, v, mask, alpha), do, SMALL)
-    with_exact = sla2_backward(do, q, k, v, mask, alpha, exact.sparse_output, exact.log_sum_exp, INT8)
+    with_exact = sla2_backward(do, q, k, v, mask, alpha, exact.sparse_output, exact.log_sum_exp, PRINTED)
     for name, ours, same, other in zip(Sla2Backward._fields, with_exact, exact_backward, backward, strict=True):
         assert torch.equal(ours, same), name
         assert 1e-4 < relative_l2(other, same) < 0.1, name
@@ -164,7 +167,7 @@ def test_the_backward_pass_takes_unrounded_inputs_with_the_forwards_output_and_l
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("settings", [SMALL, INT8])
+@pytest.mark.parametrize("settings", [SMALL, INT8, PRINTED])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_autograd_hands_back_what_the_functions_compute(inputs, dtype, settings, autocast):
     """Autocast doesn't reach inside."""

@@ -4,8 +4,8 @@ On Hopper, if the head size allows it, level 4 and backward level 1; else level 
 branch in 16 bit the forward level is 2. All are deterministic.
 Portable levels alone compute stage 1, where blocks have weights.
 The forward pass keeps for the backward, besides Q, K, V: O_s in 16 bit, L, the block mask, its complement and lists,
-and H_i and Z_i of every query block, which are as large as O_s; matched, Q^ and K^, too. O and dQ have Q's layout, dK
-has K's, dV has V's.
+and H_i and Z_i of every query block, which are as large as O_s; in INT8 Q^ and K^, too, unless backward="printed".
+O and dQ have Q's layout, dK has K's, dV has V's.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -27,7 +27,7 @@ from torch import Tensor
 import sage_ref
 from sage_lab.bench.case import Case, Measurement, Shape
 from sage_lab.bench.contenders import Absent, Contender, Entry, level_entries
-from sage_lab.bench.judge import Results, require_close, sparse_head, worst_error
+from sage_lab.bench.judge import RESULTS, Results, require_close, sparse_head, worst_error
 from sage_lab.bench.peers import PEER_BLOCK_KV, PEERS
 from sage_lab.bench.ratios import OURS
 from sage_lab.bench.timing import alone
@@ -42,6 +42,7 @@ MASKS = ("random", "skewed")  # skewed: every query selects the first key block 
 DENSE_PEERS = ("sdpa_flash", "sdpa_cudnn")  # over all blocks
 SPARSE_PEERS = tuple(name for name, peer in PEERS.items() if peer.sparse is not None)
 BACKWARD_LEVELS = (0, 1)  # 1: on Hopper
+OURS_PRINTED = f"{OURS}, printed"  # with backward="printed"; what has no such name runs the default
 
 
 class SparseCase(Case):
@@ -188,7 +189,7 @@ def part_rows(case: SparseCase) -> Iterator[Row]:
 
 
 def module_rows(case: SparseCase, exact: Results, absent: Absent) -> Iterator[Row]:
-    """Time `sage_ref.SLA2` in INT8 and in 16 bit, our backward kernels, and the peers.
+    """Time `sage_ref.SLA2` in INT8 and in 16 bit, our backward kernels, matched and as printed, and the peers.
 
     The peers that read a mask get a random one in blocks of 128 keys, half as many.
     """
@@ -199,10 +200,10 @@ def module_rows(case: SparseCase, exact: Results, absent: Absent) -> Iterator[Ro
     peaks = {(contender.provider, contender.level): peak_memory(contender.both) for contender in found.values()}
     hopper = obstacle(LEVELS[-1], case.device, case.shape.head_dim) is None
     backward = {
-        f"{OURS}, backward level {level}": partial(backward_entry, case, level, module.error)
-        for module in (found.get(f"{OURS}, INT8"),) if module
+        f"{provider}, backward level {level}": partial(backward_entry, case, level, provider, exact)
         for level in BACKWARD_LEVELS[: 1 + hopper]
-    }  # fmt: skip
+        for provider in (OURS, OURS_PRINTED)
+    }
     for row in case.user_turns(found, absent, backward):
         if row["level"] in BACKWARD_LEVELS:
             row["scope"] = "kernel"
@@ -226,17 +227,20 @@ def sla2_module(case: SparseCase, quantize: bool, exact: Results) -> Contender:
     return case.contender(OURS, module, exact, op="sla2", level=level)
 
 
-def backward_entry(case: SparseCase, level: int, error: float) -> Entry:
-    """Return our backward kernels alone. error: of the module; level 1 is compared with level 0."""
+def backward_entry(case: SparseCase, level: int, provider: str, exact: Results) -> Entry:
+    """Return our backward kernels alone, after a forward pass in INT8: matched, or for `OURS_PRINTED` as printed."""
     prepared = case.prepare(LEVEL_INT8)
     results = run_forward(prepared, LEVEL_INT8, scale=case.scale, save=True)[1:]
     *operands, grad_output = case.tensors
     inputs = BackwardInputs(grad_output, *operands, case.alpha, prepared.inputs.sums, *results, prepared.k_mean)
-    kernels = partial(run_backward, inputs, prepared.choice, scale=case.scale)
-    if level > 0:
-        expected = [x[:1, :1].float() for x in kernels()[:3]]
-        error = worst_error(kernels(level=level)[:3], expected, names=("dQ", "dK", "dV"))
-    return Entry("sla2", OURS, level, partial(kernels, level=level), error)
+    if provider == OURS:
+        inputs = inputs._replace(k_mean=None, q_hat=prepared.inputs.q_hat, k_hat=prepared.inputs.k_hat)
+    kernels = partial(run_backward, choice=prepared.choice, scale=case.scale, level=level)
+    judged = grad_output.clone()
+    judged[:, :, case.judged_queries :] = 0
+    found = kernels(inputs._replace(grad_output=judged))
+    error = worst_error(found[:3], exact[1:], names=RESULTS[1:])
+    return Entry("sla2", provider, level, partial(kernels, inputs), error)
 
 
 def peak_memory(step: Callable[[], object]) -> float:

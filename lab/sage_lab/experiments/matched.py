@@ -1,7 +1,7 @@
 """`python -m sage_lab matched`: compare SLA2's printed backward pass with one that matches the forward pass.
 
-Algorithm 3 recomputes P from 16-bit scores with the L of the INT8 forward pass; "matched" takes the INT8 scores. The
-column `part` of the record says what a row measures:
+Algorithm 3 recomputes P from 16-bit scores with the L of the INT8 forward pass; "matched", the library's default, takes
+the INT8 scores. Each arm names its form. The column `part` of the record says what a row measures:
 
 gradients  errors of O and of the gradients as scores grow, on Gaussian inputs and on what trained models computed
 memory     peak memory and time of a step by length; on a GPU only
@@ -42,8 +42,8 @@ MODEL = VideoDiTConfig(layers=2, heads=2, attention="sla2", sparsity=0.75)  # 1,
 class Arm:
     """How a model of `training` computes attention. cure: one of CURES, for the printed P."""
 
+    backward: str
     quantize: bool = True
-    backward: str = "printed"
     cure: str | None = None
     qk_norm: bool = False
 
@@ -54,12 +54,12 @@ CURES = {
     "rows sum to 1": lambda scores, log_sum_exp: scores.softmax(-1).nan_to_num(),
 }
 ARMS = {
-    "exact": Arm(quantize=False),
-    "printed": Arm(),
-    "printed, P at most 1": Arm(cure="P at most 1"),
-    "printed, rows sum to 1": Arm(cure="rows sum to 1"),
-    "matched": Arm(backward="matched"),
-    "printed, QK-norm": Arm(qk_norm=True),
+    "exact": Arm("printed", quantize=False),  # without INT8 both forms are one
+    "printed": Arm("printed"),
+    "printed, P at most 1": Arm("printed", cure="P at most 1"),
+    "printed, rows sum to 1": Arm("printed", cure="rows sum to 1"),
+    "matched": Arm("matched"),
+    "printed, QK-norm": Arm("printed", qk_norm=True),
 }
 
 
@@ -186,7 +186,7 @@ def gradient_rows(device: torch.device) -> list[Row]:
         mask = core.block_mask(q, k)
         alpha = torch.full(mask.shape[:3], 0.95, device=device)
         for backward in ("printed", "matched"):
-            found = mismatch([q, k, v], do, mask, alpha, Arm(backward=backward), core.settings)
+            found = mismatch([q, k, v], do, mask, alpha, Arm(backward), core.settings)
             rows.append({"part": "gradients", "inputs": name, "arm": backward} | found)
     return rows
 
@@ -196,8 +196,9 @@ def memory_rows(length: int, device: torch.device) -> list[Row]:
     shape = {"dtype": torch.bfloat16, "device": device}
     q, k, v, do = (torch.randn(1, HEADS, length, HEAD_DIM, **shape) for _ in range(4))
     steps: dict[str, Callable[[], object]] = {}
-    for name, options in (("stage 2, printed", {}), ("stage 2, matched", {"backward": "matched"}), ("stage 1", {})):
-        core = SLA2(HEAD_DIM, HEADS, sparsity=SPARSITY, **options).to(device).stage(1 if name == "stage 1" else 2)
+    for name, backward in (("stage 2, printed", "printed"), ("stage 2, matched", "matched"), ("stage 1", "matched")):
+        core = SLA2(HEAD_DIM, HEADS, sparsity=SPARSITY, backward=backward).to(device)
+        core.stage(1 if name == "stage 1" else 2)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         parameters = [x for x in core.parameters() if x.requires_grad]
         steps[name] = lambda core=core, x=leaves, p=parameters: torch.autograd.grad(core(*x), [*x, *p], do)
@@ -222,10 +223,9 @@ def training_rows(run: MatchedRun, steps: int, device: torch.device) -> list[Row
     """Train one arm; keep every tenth step's loss and the `mismatch` of the last layer, until the loss isn't finite."""
     arm, rows, seen = ARMS[run.arm], [], {}
     torch.manual_seed(run.seed)
-    model = VideoDiT(replace(MODEL, quantize=arm.quantize))
+    model = VideoDiT(replace(MODEL, quantize=arm.quantize, backward=arm.backward))
     for block in model.blocks:
         attention, core = block.attention, block.attention.core
-        core.settings = replace(core.settings, backward=arm.backward)
         core.__class__, core.cure = CuredSLA2 if arm.cure else SLA2, arm.cure
         attention.qk_norm = attention.qk_norm if arm.qk_norm else NoNorm()
 

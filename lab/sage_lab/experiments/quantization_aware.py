@@ -5,8 +5,8 @@ trained on |O' - O|^2 with O full attention of Q, K, V, and judged with the spar
 the operations that training sees:
 
 afterwards        no quantisation; INT8 only after training
-algorithm 3       quantisation-aware as the paper prints it: INT8 forward, and a 16-bit backward from the unquantised
-                  Q, K, V with the O_s and L that the INT8 forward left
+algorithm 3       quantisation-aware as the paper prints it (backward="printed"): INT8 forward, and a 16-bit backward
+                  from the unquantised Q, K, V with the O_s and L that the INT8 forward left
 straight-through  INT8 forward, and the whole gradient of the unquantised attention, from its own O_s and L
 """
 
@@ -69,7 +69,9 @@ class MappedSLA2(nn.Module):
         blocks = {"block_q": self.sla2.settings.block_q, "block_kv": self.sla2.settings.block_kv}
 
         def attention(*, quantize: bool) -> Tensor:
-            return sparse_linear_attention(*operands, quantize=quantize, backend="reference", **blocks)
+            return sparse_linear_attention(
+                *operands, quantize=quantize, backward="printed", backend="reference", **blocks
+            )
 
         output = attention(quantize=way == "algorithm 3")
         if way == "straight-through":

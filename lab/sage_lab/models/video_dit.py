@@ -35,8 +35,8 @@ class VideoDiTConfig:
 
     patch: pixels of a patch's side, within one frame. cube: frames x rows x columns of patches whose tokens are
     consecutive, see `raster_order`; (1, 1, 1) is plain raster order.
-    attention: one of ATTENTIONS. sparsity, block_q, block_kv: of SLA and SLA2. quantize: of SLA2. backend: of all but
-    exact attention.
+    attention: one of ATTENTIONS. sparsity, block_q, block_kv: of SLA and SLA2. quantize, backward: of SLA2. backend: of
+    all but exact attention.
     """
 
     frames: int = 4
@@ -51,6 +51,7 @@ class VideoDiTConfig:
     block_q: int = BlockSettings.block_q
     block_kv: int = BlockSettings.block_kv
     quantize: bool = True
+    backward: str = BlockSettings.backward
     backend: str = "auto"
 
     def __post_init__(self):
@@ -66,7 +67,7 @@ class VideoDiTConfig:
     @property
     def blocks(self) -> BlockSettings:
         """The blocks of SLA and SLA2."""
-        return BlockSettings(self.block_q, self.block_kv, quantize=self.quantize)
+        return BlockSettings(self.block_q, self.block_kv, quantize=self.quantize, backward=self.backward)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -169,7 +170,7 @@ def attention_core(config: VideoDiTConfig) -> nn.Module:
     """Return the core that the configuration names."""
     blocks = {name: getattr(config, name) for name in ("sparsity", "block_q", "block_kv", "backend")}
     if config.attention == "sla2":
-        return SLA2(config.head_dim, config.heads, quantize=config.quantize, **blocks)
+        return SLA2(config.head_dim, config.heads, quantize=config.quantize, backward=config.backward, **blocks)
     if config.attention == "sla":
         return SLA(config.head_dim, config.heads, **blocks)
     return AttentionCore(config)

@@ -24,7 +24,7 @@ def test_rows_sum_to_one_unless_the_printed_backward_pass_meets_large_scores():
     assert sums["exact"] == pytest.approx(1, abs=1e-4)
     assert sums["matched"] == pytest.approx(1, abs=1e-3)
     assert sums["printed"] > 1.5
-    small, large = (mismatch(*drawn(size), Arm(), BlockSettings()) for size in (1.0, 5.0))
+    small, large = (mismatch(*drawn(size), Arm("printed"), BlockSettings()) for size in (1.0, 5.0))
     assert small["max_score"] * 25 == pytest.approx(large["max_score"], rel=0.05)
     assert small["error_dQ"] < 0.02 < 0.2 < large["error_dQ"]
 
@@ -35,8 +35,8 @@ def test_a_cure_changes_little_at_small_scores_and_bounds_dv_at_large_ones(cure)
         qkv, do, *rest = drawn(size)
         leaves = [x.clone().requires_grad_() for x in qkv]
         outputs = (
-            CuredFunction.apply(*leaves, *rest, BlockSettings(quantize=True), cure),
-            sparse_linear_attention(*leaves, *rest, quantize=True, backend="reference"),
+            CuredFunction.apply(*leaves, *rest, BlockSettings(quantize=True, backward="printed"), cure),
+            sparse_linear_attention(*leaves, *rest, quantize=True, backward="printed", backend="reference"),
         )
         cured, printed = (torch.autograd.grad(output, leaves, torch.ones_like(do)) for output in outputs)
         if is_small:

@@ -51,7 +51,7 @@ def test_each_arm_trains_as_its_name_says(tmp_path, arm):
     core = started_model(config, weights).blocks[0].attention.core
     assert isinstance(core, SLA2) == (config.attention == "sla2")
     if isinstance(core, SLA2):
-        assert core.settings.quantize == (arm != "SLA2, 16 bit")
+        assert (core.settings.quantize, core.settings.backward) == (arm != "SLA2, 16 bit", "printed")
         is_identity = torch.equal(core.router.proj_q.weight, torch.eye(16))
         assert is_identity == (arm in ("router at its start", "no stage 1"))
         assert (core.alpha(1, 1) == 1).all() == (arm == "sparse only")

@@ -28,7 +28,7 @@ class Arm(NamedTuple):
     judged_as: str | None = None
 
 
-SLA2 = {"attention": "sla2"}
+SLA2 = {"attention": "sla2", "backward": "printed"}  # trained as the paper prints it, which is not the default
 FULL, NOT_TUNED, AFTERWARDS = "full", "full, not fine-tuned", "SLA2, quantised afterwards"
 ARMS = {
     FULL: Arm({"attention": "exact"}, stage1=False),
