@@ -50,9 +50,10 @@ def sparse_linear_attention(
 
     Magnitudes, derivatives and kinds of tensors: as in `sagebwd_attention`, up to 1e15 in every dtype. With quantize
     and backward="printed" the backward pass compares its own scores with INT8's L: where they differ by more than 88,
-    which takes scores of thousands, gradients are infinite or NaN. The default has no such difference. From
-    c max|q| max|k| = 30,000 on the kernels' O is NaN, too; on Hopper GPUs, with head sizes above 32, it is right up to
-    1e6. The kernels keep dS in 16 bit: float16's gradients overflow with a dS of 65504.
+    which takes scores of thousands, gradients are infinite or NaN. The default has no such difference, but L in
+    float32 limits it to scores of about 1e6. From c max|q| max|k| = 30,000 on the kernels' O is NaN, too; on Hopper
+    GPUs, with head sizes above 32, it is right up to 1e6. The kernels keep dS in 16 bit: float16's gradients overflow
+    with a dS of 65504.
 
     Args:
         query: [B, H, Nq, D], float16, bfloat16, float32 or float64.
