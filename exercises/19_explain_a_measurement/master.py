@@ -6,25 +6,25 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 # Medians in ms, bfloat16; D = 128 and no mask where nothing else is said.
 MEASURED_MS = {
     "forward": {
-        "ours": (0.71958, 1.00344, 1.66314, 2.88368, 5.46254),
-        "cudnn": (0.44205, 0.83666, 1.63666, 3.23715, 6.48539),
+        "ours": (0.72176, 1.02067, 1.66714, 2.89741, 5.44144),
+        "cudnn": (0.43798, 0.8303, 1.63608, 3.2391, 6.52694),
     },
     "forward, causal": {
-        "ours": (0.61555, 0.73315, 1.03781, 1.62717, 2.8107),
-        "cudnn": (0.29954, 0.5112, 0.92869, 1.75917, 3.40605),
+        "ours": (0.61042, 0.72194, 1.00861, 1.59482, 2.8296),
+        "cudnn": (0.29763, 0.50395, 0.92067, 1.7443, 3.43467),
     },
     "forward, D = 64": {
-        "ours": (0.9703, 1.37914, 2.31714, 4.20069, 8.10787),
-        "cudnn": (0.61248, 1.15536, 2.26158, 4.51613, 8.98549),
+        "ours": (0.96894, 1.38187, 2.3129, 4.15949, 8.06101),
+        "cudnn": (0.61229, 1.15368, 2.2551, 4.50693, 8.99158),
     },
     "both passes": {
-        "ours": (2.5271, 4.04152, 7.12163, 12.9137, 24.73253),
-        "cudnn": (1.96232, 3.51602, 6.64398, 12.86693, 25.75376),
-        "fa4": (1.82538, 3.19078, 5.88045, 11.16598, 21.95683),  # FlashAttention-4, 16 bit
+        "ours": (2.50829, 3.97613, 7.10931, 12.87718, 24.93286),
+        "cudnn": (1.93576, 3.4577, 6.60915, 12.95262, 26.08029),
+        "fa4": (1.80334, 3.1491, 5.83128, 11.0819, 22.15042),  # FlashAttention-4, 16 bit
     },
     "both passes, CUDA graph": {  # the same work without the host's time
-        "ours": (2.49814, 3.94141, 6.95963, 12.83853, 24.87176),
-        "cudnn": (1.94955, 3.48216, 6.58816, 12.71286, 25.8068),
+        "ours": (2.46416, 3.92926, 6.9495, 12.86237, 24.65378),
+        "cudnn": (1.92392, 3.43328, 6.5688, 12.87411, 25.98216),
     },
 }
 # Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units.
@@ -64,8 +64,8 @@ def quantization_bytes(batch: int, heads: int, kv_heads: int, n_q: int, n_k: int
 def share_of_time(bytes_moved: float, terabytes_per_second: float, ms: float) -> float:
     """The share of `ms` milliseconds that moving so many bytes takes at this rate; a terabyte is 10^12 bytes.
 
-    >>> round(share_of_time(738_246_656, 4.8, 0.71958), 3)  # quantisation in the first number of the first row
-    0.214
+    >>> round(share_of_time(738_246_656, 4.8, 0.72176), 3)  # quantisation in the first number of the first row
+    0.213
     """
     ### SOLUTION: time for the bytes over the time measured
     return bytes_moved / (terabytes_per_second * 1e12) * 1e3 / ms
@@ -77,9 +77,9 @@ def line(n_1: int, ms_1: float, n_2: int, ms_2: float) -> tuple[float, float]:
     With a fixed number of tokens, work per token (reading, rounding, launching) is the same at every N, and work per
     score grows with N.
 
-    >>> fixed, per_key = line(2048, 1.00344, 8192, 2.88368)
-    >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.46
-    (0.377, 5.39)
+    >>> fixed, per_key = line(2048, 1.02067, 8192, 2.89741)
+    >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.44
+    (0.395, 5.4)
     """
     ### SOLUTION: slope, then what is left at N = 0
     per_key = (ms_2 - ms_1) / (n_2 - n_1)
