@@ -115,8 +115,8 @@ def tiled_backward(
 ) -> Sla2Backward:
     """Run Algorithm 3 for one head, and compute dalpha. dO [Nq, D]; other shapes as in `tiled_forward`.
 
-    The unquantised Q, K, V meet the O^s and L of the forward pass, in INT8 or not. If it is in INT8, S comes from its
-    Q^ and K^, too, unless settings.backward is "printed".
+    Q, K and V are not quantised; O^s and L come from the forward pass. If that was in INT8, S is computed from its Q^
+    and K^, too, unless settings.backward is "printed".
     """
     c = softmax_scale(settings.scale, query.shape[-1])
     query_blocks, key_blocks = tiles(len(query), settings.block_q), tiles(len(key), settings.block_kv)

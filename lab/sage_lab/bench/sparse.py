@@ -42,7 +42,6 @@ MASKS = ("random", "skewed")  # skewed: every query selects the first key block 
 DENSE_PEERS = ("sdpa_flash", "sdpa_cudnn")  # over all blocks
 SPARSE_PEERS = tuple(name for name, peer in PEERS.items() if peer.sparse is not None)
 BACKWARD_LEVELS = (0, 1)  # 1: on Hopper
-OURS_PRINTED = f"{OURS}, printed"  # with backward="printed"; what has no such name runs the default
 
 
 class SparseCase(Case):
@@ -189,7 +188,7 @@ def part_rows(case: SparseCase) -> Iterator[Row]:
 
 
 def module_rows(case: SparseCase, exact: Results, absent: Absent) -> Iterator[Row]:
-    """Time `sage_ref.SLA2` in INT8 and in 16 bit, our backward kernels, matched and as printed, and the peers.
+    """Time `sage_ref.SLA2` in INT8 and in 16 bit, our backward kernels, and the peers.
 
     The peers that read a mask get a random one in blocks of 128 keys, half as many.
     """
@@ -200,9 +199,8 @@ def module_rows(case: SparseCase, exact: Results, absent: Absent) -> Iterator[Ro
     peaks = {(contender.provider, contender.level): peak_memory(contender.both) for contender in found.values()}
     hopper = obstacle(LEVELS[-1], case.device, case.shape.head_dim) is None
     backward = {
-        f"{provider}, backward level {level}": partial(backward_entry, case, level, provider, exact)
+        f"{OURS}, backward level {level}": partial(backward_entry, case, level, exact)
         for level in BACKWARD_LEVELS[: 1 + hopper]
-        for provider in (OURS, OURS_PRINTED)
     }
     for row in case.user_turns(found, absent, backward):
         if row["level"] in BACKWARD_LEVELS:
@@ -227,20 +225,19 @@ def sla2_module(case: SparseCase, quantize: bool, exact: Results) -> Contender:
     return case.contender(OURS, module, exact, op="sla2", level=level)
 
 
-def backward_entry(case: SparseCase, level: int, provider: str, exact: Results) -> Entry:
-    """Return our backward kernels alone, after a forward pass in INT8: matched, or for `OURS_PRINTED` as printed."""
+def backward_entry(case: SparseCase, level: int, exact: Results) -> Entry:
+    """Return our backward kernels alone, matched to a forward pass in INT8."""
     prepared = case.prepare(LEVEL_INT8)
     results = run_forward(prepared, LEVEL_INT8, scale=case.scale, save=True)[1:]
     *operands, grad_output = case.tensors
-    inputs = BackwardInputs(grad_output, *operands, case.alpha, prepared.inputs.sums, *results, prepared.k_mean)
-    if provider == OURS:
-        inputs = inputs._replace(k_mean=None, q_hat=prepared.inputs.q_hat, k_hat=prepared.inputs.k_hat)
+    hats = {"k_mean": None, "q_hat": prepared.inputs.q_hat, "k_hat": prepared.inputs.k_hat}
+    inputs = BackwardInputs(grad_output, *operands, case.alpha, prepared.inputs.sums, *results, **hats)
     kernels = partial(run_backward, choice=prepared.choice, scale=case.scale, level=level)
     judged = grad_output.clone()
     judged[:, :, case.judged_queries :] = 0
     found = kernels(inputs._replace(grad_output=judged))
     error = worst_error(found[:3], exact[1:], names=RESULTS[1:])
-    return Entry("sla2", provider, level, partial(kernels, inputs), error)
+    return Entry("sla2", OURS, level, partial(kernels, inputs), error)
 
 
 def peak_memory(step: Callable[[], object]) -> float:

@@ -9,9 +9,9 @@ and of dS is that of a key. L and delta belong to columns; the copy engine bring
 - Both: beside S^T there is room for two gradients if dP^T comes in two halves of its columns.
 
 Rings: Q^ for S^T, dO for dP^T, Q^T for dK, dO^T for dV. The order in which a warpgroup of both waits for them and
-releases them (r): Q^ and dO (in the tile before) | P^T | dO^T: P^ dO^, r, r Q^ | second half of dP^T, dS^T, r dO |
-Q^T: dS^ Q^ and the next Q^: S^T, r Q^T | the next dO. L travels with Q^, and its read has ended for certain only when a
-matmul that depends on it has.
+releases them (r): Q^ and dO (in the tile before) | P^T | dO^T: P^ dO^, r Q^, r | second half of dP^T, dS^T, r dO |
+Q^T: dS^ Q^ and the next Q^: S^T, r Q^T | the next dO. L arrives with Q^, so Q^ is released only when a matmul that
+needs L has its operands: then L has been read for certain.
 """
 
 from collections import namedtuple
