@@ -1,8 +1,7 @@
 PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8888
-# Processes of the tests: one more than the two cores that CI has, since some tests wait, as for a browser.
-WORKERS ?= 3
+WORKERS ?= 2
 # test-gpu: another interpreter than .venv's, as in PYTHON_GPU=python3; how many processes share the GPU, by its memory.
 PYTHON_GPU ?=
 WORKERS_GPU ?= auto
