@@ -21,7 +21,7 @@ lab: .venv/installed
 # HTML in build/book, from the notebooks as committed: nothing is executed. Stops at any warning.
 book: .venv/book
 	rm -rf build/book
-	$(BIN)/python -m sphinx -b html -c book -d build/book-doctrees -E -W --keep-going --quiet . build/book
+	$(BIN)/python -m sphinx -b html -c notebooks/book -d build/book-doctrees -E -W --keep-going --quiet . build/book
 	@echo "Open build/book/index.html"
 
 # Kernels are compiled beside the rest, while that waits: for a browser, say, or for its last test.
@@ -47,7 +47,7 @@ executed notebooks: export SAGE_REF_YOURS = $(CURDIR)/build/nobody
 # What runs on a GPU, on one of them. Needs PyTorch, Triton, pytest, pytest-xdist and hypothesis, no notebooks.
 # Neighbours share kernels, which one worker then compiles for all: each worker gets a stretch of tests.
 test-gpu: $(if $(PYTHON_GPU),,.venv/installed)
-	PYTHONPATH=.:kernels:lab:course OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \
+	PYTHONPATH=.:kernels:lab:notebooks OMP_NUM_THREADS=1 $(or $(PYTHON_GPU),$(BIN)/python) -m pytest -p no:benchmark -p no:nbval \
 		-m gpu -n $(WORKERS_GPU) --dist worksteal $(GPU_TESTS)
 
 bench: .venv/installed
@@ -64,9 +64,9 @@ notebooks: .venv/installed
 		--ClearMetadataPreprocessor.clear_cell_metadata=False \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='[("kernelspec",), ("language_info", "name")]' $(NOTEBOOKS)
 
-.venv/installed: pyproject.toml lab/pyproject.toml course/pyproject.toml constraints.txt
+.venv/installed: pyproject.toml lab/pyproject.toml notebooks/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --editable lab --editable course
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --editable lab --editable notebooks
 	touch $@
 
 # What tests/integrations needs beside the course: about 360 MB.
@@ -75,7 +75,7 @@ notebooks: .venv/installed
 	touch $@
 
 .venv/book: .venv/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable course[book,browser]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable notebooks[book,browser]
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the lines of each folder at the end."""
+"""Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the tokens of each room at the end."""
 
 import fcntl
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from rooms import tokens_in
 from sage_kernels.common.device import triton_device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,18 +32,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print the lines of Python in each folder beside its budget."""
-    budgets = tomllib.loads((config.rootpath / "pyproject.toml").read_text())["tool"]["line-budgets"]
-    lines = {
-        folder: sum(
-            len(path.read_bytes().splitlines())
-            for path in (config.rootpath / folder).rglob("*.py")
-            if path.name != "exercise.py"  # built, and then a student's
-        )
-        for folder in budgets
-    }
-    shown = ", ".join(f"{folder} {lines[folder]:,} of {most:,}" for folder, most in budgets.items())
-    terminalreporter.write_line(f"lines of Python: {shown}")
+    """Print the tokens of Python in each room beside its budget."""
+    budgets = tomllib.loads((config.rootpath / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["token-budgets"]
+    shown = ", ".join(f"{room} {tokens_in(room):,} of {most:,}" for room, most in budgets.items())
+    terminalreporter.write_line(f"tokens of Python: {shown}")
 
 
 def pytest_runtest_setup():

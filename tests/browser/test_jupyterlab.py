@@ -34,7 +34,7 @@ ERRORS = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
 def lab(page_at, tmp_path_factory):
     """The address of a JupyterLab with a copy of the notebook, and with its sliders in one that is trusted."""
     folder = tmp_path_factory.mktemp("lab")
-    shutil.copytree(REPOSITORY / "book" / "static", folder / "book" / "static")  # pictures that notebooks show
+    shutil.copytree(REPOSITORY / "notebooks" / "book" / "static", folder / "book" / "static")  # pictures that notebooks show
     notebook = json.loads((REPOSITORY / NOTEBOOK).read_text())
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -49,7 +49,7 @@ def lab(page_at, tmp_path_factory):
         port = free.getsockname()[1]
     own = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
     own["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
-    own["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "lab", "course"))
+    own["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "lab", "notebooks"))
     trust = [sys.executable, "-m", "jupyter", "trust", str(folder / TRUSTED)]  # as `make lab` does
     subprocess.run(trust, env=os.environ | own, check=True, capture_output=True)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--port-retries=0"]

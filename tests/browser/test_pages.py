@@ -74,7 +74,7 @@ def test_every_page_opens_whole_and_every_internal_link_arrives(book, page_at):
     for name in names:
         page.goto(address + name)
         if name == "index.html":
-            page.wait_for_url("**/book/index.html")
+            page.wait_for_url("**/notebooks/book/index.html")
         found, ids[name], links[name] = page.evaluate(LOOK)
         complaints += [f"{name}: {complaint}" for complaint in found]
         for width in WIDTHS:
@@ -158,7 +158,7 @@ def test_search_finds_a_word_and_dark_mode_stays_on_every_page(book, page_at):
         color = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(map(int, color[4:-1].split(",")))
 
-    page.goto(address + "book/index.html")
+    page.goto(address + "notebooks/book/index.html")
     assert brightness() > 600  # of 3 x 255
     for _ in range(2):  # as the system has it, light, dark
         if page.get_attribute("body", "data-theme") != "dark":
@@ -175,7 +175,7 @@ def test_search_finds_a_word_and_dark_mode_stays_on_every_page(book, page_at):
 def test_the_calculator_answers_as_the_model_does_by_keyboard_too(book, page_at):
     _, address = book
     page, complaints = page_at(address)
-    page.goto(address + "book/int8_backward.html")
+    page.goto(address + "notebooks/book/int8_backward.html")
     output, instructions = page.locator(".calculator output"), read_record("instructions_sm90")
 
     def choice(label):
@@ -213,7 +213,7 @@ def test_the_calculator_answers_as_the_model_does_by_keyboard_too(book, page_at)
 def test_the_calculator_of_many_gpus_answers_as_the_table_does(book, page_at):
     _, address = book
     page, complaints = page_at(address)
-    page.goto(address + "book/many_gpus.html")
+    page.goto(address + "notebooks/book/many_gpus.html")
     record, output = read_record(CONTEXT_PARALLEL), page.locator(".calculator output")
     host = host_of(record, most_devices(record))
 

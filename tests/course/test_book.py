@@ -27,7 +27,7 @@ ADDRESS = "https://github.com/owner/name"
 def course_pages(monkeypatch):
     """The Sphinx extension book/course_pages.py."""
     pytest.importorskip("sphinx", reason="needs the extra book: make .venv/book")
-    monkeypatch.syspath_prepend(REPOSITORY / "book")
+    monkeypatch.syspath_prepend(REPOSITORY / "notebooks" / "book")
     import course_pages
 
     yield course_pages
@@ -65,7 +65,7 @@ def test_colab_installs_the_pinned_versions_of_what_notebooks_import(tmp_path):
     pins = {pin.partition("==")[0] for pin in colab.pinned()}
     assert pins >= {"torch", "triton", "matplotlib", "numpy", "safetensors", "scipy"}
     assert not pins & colab.FROM_COLAB
-    for name in ("pyproject.toml", "lab/pyproject.toml", "course/pyproject.toml"):
+    for name in ("pyproject.toml", "lab/pyproject.toml", "notebooks/pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     text = (REPOSITORY / "constraints.txt").read_text()
@@ -89,15 +89,15 @@ def test_colabs_cell_does_nothing_elsewhere_and_there_fetches_installs_and_moves
     assert done == [
         "cd -q /content",
         f"test -d name || git clone --quiet --depth 1 {ADDRESS}",
-        "{sys.executable} name/course/sage_course/colab.py",
+        "{sys.executable} name/notebooks/sage_course/colab.py",
         "cd -q name/notebooks",
     ]
-    assert sys.path == [f"/content/name/{part}" for part in ("", "kernels", "lab", "course")] + before
+    assert sys.path == [f"/content/name/{part}" for part in ("", "kernels", "lab", "notebooks")] + before
 
 
 def ways():
     """Yield the title, the prose and the days, a list of steps each, of every way through the course."""
-    text = (REPOSITORY / "book" / "ways.md").read_text()
+    text = (REPOSITORY / "notebooks" / "book" / "ways.md").read_text()
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         days = re.findall(r"^```\{way\}\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
         yield part.partition(":")[0], part.partition("```")[0], [day.splitlines() for day in days]

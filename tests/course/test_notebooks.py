@@ -29,7 +29,7 @@ TAG = "nbval-ignore-output"
 FOLD = "hide-input"  # the book's name for a cell whose code is folded; JupyterLab's is in the metadata
 TERMS = {  # of the glossary, as the ids that Sphinx gives them
     f"term-{re.sub(r'[^a-zA-Z0-9]+', '-', line).strip('-')}"
-    for line in (REPOSITORY / "book" / "glossary.md").read_text().splitlines()
+    for line in (REPOSITORY / "notebooks" / "book" / "glossary.md").read_text().splitlines()
     if re.match(r"[^\s#`]", line)
 }
 PRINTS = {"print", "predict", "compare", "fill_in", "yours"}
@@ -76,7 +76,7 @@ def text_problems(number, texts):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
     files = [REPOSITORY / target for target in modules] + [REPOSITORY / "notebooks" / target for target in links]
     yield from (f"link: expected a file, found none at {path}" for path in files if not path.exists())
-    terms = re.findall(r"\]\(\.\./book/glossary\.md#([^)]*)\)", text)
+    terms = re.findall(r"\]\(book/glossary\.md#([^)]*)\)", text)
     yield from (f"link: expected a term of the glossary, got {term}" for term in terms if term not in TERMS)
     if not modules:
         yield "first cell: expected the module it pairs with, as in `sage_ref/attention.py`"

@@ -188,7 +188,7 @@ def test_signals_end_a_grading_and_leave_nothing(tmp_path, number, status, runs)
     before = set(os.listdir("/tmp"))
     process = subprocess.Popen(
         [sys.executable, "-m", "exercises", "grade", "01", "--submission", str(tmp_path)],
-        cwd=ROOT.parent, env=os.environ | {"PYTHONPATH": "course"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=ROOT.parent, env=os.environ | {"PYTHONPATH": "notebooks"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deep = (2 + isolation.have_walls()) * runs  # bubblewrap, the server, the submission

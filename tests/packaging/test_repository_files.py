@@ -7,7 +7,7 @@ import yaml
 from sage_lab.records import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-EDITABLE = "--editable . --editable lab --editable course"
+EDITABLE = "--editable . --editable lab --editable notebooks"
 
 
 def read(path):
@@ -39,7 +39,7 @@ def test_the_other_ways_install_the_same_projects():
     makefile = (REPOSITORY / "Makefile").read_text()
     assert f"--constraint constraints.txt {EDITABLE}\n" in makefile
     assert read("environment.yml")["dependencies"][-1]["pip"] == [
-        "--constraint constraints.txt", "--editable .", "--editable lab", "--editable course"
+        "--constraint constraints.txt", "--editable .", "--editable lab", "--editable notebooks"
     ]  # fmt: skip
     (repository,) = read(".pre-commit-config.yaml")["repos"]
     entries = [hook["entry"].replace(" --fix", "") for hook in repository["hooks"]]
@@ -60,7 +60,7 @@ def test_the_citation_says_what_pyproject_says():
 def test_the_public_address_stands_in_pyproject_and_notebooks_alone():
     """A second copy would stay behind when the project moves."""
     address = PROJECT["urls"]["Repository"].removeprefix("https://")
-    folders = ("sage_ref", "kernels", "lab", "course", "exercises", "book", "tests", ".ci", ".github")
+    folders = ("sage_ref", "kernels", "lab", "notebooks", "exercises", "tests", ".ci", ".github")
     files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")] + list(REPOSITORY.glob("*"))
     texts = {".py", ".md", ".yml", ".yaml", ".cff", ".txt", ""}
     files = [path for path in files if path.is_file() and path.suffix in texts]

@@ -77,7 +77,7 @@ main(["info"])
     assert "| backend chosen by auto | reference, because" in printed
 
 
-@pytest.mark.parametrize("folder", [".", "lab", "course"])
+@pytest.mark.parametrize("folder", [".", "lab", "notebooks"])
 def test_every_requirement_is_pinned_within_its_range(folder):
     pinned = map(
         Requirement, (line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line[:1] > "#")

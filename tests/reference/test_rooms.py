@@ -1,15 +1,15 @@
-"""The house: packages and rooms import in one direction, folders keep their budgets, docstrings begin plainly."""
+"""The house: packages and rooms import in one direction, rooms keep their budgets, docstrings begin plainly."""
 
 import ast
 import tomllib
 from pathlib import Path
 
 import pytest
+from rooms import REPOSITORY, ROOMS, files, tokens_in, tokens_of
 
-REPOSITORY = Path(__file__).parents[2]
-BUDGETS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["line-budgets"]
+BUDGETS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["token-budgets"]
 # From the ground up: a package imports packages that come before it. Notebooks may use all of them.
-PACKAGES = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "course/sage_course", "exercises")
+PACKAGES = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "notebooks/sage_course", "exercises")
 # Rooms of a package by floor, from the ground up. A room imports from floors below, on the ground floor from all rooms.
 FLOORS = {
     "sage_ref": (
@@ -20,12 +20,8 @@ FLOORS = {
     "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}),
 }
 REGISTRY = "sage_ref/backend.py"  # finds the kernels, within a call, since they import the library
-PLAIN_DOCSTRINGS = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "course/sage_course")
+PLAIN_DOCSTRINGS = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "notebooks/sage_course")
 NOT_PLAIN = ("What", "Of", "As", "So", "Those", "That", "Likewise")
-
-
-def files(folder):
-    return sorted(path for path in (REPOSITORY / folder).rglob("*.py") if path.name != "exercise.py")  # a student's
 
 
 def imports(path):
@@ -76,10 +72,18 @@ def test_a_room_imports_from_floors_below_it(package):
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", BUDGETS)
-def test_a_folder_keeps_its_budget_of_lines(folder):
-    lines = sum(len(path.read_text().splitlines()) for path in files(folder))
-    assert lines <= BUDGETS[folder], f"{folder}: {lines} lines of Python, {BUDGETS[folder]} are allowed"
+def test_every_room_has_a_budget():
+    assert BUDGETS.keys() == ROOMS.keys()
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_a_room_keeps_its_budget_of_tokens(room):
+    tokens = tokens_in(room)
+    assert tokens <= BUDGETS[room], f"{room}: {tokens} tokens of Python, {BUDGETS[room]} are allowed"
+
+
+def test_layout_costs_no_tokens():
+    assert tokens_of("x = 1; y = f(x)") == tokens_of("# two\nx = 1\n\ny = f(\n    x\n)\n") + 1  # the semicolon
 
 
 @pytest.mark.parametrize("folder", PLAIN_DOCSTRINGS)

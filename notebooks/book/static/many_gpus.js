@@ -1,4 +1,4 @@
-// The calculator of the page many_gpus: the rule of course/sage_course/results/many_gpus.py for any number of GPUs.
+// The calculator of the page many_gpus: the rule of notebooks/sage_course/results/many_gpus.py for any number of GPUs.
 "use strict";
 document.querySelectorAll(".calculator[data-host]").forEach(place => {
   const host = JSON.parse(place.dataset.host);

@@ -1,4 +1,4 @@
-// The calculator of the page int8_backward: the rule of course/sage_course/results/hopper_model.py at any card's rates.
+// The calculator of the page int8_backward: the rule of notebooks/sage_course/results/hopper_model.py at any card's rates.
 "use strict";
 document.querySelectorAll(".calculator[data-model]").forEach(place => {
   const model = JSON.parse(place.dataset.model), own = "your own rates";

@@ -2,7 +2,7 @@
 
 - Each notebook gets badges in place of its link and cell for Colab; its figures get their alternative texts.
 - A link to a file of the repository that is no page, or its name, leads to its public address.
-- A link such as `book/glossary.md#term-scale` leads to that term of the glossary.
+- A link such as `notebooks/book/glossary.md#term-scale` leads to that term of the glossary.
 - Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
 - MathJax is copied from its package, and the folder's index.html leads to the home page.
 """
@@ -28,7 +28,7 @@ from exercises.stubs import header_of
 MATHJAX_PARTS = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
 HOME = """<!doctype html>
 <meta charset="utf-8"><link rel="icon" href="data:,">
-<meta http-equiv="refresh" content="0; url=book/index.html">
+<meta http-equiv="refresh" content="0; url=notebooks/book/index.html">
 <title>sage_ref</title>
 """
 
@@ -38,8 +38,8 @@ HOME = """<!doctype html>
 
 def notebook_head(path: Path) -> str:
     """Return Markdown in place of the link and the cell for Colab: badges for Colab and for the notebook's file."""
-    return f"""[![Open in Colab](/book/static/colab.svg)]({colab_address(path)}) \
-[![The notebook's file](/book/static/file.svg)]({file_address(path)})"""
+    return f"""[![Open in Colab](/notebooks/book/static/colab.svg)]({colab_address(path)}) \
+[![The notebook's file](/notebooks/book/static/file.svg)]({file_address(path)})"""
 
 
 def with_head_and_descriptions(app: Sphinx, docname: str, content: list[str]) -> None:

@@ -1,14 +1,14 @@
 """Sphinx's configuration of the book: pages from the notebooks as committed, never executed. `make book` uses it.
 
 The sources are the repository's own files, so the source folder is the repository's root; only the home page, the
-glossary and the pages about ways through the course are in book/. A page needs no network: mathematics is set by the
+glossary and the pages about ways through the course are in notebooks/book/. A page needs no network: mathematics is set by the
 MathJax of the package sphinx-mathjax-offline, and search runs in the reader's browser.
 """
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from sage_course.outline import BRANCH, public_address  # noqa: E402 (after the path)
 
@@ -18,9 +18,9 @@ copyright = "the sage_ref authors, Apache-2.0"
 language = "en"
 
 extensions = ["myst_nb", "sphinx_copybutton", "course_pages"]
-root_doc = "book/index"
+root_doc = "notebooks/book/index"
 include_patterns = [
-    "book/*.md",
+    "notebooks/book/*.md",
     "notebooks/*.ipynb",
     "exercises/README.md",
     "exercises/*/README.md",

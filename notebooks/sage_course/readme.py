@@ -87,19 +87,19 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "sla2_accuracy": kernels.sla2_accuracy,
         "elsewhere": elsewhere.contributions,
     },
-    "book/int8_backward.md": {
+    "notebooks/book/int8_backward.md": {
         "backward_ratios": calculator.backward_ratios,
         "presets": calculator.presets,
         "calculator": calculator.calculator,
     },
-    "book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
-    "book/many_gpus.md": {
+    "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
+    "notebooks/book/many_gpus.md": {
         "many_measured": many_gpus.measured,
         "many_checked": many_gpus.checked,
         "many_computed": many_gpus.computed,
         "many_calculator": many_gpus.calculator,
     },
-    "book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
+    "notebooks/book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
 }
 
 

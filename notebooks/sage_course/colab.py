@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECTS = (".", "lab", "course")
+PROJECTS = (".", "lab", "notebooks")
 FROM_COLAB = {"jupyterlab"}
 
 
@@ -27,8 +27,8 @@ import sys
 if "google.colab" in sys.modules:
     %cd -q /content
     !test -d {folder} || git clone --quiet --depth 1 {address}
-    !{{sys.executable}} {folder}/course/sage_course/colab.py
-    sys.path[:0] = [f"/content/{folder}/{{part}}" for part in ("", "kernels", "lab", "course")]
+    !{{sys.executable}} {folder}/notebooks/sage_course/colab.py
+    sys.path[:0] = [f"/content/{folder}/{{part}}" for part in ("", "kernels", "lab", "notebooks")]
     %cd -q {folder}/notebooks
 """
 
