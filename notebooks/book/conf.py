@@ -1,8 +1,8 @@
 """Sphinx's configuration of the book: pages from the notebooks as committed, never executed. `make book` uses it.
 
 The sources are the repository's own files, so the source folder is the repository's root; only the home page, the
-glossary and the pages about ways through the course are in notebooks/book/. A page needs no network: mathematics is set by the
-MathJax of the package sphinx-mathjax-offline, and search runs in the reader's browser.
+glossary and the pages about ways through the course are in this folder. A page needs no network: mathematics is set by
+the MathJax of the package sphinx-mathjax-offline, and search runs in the reader's browser.
 """
 
 import sys

@@ -6,8 +6,8 @@ mistake whose results are the reader's: the solution with this mistake made.
 A notebook begins with `fill_in = lesson("sagebwd_forward")`. Its cells to fill in end with
 `psi = fill_in("psi", psi)`. While `...` stands in the function, the course's solution is used, so that a notebook runs
 from top to bottom. A right function is saved; `psi = yours("int8_quantization", "psi")` gets it in a later notebook.
-`notebooks/sage_course/lessons` has the solutions, with what readers get wrong and a hint for each. `exercises/task.py` has
-the exercises' side; their packages hold this file without the rest of the course.
+`lessons/` has the solutions, with what readers get wrong and a hint for each. `exercises/task.py` has the exercises'
+side; their packages hold this file without the rest of the course.
 """
 
 import ast

@@ -34,7 +34,8 @@ ERRORS = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
 def lab(page_at, tmp_path_factory):
     """The address of a JupyterLab with a copy of the notebook, and with its sliders in one that is trusted."""
     folder = tmp_path_factory.mktemp("lab")
-    shutil.copytree(REPOSITORY / "notebooks" / "book" / "static", folder / "book" / "static")  # pictures that notebooks show
+    pictures = REPOSITORY / "notebooks" / "book" / "static"  # which notebooks show
+    shutil.copytree(pictures, folder / "notebooks" / "book" / "static")
     notebook = json.loads((REPOSITORY / NOTEBOOK).read_text())
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
