@@ -25,10 +25,6 @@ COMMANDS = {
         "train without gradient noise, to see whether SageBwd falls behind and remedies help",
     ),
     "drop-in": ("experiments.drop_in", "compare INT8 with exact attention in a pretrained encoder of transformers"),
-    "transformers-sweep": (
-        "experiments.transformers_sweep",
-        "compare INT8 with exact attention in every architecture of transformers",
-    ),
     "pretrain": ("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
     "pretrain-grid": ("experiments.pretrain_grid", "train all runs of notebook 06b, on all GPUs"),
     "pretrain-speed": ("experiments.pretrain_speed", "time a training step with exact attention and SageBwd"),

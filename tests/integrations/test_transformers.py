@@ -1,7 +1,7 @@
 """SageBwd by name in transformers' models: a small encoder and a small Llama, each from a config.
 
-Needs the extra transformers, which `make test` installs; skipped where it is missing. The command `drop-in` of the
-laboratory measures a pretrained encoder.
+Needs the extra transformers, which `make test` installs; skipped where it is missing. Notebook 15 tries a
+pretrained encoder.
 """
 
 import contextlib
@@ -13,9 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from sage_lab.__main__ import main
-from sage_lab.experiments import transformers_sweep
-from sage_lab.records import read_record
+from torch.nn.functional import scaled_dot_product_attention
 
 from sage_ref.integrations import calls
 from sage_ref.integrations.transformers import check, register
@@ -276,36 +274,76 @@ def test_a_prompt_in_chunks_and_several_candidates_give_what_one_prompt_gives(ll
             assert torch.equal(llama.generate(tokens[:1, :20], assistant_model=assistant, **options), expected)
 
 
-# Every architecture: the command transformers-sweep tries all of them, here are those that stand for the others
+# Architectures that stand for the others: of 605 that transformers 5.23 knows, 369 were built and tried on 2026-11-25
 
 
-VERDICTS = {
-    "llama": "right", "bert": "right", "clip": "right", "whisper": "right", "jetmoe": "right", "afmoe": "right",
-    "gemma4_text": "right", "nllb-moe": "right", "bridgetower": "right", "gptj": "own attention",
-    "gemma2": "raises ValueError: softcap: expected None", "gpt_oss": "raises ValueError: s_aux: expected None",
-    "glm_moe_dsa": "raises ValueError: indices: expected None", "t5": "raises ValueError: position_bias: expected None",
-    "inkling2_text": "raises ValueError: sinks: expected None",
+SIZES = {
+    2: ("num_hidden_layers num_layers n_layer encoder_layers decoder_layers num_decoder_layers num_attention_heads "
+        "num_heads n_head encoder_attention_heads decoder_attention_heads num_key_value_heads num_experts_per_tok"),
+    4: "num_experts num_local_experts",
+    16: "num_mel_bins rotary_dim",
+    32: "head_dim max_source_positions",
+    64: "hidden_size d_model n_embd",
+    96: "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim",
+    128: "vocab_size max_position_embeddings",
 }  # fmt: skip
+RIGHT = "right"
+VERDICTS = {
+    "llama": RIGHT, "bert": RIGHT, "whisper": RIGHT, "jetmoe": RIGHT, "afmoe": RIGHT, "nllb-moe": RIGHT,
+    "gptj": "GPTJAttention: computes attention by itself",
+    "gemma2": "softcap: expected None", "gpt_oss": "s_aux: expected None", "t5": "position_bias: expected None",
+    "inkling2_text": "sinks: expected None",
+}  # fmt: skip
+
+
+def small_model(name):
+    """A model with random weights, whose scores are about 1, so that attention prefers some keys."""
+    config = transformers.AutoConfig.for_model(name)
+    for size, fields in SIZES.items():
+        for field in fields.split():
+            if type(getattr(config, field, None)) is int:
+                setattr(config, field, size)
+    for field, value in config.to_dict().items():
+        if field.endswith("token_id") and type(value) is int:
+            setattr(config, field, 1)
+        if "dropout" in field and type(value) is float:
+            setattr(config, field, 0.0)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0], config.layer_types[-1]]
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(std=weight[0].numel() ** -0.5)
+    return model
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VERDICTS)
 def test_an_architecture_is_as_exact_as_int8_or_says_why_not(name):
-    found = transformers_sweep.verdict(transformers_sweep.architectures()[name]())
-    assert f"{found['verdict']} {found['reason']}".startswith(VERDICTS[name])
+    model = small_model(name)
+    inputs = torch.randint(3, 120, (2, 60)) if model.main_input_name == "input_ids" else torch.randn(2, 16, 64)
+    batch = {model.main_input_name: inputs}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(3, 120, (2, 30))
+    with torch.no_grad():
+        exact = model(**batch)[0]
+        model.set_attn_implementation("sagebwd")
+        if "expected None" in VERDICTS[name]:
+            with pytest.raises(ValueError, match=f"^{VERDICTS[name]}"):
+                model(**batch)
+            return
+        error = relative_l2(model(**batch)[0], exact)
+    if VERDICTS[name] == RIGHT:
+        assert 0 < error < 0.2
+    else:
+        assert error == 0
+        assert list(check(model).others) == [VERDICTS[name]]
 
 
 def test_check_says_which_layers_take_it(llama):
     assert check(llama) == (2, {})
     llama.set_attn_implementation("sdpa")
     assert check(llama) == (0, {"LlamaAttention: the attention of its config is 'sdpa'": 2})
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_sweep_writes_a_record(tmp_path):
-    main(["transformers-sweep", "--only", "falcon", "--json", str(tmp_path / "sweep.json")])
-    (row,) = read_record(tmp_path / "sweep.json").rows
-    assert row["reason"] == "FalconAttention: computes attention by itself"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -318,7 +356,11 @@ def test_gemma4_with_several_logits_sees_all_keys_from_its_last_tokens(tokens):
         vocab_size_per_layer_input=64, attn_implementation="sdpa",
     )  # fmt: skip
     model = transformers.Gemma4ForCausalLM(config).eval()
-    with torch.no_grad(), mock.patch.object(calls, "sagebwd_attention", transformers_sweep.exact_attention):
+
+    def exact_attention(query, key, value, *, is_causal=False, scale=None, **_):
+        return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+    with torch.no_grad(), mock.patch.object(calls, "sagebwd_attention", exact_attention):
         exact = model(tokens, logits_to_keep=4).logits
         with attention_of(model, "sagebwd"):
             assert relative_l2(model(tokens, logits_to_keep=4).logits, exact) < 1e-4

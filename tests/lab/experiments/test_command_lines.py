@@ -335,7 +335,6 @@ WORK = {  # a command line that works: the function of sage_lab.experiments that
     "repair": "repair.case_rows",
     "full-batch --plan cpu --corpus text.txt --device cpu": "full_batch.train",
     "drop-in": "drop_in.missing",
-    "transformers-sweep": "transformers_sweep.verdict",
     " ".join(TRAIN): "pretrain.train",
     "pretrain-grid --plan cpu --corpus text.txt": "pretrain_grid.train_in_a_process",
     "pretrain-speed": "pretrain_speed.speed_rows",
