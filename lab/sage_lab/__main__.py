@@ -28,7 +28,6 @@ COMMANDS = {
     "pretrain": ("experiments.pretrain", "pre-train a Llama with exact attention or SageBwd"),
     "pretrain-grid": ("experiments.pretrain_grid", "train all runs of notebook 06b, on all GPUs"),
     "pretrain-speed": ("experiments.pretrain_speed", "time a training step with exact attention and SageBwd"),
-    "context-parallel": ("experiments.context_parallel", "measure one long sequence on 1, 2, 4, ... GPUs"),
     "matched": ("experiments.matched", "compare SLA2's printed backward pass with one that matches the forward"),
     "noise": ("experiments.gradient_noise", "compare gradient noise with the bias of quantisation, on checkpoints"),
     "capture": ("experiments.capture", "save the attention inputs of a pre-trained model"),

@@ -1,7 +1,8 @@
 """Measured results on disk, with their provenance, written in one step so that a kill leaves no half-written file.
 
 A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
-Only the program that measured something writes a record; prose, figures and tables read it.
+Only the program that measured something writes a record; prose, figures and tables read it. `archived` in a provenance
+is the reason why the record can't be made again as it was: its command is gone, or its commit.
 
 REPOSITORY is the checkout that this file is part of, RECORDED its folder of records.
 """
@@ -49,9 +50,10 @@ class Record(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Devices and date in one line, for a figure. The record itself has the commits."""
+        """Devices and date in one line, for a figure. The record itself has the commits, and why it is archived."""
         devices = listed(self.provenance["gpu"] or self.provenance["cpu"])
-        return f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}"
+        archived = ", archived" if "archived" in self.provenance else ""
+        return f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}{archived}"
 
 
 TIMED = {"alone": "timed alone", "paired": "timed in turn"}

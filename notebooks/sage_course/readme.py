@@ -14,7 +14,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import calculator, climb, elsewhere, first_page, kernels, many_gpus, paired, tables, video
+from sage_course.results import calculator, climb, elsewhere, first_page, kernels, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
 
@@ -93,12 +93,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "calculator": calculator.calculator,
     },
     "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
-    "notebooks/book/many_gpus.md": {
-        "many_measured": many_gpus.measured,
-        "many_checked": many_gpus.checked,
-        "many_computed": many_gpus.computed,
-        "many_calculator": many_gpus.calculator,
-    },
+    "notebooks/book/many_gpus.md": {"parallel": tables.parallel},
     "notebooks/book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
 }
 

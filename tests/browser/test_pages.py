@@ -13,8 +13,6 @@ from urllib.parse import unquote, urldefrag
 import pytest
 from sage_course.results.calculator import CARDS
 from sage_course.results.hopper_model import H200, Rates, predicted
-from sage_course.results.many_gpus import cost, host_of, in_time, most_devices
-from sage_course.results.tables import CONTEXT_PARALLEL
 from sage_lab.records import REPOSITORY, read_record
 
 # Complaints about a page once its mathematics is set, the ids that it has, and its links.
@@ -205,35 +203,6 @@ def test_the_calculator_answers_as_the_model_does_by_keyboard_too(book, page_at)
     assert output.inner_text() == "Every rate must be above 0."
     choice("card").select_option("A100")
     assert output.inner_text().startswith(says(2, 64, "fwd", CARDS["A100"]))
-    page.set_viewport_size({"width": WIDTHS[0], "height": 720})
-    assert page.evaluate(TOO_WIDE) == [0, 0]
-    assert not complaints, "\n".join(complaints)
-
-
-def test_the_calculator_of_many_gpus_answers_as_the_table_does(book, page_at):
-    _, address = book
-    page, complaints = page_at(address)
-    page.goto(address + "notebooks/book/many_gpus.html")
-    record, output = read_record(CONTEXT_PARALLEL), page.locator(".calculator output")
-    host = host_of(record, most_devices(record))
-
-    def says(n, gpus, hosts):
-        found = cost(host, n, gpus, hosts)
-        shares = zip(("Computing", "Inside hosts", "Between hosts"), found, strict=False)
-        parts = " ".join(f"{name}: {in_time(seconds)}." for name, seconds in shares)
-        by = "computing" if found.computing >= found.between else "links"
-        memory = f"Memory of each GPU: {found.memory / 2**30:.1f} GiB"
-        return f"A pass should take {in_time(found.total)}, limited by {by}.\n{parts}\n{memory}".replace("\u00a0", " ")
-
-    assert output.inner_text().startswith(says(2**20, 8, 8))
-    for values in ((2**20, 8, 128), (2**23, 16, 1), (3 * 2**18, 1, 64)):
-        for label, value in zip(("tokens", "GPUs in each", "hosts"), values, strict=True):
-            page.get_by_role("spinbutton", name=label, exact=True).fill(str(value))
-        assert output.inner_text().startswith(says(*values))
-    page.get_by_role("spinbutton", name="GPUs in each").fill("5")
-    assert output.inner_text() == "The GPUs in a host must divide the 16 heads."
-    page.get_by_role("spinbutton", name="GPUs in each").fill("0")
-    assert output.inner_text().startswith("Tokens, hosts and GPUs are whole numbers")
     page.set_viewport_size({"width": WIDTHS[0], "height": 720})
     assert page.evaluate(TOO_WIDE) == [0, 0]
     assert not complaints, "\n".join(complaints)

@@ -3,12 +3,11 @@
 import copy
 import json
 import math
-import re
 from dataclasses import asdict
 
 import pytest
 import torch
-from sage_course.results import claims, climb, elsewhere, first_page, full_batch, many_gpus, tables
+from sage_course.results import claims, climb, elsewhere, first_page, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
@@ -223,43 +222,3 @@ def test_a_constant_scale_for_p_loses_dv():
     p = torch.exp(scores[:, :64] - scores.logsumexp(-1, keepdim=True))
     assert relative_l2((torch.round(127 * p) / 127).mT @ do, p.mT @ do) > 0.99
     assert relative_l2(fake_quantize(p, (128, 1)).mT @ do, p.mT @ do) < 0.02
-
-
-@pytest.mark.parametrize(("gpus", "together", "sent"), [(8, 8, 14), (16, 8, 7), (8, 1, 0)])
-def test_ulysses_sends_eight_tensors_but_for_its_own_part(gpus, together, sent):
-    """A GPU has [16, 4] entries of each where 8 share 128 tokens of width 4; 2 bytes each, 7 of 8 parts go."""
-    assert many_gpus.ulysses_bytes(128, 4, gpus, together) == sent * 64
-
-
-def test_the_page_on_many_gpus_counts_the_bytes_that_were_measured():
-    """Scales and means, which the page leaves out, are one number for many."""
-    record = read_record(tables.CONTEXT_PARALLEL)
-    width = record.provenance["plan"]["heads"] * record.provenance["plan"]["head_dim"]
-    for row in record.rows:
-        n, devices = row["n"], row["devices"]
-        if row["attention"] == "sagebwd_both":  # pairs
-            expected = many_gpus.ulysses_bytes(n, width, devices, 2) + many_gpus.ring_bytes(
-                n, width, devices, devices // 2
-            )
-        else:
-            count = many_gpus.ring_bytes if row["attention"] == "sagebwd_ring" else many_gpus.ulysses_bytes
-            expected = count(n, width, devices, devices)
-        if devices > 1:
-            assert 1 <= row["sent_bytes"] / expected < 1.02
-
-
-def test_a_member_of_the_ring_with_the_least_tokens_computes_as_long_as_it_sends():
-    host = many_gpus.host_of(read_record(tables.CONTEXT_PARALLEL), 4)
-    least = many_gpus.least_tokens(host)
-    for inside, rounds in ((1, 64), (8, 128)):
-        found = many_gpus.cost(host, int(least * rounds), inside, rounds)
-        assert found.between == pytest.approx(found.computing, rel=0.01)
-        longer = many_gpus.cost(host, int(2 * least * rounds), inside, rounds)
-        assert longer.between < 0.6 * longer.computing
-
-
-def test_times_on_four_gpus_follow_from_those_on_one_and_two():
-    """The page's rule, with NVLink in place of a network: none of six passes is wrong by more than a tenth."""
-    errors = re.findall(r"([+-]\d+)% \|$", many_gpus.checked(), flags=re.MULTILINE)
-    assert len(errors) == 6
-    assert max(abs(int(error)) for error in errors) < 10

@@ -84,9 +84,11 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_a_caption_names_all_devices():
-    record = Record({"gpu": ["H100", "H200"], "date": "2026-01-02T03:04:05", "commit": "0123456789"}, [])
-    assert record.caption == "measured on H100 and H200, 2026-01-02"
+def test_a_caption_names_all_devices_and_says_when_a_record_is_archived():
+    facts = {"gpu": ["H100", "H200"], "date": "2026-01-02T03:04:05", "commit": "0123456789"}
+    assert Record(facts, []).caption == "measured on H100 and H200, 2026-01-02"
+    archived = Record(facts | {"archived": "its command is gone"}, [])
+    assert archived.caption == "measured on H100 and H200, 2026-01-02, archived"
 
 
 def test_the_commit_is_marked_when_sources_differ_from_it(tmp_path, monkeypatch):

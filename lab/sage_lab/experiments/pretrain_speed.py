@@ -31,14 +31,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from sage_lab.command_line import add_device_option, positive
-from sage_lab.experiments.context_parallel import Members, groups_of_each_size, largest_of
 from sage_lab.experiments.turns import in_turn, protocol_of, synchronized_time, time_columns
 from sage_lab.models import flash_attention_4 as fa4
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Record, Row, markdown_table, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
-from sage_lab.training.processes import Processes, processes
+from sage_lab.training.processes import Members, Processes, groups_of_each_size, largest_of, processes
 from sage_ref import graphed
 from sage_ref.backend import why_not_importable
 from sage_ref.prologue import before_attention

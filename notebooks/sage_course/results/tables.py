@@ -2,7 +2,6 @@
 
 import itertools
 
-from sage_lab.experiments.context_parallel import MEMORY_SHARE, scaling_table
 from sage_lab.experiments.pretrain_speed import speed_table
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
@@ -16,6 +15,13 @@ TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
 PRETRAIN_SPEED_MANY, PRETRAIN_SPEED_GRAPHS = "pretrain_speed_many_h200", "pretrain_speed_graphs_h200"
 FULL_BATCH, CONTEXT_PARALLEL = "full_batch_h200", "context_parallel_h100"
+ULYSSES = {
+    "exact": "exact (PyTorch's pick)",
+    "sagebwd": "SageBwd",
+    "sla2_stage_1": "SLA2, stage 1",
+    "sla2": "SLA2, stage 2",
+    "none": "none: the exchange alone",
+}
 MAIN_KINDS = {"exact": "exact", "SageBwd, K smoothed": "SageBwd"}
 
 
@@ -82,13 +88,29 @@ def pretraining_speed(name: str = PRETRAIN_SPEED) -> str:
 
 
 def parallel() -> str:
-    """Return time and memory of one long sequence on one GPU and on several."""
+    """Return time and memory of one long sequence that Ulysses shares among the GPUs of a host."""
     record = read_record(CONTEXT_PARALLEL)
-    plan, memory = (record.provenance[name] for name in ("plan", "memory_bytes"))
-    table = markdown_table(*scaling_table(record.rows, memory, shortest=2**17))
-    sizes = "{heads} heads of {head_dim}, no mask, bfloat16, SLA2 at {sparsity:.0%}".format(**plan)
-    shortest = min(plan["lengths"])
-    fits = f'"Fits up to" extrapolates to {MEMORY_SHARE:.0%} of a GPU\'s memory.'
-    fits += f" Results were compared at {shortest:,} tokens."
-    described = f"Forward and backward, time of the slowest process, {record.timed}; {sizes}; {record.caption}. {fits}"
-    return f"{table}\n\n{described}"
+    most = record.provenance["devices"]
+    lines = []
+    for n, (attention, name) in itertools.product((2**17, 2**19), ULYSSES.items()):
+        rows = {row["devices"]: row for row in record.select(attention=attention, n=n)}
+        last = rows[most]
+        times = (f"{rows[count]['ms_median']:,.1f}" if count in rows else "" for count in (1, 2, most))
+        ratio = f"{rows[1]['ms_median'] / last['ms_median']:.2f}" if 1 in rows else ""
+        waits = f"{last['exchange_ms']:.1f} ms, {last['exchange_ms'] / last['ms_median']:.1%}"
+        lines.append((f"{n:,}", name, *times, ratio, waits, f"{last['peak_bytes'] / 2**30:.1f}", agreement(attention)))
+    header = ("N", "attention", *(f"ms, {count}" for count in ("1 GPU", "2 GPUs", f"{most} GPUs")))
+    header += (f"times as fast with {most}", "of this, waits for the exchange", "GiB each", "result against 1 GPU")
+    sizes = "{heads} heads of {head_dim}, no mask, bfloat16, SLA2 at {sparsity:.0%}".format(**record.provenance["plan"])
+    described = f"Forward and backward of one layer, time of the slowest process, {record.timed}; {sizes}"
+    return f"{markdown_table(header, lines)}\n\n{described}; {record.caption}."
+
+
+def agreement(attention: str) -> str:
+    """Return how far the results on most GPUs are from those on one, at the one length where they were compared."""
+    record = read_record(CONTEXT_PARALLEL)
+    shortest, most = min(record.provenance["plan"]["lengths"]), record.provenance["devices"]
+    (row,) = record.select(attention=attention, n=shortest, devices=most)
+    if "same_bits" not in row:
+        return ""
+    return "same bits" if row["same_bits"] else f"rel. L2 {max(row[f'rel_l2_{name}'] for name in TENSORS):.1e}"

@@ -338,7 +338,6 @@ WORK = {  # a command line that works: the function of sage_lab.experiments that
     " ".join(TRAIN): "pretrain.train",
     "pretrain-grid --plan cpu --corpus text.txt": "pretrain_grid.train_in_a_process",
     "pretrain-speed": "pretrain_speed.speed_rows",
-    "context-parallel": "context_parallel.length_rows",
     NOISE: "gradient_noise.gradient_noise",
     "capture run.pt --corpus text.txt --layers 1": "capture.attention_tensors",
     "capture-video": "capture_video.train",
