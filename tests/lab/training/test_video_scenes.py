@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sage_lab.training import video_scenes
+from sage_lab.training.packaged import packaged_file
 from sage_lab.training.video_scenes import KINDS, OBJECTS, Scenes, draw_scenes, moving_scenes, render
 from torch.testing import assert_close
 from video_cases import made_up_digits
@@ -106,3 +107,12 @@ def test_the_digits_are_scikit_learns():
     assert (digits.min(), digits.max()) == (0, 1)
     # The first one is a 0: ink around, and a hole in its middle.
     assert digits[0, 3:5, 3:5].max() < 0.2 < 0.4 < digits[0, 3:5, 2].min()
+
+
+def test_a_missing_package_and_a_file_that_was_changed_are_named():
+    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* './lab\[video,pretrained\]'"):
+        packaged_file("no-such-package", "data.csv")
+    with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
+        packaged_file("torch", "torch/none")
+    with pytest.raises(ValueError, match=r"^torch: expected torch/version.py with sha256 00, got [0-9a-f]{64}$"):
+        packaged_file("torch", "torch/version.py", "00")

@@ -36,5 +36,5 @@ def opened_weights(config=CONFIG, seed=0):
     return {name: x for name, x in model.state_dict().items() if ".core." not in name}
 
 
-def experiment(plan=PLAN, clips=None):
-    return Experiment(plan, opened_weights(), CONFIG, made_up_digits(), clips, torch.device("cpu"))
+def experiment(plan=PLAN):
+    return Experiment(plan, opened_weights(), CONFIG, made_up_digits(), torch.device("cpu"))

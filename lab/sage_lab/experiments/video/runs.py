@@ -16,9 +16,8 @@ from sage_lab.experiments.video.pictures import write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
 from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import Work
-from sage_lab.records import Row
+from sage_lab.records import Row, replaced
 from sage_lab.training.loop import train
-from sage_lab.training.video_clips import clips_from, write_clips
 from sage_lab.training.video_flow import FlowTraining, Weights, digest, started_model
 from sage_lab.training.video_router import RouterTraining
 
@@ -35,25 +34,23 @@ class Tuned(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that the runs share: settings, the pre-trained weights and their model, digits and real clips."""
+    """Everything that the runs share: settings, the pre-trained weights and their model, and digits."""
 
     plan: VideoPlan
     weights: Weights
     model: VideoDiTConfig
     digits: Tensor
-    clips: Tensor | None
     device: torch.device
 
     @property
     def arguments(self) -> tuple:
         """Everything that the rows depend on besides their run."""
-        clips = None if self.clips is None else digest({"clips": self.clips})
-        return self.plan, digest(self.weights), clips, self.device.type
+        return self.plan, digest(self.weights), self.device.type
 
     @cached_property
     def questions(self) -> Questions:
         """The questions, which are the same for every arm."""
-        return questions(self.plan, self.model, self.digits.to(self.device), self.clips)
+        return questions(self.plan, self.model, self.digits.to(self.device))
 
     def measure(self, run: VideoRun, work: Work) -> list[Row]:
         """Train and judge a run: its row, and those of arms that are judged as this one."""
@@ -96,10 +93,11 @@ class Experiment:
         seed, reference, named = self.plan.seeds[0] if run.arm == FULL else run.seed, None, None
         path = samples_path(work.folder, seed)
         if run != VideoRun(FULL, seed) and path.exists():
-            reference, named = clips_from(path, self.model.frames, self.model.size), f"{FULL}, seed {seed}"
+            reference, named = torch.load(path, weights_only=True), f"{FULL}, seed {seed}"
         found = answers(model, self.questions, self.plan, reference)
         if run.arm == FULL:
-            write_clips(samples_path(work.folder, run.seed), found.samples)
+            with replaced(samples_path(work.folder, run.seed)) as temporary:
+                torch.save(found.samples.cpu(), temporary)
         if run.arm in DRAWN and run.seed == self.plan.seeds[0]:
             self.draw(run, found, work.folder / "pictures")
         return row | {"compared_with": named} | found.row
@@ -113,7 +111,7 @@ class Experiment:
 
 def samples_path(folder: Path, seed: int) -> Path:
     """Return where the full model's samples are."""
-    return folder / f"full_seed{seed}.samples.npz"
+    return folder / f"full_seed{seed}.samples.pt"
 
 
 def arm_row(run: VideoRun, config: VideoDiTConfig) -> Row:

@@ -19,7 +19,7 @@ from sage_lab.records import Row, markdown_table
 DRAWS = 10_000
 LOSS = "loss_by_video"
 HIGHER_IS_BETTER = ("psnr_by_video", "ssim_by_video", "kept_by_video")
-ALL_COLUMNS = (LOSS, "clip_loss_by_video", *HIGHER_IS_BETTER)
+ALL_COLUMNS = (LOSS, *HIGHER_IS_BETTER)
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"
 
 
@@ -121,7 +121,6 @@ def verdict_table(found: Sequence[Row]) -> str:
 
 COLUMNS = {  # heading: (name in a row, format)
     "loss": ("loss", "{:.5f}"),
-    "on real clips": ("clip_loss", "{:.5f}"),
     "PSNR to full, dB": ("psnr", "{:.2f}"),
     "SSIM": ("ssim", "{:.4f}"),
     "attention's error": ("attention_error", "{:.3f}"),
