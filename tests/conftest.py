@@ -49,33 +49,6 @@ def pytest_xdist_auto_num_workers(config):
     return max(1, min(os.cpu_count() * 3 // 4, gpu_gib() // WORKER_GIB))
 
 
-@pytest.fixture
-def contributed():
-    """A valid contributed measurement, made up: everybody runs at 40% of an RTX 4090's peak rates."""
-    from sage_lab.bench import contribution  # imports Triton
-
-    peak, rows = contribution.PEAKS["NVIDIA GeForce RTX 4090"], []
-    for place, shape in contribution.points().items():
-        where = dict(zip(contribution.WHERE, place, strict=True))
-        is_kernel = where["scope"] == "kernel"
-        names = [("sage_kernels", 0), ("sage_kernels", 4)] if is_kernel else [("sage_kernels", "4/3")]
-        for provider, level in (*names, ("sdpa_flash", None)):
-            row = dict.fromkeys(contribution.NEEDED) | where | {"provider": provider, "level": level}
-            row |= {"op": "attention", "batch": shape.batch, "n_k": shape.n, "dtype": "bfloat16", "sparsity": 0.0}
-            ms = contribution.least_ms(row, peak) / 0.4
-            row |= {"ms_median": ms, "ms_p20": 0.99 * ms, "ms_p80": 1.02 * ms, "repetitions": 16, "host_us": 200.0}
-            row |= {"tops": contribution.operations(row) / ms / 1e9, "rel_l2": 0.02, "protocol": "paired"}
-            rows.append(row | {"turn": f"{shape.n}{shape.head_dim}{shape.causal}"})
-    checks = [
-        {"n_q": n_q, "n_k": n_k, "head_dim": d, "causal": causal, "O": 0.0, "dQ": 0.003, "dK": 0.003, "dV": 0.003}
-        for n_q, n_k in contribution.CHECKED["lengths"] for d in (64, 128) for causal in (False, True)
-    ]  # fmt: skip
-    about = {"gpu": "NVIDIA GeForce RTX 4090", "capability": 89, "driver": "580", "torch": "2.11", "triton": "3.7.1"}
-    about |= {"commit": "0123456789" * 4, "date": "2026-11-26T04:00:00+00:00", "command": "python -m sage_lab bench"}
-    about |= {"cpu": "some", "peak": None, "launches": "packaged", "checks": checks}
-    return {"provenance": about | {"ratios": contribution.ratios_of(rows)}, "rows": rows}
-
-
 def gpu_gib():
     return torch.cuda.get_device_properties(0).total_memory // 2**30
 

@@ -85,14 +85,13 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "sla2_ladder": kernels.sla2_ladder,
         "sla2_parts": kernels.sla2_parts,
         "sla2_accuracy": kernels.sla2_accuracy,
-        "elsewhere": elsewhere.contributions,
     },
     "notebooks/book/int8_backward.md": {
         "backward_ratios": calculator.backward_ratios,
         "presets": calculator.presets,
         "calculator": calculator.calculator,
     },
-    "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions, "elsewhere": elsewhere.contributions},
+    "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions},
     "notebooks/book/many_gpus.md": {"parallel": tables.parallel},
     "notebooks/book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
 }

@@ -1,13 +1,12 @@
 """Verdicts and statistics on records whose answer is known; RESULTS.md and nbval compare those of real ones."""
 
 import copy
-import json
 import math
 from dataclasses import asdict
 
 import pytest
 import torch
-from sage_course.results import claims, climb, elsewhere, first_page, full_batch
+from sage_course.results import claims, climb, first_page, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
@@ -31,27 +30,6 @@ def run_like(kind, seed, loss, size=LARGE, qk_norm=True):
 
 def with_runs(*rows):
     return Record(RUNS.provenance, [*RUNS.rows, *rows])
-
-
-def test_what_others_measured_stands_beside_the_prediction_and_says_who_measured(contributed, tmp_path):
-    nobody = "Nobody else has sent a measurement yet."
-    assert elsewhere.contributions(tmp_path) == nobody
-    ours = tmp_path / elsewhere.OURS[0]
-    ours.write_text(json.dumps(contributed))
-    assert elsewhere.contributions(tmp_path).startswith(f"{nobody}\n\n| card | ")
-    assert "RTX 4090: measured by us, on 2026-11-26, with" in elsewhere.contributions(tmp_path)
-    (tmp_path / "card.json").write_text(json.dumps(contributed))
-    text = elsewhere.contributions(tmp_path)
-    ours.unlink()
-    assert nobody not in text
-    lines = [line.split(" | ") for line in text.splitlines() if "| NVIDIA GeForce RTX 4090 | N=" in line]
-    assert [line[1] for line in lines[:2]] == ["N=1,024, D=128", "N=4,096, D=128"]
-    # Made up: everybody at 40% of the peak rates, of which those in 16 bit are a quarter of those in INT8.
-    assert all(line[2] == f"4.01 ({elsewhere.predicted(89, 128, 'fwd'):.2f})" for line in lines[:4])
-    assert "NVIDIA GeForce RTX 4090: measured by others, not by us, on 2026-11-26, with driver 580" in text
-    contributed["provenance"]["gpu"] = "NVIDIA L4"  # of the same compute capability, but not of the same rates
-    (tmp_path / "card.json").write_text(json.dumps(contributed))
-    assert "| N=1,024, D=128 | 4.01 (none) |" in elsewhere.contributions(tmp_path)
 
 
 def test_the_first_page_has_a_line_and_a_sign_for_every_claim_it_names():

@@ -1,4 +1,4 @@
-"""The command `bench`: times of the public functions or of every level, a file to send, or launch tables (--tune)."""
+"""The command `bench`: times of the public functions or of every level, or launch tables (--tune)."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ import triton
 from sage_kernels.common.candidates import CANDIDATES
 from sage_kernels.common.launch_tables import users_table
 
-from sage_lab.bench import contribution, dense, sparse, tuning
-from sage_lab.bench.accuracy import sagebwd_rows
+from sage_lab.bench import dense, sparse, tuning
 from sage_lab.bench.case import Measurement, Shape
 from sage_lab.bench.contenders import Absent
 from sage_lab.bench.peers import PEERS
 from sage_lab.bench.ratios import OURS, ratio_lines
 from sage_lab.bench.timing import require_gpu
-from sage_lab.command_line import Failed, input_file, positive, positive_number
+from sage_lab.command_line import Failed, positive
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row, markdown_table, only_writer, provenance, write_record
 
@@ -34,17 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
     parser.add_argument("--levels", action="store_true", help="time every level and its parts")
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--tune", action="store_true", help="time launch settings for this GPU instead")
+    parser.add_argument("--tune", action="store_true", help="time launch settings for this GPU instead")
     parser.add_argument("--workers", type=positive, default=8, help="processes that compile for --tune")
-    modes.add_argument("--contribute", action="store_true", help="time the main points, into a file that you can send")
-    modes.add_argument(
-        "--check-contribution", type=input_file, nargs="+", metavar="FILE", help="say what is wrong with such files"
-    )
-    parser.add_argument(
-        "--peak", type=positive_number, nargs=2, metavar="TOPS",
-        help="rates of a card that --contribute doesn't know, by its data sheet: INT8, and 16 bit with sums in float32",
-    )  # fmt: skip
     parser.add_argument("--n", type=positive, nargs="+", help="only these sequence lengths")
     parser.add_argument("--head-dim", type=positive, nargs="+", help="only these head sizes")
     parser.add_argument("--without", choices=PEERS, nargs="+", default=(), help="leave out these peers")
@@ -52,12 +42,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def bench_command(options: argparse.Namespace) -> None:
     """Time the public function and its peers in turn on this GPU; goes on where it was stopped."""
-    if options.check_contribution:
-        check_contributions(options.check_contribution)
-        return
-    if options.contribute:
-        contribute(options)
-        return
     measurement = MEASUREMENTS[options.op, options.levels]
     shapes = chosen(measurement.shapes, n=options.n, head_dim=options.head_dim)
     require_gpu()
@@ -115,40 +99,6 @@ def measured_rows(measurement: Measurement, shape: Shape, without: Sequence[str]
         rows.append(row)
         print("|", " | ".join(str(row[column]) for column in PRINTED), "|", flush=True)
     return rows + absent.rows
-
-
-def contribute(options: argparse.Namespace) -> None:
-    """Time the main points, compare the kernels with the reference, and write both into a file for a pull request."""
-    require_gpu()
-    major, minor = torch.cuda.get_device_capability()
-    about = provenance(options.command)
-    is_own = any(users_table(about["gpu"], operation).exists() for operation in ("sagebwd", "sla2"))
-    facts = {"capability": 10 * major + minor, "peak": options.peak, "launches": "own" if is_own else "packaged"}
-    if wrong := contribution.broken(contribution.ABOUT, {"provenance": about | facts}):
-        raise Failed("; ".join(wrong))
-    name = contribution.file_name(about["gpu"], about["commit"])
-    path = options.json or contribution.CONTRIBUTED / name
-    if path.name != name:
-        raise ValueError(f"json: expected a file called {name}, got {path}")
-    measurement = dense.CONTRIBUTION
-    with only_writer(path):
-        found = timed(measurement, measurement.shapes, path, options.command, options.without)
-        rows = [row for row in found if "missing" not in row]
-        facts["missing"] = [row for row in found if "missing" in row]
-        facts["checks"] = list(sagebwd_rows(**contribution.CHECKED))
-        facts["ratios"] = contribution.ratios_of(rows)
-        write_record(path, rows, command=options.command, seeds=[0], **facts)
-    check_contributions([path])
-    print("Send it as a pull request that adds this file: see CONTRIBUTING.md.")
-
-
-def check_contributions(paths: Sequence[Path]) -> None:
-    """Print what is wrong with contributed files. Raises `Failed` if anything is."""
-    found = {path: contribution.file_complaints(path) for path in paths}
-    for path, complaints in found.items():
-        print("\n".join([f"{path}: {'nothing wrong' if not complaints else 'refused'}", *complaints]))
-    if refused := sum(map(bool, found.values())):
-        raise Failed(f"contributions: expected files that keep all rules, got {refused} of {len(found)} that don't")
 
 
 def tune(options: argparse.Namespace) -> None:

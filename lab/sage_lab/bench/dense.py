@@ -7,8 +7,7 @@ tokens have "autograd" alone. cuda_graph: forward and backward, captured once an
 """
 
 import itertools
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from sage_kernels.sagebwd.backward.program import BackwardInputs
@@ -50,13 +49,6 @@ def _ladder_shapes() -> Iterator[Shape]:
         yield Shape(1 if n >= LONG else 4, heads, heads, n, head_dim, causal)
 
 
-def _contributed_shapes() -> Iterator[Shape]:
-    places = [(128, n, False) for n in (1024, 4096, 8192)] + [(128, 4096, True), (64, 4096, False), (64, 4096, True)]
-    for head_dim, n, causal in places:
-        heads = WIDTH // head_dim
-        yield Shape(TOKENS // n, heads, heads, n, head_dim, causal)
-
-
 def user_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
     """Time what a user gets: each direction in turn, then CUDA graphs."""
     case = Case(shape)
@@ -76,27 +68,6 @@ def ladder_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
         make = {name: partial(peer.entry, direction) for name, peer in peers.items()}
         yield from case.turn(levels(case, scope) | make, absent, scope=scope, direction=direction)
     yield from case.user_turns(found, absent)
-
-
-def contributed_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
-    """Time both passes as a user gets them; then, kernels alone, level 0 in 16 bit and the level that runs by itself.
-
-    The rows carry a random mark: what was timed in one turn has the same, and no two files have one in common.
-    """
-    case, mark = Case(shape), uuid.uuid4().hex[:12]
-    found = contenders(case, absent)
-    own = {"fwd": forward_level(case.device, shape.head_dim)}
-    own["bwd"] = backward_level(case.device, shape.head_dim, shape.causal)
-
-    def entries(direction: str, names: Iterable[str] = found) -> dict[str, Callable[[], Entry]]:
-        return {name: partial(found[name].entry, direction) for name in names if name in found}
-
-    rows = [case.turn(entries("fwd+bwd"), absent, scope="autograd", direction="fwd+bwd")]
-    for direction, levels in LADDERS.items():
-        timed = {f"{OURS}, level {level}" for level in (0, own[direction])}
-        chosen = {name: entry for name, entry in levels(case, "kernel").items() if name in timed}
-        rows.append(case.turn(chosen | entries(direction, ["sdpa_flash"]), absent, scope="kernel", direction=direction))
-    yield from (row | {"turn": mark} for row in itertools.chain(*rows))
 
 
 def contenders(case: Case, absent: Absent) -> dict[str, Contender]:
@@ -158,5 +129,4 @@ def _entries(
 
 LADDERS = {"fwd": forward_levels, "bwd": backward_levels}
 USER = Measurement("sagebwd", tuple(_user_shapes()), user_rows)
-CONTRIBUTION = Measurement("contribution", tuple(_contributed_shapes()), contributed_rows)
 LADDER = Measurement("sagebwd levels", tuple(_ladder_shapes()), ladder_rows)

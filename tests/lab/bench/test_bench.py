@@ -11,9 +11,8 @@ import triton
 from sage_kernels.common import launch_tables
 from sage_kernels.common.candidates import DEFAULTS, candidates
 from sage_kernels.common.launch import choose_launch
-from sage_lab import records
 from sage_lab.__main__ import main
-from sage_lab.bench import bench_command, contenders, contribution, dense, sparse, timing, tuning
+from sage_lab.bench import bench_command, contenders, sparse, timing, tuning
 from sage_lab.bench.case import COLUMNS, Case, Measurement, Shape
 from sage_lab.bench.judge import require_close
 from sage_lab.bench.peers import PEERS, Peer
@@ -204,44 +203,6 @@ def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one
         monkeypatch.setenv("SAGE_REF_COMMIT", commit)
         bench("--n", "3")
     assert measured[4:] == [3, 3]
-
-
-def test_a_contribution_lacks_only_sizes_and_repetitions_of_a_real_one(bench, monkeypatch, tmp_path, capsys):
-    """At one small shape, on a card whose rates make a quarter of a millisecond plausible."""
-    monkeypatch.setattr(dense, "CONTRIBUTION", dense.CONTRIBUTION._replace(shapes=(SHAPE._replace(kv_heads=2),)))
-    checked = contribution.CHECKED | {
-        "lengths": ((113, 203),),
-        "head_dims": (32,),
-        "dtypes": ("float16",),
-        "device": "cpu",
-    }
-    monkeypatch.setattr(contribution, "CHECKED", checked | {"heads": ((2, 1),)})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    monkeypatch.setenv("SAGE_REF_COMMIT", "0123456789" * 4)
-    facts = {"gpu": "A card", "driver": "580", "torch": "2.11", "triton": "3.7.1", "commit": "0123456789" * 4}
-    facts |= {"date": "2026-11-26T04:00:00+00:00", "command": "bench"}
-    for module in (bench_command, records):
-        monkeypatch.setattr(module, "provenance", lambda command: facts)
-    with pytest.raises(SystemExit):
-        bench("--contribute")
-    assert "card: expected a card whose peak rates are known, or --peak with those" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench("--contribute", "--peak", "0.01", "0.005")
-    assert "json: expected a file called A_card_0123456.json, got " in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(contribution, "file_name", lambda *_: "record.json")
-    with pytest.raises(SystemExit):
-        bench("--contribute", "--peak", "0.01", "0.005")
-    record = read_record(tmp_path / "record.json")
-    for row in record.rows:  # TOPS of so few operations are rounded to 0
-        row["tops"] = contribution.operations(row) / row["ms_median"] / 1e9
-    found = contribution.complaints({"provenance": record.provenance, "rows": record.rows})
-    assert {complaint.partition(":")[0] for complaint in found} == {"points", "repetitions"}
-    assert "record.json: refused" in capsys.readouterr().out
-    turns_of = {(row["scope"], row["direction"]) for row in record.rows}
-    assert turns_of == {("autograd", "fwd+bwd"), ("kernel", "fwd"), ("kernel", "bwd")}
-    kernels = [row["level"] for row in record.rows if row["scope"] == "kernel"]
-    assert kernels == [0, 4, None, 0, 3, None]
 
 
 # Launch tables
