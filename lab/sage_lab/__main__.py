@@ -1,13 +1,25 @@
 """Compile, check and time the kernels, train models, and make the course's measurements."""
 
-import argparse
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
-from sage_lab.command_line import PARENT, Parser, add_json_option, end_with, finish, imported, written
+from sage_lab.command_line import (
+    PARENT,
+    Arguments,
+    Parser,
+    add_json_option,
+    add_options,
+    end_with,
+    finish,
+    imported,
+    read_arguments,
+    written,
+)
 
-# By name: a module with NAME_command(options) and perhaps add_options(parser), imported when its command is called, and
-# a description.
+# By name: the module of its class, imported when the command is called, and a description.
 COMMANDS = {
     "bench": ("bench.bench_command", "time the public functions in turn with their peers; a rerun continues"),
     "accuracy": ("bench.accuracy", "compare the kernels with the reference on this GPU"),
@@ -52,27 +64,41 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
 
     def run() -> int | None:
-        options = read_options(arguments)
-        return options.run(options)  # every command runs here
+        return read_options(arguments)()  # every command runs here
 
     if status := finish(" ".join(["python -m sage_lab", *arguments[:1]]), run):
         sys.exit(status)
 
 
-def read_options(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command line; the command's function is added as `run`, the whole line as `command`."""
+def read_options(arguments: list[str]) -> Callable[[], int | None]:
+    """Return what a command line asks for, ready to be called."""
     parser = Parser(prog="python -m sage_lab", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    groups = {"": parser.add_subparsers(required=True, metavar="command")}
     for name, (module, description) in COMMANDS.items():
-        command = commands.add_parser(name, help=description, description=description)
-        if arguments[:1] == [name]:
-            chosen = imported(f"sage_lab.{module}")
-            getattr(chosen, "add_options", lambda parser: None)(command)
-            command.set_defaults(run=getattr(chosen, f"{name.replace('-', '_')}_command"))
-        add_json_option(command)
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            of_group = groups[""].add_parser(group, help=f"see {group} --help")
+            groups[group] = of_group.add_subparsers(required=True, metavar="action")
+        command = groups[group].add_parser(last, help=description, description=description)
+        if arguments[: len(name.split())] == name.split():
+            add_command(command, name, imported(f"sage_lab.{module}"))
+    line = written("sage_lab", arguments)
     options = parser.parse_args(arguments)
-    options.command = written("sage_lab", arguments)
-    return options
+    if hasattr(options, "kind"):
+        return partial(read_arguments(parser, arguments).run, line)
+    options.command = line
+    return partial(options.run, options)
+
+
+def add_command(parser: Parser, name: str, module: ModuleType) -> None:
+    """Add the options of a command: those of its class, or of its function while it has no class."""
+    kind = getattr(module, name.title().replace("-", "").replace(" ", ""), None)
+    if isinstance(kind, type) and issubclass(kind, Arguments):
+        add_options(parser, kind)
+        return
+    getattr(module, "add_options", lambda parser: None)(parser)
+    parser.set_defaults(run=getattr(module, f"{name.replace('-', '_')}_command"))
+    add_json_option(parser)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,26 @@
-"""The commands' parser, the types of their arguments, the options that several share, and how a command ends.
+"""Commands as dataclasses, what reads the values of their options, and how a command ends.
 
-A command ends with status 0 when it is done, 2 when an argument or a file is not what it needs (one line says which), 1
-when something else stopped it, and 130 on Ctrl-C. A traceback is a bug of ours.
+    @dataclass(frozen=True, kw_only=True)
+    class Noise(Arguments):
+        checkpoints: Annotated[tuple[Path, ...], POSITIONAL, input_file, "written by `pretrain`"]
+        layers: Annotated[tuple[int, ...], from_zero, "which layers"]  # no default: --layers must be given
+        batches: Annotated[int, positive, "pairs of gradients"] = 128
+        variants: tuple[Literal["bf16", "sagebwd"], ...] = ("bf16",)
+        qk_norm: Annotated[bool, "normalise queries and keys"] = False  # --qk-norm
+        smooth_k: bool = True  # --smooth-k and --no-smooth-k
+        folder: Annotated[Path, output_folder] = Path("runs/noise")
+        device: Annotated[str, device] = field(default_factory=usual_device)
+
+        def run(self, command: str) -> None:
+            write_record(self.json, rows(self), command=command)
+
+`python -m sage_lab noise run.pt --layers 0 3` runs Noise(checkpoints=(Path("run.pt"),), layers=(0, 3)), once COMMANDS
+in `__main__` names its module; the class is called as the command is, "train-router" for instance is TrainRouter.
+`--json FILE` is an option of all. What two options must keep together is asked in __post_init__, by a ValueError of
+the form "name: expected ..., got ...". A command "video train" has the class VideoTrain.
+
+A command ends with status 0 when it is done, 2 when an argument, a file or a package is not what it needs (one line
+says which), 1 when something else stopped it, and 130 on Ctrl-C. A traceback is a bug of ours.
 
 PyTorch is imported where it is needed: Ctrl-C during an import must find `finish` at work.
 """
@@ -11,6 +30,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import math
 import os
 import shlex
@@ -20,13 +40,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from types import ModuleType, NoneType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
 TOO_LARGE = ("memory", "overflow", "too big", "too large")  # in errors about a tensor that can't be made
+POSITIONAL = object()  # marks a field whose value stands on the command line without a name
 
 
 class Failed(RuntimeError):
@@ -42,11 +64,75 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)
         default = options.get("default")
-        if names[0].startswith("-") and default not in (None, False, (), argparse.SUPPRESS):
+        is_said = "(default: " in (options.get("help") or "")
+        if names[0].startswith("-") and not is_said and default not in (None, False, (), argparse.SUPPRESS):
             values = default if isinstance(default, list | tuple | range) else [default]
             text = " ".join("x".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in values)
             action.help = f"{options.get('help', '')} (default: {text.replace('%', '%%')})".strip()
         return action
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of a command, which is a subclass; the top of this file has an example."""
+
+    json: Annotated[Path | None, output_file, "also write the result to this file"] = None
+
+    def run(self, command: str) -> int | None:
+        """Do what the command is for. command: its line, as records name it."""
+        raise NotImplementedError
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Arguments]) -> None:
+    """Add an option for each field of a command; `read_arguments` then returns that command."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        names, settings = _option(field, hints[field.name])
+        parser.add_argument(*names, **settings)
+    parser.set_defaults(kind=kind)
+
+
+def read_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> Arguments:
+    """Return the command that a line means."""
+    values = vars(parser.parse_args(arguments))
+    kind = values.pop("kind")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _option(field: Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return what argparse wants to know of a field: its names, and the settings of `add_argument`."""
+    told = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    value_type = get_args(hint)[0] if told else hint
+    if NoneType in get_args(value_type):
+        value_type = next(x for x in get_args(value_type) if x is not NoneType)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    words = next((x for x in told if isinstance(x, str)), "")
+    is_positional, is_required = POSITIONAL in told, default is MISSING
+    names = [field.name] if is_positional else ["--" + field.name.replace("_", "-")]
+    settings: dict[str, Any] = {"help": (words + _shown(default)).replace("%", "%%")}
+    if not is_required:
+        settings["default"] = str(default) if isinstance(default, Path) else default  # a path is checked, too
+    if not is_positional:
+        settings["required"] = is_required
+    if value_type is bool:
+        is_switch = field.default is False
+        return names, settings | {"action": "store_true" if is_switch else argparse.BooleanOptionalAction}
+    if get_origin(value_type) is tuple:
+        value_type, *others = get_args(value_type)
+        fewest = "+" if is_required or not is_positional else "*"
+        settings["nargs"] = fewest if others == [...] else 1 + len(others)
+    if get_origin(value_type) is Literal:
+        return names, settings | {"choices": get_args(value_type)}
+    settings["type"] = read = next(filter(callable, told), value_type)
+    return names, settings | ({"metavar": METAVARS[read]} if read in METAVARS else {})
+
+
+def _shown(default: Any) -> str:
+    """Return the end of an option's help: its default, if that says anything."""
+    if default is MISSING or default is None or default is False or default == ():
+        return ""
+    values = default if type(default) is tuple else [default]
+    return f" (default: {' '.join(map(str, values))})"
 
 
 def written(module: str, arguments: list[str]) -> str:
@@ -61,37 +147,61 @@ def written(module: str, arguments: list[str]) -> str:
 
 def finish(program: str, run: Callable[[], int | None]) -> int:
     """Run a command and return the status for its process to end with. An error is one line on stderr."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed: the next file would get its number, and be written to
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (it stays open)
+    _open_streams()
     os.umask(os.umask(0o022) & 0o077)  # what a command makes, it must be able to use
     try:
         try:
+            os.getcwd()  # an error if that folder was deleted
             return run() or DONE
         finally:
             _flush()
-    except KeyboardInterrupt:
-        line, status = "interrupted", INTERRUPTED
-    except OSError as error:
-        line, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT
-        if error.errno == errno.EPIPE:  # the reader of the output has enough, as in `... | head`
-            return FAILED
-        if error.errno == errno.ENOSPC and not error.filename:
-            line, status = f"output: {error.strerror}", FAILED
-    except (ValueError, TypeError) as error:
-        if ": expected " not in str(error):
+    except (KeyboardInterrupt, Exception) as error:
+        ending = _ending(error)
+        if ending is None:
             raise
-        line, status = str(error), BAD_INPUT
-    except (MemoryError, OverflowError, RuntimeError) as error:
-        if isinstance(error, Failed):
-            line = str(error)
-        elif isinstance(error, MemoryError) or any(word in str(error) for word in TOO_LARGE):
-            line = str(error).partition("\n")[0] or "out of memory"
-        else:
-            raise
-        status = FAILED
-    print(f"{program}: {line}", file=sys.stderr)
+    line, status = ending
+    if line:
+        print(f"{program}: {line}", file=sys.stderr)
     return status
+
+
+def _ending(error: BaseException) -> tuple[str, int] | None:
+    """Return the line that an error deserves, and the status; None for a bug of ours, whose traceback is shown."""
+    text = str(error)
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted", INTERRUPTED
+        case BrokenPipeError():  # the reader of the output has enough, as in `... | head`
+            return "", FAILED
+        case OSError(errno=errno.ENOSPC, filename=None):
+            return f"output: {error.strerror}", FAILED
+        case FileNotFoundError(filename=None, errno=errno.ENOENT):
+            return "working folder: expected one that exists, got one that was deleted", BAD_INPUT
+        case OSError(filename=None):
+            return text, BAD_INPUT
+        case OSError():
+            return f"{error.filename}: {error.strerror}", BAD_INPUT
+        case ImportError(name=str(package)) if not package.startswith("sage_"):
+            return f"{package}: expected a package that can be imported, got {text}", BAD_INPUT
+        case ValueError() | TypeError() if ": expected " in text:
+            return text, BAD_INPUT
+        case Failed():
+            return text, FAILED
+        case MemoryError():
+            return text.partition("\n")[0] or "out of memory", FAILED
+        case OverflowError() | RuntimeError() if any(word in text for word in TOO_LARGE):
+            return text.partition("\n")[0], FAILED
+    return None
+
+
+def _open_streams() -> None:
+    """Make all three streams usable: a closed one is nowhere, and a letter that a terminal lacks is shown by number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: the next file would get its number, and be written to
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (it stays open)
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flush() -> None:
@@ -167,12 +277,22 @@ zero_to_one = _number(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 percentage = _number(lambda x: 0 < x < 100, "a number above 0 and below 100")
 
 
-def tile_size(text: str) -> tuple[int, int]:
+class Tile(NamedTuple):
+    """The size of a tile of scores, written as 128x64."""
+
+    block_q: int
+    block_kv: int
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}"
+
+
+def tile_size(text: str) -> Tile:
     try:
         block_q, block_kv = text.split("x")
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected two numbers such as 128x64, got {text!r}") from None
-    return positive(block_q), positive(block_kv)
+    return Tile(positive(block_q), positive(block_kv))
 
 
 def input_file(text: str) -> Path:
@@ -213,6 +333,9 @@ def _output_path(text: str, kind: str, is_kind: Callable[[Path], bool], inside: 
     return path
 
 
+METAVARS = {input_file: "FILE", output_file: "FILE", output_folder: "FOLDER", tile_size: "BQxBKV"}
+
+
 def device(text: str) -> str:
     """Return the name of a device that this machine has."""
     import torch
@@ -228,6 +351,16 @@ def device(text: str) -> str:
     if not is_here:
         raise argparse.ArgumentTypeError(f"expected a device of this machine, such as cpu or cuda, got {text!r}")
     return text
+
+
+def usual_device() -> str:
+    """Return the GPU where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# What commands that are not yet `Arguments` use.
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

@@ -84,7 +84,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """Return the object in a JSON file; `what` names what was expected in the error."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or brackets in brackets without end
         content = None
     if not isinstance(content, dict):
         raise ValueError(f"path: expected {what} in JSON, got {path}: remove that file or name a different one")

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import random
@@ -171,6 +172,37 @@ def test_closed_and_full_streams(line, status, said):
     assert (done.returncode, done.stderr.rpartition(": ")[2]) == (status, said)
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        (
+            "mkdir gone && cd gone && rmdir ../gone && {python} -m sage_lab info",
+            BAD_INPUT,
+            "folder: expected one that exi",
+        ),
+        (
+            "echo 'raise ModuleNotFoundError(name=__name__)' > torch.py && {python} -m sage_lab info",
+            BAD_INPUT,
+            "torch: exp",
+        ),
+        ("PYTHONIOENCODING=ascii {python} -m sage_lab ½", BAD_INPUT, r"invalid choice: '\xbd'"),
+    ],
+)
+def test_no_folder_no_torch_and_a_terminal_without_greek(line, status, said, tmp_path):
+    command = ["bash", "-c", line.format(python=f"PYTHONPATH=$PWD:$PYTHONPATH {shlex.quote(sys.executable)}")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_letters_that_a_terminal_lacks_are_shown_by_number(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert finish("program", lambda: print("½ of \udcff")) == 0
+    assert terminal.buffer.getvalue() == b"\\xbd of \\udcff\n"
+
+
 def test_control_c_waits_for_an_import_and_none_comes_before_a_command_begins(tmp_path, monkeypatch, capsys):
     (tmp_path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -318,7 +350,7 @@ def test_the_command_of_every_record_is_accepted(name, arguments, tmp_path, monk
         if "." in argument:  # the files that it reads are there
             (tmp_path / argument).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / argument).touch()
-    assert callable(read_options(arguments).run)
+    assert callable(read_options(arguments))
 
 
 # Any options at all
