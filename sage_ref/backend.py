@@ -46,12 +46,6 @@ def sla2_kernels(query: Tensor, settings: object) -> tuple[ModuleType, str | Non
     return ops, ops.obstacle(query, settings)
 
 
-def ring_kernels() -> ModuleType:
-    from sage_kernels.sagebwd import ring
-
-    return ring
-
-
 def why_not_triton(find_kernels: Callable[..., tuple[ModuleType, str | None]], *call: object) -> str | None:
     """Say why the kernels can't compute a call, or return None if they can."""
     if MISSING_PACKAGE:

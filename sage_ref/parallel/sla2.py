@@ -5,8 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sage_ref.checks import check_entries, check_heads, check_reverse_mode
-from sage_ref.parallel.exchange import Ranks, check_alike, gathered, largest_up_to, ranks_of
-from sage_ref.parallel.ulysses import check_heads_divide, exchanged, whole_sequences
+from sage_ref.parallel.ulysses import checked_group, gather_heads, gathered, whole_sequences
 from sage_ref.sla2 import SLA2, block_count
 from sage_ref.sla2.api import dispatch
 
@@ -41,27 +40,17 @@ class ParallelSLA2(SLA2):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
         check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
-        ranks = self._ranks(query, key)
+        group = checked_group(self.group, query, key)
+        query, key, value = whole_sequences(group, query, key, value)
+        alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
+        alpha = alpha.chunk(group.size(), 1)[group.rank()]
+        return gather_heads(dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend), group)
 
-        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-            alpha = alpha.chunk(ranks.count, 1)[ranks.rank]
-            return dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend)
-
-        return exchanged(attention, query, key, value, ranks)
-
-    @torch.no_grad()
-    def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
-        """Set alpha as SLA2 does, from all processes' tokens: query [B, H, Nq/P, D], key [B, Hkv, Nk/P, D]."""
+    def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+        """Return SLA2's, from all processes' tokens: query [B, H, Nq/P, D], key [B, Hkv, Nk/P, D]."""
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
-        ranks = self._ranks(query, key)
-        largest = {"query": query.abs().amax(), "key": key.abs().amax()}
-        check_entries(**{name: largest_up_to(x, ranks, is_causal=False) for name, x in largest.items()})
-        mass_here = self.selected_mass(*whole_sequences(ranks, query, key), protect)  # [H/P, Tm]
-        self.set_alpha(gathered(mass_here, ranks).flatten(0, 1))
-
-    def _ranks(self, query: Tensor, key: Tensor) -> Ranks:
-        ranks = ranks_of(self.group)
-        check_heads_divide(self.num_heads, ranks)
-        check_alike(ranks, query, key)
-        return ranks
+        group = checked_group(self.group, query, key)
+        largest = gathered(torch.stack([query.abs().amax(), key.abs().amax()]), group).amax(0)
+        check_entries(query=largest[0], key=largest[1])  # in all processes, lest some wait for ever
+        mass_here = self.mass_of_heads(*whole_sequences(group, query, key), protect)  # [H/P, Tm]
+        return gathered(mass_here, group).flatten(0, 1)

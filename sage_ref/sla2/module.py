@@ -105,12 +105,16 @@ class SLA2(nn.Module):
         Raises:
             ValueError: query or key holds a NaN, an infinity or an entry above 1e15. Alpha stays as it was.
         """
-        query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
-        check_entries(query=query, key=key)
         self.set_alpha(self.selected_mass(query, key, protect))
 
     def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """Return the mean softmax mass of the selected blocks over the batch, [H, Tm]: per head and query block."""
+        query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
+        check_entries(query=query, key=key)
+        return self.mass_of_heads(query, key, protect)
+
+    def mass_of_heads(self, query: Tensor, key: Tensor, protect: Tensor | None) -> Tensor:
+        """Compute `selected_mass` of checked arguments, for as many heads as query has."""
         return selected_mass(query, key, self.routing(key, protect), self.settings, self.backend).mean(0)
 
     def set_alpha(self, mass: Tensor) -> None:
