@@ -23,7 +23,6 @@ from sage_lab.command_line import (
 COMMANDS = {
     "bench": ("bench.bench_command", "time the public functions in turn with their peers; a rerun continues"),
     "accuracy": ("bench.accuracy", "compare the kernels with the reference on this GPU"),
-    "profile": ("bench.profile", "measure what limits the Hopper kernels; needs Nsight Compute"),
     "compile": ("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
     "instructions": ("bench.instructions", "count the instructions in the loop of every level"),
     "climb": ("climb.command", "check your own forward kernel and place it among our levels, with or without a GPU"),
