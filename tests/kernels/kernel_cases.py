@@ -33,9 +33,9 @@ from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import is_heads_last
 from sage_kernels.common.quantize import SCALE_BLOCK, padded_head_dim
 from sage_kernels.common.tiles import TINY
-from sage_kernels.hopper.emulator import OnCPU
 from sage_kernels.sagebwd import ladder, ops
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
+from sage_lab.emulator import OnCPU
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from sage_ref import Prologue
@@ -88,9 +88,8 @@ def emulated(seed: int = 0, slow_reads: bool = False, **names) -> Start:
     return start
 
 
-def row_maximum(x, is_positive):
+def row_maximum(x):
     """Return the largest |x| of every row, passing over NaN as a GPU's maximum does."""
-    assert not is_positive or not (x < 0).any()
     return x.abs().nan_to_num(0.0, posinf=math.inf).amax(1).clamp(min=TINY.value)
 
 
@@ -294,8 +293,8 @@ def prologue_for(case: Case, with_norm: bool) -> Prologue:
 
 
 # The levels that run here, on a CPU the levels of Hopper's too
-FORWARD = [level for level, chosen in enumerate(FORWARD_LEVELS) if obstacle_here(chosen, 128) is None]
-BACKWARD = [level for level, chosen in enumerate(BACKWARD_LEVELS) if obstacle_here(chosen, 128) is None]
+FORWARD = [level for level, chosen in FORWARD_LEVELS.items() if obstacle_here(chosen, 128) is None]
+BACKWARD = [level for level, chosen in BACKWARD_LEVELS.items() if obstacle_here(chosen, 128) is None]
 
 
 def takes(level: int, case: Case, levels=FORWARD_LEVELS) -> bool:

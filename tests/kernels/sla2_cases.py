@@ -54,7 +54,7 @@ from sage_ref.sla2.router import Routing
 from sage_ref.smoothing import key_mean_scores
 
 # The levels of the tests that all share: on a CPU Hopper's too, in the emulator; on a GPU they have tests of their own.
-FORWARD = [level for level, chosen in enumerate(LEVELS) if chosen.hopper is None or not ON_GPU]
+FORWARD = [level for level, chosen in LEVELS.items() if chosen.hopper is None or not ON_GPU]
 TRAINED = (LEVEL_16BIT, LEVEL_INT8)  # portable levels that the registered operation runs, and the backward pass follows
 BACKWARD = [
     (LEVEL_16BIT, 0),

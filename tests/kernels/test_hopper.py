@@ -34,20 +34,20 @@ from kernel_cases import (
     times,
 )
 from sage_kernels.hopper import toolbox
-from sage_kernels.hopper.emulator import Changed, Machine, plain
 from sage_kernels.sagebwd import ladder, ops
 from sage_kernels.sagebwd.backward import level6_apart as apart
-from sage_kernels.sagebwd.backward.level4 import keys, queries
+from sage_kernels.sagebwd.backward import level6_queries as queries
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2.backward import keys_hopper, linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.forward import level4_hopper
 from sage_kernels.sla2.ops import LEVEL_HOPPER, LEVEL_INT8
+from sage_lab.emulator import Changed, Machine, plain
 
 from sage_ref import sagebwd_attention
 
 pytestmark = MARKS
-EVERY_LEVEL = pytest.mark.parametrize("level", [4, 5, 6])
+EVERY_LEVEL = pytest.mark.parametrize("level", [5, 6])
 BOTH_HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 
 
@@ -124,19 +124,6 @@ RINGS = (
 MISTAKES = (
     *mistakes(("backward 5",), Case(500, 300, 64), *RINGS),
     *mistakes(
-        ("backward 4",), LONG_CAUSAL,
-        (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
-        (Changed(queries.key_tile, "release(rings.k, j)", "release(rings.v, j)"), EARLY),
-        (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
-        (Changed(keys.dkdv_tile, "release(rings.do, n)"), "deadlock"),
-    ),
-    *mistakes(
-        ("backward 4",), LONG_CAUSAL._replace(head_dim=128),
-        (Changed(keys.key_rows, "skip(rings.q, n)"), EARLY),  # dV's, which has three warpgroups
-        (Changed(keys.dk_tile, "release(rings.do, n)"), "deadlock"),
-        (Changed(keys.dv_tile, "release(rings.dot, n)"), "deadlock"),
-    ),
-    *mistakes(
         ("backward 5",), Case(300, 300, 64, 1, 1),
         (Changed(narrow.hand_over, "mbarrier.wait(ds.empty.index(H), (n & 1) ^ 1)"), f"deadlock|{WRONG}"),
         (Changed(narrow.hand_over, f"{HAND_OVER}\n    {HANDED_OVER}", f"{HANDED_OVER}\n    {HAND_OVER}"), WRONG),
@@ -164,6 +151,9 @@ MISTAKES = (
     *mistakes(
         ("backward 6",), LONG_CAUSAL._replace(head_dim=128),
         (Changed(apart.query_tile, "_wait(1, deps=(st_0,))", "_wait(2, deps=(st_0,))"), UNENDED),
+        (Changed(toolbox.skip, "release(ring, n)"), "deadlock"),
+        (Changed(queries.key_tile, "release(rings.k, j)", "release(rings.v, j)"), EARLY),
+        (Changed(queries.query_rows, "skip(rings.kt, j)"), EARLY),
     ),
     *mistakes(
         ("forward 5",), Case(192, 1280),
@@ -218,8 +208,6 @@ def test_carelessness_is_noticed(kind, case, changed, noticed):
     ("kind", "case"),
     [
         ("forward 5", Case(192, 1100, 64, 1, 1)),
-        ("backward 4", LONG_CAUSAL),
-        ("backward 4", LONG_CAUSAL._replace(head_dim=128)),
         ("backward 5", LONG_CAUSAL),
         ("backward 5", LONG_CAUSAL._replace(head_dim=128)),
         ("backward 6", LONG_CAUSAL._replace(head_dim=128)),
@@ -266,7 +254,7 @@ def test_programs_makes_nan_where_level_4_does(broken):
 
 
 @on_the_cpu
-@pytest.mark.parametrize(("level", "head_dim"), [(4, 64), (4, 128), (5, 64), (5, 128), (6, 128)])
+@pytest.mark.parametrize(("level", "head_dim"), [(5, 64), (5, 128), (6, 128)])
 @pytest.mark.parametrize("name", ["key", "value", "grad_output"])
 def test_programs_lets_no_larger_numbers_of_the_next_head_in(level, name, head_dim):
     """They follow this head's last tokens in its last tiles, and exceed the float16 that fits this head."""
@@ -311,9 +299,8 @@ def test_programs_with_values_of_any_size(level, head_dim):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_of_pairs_are_the_same_whether_dq_is_apart(is_causal):
     case = Case(150, 140, 128, 2, 1, is_causal)
-    of_level_4, one_pass, apart = (run_one_pass(case, level) for level in (4, 5, 6))
+    one_pass, apart = (run_one_pass(case, level) for level in (5, 6))
     assert_same(apart[1:], one_pass[1:])
-    assert_same(apart[:1], of_level_4[:1])
 
 
 @on_the_cpu
@@ -406,7 +393,7 @@ def test_units_are_of_all_that_a_query_sees():
     """Without a mask, units depend on later keys too."""
     case = Case(30, 300, 64, 1, 1)
     tensors = altered(case, value=times(1e4, ..., slice(256, None), slice(None)))
-    assert_near(*(run_one_pass(case, level, tensors) for level in (5, 4)), 6e-3)
+    assert_near(*(run_one_pass(case, level, tensors) for level in (5, 3)), 6e-3)
 
 
 # The toolbox: the order of work, and what the copy engine has to know
@@ -528,7 +515,7 @@ def test_the_interpreter_gets_other_levels(gpu, monkeypatch):
 
 
 @on_the_cpu
-@pytest.mark.parametrize(("level", "head_dim"), [(4, 64), (5, 128), (6, 128)])
+@pytest.mark.parametrize(("level", "head_dim"), [(5, 64), (5, 128), (6, 128)])
 def test_operation_with_them(monkeypatch, level, head_dim):
     """The operation's results are the ladder's, forward level 5's and a backward level's."""
     case = Case(140, 30, head_dim, heads=2, kv_heads=1, is_causal=True)
@@ -549,7 +536,7 @@ def test_operation_with_them(monkeypatch, level, head_dim):
 @pytest.mark.usefixtures("large_memory")  # up to 15 GiB
 @BOTH_HEAD_DIMS
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", ["forward 5", "backward 4", "backward 5", "backward 6"])
+@pytest.mark.parametrize("kind", ["forward 5", "backward 5", "backward 6"])
 def test_repeats_on_the_gpu_are_equal_bit_for_bit(kind, head_dim, is_causal):
     """Many programs and many tiles: a missing barrier would show in some of 100 runs."""
     levels, number = FORWARD_LEVELS if kind == "forward 5" else BACKWARD_LEVELS, int(kind[-1])

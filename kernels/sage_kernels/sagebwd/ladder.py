@@ -16,7 +16,7 @@ from sage_kernels.common.launch import Launch, choose_launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
-from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level4, level5, level6_apart
+from sage_kernels.sagebwd.backward import level0_16bit, level1_int8, level5, level6_apart
 from sage_kernels.sagebwd.backward import level3_folded as backward_level3_folded
 from sage_kernels.sagebwd.backward.prepare import prepare
 from sage_kernels.sagebwd.backward.program import BackwardInputs, run_dkdv, run_dq
@@ -77,32 +77,32 @@ class BackwardLevel(NamedTuple):
         return tuple(part + ("_per_block" if self.per_block else suffix) for part in parts)
 
 
-FORWARD_LEVELS = (
-    ForwardLevel("FlashAttention, 16 bit", level0_flash_attention.key_tile, int8=""),
-    ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, int8="QK"),
-    ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, int8="QKV"),
-    ForwardLevel("no conversions", level3_folded.key_tile, int8="QKV"),
-    ForwardLevel(
+FORWARD_LEVELS = {
+    0: ForwardLevel("FlashAttention, 16 bit", level0_flash_attention.key_tile, int8=""),
+    1: ForwardLevel("INT8 Q K^T", level1_int8_scores.key_tile, int8="QK"),
+    2: ForwardLevel("INT8 Q K^T and P V", level2_int8.key_tile, int8="QKV"),
+    3: ForwardLevel("no conversions", level3_folded.key_tile, int8="QKV"),
+    4: ForwardLevel(
         "no shuffles", level4_grouped.key_tile, int8="QKV", grouped=True,
         dithered_key_tile=level4_grouped.dithered_key_tile,
     ),
-    ForwardLevel("Hopper: warps with different jobs", None, int8="QKV", grouped=True, hopper=level5_hopper),
-)  # fmt: skip
-BACKWARD_LEVELS = (
-    BackwardLevel("16 bit, split", level0_16bit.key_tile, level0_16bit.query_tile, int8=""),
-    BackwardLevel("INT8, scales per row", level1_int8.key_tile, level1_int8.query_tile),
-    BackwardLevel("INT8, scales per block", level1_int8.key_tile, level1_int8.query_tile, per_block=True),
-    BackwardLevel(
+    5: ForwardLevel("Hopper: warps with different jobs", None, int8="QKV", grouped=True, hopper=level5_hopper),
+}  # fmt: skip
+# There was a level 4: levels 5 and 6 are faster, and its program of dQ is level 6's.
+BACKWARD_LEVELS = {
+    0: BackwardLevel("16 bit, split", level0_16bit.key_tile, level0_16bit.query_tile, int8=""),
+    1: BackwardLevel("INT8, scales per row", level1_int8.key_tile, level1_int8.query_tile),
+    2: BackwardLevel("INT8, scales per block", level1_int8.key_tile, level1_int8.query_tile, per_block=True),
+    3: BackwardLevel(
         "no conversions, no shuffles, no spills", backward_level3_folded.key_tile, backward_level3_folded.query_tile,
         grouped=True, split_from=128,
     ),
-    BackwardLevel("Hopper: warps with different jobs", None, None, grouped=True, hopper=level4),
-    BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5, pairs=True),
-    BackwardLevel(
+    5: BackwardLevel("Hopper: one pass, dQ in integer sums", None, None, grouped=True, hopper=level5, pairs=True),
+    6: BackwardLevel(
         "Hopper: dK and dV in one pass, dQ apart", None, None, grouped=True, hopper=level6_apart, pairs=True,
         causal_alone=True,
     ),
-)  # fmt: skip
+}  # fmt: skip
 
 
 def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim: int) -> str | None:
@@ -118,7 +118,7 @@ def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim
 def best_forward_level(device: torch.device, head_dim: int, *, portable: bool = False) -> int:
     """Return the last forward level that can run there. portable: leave out those that are Hopper's alone."""
     return max(
-        i for i, level in enumerate(FORWARD_LEVELS)
+        i for i, level in FORWARD_LEVELS.items()
         if not (portable and level.hopper) and obstacle(level, device, head_dim) is None
     )  # fmt: skip
 
@@ -127,14 +127,13 @@ def best_backward_level(
     device: torch.device, head_dim: int, is_causal: bool, *, per_block: bool = False, portable: bool = False
 ) -> int:
     """Return the backward level that runs there by itself. per_block: with one scale per tile of P and dS."""
-    fits = (
-        level.per_block == per_block and (is_causal or not level.causal_alone) and not (portable and level.hopper)
-        for level in BACKWARD_LEVELS
-    )  # fmt: skip
-    return max(
-        i for i, (level, fit) in enumerate(zip(BACKWARD_LEVELS, fits, strict=True))
-        if fit and obstacle(level, device, head_dim) is None
-    )  # fmt: skip
+
+    def fits(level: BackwardLevel) -> bool:
+        if (portable and level.hopper) or (level.causal_alone and not is_causal):
+            return False
+        return level.per_block == per_block and obstacle(level, device, head_dim) is None
+
+    return max(number for number, level in BACKWARD_LEVELS.items() if fits(level))
 
 
 def check_lengths(level: ForwardLevel | BackwardLevel, lengths: Tensor | None) -> None:
@@ -168,7 +167,7 @@ def prepare_forward(
     check_lengths(chosen, lengths)
     query, key, value = (last_axis_contiguous(x) for x in (query, key, value))
     if unbiased and not chosen.takes_unbiased:
-        able = ", ".join(str(number) for number, other in enumerate(FORWARD_LEVELS) if other.takes_unbiased)
+        able = ", ".join(str(number) for number, other in FORWARD_LEVELS.items() if other.takes_unbiased)
         raise ValueError(f"unbiased: expected False for forward level {level}, got True; levels {able} take it")
     if not chosen.int8:
         if prologue.cos is not None:

@@ -42,13 +42,13 @@ class Level(NamedTuple):
         return (self.kernel,) if self.fused else (self.kernel, "sla2_mix")
 
 
-LEVELS = (
-    Level("as printed: every block walked", level0_flash_attention.key_tile, kernel="sla2_as_printed"),
-    Level("lists, and one product for H", level0_flash_attention.key_tile, fused=False),
-    Level("linear branch in the sparse kernel", level0_flash_attention.key_tile),
-    Level("INT8", level4_grouped.key_tile, int8="QKV", kernel="sla2_forward"),
-    Level("Hopper: one block after another", None, int8="QKV", kernel="sla2_forward_hopper", hopper=level4_hopper),
-)
+LEVELS = {
+    0: Level("as printed: every block walked", level0_flash_attention.key_tile, kernel="sla2_as_printed"),
+    1: Level("lists, and one product for H", level0_flash_attention.key_tile, fused=False),
+    2: Level("linear branch in the sparse kernel", level0_flash_attention.key_tile),
+    3: Level("INT8", level4_grouped.key_tile, int8="QKV", kernel="sla2_forward"),
+    4: Level("Hopper: one block after another", None, int8="QKV", kernel="sla2_forward_hopper", hopper=level4_hopper),
+}
 BACKWARD_KERNELS = ("sla2_linear_query", "sla2_query", "sla2_key")  # of backward level 0, after all forward levels
 HOPPER_BACKWARD = {  # of backward level 1
     "sla2_linear_query_hopper": linear_queries_hopper,

@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,9 +171,9 @@ def sla2_cases(capability: int) -> Iterator[Case]:
         yield Case(kernel, level, capability, HEAD_DIMS[-1], False)
 
 
-def runnable(levels: Sequence[ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
+def runnable(levels: dict[int, ForwardLevel | BackwardLevel | Sla2Level], capability: int) -> list[int]:
     """Return the levels of a ladder that can run there."""
-    return [level for level, chosen in enumerate(levels) if capability == 90 or chosen.hopper is None]
+    return [level for level, chosen in levels.items() if capability == 90 or chosen.hopper is None]
 
 
 def is_sla2(case: Case) -> bool:
@@ -201,7 +201,7 @@ def launch_of(case: Case) -> Launch | None:
     if case.launch is not None:
         return case.launch
     if is_sla2(case):
-        hopper = ({level.kernel: level.hopper for level in LEVELS} | HOPPER_BACKWARD).get(base_of(case))
+        hopper = ({level.kernel: level.hopper for level in LEVELS.values()} | HOPPER_BACKWARD).get(base_of(case))
     else:
         hopper = None if case.kernel in AROUND else level_of(case).hopper
     if hopper is not None:

@@ -116,14 +116,14 @@ def backward_preparation(case: Case) -> Callable[[int], BackwardInputs]:
 
 
 def _entries(
-    case: Case, scope: str, levels: tuple, prepare: Callable, run: Callable, which: slice
+    case: Case, scope: str, levels: dict, prepare: Callable, run: Callable, which: slice
 ) -> dict[str, Callable[[], Entry]]:
     """Return the levels that can run here. which: of RESULTS, what `run` returns."""
 
     def error_of(found: tuple) -> float:
         return worst_error(found[: which.stop - which.start], case.exact[which], names=RESULTS[which])
 
-    can_run = [x for x, chosen in enumerate(levels) if obstacle(chosen, case.device, case.shape.head_dim) is None]
+    can_run = [x for x, chosen in levels.items() if obstacle(chosen, case.device, case.shape.head_dim) is None]
     return level_entries("sagebwd", can_run, prepare, partial(run, **case.options), error_of, scope)
 
 

@@ -18,7 +18,7 @@ from sage_kernels.common.quantize import quantize
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_sparse_forward
 from sage_kernels.sla2.ladder import LEVELS, Prepared, obstacle, prepare, run_backward, run_forward, sla2_launch
-from sage_kernels.sla2.ops import LEVEL_INT8, forward_level
+from sage_kernels.sla2.ops import LEVEL_HOPPER, LEVEL_INT8, forward_level
 from sage_kernels.sla2.prepare import read_blocks
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
 from sage_kernels.sla2.sums import unselected_sums
@@ -146,7 +146,7 @@ def level_rows(case: SparseCase, block_mask: Tensor, exact_output: Tensor, absen
     def error_of(found: tuple) -> float:
         return require_close(found[0], exact_output)
 
-    levels = [x for x, chosen in enumerate(LEVELS) if obstacle(chosen, case.device, case.shape.head_dim) is None]
+    levels = [x for x, chosen in LEVELS.items() if obstacle(chosen, case.device, case.shape.head_dim) is None]
     levels, run = levels if case.shape.n < LARGE else levels[1:], partial(run_forward, scale=case.scale)
     peers = absent.tried({name: partial(forward_peer, case, name, block_mask) for name in SPARSE_PEERS}, case.columns)
     for scope in ("kernel", "op"):
@@ -197,7 +197,7 @@ def module_rows(case: SparseCase, exact: Results, absent: Absent) -> Iterator[Ro
     make |= case.peers(case.wide_mask(wide_count), DENSE_PEERS if case.sparsity == SPARSITIES[-1] else ())
     found = absent.tried(make, case.columns)
     peaks = {(contender.provider, contender.level): peak_memory(contender.both) for contender in found.values()}
-    hopper = obstacle(LEVELS[-1], case.device, case.shape.head_dim) is None
+    hopper = obstacle(LEVELS[LEVEL_HOPPER], case.device, case.shape.head_dim) is None
     backward = {
         f"{OURS}, backward level {level}": partial(backward_entry, case, level, exact)
         for level in BACKWARD_LEVELS[: 1 + hopper]

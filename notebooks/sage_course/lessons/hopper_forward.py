@@ -6,7 +6,6 @@ Needs Triton. The program finds the largest integer score of every query: level 
 import re
 
 import torch
-from sage_kernels.hopper.emulator import OnCPU
 from sage_kernels.hopper.toolbox import (
     ROWS,
     TILE,
@@ -18,6 +17,7 @@ from sage_kernels.hopper.toolbox import (
     ring,
     start_int8,
 )
+from sage_lab.emulator import OnCPU
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait

@@ -2,9 +2,9 @@
 
 Level 5 adds up dQ in memory: 4 D bytes a query that must be zeros before and that a program reads after. Its two
 warpgroups hand dS^T over to each other for it, and so wait for each other in every tile. Here they make dK and dV
-alone, of level 5's numbers (`level5/units.py`), and dQ comes from level 4's program (`level4/queries.py`). Both compute
-S and dP: seven matmuls a tile instead of five. But nothing is handed over, zeroed or added in memory, and a warpgroup
-waits for nobody but the loading warp. dK and dV are level 5's bit for bit, dQ is level 4's.
+alone, of level 5's numbers (`level5/units.py`), and `level6_queries.py` makes dQ. Both compute S and dP: seven matmuls
+a tile instead of five. But nothing is handed over, zeroed or added in memory, and a warpgroup waits for nobody but the
+loading warp. dK and dV are level 5's bit for bit; dQ rounds as level 3 does.
 
 Expect: slower than level 5 where there are many tiles, faster where there are few: short sequences, a causal mask.
 
@@ -39,13 +39,13 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
     allocate, barrier, copy_own, count_query_tiles, descriptor, fetch, fetch_with_lines, fetched_rows, key_work_item,
     release, ring, row_and_column, sizes_of, start_16bit, start_int8, store_halves,
 )  # fmt: skip
-from sage_kernels.sagebwd.backward.level4 import queries
+from sage_kernels.sagebwd.backward import level6_queries
 from sage_kernels.sagebwd.backward.level5.units import ds_half, join_pairs, load_factors, p_half, quantize_pairs
 from sage_kernels.sagebwd.backward.program import LOG2_E, BackwardInputs
 
 HEAD_DIMS = (128,)  # padded
 LAUNCH = Launch(TILE.value, TILE.value, 8, 2, 240)
-LAUNCHES = queries.LAUNCHES | {"dkdv_pairs": LAUNCH}
+LAUNCHES = {"dq": level6_queries.LAUNCH, "dkdv_pairs": LAUNCH}
 CONSTANTS = {"PLACES": LAUNCH.num_stages, "REGISTERS": LAUNCH.max_registers}
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "ptx_options": "--opt-level 1"}  # maxnreg until the warps part
 
@@ -235,5 +235,5 @@ def run_hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 5's inputs."""
     do, v = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
-    (dq,) = queries.run_dq(inputs, do, v, start, is_causal=is_causal, scale=scale)
+    dq = level6_queries.run_dq(inputs, do, v, start, is_causal=is_causal, scale=scale)
     return dq, *run_dkdv_pairs(inputs, do, v, start, is_causal=is_causal)

@@ -1,7 +1,7 @@
 """Level 5, Hopper: dS is computed once; dQ, dK and dV come from one pass over the tiles.
 
-Level 4 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV as
-there, and hand dS^T over through shared memory to the one that makes dQ. At a head size of 64 that is a third warpgroup
+Level 3 computes S and dP in the program of dQ and again in that of keys. Here two warpgroups of keys make dK and dV
+and hand dS^T over through shared memory to the one that makes dQ. At a head size of 64 that is a third warpgroup
 (`narrow.py`). At 128 two gradients leave no registers for it, and the two make dQ, too (`wide.py`). How numbers are
 kept, and what comes after, is the same for both (`units.py`); `backward/prepare.py` is what comes before.
 

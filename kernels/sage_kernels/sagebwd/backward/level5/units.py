@@ -121,7 +121,7 @@ def row_maximum_of_pairs(pairs):
 
 @gluon.jit
 def quantize_pairs(pairs, COLUMNS: gl.constexpr):
-    """Return `level4.queries.quantize_by_row` of pairs [ROWS, TILE / 2]."""
+    """Return `level6_queries.quantize_by_row` of pairs [ROWS, TILE / 2]."""
     largest = gl.maximum(row_maximum_of_pairs(pairs), 2.0**-15)  # 127 / 64 of its inverse is a float16
     # 1 / (64 s) twice, and once in float32: s is the scale of what has been rounded with it, not of what was meant.
     inverse, inverse_32 = gl.inline_asm_elementwise(

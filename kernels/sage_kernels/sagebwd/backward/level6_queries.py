@@ -1,4 +1,4 @@
-"""Level 4's program of dQ: two warpgroups with 64 queries each, which visit the tiles of keys that they may see.
+"""Level 6's program of dQ: two warpgroups with 64 queries each, which visit the tiles of keys that they may see.
 
 Warpgroup W owns its rows of Q^, dO, L and delta, and dq_i in registers. The loading warp fills three rings: K^ for S,
 V for dP, K^T for dQ, since they are wanted at different times. Matmuls in flight while a warpgroup computes:
@@ -31,8 +31,9 @@ from sage_kernels.hopper.toolbox import (  # isort: skip
 )  # fmt: skip
 from sage_kernels.sagebwd.backward.program import BackwardInputs
 
-LAUNCHES = {"dq": Launch(128, TILE.value, 8, 2, 240)}
-AT_START = {240: 168, 160: 128}  # registers until the warps part, for those a computing thread gets then
+LAUNCH = Launch(128, TILE.value, 8, 2, 240)
+CONSTANTS = {"WARPGROUPS": LAUNCH.num_warps // 4, "PLACES": LAUNCH.num_stages, "REGISTERS": LAUNCH.max_registers}
+OPTIONS = {"num_warps": 4, "maxnreg": 168}  # maxnreg until the warps part
 
 # Arguments that travel together
 Descriptors = namedtuple("Descriptors", "q do k v kt")
@@ -43,53 +44,25 @@ Own = namedtuple("Own", "q_hat_i do_i s_q log_sum_exp_i delta_i first_query")  #
 
 
 @gluon.jit
-def row_maximum(x, IS_POSITIVE: gl.constexpr):
+def row_maximum(x):
     """Return the largest |x| of each row."""
-    if IS_POSITIVE:  # floats >= 0 are ordered like their bits, and integers have a maximum of three in one instruction
-        largest = gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-    else:
-        largest = gl.max(gl.abs(x), 1)
-    return gl.maximum(largest, TINY)
+    return gl.maximum(gl.max(gl.abs(x), 1), TINY)
 
 
 @gluon.jit
-def quantize_by_row(x, IS_POSITIVE: gl.constexpr, COLUMNS: gl.constexpr):
+def quantize_by_row(x, COLUMNS: gl.constexpr):
     """Return psi by rows of [ROWS, TILE]: (X^ as left operand of a matmul with so many COLUMNS, s [ROWS])."""
-    largest = row_maximum(x, IS_POSITIVE)
+    largest = row_maximum(x)
     x_hat = round_to_int8(x * (fast_reciprocal(largest) * 127.0)[:, None], COLUMNS)
     return x_hat, largest * (1 / 127.0)
 
 
-# Matmuls of either side's programs. left: operands of (S, dP) that stay; rings: those of (S, dP, the gradient)
-# that come in tiles. In a program of keys all are transposed.
-
-
 @gluon.jit
-def start_scores(left, rings, n, COLUMNS: gl.constexpr):
-    """Return (S, the first COLUMNS of dP in flight) of tile n."""
-    s = start_int8(left[0], acquire(rings[0], n), TILE)
-    dp = start_16bit(left[1], acquire(rings[1], n).slice(0, COLUMNS), COLUMNS)
-    return warpgroup_mma_wait(1, deps=(s,)), dp
-
-
-@gluon.jit
-def add_product(
-    gradient, s, dp, x_hat, s_x, left, rings, n, DP: gl.constexpr, COLUMNS: gl.constexpr, IS_LAST: gl.constexpr
-):
-    """Return (gradient + s_x dS^ x tile n, S and dP in flight of tile n + 1)."""
-    product = start_int8(x_hat, acquire(rings[2], n), DP)
-    if IS_LAST:
-        product = warpgroup_mma_wait(0, deps=(product,))
-        release(rings[2], n)
-        gradient = add_scaled(gradient, product, s_x, DP)
-    else:
-        s_next = start_int8(left[0], acquire(rings[0], n + 1), TILE)
-        product = warpgroup_mma_wait(1, deps=(product,))
-        release(rings[2], n)
-        gradient = add_scaled(gradient, product, s_x, DP)
-        dp = start_16bit(left[1], acquire(rings[1], n + 1).slice(0, COLUMNS), COLUMNS)
-        s = warpgroup_mma_wait(1, deps=(s_next,))
-    return gradient, s, dp
+def start_scores(own, rings, j):
+    """Return (S, dP in flight) of key tile j."""
+    s_ij = start_int8(own.q_hat_i, acquire(rings.k, j), TILE)
+    dp_ij = start_16bit(own.do_i, acquire(rings.v, j), TILE)
+    return warpgroup_mma_wait(1, deps=(s_ij,)), dp_ij
 
 
 @gluon.jit
@@ -110,8 +83,20 @@ def key_tile(
         if IS_CAUSAL:
             visible = visible & (key[None, :] <= query[:, None])
         ds_ij = gl.where(visible, ds_ij, 0.0)  # dS, not P: a V past the end, of the next head, may be NaN
-    ds_hat_ij, s_ds = quantize_by_row(ds_ij, False, DP)
-    return add_product(dq_i, s_ij, dp_ij, ds_hat_ij, s_ds * s_k, (own.q_hat_i, own.do_i), rings, j, DP, TILE, IS_LAST)
+    ds_hat_ij, s_ds = quantize_by_row(ds_ij, DP)
+    product = start_int8(ds_hat_ij, acquire(rings.kt, j), DP)
+    if IS_LAST:
+        product = warpgroup_mma_wait(0, deps=(product,))
+        release(rings.kt, j)
+        dq_i = add_scaled(dq_i, product, s_ds * s_k, DP)
+    else:
+        s_next = start_int8(own.q_hat_i, acquire(rings.k, j + 1), TILE)
+        product = warpgroup_mma_wait(1, deps=(product,))
+        release(rings.kt, j)
+        dq_i = add_scaled(dq_i, product, s_ds * s_k, DP)
+        dp_ij = start_16bit(own.do_i, acquire(rings.v, j + 1), TILE)
+        s_ij = warpgroup_mma_wait(1, deps=(s_next,))
+    return dq_i, s_ij, dp_ij
 
 
 @gluon.jit
@@ -136,7 +121,7 @@ def query_rows(
     dq_i = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
     mbarrier.wait(queries.ready, 0)
     own = Own(queries.q.index(W), queries.do.index(W), s_q, log_sum_exp_i, delta_i, first_query)
-    s_ij, dp_ij = start_scores((own.q_hat_i, own.do_i), rings, 0, TILE)
+    s_ij, dp_ij = start_scores(own, rings, 0)
     for j in range(0, last):
         next_s_k = gl.load(k_scale + j + 1)
         dq_i, s_ij, dp_ij = key_tile(dq_i, s_ij, dp_ij, own, s_k, j, sizes.n_k, rings, DP, IS_CAUSAL, False)
@@ -196,22 +181,12 @@ def dq_hopper_program(
     )  # fmt: skip
 
 
-def launch_options(launch: Launch) -> tuple[dict, dict]:
-    """Return what follows from a launch of either side: constants of the program, options of the compiler."""
-    names = ("WARPGROUPS", "PLACES", "REGISTERS")
-    constants = dict(zip(names, (launch.num_warps // 4, launch.num_stages, launch.max_registers), strict=True))
-    return constants, {"num_warps": 4, "maxnreg": AT_START[launch.max_registers]}
-
-
-def run_dq(
-    inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool, scale: float
-) -> tuple[Tensor]:
+def run_dq(inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool, scale: float) -> Tensor:
     """Compute dQ [B, H, Nq, D], in Q's layout. do, v: the inputs' dO and V."""
     query, q_hat, k_hat = inputs.query, inputs.q_hat, inputs.k_hat
-    head_dim, launch = query.shape[3], LAUNCHES["dq"]
-    constants, options = launch_options(launch)
+    head_dim = query.shape[3]
     sizes = sizes_of(
-        query, inputs.key, launch.block_q, of_keys=False, bytes_per_number=4, v_heads_per_row=v.heads_per_row,
+        query, inputs.key, LAUNCH.block_q, of_keys=False, bytes_per_number=4, v_heads_per_row=v.heads_per_row,
         do_heads_per_row=do.heads_per_row, out_heads_per_row=heads_per_row(query),
     )  # fmt: skip
     dq = empty_in_layout_of(query)
@@ -222,6 +197,6 @@ def run_dq(
         descriptor(v.rows, *tile), descriptor(k_hat.transposed, *tile[::-1]),
         q_hat.scale, k_hat.scale, inputs.log_sum_exp, inputs.delta, dq, *sizes, scale,
     )  # fmt: skip
-    constants |= {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
-    start(dq_hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, options)
-    return (dq,)
+    constants = CONSTANTS | {"D": head_dim, "DP": dp, "IS_CAUSAL": is_causal}
+    start(dq_hopper_program, (sizes.blocks * sizes.heads_total,), arguments, constants, OPTIONS)
+    return dq

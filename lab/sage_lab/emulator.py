@@ -23,13 +23,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 
-def to_dtype(x, dtype, bitcast=False):
-    return x.view(dtype) if bitcast else x.to(dtype)
+class Registers(Tensor):
+    """Numbers in registers, and what is computed of them: `to` and `type` mean what they mean in Gluon."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
 
 
-# Names that a torch.Tensor has as well, with a different meaning.
-RENAMED = {"to": "gluon_to", "type": "gluon_type"}
-Tensor.gluon_to, Tensor.gluon_type = to_dtype, SimpleNamespace(layout=None)
+def in_registers(function):
+    """Return a PyTorch function whose result is in registers; Gluon's last argument, the layout, is left out."""
+    return lambda *arguments: function(*arguments[:-1]).as_subclass(Registers)
 
 
 def plain(function: JITFunction, names: dict) -> FunctionType:
@@ -46,8 +51,7 @@ def plain(function: JITFunction, names: dict) -> FunctionType:
     def rebuilt(fn):
         if fn not in made:
             scope = {}
-            code = fn.__code__.replace(co_names=tuple(RENAMED.get(name, name) for name in fn.__code__.co_names))
-            made[fn] = FunctionType(code, scope, fn.__name__, fn.__defaults__)
+            made[fn] = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
             scope.update({n: converted(names.get(n, v)) for n, v in fn.__globals__.items()})
         return made[fn]
 
@@ -74,8 +78,8 @@ class Pointer:
 
     def load(self, mask=None, other=None):
         if mask is None:
-            return self.numbers[self.offset]
-        return torch.where(mask, self.numbers[torch.where(mask, self.offset, 0)], other)
+            return self.numbers[self.offset].as_subclass(Registers)
+        return torch.where(mask, self.numbers[torch.where(mask, self.offset, 0)], other).as_subclass(Registers)
 
     def store(self, x, mask=None):
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask.expand(x.shape)
@@ -156,7 +160,7 @@ class Part:
         return self.numbers()
 
     def numbers(self):
-        return self.view().permute(self.order[: self.view().ndim]).clone()
+        return self.view().permute(self.order[: self.view().ndim]).clone().as_subclass(Registers)
 
     def store(self, x):
         assert self.place.readers == 0, "a tile is overwritten while it is read"
@@ -276,14 +280,14 @@ class Machine:
             maximum=lambda x, y: torch.fmax(torch.as_tensor(x), torch.as_tensor(y)),
             max=torch.amax, sum=torch.sum, log2=torch.log2, static_range=range,
             where=lambda condition, x, y: torch.where(torch.as_tensor(condition), x, y),
-            arange=lambda start, end, _: torch.arange(start, end),
-            zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
-            full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
+            arange=in_registers(torch.arange),
+            zeros=in_registers(lambda shape, dtype: torch.zeros(shape, dtype=dtype)),
+            full=in_registers(lambda shape, value, dtype: torch.full(shape, value, dtype=dtype)),
             split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
             broadcast=torch.broadcast_tensors, reduce=reduce,
             convert_layout=lambda x, _, assert_trivial=False: x, SliceLayout=lambda *_: None,
             load=Pointer.load, store=Pointer.store,
-            program_id=lambda _: torch.tensor(self.program), inline_asm_elementwise=run_ptx,
+            program_id=in_registers(lambda: torch.tensor(self.program)), inline_asm_elementwise=run_ptx,
             allocate_shared_memory=self.allocate, warp_specialize=self.run_warps,
         )  # fmt: skip
         barriers = SimpleNamespace(
@@ -434,7 +438,7 @@ def run_ptx(code, constraints, arguments, dtype, is_pure, pack):
         else:
             registers[result] = found
     results = [registers[f"${i}"] for i in range(len(dtypes))]
-    results = [x.to(kind) for x, kind in zip(results, dtypes, strict=True)]
+    results = [x.to(kind).as_subclass(Registers) for x, kind in zip(results, dtypes, strict=True)]
     return results if isinstance(dtype, tuple) else results[0]
 
 
