@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from sage_course.check import Mistake, defined, edited, first_difference
+from sage_course.gaps import Difference, Mistake, defined, difference, edited, have_the_same_parts
 from sage_lab.climb.observe import observe
+from torch import Tensor
 
 from exercises import ROOT, exercise_names
 from exercises.handing_in import VISIBLE_SEED
@@ -108,7 +109,7 @@ class Recorded(Exercise):
             expected = exercise.observed(test, seed)
             given = {number: exercise.observed(test, seed, [x]) for number, x in enumerate(exercise.mistakes)}
             differ = {
-                number: x for number, x in given.items() if any(map(functools.partial(difference, test), x, expected))
+                number: x for number, x in given.items() if any(map(functools.partial(wrong_part, test), x, expected))
             }
             facts = {key: value for key, value in test._asdict().items() if key != "calls"}
             calls = [tuple(call) for call in exercise.calls(test, seed)]
@@ -161,44 +162,56 @@ def load_exercise(name: str) -> Exercise:
     return Recorded(name) if (ROOT / name / "answers.pt").exists() else Exercise(name)
 
 
-def difference(
-    test: Test, found: dict, expected: dict, ignored: frozenset[str] = frozenset()
-) -> tuple[str, str] | None:
-    """Return what of a call's outcome is wrong and, in words, how; None if nothing is."""
+class Wrong(NamedTuple):
+    """What of a call's outcome is wrong, and how, in words."""
+
+    kind: str  # raised, launched, changed, form, value, spoiled, undefined
+    words: str = ""
+
+
+def wrong_part(test: Test, found: dict, expected: dict, paid: frozenset[str] = frozenset()) -> Wrong | None:
+    """Return what is wrong with a call's outcome, None if nothing is.
+
+    found: a submission's process may have answered anything. paid: kinds that have cost their points before.
+    """
     if "raised" in found or "raised" in expected:
-        same = found.get("raised") == expected.get("raised")
-        return None if same else ("raised", f"found {found.get('raised', 'no error')}")
-    # A submission's process may answer anything, and tensors that are compared are no bool.
+        said = found.get("raised", "no error")
+        is_same = isinstance(said, str) and said == expected.get("raised")  # no error equals no result
+        return None if is_same else Wrong("raised", f"found {said}")
     if expected["launched"] and found.get("launched") is not True:
-        return "launched", ""
-    if "changed" not in ignored and repr(found.get("changed")) != repr(expected["changed"]):
-        return "changed", ""
-    kind = "outputs" if expected["outputs"] else "result"
-    x, y = found.get(kind), expected[kind]
-    if expected["gradients"] is not None:
-        x, y = (x, found.get("gradients")), (y, expected["gradients"])
+        return Wrong("launched")
+    if "changed" not in paid and repr(found.get("changed")) != repr(expected["changed"]):
+        return Wrong("changed")
+
+    x, y = what_counts(found, expected), what_counts(expected, expected)
     if test.parts is not None:
-        fits = (
-            isinstance(x, dict) and x.keys() == y.keys()
-            if isinstance(y, dict)
-            else isinstance(x, tuple) and len(x) == len(y)
-        )
-        if not fits:
-            return "form", _line(first_difference(x, y, agree=agreement("form")))
-        x, y = ([z[part] for part in test.parts] for z in (x, y))
-        x, y = (x[0], y[0]) if len(x) == 1 else (tuple(x), tuple(y))
-    if text := first_difference(x, y, agree=agreement("form"), same_dtype=True):
-        scalars = isinstance(y, int | float | str) and type(x) is type(y)
-        return ("value" if scalars else "form"), _line(text)
+        if not have_the_same_parts(x, y):
+            return Wrong("form", words(difference(x, y)))
+        x, y = ([result[part] for part in test.parts] for result in (x, y))
+        x, y = (x[0], y[0]) if len(y) == 1 else (x, y)
     if test.listed:
-        x, y = ((z[0].masked_fill(torch.arange(z[0].shape[1]) >= y[1][:, None], 0), z[1]) for z in (x, y))
-    if text := first_difference(x, y, agree=agreement(test.agree), same_dtype=True):
-        return "value", _line(text)
+        if form := difference(x, y, agree=agreement("form"), same_dtype=True):
+            return Wrong("form", words(form))
+        x, y = (without_the_rest(*result) for result in (x, y))
+    if wrong := difference(x, y, agree=agreement(test.agree), same_dtype=True):
+        return Wrong("form" if wrong.is_form else "value", words(wrong))
+
     for flag in ("spoiled", "undefined"):
-        if flag not in ignored and found.get(flag) is not expected[flag]:
-            return flag, ""
+        if flag not in paid and found.get(flag) is not expected[flag]:
+            return Wrong(flag)
     return None
 
 
-def _line(text):
-    return ", ".join(line.strip() for line in text.splitlines()) if text else ""
+def what_counts(outcome: dict, expected: dict) -> Any:
+    """Return an outcome's result, or what a kernel wrote, with the gradients if there are any."""
+    value = outcome.get("outputs" if expected["outputs"] else "result")
+    return value if expected["gradients"] is None else (value, outcome.get("gradients"))
+
+
+def without_the_rest(numbers: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lists of numbers with 0 for what follows the first ones that count."""
+    return numbers.masked_fill(torch.arange(numbers.shape[1]) >= counts[:, None], 0), counts
+
+
+def words(difference: Difference) -> str:
+    return ", ".join(line.strip() for line in str(difference).splitlines())

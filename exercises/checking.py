@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sage_course.check import Mistake
+from sage_course.gaps import Mistake
 
 from exercises import ROOT, stubs
 from exercises.answers import Exercise, attempt

@@ -11,14 +11,15 @@ import dataclasses
 import importlib.util
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from sage_course.check import Mistake, explained
+from sage_course.gaps import Mistake, compare
 
-from exercises.answers import Correct, Exercise, difference, load_exercise
+from exercises.answers import Correct, Exercise, load_exercise, wrong_part
 from exercises.handing_in import FILE_LIMIT, VISIBLE_SEED, read_submission
 from exercises.isolation import DEFAULT_LIMITS, ChildError, Limits, Sandbox, SandboxError, have_walls
 from exercises.task import NO_LAUNCH, Call, Test
@@ -182,15 +183,16 @@ class Judge:
             except ChildError as error:
                 said = error.shown if fixed else str(error)
                 return self.failed(test, f"{calls[0].function} {error.shown}", f"{calls[0].function} {said}", fixed)
-            wrong = [n for n, pair in enumerate(zip(found, expected, strict=True)) if self.differ(test, *pair)]
-            if not wrong:
+            differ = partial(wrong_part, test, paid=self.paid)
+            if same(found, expected, differ):
                 continue
-            given = self.given(test, seed, self.made) if self.made else ()
-            if given and not any(self.differ(test, *pair) for pair in zip(found, given, strict=True)):
+            if self.made and same(found, self.given(test, seed, self.made), differ):
                 note = "as a mistake above makes it"
                 continue
-            mistake = self.recognised(test, seed, found, expected)
-            return self.verdict(test, calls[wrong[0]], found[wrong[0]], expected[wrong[0]], mistake, fixed)
+            report = compare(found, expected, self.exercise.mistakes, partial(self.given_beside, test, seed), differ)
+            if report.mistake is not None:
+                self.made.append(report.mistake)
+            return self.verdict(test, calls[report.number], report, fixed)
         return TestResult(test.name, test.points, "passed", note)
 
     def tried(self, test, seeds, student, fixed):
@@ -212,9 +214,6 @@ class Judge:
                 return self.failed(test, verdict.hint, feedback, fixed)
         return TestResult(test.name, test.points, "passed")
 
-    def differ(self, test, found, expected):
-        return difference(test, found, expected, self.paid)
-
     def given(self, test, seed, mistakes):
         """Return what the master gives with these mistakes; nothing if they can't be made together."""
         try:
@@ -222,22 +221,14 @@ class Judge:
         except (ValueError, SyntaxError):
             return ()
 
-    def recognised(self, test, seed, found, expected):
-        """Return the mistake that explains what was found, beside those made before if they can be made together."""
+    def given_beside(self, test, seed, mistake):
+        """Return what the master gives with a mistake, beside those made before if they can be made together."""
+        both = self.given(test, seed, [*self.made, mistake]) if self.made and mistake not in self.made else ()
+        return both or self.given(test, seed, [mistake])
 
-        def results(mistake):
-            both = self.given(test, seed, [*self.made, mistake]) if self.made and mistake not in self.made else ()
-            return both or self.given(test, seed, [mistake])
-
-        same = lambda x, y: self.differ(test, x, y) is None  # noqa: E731
-        mistake = explained(found, expected, self.exercise.mistakes, results, same)
-        if mistake is not None:
-            self.made.append(mistake)
-        return mistake
-
-    def verdict(self, test, call, found, expected, mistake, fixed):
+    def verdict(self, test, call, report, fixed):
         """Return the result of a test that failed: the mistake's hint, or else one for the kind of what is wrong."""
-        kind, data = self.differ(test, found, expected)
+        found, (kind, data), mistake = report.found[report.number], report.difference, report.mistake
         if mistake is not None:
             hint = mistake.hint or test.hint
         elif kind == "raised" and "raised" in found:
@@ -258,6 +249,11 @@ class Judge:
     def failed(self, test, hint, feedback, fixed):
         feedback = " ".join((feedback or hint).split())[:FEEDBACK_LIMIT] + (" (on hidden inputs)" if fixed else "")
         return TestResult(test.name, test.points, "failed", feedback, hint)
+
+
+def same(found: Sequence[dict], expected: Sequence[dict], differ: Callable) -> bool:
+    """Whether as many calls gave the same."""
+    return len(found) == len(expected) and all(differ(*pair) is None for pair in zip(found, expected, strict=True))
 
 
 def observed_by_the_rules(found: dict[str, Any]) -> bool:

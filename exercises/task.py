@@ -1,7 +1,7 @@
 """What a task.py is written with: a Task of tests, their inputs, and the mistakes that students make.
 
 A test draws calls of one function. The grader makes them with the submission and with the master, and compares what
-comes. If that differs, the hint is that of the mistake with which the master gives the same: see `sage_course.check`.
+comes. If that differs, the hint is that of the mistake with which the master gives the same: see `sage_course.gaps`.
 """
 
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from sage_course.check import Mistake, close_entries
+from sage_course.gaps import Mistake, close_entries
 from sage_lab.climb import trials
 from torch import Tensor
 

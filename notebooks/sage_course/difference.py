@@ -4,7 +4,7 @@ import difflib
 import html
 from collections.abc import Callable, Iterator
 
-from sage_course.check import source
+from sage_course.gaps import source
 
 # Of lines that were removed or added, on white and on black; signs say it, too.
 COLORS = {"-": "rgba(213, 94, 0, 0.25)", "+": "rgba(0, 114, 178, 0.25)", " ": "transparent"}

@@ -5,13 +5,17 @@ import json
 import math
 import pkgutil
 import re
+from dataclasses import replace
+from functools import lru_cache, partial
 
+import numpy as np
 import pytest
 import torch
-from sage_course import check
+from sage_course import gaps as engine
+from sage_course import hints
 from sage_course import lessons as solutions
-from sage_course.check import Gap, Mistake, NotYetError, fill_in, first_difference, lesson, mistaken, source, yours
-from sage_course.feedback import reason
+from sage_course.check import NotYetError, fill_in, lesson, yours
+from sage_course.gaps import Gap, Mistake, difference, mistaken, plain, source
 from sage_lab.records import REPOSITORY
 
 
@@ -54,7 +58,7 @@ def test_a_reader_who_writes_the_solution_is_right(lesson, capsys):
     for name, gap in LESSONS[lesson].items():
         assert len(gap.mistakes) >= 3, name
         again = mistaken(gap, Mistake(source(gap.solution), source(gap.solution), ""))
-        assert fill_in(name, again, gaps=LESSONS[lesson]) is again
+        assert plain(fill_in(name, again, gaps=LESSONS[lesson])) is plain(again)
         assert capsys.readouterr().out == f"{name}: right.\n"
 
 
@@ -96,7 +100,7 @@ GAPS = {"doubled": Gap(doubled, lambda: [(torch.ones(2),), (torch.arange(3.0),)]
 
 
 def test_a_right_function_is_given_back_and_a_gap_replaced(capsys):
-    assert fill_in("doubled", added, gaps=GAPS) is added
+    assert fill_in("doubled", added, gaps=GAPS).__wrapped__ is added
     assert fill_in("doubled", unfinished, gaps=GAPS) is doubled
     assert capsys.readouterr().out.splitlines() == [
         "doubled: right.",
@@ -124,7 +128,7 @@ def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, 
     gaps, names = LESSONS["int8_quantization"], {"torch": torch, "F": torch.nn.functional, "sqrt": math.sqrt}
     for name, text in {"psi": OWN_PSI, "psi_of_blocks": OWN_BLOCKS}.items():
         assert yours("int8_quantization", name) is gaps[name].solution
-        lesson("int8_quantization")(name, check.defined(text, "a notebook's cell", names)[name])
+        lesson("int8_quantization")(name, engine.defined(text, "a notebook's cell", names)[name])
         assert source(yours("int8_quantization", name)).endswith(text)
     assert yours("int8_quantization", "psi_of_blocks").__globals__["F"] is torch.nn.functional
     capsys.readouterr()
@@ -135,8 +139,8 @@ def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, 
 
 
 def test_an_ellipsis_that_is_an_index_is_no_gap():
-    assert check.has_gap(source(unfinished))
-    assert not check.has_gap(source(last))
+    assert engine.has_gap(source(unfinished))
+    assert not engine.has_gap(source(last))
 
 
 def test_what_was_expected_and_found_is_shown_without_a_hint_if_none_fits():
@@ -180,8 +184,9 @@ COLUMN, INTEGERS = torch.tensor([[1.0], [0.0], [-2.0]]), torch.tensor([3, -100, 
     ],
 )
 def test_a_result_shows_what_is_wrong_with_it_even_if_no_mistake_is_known(found, expected, hint):
-    gap = Gap(doubled, lambda: [()], (), lambda function: function())
-    assert reason(check.tried(gap, found, ()) if callable(found) else found, expected).startswith(hint)
+    gap = Gap(doubled, lambda: [()], run=lambda function: function())
+    found = gap.outcome(found, ()).result if callable(found) else found
+    assert hints.about_result(found, expected).text.startswith(hint)
 
 
 def without_mean(x, weight):
@@ -246,7 +251,7 @@ def double(x_ptr, N: tl.constexpr):
 def test_a_triton_programs_lines_are_tried_and_its_failure_shows_the_line(capsys):
     triton = pytest.importorskip("triton")
     names = {"triton": triton, "tl": triton.language, "__name__": "a lesson"}
-    double = check.defined(PROGRAM, "a lesson", names)["double"]
+    double = engine.defined(PROGRAM, "a lesson", names)["double"]
     gap = Gap(double, lambda: [(torch.arange(16.0),)], (), lambda program, x: program[(1,)](x, N=16) or x)
     lines = said(capsys, gap, ("tl.arange(0, N)", "..."), ("2 * x", "3 * x"))
     assert lines[1:] == ["Not right yet: y = 3 * x", "Hint: `3` stands where something different belongs."]
@@ -273,7 +278,7 @@ def test_a_function_that_fails_is_told_why_and_where_and_may_be_a_known_mistake(
         x = x + 0
         return x / {}[2]
 
-    gaps = {"doubled": GAPS["doubled"]._replace(mistakes=(Mistake("2 * x", "x / {}[2]", "Not a table."),))}
+    gaps = {"doubled": replace(GAPS["doubled"], mistakes=(Mistake("2 * x", "x / {}[2]", "Not a table."),))}
     with pytest.raises(NotYetError) as caught:
         fill_in("doubled", halved, gaps=gaps)
     said = caught.value._render_traceback_()
@@ -294,14 +299,89 @@ def test_a_mistake_made_with_another_gets_the_hint_of_the_trial_that_is_shown():
 
 
 def test_large_integers_that_differ_are_shown_with_all_digits():
-    assert "expected 51511301" in first_difference(torch.tensor([51511300]), torch.tensor([51511301]))
+    assert "expected 51511301" in difference(torch.tensor([51511300]), torch.tensor([51511301]))
 
 
-def test_a_function_that_overwrites_what_it_gets_spoils_no_trial():
+def test_a_function_that_overwrites_what_it_gets_is_refused_and_spoils_no_trial():
     def in_place(x):
         return x.mul_(2)
 
-    assert fill_in("doubled", in_place, gaps=GAPS) is in_place
+    def shifted(x):
+        return x.add_(1)
+
+    with pytest.raises(NotYetError) as caught:
+        fill_in("doubled", in_place, gaps=GAPS)
+    assert str(caught.value).splitlines()[1:] == [hints.IN_PLACE]
+    with pytest.raises(NotYetError, match="expected 0\n") as caught:  # of the second trial's own input
+        fill_in("doubled", shifted, gaps=GAPS)
+    assert str(caught.value).endswith(hints.IN_PLACE)
+
+
+class Odd:
+    """An answer or a result with code of its own."""
+
+    def __call__(self, x):
+        return 2 * x
+
+    def __eq__(self, other):
+        raise ArithmeticError("no")
+
+    def __repr__(self):
+        raise ArithmeticError("no")
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ArithmeticError("no")
+
+
+def raising(error):
+    def raise_it(x):
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        partial(torch.mul, 2),
+        lru_cache(doubled),
+        torch.no_grad()(doubled),
+        Odd(),
+        Odd().__call__,
+        # as in fill_in("doubled",
+        lambda x: 2 * x,
+    ],
+)
+def test_whatever_can_be_called_is_tried(answer, tmp_path):
+    own = fill_in("doubled", answer, gaps=GAPS, folder=tmp_path)
+    assert answer in (own, getattr(own, "__wrapped__", None))
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda x: Odd(), "found    a Odd that can't be shown"),
+        (lambda x: (2 * x).to("meta"), "found    float32 [2], a tensor that is meta, which can't be compared"),
+        (lambda x: (2 * x).to_sparse(), "found    float32 [2], a tensor that is sparse, which can't be compared"),
+        (lambda x: "x" * 10**7, "found    '" + 799 * "x" + "..."),
+        (raising(SystemExit(3)), "found    SystemExit: 3"),
+        (raising(Unprintable()), "found    Unprintable: an error that can't be shown"),
+        (partial(torch.mul, 3), "Hint: Everything is 1.5 times what it should be."),
+    ],
+)
+def test_odd_answers_and_results_get_a_clear_word(answer, found):
+    with pytest.raises(NotYetError) as caught:
+        fill_in("doubled", answer, gaps=GAPS)
+    assert found in str(caught.value)
+    assert len(str(caught.value)) < 2000
+
+
+def test_what_is_no_function_is_refused():
+    for answer in (7, None, torch.ones(2), "def doubled(x): return 2 * x"):
+        with pytest.raises(NotYetError, match="expected a function"):
+            fill_in("doubled", answer, gaps=GAPS)
 
 
 @pytest.mark.parametrize(
@@ -321,20 +401,26 @@ def test_a_function_that_overwrites_what_it_gets_spoils_no_trial():
     ],
 )
 def test_these_differ(found, expected):
-    assert first_difference(found, expected) is not None
-    assert first_difference(expected, expected) is None
+    assert difference(found, expected) is not None
+    assert difference(expected, expected) is None
 
 
 def test_rounding_is_no_difference():
     x = torch.linspace(-3, 3, 50)
-    assert first_difference(x * (1 + 1e-6), x) is None
-    assert first_difference(x * (1 + 1e-3), x) is not None
+    assert difference(x * (1 + 1e-6), x) is None
+    assert difference(x * (1 + 1e-3), x) is not None
 
 
-def test_a_tensor_without_dimensions_may_stand_for_a_float():
-    assert first_difference(torch.tensor(0.1), 0.1) is None
-    assert first_difference(torch.tensor([0.1]), 0.1) is not None
-    assert first_difference(0.1, torch.tensor(0.1)) is not None
+def test_numbers_of_all_kinds_may_stand_for_one_another():
+    for found in (torch.tensor(0.1), torch.tensor(0.1).double(), np.float32(0.1), np.float64(0.1), np.array(0.1)):
+        assert difference(found, 0.1) is None
+    for found in (torch.tensor(3), torch.tensor(3, dtype=torch.int8), np.int64(3), 3.0):
+        assert difference(found, 3) is None
+    for found in (0.1, np.float64(0.1), torch.tensor(0.1).double()):
+        assert difference(found, torch.tensor(0.1)) is None
+    assert difference(torch.tensor([0.1]), 0.1).is_form
+    assert difference(0.1, torch.tensor(0.1), same_dtype=True).is_form
+    assert not difference(0.2, 0.1).is_form
 
 
 def test_a_mistake_that_does_not_fit_the_solution_is_an_error():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from sage_course import check, mutants
-from sage_course.check import Gap, Mistake, NotYetError, fill_in
+from sage_course import hints
+from sage_course.check import NotYetError, fill_in
+from sage_course.gaps import Gap, Mistake, mistaken
 
 
 def attend(s, v, c):
@@ -28,7 +29,7 @@ BRACKETS = "The parts are right, but brackets are in the wrong place."
 
 def hint(*edits, gap=GAP):
     with pytest.raises(NotYetError) as caught:
-        fill_in("attend", check.mistaken(gap, Mistake(*edits[0], more=edits[1:])), gaps={"attend": gap})
+        fill_in("attend", mistaken(gap, Mistake(*edits[0], more=edits[1:])), gaps={"attend": gap})
     return caught.value.args[0].splitlines()[-1].removeprefix("Hint: ")
 
 
@@ -36,22 +37,19 @@ def hint(*edits, gap=GAP):
     ("edits", "said"),
     [
         ([("return o, total", "return total, o")], "These are in the wrong order: `(total, o)`."),
-        ([("s.amax(-1, keepdim=True)", "s.abs().amax(-1, keepdim=True)")], "`.abs` is too many."),
+        ([("s.amax(-1, keepdim=True)", "s.abs().amax(-1, keepdim=True)")], "`.abs` does not belong here."),
         ([("s - largest", "largest - s")], "The two sides of `largest - s` are exchanged."),
         ([("s.amax(-1", "s.amax(0")], "`s.amax(0, keepdim=True)` goes along the wrong axis."),
-        ([("s.amax(-1,", "s.amax(dim=0,")], "All of it is right but `dim=0`."),
-        ([("p.sum(-1, keepdim=True)", "p.sum()")], "`p.sum()` runs over everything, but belongs along one axis."),
-        ([("total +=", "total =")], "Every round of the loop replaces `total`. Add to it."),
+        ([("s.amax(-1,", "s.amax(dim=0,")], "`s.amax(dim=0, keepdim=True)` goes along the wrong axis."),
         ([("c * (s", "(s")], "The factor `c` is missing."),
-        ([("c * (s", "2 * c * c * (s")], "The factor `2 * c` is too many."),
+        ([("c * (s", "2 * c * c * (s")], "The factor `2 * c` does not belong here."),
         ([(" / p.sum(-1, keepdim=True)", "")], "A divisor is missing."),
         ([("s - largest", "s")], "The term `largest` is missing."),
         ([(", keepdim=True)\n    p", ")\n    p")], "`keepdim=True` is missing."),
-        ([("row[:3] if len(row) > 2 else row", "row")], "A condition is missing."),
         ([("s - largest", "s + largest")], "`+` stands where a different operator belongs."),
         ([("amax", "amin")], "`amin` stands where something different belongs."),
         ([("amax", "max")], f"`max` stands where something different belongs. {MAX}"),
-        ([("s - largest", "s - 3 * v.std(0)")], f"All of it is right but `3 * v.std(0)`. {SHAPES}"),
+        ([("s - largest", "s - 3 * v.std(0)")], SHAPES),
         ([("row[:3]", "row[:2]")], "`2` stands where something different belongs."),
         ([("c * (s - largest)", "c * s - largest")], BRACKETS),
         ([("torch.exp(c * (s - largest))", "c * (s - largest).exp()")], BRACKETS),  # another way to write it
@@ -60,14 +58,10 @@ def hint(*edits, gap=GAP):
             [("torch.exp(c * (s - largest))", "((largest - s) * c).exp()")],
             "The two sides of `largest - s` are exchanged.",
         ),
-        ([("s - largest", "s - 3 * s.std()")], "All of it is right but `3 * s.std()`."),
+        ([("s - largest", "s - 3 * s.std()")], "Not right yet: p = torch.exp(c * (s - 3 * s.std()))"),
         (
             [("p @ v / p.sum(-1, keepdim=True)", "(1 / p.sum(0, keepdim=True)) * (v.mT @ p.mT).mT")],
             "`p.sum(0, keepdim=True)` goes along the wrong axis.",
-        ),
-        (
-            [("torch.exp(c * (s - largest))", "((s + largest) * c).exp2()")],
-            "`+` stands where a different operator belongs. `exp2` stands where something different belongs.",
         ),
     ],
 )
@@ -80,6 +74,6 @@ def test_what_no_small_change_explains_gets_none():
 
 
 def test_without_time_a_change_is_found_by_its_text_alone(monkeypatch):
-    monkeypatch.setattr(mutants, "SECONDS", -1)
+    monkeypatch.setattr(hints, "SECONDS", -1)
     assert hint(("c * (s", "(s")) == "The factor `c` is missing."
     assert hint(("torch.exp(c * (s - largest))", "(s - largest).exp()")) != "The factor `c` is missing."

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from sage_course.check import Mistake, defined, edited
+from sage_course.gaps import Mistake, defined, edited
 from sage_lab.climb import trials
 from sage_lab.climb.observe import DOT, Elements, laid_out, observe
 from sage_lab.records import REPOSITORY

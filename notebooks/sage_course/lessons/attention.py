@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws
 
 
@@ -55,20 +55,24 @@ GAPS = {
         Mistake("p.mT @ do", "do @ p", "dV is [Nk, D]: which factor comes first, and which one is transposed?"),
         Mistake("do @ v.mT", "v.mT @ do", "dP is [Nq, Nk]: dO brings the queries, so it comes first."),
         Mistake("do @ v.mT", "p * (do @ v.mT)", "That goes on to dS. The gradient of O = P V has no P in it."),
+    ), right=(
+        ("p.mT @ do", "torch.einsum('...qk,...qd->...kd', p, do)"),
+        ("do @ v.mT", "(v @ do.mT).mT"),
     )),
     "through_the_softmax": Gap(through_the_softmax, lambda: [(_probabilities(2), *_draw(3, (3, 5)))], (
         Mistake("(p * dp).sum(-1, keepdim=True)", "dp.sum(-1, keepdim=True)", "Each dP counts with its weight P."),
         Mistake("(p * dp).sum(-1, keepdim=True)", "dp.mean(-1, keepdim=True)",
                 "That is the plain mean. In delta, each dP counts with its weight P."),
         Mistake("(p * dp).sum", "(p @ dp.mT).sum", "Multiply entry by entry, with `*`."),
-        Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-1)",
-                "The sums lost a dimension and no longer line up with the rows: `keepdim=True` keeps it, with size 1."),
         Mistake("(p * dp).sum(-1, keepdim=True)", "(p * dp).sum(-2, keepdim=True)",
                 "There is one number for each row, not for each column."),
         Mistake("p * (dp - delta)", "p * dp - delta", "P multiplies the whole difference."),
         Mistake("sum(-1, keepdim=True)", "mean(-1, keepdim=True)",
                 "delta is a sum, not a mean: the weights P already sum to 1."),
         Mistake("p * (dp - delta)", "p * (1 - p) * dp", "That uses the diagonal of the Jacobian alone."),
+    ), right=(
+        ("p * (dp - delta)", "p * dp - p * delta"),
+        ("(p * dp)", "(p.double() * dp)"),
     )),
     "delta_of": Gap(delta_of, lambda: [_draw(5, (3, 4), (3, 4))], (
         Mistake("(do * o).sum(-1, keepdim=True)", "do @ o.mT",
@@ -77,6 +81,9 @@ GAPS = {
                 "Multiply entry by entry: dO * O."),
         Mistake("(do * o).sum(-1, keepdim=True)", "(do.mT @ o).sum(-1, keepdim=True)",
                 "Multiply entry by entry: dO * O."),
+    ), right=(
+        ("(do * o).sum(-1, keepdim=True)", "torch.einsum('...d,...d->...', do, o).unsqueeze(-1)"),
+        ("(do * o)", "(do.double() * o)"),
     )),
     "through_the_scores": Gap(through_the_scores, lambda: [(*_draw(6, (3, 5), (3, 4), (5, 4)), 0.5)], (
         Mistake("ds @ k * c\n    dk = ds.mT @ q * c", "ds @ k\n    dk = ds.mT @ q",
@@ -86,6 +93,9 @@ GAPS = {
         Mistake("ds @ k * c", "ds @ q * c",
                 "The sizes of dS and Q don't match: dQ needs the keys, and dK needs dS transposed."),
         Mistake("ds.mT @ q * c", "q.mT @ ds * c", "That is dK transposed."),
+    ), right=(
+        ("ds @ k * c", "(c * ds) @ k"),
+        ("ds.mT @ q * c", "c * (q.mT @ ds).mT"),
     )),
     "probabilities_again": Gap(probabilities_again, _queries_keys_and_l, (
         Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s) / log_sum_exp",
@@ -94,5 +104,8 @@ GAPS = {
                 "Wrong for a tile: a softmax divides by the sum over the keys it gets, and L knows the sum over all."),
         Mistake("torch.exp(s - log_sum_exp)", "torch.exp(s - s.amax(-1, keepdim=True))",
                 "Subtract L instead of the largest score. Then nothing is left to divide by."),
+    ), right=(
+        ("q @ k.mT * c", "(c * q) @ k.mT"),
+        ("torch.exp(s - log_sum_exp)", "s.sub_(log_sum_exp).exp_()"),
     )),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draw
 from sage_ref import sagebwd_attention
 from sage_ref.integrations.calls import Call

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from sage_kernels.common.device import triton_device
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws
 
 if not torch.cuda.is_available():
@@ -162,7 +162,9 @@ GAPS = {
                 "In S queries are the rows and keys the columns: query[:, None], key[None, :]."),
         Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
         *BEYOND,
-    ), run_scores),
+    ), run_scores, right=(
+        ("tl.dot(q_i, tl.trans(k_j)) * c", "c * tl.dot(q_i, tl.trans(k_j))"),
+    )),
     "flash": Gap(flash, _attention, (
         Mistake('tl.where(key[None, :] < n, s_ij, -float("inf"))', "s_ij",
                 "Keys that don't exist are zeros and have score 0: hide them with -inf."),
@@ -177,7 +179,10 @@ GAPS = {
         Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
                 "p_ij already belongs to the new maximum: only the old l shrinks."),
         Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
-    ), run_flash),
+    ), run_flash, right=(
+        ("p_ij = tl.math.exp2(", "p_ij = tl.exp2("),
+        ("l * rescale + tl.sum(p_ij, 1)", "tl.sum(p_ij, axis=1) + rescale * l"),
+    )),
     "key_tile_range": Gap(key_tile_range, lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)], (
         Mistake(FULL, "tl.cdiv(first_query + 1, BLOCK_KV)", ROUND_DOWN),
         Mistake(FULL, "tl.cdiv(first_query, BLOCK_KV)", ROUND_DOWN),
@@ -196,5 +201,7 @@ GAPS = {
         Mistake(END, "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "There are only cdiv(n, BLOCK_KV) tiles of keys."),
         Mistake(FULL, "n // BLOCK_KV", "A tile needs no mask if even the first query sees all of its keys."),
         Mistake("tl.cdiv(n, BLOCK_KV)", "n // BLOCK_KV", ROUND_UP),
-    ), run_range),
+    ), run_range, right=(
+        ("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "(first_query + BLOCK_Q + BLOCK_KV - 1) // BLOCK_KV"),
+    )),
 }  # fmt: skip

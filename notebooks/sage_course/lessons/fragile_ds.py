@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws, watched
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
@@ -54,7 +54,6 @@ GAPS = {
         Mistake("math.sqrt(dp.shape[-1])", "dp.shape[-1]",
                 "The rows of P add up to one, so its RMS is at most 1 / sqrt(N)."),
         Mistake(".abs()", "", "The bound needs the largest size: negative differences count, too."),
-        Mistake("(dp - delta)", "dp", "What P multiplies is dP - delta."),
         Mistake("dp.shape[-1]", "dp.shape[-2]", "N is the number of keys: the length of a row."),
         Mistake("dp.shape[-1]", "dp.numel()", "N is the number of keys: the length of a row."),
         Mistake("(dp - delta).abs().max()", "(dp - delta).square().mean().sqrt()",
@@ -63,6 +62,9 @@ GAPS = {
                 "One bound for the whole tensor: the largest of all rows, as a float."),
         Mistake("(dp - delta).abs().max()", "(dp.abs().max() - delta.abs().max())",
                 "First the difference entry by entry, then its largest size."),
+    ), right=(
+        ("/ math.sqrt(dp.shape[-1])", "* dp.shape[-1] ** -0.5"),
+        (".max().item()", ".max()"),
     )),
     "dq_dk_by_row": Gap(dq_dk_by_row, _tiles_of_ds, (
         Mistake("s_key.mT", "s_key",
@@ -76,8 +78,10 @@ GAPS = {
                 "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
         Mistake("integer_matmul(ds_by_key.mT, q_hat) * s_key.mT", "integer_matmul(ds_by_query.mT, q_hat) * s_query",
                 "dK sums over queries, so a scale per query can't wait outside. Per key it can."),
-        Mistake(" * s_query", "", "In dQ, the integers of dS need their scale, too: one per query."),
-    ), watched),
+    ), watched, right=(
+        ("* s_query * s_k", "* (s_query * s_k)"),
+        ("* s_key.mT * s_q", "* s_key.flatten()[:, None] * s_q.double()"),
+    )),
     "round_up_or_down": Gap(round_up_or_down, _numbers_to_round, (
         Mistake("torch.floor", "torch.round", "On average that is half an integer step too high, as the noise is."),
         Mistake("torch.floor", "torch.ceil", "On average that is a whole integer step too high."),
@@ -92,5 +96,8 @@ GAPS = {
                 "After the division one step is 1, and the noise is a part of one step: add it as it is."),
         Mistake("torch.floor(x / scale + noise)", "torch.floor(x / scale) + noise",
                 "The result must be a whole number: add the noise before you round down."),
+    ), right=(
+        ("torch.floor(x / scale + noise)", "(noise + x / scale).floor()"),
+        ("torch.floor(x / scale + noise)", "torch.floor(x / scale + noise).double()"),
     )),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 
 
 def held(gradients, scores, d):
@@ -34,8 +34,10 @@ GAPS = {
         Mistake(" / 128", " * 4 / 128",
                 "This is four times too many. A register holds a whole float32."),
         Mistake("gradients * d + scores", "gradients * d * scores", "The numbers of all matrices are added."),
-        Mistake("64 * (gradients", "(gradients", "Each of them has 64 rows."),
         Mistake(" / 128", "", "The numbers are spread over the 128 threads of a warpgroup."),
+    ), right=(
+        ("64 * (gradients * d + scores * 128) / 128", "gradients * d / 2 + scores * 64"),
+        ("64 * (gradients * d + scores * 128) / 128", "64 * (gradients * d + scores * 128) // 128"),
     )),
     "row_maximum": Gap(row_maximum,
         lambda: [(torch.randn(32, generator=torch.Generator().manual_seed(seed)),) for seed in range(2)], (
@@ -53,6 +55,9 @@ GAPS = {
         Mistake("largest[torch.arange(32) ^ away]", "torch.arange(32) ^ away",
                 "These are the numbers of the partners. Take what the partners have: largest[...]."),
         Mistake(" ^ away", " - away", "The partner of thread t is t XOR away, so that both exchange."),
+    ), right=(
+        ("torch.maximum(largest, largest[torch.arange(32) ^ away])",
+         "torch.stack((largest, largest[torch.arange(32) ^ away])).amax(0)"),
     )),
     "units_per_one": Gap(units_per_one, lambda: [  # the last two have a bound that is a power of two
             (torch.tensor([3.0, 4.5]), torch.tensor(4.0), torch.tensor(3.9), 64),
@@ -65,13 +70,14 @@ GAPS = {
                 "Gradients may be as small as the number that is added. `.clamp(min=1e-30)` guards against dO = 0."),
         Mistake("torch.floor", "torch.ceil", "Rounded up, a sum may exceed 2^30: round down."),
         Mistake("torch.floor", "torch.round", "Rounded up, a sum may exceed 2^30: round down."),
-        Mistake(" * largest_k", "", "A part of dQ is dS times K."),
         Mistake("torch.floor(30 - torch.log2(bound))", "(30 - torch.log2(bound))", "A power of two: round down."),
         Mistake("2 ** torch.floor", "torch.floor", "That is the exponent: 2 to the power of it."),
         Mistake("floor(30", "floor(29", "This is half as many as fit: sums of up to 2^30."),
-        Mistake("torch.log2(bound)", "torch.log(bound)", "The power is one of two: log2."),
         Mistake("2 ** torch", "1 / 2 ** torch", "That is one unit. How many units are one?"),
         Mistake("30 - torch.log2(bound)", "torch.log2(bound) - 30", "A larger bound means fewer integers for one."),
+    ), right=(
+        ("2 ** torch.floor(30 - torch.log2(bound))", "torch.exp2(torch.floor(30 - torch.log2(bound)))"),
+        ("2 ** torch.floor(30 - torch.log2(bound))", "2.0 ** (30 - bound.log2()).floor().double()"),
     )),
     "bank": Gap(bank, lambda: [(torch.arange(24)[:, None], torch.arange(32))], (
         Mistake(" ^ (row % 8)", "", "Without the swizzle a whole column is in one bank."),
@@ -84,5 +90,7 @@ GAPS = {
         Mistake("column // 4", "column % 8", "The numbers stand in groups of four: the group is column // 4."),
         Mistake("row % 8", "row", "From row 8 on the swizzle begins again: there are 8 places."),
         Mistake(" ^ (row % 8)", " + row % 8", "Use XOR, bit by bit. A sum leaves the 8 places."),
+    ), right=(
+        ("4 * ((column // 4) ^ (row % 8)) + column % 4", "(((column // 4) ^ (row & 7)) << 2) | (column & 3)"),
     )),
 }  # fmt: skip

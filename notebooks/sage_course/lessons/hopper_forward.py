@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from sage_course.check import Gap, Mistake, source
+from sage_course.gaps import Gap, Mistake, source
 
 HEAD_DIM, TILES = 64, 7
 WRONG_PHASE = "a barrier's phases are 0 and 1"  # as the emulator says it
@@ -166,7 +166,9 @@ GAPS = {
         Mistake("(n // places) & 1", "((n // places) & 1) ^ 1",
                 "That is the phase before. It ended before this tile came. Only the loading warp waits for it."),
         Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
-    ), run_as("acquire")),
+    ), run_as("acquire"), right=(
+        ("(n // places) & 1", "(n // places) % 2"),
+    )),
     "fetch": Gap(fetch, _trials, (
         Mistake(" ^ 1", "", "In the first round every place is empty. Nobody reports it: wait for the phase before."),
         Mistake("ring.empty", "ring.ready", "`ready` says that a tile has come. Is its place free? `empty` says so."),
@@ -182,7 +184,9 @@ GAPS = {
         Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
         Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(0)",
                 "The n-th tile belongs in place n % places."),
-    ), run_as("fetch")),
+    ), run_as("fetch"), right=(
+        ("((n // places) & 1) ^ 1", "(n // places + 1) & 1"),
+    )),
     "score_maxima": Gap(score_maxima, _trials, (
         Mistake("        release(ring, n)\n", "", "No place is ever given back: when the ring is full, all wait."),
         Mistake("""        s_ij = warpgroup_mma_wait(0, deps=(product,))
@@ -199,6 +203,8 @@ GAPS = {
         Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.maximum(m, s_ij)",
                 "m is one number per query: take the row's maximum first, gl.max(s_ij, 1)."),
         Mistake("m = gl.maximum(m, gl.max(s_ij, 1))", "m += gl.max(s_ij, 1)", "The largest is wanted, not the sum."),
-        Mistake("gl.maximum(m,", "gl.minimum(m,", "The largest is wanted: gl.maximum."),
-    ), run_as("score_maxima")),
+    ), run_as("score_maxima"), right=(
+        ("warpgroup_mma_wait(0,", "warpgroup_mma_wait(num_outstanding=0,"),
+        ("gl.maximum(m, gl.max(s_ij, 1))", "gl.maximum(gl.max(s_ij, axis=1), m)"),
+    )),
 }  # fmt: skip

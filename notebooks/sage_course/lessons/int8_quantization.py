@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draw, watched
 from sage_ref.quantization import integer_matmul
 
@@ -73,8 +73,10 @@ GAPS = {
                 "For X = 0 the scale must stay 0: change the divisor alone."),
         Mistake("x.abs().max() / 127", "(x.max() - x.min()) / 255",
                 "Here 0 stays 0, and the integers go from -127 to 127: s = max|X| / 127."),
-        Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
-    ), watched),
+    ), watched, right=(
+        ("x.abs().max() / 127", "torch.maximum(x.max(), -x.min()) / 127"),
+        ("torch.round(x /", "torch.round(x.double() /"),
+    )),
     "psi_of_blocks": Gap(psi_of_blocks, _blocks, (
         Mistake("tiles.abs().amax((1, 2))", "tiles.abs().amax((1, 2)) * 0 + x.abs().max()",
                 "That is one scale in all. Each block has its own."),
@@ -84,14 +86,17 @@ GAPS = {
                 (("[:, None, None]", "[:, None]"),)),
         Mistake("amax((1, 2))", "amax(2)", "That is a scale per token: take the maximum over the tokens, too.",
                 (("[:, None, None]", "[:, :, None]"),)),
-        Mistake(".flatten(0, 1)", "", "The integers must have the shape of X: [tokens, channels]."),
         Mistake("torch.where(s > 0, s, 1.0)", "s", ZEROS),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-8)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "(s + 1e-12)", TINY),
         Mistake("torch.where(s > 0, s, 1.0)", "s.clamp(min=1e-8)", TINY),
         Mistake("x.unflatten(0, (-1, block))", "x.unflatten(0, (block, -1))",
                 "That makes `block` blocks. There are tokens / block of them, with `block` tokens each."),
-    ), watched),
+    ), watched, right=(
+        ("tiles.abs().amax((1, 2)) / 127", "tiles.flatten(1).abs().amax(1) / 127"),
+        ("tiles.abs().amax((1, 2)) / 127",
+         "torch.stack([rows.abs().max() for rows in x.split(block)]).double() / 127"),
+    )),
     "scaled_product": Gap(scaled_product,
         lambda: [(_integers(4, 3, 5), draw(5, 3).abs(), _integers(6, 3, 5), draw(7, 3).abs()),
                  (_integers(4, 2, 5), draw(5, 2).abs(), _integers(6, 3, 5), draw(7, 3).abs())], (
@@ -109,15 +114,16 @@ GAPS = {
         Mistake("s_b[None, :]", "s_b[:, None]", "A row of B is a column of the result: s_b has to be a row, [1, N]."),
         Mistake("s_a[:, None] * s_b[None, :]", "(s_a @ s_b)", "Entry (i, j) has the scales s_a[i] and s_b[j] alone."),
         Mistake("s_a[:, None] * s_b[None, :]", "s_a.mean() * s_b.mean()", "Each row has a scale of its own."),
-    ), watched),
+    ), watched, right=(
+        ("s_a[:, None] * s_b[None, :]", "torch.outer(s_a, s_b)"),
+        ("* s_a[:, None]", "* s_a.double()[:, None]"),
+    )),
     "exact_matmul": Gap(exact_matmul, lambda: [(_integers(8, 2, 2500), _integers(9, 2500, 3)), *_long_rows()], (
         Mistake("for start in range(0, a.shape[1], 1024):\n        piece = slice(start, start + 1024)",
                 "for piece in (slice(0, None),):",
                 "float32 holds every integer up to 2^24 only: multiply 1024 terms at once."),
         Mistake("a[:, piece]", "a[piece]", "The sum runs along the columns of a: `a[:, piece]`."),
         Mistake("b[piece]", "b[:, piece]", "The sum runs along the rows of b: `b[piece]`."),
-        Mistake("(a[:, piece].float() @ b[piece].float()).int()", "a[:, piece].float() @ b[piece].float()",
-                "The piece is a float, and total holds integers: `.int()` converts the piece."),
         Mistake("total += (a[:, piece].float() @ b[piece].float()).int()",
                 "total = (total.float() + a[:, piece].float() @ b[piece].float()).int()",
                 "The pieces are exact, but adding them in float32 is not: make each an integer first."),
@@ -127,5 +133,8 @@ GAPS = {
                 "float16 holds every integer up to 2048 only: use `.float()`."),
         Mistake("(a[:, piece].float() @ b[piece].float()).int()", "(a.float() @ b.float()).int()",
                 "Those are all terms at once: take the piece of both."),
+    ), right=(
+        ("(a[:, piece].float() @ b[piece].float())", "(a[:, piece].double() @ b[piece].double())"),
+        ("dtype=torch.int32", "dtype=torch.int64"),
     )),
 }  # fmt: skip

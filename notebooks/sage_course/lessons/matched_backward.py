@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws
 from sage_course.lessons.quantization_aware import BLOCK_KV, BLOCK_Q
 from sage_ref.quantization import quantize, quantized_matmul
@@ -55,25 +55,27 @@ GAPS = {
                 "Each query has its own L: log_sum_exp is a column [..., Nq, 1] already."),
         Mistake("torch.exp(c * q @ k.mT - log_sum_exp)", "torch.exp(c * q @ k.mT - log_sum_exp).sum(-1)",
                 "That is the row sums. Return P itself; the next cell sums it."),
-        Mistake("q @ k.mT", "q @ k", "S = c Q K^T: transpose K with k.mT, which leaves heads and batch in place."),
+    ), right=(
+        ("c * q @ k.mT", "q @ (c * k).mT"),
+        ("c * q @ k.mT", "c * torch.einsum('...qd,...kd->...qk', q, k)"),
     )),
     "row_sums": Gap(row_sums, _errors, (
         Mistake("torch.exp(error)", "torch.exp(-error)",
                 "The sign: error = S - S_int8, so exp(S - L) = exp(S_int8 - L) exp(error)."),
         Mistake("torch.exp(error)", "(1 + error)", "True for small errors only. The factor is exp(error)."),
-        Mistake("torch.exp(error)", "error", "The scores differ by the error, so P differs by a factor: exp(error)."),
         Mistake("(p_int8 * torch.exp(error))", "(p_int8 + torch.exp(error))",
                 "exp(a + b) = exp(a) exp(b): the factor multiplies P."),
         Mistake("p_int8 * torch.exp(error)", "torch.exp(error)",
                 "That counts all keys alike. Each key's factor has the weight that the forward pass gave it."),
-        Mistake("p_int8 * torch.exp(error)", "torch.exp(p_int8 * error)",
-                "P stays outside of the exponential: each factor exp(error) is multiplied by it."),
         Mistake("(p_int8 * torch.exp(error)).sum(-1)", "torch.exp(error.sum(-1))",
                 "The sum of exponentials isn't the exponential of the sum. And each key has the weight P."),
         Mistake(".sum(-1)", ".sum(-2)", "A row of P belongs to a query: sum over the keys, the last axis."),
         Mistake(".sum(-1)", "", "That is P as printed. Sum over the keys."),
         Mistake("(p_int8 * torch.exp(error)).sum(-1)", "torch.exp((p_int8 * error).sum(-1))",
                 "That is exp of the mean error. You need the mean of exp(error)."),
+    ), right=(
+        ("(p_int8 * torch.exp(error)).sum(-1)", "torch.einsum('...k,...k->...', p_int8, error.exp())"),
+        ("torch.exp(error)", "error.double().exp()"),
     )),
     "matched": Gap(matched, _handed_in, (
         Mistake("log_sum_exp - c * q @ k_mean.mT", "log_sum_exp",
@@ -94,7 +96,6 @@ GAPS = {
                 "L is changed by a score, c Q mean(K): multiply the mean key by Q and c."),
         Mistake("c * quantized_matmul(q_hat, k_hat.mT)", "c * q_hat @ k_hat.mT",
                 "Integers with scales are multiplied by quantized_matmul(q_hat, k_hat.mT)."),
-        Mistake("q @ k_mean.mT", "q @ k_mean", "The mean key is a row [..., 1, D]: c Q mean(K)^T, with k_mean.mT."),
         Mistake("c * quantized_matmul(q_hat, k_hat.mT)", "c * q @ k.mT",
                 "These are 16-bit scores again. Multiply the integers and their scales.",
                 (("log_sum_exp - c * q @ k_mean.mT", "log_sum_exp"),)),
@@ -104,6 +105,9 @@ GAPS = {
                 "The scales are missing: quantized_matmul(q_hat, k_hat.mT) multiplies by both."),
         Mistake("torch.exp(s_int8 - (log_sum_exp - c * q @ k_mean.mT))", "torch.softmax(s_int8, -1)",
                 "The right numbers, by a softmax that a kernel can't take: use L, without the mean key's share."),
+    ), right=(
+        ("c * quantized_matmul(q_hat, k_hat.mT)", "quantized_matmul(q_hat, k_hat.mT) * c"),
+        ("s_int8 - (log_sum_exp - c * q @ k_mean.mT)", "s_int8 - log_sum_exp + q @ k_mean.mT * c"),
     )),
     "clamped": Gap(clamped, _handed_in, (
         Mistake("torch.exp((c * q @ k.mT - log_sum_exp).clamp(max=0))",
@@ -120,5 +124,8 @@ GAPS = {
         Mistake("torch.exp((c * q @ k.mT - log_sum_exp).clamp(max=0))",
                 "torch.exp(c * q @ k.mT - log_sum_exp) / torch.exp(c * q @ k.mT - log_sum_exp).amax(-1, keepdim=True)",
                 "That scales each row. Clamp each entry at 1."),
+    ), right=(
+        ("(c * q @ k.mT - log_sum_exp).clamp(max=0)", "c * q @ k.mT - log_sum_exp).clamp(max=1"),
+        ("c * q @ k.mT", "q @ k.mT * c"),
     )),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 
 
 def paired(losses, baseline):
@@ -65,6 +65,10 @@ GAPS = {
         Mistake(" if seed in baseline", "", "A seed that baseline lacks has no pair: leave it out."),
         Mistake("baseline[seed] for seed in losses if seed in baseline", "baseline.get(seed, 0) for seed in losses",
                 "A seed that baseline lacks has no pair: leave it out. Its loss is not 0."),
+    ), right=(
+        ("[losses[seed] - baseline[seed] for seed in losses if seed in baseline]",
+         "[loss - baseline[seed] for seed, loss in losses.items() if seed in baseline]"),
+        ("[losses[seed] - baseline[seed]", "[torch.tensor(losses[seed] - baseline[seed])"),
     )),
     "resampled_means": Gap(resampled_means, _values_and_choices, (
         Mistake(".mean(-1)", ".mean(0)",
@@ -72,9 +76,11 @@ GAPS = {
         Mistake("values[choices].mean(-1)", "choices.double().mean(-1)",
                 "choices holds positions. Average the values at these positions."),
         Mistake("values[choices]", "choices[values]", "The other way round: values[choices] gives the values there."),
-        Mistake(".mean(-1)", "", "Those are the values that were drawn. Return the mean of each row."),
         Mistake("values[choices]", "(values * choices)",
                 "choices holds positions: values[choices] gives the values there."),
+    ), right=(
+        ("values[choices].mean(-1)", "values[choices].sum(1) / choices.shape[1]"),
+        ("values[choices].mean(-1)", "torch.stack([values[choice].mean() for choice in choices])"),
     )),
     "interval": Gap(interval, lambda: [(torch.linspace(-1, 3, 401) ** 3,)], (
         Mistake("[0.025, 0.975]", "[0.05, 0.95]", "That leaves out 5% on either side: it is a 90% interval."),
@@ -93,6 +99,11 @@ GAPS = {
         Mistake("torch.quantile(means, means.new_tensor([0.025, 0.975]))",
                 "means.mean() + means.std() * means.new_tensor([-2.0, 2.0])",
                 "Two standard deviations hold about 95% of a Gaussian, but the means need not be one. Use quantiles."),
+    ), right=(
+        ("torch.quantile(means, means.new_tensor([0.025, 0.975]))",
+         "torch.stack([means.quantile(0.025), means.quantile(0.975)])"),
+        ("torch.quantile(means, means.new_tensor([0.025, 0.975]))",
+         "means.double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))"),
     )),
     "verdict": Gap(verdict, _bounds, (
         Mistake("low > 0", "high > 0", "Supported: the whole interval is above zero, its lower end too."),
@@ -112,5 +123,8 @@ GAPS = {
                 "A batch of the same size as the one without a gap does not test the claim either."),
         Mistake("tokens <= no_gap_at", "low <= 0",
                 "Whether the claim was tested depends on the size of the batch, not on the result."),
+    ), right=(
+        ("    if low > 0:\n        return \"supported\"\n    return \"contradicted\"",
+         "    return \"supported\" if low > 0 else \"contradicted\""),
     )),
 }  # fmt: skip

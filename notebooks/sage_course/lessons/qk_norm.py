@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draw
 
 HEAD_DIM = 16
@@ -72,6 +72,11 @@ GAPS = {
                 "That multiplies the two errors. Each error is multiplied by the other factor itself."),
         Mistake("(s_q * rms_k) ** 2 + (s_k * rms_q) ** 2", "s_q ** 2 + s_k ** 2",
                 "The rounding error of Q is multiplied by K, and that of K by Q."),
+    ), right=(
+        ("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+         "math.hypot(s_q * rms_k, s_k * rms_q) / 12**0.5"),
+        ("math.sqrt(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12)",
+         "torch.tensor(((s_q * rms_k) ** 2 + (s_k * rms_q) ** 2) / 12).sqrt()"),
     )),
     "rms_norm": Gap(rms_norm, _tokens, (
         Mistake("mean(-1, keepdim=True)", "mean(-2, keepdim=True)",
@@ -88,12 +93,12 @@ GAPS = {
                 "The variance subtracts the mean. RMS norm does not."),
         Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)", "(x.abs().mean(-1, keepdim=True) + 1e-6)",
                 "That is the mean magnitude. RMS is the root of the mean square."),
-        Mistake("mean(-1, keepdim=True)", "mean(-1)",
-                "The means lost a dimension and don't line up with the tokens: `keepdim=True` keeps it, with size 1."),
         Mistake("torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)",
                 "(torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-6)",
                 "The 1e-6 belongs under the root: add it to the mean square."),
-        Mistake(" + 1e-6", "", "The 1e-6 under the root is missing. Small tokens show it."),
+    ), right=(
+        ("/ torch.sqrt(", "* torch.rsqrt("),
+        ("x * gain /", "gain * x.double() /"),
     )),
     "bound_on_scores": Gap(bound_on_scores, _gains, (
         Mistake("(gain_q * gain_k).abs().max().item()", "gain_q.abs().max().item() * gain_k.abs().max().item()",
@@ -104,6 +109,10 @@ GAPS = {
         Mistake(".max()", ".sum()", "A token has one length for all channels: at worst it lies in the best of them."),
         Mistake("math.sqrt(len(gain_q)) * ", "1 / math.sqrt(len(gain_q)) * ",
                 "Both lengths are missing: without gains |q| |k| = D, and c D = sqrt(D)."),
+    ), right=(
+        ("math.sqrt(len(gain_q)) * (gain_q * gain_k).abs().max().item()",
+         "(gain_q * gain_k).abs().max() * len(gain_q) ** 0.5"),
+        ("(gain_q * gain_k)", "(gain_q.double() * gain_k)"),
     )),
     "grad_through_norm": Gap(grad_through_norm,
         lambda: [(draw(5, 6, HEAD_DIM), 3 * draw(6, 6, HEAD_DIM), 1 + 0.3 * draw(7, HEAD_DIM))], (
@@ -114,12 +123,9 @@ GAPS = {
                 "The sign is wrong: a larger x makes a larger r, and so a smaller x_hat."),
         Mistake("(x_hat * dx_hat).mean", "(x_hat * dx_hat).sum",
                 "r is the root of a mean, so each channel has one D-th of it: take a mean."),
-        Mistake("gain * dy", "dy", "y = gain * x_hat, so the gain multiplies the gradient, too."),
         Mistake("gain * dy", "dy / gain", "y = gain * x_hat, so dx_hat is gain times dy."),
         Mistake("(x_hat * dx_hat).mean(-1, keepdim=True)", "(x_hat * dx_hat) / x.shape[-1]",
                 "r is shared by all channels of a token: the gradients of all of them add up in dr."),
-        Mistake("(x_hat * dx_hat).mean", "dx_hat.mean",
-                "In dr, the gradient of each channel is multiplied by its own x_hat."),
         Mistake("x_hat * (x_hat * dx_hat)", "x * (x * dx_hat)",
                 "x stands where x_hat = x / r belongs, twice."),
         Mistake("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
@@ -128,5 +134,10 @@ GAPS = {
         Mistake("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
                 "dx_hat / r - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)",
                 "Divide both ways by r: x_hat = x / r has the derivative -x / r^2 = -x_hat / r with respect to r."),
+    ), right=(
+        ("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
+         "dx_hat / r - x * (x * dx_hat).mean(-1, keepdim=True) / r**3"),
+        ("(dx_hat - x_hat * (x_hat * dx_hat).mean(-1, keepdim=True)) / r",
+         "torch.func.vjp(lambda y: gain * y / y.square().mean(-1, keepdim=True).sqrt(), x)[1](dy)[0]"),
     )),
 }  # fmt: skip

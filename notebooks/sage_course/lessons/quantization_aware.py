@@ -6,7 +6,7 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws
 from sage_ref.quantization import fake_quantize
 
@@ -113,6 +113,9 @@ GAPS = {
                 "L gets back c Q mean(K) with Q itself, not with the rounded one. The library does the same."),
         Mistake(" + c * q @ k_mean.mT", "",
                 "The backward pass wants L of c Q K^T; smoothing took c Q mean(K) from it."),
+    ), right=(
+        ("c * q_hat @ k_hat.mT", "q_hat @ k_hat.mT * c"),
+        ("fake_quantize(p, (1, BLOCK_KV)) @ v_hat / l", "(fake_quantize(p, (1, BLOCK_KV)) / l) @ v_hat"),
     )),
     "straight_through": Gap(straight_through, _outputs, (
         Mistake("exact + (quantized - exact).detach()", "quantized",
@@ -130,7 +133,10 @@ GAPS = {
                 "The gradient is right, the value is a sum of both: take the exact one out again, detached."),
         Mistake("exact + (quantized - exact).detach()", "quantized + (exact - quantized).detach()",
                 "The other way round: this has the value of the exact function and the gradient of rounding."),
-    ), value_and_gradients),
+    ), value_and_gradients, right=(
+        ("exact + (quantized - exact).detach()", "exact - (exact - quantized).detach()"),
+        ("exact + (quantized - exact).detach()", "quantized.detach() + (exact - exact.detach())"),
+    )),
     "attention_backward": Gap(attention_backward, _handed_in, (
         Mistake("torch.exp(c * q @ k.mT - log_sum_exp).masked_fill(hidden, 0)",
                 "torch.softmax((c * q @ k.mT).masked_fill(hidden, -math.inf), -1)",
@@ -154,6 +160,9 @@ GAPS = {
         Mistake("c * ds @ k, c * ds.mT @ q", "c * ds @ q, c * ds.mT @ k", "dQ = c dS K, and dK = c dS^T Q."),
         Mistake("c * ds @ k, c * ds.mT @ q", "ds @ k, ds.mT @ q", "c is missing in dQ and dK."),
         Mistake("p.mT @ do", "ds.mT @ do", "dV = P^T dO: the values are weighed by P, not by dS."),
+    ), right=(
+        ("p * (dp - delta)", "p * dp - p * delta"),
+        ("c * ds @ k, c * ds.mT @ q, p.mT @ do", "ds @ (c * k), (q.mT @ ds).mT * c, (do.mT @ p).mT"),
     )),
     "paired_effect": Gap(paired_effect, lambda: [([0.31, 0.35, 0.42], [0.3, 0.36, 0.4])], (
         Mistake("[x - y for x, y in zip(trained, baseline, strict=True)]", "trained - baseline",
@@ -171,5 +180,10 @@ GAPS = {
         Mistake("stdev(differences)", "stdev(trained) - stdev(baseline)",
                 "Take the spread of the differences: what both have in common then cancels."),
         Mistake("mean(differences), stdev(differences)", "mean(differences)", "Return mean and standard deviation."),
+    ), right=(
+        ("mean(differences), stdev(differences)",
+         "sum(differences) / len(differences), torch.tensor(differences).double().std()"),
+        ("mean(differences), stdev(differences)",
+         "torch.tensor(differences).mean(), torch.tensor(differences).std()"),
     )),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_ref.quantization import fake_quantize
 
 HEAD_DIM, BLOCK = 6, 4
@@ -44,14 +44,14 @@ GAPS = {
                 "tiles.mean(-1)\n    return (tiles - q_mean[..., None])",
                 "That is the mean of each query's channels. The mean query is a mean over the queries of a tile."),
         Mistake("(-1, block)", "(block, -1)", "That makes `block` tiles. There are tokens / block of them."),
-        Mistake("q_mean[..., None, :]", "q_mean",
-                "The means are [tiles, channels], the tiles [tiles, block, channels]: add a dimension to the means."),
         Mistake("tiles.mean(-2)\n    return (tiles - q_mean[..., None, :])",
                 "tiles.mean(-3)\n    return (tiles - q_mean[..., None, :, :])",
                 "That is a mean over tiles. Each tile has its own, over its queries: dimension -2 of `tiles`."),
         Mistake("(tiles - q_mean[..., None, :]).flatten(-3, -2)", "q - q_mean.repeat(*(1,) * (q.dim() - 2), block, 1)",
                 "Row 0 of the means belongs to the first `block` queries: `repeat_interleave` repeats each row."),
-        Mistake(".flatten(-3, -2), q_mean", ", q_mean", "Q_sm has the shape of Q: put the tiles together again."),
+    ), right=(
+        ("(tiles - q_mean[..., None, :]).flatten(-3, -2)", "q - q_mean.repeat_interleave(block, -2)"),
+        ("tiles.mean(-2)", "tiles.sum(-2) / block"),
     )),
     "int8_scores": Gap(int8_scores, _scores, (
         Mistake("(in_int8 + of_the_mean.repeat_interleave(block, -2))", "in_int8",
@@ -71,6 +71,10 @@ GAPS = {
                 "This product stays in 16 bit: the mean is not rounded to INT8."),
         Mistake("q_mean @ k.mT", "fake_quantize(q_mean) @ k.mT",
                 "This product stays in 16 bit: the mean is not rounded to INT8."),
+    ), right=(
+        ("c * (in_int8 + of_the_mean.repeat_interleave(block, -2))",
+         "c * in_int8 + c * of_the_mean.repeat_interleave(block, -2)"),
+        ("of_the_mean.repeat_interleave(block, -2)", "q_mean.repeat_interleave(block, -2) @ k.mT"),
     )),
     "mean_branch": Gap(mean_branch,
         lambda: [(_draw(5, 8, 10), _draw(6, 2, HEAD_DIM), C, BLOCK), (_draw(7, 6, 5), _draw(8, 3, HEAD_DIM), C, 2)], (
@@ -82,5 +86,8 @@ GAPS = {
         Mistake(".sum(-2)", ".sum(-3)", "One row of sums per tile: unflatten to `(-1, block)`, and sum over -2."),
         Mistake("ds.unflatten(-2, (-1, block)).sum(-2)", "ds.unflatten(-1, (-1, block)).sum(-1)",
                 "Those are tiles of keys. The queries are the dimension -2."),
+    ), right=(
+        ("c * column_sums.mT @ q_mean", "c * (q_mean.mT @ column_sums).mT"),
+        ("c * column_sums.mT @ q_mean", "c * ds.mT @ q_mean.repeat_interleave(block, -2)"),
     )),
 }  # fmt: skip

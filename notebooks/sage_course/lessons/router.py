@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws
 
 

@@ -14,7 +14,7 @@ from sage_kernels.common.device import triton_device
 from sage_kernels.common.tiles import LOG2_E, softmax_features
 from torch import Tensor
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401
@@ -269,17 +269,20 @@ GAPS = {
         Mistake("tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count minus one."),
         Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
         Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
-    ), run_list_row),
+    ), run_list_row, right=(
+        ("mask=selected != 0", "mask=selected > 0"),
+    )),
     "sparse": Gap(sparse, _listed, (
         Mistake("tl.load(count_ptr + i)", "width", "After `count` entries a line holds no blocks: end the loop there."),
         Mistake("tl.load(table_ptr + i * width + place)", "place",
                 "That visits the first blocks. The table says which: a place in the list is not a block's number."),
         Mistake("tl.load(count_ptr + i)", "tl.load(count_ptr)", "Every line has its own count: count[i]."),
         Mistake("i * width + place", "i + place", "Line i begins i * width numbers behind the table's beginning."),
-        Mistake("o_i / l[:, None]", "o_i / l", "One sum per query: l needs an axis for the features, l[:, None]."),
         Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
         Mistake("table_ptr + i * width + place", "table_ptr + place", "Program i reads line i of the table."),
-    ), run_sparse),
+    ), run_sparse, right=(
+        ("m + tl.math.log2(l)", "tl.log2(l) + m"),
+    )),
     "key_sums": Gap(key_sums, lambda: [tuple(_head(3)[1:])], (
         Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)", "softmax_features(k_j, D, D)",
                 "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0."),
@@ -292,18 +295,20 @@ GAPS = {
                 "V has no part in z_j: it sums phi(K_j)."),
         Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
         Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
-    ), run_key_sums),
+    ), run_key_sums, right=(
+        ("tl.sum(phi_k, 0)", "tl.sum(phi_k, axis=0)"),
+    )),
     "mixed_output": Gap(mixed_output, _to_mix, (
         Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "z_i[None, :]",
                 "Z_i has a number per feature. Divide by phi(Q_i) Z_i: a number per query."),
         Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(phi_q * z_i[None, :], 0)[None, :]",
                 "Sum over features, axis 1: a number per query."),
-        Mistake("1)[:, None]", "1)", "One sum per query: it needs an axis for the features, [:, None]."),
         Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."),
         Mistake("alpha_i * o_s + (1 - alpha_i) * o_l", "(1 - alpha_i) * o_s + alpha_i * o_l",
                 "alpha is the weight of O_s."),
-        Mistake("(1 - alpha_i) * o_l", "o_l", "O_l has the weight 1 - alpha."),
-    ), run_mixed),
+    ), run_mixed, right=(
+        ("alpha_i * o_s + (1 - alpha_i) * o_l", "o_l + alpha_i * (o_s - o_l)"),
+    )),
     "bytes_read": Gap(bytes_read, lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)], (
         Mistake("2 * 2 * block_kv * d", "2 * block_kv * d", "Both are read: keys and values."),
         Mistake("2 * d * (d + 1)", "4 * d * (d + 1)", "Everything has 16 bit, h_j too: two bytes for a number."),
@@ -317,6 +322,8 @@ GAPS = {
                 "As printed, the selected blocks still go through softmax attention."),
         Mistake("2 * block_q * d, 2 * 2 * block_kv * d, 2 * d * (d + 1)", "block_q * d, 2 * block_kv * d, d * (d + 1)",
                 "A number of 16 bits has two bytes."),
+    ), right=(
+        ("q_i + (selected + unselected) * k_j_and_v_j", "q_i + k_j_and_v_j * selected + k_j_and_v_j * unselected"),
     )),
     "sparse_dk_dv": Gap(sparse_dk_dv, _backward, (
         Mistake("tl.load(table_ptr + j * width + place)", "place",
@@ -337,6 +344,7 @@ GAPS = {
         Mistake("(tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])", "tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :]",
                 "dS = P (dP - delta): first subtract, then multiply."),
         Mistake("j * width + place", "j + place", "Line j begins j * width numbers behind the table's beginning."),
-        Mistake("dk_j * c", "dk_j", "c = 1 / sqrt(D) belongs to S, and so to dK."),
-    ), run_dk_dv),
+    ), run_dk_dv, right=(
+        ("* (c * LOG2_E)", "* c * LOG2_E"),
+    )),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 
 HEAD_DIM = 8
 C = HEAD_DIM**-0.5
@@ -42,13 +42,13 @@ GAPS = {
         Mistake("k.mean(-2, keepdim=True)", "k.mean((-2, -1), keepdim=True)",
                 "Each channel has its own mean: over the tokens alone."),
         Mistake("k - k_mean, k_mean", "k - k_mean", "Return two things: the mean is needed later."),
-        Mistake("k.mean(-2, keepdim=True)", "k.mean(-2)",
-                "Without `keepdim=True` the mean loses a dimension, and no longer lines up with its own head."),
+    ), right=(
+        ("k.mean(-2, keepdim=True)", "k.sum(-2, keepdim=True) / k.shape[-2]"),
+        ("k.mean(", "k.double().mean("),
     )),
     "log_sum_exp_of_keys": Gap(log_sum_exp_of_keys,
         lambda: [(_draw(2, 6), _draw(3, 6, HEAD_DIM), _draw(4, 1, HEAD_DIM), C)], (
         Mistake("l_smooth + c", "l_smooth - c", "The smoothed scores lost this number: add it back."),
-        Mistake("c * (q", "(q", "The factor c is missing: L belongs to the scores, and they contain it."),
         Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth",
                 "The scores of a row moved by one number, and L moves with them."),
         Mistake("(q * k_mean).sum(-1)", "(q @ k_mean.mT)", "That is [..., queries, 1]: drop the last dimension."),
@@ -59,6 +59,9 @@ GAPS = {
         Mistake("l_smooth + c * (q * k_mean).sum(-1)", "l_smooth * torch.exp(c * (q * k_mean).sum(-1))",
                 "The sum of exponentials gets a factor. L is its logarithm, and so it gets a term."),
         Mistake("(q * k_mean).sum(-1)", "q * k_mean", "Sum over the channels: q and the mean key give one number."),
+    ), right=(
+        ("c * (q * k_mean).sum(-1)", "(q @ k_mean.mT).squeeze(-1) * c"),
+        ("c * (q * k_mean).sum(-1)", "c * torch.einsum('...qd,...kd->...q', q, k_mean)"),
     )),
     "grad_through_mean": Gap(grad_through_mean, lambda: [(_draw(5, 6, HEAD_DIM),), (_draw(6, 2, 5, HEAD_DIM),)], (
         Mistake(".mean(-2, keepdim=True)", ".sum(-2, keepdim=True) / dk_smooth.shape[-1]",
@@ -70,6 +73,9 @@ GAPS = {
         Mistake("dk_smooth.mean(-2, keepdim=True)",
                 "dk_smooth.mean(-2, keepdim=True) + dk_smooth / dk_smooth.shape[-2]",
                 "You left a key's own row out of the mean. It belongs there as well."),
+    ), right=(
+        ("dk_smooth.mean(-2, keepdim=True)", "dk_smooth.sum(-2, keepdim=True) / dk_smooth.shape[-2]"),
+        ("dk_smooth.mean(", "dk_smooth.double().mean("),
     )),
     "with_row_sums_zero": Gap(with_row_sums_zero, lambda: [(_draw(7, 4, 6),), (_draw(8, 2, 5, 7),)], (
         Mistake(".mean(-1, keepdim=True)", ".mean(-2, keepdim=True)",
@@ -83,6 +89,9 @@ GAPS = {
         Mistake("ds_hat.mean(-1, keepdim=True)",
                 "ds_hat * ds_hat.sum(-1, keepdim=True) / ds_hat.abs().sum(-1, keepdim=True)",
                 "The share is the same for every entry of a row, whatever its size."),
+    ), right=(
+        ("ds_hat.mean(-1, keepdim=True)", "ds_hat.sum(-1, keepdim=True) / ds_hat.shape[-1]"),
+        ("ds_hat.mean(", "ds_hat.double().mean("),
     )),
     "smooth_key_prefix": Gap(smooth_key_prefix, lambda: [(_draw(9, 6, HEAD_DIM), 2), (_draw(10, 2, 5, HEAD_DIM), 3)], (
         Mistake("k[..., :length, :].mean", "k.mean", "That mean sees all keys, also future ones."),
@@ -95,5 +104,8 @@ GAPS = {
         Mistake("k - k[..., :length, :].mean(-2, keepdim=True)",
                 "torch.cat([k[..., :length, :] - k[..., :length, :].mean(-2, keepdim=True), k[..., length:, :]], -2)",
                 "All keys must lose the same vector, or a row of S no longer moves by one number."),
+    ), right=(
+        ("k[..., :length, :].mean(-2, keepdim=True)", "k[..., :length, :].sum(-2, keepdim=True) / length"),
+        ("k[..., :length, :]", "k.narrow(-2, 0, length)"),
     )),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draws
 
 BLOCK_Q, BLOCK_KV = 16, 8
@@ -130,6 +130,10 @@ GAPS = {
                 (("BLOCK_KV)).mean(-2)", "BLOCK_KV)).mean(-3)"),)),
         Mistake("k_bar = k.unflatten(-2, (-1, BLOCK_KV))", "k_bar = k.unflatten(-2, (-1, BLOCK_Q))",
                 "A block of keys has BLOCK_KV rows."),
+    ), right=(
+        ("q.unflatten(-2, (-1, BLOCK_Q)).mean(-2)",
+         "torch.stack([rows.mean(-2) for rows in q.split(BLOCK_Q, -2)], -2)"),
+        ("c * q_bar @ k_bar.mT", "q_bar @ k_bar.mT * c"),
     )),
     "top_k_mask": Gap(top_k_mask, _scores, (
         Mistake(", descending=True", "", "These are the smallest ones: argsort counts upwards."),
@@ -147,6 +151,9 @@ GAPS = {
         Mistake("torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)",
                 "scores > scores.mean(-1, keepdim=True)",
                 "Each row must select exactly `count` blocks."),
+    ), right=(
+        ("scores.argsort(-1, descending=True)", "(-scores).argsort(-1)"),
+        ("scores.argsort(-1, descending=True)", "scores.topk(count, -1).indices"),
     )),
     "sparse_tile": Gap(sparse_tile, _tiles, (
         Mistake("in selected", "in range(len(k_tiles))", "That is every tile: full attention."),
@@ -163,6 +170,9 @@ GAPS = {
         Mistake("m + torch.log(l)", "l", "That is the sum itself, of e^(s - m). L is a logarithm, and m is missing."),
         Mistake("m + torch.log(l)", "torch.log(m) + torch.log(l)", "L = log(e^m l): m is a logarithm already."),
         Mistake("m + torch.log(l)", "torch.log(m + l)", "L = log(e^m l), which is m + log l."),
+    ), right=(
+        ("shrink * l + p.sum(-1, keepdim=True)", "p.sum(-1, keepdim=True).add_(l * shrink)"),
+        ("s_ij = q_i @ k_tiles[j].mT * c", "s_ij = (c * q_i) @ k_tiles[j].mT"),
     )),
     "mass_held": Gap(mass_held, _log_sums, (
         Mistake("l_selected - l_all", "l_all - l_selected",
@@ -177,6 +187,9 @@ GAPS = {
         Mistake("torch.exp(l_selected - l_all)", "l_selected / l_all", "L is the logarithm of a sum."),
         Mistake("torch.exp(l_selected - l_all)", "torch.exp(l_selected) / torch.exp(l_all)",
                 "Right on paper, but e^120 is infinite in float32: subtract first."),
+    ), right=(
+        ("torch.exp(l_selected - l_all)", "(l_selected - l_all).exp_()"),
+        ("l_selected - l_all", "l_selected.double() - l_all"),
     )),
     "key_tile_sums": Gap(key_tile_sums, lambda: [tuple(_draw(3, (BLOCK_KV, 4), (BLOCK_KV, 4)))], (
         Mistake("k_j, -1)", "k_j, 0)", "phi works on the features of one token; your softmax runs over tokens."),
@@ -186,6 +199,9 @@ GAPS = {
         Mistake("phi_k.sum(0)", "v_j.sum(0)", "V has no part in z_j: it sums phi(K_j)."),
         Mistake("phi_k.sum(0)", "phi_k.mean(0)", "z_j is a sum over the keys, as h_j is. You have a mean."),
         Mistake("phi_k.mT @ v_j", "v_j.mT @ phi_k", "That is h_j transposed."),
+    ), right=(
+        ("phi_k.mT @ v_j", "torch.einsum('kd,ke->de', phi_k, v_j)"),
+        ("phi_k.sum(0)", "phi_k.double().sum(0)"),
     )),
     "complement_sums": Gap(complement_sums, _masks_and_sums, (
         Mistake("(~mask)", "mask", "These are the selected blocks. The linear branch takes the others."),
@@ -197,15 +213,20 @@ GAPS = {
         Mistake("complement @ z", "z.sum(0).expand(len(mask), -1)", "Z_i, too, leaves out the selected blocks."),
         Mistake("(~mask).to(h.dtype)", "(~mask) / (~mask).sum(-1, keepdim=True).to(h.dtype)",
                 "That is a mean. It would cancel in O_l, but H_i and Z_i are sums."),
+    ), right=(
+        ("(~mask).to(h.dtype)", "1 - mask.to(h.dtype)"),
+        ("complement @ z", "torch.einsum('ij,jd->id', complement, z)"),
     )),
     "linear_tile": Gap(linear_tile, _query_tile, (
         Mistake("q_i, -1)", "q_i, 0)", "phi works on the features of one token; your softmax runs over tokens."),
         Mistake("phi_q @ h_i / (phi_q @ z_i)[:, None]", "phi_q @ (h_i / z_i[:, None])",
                 "A quotient of sums is not a sum of quotients: divide last, by phi(Q_i) Z_i."),
-        Mistake("[:, None]", "", "One sum per query, [queries]: it needs an axis for the features, [:, None]."),
         Mistake("(phi_q @ z_i)[:, None]", "(phi_q * z_i)", "Sum over the features: one number per query."),
         Mistake("(phi_q @ z_i)[:, None]", "z_i", "Z_i has a number per feature. Multiply it with phi(Q_i) first."),
         Mistake("(phi_q @ z_i)[:, None]", "z_i.sum()", "Each query has its own sum of weights: phi(Q_i) Z_i."),
+    ), right=(
+        ("phi_q @ h_i / (phi_q @ z_i)[:, None]", "(phi_q / (phi_q @ z_i)[:, None]) @ h_i"),
+        ("(phi_q @ z_i)[:, None]", "(phi_q * z_i).sum(-1, keepdim=True)"),
     )),
     "sparse_linear_head": Gap(sparse_linear_head, _one_head, (
         Mistake("mask[i].nonzero().flatten()", "mask[i]",
@@ -214,10 +235,11 @@ GAPS = {
         Mistake("h_i[i], z_i[i]", "h_i, z_i", "These are all query blocks' sums. This one has h_i[i], z_i[i]."),
         Mistake("mask[i].nonzero()", "mask[:, i].nonzero()", "Row i of the mask is query block i, not column i."),
         Mistake("nonzero().flatten()", "nonzero()[0]", "[0] keeps one block. `flatten()` makes a list of all of them."),
-        Mistake("(1 - alpha[i]) * o_l", "o_l", "O_l has the weight 1 - alpha."),
         Mistake("alpha[i] * o_s + (1 - alpha[i])", "(1 - alpha[i]) * o_s + alpha[i]", "alpha is the weight of O_s."),
         Mistake("alpha[i] * o_s + (1 - alpha[i])", "alpha * o_s + (1 - alpha)", "This block of queries has alpha[i]."),
         Mistake("alpha[i] * o_s", "o_s", "That is nearer to SLA. Here O_s has the weight alpha."),
         Mistake("h_i[i], z_i[i]", "h.sum(0), z.sum(0)", "Each block of queries has its own H_i and Z_i."),
+    ), right=(
+        ("alpha[i] * o_s + (1 - alpha[i]) * o_l", "o_l + alpha[i] * (o_s - o_l)"),
     )),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 from sage_course.lessons import draw, watched
 
 
@@ -37,7 +37,6 @@ def _tensors() -> list[tuple]:
 
 GAPS = {
     "to_int8": Gap(to_int8, _tensors, (
-        Mistake(" / 127", "", "The scale is one integer step: the largest magnitude divided by 127."),
         Mistake("x / divisor", "x / scale", "Where all is zero, the scale is 0, and 0/0 is NaN: divide by `divisor`."),
         Mistake("x / divisor", "x / (scale + 1e-8)",
                 "That changes small numbers: a gradient may be smaller than 1e-8. Divide by `divisor`."),
@@ -45,7 +44,6 @@ GAPS = {
                 "That changes small numbers: a gradient may be as small as that. Divide by `divisor`."),
         Mistake("x / divisor", "x / scale.clamp(min=1e-3)",
                 "A scale may be smaller than that, and then integers are lost. Divide by `divisor`."),
-        Mistake(".to(torch.int8)", "", "These are rounded, but still floats: cast them by `.to(torch.int8)`."),
         Mistake(".to(torch.int8)", ".to(torch.int8) * scale",
                 "That is X again, rounded: return the integers alone, without their scale."),
         Mistake("x.abs().amax(dim, keepdim=True) / 127", "127 / x.abs().amax(dim, keepdim=True)",
@@ -55,8 +53,6 @@ GAPS = {
                 (("x / divisor", "x * scale"),)),
         Mistake("x.abs().amax(dim, keepdim=True) / 127", "x.abs().amax(dim, keepdim=True) / 127.5",
                 "The largest magnitude becomes 127, not 127.5."),
-        Mistake("amax(dim, keepdim=True)", "amax(dim)",
-                "The scale lost a dimension and no longer lines up with x: `keepdim=True` keeps it, with size 1."),
         Mistake("x.abs()", "x",
                 "The largest entry is not the largest magnitude: large negative entries count, too. Take `x.abs()`."),
         Mistake("x.abs().amax(dim, keepdim=True)", "x.max()",
@@ -68,7 +64,11 @@ GAPS = {
                 "Here 0 stays 0, and the integers go from -127 to 127: the largest magnitude divided by 127."),
         Mistake("x.abs().amax(dim, keepdim=True)", "x.abs().max()",
                 "That is one scale for everything. There is one for all entries *along dim*."),
-    ), watched),
+    ), watched, right=(
+        ("x.abs().amax(dim, keepdim=True) / 127",
+         "torch.maximum(x.amax(dim, keepdim=True), -x.amin(dim, keepdim=True)) / 127"),
+        ("x / divisor", "x.double() / divisor"),
+    )),
     "int8_scores": Gap(int8_scores,
         lambda: [(draw(3, 5, 16), 4 * draw(4, 7, 16)), (draw(5, 1, 2, 6, 4), draw(6, 1, 2, 6, 4))], (
         Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales must come back in."),
@@ -81,13 +81,18 @@ GAPS = {
                 "You multiplied floats. `integer_product` multiplies the integers `q_hat` and `k_hat`."),
         Mistake("integer_product(q_hat, k_hat.mT)", "(q_hat @ k_hat.mT)",
                 "The sums of 8-bit products overflow in 8 bits: use `integer_product`."),
-    ), watched),
+    ), watched, right=(
+        ("* s_q * s_k / q.shape[-1] ** 0.5", "* (s_q * s_k / q.shape[-1] ** 0.5)"),
+        ("* s_q * s_k", "* s_q.double() * s_k"),
+    )),
     "without_mean_key": Gap(without_mean_key, lambda: [(3 + draw(7, 2, 1, 5, 4),)], (
         Mistake("dim=-2", "dim=-1", "The mean runs over tokens: it is a key, [.., 1, D]."),
         Mistake("dim=-2", "dim=1", "The second dimension is the head. Tokens are the last but one."),
         Mistake("k - k.mean", "k.mean", "That is the mean key. Subtract it from every key."),
-        Mistake(", keepdim=True", "", "Keep the dimension of the tokens, so that every head gets its own mean."),
         Mistake("dim=-2", "dim=(0, 1, 2)", "Every batch entry and head has its own mean key: over tokens only."),
         Mistake("dim=-2, keepdim=True", "dim=0", "The first dimension is the batch. Tokens are the last but one."),
+    ), right=(
+        ("k.mean(dim=-2, keepdim=True)", "k.sum(-2, keepdim=True) / k.shape[-2]"),
+        ("k.mean(", "k.double().mean("),
     )),
 }  # fmt: skip

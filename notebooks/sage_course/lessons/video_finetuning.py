@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from sage_course.check import Gap, Mistake
+from sage_course.gaps import Gap, Mistake
 
 
 def cube_order(grid, cube):
@@ -100,6 +100,8 @@ GAPS = {
                 "`view` must fit the memory. Neighbours are in the same cube, so the number of cubes comes first."),
         Mistake(".permute(0, 2, 4, 1, 3, 5).flatten()", ".permute(0, 2, 4, 1, 3, 5).flatten().argsort()",
                 "That is the inverse order: where each place of the raster went."),
+    ), right=(
+        ("places.permute(0, 2, 4, 1, 3, 5)", "torch.einsum('abcdef->acebdf', places)"),
     )),
     "noisy_and_velocity": Gap(noisy_and_velocity, _videos, (
         Mistake("noise - video", "video - noise",
@@ -119,13 +121,15 @@ GAPS = {
                 "The path is a straight line from video to noise: its weights are 1 - t and t."),
         Mistake("t = t.view(-1, 1, 1, 1, 1)", "t = t",
                 "t has one number per video. Give it four more axes, so that it broadcasts."),
+    ), right=(
+        ("(1 - t) * video + t * noise", "video + t * (noise - video)"),
+        ("t.view(-1, 1, 1, 1, 1)", "t[:, None, None, None, None].double()"),
     )),
     "euler": Gap(euler, _paths, (
         Mistake("(following - t)", "(t - following)",
                 "t falls on the way to the video, so the change of t is negative."),
         Mistake("x + (following - t) * velocity_at(x, t)", "x - velocity_at(x, t)",
                 "That goes all the way at once. Go only as far as t changes."),
-        Mistake("x + (following - t) *", "(following - t) *", "Add the change to the present x."),
         Mistake("velocity_at(x, t)", "velocity_at(x, (t + following) / 2)",
                 "That t belongs to a different x. Euler's rule takes the velocity at t."),
         Mistake("x + (following - t) *", "following *", "Add to the present x, and multiply by following - t."),
@@ -134,6 +138,9 @@ GAPS = {
         Mistake("(following - t) *", "-1 / (len(levels) - 1) *",
                 "The levels need not be evenly spaced: use following - t."),
         Mistake("(following - t) *", "-1 / len(levels) *", "The change of t is following - t."),
+    ), right=(
+        ("x + (following - t) * velocity_at(x, t)", "x - (t - following) * velocity_at(x, t)"),
+        ("velocity_at(x, t)", "velocity_at(x, t).double()"),
     )),
     "trains": Gap(trains, lambda: [(NAMES, 1), (NAMES, 2)], (
         Mistake("return not is_router", "return False", "Stage 2 trains the model and alpha."),
@@ -148,7 +155,9 @@ GAPS = {
                 "Stage 2 trains the model, and the router learns in stage 1 alone."),
         Mistake("if stage == 1:", "if stage == 2:",
                 "The stages are swapped: router and alpha learn first, then the model."),
-    ), lambda function, names, stage: {name: function(name, stage) for name in names}),
+    ), lambda function, names, stage: {name: function(name, stage) for name in names}, right=(
+        ("is_router or is_alpha", "is_alpha or is_router"),
+    )),
     "paired_bootstrap": Gap(paired_bootstrap, _judged, (
         Mistake("others - losses", "losses - others",
                 "The result is what `losses` saves: it is positive where `losses` is the smaller one."),
@@ -170,5 +179,8 @@ GAPS = {
         Mistake("saved.mean()", "means.mean()",
                 "Return the mean of the videos themselves. The draws are for the interval only."),
         Mistake("others - losses", "others / losses - 1", "Return differences, not ratios."),
-    ), as_floats),
+    ), as_floats, right=(
+        ("saved[drawn].mean(1)", "saved[drawn].sum(1) / drawn.shape[1]"),
+        ("return saved.mean(), low, high", "return saved.mean().item(), low.item(), high.item()"),
+    )),
 }  # fmt: skip
