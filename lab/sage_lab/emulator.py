@@ -368,11 +368,11 @@ class Machine:
         self.current.matmuls.append(product)
         return product
 
-    def wait_for_product(self, in_flight, deps):
-        """Return the result of deps. Matmuls end in their order; the last `in_flight` may go on."""
+    def wait_for_product(self, num_outstanding, deps):
+        """Return the result of deps. Matmuls end in their order; the last `num_outstanding` may go on."""
         self.pause()
         matmuls = self.current.matmuls
-        while len(matmuls) > in_flight:
+        while len(matmuls) > num_outstanding:
             matmuls.pop(0).end()
         (product,) = deps
         assert product.result is not None, "a matmul's result is used before its end"

@@ -130,7 +130,7 @@ def test_a_right_function_comes_back_in_a_later_notebook(tmp_path, monkeypatch, 
         assert yours("int8_quantization", name) is gaps[name].solution
         lesson("int8_quantization")(name, engine.defined(text, "a notebook's cell", names)[name])
         assert source(yours("int8_quantization", name)).endswith(text)
-    assert yours("int8_quantization", "psi_of_blocks").__globals__["F"] is torch.nn.functional
+    assert plain(yours("int8_quantization", "psi_of_blocks")).__globals__["F"] is torch.nn.functional
     capsys.readouterr()
     for text in ("def psi(", OWN_PSI.replace("127", "128"), "\0"):
         (tmp_path / "int8_quantization" / "psi.py").write_text(text)
@@ -269,7 +269,7 @@ def test_a_triton_programs_lines_are_tried_and_its_failure_shows_the_line(capsys
         assert said(capsys, gap, ("tl.load(x_ptr + place)", "tl.load(x_ptr + place - 1)"))[2:] == [
             "found    IndexError: tl.load: expected places in the program's tensors, got 1 outside all of them",
             "in the line: x = tl.load(x_ptr + place - 1)",
-            "Hint: The term `1` is too many.",
+            "Hint: The term `1` does not belong here.",
         ]
 
 
@@ -299,7 +299,7 @@ def test_a_mistake_made_with_another_gets_the_hint_of_the_trial_that_is_shown():
 
 
 def test_large_integers_that_differ_are_shown_with_all_digits():
-    assert "expected 51511301" in difference(torch.tensor([51511300]), torch.tensor([51511301]))
+    assert difference(torch.tensor([51511300]), torch.tensor([51511301])).expected == "51511301"
 
 
 def test_a_function_that_overwrites_what_it_gets_is_refused_and_spoils_no_trial():

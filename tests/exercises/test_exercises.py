@@ -7,7 +7,7 @@ import torch
 
 from exercises import ROOT, checking, exercise_names, grading, stubs
 from exercises import task as tasks
-from exercises.answers import Exercise, difference
+from exercises.answers import Exercise, wrong_part
 from exercises.isolation import SandboxError
 from exercises.task import AGREEMENTS, Call, Draw, Mistake, agreement
 from exercises.worker import load
@@ -389,13 +389,13 @@ def test_only_parts_and_listed_entries_count():
     one, two = torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 2])
     test = tasks.Test("t", None, "hint", listed=True)
     expected = observed | {"result": (one, two)}
-    assert difference(test, observed | {"result": (torch.tensor([[1, 9], [3, 4]]), two)}, expected) is None
-    assert difference(test, observed | {"result": (torch.tensor([[1, 9], [9, 4]]), two)}, expected)
+    assert wrong_part(test, observed | {"result": (torch.tensor([[1, 9], [3, 4]]), two)}, expected) is None
+    assert wrong_part(test, observed | {"result": (torch.tensor([[1, 9], [9, 4]]), two)}, expected)
     first, second = test._replace(listed=False, parts=(0,)), test._replace(listed=False, parts=(1,))
     found = observed | {"result": (one + 1, two)}
-    assert difference(first, found, expected)[0] == "value"
-    assert difference(second, found, expected) is None
+    assert wrong_part(first, found, expected)[0] == "value"
+    assert wrong_part(second, found, expected) is None
     for result in (one, None, (one,), {"0": one}, 7):
-        assert difference(second, observed | {"result": result}, expected)[0] == "form"
+        assert wrong_part(second, observed | {"result": result}, expected)[0] == "form"
     for found in ({}, {"result": (one, two)}, {"raised": "E: e"}, observed | {"changed": 5, "result": (one, two)}):
-        assert difference(second, found, expected)
+        assert wrong_part(second, found, expected)
