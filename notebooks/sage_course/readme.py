@@ -66,7 +66,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "table2": tables.table2,
         "pretraining": tables.pretraining,
         "pretraining_speed": tables.pretraining_speed,
-        "pretraining_speed_graphs": partial(tables.pretraining_speed, tables.PRETRAIN_SPEED_GRAPHS),
         "pretraining_speed_many": partial(tables.pretraining_speed, tables.PRETRAIN_SPEED_MANY),
         "parallel": tables.parallel,
         "video": video.results,

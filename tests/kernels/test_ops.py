@@ -1,6 +1,5 @@
 """The registered operations: autograd, torch.compile, CUDA graphs, autocast; what they save, refuse, make of NaN."""
 
-import copy
 import functools
 import math
 import re
@@ -39,7 +38,6 @@ from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from triton.runtime.jit import JITFunction
 
-import sage_ref
 from sage_ref import SLA, SLA2, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
 from sage_ref.tracing import relative_l2
@@ -545,41 +543,6 @@ def test_cuda_graph(operation):
     graph.replay()
     torch.cuda.synchronize()
     assert all_equal(results, with_gradients(operation, others, call=call))
-
-
-class Layer(torch.nn.Module):
-    """Projections around an attention of 4 heads of 64, heads side by side in memory, for `graphed`."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.attention, self.qkv, self.out = attention, torch.nn.Linear(256, 768), torch.nn.Linear(256, 256)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (4, 64)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "attention", [sage_ref.sagebwd_attention, sage_ref.SLA2(64, 4, sparsity=0.5)], ids=["sagebwd", "sla2"]
-)
-def test_graphed(attention):
-    """Gradients add up over passes of several lengths, under autocast, to the bits that they have without graphs."""
-    torch.manual_seed(0)
-    plain = Layer(attention).to(DEVICE)
-    replayed = sage_ref.graphed(copy.deepcopy(plain))
-    results = []
-    for layer in (plain, replayed):
-        generator, outputs = torch.Generator(DEVICE).manual_seed(1), []
-        for n in (300, 300, 200, 300):
-            x = torch.randn(2, n, 256, generator=generator, device=DEVICE, requires_grad=True)
-            with torch.autocast(DEVICE.type, torch.bfloat16):
-                outputs.append(layer(x))
-            outputs[-1].float().square().mean().backward()
-            outputs.append(x.grad)
-        results.append([*outputs, *(x.grad for x in layer.parameters() if x.grad is not None)])
-    assert len(replayed.forward.graphs) == 2
-    assert all_equal(*results)
 
 
 @EVERY_DTYPE

@@ -15,7 +15,8 @@ FLOORS = {
     "sage_ref": (
         {"attention", "backend", "checks", "derivatives", "prologue", "quantization", "shapes", "smoothing"},
         {"sagebwd", "sla2"},
-        {"graphs", "integrations", "parallel", "tracing"},
+        {"parallel", "tracing"},
+        {"integrations"},
     ),
     "kernels/sage_kernels": ({"common"}, {"hopper"}, {"sagebwd"}, {"sla2"}),
 }

@@ -6,7 +6,7 @@ compares with, and with FlashAttention-4 where it is installed. All take their s
 SageBwd's kernels apply QK-norm and rotary positions themselves. On a GPU torch.compile fuses that work for the others,
 so that attentions are compared, and not one pass with PyTorch's many. SageBwd is also timed that way, as "separate".
 
-With --graphs every model is also timed with `sage_ref.graphed`. Under torchrun, one process per device:
+Under torchrun, one process per device:
 `torchrun --standalone --nproc-per-node 4 -m sage_lab pretrain-speed`.
 First each process trains alone. Then groups of 2, 4, ... train with DDP and with FSDP2, all groups of a size at once. A
 step takes as long as its slowest process. All read the same tokens, so their losses must be those of one device. What
@@ -14,11 +14,10 @@ DDP's communication adds is measured by steps without it. FSDP2 cannot do withou
 """
 
 import argparse
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from statistics import median
 from typing import NamedTuple
 
@@ -38,7 +37,6 @@ from sage_lab.records import Record, Row, markdown_table, write_record
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.pretrain import Pretraining, PretrainSettings
 from sage_lab.training.processes import Members, Processes, groups_of_each_size, largest_of, processes
-from sage_ref import graphed
 from sage_ref.backend import why_not_importable
 from sage_ref.prologue import before_attention
 
@@ -125,7 +123,7 @@ class Place(NamedTuple):
     members: Members = Members(1, 0, None)
     parallel: str = "none"
 
-    def build(self, config: LlamaConfig, *, is_graphed: bool) -> nn.Module:
+    def build(self, config: LlamaConfig) -> nn.Module:
         """Make a model that is the same in every place, spread over this one's devices."""
         with self.world.device:  # draws weights there
             model = Llama(config)
@@ -135,7 +133,7 @@ class Place(NamedTuple):
             mesh = DeviceMesh.from_group(self.members.group, self.world.device.type)
             for module in (*model.blocks, model):
                 fully_shard(module, mesh=mesh)
-        return graphed(model) if is_graphed else model
+        return model
 
 
 class SpreadPretraining(Pretraining):
@@ -159,9 +157,7 @@ class SpreadPretraining(Pretraining):
 class Model:
     """A model with one attention in one place, and the times of its steps in milliseconds."""
 
-    def __init__(
-        self, plan: SpeedPlan, corpus: Corpus, context: int, attention: str, place: Place, *, is_graphed: bool = False
-    ):
+    def __init__(self, plan: SpeedPlan, corpus: Corpus, context: int, attention: str, place: Place):
         of_model, self.backend, fused = ATTENTIONS[attention]
         device = place.world.device
         shape = {"context": context, "layers": plan.layers, "width": plan.width, "heads": plan.heads}
@@ -172,8 +168,7 @@ class Model:
             micro_batch_size=plan.tokens_per_pass // context,
             autocast=device.type == "cuda",
         )
-        build = partial(place.build, is_graphed=is_graphed)
-        self.world, self.training = place.world, SpreadPretraining(corpus, config, settings, device, build=build)
+        self.world, self.training = place.world, SpreadPretraining(corpus, config, settings, device, build=place.build)
         nodes: set[str] = set()
         self.nodes, self.losses = nodes, []  # the hook must not hold the model that holds it
         self.times: dict[bool, list[float]] = {True: [], False: []}  # with communication, and without
@@ -217,24 +212,21 @@ def _node(output: Tensor) -> str:
     return node.name()
 
 
-def speed_rows(
-    plan: SpeedPlan, corpus: Corpus, context: int, names: Sequence[str], place: Place, *, graphs: bool = False
-) -> list[Row]:
-    """Measure attentions with models that take one step each in turn. graphs: each as written and graphed."""
-    arms = [(name, is_graphed) for is_graphed in (False, True)[: 1 + graphs] for name in names]
-    models = {arm: Model(plan, corpus, context, arm[0], place, is_graphed=arm[1]) for arm in arms}
-    kinds = [(arm, communicates) for communicates in (True, False)[: 1 + (place.parallel == "ddp")] for arm in arms]
-    for arm, communicates in in_turn(kinds, plan.steps):
-        models[arm].step(communicates)
+def speed_rows(plan: SpeedPlan, corpus: Corpus, context: int, names: Sequence[str], place: Place) -> list[Row]:
+    """Measure attentions with models that take one step each in turn."""
+    models = {name: Model(plan, corpus, context, name, place) for name in names}
+    kinds = [(name, communicates) for communicates in (True, False)[: 1 + (place.parallel == "ddp")] for name in names]
+    for name, communicates in in_turn(kinds, plan.steps):
+        models[name].step(communicates)
     rows = []
-    for (name, is_graphed), model in models.items():
+    for name, model in models.items():
         (node,), size = model.nodes, place.members.size
         tokens, times, silent = (
             size * model.training.tokens_per_step,
             time_columns(model.times[True]),
             model.times[False],
         )
-        row = {"attention": name, "autograd_node": node, "launch": "graph" if is_graphed else "eager"}
+        row = {"attention": name, "autograd_node": node}
         row |= {"devices": size, "parallel": place.parallel, "context": context}
         row |= {"tokens_per_step": tokens, "tokens_per_pass": plan.tokens_per_pass}
         row |= {"parameters": sum(x.numel() for x in model.training.model.parameters())}
@@ -242,28 +234,24 @@ def speed_rows(
         row |= {"tokens_per_second": round(1e3 * tokens / times["ms_median"])}
         row |= {"ms_without_communication": round(median(silent), 2) if silent else None}
         rows.append(row | {"first_timed_loss": model.losses[plan.warmup]})
-    del models, model
-    gc.collect()  # a graphed model is part of a circle
     return rows
 
 
 def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
     """Return header and lines: what ran, its time and rate, and its rate over those of others.
 
-    Columns about several devices, and about CUDA graphs, are there if a row needs them.
+    Columns about several devices are there if a row needs them.
     """
     record = Record({}, list(rows))
     compared = {
         f"times as fast as {NAMES[name]}": {"attention": name} for name in EXACT if record.select(attention=name)
     }
-    if any(row.get("launch") == "graph" for row in rows):
-        compared["times as fast as without a graph"] = {"launch": "eager"}
     if is_spread := any(row["devices"] > 1 for row in rows):
         compared["of one device's rate, each"] = {"devices": 1, "parallel": "none"}
     lines = []
     for row in sorted(rows, key=lambda row: (row["context"], row["devices"], list(ATTENTIONS).index(row["attention"]))):
         ratios = [relative_rate(record, row, **other) for other in compared.values()]
-        way = f"{row['devices']}{WAYS[row['parallel']]}{', CUDA graph' if row.get('launch') == 'graph' else ''}"
+        way = f"{row['devices']}{WAYS[row['parallel']]}"
         cells = row["context"], way, _attention_name(row), row["ms_median"], f"{row['tokens_per_second']:,}"
         cells += (*("" if x is None else f"{x:.2f}" for x in ratios),)
         silent = row.get("ms_without_communication")
@@ -275,7 +263,7 @@ def speed_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
 
 def relative_rate(record: Record, row: Row, **other: str | int) -> float | None:
     """Return tokens per second and device over those of a row that differs in `other` alone; None if there is none."""
-    same = {name: row[name] for name in ("attention", "launch", "devices", "parallel", "context") if name in row}
+    same = {name: row[name] for name in ("attention", "devices", "parallel", "context")}
     found = record.select(**same | other)
     mine, *others = (x["tokens_per_second"] / x["devices"] for x in (row, *found[:1]))
     return mine / others[0] if others else None
@@ -295,14 +283,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attentions", choices=ATTENTIONS, nargs="+", default=list(ATTENTIONS), help="what to time")
     parser.add_argument("--tokens-per-pass", type=positive, help="tokens of a forward and backward pass")
     parser.add_argument("--tokens-per-device", type=positive, help="tokens of a step")
-    parser.add_argument("--graphs", action="store_true", help="time each model as CUDA graphs, too")
     add_device_option(parser)
 
 
 def pretrain_speed_command(options: argparse.Namespace) -> None:
     kind = torch.device(options.device).type
-    if options.graphs and kind != "cuda":
-        raise ValueError(f"graphs: expected device cuda, got {kind}")
     names = ("warmup", "steps", "contexts", "tokens_per_pass", "tokens_per_device")
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     plan = replace(PLANS[kind], **{name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()})
@@ -319,8 +304,7 @@ def pretrain_speed_command(options: argparse.Namespace) -> None:
         facts = {"command": world.command(options.command), "plan": asdict(plan), "devices": world.count}
         for context in plan.contexts:
             for place in places:
-                graphs = options.graphs and place.parallel == "none"
-                rows += speed_rows(plan, corpus, context, here, place, graphs=graphs)
+                rows += speed_rows(plan, corpus, context, here, place)
                 if world.is_first:
                     write_record(options.json, rows, **facts)
         if world.is_first:

@@ -13,7 +13,7 @@ from sage_course.results.pretraining import PAPER_LOSSES, loss_summary, pretrain
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
-PRETRAIN_SPEED_MANY, PRETRAIN_SPEED_GRAPHS = "pretrain_speed_many_h200", "pretrain_speed_graphs_h200"
+PRETRAIN_SPEED_MANY = "pretrain_speed_many_h200"
 FULL_BATCH, CONTEXT_PARALLEL = "full_batch_h200", "context_parallel_h100"
 ULYSSES = {
     "exact": "exact (PyTorch's pick)",
