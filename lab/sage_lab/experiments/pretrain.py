@@ -1,87 +1,267 @@
-"""`python -m sage_lab pretrain`: a Llama with exact attention or SageBwd."""
+"""`python -m sage_lab pretrain`: language models that differ in their attention, and what INT8 does to their gradients.
+
+Several values of an option make several runs, each in a process of its own, on all GPUs of this machine:
+
+    python -m sage_lab pretrain --attention exact sagebwd unsmoothed --qk-norm no yes --seed 0 1 2 --json runs.json
+
+If the program or a run is killed, the same command goes on where it was, bit for bit; runs that the file of --json has
+are not made again. A single run trains in this process, or under torchrun in several together (DDP).
+"""
 
 import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from sage_lab.command_line import (
+    PARENT,
+    Failed,
     add_corpus_option,
     add_device_option,
+    add_minutes_option,
     from_zero,
-    output_file,
+    output_folder,
     positive,
     positive_number,
-    tile_size,
     zero_to_one,
 )
-from sage_lab.experiments.table2 import with_paper
-from sage_lab.models.llama import ATTENTIONS, LlamaConfig
-from sage_lab.records import write_record
-from sage_lab.repairs import REMEDIES
-from sage_lab.training.corpus import BYTES, read_corpus
+from sage_lab.experiments.turns import in_turn, protocol_of, synchronized_time, time_columns
+from sage_lab.models.llama import LlamaConfig
+from sage_lab.plan import OutOfTime, Plan, Run, deadline, opened
+from sage_lab.records import Row, markdown_table, read_record, write_record
+from sage_lab.training.corpus import BYTES, Corpus, read_corpus, write_corpus
 from sage_lab.training.loop import train
-from sage_lab.training.pretrain import Pretraining, PretrainSettings, result_row
-from sage_ref.checks import BACKENDS
-from sage_ref.sagebwd.settings import GRANULARITIES
+from sage_lab.training.pretrain import Pretraining, PretrainSettings, arguments_of, parameters, result_row
+from sage_lab.training.probe import ARMS
+from sage_lab.training.processes import processes
 
-SHAPE = ("context", "layers", "width", "heads")
-ATTENTION = ("attention", "backend", "qk_norm", "smooth_k", "smooth_q", "granularity", "remedy")
+SHAPE = ("layers", "width", "heads")
+GPT = {"layers": 12, "width": 768, "heads": 12, "mlp": "squared_relu"}  # 101 million parameters with 20,480 tokens
+MODELS = {"small": {}, "gpt": GPT}
+WARMUP = 3  # steps before the timed ones
+NORMS = {"no": False, "yes": True}
+PASSED_ON = ("model", *SHAPE, "context", "tokens", "tokens_per_step", "tokens_per_pass", "warmup", "reports")
+PASSED_ON += ("validation_sequences", "probe_sequences", "device", "folder", "minutes")
+
+
+@dataclass(frozen=True)
+class PretrainRun(Run):
+    """What tells a run from the others in its record. arm: a name of `ARMS`."""
+
+    model: str
+    arm: str
+    qk_norm: bool
+    learning_rate: float
+    tokens_per_step: int
+    context: int
+    tokens: int
+    seed: int
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    default, on_gpu = LlamaConfig(BYTES), torch.cuda.is_available()
+    on_gpu, default = torch.cuda.is_available(), LlamaConfig(BYTES)
     add_corpus_option(parser)
+    parser.add_argument("--model", choices=MODELS, default="small", help="gpt: 12 layers of 768, 101 million weights")
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=positive, default=getattr(default, name))
-    parser.add_argument("--attention", choices=ATTENTIONS, default=default.attention)
-    parser.add_argument("--backend", choices=BACKENDS, default=default.backend)
-    parser.add_argument("--qk-norm", action="store_true", help="normalise queries and keys")
-    parser.add_argument("--smooth-k", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--smooth-q", action="store_true", help="with the reference only")
-    parser.add_argument("--granularity", choices=GRANULARITIES, default=default.granularity, help="scales of P and dS")
-    parser.add_argument("--remedy", choices=REMEDIES, default=default.remedy, help="for dS, see `repair`")
-    blocks = default.block_q, default.block_kv
-    parser.add_argument("--blocks", type=tile_size, default=blocks, metavar="BQxBKV", help="with the reference only")
-    parser.add_argument("--tokens", type=positive, default=2**20, help="tokens of the whole run")
-    parser.add_argument("--tokens-per-step", type=positive, default=2**13, help="tokens per batch")
-    parser.add_argument("--micro-batch", type=positive, default=8, help="sequences in one pass")
-    parser.add_argument("--learning-rate", type=positive_number, default=2e-3)
-    parser.add_argument("--warmup", type=zero_to_one, default=0.05, help="share of the steps")
-    parser.add_argument("--seed", type=from_zero, default=0)
+        parser.add_argument(f"--{name}", type=positive, help="in place of the model's own")
+    parser.add_argument("--context", type=positive, default=default.context, help="tokens of a sequence")
+    parser.add_argument("--attention", choices=ARMS, nargs="+", default=["exact"])
+    parser.add_argument("--qk-norm", choices=NORMS, nargs="+", default=["no"], help="normalise queries and keys")
+    parser.add_argument("--learning-rate", type=positive_number, nargs="+", default=[2e-3])
+    parser.add_argument("--seed", type=from_zero, nargs="+", default=[0])
+    parser.add_argument("--tokens", type=positive, default=2**20, help="of a run")
+    parser.add_argument("--tokens-per-step", type=positive, default=2**13)
+    parser.add_argument("--tokens-per-pass", type=positive, default=2**12, help="of a forward and backward pass")
+    parser.add_argument("--warmup", type=zero_to_one, default=0.1, help="share of the steps")
+    parser.add_argument("--reports", type=positive, default=12, help="validation losses, probes, checkpoints of a run")
     parser.add_argument("--validation-sequences", type=positive, default=64)
-    parser.add_argument("--reports", type=positive, default=20, help="validation losses and checkpoints of a run")
-    parser.add_argument("--snapshots", type=positive, nargs="+", default=(), metavar="STEP", help="checkpoints to keep")
-    parser.add_argument("--trace", action="store_true", help="measure every layer's INT8 error at every report")
+    parser.add_argument("--probe-sequences", type=from_zero, default=0, help="on which to measure gradients' errors")
+    parser.add_argument("--snapshots", type=positive, nargs="+", default=[], metavar="STEP", help="checkpoints to keep")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=on_gpu, help="bfloat16 matmuls")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="with torch.compile")
+    parser.add_argument("--time", type=positive, metavar="STEPS", help="only time so many steps of each run, in turn")
+    parser.add_argument("--folder", type=output_folder, default="runs/pretrain", help="for checkpoints and logs")
+    parser.add_argument("--runs-per-gpu", type=positive, default=1, help="runs that share a GPU")
     add_device_option(parser)
-    parser.add_argument("--checkpoint", type=output_file, default="runs/pretrain.pt", metavar="FILE")
+    add_minutes_option(parser)
 
 
 def pretrain_command(options: argparse.Namespace) -> None:
-    for name, number in (("tokens_per_step", options.context), ("tokens", options.tokens_per_step)):
+    for name, number in (
+        ("tokens_per_pass", options.context),
+        ("tokens_per_step", options.tokens_per_pass),
+        ("tokens", options.tokens_per_step),
+    ):
         if getattr(options, name) % number:
             raise ValueError(f"{name}: expected a multiple of {number}, got {getattr(options, name)}")
     steps = options.tokens // options.tokens_per_step
     if max(options.snapshots, default=0) > steps:
-        raise ValueError(f"snapshots: expected steps of the run, 1 to {steps}, got {list(options.snapshots)}")
-    corpus, (block_q, block_kv) = read_corpus(options.corpus), options.blocks
-    chosen = {name: getattr(options, name) for name in (*SHAPE, *ATTENTION)}
-    config = LlamaConfig(corpus.vocab_size, **chosen, block_q=block_q, block_kv=block_kv)
+        raise ValueError(f"snapshots: expected steps of the run, 1 to {steps}, got {options.snapshots}")
+    runs = list(runs_of(options))
+    if options.time:
+        time_here(options, runs)
+    elif len(runs) == 1:
+        train_here(options, runs[0])
+    else:
+        train_all(options, runs)
+
+
+def runs_of(options: argparse.Namespace) -> Iterator[PretrainRun]:
+    """Yield the runs of all values, those that are compared with one another one after the other."""
+    for rate, seed, norm, arm in product(options.learning_rate, options.seed, options.qk_norm, options.attention):
+        sizes = options.tokens_per_step, options.context, options.tokens
+        yield PretrainRun(options.model, arm, NORMS[norm], rate, *sizes, seed)
+
+
+def config_and_settings(
+    options: argparse.Namespace, run: PretrainRun, corpus: Corpus
+) -> tuple[LlamaConfig, PretrainSettings]:
+    shape = MODELS[run.model] | {name: x for name in SHAPE if (x := getattr(options, name)) is not None}
+    config = LlamaConfig(corpus.vocab_size, context=run.context, qk_norm=run.qk_norm, **shape, **ARMS[run.arm])
+    steps = run.tokens // run.tokens_per_step
     settings = PretrainSettings(
         steps=steps,
-        batch_size=options.tokens_per_step // options.context,
-        learning_rate=options.learning_rate,
+        batch_size=run.tokens_per_step // run.context,
+        micro_batch_size=options.tokens_per_pass // run.context,
+        learning_rate=run.learning_rate,
         warmup_steps=round(options.warmup * steps),
         report_every=-(-steps // options.reports),
-        seed=options.seed,
-        micro_batch_size=options.micro_batch,
+        seed=run.seed,
         validation_sequences=options.validation_sequences,
+        probe_sequences=options.probe_sequences,
         autocast=options.autocast,
+        compiled=options.compile,
     )
-    training = Pretraining(corpus, config, settings, options.device, trace=options.trace)
-    train(training, options.checkpoint, options.snapshots)
-    row = result_row(training)
-    outcome = f"diverged: {row['diverged']}" if row["diverged"] else f"validation loss {row['final_val_loss']:.4f}"
-    print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}")
-    facts = {"corpus": corpus.facts, "arguments": training.arguments, "traces": with_paper(training.traces)}
-    write_record(options.json, [row], command=options.command, **facts)
+    return config, settings
+
+
+def train_here(options: argparse.Namespace, run: PretrainRun) -> None:
+    """Train one model to its end, or to a checkpoint if the time is over."""
+    with processes(options.device) as group:
+        if group.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        corpus = read_corpus(options.corpus)
+        config, settings = config_and_settings(options, run, corpus)
+        training = Pretraining(corpus, config, settings, group.device, processes=group)
+        try:
+            train(training, options.folder / f"{run.name}.pt", options.snapshots, deadline(options.minutes))
+        except OutOfTime as reason:
+            if group.is_first:
+                print(f"{reason}: the same command goes on")
+            return
+        if group.is_first:
+            row = run.facts | result_row(training)
+            outcome = (
+                f"diverged: {row['diverged']}" if row["diverged"] else f"held-out loss {row['final_val_loss']:.4f}"
+            )
+            print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}")
+            write_record(options.json, [row], command=group.command(options.command), corpus=corpus.facts)
+
+
+def time_here(options: argparse.Namespace, runs: list[PretrainRun]) -> None:
+    """Time steps of all runs in one process, in turn; under torchrun in several together."""
+    with processes(options.device) as group:
+        corpus = read_corpus(options.corpus)
+        trainings = {}
+        for run in runs:
+            config, settings = config_and_settings(options, run, corpus)
+            trainings[run] = Pretraining(corpus, config, settings, group.device, processes=group)
+            for _ in range(WARMUP):
+                trainings[run].advance()
+        times: dict[PretrainRun, list[float]] = {run: [] for run in runs}
+        for run in in_turn(runs, options.time):
+            started = synchronized_time(group.device)
+            trainings[run].advance()
+            times[run].append(1e3 * (synchronized_time(group.device) - started))
+        rows = []
+        for run, training in trainings.items():
+            columns = time_columns(times[run])
+            columns |= {"tokens_per_second": round(1e3 * run.tokens_per_step / columns["ms_median"])}
+            columns |= {"parameters": parameters(training), "devices": group.count, "protocol": protocol_of(runs)}
+            rows.append(run.facts | columns)
+        if group.is_first:
+            rates = [(run.name, row["tokens_per_second"]) for run, row in zip(runs, rows, strict=True)]
+            print(markdown_table(("run", "tokens a second"), rates))
+            write_record(options.json, rows, command=group.command(options.command), corpus=corpus.facts)
+
+
+def train_all(options: argparse.Namespace, runs: list[PretrainRun]) -> None:
+    """Train each model that the record lacks, and write the record after each."""
+    is_over, corpus = deadline(options.minutes), read_corpus(options.corpus)
+    on_gpu = torch.device(options.device).type == "cuda"
+    devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
+    arguments = {run: arguments_of(*config_and_settings(options, run, corpus), corpus) for run in runs}
+    before = recorded(options.json, arguments)
+    plan = Plan("runs", [[*before, *(run for run in runs if run not in before)]])
+    with opened(plan, options.folder, list(arguments.values()), devices, is_over) as work:
+        for run, row in before.items():
+            work.parts.parts[run.name] = [row]
+        if not (prepared := options.folder / "corpus.safetensors").exists():
+            write_corpus(corpus, prepared)
+
+        def record(run: Run | None = None) -> None:
+            commits = {run.name: row["commit"] for run, (row,) in work.finished.items()}
+            work.record(options.json, options.command, corpus=corpus.facts, commits=commits)
+
+        left = work.finish(lambda run, device: train_in_a_process(options, run, device, is_over), record)
+        record()
+    header = ("run", "held-out loss", "error of SageBwd's gradient")
+    print(markdown_table(header, [summary(run, row) for run, (row,) in work.finished.items()]))
+    if left:
+        print(f"left: {', '.join(run.name for run in left)}; the same command goes on")
+
+
+def recorded(path: Path | None, arguments: dict[PretrainRun, Row]) -> dict[PretrainRun, Row]:
+    """Return the runs that a record has. Raises ValueError if it has one of `arguments`' runs, but made otherwise."""
+    if path is None or not path.exists():
+        return {}
+    found = {PretrainRun.of_row(row): row for row in read_record(path).rows}
+    for run in found.keys() & arguments.keys():
+        if found[run]["arguments"] != arguments[run]:
+            raise ValueError(f"json: expected a file whose {run.name} was made with the same arguments, got {path}")
+    return found
+
+
+def train_in_a_process(
+    options: argparse.Namespace, run: PretrainRun, device: int | None, is_over: Callable[[], bool]
+) -> list[Row]:
+    """Train a run in a process of its own. device: the number of a CUDA device, None for the CPU.
+
+    Raises `OutOfTime`, or `Failed` with the name of the log if the process ends with an error.
+    """
+    result, log = (options.folder / f"{run.name}.{suffix}" for suffix in ("json", "log"))
+    chosen = {name: getattr(options, name) for name in PASSED_ON if getattr(options, name) is not None}
+    chosen |= {"attention": run.arm, "qk_norm": "yes" if run.qk_norm else "no"}
+    chosen |= {"learning_rate": run.learning_rate, "seed": run.seed, "json": result}
+    chosen |= {"corpus": options.folder / "corpus.safetensors"}
+    command = [sys.executable, "-m", "sage_lab", "pretrain"]
+    command += [text for name, x in chosen.items() for text in (f"--{name.replace('_', '-')}", str(x))]
+    command += [
+        "--autocast" if options.autocast else "--no-autocast",
+        "--compile" if options.compile else "--no-compile",
+    ]
+    command += ["--snapshots", *map(str, options.snapshots)] if options.snapshots else []
+    environment = os.environ | {PARENT: str(os.getpid())}
+    environment |= {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+    with log.open("a") as output:
+        code = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
+    if code:
+        raise Failed(f"{run.name}: the run ended with exit status {code}, see {log}")
+    if not result.exists():
+        raise OutOfTime(f"{run.name}: see {log}")
+    record = read_record(result)
+    return [record.rows[0] | {"gpu": record.provenance["gpu"], "commit": record.provenance["commit"]}]
+
+
+def summary(run: PretrainRun, row: Row) -> tuple[str, Any, Any]:
+    error = row["probes"][-1]["errors"]["sagebwd"] if row["probes"] else ""
+    return run.name, row["diverged"] or round(row["final_val_loss"], 4), error

@@ -1,6 +1,7 @@
-"""A Llama whose attention is chosen by name: RMSNorm, rotary positions, SwiGLU.
+"""A Llama whose attention is chosen by name: RMSNorm, rotary positions, SwiGLU, or a squared ReLU as in other GPTs.
 
 x <- x + Attention(RMSNorm(x));  x <- x + W_down(silu(W_gate h) * W_up h) with h = RMSNorm(x).
+With a squared ReLU: x <- x + W_down(relu(W_up h)^2).
 
 Queries and keys are normalised (optional QK-norm), then rotated, then meet in `AttentionCore`. What enters and leaves
 that one module is what the papers measure: its inputs are Q, K, V and the gradient of its output is dO. With SageBwd
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 
 from sage_lab.models.rotary import Rotation
 from sage_lab.repairs import UNBIASED, RepairedSettings, with_remedy
+from sage_ref.checks import check_choice
 from sage_ref.prologue import Prologue, before_attention
 from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
 ATTENTIONS = ("exact", "sagebwd")
+MLPS = ("swiglu", "squared_relu")
 NORM_EPS = 1e-6
 
 
@@ -41,6 +44,7 @@ class LlamaConfig:
     layers: int = 5
     width: int = 256
     heads: int = 4
+    mlp: str = "swiglu"
     qk_norm: bool = False
     attention: str = "exact"
     smooth_k: bool = True
@@ -56,6 +60,7 @@ class LlamaConfig:
     def __post_init__(self):
         if self.width % (2 * self.heads):
             raise ValueError(f"width: expected an even number for each of the {self.heads} heads, got {self.width}")
+        check_choice("mlp", self.mlp, MLPS)
         for name in ("ds_rounding", "block_q", "block_kv", "remedy"):
             chosen = getattr(self, name)
             if self.backend != "reference" and chosen not in (getattr(LlamaConfig, name), UNBIASED):
@@ -71,8 +76,8 @@ class LlamaConfig:
 
     @property
     def mlp_width(self) -> int:
-        """A multiple of 64 near 8/3 of the width, so that SwiGLU's three matrices cost as much as two of 4x."""
-        return -(-8 * self.width // (3 * 64)) * 64
+        """Four times the width; SwiGLU has three matrices, which cost as much at a multiple of 64 near 8/3."""
+        return 4 * self.width if self.mlp == "squared_relu" else -(-8 * self.width // (3 * 64)) * 64
 
     @property
     def reference_settings(self) -> RepairedSettings:
@@ -166,6 +171,18 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class SquaredReLU(nn.Module):
+    """W_down(relu(W_up x)^2)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.up = nn.Linear(config.width, config.mlp_width, bias=False)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalised copy of the residual stream and added back to it."""
 
@@ -174,7 +191,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
-        self.mlp = SwiGLU(config)
+        self.mlp = SquaredReLU(config) if config.mlp == "squared_relu" else SwiGLU(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

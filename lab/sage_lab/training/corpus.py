@@ -1,20 +1,24 @@
-"""Tokens from the Python sources on this machine, from any text file, or from a nanoGPT-style .bin.
+"""Tokens from the Python sources on this machine, from any text file, from Linux, or from a nanoGPT-style .bin.
 
-Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens.
+Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens. The archive of
+Linux's sources has a tokenizer of its own (`linux_source`), whose work `write_corpus` keeps in a .safetensors file.
 A .bin file holds uint16 tokens made elsewhere (OpenWebText in GPT-2 tokens, say) and is mapped, not loaded.
 """
 
 import hashlib
+import json
 import platform
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_lab.records import replaced
@@ -28,11 +32,17 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens: uint8 or uint16 [T], each below vocab_size."""
+    """tokens: uint8 or uint16 [T], each below vocab_size.
+
+    held_out: tokens that are never trained on; None: the tail of `tokens` is kept for that.
+    source: what the tokens were made from, for a record.
+    """
 
     name: str
     tokens: Tensor
     vocab_size: int
+    held_out: Tensor | None = None
+    source: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def sha256(self) -> str:
@@ -43,12 +53,15 @@ class Corpus:
     def facts(self) -> dict[str, Any]:
         """The corpus as a record describes it."""
         sizes = {"tokens": len(self.tokens), "sha256": self.sha256, "vocabulary": self.vocab_size}
-        return {"name": self.name} | sizes
+        return {"name": self.name} | sizes | self.source
 
     def split(self, validation_fraction: float = 0.1) -> tuple["Corpus", "Corpus"]:
-        """Return (train, validation); validation is the tail, so that no training sequence overlaps it."""
+        """Return (train, validation); validation is what is held out or the tail: no training sequence overlaps it."""
         cut = round(len(self.tokens) * (1 - validation_fraction))
-        parts = (("train", self.tokens[:cut]), ("validation", self.tokens[cut:]))
+        train, validation = self.tokens[:cut], self.tokens[cut:]
+        if self.held_out is not None:
+            train, validation = self.tokens, self.held_out
+        parts = (("train", train), ("validation", validation))
         train, validation = (Corpus(f"{self.name} ({part})", tokens, self.vocab_size) for part, tokens in parts)
         return train, validation
 
@@ -73,6 +86,12 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
     if path is None:
         return python_corpus()
     path = Path(path)
+    if path.suffix == ".safetensors":
+        return _prepared_corpus(path)
+    if path.name.endswith(".tar.xz"):
+        from sage_lab.training.linux_source import linux_corpus  # imports this module
+
+        return linux_corpus(path)
     return _binary_corpus(path) if path.suffix == ".bin" else _text_corpus(path.resolve().name, [path])
 
 
@@ -88,10 +107,23 @@ def python_corpus() -> Corpus:
     return _text_corpus(name, [names[name] for name in shuffled])
 
 
-def write_tokens(tokens: np.ndarray, path: Path) -> None:
-    """Write a .bin that `read_corpus` reads."""
+def write_corpus(corpus: Corpus, path: Path) -> None:
+    """Write a .safetensors file that `read_corpus` reads: the same corpus, ready to train on."""
+    tensors = {"tokens": corpus.tokens} | ({} if corpus.held_out is None else {"held_out": corpus.held_out})
+    described = {"name": corpus.name, "vocab_size": corpus.vocab_size, "source": corpus.source}
     with replaced(path) as temporary:
-        tokens.astype(np.uint16).tofile(temporary)
+        save_file(tensors, temporary, {"corpus": json.dumps(described)})
+
+
+def _prepared_corpus(path: Path) -> Corpus:
+    """Read what `write_corpus` wrote."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads(file.metadata()["corpus"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is no mapping)
+        return Corpus(**described, **tensors)
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise ValueError(f"corpus: expected what `pretrain` prepared, got {path}") from None
 
 
 def _sources(root: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from sage_lab.plan import OutOfTime
 from sage_lab.records import Row, only_writer, remove_leftovers, write_file
+from sage_lab.training.processes import ALONE, Processes
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,11 @@ class ResumableTraining(ABC):
 
     arguments: what else makes two runs the same run; a checkpoint of a run with other arguments is refused.
     diverged: why the run ended early, if it did.
+    processes: those that train the model together, each with its share of a step's passes. The subclass then makes
+    `spread`, which averages their gradients, and the first process alone writes checkpoints.
     """
+
+    HISTORY = ("step", "step_seconds", "step_losses", "gradient_norms", "losses", "diverged")
 
     def __init__(
         self,
@@ -75,7 +82,9 @@ class ResumableTraining(ABC):
         settings: TrainingSettings,
         arguments: dict[str, Any],
         device: torch.device | str = "cpu",
+        processes: Processes = ALONE,
     ):
+        self.processes, self.spread = processes, None
         self.arguments = arguments | asdict(settings)
         self.settings, self.device = settings, torch.device(device)
         with torch.random.fork_rng(devices=[]):
@@ -86,6 +95,8 @@ class ResumableTraining(ABC):
         )
         self.step = 0
         self.step_seconds: list[float] = []
+        self.step_losses: list[float] = []
+        self.gradient_norms: list[float] = []  # before they are clipped
         self.losses: list[Row] = []
         self.diverged: str | None = None
 
@@ -95,8 +106,10 @@ class ResumableTraining(ABC):
         gains = [x for x in self.model.parameters() if x.dim() == 1]
         return [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
 
+    spread: DistributedDataParallel | None
+
     def passes(self) -> list[tuple[Any, ...]]:
-        """Return the examples of step `self.step`, in parts of equal size: the arguments of `loss`."""
+        """Return this process's examples of step `self.step`, in parts of equal size: the arguments of `loss`."""
         raise NotImplementedError
 
     def loss(self, *batch: Any) -> Tensor:
@@ -116,15 +129,22 @@ class ResumableTraining(ABC):
         torch.manual_seed(int(seed))
 
     def accumulate_gradients(self) -> Tensor:
-        """Add the gradients of the loss of step `self.step` to the parameters', part by part; return that loss."""
+        """Add the gradients of the loss of step `self.step` to the parameters', part by part; return that loss.
+
+        Backward passes run in this thread: autograd's own one costs a pass that is written in Python 0.3 ms.
+        """
         self.seed_draws()
         passes = self.passes()
         total = torch.zeros((), device=self.device)
-        for batch in passes:
-            loss = self.loss(*batch) / len(passes)
-            loss.backward()
+        for number, batch in enumerate(passes, start=1):
+            is_shared = self.spread is None or number == len(passes)
+            with nullcontext() if is_shared else self.spread.no_sync():
+                loss = self.loss(*batch) / len(passes)
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()
             total += loss.detach()
         self.look_ahead()
+        total = self.processes.mean(total)
         if not total.isfinite():
             raise Diverged(f"the loss of step {self.step} is not finite")
         return total
@@ -142,7 +162,9 @@ class ResumableTraining(ABC):
         self.optimizer.zero_grad()
         self.step += 1
         self.step_seconds.append(time.perf_counter() - started)
-        return loss.item()
+        self.gradient_norms.append(norm.item())
+        self.step_losses.append(loss.item())
+        return self.step_losses[-1]
 
     @property
     def seconds(self) -> float:
@@ -163,18 +185,20 @@ class ResumableTraining(ABC):
 
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint holds."""
-        state = {name: getattr(self, name) for name in ("arguments", "step", "step_seconds", "losses", "diverged")}
+        state = {name: getattr(self, name) for name in ("arguments", *self.HISTORY)}
         return state | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
-        for name in ("step", "step_seconds", "losses", "diverged"):
+        for name in self.HISTORY:
             setattr(self, name, state[name])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, checkpoint: Path) -> None:
         """Write a checkpoint in one step, and remove what earlier calls left half written because they were killed."""
+        if not self.processes.is_first:
+            return
         state = self.state()
         remove_leftovers(checkpoint)
         # Into memory first: torch calls a file back from C++, and there Ctrl-C or a full disk may end the process.
@@ -229,8 +253,11 @@ def train(
         OutOfTime: `is_over` said so, and steps are left; the same call goes on.
         ValueError: the checkpoint is of another run, or another process is writing it.
     """
-    settings = training.settings
-    with only_writer(checkpoint), tqdm(total=settings.steps, unit="step") as bar:
+    settings, is_first = training.settings, training.processes.is_first
+    with (
+        only_writer(checkpoint) if is_first else nullcontext(),
+        tqdm(total=settings.steps, unit="step", disable=not is_first) as bar,
+    ):
         losses = []
         if checkpoint.exists():
             training.load(checkpoint)
@@ -254,7 +281,8 @@ def train(
                 training.save(snapshot_path(checkpoint, training.step))
             if is_due:
                 training.save(checkpoint)
-                if is_over() and training.step < settings.steps and training.diverged is None:
+                is_stopped = training.processes.agreed(is_over())
+                if is_stopped and training.step < settings.steps and training.diverged is None:
                     raise OutOfTime(f"{checkpoint.stem} stopped after step {training.step} of {settings.steps}")
 
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Row
 from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings, read_checkpoint
+from sage_lab.training.probe import probe
+from sage_lab.training.processes import ALONE, Processes
 
 VALIDATION_SHARE = 0.02
 
@@ -23,11 +26,27 @@ class PretrainSettings(TrainingSettings):
     """Sequences are the examples of a step.
 
     autocast: run the matmuls in bfloat16; weights, their gradients and AdamW's averages stay in float32.
+    compiled: compile the forward and backward pass of training; validation and probes run as written.
+    probe_sequences: at every report, measure the error of the gradient on so many sequences that are held out
+    (`probe`); 0: never.
     """
 
     micro_batch_size: int = 8
     validation_sequences: int = 64
     autocast: bool = False
+    compiled: bool = False
+    probe_sequences: int = 0
+
+
+class TokenLoss(nn.Module):
+    """A model with its loss, so that both are compiled, or spread over processes, as one."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(self.model, inputs, targets)
 
 
 class Pretraining(ResumableTraining):
@@ -46,31 +65,53 @@ class Pretraining(ResumableTraining):
         *,
         trace: bool = False,
         build: Callable[[LlamaConfig], nn.Module] = Llama,
+        processes: Processes = ALONE,
     ):
         self.config, self.trace = config, trace
-        super().__init__(lambda: build(config), settings, {"corpus_sha256": corpus.sha256} | asdict(config), device)
+        arguments = arguments_of(config, settings, corpus)
+        super().__init__(lambda: build(config), settings, arguments, device, processes)
+        if settings.batch_size // settings.micro_batch_size % processes.count:
+            passes = f"passes for each of {processes.count} processes"
+            raise ValueError(f"batch_size: expected {passes}, got {settings.batch_size} sequences")
         self.train_corpus, self.validation_corpus = corpus.split(VALIDATION_SHARE)
+        self.token_loss = TokenLoss(self.model)
+        if settings.compiled:
+            self.token_loss.compile(dynamic=False)
+        if processes.count > 1:
+            self.spread = DistributedDataParallel(self.token_loss, gradient_as_bucket_view=True)
         self.traces: list[Row] = []
+        self.probes: list[Row] = []
 
     def passes(self) -> list[tuple[Tensor, ...]]:
         settings = self.settings
         batch = self.train_corpus.batch(settings.batch_size, self.config.context, seed=settings.seed, step=self.step)
-        return list(zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True))
+        passes = list(zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True))
+        return passes[self.processes.rank :: self.processes.count]
 
     @property
     def tokens_per_step(self) -> int:
         return self.settings.batch_size * self.config.context
 
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast)
+
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
-            return next_token_loss(self.model, inputs.to(self.device), targets.to(self.device))
+        with self.autocast():
+            return (self.spread or self.token_loss)(inputs.to(self.device), targets.to(self.device))
+
+    def validation_batch(self, sequences: int) -> tuple[Tensor, Tensor]:
+        """Return held-out sequences, always the same."""
+        batch = self.validation_corpus.batch(sequences, self.config.context, seed=0, step=0)
+        inputs, targets = (x.to(self.device) for x in batch)
+        return inputs, targets
 
     def validation_loss(self) -> float:
-        settings = self.settings
-        batch = self.validation_corpus.batch(settings.validation_sequences, self.config.context, seed=0, step=0)
-        passes = zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True)
-        losses = [self.loss(inputs, targets) * len(inputs) for inputs, targets in passes]
-        return (sum(losses) / settings.validation_sequences).item()
+        settings, total = self.settings, 0.0
+        batch = self.validation_batch(settings.validation_sequences)
+        for inputs, targets in zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True):
+            with self.autocast():
+                total += next_token_loss(self.model, inputs, targets).item() * len(inputs)
+        return total / settings.validation_sequences
 
     def report(self, train_losses: Sequence[float]) -> Row:
         """Return the base's row, and measure the errors of every layer's attention if asked for.
@@ -82,6 +123,9 @@ class Pretraining(ResumableTraining):
         row = super().report(train_losses)
         if self.trace:
             self.traces += [{"step": self.step} | error for error in self.attention_errors()]
+        if self.settings.probe_sequences:
+            batch = self.validation_batch(self.settings.probe_sequences)
+            self.probes.append({"step": self.step} | probe(self.model, batch, self.autocast))
         guessing = math.log(self.config.vocab_size)
         if since >= max(1, self.settings.warmup_steps) and row["train_loss"] > guessing:
             raise Diverged(
@@ -91,17 +135,20 @@ class Pretraining(ResumableTraining):
 
     def attention_errors(self) -> list[Row]:
         """Return the errors of every layer's attention, on one validation sequence."""
-        batch = (x.to(self.device) for x in self.validation_corpus.batch(1, self.config.context, seed=0, step=0))
-        with torch.enable_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
-            _, captured = attention_tensors(self.model, *batch, range(self.config.layers))
+        with torch.enable_grad(), self.autocast():
+            _, captured = attention_tensors(self.model, *self.validation_batch(1), range(self.config.layers))
         return attention_errors(captured, self.config.reference_settings)
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"traces": self.traces}
+    HISTORY = (*ResumableTraining.HISTORY, "traces", "probes")
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self.traces = state["traces"]
+
+def arguments_of(config: LlamaConfig, settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
+    """Return all that makes two runs the same run."""
+    return {"corpus_sha256": corpus.sha256} | asdict(config) | asdict(settings)
+
+
+def parameters(training: Pretraining) -> int:
+    return sum(x.numel() for x in training.model.parameters())
 
 
 def attention_facts(config: LlamaConfig) -> Row:
@@ -127,8 +174,13 @@ def result_row(training: Pretraining) -> Row:
         "tokens": training.step * training.tokens_per_step,
         "final_val_loss": None if training.diverged else training.losses[-1]["validation_loss"],
         "diverged": training.diverged,
-        "devices": 1,
+        "parameters": parameters(training),
+        "devices": training.processes.count,
+        "arguments": training.arguments,
         "seconds": round(training.seconds, 2),
+        "step_losses": [round(loss, 5) for loss in training.step_losses],
+        "gradient_norms": [float(f"{norm:.4g}") for norm in training.gradient_norms],
+        "probes": training.probes,
         "curve": [[row["step"] * training.tokens_per_step, row["validation_loss"]] for row in training.losses],
     }
 

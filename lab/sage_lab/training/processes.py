@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Processes(NamedTuple):
@@ -20,10 +21,28 @@ class Processes(NamedTuple):
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of every process's x."""
+        if self.count == 1:
+            return x
+        dist.all_reduce(x)
+        return x / self.count
+
+    def agreed(self, decision: bool) -> bool:
+        """Return what the first process decided."""
+        if self.count == 1:
+            return decision
+        decisions = [decision]
+        dist.broadcast_object_list(decisions)
+        return decisions[0]
+
     def command(self, alone: str) -> str:
         """Return a command as it was typed for these processes, from how one of them would be started."""
         launcher = f"torchrun --standalone --nproc-per-node {self.count} -m"
         return alone.replace("python -m", launcher) if self.count > 1 else alone
+
+
+ALONE = Processes()
 
 
 @contextmanager

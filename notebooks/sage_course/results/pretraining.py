@@ -132,3 +132,33 @@ def last_errors(record: Record, tokens_per_step: int, qk_norm: bool) -> dict[str
         if row["step"] == last:
             found.setdefault(f"layer {row['layer']}", {})[row["tensor"]] = row["rel_l2"]
     return found
+
+
+# The rules for runs of `python -m sage_lab pretrain --model gpt`, written before the first of them.
+LOST, HELD = 1.0, 0.5
+JUDGED_PROBES = 3
+
+
+def judged_loss(differences: Sequence[float], exact: float) -> str:
+    """Judge an arm's final held-out losses minus exact attention's, by seed: the same first weights and batches.
+
+    "behind" if their 95% interval (Student's t) is above zero, "level" if it ends below the paper's largest gap, else
+    "undecided". One seed is undecided whatever it says. exact: exact attention's mean loss, of which a gap is a share.
+    """
+    if len(differences) < 2:
+        return "undecided"
+    found = mean_interval([difference / exact for difference in differences])
+    if found.mean - found.half > 0:
+        return "behind"
+    largest_gap = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
+    return "level" if found.mean + found.half < largest_gap else "undecided"
+
+
+def gradient_is_lost(row: Row, arm: str) -> bool:
+    """Say whether an arm's gradient is lost on a run's weights, at each of the last three probes.
+
+    Lost: off by more than its own length, so that no gradient at all would be nearer, while that of exact attention in
+    16 bit, the control, is off by less than half.
+    """
+    errors = [probe["errors"] for probe in row["probes"][-JUDGED_PROBES:]]
+    return all(error[arm] > LOST and error["exact"] < HELD for error in errors)

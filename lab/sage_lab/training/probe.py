@@ -1,0 +1,137 @@
+"""How far a model's gradient is from the exact one: with each kind of attention, by layer, on one batch.
+
+A run with SageBwd has gradients that are off, and even exact attention has, in 16 bit. So the same weights and the same
+batch are asked again with every kind of attention, whatever the run itself trains with. The reference is the whole
+model in float32; exact attention in 16 bit is the control.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_lab.models.llama import Llama
+from sage_lab.records import Row
+from sage_lab.training.capture import attention_tensors, next_token_loss
+from sage_ref.attention import softmax_scale
+from sage_ref.sagebwd.api import reference_attention
+
+# The arms of a comparison, and what each changes in the model. "printed": one scale a tile, as the paper prints it.
+ARMS = {
+    "exact": {"attention": "exact"},
+    "sagebwd": {"attention": "sagebwd"},
+    "unsmoothed": {"attention": "sagebwd", "smooth_k": False},
+    "printed": {"attention": "sagebwd", "granularity": "block"},
+}
+GRADIENTS = ("dQ", "dK", "dV")
+Autocast = Callable[[], AbstractContextManager]
+Batch = tuple[Tensor, Tensor]
+
+
+def probe(model: Llama, batch: Batch, autocast: Autocast) -> Row:
+    """Measure a model on a batch of (inputs, targets), each [B, N].
+
+    Returns:
+        gradient_norm: of the exact gradient of all parameters.
+        errors: arm -> |g - exact| / |exact| of that gradient; by_layer: the same of each block's parameters.
+        largest_score: of each layer, of c Q K^T without its sign.
+        attention: arm -> gradient -> relative error of each layer, where all layers before and after it are exact.
+            "reference" is SageBwd in PyTorch, and "between" the distance of the kernels' result from that one.
+    """
+    with torch.enable_grad():
+        with with_attention(model, ARMS["exact"]):
+            with sdpa_kernel(SDPBackend.MATH):
+                exact = gradients(model, batch)
+            with autocast():
+                _, captured = attention_tensors(model, *batch, range(model.config.layers))
+        errors, by_layer = {}, {}
+        for name, changes in ARMS.items():
+            with with_attention(model, changes), autocast():
+                found = gradients(model, batch)
+            errors[name] = relative_error(sum(found, []), sum(exact, []))
+            by_layer[name] = [relative_error(*layers) for layers in zip(found[:-1], exact[:-1], strict=True)]
+        scores = [largest_score(x["query"], x["key"]) for x in captured.values()]
+        attention = attention_gradient_errors(model, list(captured.values()))
+    return {
+        "gradient_norm": rounded(norm_of(sum(exact, []))),
+        "errors": errors,
+        "by_layer": by_layer,
+        "largest_score": scores,
+        "attention": attention,
+    }
+
+
+@contextmanager
+def with_attention(model: Llama, changes: dict) -> Iterator[None]:
+    """Give every layer this arm's attention for a while."""
+    cores = [block.attention.core for block in model.blocks]
+    before = [core.config for core in cores]
+    for core in cores:
+        core.config = replace(model.config, **changes)
+    try:
+        yield
+    finally:
+        for core, config in zip(cores, before, strict=True):
+            core.config = config
+
+
+def gradients(model: Llama, batch: Batch) -> list[list[Tensor]]:
+    """Return the gradients of each block's parameters, and last those of all others."""
+    groups = [list(block.parameters()) for block in model.blocks]
+    in_blocks = {parameter for group in groups for parameter in group}
+    groups.append([parameter for parameter in model.parameters() if parameter not in in_blocks])
+    found = iter(torch.autograd.grad(next_token_loss(model, *batch), sum(groups, [])))
+    return [[next(found) for _ in group] for group in groups]
+
+
+def attention_gradient_errors(model: Llama, captured: Sequence[dict[str, Tensor]]) -> dict[str, dict[str, list[float]]]:
+    """Return arm -> "dQ", "dK" or "dV" -> relative error in each layer, each on its own exact inputs and dO."""
+    core = model.blocks[0].attention.core
+    settings = replace(model.config, **ARMS["sagebwd"]).reference_settings
+    reference = partial(reference_attention, settings=settings)
+    names = [*ARMS, "reference", "between"]
+    rows = {name: {gradient: [] for gradient in GRADIENTS} for name in names}
+    for tensors in captured:
+        inputs, do = [tensors[name] for name in ("query", "key", "value")], tensors["grad_output"]
+        found = {}
+        with with_attention(model, ARMS["exact"]), sdpa_kernel(SDPBackend.MATH):
+            exact = differentiated(core, [x.float() for x in inputs], do.float())
+        for name, changes in ARMS.items():
+            with with_attention(model, changes):
+                found[name] = differentiated(core, inputs, do)
+        found["reference"] = differentiated(reference, inputs, do)
+        for name, tensors_found in found.items():
+            for gradient, x, y in zip(GRADIENTS, tensors_found, exact, strict=True):
+                rows[name][gradient].append(relative_error([x], [y]))
+        for gradient, x, y in zip(GRADIENTS, found["sagebwd"], found["reference"], strict=True):
+            rows["between"][gradient].append(relative_error([x], [y]))
+    return rows
+
+
+def differentiated(attention: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(attention(*leaves), leaves, do)
+
+
+def largest_score(query: Tensor, key: Tensor) -> float:
+    """Return the largest c |q . k| of a query and a key that it sees; [B, H, N, D] each."""
+    scores = query.float() @ key.float().mT * softmax_scale(None, query.shape[-1])
+    return rounded(scores.tril().abs().max().item())
+
+
+def norm_of(tensors: Sequence[Tensor]) -> float:
+    return torch.stack([x.double().norm() for x in tensors]).norm().item()
+
+
+def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return |found - exact| / |exact| over all tensors."""
+    differences = [x.double() - y.double() for x, y in zip(found, exact, strict=True)]
+    return rounded(norm_of(differences) / norm_of(exact))
+
+
+def rounded(x: float) -> float:
+    return float(f"{x:.4g}")
