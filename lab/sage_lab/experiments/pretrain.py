@@ -8,35 +8,36 @@ If the program or a run is killed, the same command goes on where it was, bit fo
 are not made again. A single run trains in this process, or under torchrun in several together (DDP).
 """
 
-import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from sage_lab.command_line import (
     PARENT,
+    Arguments,
     Failed,
-    add_corpus_option,
-    add_device_option,
-    add_minutes_option,
+    device,
     from_zero,
+    input_file,
     output_folder,
     positive,
     positive_number,
+    usual_device,
     zero_to_one,
 )
 from sage_lab.experiments.turns import in_turn, protocol_of, synchronized_time, time_columns
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import OutOfTime, Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table, read_record, write_record
-from sage_lab.training.corpus import BYTES, Corpus, read_corpus, write_corpus
+from sage_lab.training.corpus import Corpus, read_corpus, write_corpus
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings, arguments_of, parameters, result_row
 from sage_lab.training.probe import ARMS
@@ -48,7 +49,7 @@ MODELS = {"small": {}, "gpt": GPT}
 WARMUP = 3  # steps before the timed ones
 NORMS = {"no": False, "yes": True}
 PASSED_ON = ("model", *SHAPE, "context", "tokens", "tokens_per_step", "tokens_per_pass", "warmup", "reports")
-PASSED_ON += ("validation_sequences", "probe_sequences", "device", "folder", "minutes")
+PASSED_ON += ("validation_sequences", "probe_sequences", "device", "folder")
 
 
 @dataclass(frozen=True)
@@ -65,84 +66,91 @@ class PretrainRun(Run):
     seed: int
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    on_gpu, default = torch.cuda.is_available(), LlamaConfig(BYTES)
-    add_corpus_option(parser)
-    parser.add_argument("--model", choices=MODELS, default="small", help="gpt: 12 layers of 768, 101 million weights")
-    for name in SHAPE:
-        parser.add_argument(f"--{name}", type=positive, help="in place of the model's own")
-    parser.add_argument("--context", type=positive, default=default.context, help="tokens of a sequence")
-    parser.add_argument("--attention", choices=ARMS, nargs="+", default=["exact"])
-    parser.add_argument("--qk-norm", choices=NORMS, nargs="+", default=["no"], help="normalise queries and keys")
-    parser.add_argument("--learning-rate", type=positive_number, nargs="+", default=[2e-3])
-    parser.add_argument("--seed", type=from_zero, nargs="+", default=[0])
-    parser.add_argument("--tokens", type=positive, default=2**20, help="of a run")
-    parser.add_argument("--tokens-per-step", type=positive, default=2**13)
-    parser.add_argument("--tokens-per-pass", type=positive, default=2**12, help="of a forward and backward pass")
-    parser.add_argument("--warmup", type=zero_to_one, default=0.1, help="share of the steps")
-    parser.add_argument("--reports", type=positive, default=12, help="validation losses, probes, checkpoints of a run")
-    parser.add_argument("--validation-sequences", type=positive, default=64)
-    parser.add_argument("--probe-sequences", type=from_zero, default=0, help="on which to measure gradients' errors")
-    parser.add_argument("--snapshots", type=positive, nargs="+", default=[], metavar="STEP", help="checkpoints to keep")
-    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=on_gpu, help="bfloat16 matmuls")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="with torch.compile")
-    parser.add_argument("--time", type=positive, metavar="STEPS", help="only time so many steps of each run, in turn")
-    parser.add_argument("--folder", type=output_folder, default="runs/pretrain", help="for checkpoints and logs")
-    parser.add_argument("--runs-per-gpu", type=positive, default=1, help="runs that share a GPU")
-    add_device_option(parser)
-    add_minutes_option(parser)
+@dataclass(frozen=True, kw_only=True)
+class Pretrain(Arguments):
+    """Options of the command. Several values of one make several runs."""
+
+    corpus: Annotated[Path | None, input_file, "text, .bin, or linux-source-6.1.tar.xz; without: Python's sources"] = (
+        None
+    )
+    model: Annotated[Literal[tuple(MODELS)], "gpt: 12 layers of 768, 101 million weights"] = "small"
+    layers: Annotated[int | None, positive, "in place of the model's own"] = None
+    width: Annotated[int | None, positive, "in place of the model's own"] = None
+    heads: Annotated[int | None, positive, "in place of the model's own"] = None
+    context: Annotated[int, positive, "tokens of a sequence"] = LlamaConfig.context
+    attention: tuple[Literal[tuple(ARMS)], ...] = ("exact",)
+    qk_norm: Annotated[tuple[Literal[tuple(NORMS)], ...], "normalise queries and keys"] = ("no",)
+    learning_rate: Annotated[tuple[float, ...], positive_number] = (2e-3,)
+    seed: Annotated[tuple[int, ...], from_zero] = (0,)
+    tokens: Annotated[int, positive, "of a run"] = 2**20
+    tokens_per_step: Annotated[int, positive] = 2**13
+    tokens_per_pass: Annotated[int, positive, "of a forward and backward pass"] = 2**12
+    warmup: Annotated[float, zero_to_one, "share of the steps"] = 0.1
+    reports: Annotated[int, positive, "validation losses, probes and checkpoints of a run"] = 12
+    validation_sequences: Annotated[int, positive] = 64
+    probe_sequences: Annotated[int, from_zero, "on which to measure the errors of gradients; 0: never"] = 0
+    snapshots: Annotated[tuple[int, ...], positive, "steps whose checkpoint is kept"] = ()
+    autocast: Annotated[bool | None, "bfloat16 matmuls; without: on a GPU"] = None
+    compile: Annotated[bool | None, "with torch.compile; without: on a GPU"] = None
+    time: Annotated[int | None, positive, "only time so many steps of each run, in turn"] = None
+    folder: Annotated[Path, output_folder, "for checkpoints and logs"] = Path("runs/pretrain")
+    runs_per_gpu: Annotated[int, positive, "runs that share a GPU"] = 1
+    device: Annotated[str, device] = field(default_factory=usual_device)
+    minutes: Annotated[float | None, positive_number, "stop at the first report after this time"] = None
+
+    def __post_init__(self):
+        for name, number in (
+            ("tokens_per_pass", self.context),
+            ("tokens_per_step", self.tokens_per_pass),
+            ("tokens", self.tokens_per_step),
+        ):
+            if getattr(self, name) % number:
+                raise ValueError(f"{name}: expected a multiple of {number}, got {getattr(self, name)}")
+        if max(self.snapshots, default=0) > self.steps:
+            raise ValueError(f"snapshots: expected steps of the run, 1 to {self.steps}, got {list(self.snapshots)}")
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // self.tokens_per_step
+
+    def run(self, command: str) -> None:
+        runs = list(self.runs())
+        if self.time:
+            time_here(self, runs, command)
+        elif len(runs) == 1:
+            train_here(self, runs[0], command)
+        else:
+            train_all(self, runs, command)
+
+    def runs(self) -> Iterator[PretrainRun]:
+        """Yield the runs of all values, those that are compared with one another one after the other."""
+        for rate, seed, norm, arm in product(self.learning_rate, self.seed, self.qk_norm, self.attention):
+            sizes = self.tokens_per_step, self.context, self.tokens
+            yield PretrainRun(self.model, arm, NORMS[norm], rate, *sizes, seed)
 
 
-def pretrain_command(options: argparse.Namespace) -> None:
-    for name, number in (
-        ("tokens_per_pass", options.context),
-        ("tokens_per_step", options.tokens_per_pass),
-        ("tokens", options.tokens_per_step),
-    ):
-        if getattr(options, name) % number:
-            raise ValueError(f"{name}: expected a multiple of {number}, got {getattr(options, name)}")
-    steps = options.tokens // options.tokens_per_step
-    if max(options.snapshots, default=0) > steps:
-        raise ValueError(f"snapshots: expected steps of the run, 1 to {steps}, got {options.snapshots}")
-    runs = list(runs_of(options))
-    if options.time:
-        time_here(options, runs)
-    elif len(runs) == 1:
-        train_here(options, runs[0])
-    else:
-        train_all(options, runs)
-
-
-def runs_of(options: argparse.Namespace) -> Iterator[PretrainRun]:
-    """Yield the runs of all values, those that are compared with one another one after the other."""
-    for rate, seed, norm, arm in product(options.learning_rate, options.seed, options.qk_norm, options.attention):
-        sizes = options.tokens_per_step, options.context, options.tokens
-        yield PretrainRun(options.model, arm, NORMS[norm], rate, *sizes, seed)
-
-
-def config_and_settings(
-    options: argparse.Namespace, run: PretrainRun, corpus: Corpus
-) -> tuple[LlamaConfig, PretrainSettings]:
+def config_and_settings(options: Pretrain, run: PretrainRun, corpus: Corpus) -> tuple[LlamaConfig, PretrainSettings]:
     shape = MODELS[run.model] | {name: x for name in SHAPE if (x := getattr(options, name)) is not None}
-    config = LlamaConfig(corpus.vocab_size, context=run.context, qk_norm=run.qk_norm, **shape, **ARMS[run.arm])
-    steps = run.tokens // run.tokens_per_step
+    on_gpu = torch.device(options.device).type == "cuda"
+    shape |= {"context": run.context, "backend": "auto" if on_gpu else "reference"}
+    config = LlamaConfig(corpus.vocab_size, qk_norm=run.qk_norm, **shape, **ARMS[run.arm])
     settings = PretrainSettings(
-        steps=steps,
+        steps=options.steps,
         batch_size=run.tokens_per_step // run.context,
         micro_batch_size=options.tokens_per_pass // run.context,
         learning_rate=run.learning_rate,
-        warmup_steps=round(options.warmup * steps),
-        report_every=-(-steps // options.reports),
+        warmup_steps=round(options.warmup * options.steps),
+        report_every=-(-options.steps // options.reports),
         seed=run.seed,
         validation_sequences=options.validation_sequences,
         probe_sequences=options.probe_sequences,
-        autocast=options.autocast,
-        compiled=options.compile,
+        autocast=on_gpu if options.autocast is None else options.autocast,
+        compiled=on_gpu if options.compile is None else options.compile,
     )
     return config, settings
 
 
-def train_here(options: argparse.Namespace, run: PretrainRun) -> None:
+def train_here(options: Pretrain, run: PretrainRun, command: str) -> None:
     """Train one model to its end, or to a checkpoint if the time is over."""
     with processes(options.device) as group:
         if group.device.type == "cuda":
@@ -164,10 +172,10 @@ def train_here(options: argparse.Namespace, run: PretrainRun) -> None:
                 f"diverged: {row['diverged']}" if row["diverged"] else f"held-out loss {row['final_val_loss']:.4f}"
             )
             print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}")
-            write_record(options.json, [row], command=group.command(options.command), corpus=corpus.facts)
+            write_record(options.json, [row], command=group.command(command), corpus=corpus.facts)
 
 
-def time_here(options: argparse.Namespace, runs: list[PretrainRun]) -> None:
+def time_here(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
     """Time steps of all runs in one process, in turn; under torchrun in several together."""
     with processes(options.device) as group:
         corpus = read_corpus(options.corpus)
@@ -191,12 +199,12 @@ def time_here(options: argparse.Namespace, runs: list[PretrainRun]) -> None:
         if group.is_first:
             rates = [(run.name, row["tokens_per_second"]) for run, row in zip(runs, rows, strict=True)]
             print(markdown_table(("run", "tokens a second"), rates))
-            write_record(options.json, rows, command=group.command(options.command), corpus=corpus.facts)
+            write_record(options.json, rows, command=group.command(command), corpus=corpus.facts)
 
 
-def train_all(options: argparse.Namespace, runs: list[PretrainRun]) -> None:
+def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
     """Train each model that the record lacks, and write the record after each."""
-    is_over, corpus = deadline(options.minutes), read_corpus(options.corpus)
+    started, is_over, corpus = time.monotonic(), deadline(options.minutes), read_corpus(options.corpus)
     on_gpu = torch.device(options.device).type == "cuda"
     devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
     arguments = {run: arguments_of(*config_and_settings(options, run, corpus), corpus) for run in runs}
@@ -210,9 +218,13 @@ def train_all(options: argparse.Namespace, runs: list[PretrainRun]) -> None:
 
         def record(run: Run | None = None) -> None:
             commits = {run.name: row["commit"] for run, (row,) in work.finished.items()}
-            work.record(options.json, options.command, corpus=corpus.facts, commits=commits)
+            work.record(options.json, command, corpus=corpus.facts, commits=commits)
 
-        left = work.finish(lambda run, device: train_in_a_process(options, run, device, is_over), record)
+        def trained(run: PretrainRun, gpu: int | None) -> list[Row]:
+            minutes = options.minutes and max(0.01, options.minutes - (time.monotonic() - started) / 60)
+            return train_in_a_process(replace(options, minutes=minutes), run, gpu)
+
+        left = work.finish(trained, record)
         record()
     header = ("run", "held-out loss", "error of SageBwd's gradient")
     print(markdown_table(header, [summary(run, row) for run, (row,) in work.finished.items()]))
@@ -231,10 +243,8 @@ def recorded(path: Path | None, arguments: dict[PretrainRun, Row]) -> dict[Pretr
     return found
 
 
-def train_in_a_process(
-    options: argparse.Namespace, run: PretrainRun, device: int | None, is_over: Callable[[], bool]
-) -> list[Row]:
-    """Train a run in a process of its own. device: the number of a CUDA device, None for the CPU.
+def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> list[Row]:
+    """Train a run in a process of its own. gpu: the number of a CUDA device, None for the CPU.
 
     Raises `OutOfTime`, or `Failed` with the name of the log if the process ends with an error.
     """
@@ -250,8 +260,9 @@ def train_in_a_process(
         "--compile" if options.compile else "--no-compile",
     ]
     command += ["--snapshots", *map(str, options.snapshots)] if options.snapshots else []
+    command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}
-    environment |= {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+    environment |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     with log.open("a") as output:
         code = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
     if code:

@@ -1,7 +1,7 @@
 """Tokens from the Python sources on this machine, from any text file, from Linux, or from a nanoGPT-style .bin.
 
 Text is read as bytes, so there is no tokenizer to download and no vocabulary to agree on: 256 tokens. The archive of
-Linux's sources has a tokenizer of its own (`linux_source`), whose work `write_corpus` keeps in a .safetensors file.
+Linux's sources has a tokenizer of its own (`linux_source`), whose work is kept in a .safetensors file beside it.
 A .bin file holds uint16 tokens made elsewhere (OpenWebText in GPT-2 tokens, say) and is mapped, not loaded.
 """
 
@@ -89,9 +89,7 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
     if path.suffix == ".safetensors":
         return _prepared_corpus(path)
     if path.name.endswith(".tar.xz"):
-        from sage_lab.training.linux_source import linux_corpus  # imports this module
-
-        return linux_corpus(path)
+        return _archive_corpus(path)
     return _binary_corpus(path) if path.suffix == ".bin" else _text_corpus(path.resolve().name, [path])
 
 
@@ -113,6 +111,20 @@ def write_corpus(corpus: Corpus, path: Path) -> None:
     described = {"name": corpus.name, "vocab_size": corpus.vocab_size, "source": corpus.source}
     with replaced(path) as temporary:
         save_file(tensors, temporary, {"corpus": json.dumps(described)})
+
+
+def _archive_corpus(path: Path) -> Corpus:
+    """Return the tokens of Linux's sources, which are kept beside their archive: a tokenizer needs minutes."""
+    from sage_lab.training.linux_source import archive_sha256, linux_corpus  # imports this module
+
+    kept = path.with_name(f"{path.name}.safetensors")
+    if kept.exists():
+        corpus = _prepared_corpus(kept)
+        if corpus.source.get("archive_sha256") == archive_sha256(path):
+            return corpus
+    corpus = linux_corpus(path)
+    write_corpus(corpus, kept)
+    return corpus
 
 
 def _prepared_corpus(path: Path) -> Corpus:

@@ -57,7 +57,7 @@ def linux_corpus(archive: Path, sizes: Sizes | None = None) -> Corpus:
     tokenizer = learnt_tokenizer(train, sizes)
     source = {
         "archive": archive.name,
-        "archive_sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
+        "archive_sha256": archive_sha256(archive),
         "tokenizer_sha256": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
     }
     return Corpus(
@@ -67,6 +67,11 @@ def linux_corpus(archive: Path, sizes: Sizes | None = None) -> Corpus:
         tokens_of(held_out, tokenizer, sizes.held_out),
         source,
     )
+
+
+def archive_sha256(archive: Path) -> str:
+    with archive.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sources(archive: Path) -> tuple[list[str], list[str]]:

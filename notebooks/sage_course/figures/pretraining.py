@@ -22,7 +22,7 @@ MAIN_KINDS = {"exact": BLACK, "SageBwd, K smoothed": ORANGE}
 def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
     """Draw validation losses over training, with QK-norm: mean and range; below, the differences seed by seed.
 
-    record: rows of `python -m sage_lab pretrain-grid`. Drawn from the end of the warm-up on.
+    record: rows of the archived `pretrain-grid`. Drawn from the end of the warm-up on.
     """
     plan = record.provenance["plan"]
     sizes, warm = plan["tokens_per_step"], plan["warmup"] * plan["tokens"]

@@ -53,8 +53,8 @@ def claims(runs: Record, layers: Record) -> list[Claim]:
     """Judge the four claims, (iii) in two parts.
 
     Args:
-        runs: The record that `pretrain-grid --json` writes.
-        layers: The record that `pretrain-grid --traces` writes.
+        runs: The archived record of `pretrain-grid --json`.
+        layers: The archived record of `pretrain-grid --traces`.
     """
     small, large = runs.provenance["plan"]["tokens_per_step"]
     at_small, at_large = (mean_interval(relative_gaps(runs, size)) for size in (small, large))

@@ -1,6 +1,6 @@
 """Numbers from pre-training runs and gradients: losses by seed, intervals, bias against noise, errors by layer.
 
-The records are those of `python -m sage_lab pretrain-grid` (runs, and traces of their layers) and of `noise`.
+The records are those of `pretrain`, of `noise`, and of the archived `pretrain-grid` (runs, traces of their layers).
 """
 
 import math
@@ -15,7 +15,7 @@ from sage_ref.sagebwd.settings import SageBwdSettings
 
 # Figure 1 of the SageBwd paper: tokens per batch -> final loss of its 325M model with QK-norm, nats per GPT-2 token.
 PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
-# The kinds of runs of `python -m sage_lab pretrain-grid`: attention, smoothing, granularity.
+# The kinds of runs of the archived `pretrain-grid`: attention, smoothing, granularity.
 RUN_KINDS = {
     "exact": ("exact", None, None),
     "SageBwd, K smoothed": ("sagebwd", "k", None),

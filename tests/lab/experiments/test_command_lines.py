@@ -30,8 +30,9 @@ from sage_lab.records import RECORDED, only_writer, read_record, write_file
 PROGRAM = "python -m sage_lab"
 TRAIN = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 1 --width 16 --heads 2 --tokens 256"
-    " --tokens-per-step 32 --micro-batch 2 --validation-sequences 2 --device cpu --no-autocast --checkpoint run.pt"
+    " --tokens-per-step 32 --tokens-per-pass 32 --validation-sequences 2 --device cpu --no-autocast --folder runs"
 ).split()
+RUN = Path("runs", "small_exact_qk_normFalse_learning_rate0.002_tokens_per_step32_context16_tokens256_seed0.pt")
 DEEP = " ".join([*TRAIN, "--layers 3 --heads 4"])
 NOISE = "noise run.pt --corpus text.txt --batches 16 --sequences 1 --device cpu --variants bf16"
 
@@ -54,6 +55,7 @@ def spoilt_files(tmp_path_factory):
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     with contextlib.chdir(folder):
         main(DEEP.split())
+    (folder / RUN).rename(folder / "run.pt")
     (folder / "junk").write_bytes(b"\x80\x02junk" * 20)
     (folder / "empty").touch()
     (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:5000])
@@ -62,8 +64,9 @@ def spoilt_files(tmp_path_factory):
     (folder / "empty.bin").touch()
     os.mkfifo(folder / "pipe")  # nobody writes to it
     state = torch.load(folder / "run.pt", weights_only=True)
-    for name, step in (("past.pt", -1), ("far.pt", 9)):  # a run of 8 steps
-        torch.save(state | {"step": step}, folder / name)
+    for name, step in (("past", -1), ("far", 9)):  # a run of 8 steps
+        (folder / name).mkdir()
+        torch.save(state | {"step": step}, folder / name / RUN.name)
     return folder
 
 
@@ -87,22 +90,21 @@ BAD = {  # the command line: what its one line says
     "pretrain --learning-rate nan": "argument --learning-rate: expected a number above 0, got 'nan'",
     "pretrain --seed -1": "argument --seed: expected at least 0, got -1",
     "pretrain --tokens 100": "tokens: expected a multiple of 8192, got 100",
+    "pretrain --tokens-per-pass 100": "tokens_per_pass: expected a multiple of 512, got 100",
     "pretrain --snapshots 1 129": "snapshots: expected steps of the run, 1 to 128, got [1, 129]",
-    "pretrain --corpus text.txt --micro-batch 7": "batch_size: expected a multiple of micro_batch_size=7",
-    f"{DEEP} --checkpoint far.pt": "checkpoint: expected at most step 8, far.pt has 9",
-    f"{DEEP} --checkpoint past.pt": "checkpoint: expected a complete one that a run saved, got past.pt",
-    f"{DEEP} --checkpoint run.pt --seed 1": "checkpoint: expected a run with seed=1, run.pt has seed=0",
     "video": "arguments are required: action",
     "video train --size 30": "size: expected a multiple of patch=4, got 30",
     "video finetune --start junk": "one of the arguments --all --arms is required",
     "video finetune --start junk --all --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
     "video finetune --start text.txt --all": "weights: expected a file of `python -m sage_lab video train`",
-    "pretrain-grid --folder text.txt": "argument --folder: expected the name of a folder, got 'text.txt'",
+    f"{DEEP} --folder far": f"checkpoint: expected at most step 8, far/{RUN.name} has 9",
+    f"{DEEP} --folder past": f"checkpoint: expected a complete one that a run saved, got past/{RUN.name}",
+    f"{DEEP} --folder far --layers 2": "checkpoint: expected a run with layers=2",
+    "pretrain --folder text.txt": "argument --folder: expected the name of a folder, got 'text.txt'",
     "full-batch --folder ''": "argument --folder: expected the name of a folder, got ''",
     "video finetune --folder empty/x": "argument --folder: expected a folder where files can be written, got 'empty/x'",
     "noise pipe": "argument CHECKPOINT: expected a file that can be read, got 'pipe'",
     "pretrain --corpus ''": "argument --corpus: expected a file that can be read, got ''",
-    "pretrain --checkpoint pipe": "argument --checkpoint: expected the name of a file, got 'pipe'",
     "table1 --n 1 --seeds 1": 'record: expected finite numbers, got "cosine": NaN',
     "pretrain-speed --steps 1": "steps: expected at least 2, got 1",
     "pretrain-speed --contexts 24 --device cpu": "tokens_per_pass: expected a multiple of context=24, got 32",
@@ -139,9 +141,7 @@ def test_bad_input_is_one_line_that_names_it(spoilt, capsys, line):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-@pytest.mark.parametrize(
-    ("line", "status"), [("pretrain-grid --plan gpu", BAD_INPUT), ("bench", FAILED), ("accuracy", FAILED)]
-)
+@pytest.mark.parametrize(("line", "status"), [("bench", FAILED), ("accuracy", FAILED)])
 def test_what_needs_a_gpu_says_so(capsys, line, status):
     found, last = status_of(line, capsys)
     assert found == status
@@ -284,8 +284,8 @@ def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
     """Meanwhile no other process gets the same checkpoint; afterwards it goes on."""
     run = CONTEXT.Process(target=long_run, args=(text,))
     run.start()
-    wait_until((text / "run.pt").exists)
-    line = f"{PROGRAM} pretrain: path: expected a file that no other process is writing, got run.pt"
+    wait_until((text / RUN).exists)
+    line = f"{PROGRAM} pretrain: path: expected a file that no other process is writing, got {RUN}"
     assert status_of(LONG, capsys) == (BAD_INPUT, line)
     os.kill(run.pid, signal.SIGINT)
     run.join(60)
@@ -293,8 +293,9 @@ def test_control_c_ends_without_a_traceback_and_loses_nothing(text, capsys):
     errors = (text / "errors").read_text()
     assert errors.splitlines()[-1] == f"{PROGRAM} pretrain: interrupted"
     assert "Traceback" not in errors
-    assert torch.load(text / "run.pt", weights_only=True)["step"] > 0
-    assert sorted(path.name for path in text.iterdir()) == ["errors", "run.pt", "text.txt"]
+    assert torch.load(text / RUN, weights_only=True)["step"] > 0
+    assert sorted(path.name for path in text.iterdir()) == ["errors", "runs", "text.txt"]
+    assert list((text / "runs").iterdir()) == [text / RUN]
 
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
@@ -303,22 +304,22 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(text, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        found = status_of([*TRAIN, "--checkpoint", "new.pt"], capsys)
+        found = status_of([*TRAIN, "--folder", "new"], capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert found == (BAD_INPUT, f"{PROGRAM} pretrain: new.pt: File too large")
+    assert found == (BAD_INPUT, f"{PROGRAM} pretrain: new/{RUN.name}: File too large")
     assert contents(text) == before
 
 
 def test_a_run_ends_with_the_process_that_started_it(text):
-    """As those of `pretrain-grid` do, also when that is killed."""
+    """As those of `pretrain` do, also when that is killed."""
     run = CONTEXT.Process(target=parent_of_a_long_run, args=(text,))
     run.start()
-    wait_until((text / "run.pt").exists)
+    wait_until((text / RUN).exists)
     run.kill()
 
     def is_free():
-        with contextlib.suppress(ValueError), only_writer(text / "run.pt"):
+        with contextlib.suppress(ValueError), only_writer(text / RUN):
             return True
 
     wait_until(is_free)
@@ -370,7 +371,6 @@ WORK = {  # a command line that works: the function of sage_lab.experiments that
     "full-batch --plan cpu --corpus text.txt --device cpu": "full_batch.train",
     "drop-in": "drop_in.missing",
     " ".join(TRAIN): "pretrain.train",
-    "pretrain-grid --plan cpu --corpus text.txt": "pretrain_grid.train_in_a_process",
     "pretrain-speed": "pretrain_speed.speed_rows",
     NOISE: "gradient_noise.gradient_noise",
     "capture run.pt --corpus text.txt --layers 1": "capture.attention_tensors",

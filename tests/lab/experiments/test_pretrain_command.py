@@ -1,43 +1,60 @@
-"""`python -m sage_lab pretrain`: options arrive, the record says what ran, divergence is a result."""
+"""`pretrain`: options arrive, the record says what ran, divergence is a result, no run is made twice."""
 
 import math
 
+import pytest
 from pretrain_cases import poisoned
 from sage_lab.__main__ import main
 from sage_lab.records import read_record
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
-    "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --tokens 512"
-    " --tokens-per-step 64 --micro-batch 2 --validation-sequences 4 --reports 4 --device cpu --no-autocast"
-    " --checkpoint run.pt --json run.json"
+    "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --tokens 512 --tokens-per-step 64"
+    " --tokens-per-pass 32 --validation-sequences 4 --probe-sequences 1 --reports 4 --device cpu --no-autocast"
+    " --folder runs --json run.json"
 ).split()
 
 
 def test_the_command_trains_and_records(text):
-    sagebwd = "--attention sagebwd --backend reference --no-smooth-k --smooth-q --granularity block --blocks 8x16"
-    options = f"{sagebwd} --qk-norm --seed 3 --learning-rate 0.004 --warmup 0.25".split()
-    main([*OPTIONS, *options, "--snapshots", "2", "5"])
+    options = "--attention unsmoothed --qk-norm yes --seed 3 --learning-rate 0.004 --warmup 0.25 --snapshots 2 5"
+    main([*OPTIONS, *options.split()])
     record = read_record(text / "run.json")
     (row,) = record.rows
-    arguments = record.provenance["arguments"]
     expected = {
-        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "qk_norm": True,
-        "attention": "sagebwd", "smooth_k": False, "smooth_q": True, "backend": "reference", "granularity": "block",
-        "block_q": 8, "block_kv": 16, "ds_rounding": "nearest", "steps": 8, "batch_size": 4, "learning_rate": 0.004,
+        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "qk_norm": True, "mlp": "swiglu",
+        "attention": "sagebwd", "smooth_k": False, "steps": 8, "batch_size": 4, "learning_rate": 0.004,
         "warmup_steps": 2, "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4,
-        "autocast": False,
+        "probe_sequences": 1, "autocast": False, "compiled": False,
     }  # fmt: skip
-    assert expected.items() <= arguments.items()
-    assert (row["steps"], row["tokens"], row["tokens_per_step"], row["smoothing"]) == (8, 512, 64, "q")
+    assert expected.items() <= row["arguments"].items()
+    assert (row["arm"], row["steps"], row["tokens"], row["tokens_per_step"]) == ("unsmoothed", 8, 512, 64)
     assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
+    assert [probe["step"] for probe in row["probes"]] == [0, 2, 4, 6, 8]
+    assert len(row["step_losses"]) == len(row["gradient_norms"]) == 8
     assert record.provenance["corpus"]["name"] == "text.txt"
-    assert record.provenance["corpus"]["sha256"] == arguments["corpus_sha256"]
-    assert record.provenance["traces"] == []
-    files = {"text.txt", "run.pt", "run.json", "run_step2.pt", "run_step5.pt"}
-    assert {x.name for x in text.iterdir()} == files
+    assert record.provenance["corpus"]["sha256"] == row["arguments"]["corpus_sha256"]
+    names = {x.suffix or x.name for x in (text / "runs").iterdir()}
+    assert names == {".pt"}
+    assert len(list((text / "runs").iterdir())) == 3
 
 
 def test_the_command_ends_well_when_training_diverges(text, monkeypatch):
     poisoned(monkeypatch, step=3, loss=math.nan)
     main(OPTIONS)
     assert read_record(text / "run.json").rows[0]["diverged"] == "the loss of step 3 is not finite"
+
+
+def test_runs_that_the_record_has_are_not_made_again(text, capfd):
+    arms = [*OPTIONS, "--no-compile", "--attention", "exact", "sagebwd"]
+    main(arms)
+    first = read_record(text / "run.json")
+    assert [row["arm"] for row in first.rows] == ["exact", "sagebwd"]
+    assert [row["step_losses"][0] for row in first.rows] == [pytest.approx(math.log(256), rel=0.05)] * 2
+    assert first.provenance["unfinished"] == []
+    (text / "runs").rename(text / "gone")  # on another machine
+    main([*arms, "printed"])
+    second = read_record(text / "run.json")
+    assert second.rows[:2] == first.rows
+    assert [row["arm"] for row in second.rows] == ["exact", "sagebwd", "printed"]
+    with pytest.raises(SystemExit):
+        main([*arms, "--warmup", "0.5"])
+    assert "json: expected a file whose small_exact" in capfd.readouterr().err

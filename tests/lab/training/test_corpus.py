@@ -6,7 +6,7 @@ import sysconfig
 import numpy as np
 import pytest
 import torch
-from sage_lab.training.corpus import Corpus, read_corpus, write_tokens
+from sage_lab.training.corpus import Corpus, read_corpus, write_corpus
 
 
 def text_of(corpus):
@@ -54,15 +54,25 @@ def test_a_text_file_is_its_bytes(tmp_path):
 def test_a_bin_file_is_mapped_uint16(tmp_path):
     file = tmp_path / "train.bin"
     values = np.array([0, 50256, 7, 65535], dtype="<u2")
-    write_tokens(values.astype(int), file)
-    assert file.read_bytes() == values.tobytes()
-    assert list(tmp_path.iterdir()) == [file]
+    file.write_bytes(values.tobytes())
     corpus = read_corpus(file)
     assert corpus.tokens.tolist() == values.tolist()
     assert corpus.vocab_size == 65536
     assert corpus.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     inputs, targets = corpus.batch(1, 3, seed=0, step=0)
     assert (inputs.tolist(), targets.tolist()) == ([[0, 50256, 7]], [[50256, 7, 65535]])
+
+
+def test_a_prepared_corpus_is_the_same_corpus(tmp_path):
+    held_out = torch.tensor([7, 8], dtype=torch.uint16)
+    corpus = Corpus("numbers", torch.arange(100).to(torch.uint16), 128, held_out, {"archive": "x.tar.xz"})
+    write_corpus(corpus, tmp_path / "c.safetensors")
+    assert list(tmp_path.iterdir()) == [tmp_path / "c.safetensors"]
+    found = read_corpus(tmp_path / "c.safetensors")
+    assert found.facts == corpus.facts
+    assert found.facts["archive"] == "x.tar.xz"
+    train, validation = found.split()
+    assert (train.tokens.tolist(), validation.tokens.tolist()) == (list(range(100)), [7, 8])
 
 
 def test_split_takes_the_tail_for_validation():

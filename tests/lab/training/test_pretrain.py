@@ -280,6 +280,11 @@ def test_a_trace_is_the_error_of_every_layer_at_every_report_once(tmp_path, monk
 
 def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
     row = result_row(uninterrupted)
+    assert row.pop("parameters") == sum(x.numel() for x in Llama(STOCHASTIC).parameters())
+    assert row.pop("arguments") == uninterrupted.arguments
+    assert row.pop("step_losses") == pytest.approx(uninterrupted.step_losses, abs=1e-5)
+    assert row.pop("gradient_norms") == pytest.approx(uninterrupted.gradient_norms, rel=1e-3)
+    assert row.pop("probes") == []
     assert row.pop("seconds") == pytest.approx(uninterrupted.seconds, abs=0.01)
     choices = ("attention", "backend", "qk_norm", "granularity", "block_q", "block_kv", "ds_rounding", "remedy")
     expected = {name: getattr(STOCHASTIC, name) for name in choices}
