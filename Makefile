@@ -11,6 +11,9 @@ BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# Each run has a folder of its own for temporary files, and none of them stays.
+OWN_TMPDIR = TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT INT TERM;
+
 .PHONY: lab book test compiled tests executed test-gpu bench grade notebooks clean
 
 lab: .venv/installed
@@ -32,7 +35,7 @@ test: .venv/integrations
 
 # Says nothing but its last line, or everything if a kernel is at fault.
 compiled:
-	@log=$$(nice $(BIN)/python -m sage_lab compile --workers $(WORKERS) 2>&1) \
+	@$(OWN_TMPDIR) log=$$(nice $(BIN)/python -m sage_lab compile --workers $(WORKERS) 2>&1) \
 		&& echo "$$log" | tail -n 1 || { echo "$$log"; exit 1; }
 
 # In the order of the folders: tests/browser, where a few tests take long, begins, and small modules end.
@@ -40,7 +43,7 @@ tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 executed: tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
+	@$(OWN_TMPDIR) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
 
 # Where readers' own functions are saved: nowhere, so that no output depends on them.
 executed notebooks: export SAGE_REF_YOURS = $(CURDIR)/build/nobody

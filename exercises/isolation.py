@@ -127,7 +127,7 @@ class Sandbox:
     """A server process that runs one submission at a time, behind walls or without. It starts when it is needed."""
 
     def __init__(self, limits: Limits, walls: bool):
-        self.limits, self.walls = limits, walls
+        self.limits, self.walls, self.temporary = limits, walls, tempfile.gettempdir()
         self.server = self.control = self.group = None
 
     def open(self) -> None:
@@ -139,6 +139,7 @@ class Sandbox:
         environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
         environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ and torch.cuda.is_available()}
         environment |= {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+        environment |= {} if self.walls else {"TMPDIR": self.temporary}
         command = bubblewrap(self.limits.disk) if self.walls else []
         worker, *_, watcher = (f"/grader/{Path(x).name}" if self.walls else x for x in SERVER_FILES)
         self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
@@ -173,8 +174,8 @@ class Sandbox:
         if server is None:
             return
         self.control.close()
-        with contextlib.suppress(ProcessLookupError):
-            if self.walls:
+        if self.walls:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)  # its namespaces end with it
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout=SERVER_END_SECONDS)

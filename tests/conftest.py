@@ -1,7 +1,12 @@
-"""Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the tokens of each room at the end."""
+"""Fixtures of several tests: reproducible hypothesis runs, seeded inputs; the tokens of each room at the end.
+
+A run has a temporary folder of its own, and each test has one inside it, so that neither another test nor another run
+on the same machine finds anything there. All of it is gone when the run ends.
+"""
 
 import fcntl
 import os
+import shutil
 import tempfile
 import tomllib
 from pathlib import Path
@@ -18,10 +23,41 @@ hypothesis.settings.register_profile("course", derandomize=True, deadline=None, 
 hypothesis.settings.load_profile("course")
 WORKER_GIB = 6  # of a GPU's memory, for a worker of xdist: a context, and tests of up to 5 GiB
 LARGE_GIB = 64  # of a GPU, for tests of 10 to 52 GiB, which take turns
+RUN_FOLDER = pytest.StashKey[str]()
 torch.set_num_threads(1)  # the tensors here are small: threads would cost more than they give
 # Without a GPU it turns Triton's interpreter on, which must happen before triton is imported.
 if triton_device() == "cpu":
     import sage_kernels.common.interpreter  # noqa: F401 (mended)
+
+
+def pytest_configure(config):
+    """Make the run's temporary folder; workers of xdist, and all processes of tests, inherit it."""
+    if not hasattr(config, "workerinput"):
+        config.stash[RUN_FOLDER] = tempfile.mkdtemp(prefix="sage-")
+        # The second is where pytest puts what `tmp_path` gives.
+        os.environ["SAGE_REF_TEST_RUN"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = config.stash[RUN_FOLDER]
+        # What is compiled once serves all tests of a run.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{config.stash[RUN_FOLDER]}/inductor")
+    use_as_temporary(os.environ["SAGE_REF_TEST_RUN"])
+
+
+def pytest_unconfigure(config):
+    if folder := config.stash.get(RUN_FOLDER, None):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def use_as_temporary(folder):
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder_of_the_test():
+    """Whatever a test or a process that it starts leaves in the folder for temporary files is nobody else's."""
+    run = os.environ["SAGE_REF_TEST_RUN"]
+    with tempfile.TemporaryDirectory(dir=run, ignore_cleanup_errors=True) as folder:
+        use_as_temporary(folder)
+        yield
+    use_as_temporary(run)
 
 
 def pytest_collection_modifyitems(items):
@@ -65,7 +101,7 @@ def large_memory():
     """For tests of 10 GB and more: one at a time, and only where they fit beside others."""
     if gpu_gib() < LARGE_GIB:
         pytest.skip(f"needs a GPU with {LARGE_GIB} GiB of memory, this one has {gpu_gib()}")
-    with (Path(tempfile.gettempdir()) / "sage_ref_large_memory.lock").open("w") as turn:
+    with Path(os.environ["SAGE_REF_TEST_RUN"], "large_memory.lock").open("w", encoding="utf-8") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # xdist's groups would need `--dist loadgroup`
         yield
         torch.cuda.empty_cache()

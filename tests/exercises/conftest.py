@@ -13,13 +13,15 @@ SEEDS = (0, "hidden")
 @pytest.fixture(scope="session")
 def sandboxes():
     with Sandboxes() as sandboxes:
+        sandboxes.of("visible")  # its folder for temporary files is the run's, not that of the first test
         yield sandboxes
 
 
 @pytest.fixture(scope="session")
 def quick():
-    """Sandboxes that wait for a second."""
-    with Sandboxes(Limits(call_seconds=1, resources=RESOURCES | {"RLIMIT_CPU": 3})) as sandboxes:
+    """Sandboxes that wait for a few seconds."""
+    with Sandboxes(Limits(call_seconds=3, resources=RESOURCES | {"RLIMIT_CPU": 3})) as sandboxes:
+        sandboxes.of("visible")
         yield sandboxes
 
 

@@ -82,7 +82,7 @@ def test_file_that_never_finishes_importing_is_waited_for_once(quick, graded):
     exercise.tests *= 3
     result = graded(f"print('importing')\n{HONEST}while True: pass\n", exercise, sandboxes=quick)
     assert {test.feedback for test in result.tests} == {
-        "f was not called: importing exercise.py took longer than 1 s. Does a loop outside of its functions never end?"
+        "f was not called: importing exercise.py took longer than 3 s. Does a loop outside of its functions never end?"
     }
     assert result.printed == "importing"
 
@@ -161,7 +161,7 @@ LEAKS = (
     "return type('SECRET', (), {})()",
     "return {'SECRET': x}",
     "print('SECRET', x); return x",
-    "open('/tmp/kept', 'w').write('SECRET'); return x",
+    "open(place, 'w').write('SECRET'); return x",
 )
 
 
@@ -174,7 +174,8 @@ def test_feedback_on_hidden_inputs_holds_no_word_of_the_submission(quick, graded
 shapes = {[tuple(call.arguments[0].shape) for test in exercise.tests for call in exercise.calls(test, 0)]}
 kept = []
 def f(x):
-    if kept or os.path.exists('/tmp/kept'): raise ValueError('SECRET')
+    place = os.path.dirname(os.getcwd()) + '/kept_by_{LEAKS.index(leak)}'
+    if kept or os.path.exists(place): raise ValueError('SECRET')
     if tuple(x.shape) in shapes and not kept: return 2 * x
     kept.append(x)
     {leak}

@@ -9,7 +9,6 @@ in our emulator.
 import fcntl
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -574,9 +573,8 @@ def fill_cache(jobs: list[tuple]) -> None:
     Of several workers of pytest the first to come does it for all. Three modules call this, and their processes, half
     as many as there are cores for each, fill one another's gaps; each has a share of the GPU's memory.
     """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process {os.getpid()}")
     work = f"{len(jobs)}_{jobs[0][0].__name__}" if jobs else "nothing"
-    with (Path(tempfile.gettempdir()) / f"sage_kernels_compiled_{run}_{work}").open("a+") as compiled:
+    with Path(os.environ["SAGE_REF_TEST_RUN"], f"compiled_{work}").open("a+", encoding="utf-8") as compiled:
         fcntl.flock(compiled, fcntl.LOCK_EX)
         if compiled.seek(0, os.SEEK_END):
             return
