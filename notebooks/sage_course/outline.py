@@ -19,6 +19,7 @@ INSTALL = "install-on-colab"  # the cell's id
 ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
 ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
 UNSEEN_CODE = {"hide-input", "hide-cell", "remove-cell"}  # tags
+CONTROLS = "application/vnd.jupyter.widget-view+json"
 UNSEEN_OUTPUT = {"hide-output", "hide-cell", "remove-cell"}
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 END_OF_EXERCISES = re.compile(r"(^## Exercises$.*?)\s*(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -103,7 +104,8 @@ def colab_address(path: Path, repository: str | None = None) -> str:
 def framed(text: str, path: Path, repository: str) -> str:
     """Return a notebook's text with the frame as it should be, and everything else as it is.
 
-    Code cells are counted from 1 again if they were counted.
+    Code cells are counted from 1 again if they were counted. Controls of widgets go, since no kernel answers them any
+    more: what was drawn beforehand stays.
 
     Args:
         text: the file's content.
@@ -122,6 +124,9 @@ def framed(text: str, path: Path, repository: str) -> str:
     for count, cell in enumerate((cell for cell in notebook["cells"] if cell["cell_type"] == "code"), 1):
         for counts in (cell, *(output for output in cell["outputs"] if "execution_count" in output)):
             counts["execution_count"] = count if counted else None
+        for output in cell["outputs"]:
+            output.get("data", {}).pop(CONTROLS, None)
+    notebook["metadata"].pop("widgets", None)
     page = f"exercises/solutions/{path.name.partition('_')[0]}.md"
     answers = f"Answers to the open questions: [{page}](../{page}). Try yourself first."
     for cell in cells:

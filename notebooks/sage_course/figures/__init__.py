@@ -9,6 +9,7 @@ from sage_course.figures.films import IDEAS, Film
 from sage_course.figures.hopper import UNIT_COLORS, busy_figure, draw_activity, prediction_figure
 from sage_course.figures.ideas import ADDED, delta_film, scales_film, softmax_film, table_film
 from sage_course.figures.kernels import KIND_COLORS, draw_instructions, overview_figure
+from sage_course.figures.live import Board, live
 from sage_course.figures.memory import memory_hierarchy
 from sage_course.figures.noise import (
     VARIANT_STYLES, draw_gradients, gradients_figure, noise_figure, tokens_at_bias_figure,

@@ -68,13 +68,13 @@ class Slider:
         )
         span = ", ".join(f"{name} from {x[0]} to {x[-1]}" for name, x in self.values.items())
         style = f"width: {100 * count}%; max-width: none; height: 0; padding: 0 0 {100 * height / width:.3f}%; "
-        style += f"background: url({_address(beside(self.pictures, count))}) 0 0 / 100% 100%"
+        style += f"background: url({as_address(beside(self.pictures, count))}) 0 0 / 100% 100%"
         return (
             f'<figure style="margin: 0; max-width: {width}px" oninput="{MOVE}">'
             f'<div style="display: none">{controls}</div>'
             f"<p>A slider for {span}. In JupyterLab, scroll the picture, or run the cell for the slider.</p>"
             f'<div style="overflow-x: auto"><img alt="{html.escape(self.alts[self.first])}" onload="{START}"'
-            f' data-alts="{html.escape("|".join(self.alts))}" src="{_address(self.pictures[self.first])}"'
+            f' data-alts="{html.escape("|".join(self.alts))}" src="{as_address(self.pictures[self.first])}"'
             f' style="{style}"></div></figure>'
         )
 
@@ -87,7 +87,7 @@ def slider(draw: Callable[..., Figure], **values: range) -> Slider:
     return Slider(draw, values)
 
 
-def _address(picture: Image.Image) -> str:
+def as_address(picture: Image.Image) -> str:
     """Return a PNG with a palette of 256 colours, as a data: address."""
     png = saved(picture.quantize(dither=Image.Dither.NONE), "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
