@@ -1,16 +1,21 @@
 """Helpers of the notebooks: versions, predictions, the grader, made-up inputs, and where Triton runs."""
 
+import math
 import platform
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from importlib import metadata, util
+from pathlib import Path
+from typing import Any
 
 import torch
 from sage_kernels.common.device import triton_device
 from sage_lab.records import REPOSITORY, Record, provenance
 
-_guesses: dict[str, tuple[object, dict[str, str]]] = {}
+REASONS = tomllib.loads(Path(__file__).with_name("reasons.toml").read_text(encoding="utf-8"))
+_guesses: dict[str, tuple[float | str | None, dict[str, str]]] = {}
 
 
 def versions() -> str:
@@ -21,34 +26,66 @@ def versions() -> str:
 
 
 def predict(question: str, guess: object = ..., choices: Sequence[str] = ()) -> None:
-    """Keep the reader's guess, a number or the letter of one of `choices`, until the answer is computed."""
+    """Keep the reader's guess, a number or one of `choices`, until the answer is computed.
+
+    A choice is named by its letter, a for the first. Nothing is printed while `...` stands in the place of the guess. A
+    guess that cannot be understood gets a line, and counts as none: the rest of the cell runs.
+    """
     lettered = dict(zip("abcdefgh", choices, strict=False))
-    if lettered and guess is not ... and guess not in lettered:
-        raise ValueError(f"guess: expected one of {list(lettered)}, got {guess!r}")
-    for letter, choice in lettered.items():
-        print(f"  ({letter}) {choice}")
-    print(f"{question}: " + ("put your guess in the place of ..." if guess is ... else f"your prediction is {guess}"))
-    _guesses[question] = guess, lettered
+    understood = None if guess is ... else letter_of(guess, lettered) if lettered else number_of(guess)
+    _guesses[question] = understood, lettered
+    if understood is not None:
+        print(f"{question}: your prediction is {shown(understood, lettered)}")
+    elif guess is not ...:
+        wanted = ", ".join(shown(letter, lettered) for letter in lettered) or "a number, as in 0.05 or 5%"
+        print(f"{question}: expected {wanted}; got {guess!r}")
 
 
-def compare(question: str, measured: float | str, digits: int = 3) -> None:
-    """Print the answer, a measured number or the letter of the right choice, next to the reader's guess."""
-    if question not in _guesses:
-        raise ValueError(f"question: expected one of {sorted(_guesses)}, got {question!r}")
-    guess, lettered = _guesses[question]
-    line = f"{question}: " if guess is ... else f"{question}: predicted {guess}, "
-    if lettered:
-        print(f"{line}it is ({measured}) {lettered[measured]}")
+def letter_of(guess: object, lettered: dict[str, str]) -> str | None:
+    """Return the letter of a choice, given as b, B, (b) or in its own words; None if it is none of them."""
+    text = str(guess).strip().strip("().").lower()
+    named = {choice.lower(): letter for letter, choice in lettered.items()}
+    return text if text in lettered else named.get(text)
+
+
+def number_of(guess: object) -> float | None:
+    """Return a finite number, given as one or as in "5%"; None for anything else."""
+    text = str(guess).strip()
+    try:
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(guess: float | str, lettered: dict[str, str]) -> str:
+    return f"({guess}) {lettered.get(guess, '')}".rstrip() if isinstance(guess, str) else f"{guess:g}"
+
+
+def compare(question: str, measured: Any, digits: int = 3) -> None:
+    """Print the answer, a number or the letter of the right choice, next to the reader's guess if there is one.
+
+    Next to a wrong choice stands the reason, from reasons.toml.
+    """
+    guess, lettered = _guesses.get(question, (None, {}))
+    line = f"{question}: " if guess is None else f"{question}: predicted {shown(guess, lettered)}, "
+    if isinstance(measured, str):
+        reason = "" if guess == measured else REASONS.get(question, {}).get(guess, "")
+        print(f"{line}it is {shown(measured, lettered)}" + (f"\n{reason}" if reason else ""))
         return
-    line += f"measured {measured:.{digits}f}"
-    shown = round(measured, digits)
-    if isinstance(guess, int | float) and guess * shown > 0:
-        ratio = max(guess / shown, shown / guess)
-        line += f" (a factor of {ratio:.1f} apart)" if ratio >= 1.05 else " (spot on)"
-    elif isinstance(guess, int | float):  # no number is a factor apart from 0
-        apart = "the sign differs" if guess * shown else f"{abs(guess - shown):.{digits}f} apart"
-        line += " (spot on)" if guess == shown else f" ({apart})"
-    print(line)
+    rounded = round(float(measured), digits)
+    line += f"measured {rounded:.{digits}f}"
+    print(line if guess is None else f"{line} ({distance(guess, rounded, digits)})")
+
+
+def distance(guess: float, measured: float, digits: int) -> str:
+    """Return in words how far a guess is from a measured number."""
+    if guess * measured > 0:
+        ratio = max(guess / measured, measured / guess)
+        return f"a factor of {ratio:.1f} apart" if ratio >= 1.05 else "spot on"
+    if guess * measured < 0:
+        return "the sign differs"
+    return "spot on" if guess == measured else f"{abs(guess - measured):.{digits}f} apart"  # no factor leads to 0
 
 
 def grade(exercise: str) -> None:

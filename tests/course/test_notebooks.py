@@ -32,7 +32,7 @@ TERMS = {  # of the glossary, as the ids that Sphinx gives them
     for line in (REPOSITORY / "notebooks" / "book" / "glossary.md").read_text().splitlines()
     if re.match(r"[^\s#`]", line)
 }
-PRINTS = {"print", "predict", "compare", "fill_in", "yours"}
+PRINTS = {"print", "compare", "fill_in", "yours"}
 DRAWS = {"subplots", "panels"} | {
     name
     for name, function in inspect.getmembers(figures, inspect.isfunction)
