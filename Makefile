@@ -16,10 +16,11 @@ OWN_TMPDIR = TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' E
 
 .PHONY: lab book test compiled tests executed test-gpu bench grade notebooks clean
 
+# Opens the reader's own copies, which it makes where there are none, and never overwrites.
 lab: .venv/installed
 	$(BIN)/python -m exercises stubs
-	$(BIN)/jupyter trust $(NOTEBOOKS) > /dev/null
-	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+	$(BIN)/python -m sage_course start
+	$(BIN)/jupyter lab --ip=$(HOST) --port=$(PORT) $(ROOT) --LabApp.default_url=/lab/tree/my/00_start_here.ipynb
 
 # HTML in build/book, from the notebooks as committed: nothing is executed. Stops at any warning.
 book: .venv/book

@@ -30,7 +30,10 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
 ]
-exclude_patterns = [".*", "**/.*", "build", "dist", "runs", "tests", "sage_ref", "kernels/sage_kernels", "*.egg-info"]
+exclude_patterns = [
+    *(".*", "**/.*", "*.egg-info"),
+    *("build", "dist", "runs", "my", "tests", "sage_ref", "kernels/sage_kernels"),
+]
 
 nb_execution_mode = "off"
 nb_merge_streams = True

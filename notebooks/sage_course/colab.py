@@ -63,6 +63,7 @@ def main() -> None:
     subprocess.run([*pip, "--no-deps", *editable], check=True)
     subprocess.run([sys.executable, "-m", "exercises", "stubs"], check=True, cwd=ROOT)
     print("Installed. If Colab asks to restart the session, do so, and run this cell again.")
+    print("Then choose Edit, Clear all outputs: the course asks you to guess before you see a result.")
 
 
 if __name__ == "__main__":

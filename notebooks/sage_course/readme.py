@@ -4,7 +4,6 @@
 else there is written by hand.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -125,9 +124,9 @@ def first_film() -> Film:
     return forward_film(2 * scores, values, 2)
 
 
-def write_pages(options: argparse.Namespace) -> None:
-    """Write the pictures, and every file whose text is not as it should be; with `--load` only print a table."""
-    if options.load:
+def write_pages(load_alone: bool = False, json: Path | None = None) -> None:
+    """Write the pictures, and every file whose text is not as it should be, or only print each notebook's load."""
+    if load_alone:
         print(markdown_table(("notebook", *Load._fields), [(path.stem, *load(path)) for path in notebook_files()]))
         return
     FIGURES.mkdir(exist_ok=True)
@@ -141,5 +140,5 @@ def write_pages(options: argparse.Namespace) -> None:
             write_file(path, text)
             changed.append(str(path))
     print(markdown_table(("rewritten",), [[path] for path in changed] or [["nothing: all up to date"]]))
-    if options.json:
-        write_file(options.json, as_json(changed) + "\n")
+    if json:
+        write_file(json, as_json(changed) + "\n")
