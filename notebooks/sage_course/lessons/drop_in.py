@@ -31,7 +31,7 @@ def padded(query, key, value, lengths):
     return output
 
 
-def attention(module, query, key, value, attention_mask, scaling=None):
+def attention(module, query, key, value, scaling=None):
     is_causal = module.is_causal and query.shape[2] > 1
     options = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
     output = sagebwd_attention(query, key, value, **options, backend="reference")
@@ -71,7 +71,7 @@ def _batches() -> list[tuple]:
 def _layers() -> list[tuple]:
     decoder, encoder = SimpleNamespace(is_causal=True), SimpleNamespace(is_causal=False)
     q, k, v = draw(0, 1, 4, 6, 8), draw(1, 1, 2, 6, 8), draw(2, 1, 2, 6, 8)
-    return [(decoder, q, k, v, None, 0.3), (decoder, q[:, :, -1:], k, v, None), (encoder, q, k, v, None)]
+    return [(decoder, q, k, v, 0.3), (decoder, q[:, :, -1:], k, v), (encoder, q, k, v)]
 
 
 GAPS = {
