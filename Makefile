@@ -29,7 +29,7 @@ book: .venv/book
 	@echo "Open build/book/index.html"
 
 # Kernels are compiled beside the rest, while that waits: for a browser, say, or for its last test.
-test: .venv/integrations
+test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --jobs=2 compiled executed
@@ -71,11 +71,6 @@ notebooks: .venv/installed
 .venv/installed: pyproject.toml lab/pyproject.toml notebooks/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --editable lab --editable notebooks
-	touch $@
-
-# What tests/integrations needs beside the course: about 360 MB.
-.venv/integrations: .venv/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[transformers,diffusers] --editable lab[pretrained]
 	touch $@
 
 .venv/book: .venv/installed

@@ -35,7 +35,6 @@ COMMANDS = {
         "experiments.full_batch",
         "train without gradient noise, to see whether SageBwd falls behind and remedies help",
     ),
-    "drop-in": ("experiments.drop_in", "compare INT8 with exact attention in a pretrained encoder of transformers"),
     "pretrain": ("experiments.pretrain", "pre-train language models that differ in their attention; a rerun continues"),
     "pretrain-speed": ("experiments.pretrain_speed", "time a training step with exact attention and SageBwd"),
     "matched": ("experiments.matched", "compare SLA2's printed backward pass with one that matches the forward"),

@@ -1,6 +1,6 @@
 """SageBwd as a backend of diffusers, SLA2 as a part of its models: Wan's transformer, tiny, from a config.
 
-Needs the extra diffusers, which `make test` installs; skipped where it is missing.
+Skipped where diffusers is missing.
 """
 
 from functools import partial

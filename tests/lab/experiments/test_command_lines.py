@@ -369,7 +369,6 @@ WORK = {  # a command line that works: the function of sage_lab.experiments that
     "table2": "table2.attention_errors",
     "repair": "repair.case_rows",
     "full-batch --plan cpu --corpus text.txt --device cpu": "full_batch.train",
-    "drop-in": "drop_in.missing",
     " ".join(TRAIN): "pretrain.train",
     "pretrain-speed": "pretrain_speed.speed_rows",
     NOISE: "gradient_noise.gradient_noise",
