@@ -13,7 +13,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, w
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
-from sage_course.results import calculator, climb, elsewhere, first_page, kernels, paired, tables, video
+from sage_course.results import calculator, elsewhere, first_page, kernels, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
 
@@ -91,7 +91,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions},
     "notebooks/book/many_gpus.md": {"parallel": tables.parallel},
-    "notebooks/book/climb.md": {"climb_levels": climb.climb_levels, "climb_orders": climb.climb_orders},
 }
 
 

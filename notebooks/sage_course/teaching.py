@@ -109,11 +109,12 @@ def measured_here() -> Record | None:
     """Measure what `python -m sage_lab bench --levels` does at N=8192 on this machine's GPU; None without one."""
     if triton_device() != "cuda":
         return None
-    from sage_lab.bench.dense import LADDER
+    from sage_lab.bench.dense import ladder_shapes, ladder_turns
+    from sage_lab.bench.measure import measure
 
-    shapes = [shape for shape in LADDER.shapes if shape.n == 8192 and not shape.causal]
-    rows = [row for shape in shapes for row in LADDER.rows(shape)]
-    return Record(provenance("measured_here()"), rows)
+    shapes = [shape for shape in ladder_shapes((8192,)) if not shape.causal]
+    rows = [row for shape in shapes for row in measure(ladder_turns(shape))]
+    return Record(provenance("measured_here()"), [row for row in rows if "missing" not in row])
 
 
 def letter_inputs(text: str) -> list[torch.Tensor]:

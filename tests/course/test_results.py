@@ -6,11 +6,10 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from sage_course.results import claims, climb, first_page, full_batch
+from sage_course.results import claims, first_page, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
-from sage_lab.climb.problems import PROBLEMS
 from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
 
@@ -39,21 +38,6 @@ def test_the_first_page_has_a_line_and_a_sign_for_every_claim_it_names():
     signs = [first_page.signed(first_page.WORDS.get(word, word)).partition(" ")[0] for word in words]
     assert signs == ["✓", "(✓)", "✗", "?", "?", "?"]
     assert all(verdict.startswith(("✓ ", "(✓) ", "✗ ", "? ")) and number for _, verdict, number in lines)
-
-
-def test_the_model_finds_the_fastest_level_but_not_how_fast_small_tiles_are():
-    """What the page "Levels to climb" says in words; all other pairs of the seven kernels are in the right order."""
-    levels = {f"level{number}" for number in range(5)}
-    for problem in PROBLEMS:
-        times, clocks = climb.measured(problem), climb.by_kernel("clocks", problem)
-        counts, wrong = climb.by_kernel("instructions", problem), climb.wrong_pairs(clocks, times)
-        assert min(levels, key=times.get) == min(levels, key=clocks.get) == "level4"
-        assert min(levels, key=counts.get) != "level4"
-        assert times["one_pass"] < min(times[name] for name in levels if problem.head_dim == 64 or name == "level0")
-        assert {name for pair in wrong if "one_pass" not in pair for name in pair} <= {"level0", "level1", "level3"}
-        assert ("one_pass", "level0") in wrong
-        assert max(times[name] for name in clocks) == times["two_passes"]
-        assert max(clocks.values()) == clocks["two_passes"]
 
 
 def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():

@@ -1,9 +1,10 @@
 """The command `bench`: times of the public functions or of every level, or launch tables (--tune)."""
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import triton
@@ -11,107 +12,120 @@ from sage_kernels.common.candidates import CANDIDATES
 from sage_kernels.common.launch_tables import users_table
 
 from sage_lab.bench import dense, sparse, tuning
-from sage_lab.bench.case import Measurement, Shape
-from sage_lab.bench.contenders import Absent
-from sage_lab.bench.peers import PEERS
-from sage_lab.bench.ratios import OURS, ratio_lines
-from sage_lab.bench.timing import require_gpu
-from sage_lab.command_line import Failed, positive
+from sage_lab.bench.measure import Turn, measure
+from sage_lab.bench.problem import Shape
+from sage_lab.bench.ratios import OURS, PEER_NAMES, ratio_lines
+from sage_lab.bench.timing import GPU, Gpu, require_gpu
+from sage_lab.command_line import Arguments, Failed, positive
 from sage_lab.plan import FinishedParts
 from sage_lab.records import Row, markdown_table, only_writer, provenance, write_record
 
+
+class Measurement(NamedTuple):
+    """Shapes, and all turns of one of them."""
+
+    shapes: Callable[..., Iterator[Shape]]  # of lengths and head_dims
+    turns: Callable[[Shape, Gpu], Iterator[Turn]]
+    parts: Callable[[Shape, Gpu], Iterator[Row]] = lambda shape, gpu: iter(())  # what is timed alone
+
+    def rows(self, shape: Shape, gpu: Gpu = GPU, without: Sequence[str] = ()) -> Iterator[Row]:
+        """Yield the rows of one shape, and of who is missing."""
+        yield from measure(self.turns(shape, gpu), without)
+        yield from self.parts(shape, gpu)
+
+
 MEASUREMENTS = {  # by --op and --levels
-    ("sagebwd", False): dense.USER,
-    ("sagebwd", True): dense.LADDER,
-    ("sla2", False): sparse.USER,
-    ("sla2", True): sparse.LADDER,
+    ("sagebwd", False): Measurement(dense.user_shapes, dense.user_turns),
+    ("sagebwd", True): Measurement(dense.ladder_shapes, dense.ladder_turns),
+    ("sla2", False): Measurement(sparse.user_shapes, sparse.user_turns),
+    ("sla2", True): Measurement(sparse.ladder_shapes, sparse.ladder_turns, sparse.part_rows),
 }
 PRINTED = ("provider", "level", "scope", "direction", "cuda_graph", "ms_median", "host_us", "tops", "rel_l2")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bench`."""
-    parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
-    parser.add_argument("--levels", action="store_true", help="time every level and its parts")
-    parser.add_argument("--tune", action="store_true", help="time launch settings for this GPU instead")
-    parser.add_argument("--workers", type=positive, default=8, help="processes that compile for --tune")
-    parser.add_argument("--n", type=positive, nargs="+", help="only these sequence lengths")
-    parser.add_argument("--head-dim", type=positive, nargs="+", help="only these head sizes")
-    parser.add_argument("--without", choices=PEERS, nargs="+", default=(), help="leave out these peers")
+@dataclass(frozen=True, kw_only=True)
+class Bench(Arguments):
+    """Options of `bench`."""
+
+    op: Annotated[Literal["sagebwd", "sla2"], "which kernels"] = "sagebwd"
+    levels: Annotated[bool, "time every level and its parts"] = False
+    tune: Annotated[bool, "time launch settings for this GPU instead"] = False
+    workers: Annotated[int, positive, "processes that compile for --tune"] = 8
+    n: Annotated[tuple[int, ...], positive, "only these sequence lengths"] = ()
+    head_dim: Annotated[tuple[int, ...], positive, "only these head sizes"] = ()
+    without: Annotated[tuple[Literal[tuple(PEER_NAMES)], ...], "leave out these peers"] = ()
+
+    def run(self, command: str, gpu: Gpu = GPU) -> None:
+        """Time the public function and its peers in turn on this GPU; goes on where it was stopped."""
+        if gpu is GPU:
+            require_gpu()
+        if self.tune:
+            tune(self.op, self.workers, self.json, command)
+            return
+        with only_writer(self.json) if self.json else nullcontext():
+            rows = timed(self, gpu, command)
+        times = [row for row in rows if "missing" not in row]
+        print(f"\nA peer's time divided by ours, above 1 ours is faster:\n\n{markdown_table(*ratio_lines(times))}")
+        if ours := [row for row in rows if "missing" in row and row["provider"].startswith(OURS)]:
+            raise Failed(f"our function could not be timed in {len(ours)} cases, the first is {ours[0]}")
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes to time, by default all of the measurement."""
+        chosen = {"lengths": self.n, "head_dims": self.head_dim}
+        return list(self.measurement.shapes(**{name: values for name, values in chosen.items() if values}))
+
+    @property
+    def measurement(self) -> Measurement:
+        """The measurement that the options name."""
+        return MEASUREMENTS[self.op, self.levels]
 
 
-def bench_command(options: argparse.Namespace) -> None:
-    """Time the public function and its peers in turn on this GPU; goes on where it was stopped."""
-    measurement = MEASUREMENTS[options.op, options.levels]
-    shapes = chosen(measurement.shapes, n=options.n, head_dim=options.head_dim)
-    require_gpu()
-    if options.tune:
-        tune(options)
-        return
-    with only_writer(options.json) if options.json else nullcontext():
-        rows = timed(measurement, shapes, options.json, options.command, options.without)
-    timed_rows = [row for row in rows if "missing" not in row]
-    print(f"\nA peer's time divided by ours, above 1 ours is faster:\n\n{markdown_table(*ratio_lines(timed_rows))}")
-    if ours := [row for row in rows if "missing" in row and row["provider"].startswith(OURS)]:
-        raise Failed(f"our function could not be timed in {len(ours)} cases, the first is {ours[0]}")
+def timed(bench: Bench, gpu: Gpu, command: str) -> list[Row]:
+    """Return the rows of all shapes, and of who is missing. With a record, finished shapes are not measured again.
 
-
-def chosen(shapes: Sequence[Shape], **wanted: Sequence[int] | None) -> list[Shape]:
-    """Return the shapes whose fields have one of the wanted values, where some are wanted."""
-    for name, values in wanted.items():
-        known = sorted({getattr(shape, name) for shape in shapes})
-        if unknown := sorted(set(values or ()) - set(known)):
-            raise ValueError(f"{name}: expected some of {known}, got {unknown}")
-    return [x for x in shapes if all(not values or getattr(x, name) in values for name, values in wanted.items())]
-
-
-def timed(
-    measurement: Measurement, shapes: Sequence[Shape], record: Path | None, command: str, without: Sequence[str] = ()
-) -> list[Row]:
-    """Return the rows of these shapes, and of who is missing. With a record, finished shapes are not measured again.
-
-    They are kept in a file beside it, which goes once all are there. The record holds all that is finished, other
-    shapes of this measurement too: a command may be stopped, or take some shapes now and the others later.
+    They are kept in a file beside it, which goes once all are there. The record holds all that is finished.
     """
-    if record is None:
-        return [row for shape in shapes for row in measured_rows(measurement, shape, without)]
+    if bench.json is None:
+        return [row for shape in bench.shapes for row in measured_rows(bench, shape, gpu)]
     here = provenance(command)
     same = [here[name] for name in ("gpu", "driver", "torch", "triton", "commit")]
-    finished, found = FinishedParts(record, (measurement.name, same)), []
-    for shape in shapes:
+    finished, found = FinishedParts(bench.json, (bench.op, bench.levels, bench.shapes, same)), []
+    for shape in bench.shapes:
         if str(shape) in finished.parts:
             print(f"\n{shape}: measured before", flush=True)
-        found += finished.rows(str(shape), lambda shape=shape: measured_rows(measurement, shape, without))
-        rows = [row for shape in measurement.shapes for row in finished.parts.get(str(shape), ())]
-        missing = [row for row in rows if "missing" in row]
-        write_record(record, [row for row in rows if "missing" not in row], command=command, seeds=[0], missing=missing)
-    if all(str(shape) in finished.parts for shape in measurement.shapes):
-        finished.remove()
+        found += finished.rows(str(shape), lambda shape=shape: measured_rows(bench, shape, gpu))
+        missing = [row for row in found if "missing" in row]
+        times = [row for row in found if "missing" not in row]
+        write_record(bench.json, times, command=command, seeds=[0], missing=missing)
+    finished.remove()
     return found
 
 
-def measured_rows(measurement: Measurement, shape: Shape, without: Sequence[str]) -> list[Row]:
-    """Measure one shape and print its rows."""
-    torch.manual_seed(0)  # the same tensors whatever was measured before
+def measured_rows(bench: Bench, shape: Shape, gpu: Gpu) -> list[Row]:
+    """Measure one shape and print each row as soon as it is there."""
     print(f"\n{shape}\n\n{markdown_table(PRINTED, [])}", flush=True)
-    rows, absent = [], Absent(without)
-    for row in measurement.rows(shape, absent):
+    rows = []
+    for row in bench.measurement.rows(shape, gpu, bench.without):
         rows.append(row)
-        print("|", " | ".join(str(row[column]) for column in PRINTED), "|", flush=True)
-    return rows + absent.rows
+        if "missing" in row:
+            print(f"not timed: {row['provider']}, {row['missing']}", flush=True)
+        else:
+            print("|", " | ".join(str(row[column]) for column in PRINTED), "|", flush=True)
+    return rows
 
 
-def tune(options: argparse.Namespace) -> None:
+def tune(op: str, workers: int, path: Path | None, command: str) -> None:
     """Time every candidate and write the table of this GPU, which `choose_launch` reads from then on.
 
     Triton's version decides what a table is worth, and the candidates what was tried: a run that was interrupted goes
     on only with the same ones.
     """
-    path = options.json or users_table(torch.cuda.get_device_name(), options.op)
+    path = path or users_table(torch.cuda.get_device_name(), op)
     with only_writer(path):
         parts = FinishedParts(path, (torch.cuda.get_device_name(), triton.__version__, CANDIDATES))
-        rows = list(tuning.tuned_rows(options.op, options.workers, parts))
-        write_record(path, rows, command=options.command)
+        rows = list(tuning.tuned_rows(op, workers, parts))
+        write_record(path, rows, command=command)
         parts.remove()
     print(markdown_table(rows[0], [row.values() for row in rows]))
     print(f"launch table: {path}")

@@ -121,3 +121,13 @@ def tiles_per_clock(needed: dict[str, float], warps: float) -> float:
         rate = present / sum(taken.values())
         waiting = {unit: rate * clocks for unit, clocks in taken.items()}
     return rate * min(1.0, warps)
+
+
+def by_the_rule(needed: Row, gpu: Gpu) -> tuple[float, float]:
+    """Return the clocks of the tensor cores, and of the busiest other unit: notebook 08's rule is their sum.
+
+    needed: of `demand`, a warp's, divided by what it is asked for.
+    """
+    threads = (WARP * needed[unit] / getattr(gpu, unit) for unit in ("special", "integer", "float32"))
+    others = (*threads, needed["instructions"] / SCHEDULERS, needed["bytes"] / gpu.bytes)
+    return needed["int8"] / gpu.int8 + needed["float16"] / gpu.float16, max(others)

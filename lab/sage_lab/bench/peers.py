@@ -1,17 +1,14 @@
-"""Attention that a user could choose instead of our kernels, each called in the same way.
+"""Attention that a user could choose instead of our kernels: over all keys, or with the mask that ours has.
 
-attention(query [B, H, N, D], key [B, Hkv, N, D], value like key, is_causal) -> O [B, H, N, D], differentiable. The
-layout is in the strides: a peer whose own layout is [B, N, H, D] gets and returns views.
-
-sparse(block_mask, block_kv, n) -> an attention of query, key and value: softmax over the selected blocks, no linear
-branch. block_mask: bool [B, H, Tm, Tn], True where a block of 128 queries sees a block of block_kv keys. Every selected
-block is full. Blocks of 64 keys have a forward pass only, since both backward passes need blocks of 128.
+Layouts are in the strides: a peer whose own layout is [B, N, H, D] gets and returns views. A masked peer computes the
+softmax over the selected blocks, no linear branch; every selected block is full. Its forward pass takes blocks of 64
+keys, its backward pass needs blocks of 128.
 """
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,46 +19,47 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from sage_lab.bench import cudnn_fp8
 from sage_lab.bench.judge import LARGEST_ERROR
+from sage_lab.bench.measure import Case, Provider, Run, by_autograd
+from sage_lab.bench.problem import PEER_BLOCK_KV
 from sage_lab.models import flash_attention_4 as fa4
 from sage_ref.backend import why_not_importable
 
-PEER_BLOCK_KV = 128  # keys of a block in the backward passes
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-SparseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Peer(NamedTuple):
-    """Somebody else's attention, and the package that it needs."""
-
-    attention: Attention
-    package: str | None = None  # what must be installed beside PyTorch
-    module: str | None = None
-    largest_error: float = LARGEST_ERROR
-    sparse: Callable[[Tensor, int, int], SparseAttention] | None = None
-
-    def required(self) -> "Peer":
-        """Return this peer; ImportError says in one line why its package can't be imported."""
-        if self.package is not None and (reason := why_not_importable(self.package, self.module)):
-            raise ImportError(reason)
-        return self
+def require(package: str, module: str) -> None:
+    """Raise ImportError, with a reason in one line, if a package can't be imported."""
+    if reason := why_not_importable(package, module):
+        raise ImportError(reason)
 
 
-def sdpa(backend: SDPBackend) -> Attention:
-    """Return PyTorch's scaled_dot_product_attention with one backend; choosing it is part of the call."""
+def sdpa(case: Case, backend: SDPBackend) -> Run:
+    """Run PyTorch's scaled_dot_product_attention with one backend; choosing it is part of the call."""
+    shape = case.problem.shape
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped)
+            is_grouped = shape.heads != shape.kv_heads
+            return F.scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=is_grouped)
 
-    return attention
+    return by_autograd(case, attention)
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-    """Call FlexAttention, which PyTorch compiles for one mask and shape."""
-    mask = _causal_blocks(query.shape[2], query.device) if is_causal else None
-    return compiled_flex()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+def flash_attention_4(case: Case) -> Run:
+    """Run FlashAttention-4."""
+    require(fa4.PACKAGE, fa4.MODULE)
+    return by_autograd(case, partial(fa4.flash_attention_4, is_causal=case.problem.shape.causal))
+
+
+def fp8(case: Case) -> Run:
+    """Run cuDNN's attention in 8-bit floats."""
+    require(cudnn_fp8.PACKAGE, cudnn_fp8.MODULE)
+    return by_autograd(case, partial(cudnn_fp8.cudnn_fp8, is_causal=case.problem.shape.causal))
+
+
+def flex(case: Case) -> Run:
+    """Run FlexAttention, which PyTorch compiles for one mask and shape."""
+    shape, device = case.problem.shape, case.problem.query.device
+    mask = _causal_blocks(shape.n, device) if shape.causal else None
+    return by_autograd(case, partial(compiled_flex(), block_mask=mask, enable_gqa=shape.heads != shape.kv_heads))
 
 
 @functools.cache
@@ -86,44 +84,49 @@ def block_lists(block_mask: Tensor) -> tuple[Tensor, Tensor]:
     return counts.contiguous(), order.contiguous()  # of a transposed mask, too
 
 
-def flex_sparse(block_mask: Tensor, block_kv: int, n: int) -> SparseAttention:
-    """Return FlexAttention for a block mask."""
-    counts, order = block_lists(block_mask)
-    mask = BlockMask.from_kv_blocks(
-        torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=(MASK_BLOCK_Q, block_kv),
-        seq_lengths=(n, n),
-    )  # fmt: skip
-    return lambda query, key, value: compiled_flex()(query, key, value, block_mask=mask)
+def flex_masked(case: Case) -> Run:
+    """Run FlexAttention with the problem's block mask."""
+    problem = case.problem
+    counts, order = block_lists(problem.peer_mask)
+    none = torch.zeros_like(counts), torch.zeros_like(order)
+    size = {"BLOCK_SIZE": (MASK_BLOCK_Q, problem.peer_block_kv), "seq_lengths": (problem.shape.n, problem.shape.n)}
+    return by_autograd(
+        case, partial(compiled_flex(), block_mask=BlockMask.from_kv_blocks(*none, counts, order, **size))
+    )
 
 
-def fa4_sparse(block_mask: Tensor, block_kv: int, n: int) -> SparseAttention:
-    """Return FlashAttention-4 for a block mask.
+def fa4_masked(case: Case) -> Run:
+    """Run FlashAttention-4 with the problem's block mask.
 
     It reads two lists: the key blocks of every query block, and, backward, the query blocks of every key block. It
     checks the last block of a list for the end of the sequence, so they must ascend.
     """
+    require(fa4.PACKAGE, fa4.MODULE)
+    mask, block_kv = case.problem.peer_mask, case.problem.peer_block_kv
     lists_type = import_module(f"{fa4.MODULE}.block_sparsity").BlockSparseTensorsTorch
 
     def tensors(mask: Tensor):
         counts, order = block_lists(mask)
-        partial_blocks = {"mask_block_cnt": torch.zeros_like(counts), "mask_block_idx": torch.zeros_like(order)}
-        size = {"block_size": (MASK_BLOCK_Q, block_kv)}
-        return lists_type(**partial_blocks, full_block_cnt=counts, full_block_idx=order, **size)
+        return lists_type(
+            mask_block_cnt=torch.zeros_like(counts),
+            mask_block_idx=torch.zeros_like(order),
+            full_block_cnt=counts,
+            full_block_idx=order,
+            block_size=(MASK_BLOCK_Q, block_kv),
+        )
 
-    options = {"block_sparse_tensors": tensors(block_mask)}
-    if block_kv == PEER_BLOCK_KV:
-        options["block_sparse_tensors_bwd"] = tensors(block_mask.mT)
-    return lambda query, key, value: fa4.flash_attention_4(query, key, value, is_causal=False, **options)
+    backward = {"block_sparse_tensors_bwd": tensors(mask.mT)} if block_kv == PEER_BLOCK_KV else {}
+    attention = partial(fa4.flash_attention_4, is_causal=False, block_sparse_tensors=tensors(mask), **backward)
+    return by_autograd(case, attention)
 
 
-PEERS = {
-    "sdpa_flash": Peer(sdpa(SDPBackend.FLASH_ATTENTION)),
-    "sdpa_cudnn": Peer(sdpa(SDPBackend.CUDNN_ATTENTION)),
-    "fa4": Peer(
-        lambda query, key, value, is_causal: fa4.flash_attention_4(query, key, value, is_causal=is_causal),
-        fa4.PACKAGE, fa4.MODULE, sparse=fa4_sparse,
-    ),
+PEERS = (
+    Provider("sdpa_flash", partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)),
+    Provider("sdpa_cudnn", partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
+    Provider("fa4", flash_attention_4),
     # With 3 bits after the point E4M3's own errors are up to twice as large as INT8's.
-    "cudnn_fp8": Peer(cudnn_fp8.cudnn_fp8, cudnn_fp8.PACKAGE, cudnn_fp8.MODULE, 2 * LARGEST_ERROR),
-    "flex": Peer(flex, sparse=flex_sparse),
-}  # fmt: skip
+    Provider("cudnn_fp8", fp8, largest_error=2 * LARGEST_ERROR),
+    Provider("flex", flex),
+)
+MASKED_PEERS = (Provider("fa4", fa4_masked, "masked"), Provider("flex", flex_masked, "masked"))
+EVERY_BLOCK = PEERS[:2]  # those to which problems with a mask are given without it

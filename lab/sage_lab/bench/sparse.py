@@ -1,253 +1,174 @@
 """SLA2's measurements: the public functions and their peers on one mask, and the ladder, level by level.
 
-Peers: PyTorch's SDPA with FlashAttention-2 and with cuDNN over all blocks; FlexAttention and FlashAttention-4 with a
-block mask (softmax branch alone: no router, no linear branch). Their backward passes need blocks of 128 keys; one of
-them is two of ours.
-
-The scope "autograd" is the public function. The ladder also has "kernel" (routing, copies and sums are done), "op"
-(everything, from 16-bit tensors), and "part" (one part of level 3's op, timed alone). A peer has no such parts: its
-rows have the scope of the turn. The ladder's public function is the module `sage_ref.SLA2`: its router chooses masks.
+Peers are attention over all blocks, and attention with the same block mask, which computes the softmax branch alone: no
+router, no linear branch. A peer's rows have the scope of the turn in which they were timed. The ladder's public
+function is the module `sage_ref.SLA2`, whose router chooses masks.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-import triton
 from sage_kernels.common.quantize import quantize
 from sage_kernels.sla2.backward.program import BackwardInputs
 from sage_kernels.sla2.forward.program import run_sparse_forward
-from sage_kernels.sla2.ladder import LEVELS, Prepared, obstacle, prepare, run_backward, run_forward, sla2_launch
+from sage_kernels.sla2.ladder import LEVELS, obstacle, run_backward, run_forward, sla2_launch
 from sage_kernels.sla2.ops import LEVEL_HOPPER, LEVEL_INT8, forward_level
 from sage_kernels.sla2.prepare import read_blocks
-from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q, route, sequence_mean
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean
 from sage_kernels.sla2.sums import unselected_sums
-from torch import Tensor
 
 import sage_ref
-from sage_lab.bench.case import Case, Measurement, Shape
-from sage_lab.bench.contenders import Absent, Contender, Entry, level_entries
-from sage_lab.bench.judge import RESULTS, Results, require_close, sparse_head, worst_error
-from sage_lab.bench.peers import PEER_BLOCK_KV, PEERS
+from sage_lab.bench.measure import OPERATIONS, Case, Provider, Run, Turn, by_autograd, by_kernels, row_of
+from sage_lab.bench.peers import EVERY_BLOCK, MASKED_PEERS
+from sage_lab.bench.problem import MaskedProblem, Shape
 from sage_lab.bench.ratios import OURS
-from sage_lab.bench.timing import alone
+from sage_lab.bench.timing import GPU, REPETITIONS, Gpu
 from sage_lab.records import Row
-from sage_ref.sla2 import selected_count, top_blocks
-from sage_ref.sla2.router import Routing
 
-JUDGED_QUERIES = 2048  # whole score matrices of long sequences don't fit
-LARGE = 40_000  # tokens from which on attention over all blocks takes a second, and level 0 several
+LARGE, FEW = 40_000, 10  # tokens from which on attention over all blocks takes a second; its repetitions
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)
-MASKS = ("random", "skewed")  # skewed: every query selects the first key block too, whose list is as long as can be
-DENSE_PEERS = ("sdpa_flash", "sdpa_cudnn")  # over all blocks
-SPARSE_PEERS = tuple(name for name, peer in PEERS.items() if peer.sparse is not None)
-BACKWARD_LEVELS = (0, 1)  # 1: on Hopper
+USERS_SPARSITY = SPARSITIES[-1]
+MASKS = ("random", "skewed")
+LENGTHS, HEAD_DIMS = (4096, 8192, 16384, 32760), (128,)
+# Heads and lengths of the paper's video models, Wan2.1-1.3B at 480p and 14B at 720p; 12 heads for all other lengths.
+LADDER_LENGTHS, HEADS, MANY_HEADS = (8192, 32760, 75600), 12, {75600: 40}
 
 
-class SparseCase(Case):
-    """A case with a share of selected blocks, alpha, and a router that chooses them."""
-
-    def __init__(self, shape: Shape, sparsity: float, mask: str = "router", **options):
-        """Draw the tensors and alpha. mask: who chooses the blocks, as a record names it."""
-        super().__init__(shape, **options)
-        self.sparsity, self.mask, self.judged_queries = sparsity, mask, min(shape.n, JUDGED_QUERIES)
-        self.repetitions = self.repetitions if shape.n < LARGE else 10
-        self.query_blocks, self.key_blocks = triton.cdiv(shape.n, MASK_BLOCK_Q), triton.cdiv(shape.n, MASK_BLOCK_KV)
-        self.wide_blocks = triton.cdiv(shape.n, PEER_BLOCK_KV)
-        self.count = selected_count(sparsity, self.key_blocks)
-        identity = torch.eye(shape.head_dim, device=self.device)
-        self.router = Routing(identity, identity, self.count)
-        self.alpha = torch.rand(shape.batch, shape.heads, self.query_blocks, device=self.device)
-
-    @property
-    def columns(self) -> Row:
-        """The columns of a row that say what was computed."""
-        return super().columns | {"selected_blocks": self.count, "mask": self.mask, "part": None, "peak_mb": None}
-
-    @property
-    def share(self) -> float:
-        """The share of the selected blocks."""
-        return self.count / self.key_blocks
-
-    def prepare(self, level: int) -> Prepared:
-        """Return the inputs of a forward level, with the blocks that the router chose."""
-        return prepare(*self.tensors[:3], self.router, self.alpha, level, scale=self.scale)
-
-    def exact_for(self, block_mask: Tensor, *, softmax_alone: bool = False) -> Results:
-        """Compute the first head's results for a mask in blocks of 64 keys.
-
-        softmax_alone: without the linear branch, which is the same with alpha = 1.
-        """
-        rows = triton.cdiv(self.judged_queries, MASK_BLOCK_Q)
-        alpha = torch.ones_like(self.alpha) if softmax_alone else self.alpha
-        return sparse_head(*self.judged_tensors, block_mask[:, :, :rows], alpha[:, :, :rows])
-
-    def narrow(self, wide_mask: Tensor) -> Tensor:
-        """Return a mask in blocks of 128 keys in our blocks of 64."""
-        return wide_mask.repeat_interleave(PEER_BLOCK_KV // MASK_BLOCK_KV, -1)[..., : self.key_blocks]
-
-    def wide_mask(self, count: int) -> Tensor:
-        """Draw `count` blocks of 128 keys per row: bool [B, H, Tm, ceil(N / 128)]."""
-        size = self.shape.batch, self.shape.heads, self.query_blocks, self.wide_blocks
-        scores = torch.rand(size, device=self.device)
-        if self.mask == "skewed":
-            scores[..., 0] = 2  # above all others
-        return top_blocks(scores, count)
-
-    def peers(self, wide_mask: Tensor, dense: tuple[str, ...] = DENSE_PEERS) -> dict[str, Callable[[], Contender]]:
-        """Return the peers over all blocks, and those with a mask in blocks of 128 keys."""
-        make = {name: partial(self.peer, name) for name in dense}
-        return make | {name: partial(self.sparse_peer, name, wide_mask) for name in SPARSE_PEERS}
-
-    def sparse_peer(self, name: str, wide_mask: Tensor) -> Contender:
-        """Return a peer with a mask in blocks of 128 keys."""
-        attention = PEERS[name].required().sparse(wide_mask, PEER_BLOCK_KV, self.shape.n)
-        exact = self.exact_for(self.narrow(wide_mask), softmax_alone=True)
-        return self.contender(name, attention, exact, op="sla2")
+def user_shapes(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Shape]:
+    """Yield the shapes on which SLA2 is timed."""
+    for head_dim, n in itertools.product(head_dims, lengths):
+        heads = MANY_HEADS.get(n, HEADS)
+        yield Shape(1, heads, heads, n, head_dim)
 
 
-def user_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
-    """Time `sage_ref.sparse_linear_attention`, in INT8 and in 16 bit, and its peers on both masks."""
+def ladder_shapes(lengths: Sequence[int] = LADDER_LENGTHS, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Shape]:
+    """Yield the shapes on which levels are timed."""
+    return user_shapes(lengths, head_dims)
+
+
+def repetitions(shape: Shape) -> int:
+    return REPETITIONS if shape.n < LARGE else FEW
+
+
+def user_turns(shape: Shape, gpu: Gpu = GPU) -> Iterator[Turn]:
+    """Yield `sage_ref.sparse_linear_attention`, in INT8 and in 16 bit, and its peers on both masks."""
     for mask in MASKS:
-        case = SparseCase(shape, SPARSITIES[-1], mask)
-        wide_count = selected_count(case.sparsity, case.wide_blocks)
-        wide_mask = case.wide_mask(wide_count)
-        case.count = PEER_BLOCK_KV // MASK_BLOCK_KV * wide_count
-        make = {f"{OURS}, {name}": partial(ours, case, wide_mask, name == "INT8") for name in ("INT8", "16 bit")}
-        yield from case.user_turns(absent.tried(make | case.peers(wide_mask), case.columns), absent)
+        problem = MaskedProblem(shape, USERS_SPARSITY, mask, gpu)
+        everybody = [*ours(problem, public), *EVERY_BLOCK, *MASKED_PEERS]
+        for direction in OPERATIONS:
+            yield Turn(Case(problem, direction, repetitions=repetitions(shape)), everybody)
 
 
-def ours(case: SparseCase, wide_mask: Tensor, quantize: bool) -> Contender:
-    """Return the public function with its softmax branch in INT8 or in 16 bit."""
-    block_mask = case.narrow(wide_mask)
-    level = forward_level(case.device, case.shape.head_dim, quantize)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        options = {"quantize": quantize, "backend": "triton"}
-        return sage_ref.sparse_linear_attention(query, key, value, block_mask, case.alpha, **options)
-
-    return case.contender(OURS, attention, case.exact_for(block_mask), op="sla2", level=level)
-
-
-def ladder_rows(shape: Shape, absent: Absent) -> Iterator[Row]:
-    """Time the forward levels, the parts of level 3's op, and the module with the backward levels."""
-    for sparsity in SPARSITIES:
-        case = SparseCase(shape, sparsity)
-        block_mask = case.prepare(LEVEL_INT8).choice.block_mask
-        exact = case.exact_for(block_mask)
-        yield from level_rows(case, block_mask, exact[0], absent)
-        yield from part_rows(case)
-        yield from module_rows(case, exact, absent)
+def ladder_turns(shape: Shape, gpu: Gpu = GPU, sparsities: Sequence[float] = SPARSITIES) -> Iterator[Turn]:
+    """Yield the forward levels, the module, and the backward levels."""
+    for sparsity in sparsities:
+        problem = MaskedProblem(shape, sparsity, gpu=gpu)
+        of_shape = {"repetitions": repetitions(shape)}
+        for scope in ("kernel", "op"):
+            yield Turn(Case(problem, "fwd", scope, **of_shape), [*forward_levels(problem), *MASKED_PEERS])
+        dense = EVERY_BLOCK if sparsity == sparsities[-1] else ()
+        for direction in OPERATIONS:
+            yield Turn(Case(problem, direction, **of_shape), [*ours(problem, module), *dense])
+        yield Turn(Case(problem, "bwd", "kernel", **of_shape), backward_levels(problem))
 
 
-def level_rows(case: SparseCase, block_mask: Tensor, exact_output: Tensor, absent: Absent) -> Iterator[Row]:
-    """Time every forward level, and the peers' forward passes with the mask that the router chose."""
-
-    def error_of(found: tuple) -> float:
-        return require_close(found[0], exact_output)
-
-    levels = [x for x, chosen in LEVELS.items() if obstacle(chosen, case.device, case.shape.head_dim) is None]
-    levels, run = levels if case.shape.n < LARGE else levels[1:], partial(run_forward, scale=case.scale)
-    peers = absent.tried({name: partial(forward_peer, case, name, block_mask) for name in SPARSE_PEERS}, case.columns)
-    for scope in ("kernel", "op"):
-        make = level_entries("sla2", levels, case.prepare, run, error_of, scope)
-        make |= {name: lambda entry=entry: entry for name, entry in peers.items()}
-        yield from case.turn(make, absent, scope=scope, direction="fwd")
+def ours(problem: MaskedProblem, function) -> list[Provider]:
+    """Return the public function or the module, with the softmax branch in INT8 and in 16 bit."""
+    where = problem.query.device, problem.shape.head_dim
+    return [
+        Provider(OURS, partial(function, quantize=quantize), "sla2", forward_level(*where, quantize))
+        for quantize in (True, False)
+    ]
 
 
-def forward_peer(case: SparseCase, name: str, block_mask: Tensor) -> Entry:
-    """Return a peer's forward pass with our blocks of 64 keys, with which it has no backward pass."""
-    sparse = PEERS[name].required().sparse(block_mask, MASK_BLOCK_KV, case.shape.n)
-    attention = partial(sparse, *case.tensors[:3])
-    error = require_close(attention(), case.exact_for(block_mask, softmax_alone=True)[0])
-    return Entry("sla2", name, None, attention, error)
+def public(case: Case, quantize: bool) -> Run:
+    """Run `sage_ref.sparse_linear_attention`."""
+    mask, alpha = case.problem.block_mask, case.problem.alpha
+    options = {"block_mask": mask, "alpha": alpha, "quantize": quantize, "backend": "triton"}
+    return by_autograd(case, partial(sage_ref.sparse_linear_attention, **options))
 
 
-def part_rows(case: SparseCase) -> Iterator[Row]:
-    """Time the steps of level 3's op one by one. Their sum exceeds the op's time: each is timed alone."""
-    query, key, value, _ = case.tensors
-    prepared = case.prepare(LEVEL_INT8)
-    inputs, scale = prepared.inputs, case.scale
+def module(case: Case, quantize: bool) -> Run:
+    """Run `sage_ref.SLA2` with the problem's alpha."""
+    problem = case.problem
+    found = sage_ref.SLA2(
+        problem.shape.head_dim,
+        problem.shape.heads,
+        sparsity=problem.sparsity,
+        quantize=quantize,
+        query_blocks=problem.query_blocks,
+        backend="triton",
+    ).to(problem.query.device)
+    with torch.no_grad():
+        found.alpha_logit.copy_(problem.alpha[0].logit(eps=1e-6))
+    found.requires_grad_(False)  # alpha's gradient comes with dQ, dK and dV whether it is asked for or not
+    return by_autograd(case, found)
+
+
+def forward_levels(problem: MaskedProblem) -> list[Provider]:
+    """Return the forward levels that run here; of long sequences without level 0, which takes seconds."""
+    device, head_dim = problem.query.device, problem.shape.head_dim
+    first = 0 if problem.shape.n < LARGE else 1
+    can_run = [x for x, level in LEVELS.items() if x >= first and obstacle(level, device, head_dim) is None]
+    return [Provider(OURS, partial(forward_of_level, level=level), "sla2", level) for level in can_run]
+
+
+def forward_of_level(case: Case, level: int) -> Run:
+    """Run a level of the forward ladder."""
+    problem = case.problem
+    return by_kernels(
+        case,
+        prepare=lambda _: problem.prepare(level),
+        compute=lambda prepared: run_forward(prepared, level, scale=problem.scale)[:1],
+    )
+
+
+def backward_levels(problem: MaskedProblem) -> list[Provider]:
+    """Return the backward levels that run here: 0, and on Hopper 1."""
+    on_hopper = obstacle(LEVELS[LEVEL_HOPPER], problem.query.device, problem.shape.head_dim) is None
+    return [Provider(OURS, partial(backward_of_level, level=x), "sla2", x) for x in ((0, 1) if on_hopper else (0,))]
+
+
+def backward_of_level(case: Case, level: int) -> Run:
+    """Run our backward kernels, matched to a forward pass in INT8."""
+    problem = case.problem
+    prepared = problem.prepare(LEVEL_INT8)
+    saved = run_forward(prepared, LEVEL_INT8, scale=problem.scale, save=True)[1:]
+    hats = {"k_mean": None, "q_hat": prepared.inputs.q_hat, "k_hat": prepared.inputs.k_hat}
+    tensors = *problem.inputs, problem.alpha, prepared.inputs.sums, *saved
+    return by_kernels(
+        case,
+        prepare=lambda grad_output: BackwardInputs(grad_output, *tensors, **hats),
+        compute=lambda inputs: run_backward(inputs, prepared.choice, scale=problem.scale, level=level)[:3],
+    )
+
+
+def part_rows(shape: Shape, gpu: Gpu = GPU, sparsities: Sequence[float] = SPARSITIES) -> Iterator[Row]:
+    """Yield the steps of level 3's op one by one. Their sum exceeds the op's time: each is timed alone."""
+    for sparsity in sparsities:
+        problem = MaskedProblem(shape, sparsity, gpu=gpu)
+        provider = Provider(OURS, forward_of_level, "sla2", LEVEL_INT8)
+        for part, step in parts(problem).items():
+            case = Case(problem, "fwd", "part")
+            yield row_of(case, provider, gpu.alone(step), "alone", part=part)
+
+
+def parts(problem: MaskedProblem) -> dict:
+    """Return the steps of level 3's op by name."""
+    query, key, value = problem.inputs
+    prepared = problem.prepare(LEVEL_INT8)
     _, k_bar, q_bar, *_ = read_blocks(query, key, value, int8=True, means=True)
     level = LEVELS[LEVEL_INT8]
     launch = sla2_launch(level.kernel, LEVEL_INT8, query)
-    steps = {
+    sparse = partial(run_sparse_forward, prepared.inputs, level.key_tile, launch, scale=problem.scale)
+    return {
         "h_j, z_j, block means, quantise Q and V": lambda: read_blocks(query, key, value, int8=True, means=True),
-        "router, Top-k, lists": lambda: route(q_bar, k_bar, *case.router),
-        "mean key": lambda: sequence_mean(k_bar, case.shape.n, MASK_BLOCK_KV),
+        "router, Top-k, lists": lambda: route(q_bar, k_bar, *problem.chooser),
+        "mean key": lambda: sequence_mean(k_bar, problem.shape.n, MASK_BLOCK_KV),
         "smooth and quantise K": lambda: quantize(key, MASK_BLOCK_KV, mean=prepared.k_mean),
         "H = complement x h": lambda: unselected_sums(prepared.choice.complement, prepared.key_sums),
-        "sparse branch alone": lambda: run_sparse_forward(inputs, level.key_tile, launch, scale=scale, fused=False),
-        "sparse, linear branch and mix": lambda: run_sparse_forward(
-            inputs, level.key_tile, launch, scale=scale, save=False
-        ),
+        "sparse branch alone": partial(sparse, fused=False),
+        "sparse, linear branch and mix": partial(sparse, save=False),
     }
-    for part, step in steps.items():
-        entry = Entry("sla2", OURS, LEVEL_INT8, step, None)
-        yield case.row(entry, alone(step), scope="part", direction="fwd", part=part, protocol="alone")
-
-
-def module_rows(case: SparseCase, exact: Results, absent: Absent) -> Iterator[Row]:
-    """Time `sage_ref.SLA2` in INT8 and in 16 bit, our backward kernels, and the peers.
-
-    The peers that read a mask get a random one in blocks of 128 keys, half as many.
-    """
-    wide_count = round(case.count / 2)
-    make = {f"{OURS}, {name}": partial(sla2_module, case, name == "INT8", exact) for name in ("16 bit", "INT8")}
-    make |= case.peers(case.wide_mask(wide_count), DENSE_PEERS if case.sparsity == SPARSITIES[-1] else ())
-    found = absent.tried(make, case.columns)
-    peaks = {(contender.provider, contender.level): peak_memory(contender.both) for contender in found.values()}
-    hopper = obstacle(LEVELS[LEVEL_HOPPER], case.device, case.shape.head_dim) is None
-    backward = {
-        f"{OURS}, backward level {level}": partial(backward_entry, case, level, exact)
-        for level in BACKWARD_LEVELS[: 1 + hopper]
-    }
-    for row in case.user_turns(found, absent, backward):
-        if row["level"] in BACKWARD_LEVELS:
-            row["scope"] = "kernel"
-        if row["provider"] in SPARSE_PEERS:
-            row["part"] = f"{wide_count} blocks of {PEER_BLOCK_KV} keys"
-        if row["direction"] == "fwd+bwd":
-            row["peak_mb"] = peaks[row["provider"], row["level"]]
-        yield row
-
-
-def sla2_module(case: SparseCase, quantize: bool, exact: Results) -> Contender:
-    """Return the module with the case's alpha."""
-    module = sage_ref.SLA2(
-        case.shape.head_dim, case.shape.heads, sparsity=case.sparsity, quantize=quantize,
-        query_blocks=case.query_blocks, backend="triton",
-    ).to(case.device)  # fmt: skip
-    with torch.no_grad():
-        module.alpha_logit.copy_(case.alpha[0].logit(eps=1e-6))
-    module.requires_grad_(False)  # alpha's gradient comes with dQ, dK and dV whether it is asked for or not
-    level = forward_level(case.device, case.shape.head_dim, quantize)
-    return case.contender(OURS, module, exact, op="sla2", level=level)
-
-
-def backward_entry(case: SparseCase, level: int, exact: Results) -> Entry:
-    """Return our backward kernels alone, matched to a forward pass in INT8."""
-    prepared = case.prepare(LEVEL_INT8)
-    results = run_forward(prepared, LEVEL_INT8, scale=case.scale, save=True)[1:]
-    *operands, grad_output = case.tensors
-    hats = {"k_mean": None, "q_hat": prepared.inputs.q_hat, "k_hat": prepared.inputs.k_hat}
-    inputs = BackwardInputs(grad_output, *operands, case.alpha, prepared.inputs.sums, *results, **hats)
-    kernels = partial(run_backward, choice=prepared.choice, scale=case.scale, level=level)
-    judged = grad_output.clone()
-    judged[:, :, case.judged_queries :] = 0
-    found = kernels(inputs._replace(grad_output=judged))
-    error = worst_error(found[:3], exact[1:], names=RESULTS[1:])
-    return Entry("sla2", OURS, level, partial(kernels, inputs), error)
-
-
-def peak_memory(step: Callable[[], object]) -> float:
-    """Return the most memory that was allocated during step(), what was there before included; 10^6 bytes."""
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return round(torch.cuda.max_memory_allocated() / 1e6, 1)
-
-
-USER = Measurement("sla2", tuple(Shape(1, 12, 12, n, 128) for n in (4096, 8192, 16384, 32760)), user_rows)
-# The last two are the shapes of the paper's video models: Wan2.1-1.3B at 480p and 14B at 720p.
-LADDER_SIZES = ((12, 8192), (12, 32760), (40, 75600))
-LADDER = Measurement("sla2 levels", tuple(Shape(1, heads, heads, n, 128) for heads, n in LADDER_SIZES), ladder_rows)

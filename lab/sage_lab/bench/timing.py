@@ -10,8 +10,8 @@ time for the call.
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ WARM_UPS = 3
 FLUSHED_BYTES = 256 << 20  # more than the L2 cache of any GPU: 60 MB on an H200, 126 MB on Blackwell
 REPETITIONS = 16
 ALONE_MS, ALONE_REPETITIONS = 60, 5  # of a candidate that is timed alone, at least
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Timing(NamedTuple):
@@ -41,7 +43,7 @@ def require_gpu() -> None:
     torch.manual_seed(0)
 
 
-def paired(candidates: dict[str, Callable[[], object]], repetitions: int = REPETITIONS) -> dict[str, Timing]:
+def paired(candidates: dict[Name, Callable[[], object]], repetitions: int = REPETITIONS) -> dict[Name, Timing]:
     """Time each candidate in milliseconds: every repetition runs each once, in turn, in an order that changes."""
     flushed = _flush_buffer()
     for candidate in candidates.values():
@@ -105,6 +107,24 @@ def captured(candidate: Callable[[], tuple[Tensor, ...]]) -> Captured:
     with torch.cuda.graph(graph):
         outputs = candidate()
     return Captured(graph.replay, outputs)
+
+
+def peak_megabytes(candidate: Callable[[], object]) -> float:
+    """Return the most memory that is allocated during a call, what was there before included; 10^6 bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    candidate()
+    return round(torch.cuda.max_memory_allocated() / 1e6, 1)
+
+
+class Gpu:
+    """The machine: where tensors are, and how a call on it is timed. Tests have one without a GPU."""
+
+    device, dtype = "cuda", torch.bfloat16
+    paired, alone, captured = staticmethod(paired), staticmethod(alone), staticmethod(captured)
+    host_microseconds, peak_megabytes = staticmethod(host_microseconds), staticmethod(peak_megabytes)
+
+
+GPU = Gpu()
 
 
 def _flush_buffer() -> Tensor:

@@ -16,11 +16,11 @@ from sage_kernels.sla2.lists import block_lists
 from sage_kernels.sla2.sums import unselected_sums_by_key
 from torch import Tensor
 
-from sage_lab.bench.case import Case, Shape
 from sage_lab.bench.compile import cases, sla2_cases
-from sage_lab.bench.dense import backward_preparation
+from sage_lab.bench.dense import BackwardPreparation
 from sage_lab.bench.judge import RESULTS, require_close
-from sage_lab.bench.sparse import SPARSITIES, SparseCase
+from sage_lab.bench.problem import MaskedProblem, Problem, Shape
+from sage_lab.bench.sparse import USERS_SPARSITY
 from sage_lab.bench.timing import alone
 from sage_lab.command_line import process_pool
 from sage_lab.plan import FinishedParts
@@ -37,22 +37,23 @@ def kernels(operation: str = "sagebwd") -> list[Kernel]:
 
 
 @lru_cache(maxsize=1)
-def case_of(operation: str, head_dim: int, causal: bool, small: bool = False) -> Case:
+def problem_of(operation: str, head_dim: int, causal: bool, small: bool = False) -> Problem:
     """Return the tensors on which candidates are timed, or small ones on which they are compiled."""
     if operation == "sla2":
-        return SparseCase(Shape(1, 12, 12, 2048 if small else 32760, head_dim), SPARSITIES[-1])
+        return MaskedProblem(Shape(1, 12, 12, 2048 if small else 32760, head_dim), USERS_SPARSITY)
     heads = 2048 // head_dim
-    return Case(Shape(1 if small else 4, heads, heads, 1024 if small else 8192, head_dim, causal))
+    return Problem(Shape(1 if small else 4, heads, heads, 1024 if small else 8192, head_dim, causal))
 
 
-def runner(kernel: Kernel, case: Case) -> Run:
+def runner(kernel: Kernel, problem: Problem) -> Run:
     """Return the function that runs a kernel of SageBwd."""
+    options = {"is_causal": problem.shape.causal, "scale": problem.scale}
     if kernel.kernel == "forward":
-        inputs = prepare_forward(*case.tensors[:3], kernel.level, scale=case.scale, smooth_k=True)
-        return lambda launch: {"O": run_forward(inputs, kernel.level, launch=launch, **case.options)[0]}
+        inputs = prepare_forward(*problem.inputs, kernel.level, scale=problem.scale, smooth_k=True)
+        return lambda launch: {"O": run_forward(inputs, kernel.level, launch=launch, **options)[0]}
     chosen = BACKWARD_LEVELS[kernel.level]
-    options = {"per_block": chosen.per_block, **case.options}
-    inputs = backward_preparation(case)(kernel.level)
+    options["per_block"] = chosen.per_block
+    inputs = BackwardPreparation(problem, kernel.level).inputs(problem.grad_output)
     if kernel.kernel.startswith("dq"):
         return lambda launch: {"dQ": run_dq(inputs, chosen.key_tile, launch, **options)}
     outputs = kernel.kernel.partition("_")[0]
@@ -64,20 +65,18 @@ def runner(kernel: Kernel, case: Case) -> Run:
     return run
 
 
-def sla2_runner(kernel: Kernel, case: SparseCase) -> Run:
+def sla2_runner(kernel: Kernel, problem: MaskedProblem) -> Run:
     """Return the function that runs a kernel of SLA2."""
-    *operands, grad_output = case.tensors
-    query, key, _ = operands
-    scale, prepared = case.scale, case.prepare(kernel.level)
+    query, key, _ = problem.inputs
+    scale, prepared = problem.scale, problem.prepare(kernel.level)
     choice, sums = prepared.choice, prepared.inputs.sums
     if kernel.kernel == sla2_ladder.LEVELS[kernel.level].kernel:
         return lambda launch: {"O": sla2_ladder.run_forward(prepared, kernel.level, scale=scale, launch=launch).output}
     saved = sla2_ladder.run_forward(prepared, 1, scale=scale)
     if kernel.kernel == "sla2_mix":
         return lambda launch: {"O": run_mix(prepared.inputs, saved.sparse_output, launch, start_with_triton)}
-    judged = grad_output.clone()
-    judged[:, :, case.judged_queries :] = 0
-    inputs = BackwardInputs(judged, *operands, case.alpha, sums, saved.sparse_output, saved.log_sum_exp, None)
+    tensors = problem.judged_grad_output, *problem.inputs, problem.alpha, sums
+    inputs = BackwardInputs(*tensors, saved.sparse_output, saved.log_sum_exp, None)
     launches = {name: sla2_ladder.sla2_launch(name, 0, query) for name in ("sla2_linear_query", "sla2_query")}
 
     def query_gradients(launches: dict[str, Launch]):  # timed together: the second adds to the first's dQ
@@ -93,12 +92,11 @@ def sla2_runner(kernel: Kernel, case: SparseCase) -> Run:
     return lambda launch: dict(zip(("dK", "dV"), run_key(*arguments, launch, scale=scale), strict=True))
 
 
-def prepared_run(kernel: Kernel, case: Case) -> tuple[Run, dict[str, Tensor]]:
+def prepared_run(kernel: Kernel, problem: Problem) -> tuple[Run, dict[str, Tensor]]:
     """Return the function that runs a kernel, and the exact results by name."""
-    if isinstance(case, SparseCase):
-        exact = case.exact_for(case.prepare(kernel.level).choice.block_mask)
-        return sla2_runner(kernel, case), dict(zip(RESULTS, exact, strict=True))
-    return runner(kernel, case), dict(zip(RESULTS, case.exact, strict=True))
+    is_masked = isinstance(problem, MaskedProblem)
+    exact = problem.exact("sla2" if is_masked else "attention")
+    return (sla2_runner if is_masked else runner)(kernel, problem), dict(zip(RESULTS, exact, strict=True))
 
 
 def tuned_rows(operation: str, workers: int, parts: FinishedParts) -> Iterator[Row]:
@@ -110,7 +108,7 @@ def tuned_rows(operation: str, workers: int, parts: FinishedParts) -> Iterator[R
     for kernel in kernels(operation):
 
         def measure(kernel: Kernel = kernel) -> list[Row]:
-            return [fastest(kernel, *prepared_run(kernel, case_of(operation, kernel.head_dim, kernel.causal)))]
+            return [fastest(kernel, *prepared_run(kernel, problem_of(operation, kernel.head_dim, kernel.causal)))]
 
         yield from parts.rows(str(kernel), measure)
 
@@ -126,7 +124,7 @@ def compile_one(job: tuple[str, Kernel, Launch]) -> None:
     """Run one candidate on a small input, which leaves its machine code in Triton's cache."""
     operation, kernel, launch = job
     try:
-        prepared_run(kernel, case_of(operation, kernel.head_dim, kernel.causal, small=True))[0](launch)
+        prepared_run(kernel, problem_of(operation, kernel.head_dim, kernel.causal, small=True))[0](launch)
     except Exception as error:  # too much shared memory, say: `fastest` meets the same error and reports it
         print(f"{kernel} {launch}: {error}"[:200])
 

@@ -43,7 +43,7 @@ def overview_figure(table2: Record, paired: Record) -> Figure:
     return figure
 
 
-# The kinds of `python -m sage_lab instructions`, in stacking order.
+# The kinds of instructions, in stacking order.
 KIND_COLORS = {
     "matmul": BLACK, "exp2": ORANGE, "rounding": SKY, "conversion": RED, "maximum": GREEN, "move": PURPLE,
     "arithmetic": BLUE, "spill": YELLOW, "rest": "0.8",

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sage_lab.bench import contenders, timing
+from sage_lab.bench import timing
 
 
 class Clock:
-    """A clock, and a log of what was done. tick: what every look at it adds."""
+    """A clock, and a log of what was done."""
 
     def __init__(self):
-        self.ms, self.log, self.tick = 0.0, [], 0.0
+        self.ms, self.log = 0.0, []
 
     def perf_counter(self):
-        self.ms += self.tick
         return self.ms / 1e3
 
     def work(self, name, ms, compiling=0.0):
@@ -33,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A Clock instead of the GPU's events, its L2 cache and its CUDA graphs."""
+    """A Clock instead of the GPU's events and its L2 cache."""
     clock = Clock()
 
     class Event:
@@ -41,24 +40,13 @@ def clock(monkeypatch):
             assert enable_timing
 
         def record(self):
-            clock.perf_counter()
             self.ms = clock.ms
 
         def elapsed_time(self, end):
             return end.ms - self.ms
 
-    def captured(call):
-        outputs = call()
-
-        def replay():
-            for old, new in zip(outputs, call(), strict=True):
-                old.copy_(new)
-
-        return timing.Captured(replay, outputs)
-
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: clock.log.append("synchronise"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timing, "_flush_buffer", lambda: SimpleNamespace(zero_=clock.work("flush", 50)))
     monkeypatch.setattr(timing, "time", clock)
-    monkeypatch.setattr(contenders, "captured", captured)
     return clock

@@ -1,4 +1,4 @@
-"""The command bench on the CPU: Triton's interpreter runs our kernels, a made-up clock times, peers are made up too."""
+"""The command bench without a GPU: Triton's interpreter runs our kernels, and a made-up machine says how long."""
 
 import warnings
 
@@ -11,211 +11,257 @@ import triton
 from sage_kernels.common import launch_tables
 from sage_kernels.common.candidates import DEFAULTS, candidates
 from sage_kernels.common.launch import choose_launch
-from sage_lab.__main__ import main
-from sage_lab.bench import bench_command, contenders, sparse, timing, tuning
-from sage_lab.bench.case import COLUMNS, Case, Measurement, Shape
+from sage_lab.bench import sparse, tuning
+from sage_lab.bench.bench_command import Bench
+from sage_lab.bench.dense import user_shapes
 from sage_lab.bench.judge import require_close
-from sage_lab.bench.peers import PEERS, Peer
-from sage_lab.bench.ratios import turns
-from sage_lab.bench.sparse import SparseCase
+from sage_lab.bench.measure import Case, Provider, Turn, by_autograd, judged, measure
+from sage_lab.bench.problem import MaskedProblem, Problem, Shape
+from sage_lab.bench.timing import Captured, Gpu, Timing
+from sage_lab.command_line import Failed
 from sage_lab.records import read_record
 
 import sage_ref
 
 OURS = "sage_kernels"
 SHAPE = Shape(1, 2, 1, 48, 32, True)
-OF_SPARSE_CASES = {"selected_blocks", "mask", "part", "peak_mb"}
+DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter; bench runs there")
 
 
-def right(query, key, value, is_causal, **options):
-    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+class Cpu(Gpu):
+    """A machine on which everything takes a quarter of a millisecond."""
+
+    device, dtype = "cpu", torch.float16
+
+    def paired(self, calls, repetitions):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, Timing(0.25, 0.25, 0.25, repetitions))
+
+    def alone(self, call):
+        return self.paired({"": call}, 1)[""]
+
+    def captured(self, run):
+        outputs = run()
+
+        def replay():
+            for old, new in zip(outputs, run(), strict=True):
+                old.copy_(new)
+
+        return Captured(replay, outputs)
+
+    def host_microseconds(self, call):
+        return 250.0
+
+    def peak_megabytes(self, call):
+        return 1.0
 
 
-def wrong(query, key, value, is_causal, **options):
-    return right(query, key, value, not is_causal)
+CPU = Cpu()
 
 
-def fails(query, key, value, is_causal):
-    raise NotImplementedError("no such\nlayout")
+class Small(Bench):
+    """A bench with one small shape."""
 
-
-def masked(block_mask, block_kv, n):
-    """A right sparse peer."""
-    seen = block_mask.repeat_interleave(128, -2).repeat_interleave(block_kv, -1)[..., :n, :n]
-    return lambda query, key, value: F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    @property
+    def shapes(self):
+        if self.op == "sla2":
+            return [Shape(1, 1, 1, 160, 32)]
+        return [SHAPE._replace(heads=1, causal=False) if self.levels else SHAPE]
 
 
 @pytest.fixture
-def bench(clock, monkeypatch, tmp_path):
-    """bench(*arguments) -> the record of the command, whose shapes and repetitions are few.
+def bench(tmp_path):
+    """bench(**options) -> the record of the command. FlexAttention, which it would compile, is left out."""
 
-    Of the peers one is right, one wrong, one's package is missing, one fails; FlexAttention reads masks.
-    """
-    clock.tick = 0.25
-    monkeypatch.setattr(timing, "WARM_UPS", 0)
-    monkeypatch.setattr(timing, "ALONE_MS", 0)
-    monkeypatch.setattr(timing, "ALONE_REPETITIONS", 1)
-    monkeypatch.setattr("sage_lab.bench.case.host_microseconds", lambda call: 250.0)
-    monkeypatch.setattr(Case, "repetitions", 1)
-    monkeypatch.setattr(Case.__init__, "__defaults__", (torch.float16, "cpu"))
-    monkeypatch.setattr(bench_command, "require_gpu", lambda: None)
-    monkeypatch.setattr(sparse, "SPARSITIES", (0.5,))
-    monkeypatch.setattr(sparse, "MASKS", ("skewed",))
-    monkeypatch.setattr(sparse, "peak_memory", lambda step: 1.0)
-    monkeypatch.setattr(sparse, "alone", lambda step: timing.paired({"": step}, 1)[""])
-    peers = {"sdpa_flash": Peer(right), "sdpa_cudnn": Peer(wrong), "fa4": Peer(fails)}
-    peers["cudnn_fp8"] = Peer(right, "its-package", "no_module_of_this_name")
-    for name, peer in (peers | {"flex": Peer(right, sparse=masked)}).items():
-        monkeypatch.setitem(PEERS, name, peer)
-    monkeypatch.setattr(sparse, "SPARSE_PEERS", ("flex",))
-    monkeypatch.setattr(sparse, "DENSE_PEERS", ("sdpa_flash",))
-    small = {"sagebwd": SHAPE, "sla2": Shape(1, 1, 1, 160, 32)}
-    for (op, levels), measurement in bench_command.MEASUREMENTS.items():
-        shapes = (small[op]._replace(heads=1, causal=False) if levels else small[op],)
-        monkeypatch.setitem(bench_command.MEASUREMENTS, (op, levels), measurement._replace(shapes=shapes))
-
-    def run(*arguments):
-        main(["bench", "--json", str(tmp_path / "record.json"), *arguments])
-        return read_record(tmp_path / "record.json")
+    def run(**options):
+        path = tmp_path / "record.json"
+        Small(json=path, without=("flex",), **options).run("python -m sage_lab bench", CPU)
+        return read_record(path)
 
     return run
 
 
-def test_a_user_gets_complete_rows_and_only_who_is_right_is_timed(bench, capsys):
+def test_a_user_gets_complete_rows(bench, capsys):
     record = bench()
-    assert all(list(row) == [name for name in COLUMNS if name not in OF_SPARSE_CASES] for row in record.rows)
     found = [(row["op"], row["provider"], row["direction"], row["cuda_graph"]) for row in record.rows]
-    kinds = [("fwd", False), ("bwd", False), ("fwd+bwd", False), ("fwd+bwd", True)]
-    names = [("sagebwd", OURS), ("sagebwd", f"{OURS}, unbiased"), ("attention", "sdpa_flash"), ("attention", "flex")]
+    kinds = [*((direction, False) for direction in DIRECTIONS), ("fwd+bwd", True)]
+    names = [("sagebwd", OURS), ("sagebwd", f"{OURS}, unbiased"), ("attention", "sdpa_flash")]
     assert found == [(*name, *kind) for kind in kinds for name in names]
     for row in record.rows:
+        assert list(row) == list(record.rows[0])
         assert (row["heads"], row["kv_heads"], row["n_q"], row["head_dim"], row["causal"]) == (2, 1, 48, 32, True)
         assert (row["protocol"], row["scope"], row["layout"], row["dtype"]) == ("paired", "autograd", "bhnd", "float16")
-        assert (row["ms_median"], row["repetitions"]) == (0.25, 1)
+        assert (row["ms_median"], row["repetitions"], row["host_us"], row["peak_mb"]) == (0.25, 16, 250.0, 1.0)
         factor = {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}[row["direction"]]
         assert row["tops"] == round(factor * 4 * 2 * 48**2 * 32 / 2 / 0.25 / 1e9, 1)
-    errors = {row["provider"]: row["rel_l2"] for row in record.rows}
-    assert errors["sdpa_flash"] < 0.002 < errors[OURS] < 0.1
-    assert 0.002 < errors[f"{OURS}, unbiased"] < 0.1
-    assert errors[f"{OURS}, unbiased"] != errors[OURS]
+    errors = {(row["provider"], row["direction"]): row["rel_l2"] for row in record.rows}
+    for direction in DIRECTIONS:
+        assert errors["sdpa_flash", direction] < 0.002 < errors[OURS, direction] < 0.1
+        assert 0.002 < errors[f"{OURS}, unbiased", direction] < 0.1
+    assert errors[f"{OURS}, unbiased", "fwd"] != errors[OURS, "fwd"]
     reasons = {row["provider"]: row["missing"] for row in record.provenance["missing"]}
-    assert reasons["cudnn_fp8"].startswith("ImportError: its-package: ModuleNotFoundError: No module named")
-    assert reasons["sdpa_cudnn"].startswith("RuntimeError: O: expected a relative L2 error below 0.1, got ")
-    assert reasons["fa4"] == "NotImplementedError: no such layout"
+    assert reasons.keys() == {"sdpa_cudnn", "fa4", "cudnn_fp8", "flex"}
+    assert reasons["flex"] == "RuntimeError: left out with --without"
     printed = capsys.readouterr().out
     assert all(f"not timed: {provider}, {reason}" in printed for provider, reason in reasons.items())
-    assert "| 48 | 2 | 1 | 32 | True | bhnd | autograd | fwd | False | 1.00 |  |  |  | 1.00 |" in printed
+    assert "| 48 | 2 | 1 | 32 | True | bhnd | autograd | fwd | False | 1.00 |  |  |  |  |" in printed
 
 
-def test_levels_are_timed_in_turn_with_the_peers(bench):
-    rows = bench("--levels").rows
-    for direction, levels in (("fwd", [0, 1, 2, 3, 4]), ("bwd", [0, 1, 2, 3])):
+def test_every_level_has_a_turn_per_scope_and_direction(bench):
+    rows = bench(levels=True).rows
+    for direction, levels in (("fwd", range(5)), ("bwd", range(4))):
         for scope in ("kernel", "op"):
             of = [row for row in rows if (row["scope"], row["direction"]) == (scope, direction)]
-            assert [row["level"] for row in of] == [*levels, None, None]
-            assert [row["provider"] for row in of[-2:]] == ["sdpa_flash", "flex"]
-    assert len(list(turns(rows))) == 4 + 3
+            assert [(row["provider"], row["level"]) for row in of] == [
+                *((OURS, x) for x in levels),
+                ("sdpa_flash", None),
+            ]
+    assert len([row for row in rows if row["scope"] == "autograd"]) == 3 * 3
 
 
 def test_sparse_peers_have_the_mask_that_we_have(bench):
-    rows = bench("--op", "sla2").rows
-    assert all(list(row) == list(COLUMNS) for row in rows)
-    found = [(row["mask"], row["direction"], row["provider"], row["level"]) for row in rows]
-    names = [(OURS, 3), (OURS, 2), ("sdpa_flash", None), ("flex", None)]
-    assert found == [("skewed", to, *name) for to in ("fwd", "bwd", "fwd+bwd") for name in names]
-    assert all(row["protocol"] == "paired" and row["host_us"] is not None for row in rows)
-    # One of two blocks of 128 keys: 2 of 3 blocks.
-    assert {(row["selected_blocks"], row["op"], row["sparsity"]) for row in rows} == {
-        (2, "sla2", 0.5), (2, "attention", 0.0),
+    record = bench(op="sla2")
+    found = [(row["mask"], row["direction"], row["provider"], row["level"]) for row in record.rows]
+    names = [(OURS, 3), (OURS, 2), ("sdpa_flash", None)]
+    assert found == [(mask, to, *name) for mask in sparse.MASKS for to in DIRECTIONS for name in names]
+    # One of two blocks of 128 keys: 2 of 3 blocks of 64.
+    assert {(row["selected_blocks"], row["op"], row["sparsity"]) for row in record.rows} == {
+        (2, "sla2", 0.97), (2, "attention", 0.0),
     }  # fmt: skip
+    assert {row["provider"] for row in record.provenance["missing"]} == {"sdpa_cudnn", "fa4", "flex"}
 
 
-def test_the_sparse_ladder_says_what_was_timed_alone(bench):
-    rows = bench("--op", "sla2", "--levels").rows
-    assert all(list(row) == list(COLUMNS) for row in rows)
+def test_the_sparse_ladder_says_what_was_timed_alone():
+    shape = Shape(1, 1, 1, 160, 32)
+    rows = [*measure(sparse.ladder_turns(shape, CPU, (0.5,)), ("flex",)), *sparse.part_rows(shape, CPU, (0.5,))]
+    rows = [row for row in rows if "missing" not in row]
     assert {row["protocol"] for row in rows if row["scope"] == "part"} == {"alone"}
     assert {row["protocol"] for row in rows if row["scope"] != "part"} == {"paired"}
     assert len({row["part"] for row in rows if row["scope"] == "part"}) == 7
-    kernels = [(row["provider"], row["level"]) for row in rows if (row["scope"], row["direction"]) == ("kernel", "fwd")]
-    assert kernels == [*((OURS, level) for level in range(4)), ("flex", None)]
-    backward = [row for row in rows if (row["scope"], row["direction"]) == ("kernel", "bwd")]
-    assert [(row["provider"], row["level"]) for row in backward] == [(OURS, 0)]
-    assert 0 < backward[0]["rel_l2"] < 0.1
-    assert {row["peak_mb"] for row in rows if row["direction"] == "fwd+bwd"} == {1.0}
-    assert {row["peak_mb"] for row in rows if row["direction"] != "fwd+bwd"} == {None}
-    masked = [row for row in rows if row["provider"] == "flex" and row["scope"] == "autograd"]
-    assert {row["part"] for row in masked} == {"1 blocks of 128 keys"}
+    for scope in ("kernel", "op"):
+        of = [row["level"] for row in rows if (row["scope"], row["direction"]) == (scope, "fwd")]
+        assert of == [*range(4)]
+    (backward,) = [row for row in rows if (row["scope"], row["direction"]) == ("kernel", "bwd")]
+    assert (backward["provider"], backward["level"]) == (OURS, 0)
+    assert 0 < backward["rel_l2"] < 0.1
 
 
-def test_ours_must_be_right_or_the_command_fails_after_the_others_were_timed(bench, monkeypatch, capsys):
-    monkeypatch.setattr(sage_ref, "sagebwd_attention", wrong)
-    with pytest.raises(SystemExit) as stop:
-        bench("--without", "flex")
-    assert stop.value.code == 1
-    printed = capsys.readouterr()
-    assert "bench: our function could not be timed in 2 cases, the first is {'missing': 'RuntimeError: " in printed.err
-    assert "| sdpa_flash | None | autograd | fwd+bwd | True | 0.25 |" in printed.out
-    assert "not timed: flex, RuntimeError: left out with --without" in printed.out
+def sdpa(case, *, exchanged=False):
+    is_causal = case.problem.shape.causal != exchanged
+    return by_autograd(case, lambda *x: F.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True))
 
 
-def test_a_graph_that_writes_something_else_is_refused(bench, monkeypatch):
+def fails(case):
+    raise NotImplementedError("no such\nlayout")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_only_who_is_right_is_timed(direction):
+    def wrong(case):
+        return sdpa(case, exchanged=True)
+
+    providers = [Provider("wrong", wrong), Provider("right", sdpa), Provider("fails", fails)]
+    *missing, row = measure([Turn(Case(Problem(SHAPE, CPU), direction), providers)])
+    assert row["provider"] == "right"
+    assert [x["provider"] for x in missing] == ["wrong", "fails"]
+    assert row["rel_l2"] < 0.002
+    assert missing[0]["missing"].startswith(f"RuntimeError: {'O' if direction == 'fwd' else 'd'}")
+    assert "expected a relative L2 error below 0.1, got " in missing[0]["missing"]
+    assert missing[1]["missing"] == "NotImplementedError: no such layout"
+
+
+def test_ours_must_be_right_or_the_command_fails_after_the_others_were_timed(monkeypatch, capsys):
+    def exchanged(query, key, value, is_causal, **options):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=not is_causal, enable_gqa=True)
+
+    monkeypatch.setattr(sage_ref, "sagebwd_attention", exchanged)
+    with pytest.raises(Failed, match="our function could not be timed in 8 cases, the first is {'missing': 'Runtime"):
+        Small(without=("flex",)).run("bench", CPU)
+    assert "| sdpa_flash | None | autograd | fwd+bwd | True | 0.25 |" in capsys.readouterr().out
+
+
+def test_a_graph_that_writes_something_else_is_refused():
     """The replay of this capture does nothing: outputs stay 0."""
-    captured = contenders.captured
-    monkeypatch.setattr(contenders, "captured", lambda call: captured(call)._replace(replay=lambda: None))
+
+    class Lazy(Cpu):
+        def captured(self, run):
+            return Captured(lambda: None, run())
+
     with pytest.raises(RuntimeError, match="relative L2"):
-        Case(SHAPE).peer("sdpa_flash").graph_entry()
+        judged(Case(Problem(SHAPE, Lazy()), "fwd+bwd", cuda_graph=True), Provider("right", sdpa))
+
+
+def test_queries_that_nobody_judges_have_no_gradient():
+    problem = MaskedProblem(Shape(1, 1, 1, 3000, 64), 0.5, "random", CPU)
+    assert problem.judged_queries == 2048
+    assert problem.judged_grad_output[:, :, 2048:].abs().sum() == 0
+    assert torch.equal(problem.judged_grad_output[:, :, :2048], problem.grad_output[:, :, :2048])
 
 
 def test_of_a_skewed_mask_every_query_selects_the_first_block():
-    case = SparseCase(Shape(1, 2, 2, 8192, 64), 0.97, "random", device="cpu")
-    random = case.wide_mask(2)
-    case.mask = "skewed"
-    skewed = case.wide_mask(2)
+    random, skewed = (
+        MaskedProblem(Shape(1, 2, 2, 8192, 64), 0.97, mask, CPU).peer_mask for mask in ("random", "skewed")
+    )
     assert random.sum(-1).unique().tolist() == skewed.sum(-1).unique().tolist() == [2]
     assert skewed[..., 0].all()
     assert random[..., 0].float().mean() < 0.2
 
 
-def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(bench, monkeypatch, tmp_path):
+def test_lengths_and_head_sizes_can_be_chosen():
+    assert Bench(n=(3000,), head_dim=(64,)).shapes == [*user_shapes((3000,), (64,))]
+    assert {(shape.batch, shape.heads, shape.n) for shape in user_shapes((3000,), (64,))} == {(10, 32, 3000)}
+    assert {shape.kv_heads for shape in user_shapes()} == {8, 16, 32}
+    assert [shape.heads for shape in Bench(op="sla2", levels=True).shapes] == [12, 12, 40]
+    assert [shape.n for shape in Bench(op="sla2", levels=True, n=(8192,)).shapes] == [8192]
+
+
+def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(monkeypatch, tmp_path):
     """Three lengths, the second of which is interrupted the first time."""
     measured = []
 
-    def measure(shape, absent):
-        measured.append(shape.n)
-        if measured == [1, 2]:
-            raise KeyboardInterrupt
-        absent.tried({"fa4": fails}, {"n": shape.n})
-        times = {"direction": "fwd", "cuda_graph": False, "host_us": 1.0, "tops": 1.0, "rel_l2": 0.0}
-        yield {"provider": OURS, "level": None, "scope": shape.n, "ms_median": 1.0, "protocol": "alone", **times}
+    class Interrupted(Cpu):
+        def paired(self, calls, repetitions):
+            return dict.fromkeys(calls, Timing(0.25, 0.25, 0.25, repetitions))
 
-    shapes = tuple(SHAPE._replace(n=n) for n in (1, 2, 3))
-    monkeypatch.setitem(bench_command.MEASUREMENTS, ("sagebwd", False), Measurement("made up", shapes, measure))
+        def peak_megabytes(self, call):
+            measured.append(1)
+            if len(measured) == 10:
+                raise KeyboardInterrupt
+            return 1.0
+
+    class Three(Bench):
+        shapes = tuple(SHAPE._replace(n=n, layout="bnhd") for n in (16, 17, 18))
+
+    def rows():
+        Three(json=tmp_path / "record.json", without=("flex",)).run("bench", Interrupted())
+        return [row["n_q"] for row in read_record(tmp_path / "record.json").rows]
+
     monkeypatch.setenv("SAGE_REF_COMMIT", "one")
-    with pytest.raises(SystemExit, match="130"):
-        bench()
-    assert [row["scope"] for row in bench("--n", "3").rows] == [1, 3]
-    record = bench()
-    assert [row["scope"] for row in record.rows] == [row["n"] for row in record.provenance["missing"]] == [1, 2, 3]
-    assert measured == [1, 2, 3, 2]
+    with pytest.raises(KeyboardInterrupt):
+        rows()
+    of_one = 3 * 3  # directions, and ours, ours unbiased, sdpa_flash
+    assert [row["n_q"] for row in read_record(tmp_path / "record.json").rows] == [16] * of_one
+    assert rows() == [16] * of_one + [17] * of_one + [18] * of_one
+    assert len(measured) == 10 + 2 * of_one
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
-    for commit in ("one", "two"):
-        monkeypatch.setenv("SAGE_REF_COMMIT", commit)
-        bench("--n", "3")
-    assert measured[4:] == [3, 3]
 
 
 # Launch tables
 
 
 @pytest.mark.parametrize("op", ["sagebwd", "sla2"])
-def test_every_kernel_that_is_tuned_gives_the_right_results(bench, op):
-    cases = {"sagebwd": Case(Shape(1, 1, 1, 128, 64, True)), "sla2": SparseCase(Shape(1, 1, 1, 256, 64), 0.5)}
+def test_every_kernel_that_is_tuned_gives_the_right_results(op):
+    problems = {
+        "sagebwd": Problem(Shape(1, 1, 1, 128, 64, True), CPU),
+        "sla2": MaskedProblem(Shape(1, 1, 1, 256, 64), 0.5, gpu=CPU),
+    }
     seen = set()
     for kernel in tuning.kernels(op):
         if kernel.head_dim == 64 and kernel.causal == (op == "sagebwd") and kernel.kernel not in seen:
             seen.add(kernel.kernel)
-            run, exact = tuning.prepared_run(kernel, cases[op])
+            run, exact = tuning.prepared_run(kernel, problems[op])
             found = run(DEFAULTS[kernel.kernel])
             assert found
             for name, x in found.items():
@@ -225,9 +271,7 @@ def test_every_kernel_that_is_tuned_gives_the_right_results(bench, op):
 
 
 @pytest.mark.parametrize("op", ["sagebwd", "sla2"])
-def test_the_fastest_launch_that_is_right_is_used_and_an_interrupted_run_goes_on(
-    bench, clock, op, monkeypatch, tmp_path
-):
+def test_the_fastest_launch_that_is_right_is_used_and_an_interrupted_run_goes_on(clock, op, monkeypatch, tmp_path):
     """On a made-up GPU. Of the candidates the first fails and the second is wrong, of the others the last is fastest.
 
     At first the fourth kernel gives nothing right.
@@ -252,12 +296,12 @@ def test_the_fastest_launch_that_is_right_is_used_and_an_interrupted_run_goes_on
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "RTX")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     monkeypatch.setattr("sage_lab.records.provenance", lambda command: {"gpu": "RTX", "triton": triton.__version__})
-    monkeypatch.setattr(tuning, "case_of", lambda *_: None)
+    monkeypatch.setattr(tuning, "problem_of", lambda *_: None)
     monkeypatch.setattr(tuning, "prepared_run", prepared_run)
     monkeypatch.setattr(tuning, "compile_candidates", lambda operation, kernels, _: measured.append(len(kernels)))
     with pytest.raises(RuntimeError, match="no candidate of Case"):
-        main(["bench", "--tune", "--op", op])
-    main(["bench", "--tune", "--op", op])
+        Bench(tune=True, op=op).run("bench", CPU)
+    Bench(tune=True, op=op).run("bench", CPU)
     assert measured == [len(every), *every[:3], len(every) - 2, *every[2:]]
     table = launch_tables.users_table("RTX", op)
     assert list(table.parent.iterdir()) == [table]

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from sage_lab.bench import cudnn_fp8, peers
-from sage_lab.bench.case import Case, Shape
 from sage_lab.bench.cudnn_fp8 import LARGEST, dequantise, quantise
-from sage_lab.bench.judge import worst_error
-from sage_lab.bench.peers import PEERS
+from sage_lab.bench.judge import RESULTS, worst_error
+from sage_lab.bench.measure import Case, judged
+from sage_lab.bench.peers import MASKED_PEERS, PEERS
+from sage_lab.bench.problem import MaskedProblem, Problem, Shape
+from sage_lab.bench.timing import Gpu
 
 from sage_ref.tracing import relative_l2
 
@@ -34,6 +36,10 @@ class Lists(NamedTuple):
         is_read = torch.arange(order.shape[-1]) < self.full_block_cnt[..., None]
         assert (order.diff(dim=-1)[is_read[..., 1:]] > 0).all()
         return torch.zeros(order.shape, dtype=torch.bool).scatter(-1, order, is_read)
+
+
+class Cpu(Gpu):
+    device, dtype = "cpu", torch.float32
 
 
 def seen(block_mask, block_kv, n):
@@ -59,17 +65,21 @@ def fa4_calls(monkeypatch):
     return calls
 
 
-def test_flash_attention_4_is_called_with_views(fa4_calls, inputs):
-    query, key, value, _ = inputs(24, 24, 16, heads=4, kv_heads=2)
-    output = PEERS["fa4"].required().attention(query, key, value, True)
-    exact = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(output, exact)
+def provider(name, providers=PEERS):
+    return next(x for x in providers if x.name == name)
+
+
+def test_flash_attention_4_is_called_with_views(fa4_calls):
+    problem = Problem(Shape(1, 4, 2, 24, 16, causal=True), Cpu())
+    _, error = judged(Case(problem, "fwd"), provider("fa4"))
+    assert error < 1e-5
     assert fa4_calls[0]["q"].shape == (1, 24, 4, 16)
-    assert fa4_calls[0]["q"].data_ptr() == query.data_ptr()
+    assert fa4_calls[0]["q"].data_ptr() == problem.query.data_ptr()
 
 
-@pytest.mark.parametrize("block_kv", [64, 128])
-def test_sparse_peers_see_the_mask_and_nothing_else(fa4_calls, inputs, block_kv, monkeypatch):
+@pytest.mark.parametrize(("mask", "block_kv"), [("router", 64), ("random", 128)])
+@pytest.mark.parametrize("name", ["flex", "fa4"])
+def test_sparse_peers_see_the_mask_and_nothing_else(fa4_calls, mask, block_kv, name, monkeypatch):
     """Three blocks of queries, the last one shorter; one list backward, where there is a backward pass."""
 
     def flex(query, key, value, block_mask):
@@ -79,37 +89,43 @@ def test_sparse_peers_see_the_mask_and_nothing_else(fa4_calls, inputs, block_kv,
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     monkeypatch.setattr(peers, "compiled_flex", lambda: flex)
-    n = 300
-    query, key, value, _ = inputs(n, n, 16, dtype=torch.float32)
-    block_mask = torch.rand(1, 2, 3, -(-n // block_kv)) < 0.5
-    block_mask[..., -1] = True
-    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=seen(block_mask, block_kv, n))
-    for name in ("flex", "fa4"):
-        torch.testing.assert_close(PEERS[name].sparse(block_mask, block_kv, n)(query, key, value), exact)
-    (call,) = fa4_calls
-    assert (call["lists"].dense() == block_mask).all()
-    assert call["lists"].mask_block_cnt.sum() == 0
-    backward = call.get("block_sparse_tensors_bwd")
-    assert (backward is None) == (block_kv == 64)
-    if backward is not None:
-        assert (backward.dense() == block_mask.mT).all()
-        assert backward.block_size == (128, 128)
+    problem = MaskedProblem(Shape(1, 2, 2, 300, 16), 0.5, mask, Cpu())
+    assert problem.peer_block_kv == block_kv
+    _, error = judged(Case(problem, "fwd"), provider(name, MASKED_PEERS))
+    assert error < 1e-5
+    if name == "fa4":
+        (call,) = fa4_calls
+        assert (call["lists"].dense() == problem.peer_mask).all()
+        assert call["lists"].mask_block_cnt.sum() == 0
+        backward = call.get("block_sparse_tensors_bwd")
+        assert (backward is None) == (block_kv == 64)
+        assert backward is None or (backward.dense() == problem.peer_mask.mT).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PEERS)
-def test_a_peer_is_right_on_a_gpu(name):
-    """`Case.peer` compares it; then a call with larger values comes before an earlier one's backward pass."""
-    case = Case(Shape(1, 4, 4, 512, 128, causal=True))
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_is_right_on_a_gpu(peer):
+    """Also if a call with larger values comes between the two passes."""
+    problem, larger = (Problem(Shape(1, 4, 4, 512, 128, causal=True)) for _ in range(2))
+    larger.inputs = larger.query, larger.key, 100 * larger.value
     try:
-        peer = case.peer(name)
+        backward, _ = judged(Case(problem, "bwd"), peer)
     except ImportError as missing:
         pytest.skip(str(missing))
-    query, key, value = peer.leaves
-    output = peer.attention(query, key, value)
-    peer.attention(query, key, 100 * value)
-    gradients = torch.autograd.grad(output, peer.leaves, peer.grad_output)
-    worst_error((output.detach(), *gradients), case.exact, peer.largest_error)
+    peer.of(Case(larger, "fwd"))(larger.grad_output)
+    worst_error(backward(), problem.exact("attention")[1:], peer.largest_error, RESULTS[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", MASKED_PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("mask", ["router", "random"])
+def test_a_peer_with_a_mask_is_right_on_a_gpu(peer, mask):
+    problem = MaskedProblem(Shape(1, 2, 2, 1000, 128), 0.75, mask)
+    for direction in ("fwd", "bwd") if mask == "random" else ("fwd",):
+        try:
+            judged(Case(problem, direction), peer)
+        except ImportError as missing:
+            pytest.skip(str(missing))
 
 
 def test_quantising_keeps_the_largest_entry_and_zeros_and_what_a_peer_lacks_is_named(inputs):
@@ -121,6 +137,5 @@ def test_quantising_keeps_the_largest_entry_and_zeros_and_what_a_peer_lacks_is_n
     assert not dequantise(*quantise(torch.zeros(1, 1, 2, 128)), torch.float32).any()
     with pytest.raises(ValueError, match="head_dim: expected 128, got 64"):
         cudnn_fp8.cudnn_fp8(*inputs(16, 16, 64)[:3], False)
-    assert PEERS["sdpa_cudnn"].required() is PEERS["sdpa_cudnn"]
     with pytest.raises(ImportError, match="^its-package: ModuleNotFoundError: No module named"):
-        PEERS["fa4"]._replace(package="its-package", module="no_module_of_this_name").required()
+        peers.require("its-package", "no_module_of_this_name")

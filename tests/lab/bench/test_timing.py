@@ -4,7 +4,8 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from sage_lab.bench.dense import USER
+from sage_lab.bench.dense import user_shapes, user_turns
+from sage_lab.bench.measure import measure
 from sage_lab.bench.timing import ALONE_REPETITIONS, WARM_UPS, alone, host_microseconds, paired
 from sage_lab.experiments.turns import orders
 
@@ -49,7 +50,8 @@ def test_work_that_is_timed_alone_is_repeated_often_enough(clock, ms, repetition
 
 @pytest.mark.gpu
 def test_a_gpu_times_the_public_function_beside_its_peers_also_as_a_graph():
-    rows = list(USER.rows(USER.shapes[0]._replace(batch=2, n=1024, causal=True)))
+    shape = next(user_shapes((1024,)))._replace(batch=2, causal=True)
+    rows = [row for row in measure(user_turns(shape)) if "missing" not in row]
     for cuda_graph in (False, True):
         found = {row["provider"]: row for row in rows if row["cuda_graph"] == cuda_graph}
         assert {"sage_kernels", "sdpa_flash", "sdpa_cudnn"} <= set(found)

@@ -115,12 +115,12 @@ BAD = {  # the command line: what its one line says
     "capture run.pt --corpus text.txt --layers 0 --heads 4": "heads: expected numbers from 0 to 3, got [4]",
     "capture run.pt --corpus text.txt --layers 0 --context 17": "tokens: expected at most 16 per sequence",
     "compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
-    "climb": "FILE: expected a file with attention(q, k, v, is_causal=False), or one of level0, level1, level2, level3",
-    "climb level7": "argument FILE: expected a file that can be read, got 'level7'",
-    "climb level2 --target 70": "argument --target: invalid choice: 70",
-    "climb --board bord.json": "board: expected a file of `climb FILE --board`, got bord.json",
-    "climb level2 --board text.txt": "board: expected rows of `climb`, got text.txt: name another file",
-    "bench --n 7": "n: expected some of [1024",
+    "bench --n 0": "argument --n: expected at least 1, got 0",
+    "bench --op": "argument --op: expected one argument",
+    "bench --without flex nobody": "argument --without: invalid choice: 'nobody'",
+    "count nothing.py": "argument FILE: expected a file that can be read, got 'nothing.py'",
+    "count --target 70": "argument --target: expected one of 80, 86, 89, 90, 120, got '70'",
+    "count text.txt --head-dim 64": "text.txt: expected an attention that compiles, got SyntaxError",
 }
 
 
