@@ -8,11 +8,12 @@ counts without. What runs before and after the loop, and the tiles that a causal
 """
 
 import argparse
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
@@ -105,9 +106,9 @@ def count_of_file(path: Path, problem: Problem) -> Row:
 
 def function_of(path: Path) -> Callable[..., Tensor]:
     """Return the function `attention` of a file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader(path.stem, str(path))
+    module = module_from_spec(spec_from_loader(path.stem, loader))
+    loader.exec_module(module)
     return module.attention
 
 

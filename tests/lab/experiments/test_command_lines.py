@@ -81,7 +81,6 @@ BAD = {  # the command line: what its one line says
     "nope": "invalid choice: 'nope'",
     "info --json /dev/null": "argument --json: expected the name of a file, got '/dev/null'",
     "table1 --n 0": "argument --n: expected at least 1, got 0",
-    "pretrain --blocks 64": "argument --blocks: expected two numbers such as 128x64, got '64'",
     "train-router --device meta": "argument --device: expected a device of this machine, such as cpu or cuda, got",
     "full-batch --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
     "pretrain --corpus empty": "path: expected text, found 1 empty files for empty",
