@@ -1,7 +1,8 @@
 """The course's notebooks: what their first cells say, where they lie in public, and the frame that they all have.
 
-The frame is a link and a cell for Colab at the top and a link to the answers below the exercises. The address of the
-public repository stands in pyproject.toml alone; `python -m sage_course` writes it into every notebook.
+The frame is a link and a cell for Colab at the top, a link to the answers below the exercises, and the tags of outputs
+that nbval doesn't compare. The address of the public repository stands in pyproject.toml alone, and the outputs with
+their reasons in notebooks/not_compared.toml; `python -m sage_course` writes both into every notebook.
 """
 
 import json
@@ -19,6 +20,7 @@ INSTALL = "install-on-colab"  # the cell's id
 ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
 ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
 UNSEEN_CODE = {"hide-input", "hide-cell", "remove-cell"}  # tags
+NOT_COMPARED = "nbval-ignore-output"
 CONTROLS = "application/vnd.jupyter.widget-view+json"
 UNSEEN_OUTPUT = {"hide-output", "hide-cell", "remove-cell"}
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -121,11 +123,13 @@ def framed(text: str, path: Path, repository: str) -> str:
     install = {"cell_type": "code", "execution_count": None, "id": INSTALL, "metadata": {}, "outputs": [], "source": []}
     _rewrite(install, install_cell(repository).rstrip())
     notebook["cells"] = [first, install, *cells]
+    not_compared = outputs_not_compared(path.name.partition("_")[0])
     for count, cell in enumerate((cell for cell in notebook["cells"] if cell["cell_type"] == "code"), 1):
         for counts in (cell, *(output for output in cell["outputs"] if "execution_count" in output)):
             counts["execution_count"] = count if counted else None
         for output in cell["outputs"]:
             output.get("data", {}).pop(CONTROLS, None)
+        _tag(cell, cell.get("id") in not_compared)
     notebook["metadata"].pop("widgets", None)
     page = f"exercises/solutions/{path.name.partition('_')[0]}.md"
     answers = f"Answers to the open questions: [{page}](../{page}). Try yourself first."
@@ -134,6 +138,19 @@ def framed(text: str, path: Path, repository: str) -> str:
         if cell["cell_type"] == "markdown" and END_OF_EXERCISES.search(source):
             _rewrite(cell, END_OF_EXERCISES.sub(rf"\1\n\n{answers}\n\n", ANSWERS.sub("", source)).rstrip())
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def outputs_not_compared(number: str) -> dict[str, str]:
+    """Return why an output is not compared, by the cells' ids, in the notebook of this number."""
+    reasons = tomllib.loads((REPOSITORY / "notebooks" / "not_compared.toml").read_text(encoding="utf-8"))
+    return {cell: why for why, cells in reasons.items() for of in ("*", number) for cell in cells.get(of, [])}
+
+
+def _tag(cell: dict, not_compared: bool) -> None:
+    """Give a cell the tag that nbval reads, or take it away."""
+    tags = [tag for tag in cell["metadata"].pop("tags", []) if tag != NOT_COMPARED]
+    tags = [NOT_COMPARED] * not_compared + tags
+    cell["metadata"] |= {"tags": tags} if tags else {}
 
 
 def _rewrite(cell: dict, text: str) -> None:

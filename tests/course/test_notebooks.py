@@ -12,7 +12,7 @@ from itertools import chain
 import pytest
 from matplotlib.figure import Figure
 from sage_course import figures
-from sage_course.outline import INSTALL, load
+from sage_course.outline import INSTALL, NOT_COMPARED, load, outputs_not_compared
 from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -25,7 +25,7 @@ MOST = {"minutes": 75, "lines": 150, "numbers": 150}  # that a notebook asks of 
 TOO_MUCH = {}
 MOST_CELLS, LEAST_FILL_INS = 60, 3
 LONGEST, LONGEST_PROGRAM = 20, 40  # lines of a code cell; the second if it holds a whole Triton or Gluon program
-TAG = "nbval-ignore-output"
+LEAST_COMPARED = 0.85  # of all notebooks' outputs that are text
 FOLD = "hide-input"  # the book's name for a cell whose code is folded; JupyterLab's is in the metadata
 TERMS = {  # of the glossary, as the ids that Sphinx gives them
     f"term-{re.sub(r'[^a-zA-Z0-9]+', '-', line).strip('-')}"
@@ -99,7 +99,7 @@ def machine_problems(cell):
 def code_problems(cell):
     """Yield errors, warnings, missing outputs, words and tags, cells that are too long, small letters."""
     source, outputs, tags = text_of(cell), cell["outputs"], set(cell["metadata"].get("tags", []))
-    yield from (f"tags: expected {TAG} or {FOLD}, got {tag}" for tag in tags - {TAG, FOLD})
+    yield from (f"tags: expected {NOT_COMPARED} or {FOLD}, got {tag}" for tag in tags - {NOT_COMPARED, FOLD})
     if (FOLD in tags) != cell["metadata"].get("jupyter", {}).get("source_hidden", False):
         yield f"folded: expected both the tag {FOLD} and the metadata jupyter.source_hidden, or neither"
     yield from (f"error output: {output['ename']}" for output in outputs if output["output_type"] == "error")
@@ -116,8 +116,6 @@ def code_problems(cell):
     for output in outputs:
         if "image/png" in output.get("data", {}) and not output["metadata"].get("image/png", {}).get("alt"):
             yield "output: expected an alternative text beside the PNG; import sage_course.figures before"
-    if calls & {"slider", "fill_in", "yours"} and TAG not in tags:
-        yield f"tags: expected {TAG}, since a reader changes the cell"
     longest = LONGEST_PROGRAM if re.search(r"^\s*@(?:triton|gluon)\.jit", source, re.MULTILINE) else LONGEST
     if (lines := len(source.splitlines())) > longest:
         yield f"length: expected at most {longest} lines, got {lines}"
@@ -139,6 +137,26 @@ def test_a_notebook_asks_no_more_of_its_reader_than_it_may(path):
     asked = load(path)
     too_much = " ".join(name for name, most in MOST.items() if getattr(asked, name) > most)
     assert too_much == TOO_MUCH.get(path.name.partition("_")[0], ""), asked
+
+
+def texts_of(cell):
+    """The outputs of a cell that nbval compares as text: what it printed, and values that are no pictures."""
+    return [
+        output
+        for output in cell["outputs"]
+        if output["output_type"] == "stream" or "image/png" not in output.get("data", {"image/png": None})
+    ]
+
+
+def test_an_output_is_compared_unless_a_reason_is_given():
+    compared = texts = 0
+    for path in NOTEBOOKS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        tagged = {cell["id"] for cell in cells if NOT_COMPARED in cell["metadata"].get("tags", [])}
+        assert tagged == outputs_not_compared(path.name.partition("_")[0]).keys(), path.name
+        texts += sum(len(texts_of(cell)) for cell in cells)
+        compared += sum(len(texts_of(cell)) for cell in cells if cell["id"] not in tagged)
+    assert compared / texts > LEAST_COMPARED, f"{compared} of {texts}"
 
 
 def test_notebook_00_leads_to_every_notebook():
